@@ -78,7 +78,7 @@ const STEPS: &[Step] = &[
     },
     Step {
         name: "deps",
-        what: "the allowed dependencies between crates, and circles between files",
+        what: "the allowed dependencies between crates, and dependency cycles between files",
         run: deps::check,
     },
     Step {

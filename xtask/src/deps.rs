@@ -10,7 +10,7 @@ use crate::files::Files;
 use crate::workspace::{Dependency, Kind, Package, Workspace};
 
 pub(crate) const HELP: &str = "\
-Check the dependencies between crates, and that no files depend on each other in a circle; print the graph.
+Check the dependencies between crates, and that files have no dependency cycle; print the graph.
 
 Usage: cargo xtask deps
 
@@ -19,7 +19,7 @@ Checked for normal and build dependencies, including optional ones:
   - optim depends on comm only with its feature `sync`;
   - base depends only on serde, with a feature;
   - only tensor depends on cubecl, cubek and wgpu; only comm and farflung on sockets and async runtimes.
-No files of a library may depend on each other in a circle: what both need goes into a file below them. A module
+The files of a library may not have a dependency cycle: what both need goes into a file below them. A module
 may use the files of its own folder, and error.rs the values that errors carry.
 A dev-dependency may be any crate of a lower layer:
   base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
@@ -29,26 +29,30 @@ Examples:
 ";
 
 /// Allowed dependencies of a crate of the workspace, and its layer.
-struct Arrow {
+struct AllowedDependencies {
     from: &'static str,
     layer: u8,
     to: &'static [&'static str],
 }
 
-const ARROWS: &[Arrow] = &[
-    Arrow { from: "farflung-base", layer: 0, to: &[] },
-    Arrow { from: "farflung-tensor", layer: 1, to: &["farflung-base"] },
-    Arrow { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
-    Arrow { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
-    Arrow { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
+const ALLOWED_DEPENDENCIES: &[AllowedDependencies] = &[
+    AllowedDependencies { from: "farflung-base", layer: 0, to: &[] },
+    AllowedDependencies { from: "farflung-tensor", layer: 1, to: &["farflung-base"] },
+    AllowedDependencies { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
+    AllowedDependencies { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
+    AllowedDependencies { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
     // Depending on `base` is harmless: the other dependencies use its ids and units in their APIs already.
-    Arrow {
+    AllowedDependencies {
         from: "farflung-optim",
         layer: 2,
         to: &["farflung-base", "farflung-tensor", "farflung-compress", "farflung-comm"],
     },
-    Arrow { from: "farflung-zoo", layer: 2, to: &["farflung-base", "farflung-tensor", "farflung-parallel"] },
-    Arrow {
+    AllowedDependencies {
+        from: "farflung-zoo",
+        layer: 2,
+        to: &["farflung-base", "farflung-tensor", "farflung-parallel"],
+    },
+    AllowedDependencies {
         from: "farflung",
         layer: 3,
         to: &[
@@ -61,8 +65,8 @@ const ARROWS: &[Arrow] = &[
             "farflung-zoo",
         ],
     },
-    Arrow { from: "farflung-repro", layer: 4, to: &["farflung"] },
-    Arrow { from: "xtask", layer: 0, to: &[] },
+    AllowedDependencies { from: "farflung-repro", layer: 4, to: &["farflung"] },
+    AllowedDependencies { from: "xtask", layer: 0, to: &[] },
 ];
 
 /// Dependencies that are allowed only behind a feature: (from, to, feature).
@@ -103,7 +107,7 @@ pub(crate) fn check() -> Result<()> {
 fn check_files(packages: &[Package]) -> Result<()> {
     let mut found = Vec::new();
     for package in packages.iter().filter(|package| package.has_library) {
-        let cycles = Files::read(&package.folder.join("src"))?.circles();
+        let cycles = Files::read(&package.folder.join("src"))?.cycles();
         found.extend(cycles.into_iter().map(|cycle| format!("{}:\n    {cycle}", package.name)));
     }
     if !found.is_empty() {
@@ -113,8 +117,8 @@ fn check_files(packages: &[Package]) -> Result<()> {
     Ok(())
 }
 
-fn arrow(name: &str) -> Option<&'static Arrow> {
-    ARROWS.iter().find(|a| a.from == name)
+fn allowed_dependencies(name: &str) -> Option<&'static AllowedDependencies> {
+    ALLOWED_DEPENDENCIES.iter().find(|a| a.from == name)
 }
 
 /// Formats one line per package: its dependencies within the workspace, then the external ones.
@@ -150,7 +154,7 @@ fn graph(packages: &[Package]) -> String {
 fn violations(packages: &[Package]) -> Vec<String> {
     let mut found = Vec::new();
     for package in packages {
-        let Some(arrow) = arrow(&package.name) else {
+        let Some(arrow) = allowed_dependencies(&package.name) else {
             found.push(format!("{} has no line in ARROWS (xtask/src/deps.rs)", package.name));
             continue;
         };
@@ -167,10 +171,10 @@ fn violations(packages: &[Package]) -> Vec<String> {
 }
 
 /// Checks a dependency between two crates of the workspace. Returns a message if it is not allowed.
-fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<String> {
+fn edge(package: &Package, from: &AllowedDependencies, dependency: &Dependency) -> Option<String> {
     let (name, to) = (&package.name, &dependency.name);
     if dependency.kind == Kind::Dev {
-        let lower = arrow(to).is_some_and(|a| a.layer < from.layer);
+        let lower = allowed_dependencies(to).is_some_and(|a| a.layer < from.layer);
         return (!lower).then(|| format!("{name} -> {to} (dev): {to} is not in a lower layer"));
     }
     if !from.to.contains(&to.as_str()) {

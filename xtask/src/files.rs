@@ -21,7 +21,7 @@ pub(crate) struct Files {
 
 /// A dependency cycle: files that depend on each other, directly or through other files.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Circle {
+pub(crate) struct Cycle {
     /// Dependencies between the files of the cycle, with the names that they use.
     pub edges: Vec<Edge>,
 }
@@ -72,12 +72,12 @@ impl Files {
     /// Returns `None` if the path leads out of the crate, or if it names a module rather than an item.
     fn definition(&self, from: &[String], path: &[String], steps: usize) -> Option<Module> {
         match self.walk(from, path, steps)? {
-            Place::Item(module) => Some(module),
-            Place::Module(_) => None,
+            PathTarget::Item(module) => Some(module),
+            PathTarget::Module(_) => None,
         }
     }
 
-    fn walk(&self, from: &[String], path: &[String], steps: usize) -> Option<Place> {
+    fn walk(&self, from: &[String], path: &[String], steps: usize) -> Option<PathTarget> {
         // Imports may refer to each other in a cycle, so the number of steps is bounded.
         let steps = steps.checked_sub(1)?;
         let (first, mut rest) = path.split_first()?;
@@ -96,8 +96,8 @@ impl Files {
                         return None;
                     }
                     match self.walk(from, &import.path, steps)? {
-                        Place::Module(module) => module,
-                        item @ Place::Item(_) => return Some(item),
+                        PathTarget::Module(module) => module,
+                        item @ PathTarget::Item(_) => return Some(item),
                     }
                 }
             }
@@ -115,12 +115,12 @@ impl Files {
             }
             let code = self.codes.get(&module)?;
             if code.items.contains(name) {
-                return Some(Place::Item(module));
+                return Some(PathTarget::Item(module));
             }
             if let Some(import) = code.imports.iter().find(|import| import.name == *name) {
                 match self.walk(&module, &import.path, steps)? {
-                    Place::Module(other) => module = other,
-                    item @ Place::Item(_) => return Some(item),
+                    PathTarget::Module(other) => module = other,
+                    item @ PathTarget::Item(_) => return Some(item),
                 }
                 continue;
             }
@@ -128,9 +128,9 @@ impl Files {
                 let path: Module = import.path.iter().chain([name]).cloned().collect();
                 self.walk(&module, &path, steps)
             });
-            return Some(behind_globs.unwrap_or(Place::Item(module)));
+            return Some(behind_globs.unwrap_or(PathTarget::Item(module)));
         }
-        Some(Place::Module(module))
+        Some(PathTarget::Module(module))
     }
 
     /// Returns every dependency of one file on another that may be part of a cycle.
@@ -155,7 +155,7 @@ impl Files {
     }
 
     /// Returns the dependency cycles among the files, each with its edges.
-    pub(crate) fn circles(&self) -> Vec<Circle> {
+    pub(crate) fn cycles(&self) -> Vec<Cycle> {
         let edges = self.edges();
         let reached: BTreeMap<&Module, BTreeSet<&Module>> =
             self.codes.keys().map(|module| (module, reach(&edges, module))).collect();
@@ -168,14 +168,14 @@ impl Files {
             let members: BTreeSet<&Module> =
                 reached[module].iter().copied().filter(|other| reached[other].contains(module)).collect();
             let inside = |edge: &&Edge| members.contains(&edge.from) && members.contains(&edge.to);
-            circles.push(Circle { edges: edges.iter().filter(inside).cloned().collect() });
+            circles.push(Cycle { edges: edges.iter().filter(inside).cloned().collect() });
             seen.extend(members);
         }
         circles
     }
 }
 
-enum Place {
+enum PathTarget {
     Module(Module),
     Item(Module),
 }
@@ -204,7 +204,7 @@ fn file(module: &Module) -> String {
     if module.is_empty() { "lib".to_owned() } else { module.join("/") }
 }
 
-impl std::fmt::Display for Circle {
+impl std::fmt::Display for Cycle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (i, edge) in self.edges.iter().enumerate() {
             let names = edge.names.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
@@ -226,7 +226,7 @@ mod tests {
 
     #[track_caller]
     fn found(texts: &[(&str, &str)], expected: &[&str]) {
-        let circles: Vec<String> = files(texts).circles().iter().map(Circle::to_string).collect();
+        let circles: Vec<String> = files(texts).cycles().iter().map(Cycle::to_string).collect();
         assert_eq!(circles, expected);
     }
 

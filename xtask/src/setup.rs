@@ -33,101 +33,125 @@ Examples:
 ";
 
 /// A Debian package, and a command that succeeds if the package is not needed.
-struct Need {
+struct AptPackage {
     package: &'static str,
     probe: &'static [&'static str],
     what_for: &'static str,
 }
 
-const BASE: &[Need] = &[
-    Need { package: "gcc", probe: &["cc", "--version"], what_for: "the C code of zstd" },
-    Need {
+const BASE: &[AptPackage] = &[
+    AptPackage { package: "gcc", probe: &["cc", "--version"], what_for: "the C code of zstd" },
+    AptPackage {
         package: "libc6-dev",
         probe: &["test", "-e", "/usr/include/stdio.h"],
         what_for: "the headers of the C library",
     },
-    Need { package: "git", probe: &["git", "--version"], what_for: "the list of files that tidy reads" },
+    AptPackage {
+        package: "git",
+        probe: &["git", "--version"],
+        what_for: "the list of files that tidy reads",
+    },
 ];
 
-const WGPU: &[Need] = &[
-    Need { package: "libvulkan1", probe: &["dpkg", "-s", "libvulkan1"], what_for: "the Vulkan loader" },
-    Need {
+const WGPU: &[AptPackage] = &[
+    AptPackage { package: "libvulkan1", probe: &["dpkg", "-s", "libvulkan1"], what_for: "the Vulkan loader" },
+    AptPackage {
         package: "mesa-vulkan-drivers",
         probe: &["dpkg", "-s", "mesa-vulkan-drivers"],
         what_for: "a Vulkan device on the CPU",
     },
 ];
 
-const SSH: &[Need] = &[
-    Need { package: "openssh-client", probe: &["test", "-x", "/usr/bin/ssh"], what_for: "launch --hosts" },
-    Need {
+const SSH: &[AptPackage] = &[
+    AptPackage {
+        package: "openssh-client",
+        probe: &["test", "-x", "/usr/bin/ssh"],
+        what_for: "launch --hosts",
+    },
+    AptPackage {
         package: "openssh-server",
         probe: &["test", "-x", "/usr/sbin/sshd"],
         what_for: "the tests of `launch --hosts`",
     },
 ];
 
-const MPI: &[Need] = &[
-    Need {
+const MPI: &[AptPackage] = &[
+    AptPackage {
         package: "openmpi-bin",
         probe: &["mpirun", "--version"],
         what_for: "the benches `engines` and `shared-memory`",
     },
-    Need { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the feature `mpi`" },
-    Need {
+    AptPackage { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the feature `mpi`" },
+    AptPackage {
         package: "libclang-dev",
         probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang*.so* || ls /usr/lib*/libclang*.so*"],
         what_for: "the Rust binding of MPI, generated from its headers",
     },
 ];
 
-const SLURM: &[Need] = &[
-    Need {
+const SLURM: &[AptPackage] = &[
+    AptPackage {
         package: "slurm-wlm",
         probe: &["test", "-x", "/usr/sbin/slurmctld"],
         what_for: "the bench `engines`",
     },
-    Need { package: "munge", probe: &["test", "-x", "/usr/sbin/munged"], what_for: "Slurm's credentials" },
+    AptPackage {
+        package: "munge",
+        probe: &["test", "-x", "/usr/sbin/munged"],
+        what_for: "Slurm's credentials",
+    },
 ];
 
-const NAT: &[Need] = &[
-    Need { package: "nftables", probe: &["test", "-x", "/usr/sbin/nft"], what_for: "address translation" },
-    Need { package: "iproute2", probe: &["ip", "-V"], what_for: "the networks of the bench `nat`" },
+const NAT: &[AptPackage] = &[
+    AptPackage {
+        package: "nftables",
+        probe: &["test", "-x", "/usr/sbin/nft"],
+        what_for: "address translation",
+    },
+    AptPackage { package: "iproute2", probe: &["ip", "-V"], what_for: "the networks of the bench `nat`" },
 ];
 
-const BROWSER: &[Need] = &[
-    Need { package: "chromium", probe: &["chromium", "--version"], what_for: "the page of `farflung watch`" },
-    Need {
+const BROWSER: &[AptPackage] = &[
+    AptPackage {
+        package: "chromium",
+        probe: &["chromium", "--version"],
+        what_for: "the page of `farflung watch`",
+    },
+    AptPackage {
         package: "fonts-inter",
         probe: &["dpkg", "-s", "fonts-inter"],
         what_for: "the font of the page's screenshots",
     },
 ];
 
-const CUDA: &[Need] = &[
-    Need { package: "g++", probe: &["c++", "--version"], what_for: "cubecl's bridge to LLVM" },
-    Need {
+const CUDA: &[AptPackage] = &[
+    AptPackage { package: "g++", probe: &["c++", "--version"], what_for: "cubecl's bridge to LLVM" },
+    AptPackage {
         package: "llvm-22-dev",
         probe: &["dpkg", "-s", "llvm-22-dev"],
         what_for: "the compiler of kernels",
     },
-    Need {
+    AptPackage {
         package: "libpolly-22-dev",
         probe: &["dpkg", "-s", "libpolly-22-dev"],
         what_for: "a library that LLVM needs",
     },
-    Need { package: "libz3-dev", probe: &["dpkg", "-s", "libz3-dev"], what_for: "a library that LLVM needs" },
-    Need {
+    AptPackage {
+        package: "libz3-dev",
+        probe: &["dpkg", "-s", "libz3-dev"],
+        what_for: "a library that LLVM needs",
+    },
+    AptPackage {
         package: "libzstd-dev",
         probe: &["dpkg", "-s", "libzstd-dev"],
         what_for: "a library that LLVM needs",
     },
-    Need {
+    AptPackage {
         package: "libxml2-dev",
         probe: &["dpkg", "-s", "libxml2-dev"],
         what_for: "a library that LLVM needs",
     },
-    Need {
+    AptPackage {
         package: "zlib1g-dev",
         probe: &["dpkg", "-s", "zlib1g-dev"],
         what_for: "a library that LLVM needs",
@@ -145,7 +169,7 @@ const LLVM_CONFIG: &str = "#!/bin/sh
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
-    let mut needs: Vec<&Need> = BASE.iter().collect();
+    let mut needs: Vec<&AptPackage> = BASE.iter().collect();
     let (mut cuda, mut dry_run) = (false, false);
     for arg in args {
         match arg.as_str() {
@@ -202,16 +226,16 @@ pub(crate) fn mpi() -> Result<()> {
 
 /// Returns whether MPI and the dependencies of its binding are installed.
 pub(crate) fn has_mpi() -> bool {
-    MPI.iter().all(Need::is_there)
+    MPI.iter().all(AptPackage::is_there)
 }
 
-impl Need {
+impl AptPackage {
     fn is_there(&self) -> bool {
         shell::succeeds(&mut shell::command(self.probe[0], &self.probe[1..]))
     }
 }
 
-fn install(needs: &[&Need], dry_run: bool) -> Result<()> {
+fn install(needs: &[&AptPackage], dry_run: bool) -> Result<()> {
     let mut missing = Vec::new();
     for need in needs {
         let there = need.is_there();

@@ -93,7 +93,7 @@ pub(crate) fn succeeds(command: &mut Command) -> bool {
 
 /// Output of a command that was run with [`tee`].
 #[derive(Debug)]
-pub(crate) struct Teed {
+pub(crate) struct CommandOutput {
     pub(crate) stdout: String,
     pub(crate) stderr: String,
     /// Error if the command failed.
@@ -102,7 +102,7 @@ pub(crate) struct Teed {
 
 /// Runs a command, prints both streams as they arrive, and returns them.
 #[expect(clippy::disallowed_methods, reason = "a tool's own terminal")]
-pub(crate) fn tee(command: &mut Command) -> Result<Teed> {
+pub(crate) fn tee(command: &mut Command) -> Result<CommandOutput> {
     let shown = shown(command);
     eprintln!("$ {shown}");
     if std::io::stderr().is_terminal() && std::env::var_os("CARGO_TERM_COLOR").is_none() {
@@ -124,7 +124,7 @@ pub(crate) fn tee(command: &mut Command) -> Result<Teed> {
     });
     let status = child.wait().with_context(|| format!("failed to wait for `{shown}`"))?;
     let result = if status.success() { Ok(()) } else { Err(anyhow::anyhow!("`{shown}` failed ({status})")) };
-    Ok(Teed { stdout: stdout?, stderr: stderr?, result })
+    Ok(CommandOutput { stdout: stdout?, stderr: stderr?, result })
 }
 
 /// Copies line by line, so that lines of two streams do not mix, and returns the text with invalid UTF-8

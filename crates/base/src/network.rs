@@ -23,9 +23,9 @@ pub struct Network {
     /// Time at which the receiver's downlink becomes free, by rank.
     down: Vec<Nanos>,
     /// Time at which a region's uplink becomes free, by region.
-    line_up: Vec<Nanos>,
+    region_up: Vec<Nanos>,
     /// Time at which a region's downlink becomes free, by region.
-    line_down: Vec<Nanos>,
+    region_down: Vec<Nanos>,
 }
 
 /// A transfer that is on its way over the links.
@@ -61,8 +61,8 @@ impl Network {
             up: idle(n),
             pair: idle(n * n),
             down: idle(n),
-            line_up: idle(regions),
-            line_down: idle(regions),
+            region_up: idle(regions),
+            region_down: idle(regions),
         }
     }
 
@@ -70,24 +70,24 @@ impl Network {
     /// senders can delay each other before they reach the receiver.
     #[must_use]
     pub const fn has_region_links(&self) -> bool {
-        !self.line_up.is_empty()
+        !self.region_up.is_empty()
     }
 
     /// Returns the links on which a transfer of one sender can wait for a transfer of another.
     pub(crate) fn shared_limits(&self, from: Rank, to: Rank) -> SharedLimits {
-        let leaves = self.topology.leaves(from, to);
+        let leaves = self.topology.leaves_region(from, to);
         let line = |rank: Rank| self.topology.region(rank).filter(|_| leaves);
         let limited = |rate: Bandwidth| rate != Bandwidth::UNLIMITED;
         SharedLimits {
-            out: line(from).is_some_and(|region| limited(self.topology.region_port(region).up)),
-            into: line(to).is_some_and(|region| limited(self.topology.region_port(region).down)),
-            down: limited(self.topology.port(to).down),
+            out: line(from).is_some_and(|region| limited(self.topology.region_access_link(region).up)),
+            into: line(to).is_some_and(|region| limited(self.topology.region_access_link(region).down)),
+            down: limited(self.topology.access_link(to).down),
         }
     }
 
     /// Passes `bytes` through the sender's uplink, from `at` or from when the uplink is free.
     pub fn depart(&mut self, from: Rank, at: Nanos, bytes: Bytes) -> InFlight {
-        let up = self.topology.port(from).up;
+        let up = self.topology.access_link(from).up;
         let (head, tail) = occupy(&mut self.up[from.index()], at, up, bytes);
         InFlight { head, tail, bytes }
     }
@@ -96,9 +96,9 @@ impl Network {
     /// pair.
     pub fn cross(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
         let InFlight { mut head, mut tail, bytes } = transfer;
-        if let Some(region) = self.topology.region(from).filter(|_| self.topology.leaves(from, to)) {
-            let up = self.topology.region_port(region).up;
-            let (start, out) = occupy(&mut self.line_up[region], head, up, bytes);
+        if let Some(region) = self.topology.region(from).filter(|_| self.topology.leaves_region(from, to)) {
+            let up = self.topology.region_access_link(region).up;
+            let (start, out) = occupy(&mut self.region_up[region], head, up, bytes);
             (head, tail) = (start, tail.max(out));
         }
         let link = self.topology.link(from, to);
@@ -111,18 +111,18 @@ impl Network {
     /// Passes the downlink of the receiver's region, if the transfer comes from outside.
     pub fn enter(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
         let InFlight { head, tail, bytes } = transfer;
-        let Some(region) = self.topology.region(to).filter(|_| self.topology.leaves(from, to)) else {
+        let Some(region) = self.topology.region(to).filter(|_| self.topology.leaves_region(from, to)) else {
             return transfer;
         };
-        let down = self.topology.region_port(region).down;
-        let (head, end) = occupy(&mut self.line_down[region], head, down, bytes);
+        let down = self.topology.region_access_link(region).down;
+        let (head, end) = occupy(&mut self.region_down[region], head, down, bytes);
         InFlight { head, tail: tail.max(end), bytes }
     }
 
     /// Passes the receiver's downlink. Returns the time at which the last byte arrives.
     pub fn land(&mut self, to: Rank, transfer: InFlight) -> Nanos {
         let InFlight { head, tail, bytes } = transfer;
-        let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down, bytes);
+        let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.access_link(to).down, bytes);
         end.max(tail)
     }
 }

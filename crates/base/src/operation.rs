@@ -52,7 +52,7 @@ pub struct RankPart {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Operation {
     /// Part of each rank.
-    pub sides: BTreeMap<Rank, RankPart>,
+    pub parts: BTreeMap<Rank, RankPart>,
     /// Largest piece into which messages are cut, at least one byte.
     pub frame: Bytes,
 }
@@ -64,7 +64,7 @@ impl Operation {
         let side = |turn| RankPart { lanes: vec![vec![turn]], window: usize::MAX };
         let sent = OperationStep { sends: vec![(to, bytes)], ..OperationStep::default() };
         let received = OperationStep { receives: vec![(from, bytes)], ..OperationStep::default() };
-        Self { sides: BTreeMap::from([(from, side(sent)), (to, side(received))]), frame }
+        Self { parts: BTreeMap::from([(from, side(sent)), (to, side(received))]), frame }
     }
 
     /// Returns the operation with other ranks: rank `i` becomes `ranks[i]`.
@@ -84,21 +84,21 @@ impl Operation {
         let side =
             |side: &RankPart| RankPart { lanes: side.lanes.iter().map(lane).collect(), window: side.window };
         let sides: BTreeMap<Rank, RankPart> =
-            self.sides.iter().map(|(&rank, of)| (place(rank), side(of))).collect();
-        assert_eq!(sides.len(), self.sides.len(), "two ranks are mapped to the same rank");
-        Self { sides, frame: self.frame }
+            self.parts.iter().map(|(&rank, of)| (place(rank), side(of))).collect();
+        assert_eq!(sides.len(), self.parts.len(), "two ranks are mapped to the same rank");
+        Self { parts: sides, frame: self.frame }
     }
 }
 
 /// Simulates one operation on idle links. All ranks begin it at time 0. Returns the time at which the last rank
 /// finishes, or [`Nanos::MAX`] if its sends and receives do not match or a link is dead.
 #[must_use]
-pub fn alone(operation: &Operation, topology: &Topology) -> Nanos {
+pub fn isolated_time(operation: &Operation, topology: &Topology) -> Nanos {
     let mut simulator = NetworkSimulator::new(topology, std::slice::from_ref(operation));
-    operation.sides.keys().for_each(|&rank| simulator.begin(0, rank, Nanos::ZERO));
+    operation.parts.keys().for_each(|&rank| simulator.begin(0, rank, Nanos::ZERO));
     let (mut ended, mut last) = (0, Nanos::ZERO);
     while let Some(Completion { at, .. }) = simulator.next_completion() {
         (ended, last) = (ended + 1, last.max(at));
     }
-    if ended == operation.sides.len() { last } else { Nanos::MAX }
+    if ended == operation.parts.len() { last } else { Nanos::MAX }
 }

@@ -114,7 +114,7 @@ pub struct Topology {
     size: usize,
     links: Links,
     ports: Arc<Vec<AccessLink>>,
-    lines: Arc<RegionLinks>,
+    region_links: Arc<RegionLinks>,
 }
 
 /// Access links that the ranks of a region share.
@@ -140,7 +140,7 @@ impl PartialEq for Topology {
             (Links::Equal(a), Links::Equal(b)) => a == b || self.size < 2,
             _ => self.pairs().all(|(from, to)| self.link(from, to) == other.link(from, to)),
         };
-        self.size == other.size && self.ports == other.ports && self.same_lines(other) && same_links()
+        self.size == other.size && self.ports == other.ports && self.same_region_links(other) && same_links()
     }
 }
 
@@ -152,7 +152,12 @@ impl Topology {
     #[must_use]
     pub fn uniform(size: usize, link: Link) -> Self {
         let port = AccessLink { up: link.bandwidth, down: link.bandwidth };
-        Self { size, links: Links::Equal(link), ports: Arc::new(vec![port; size]), lines: Arc::default() }
+        Self {
+            size,
+            links: Links::Equal(link),
+            ports: Arc::new(vec![port; size]),
+            region_links: Arc::default(),
+        }
     }
 
     /// Returns the topology of these ranks only. `ranks[0]` becomes rank 0 of the result.
@@ -168,22 +173,23 @@ impl Topology {
                 Links::Each(Arc::new(ranks.iter().flat_map(row).collect()))
             }
         };
-        let ports = Arc::new(ranks.iter().map(|&rank| self.port(rank)).collect());
-        let of = if self.lines.of.is_empty() {
+        let ports = Arc::new(ranks.iter().map(|&rank| self.access_link(rank)).collect());
+        let of = if self.region_links.of.is_empty() {
             Vec::new()
         } else {
             ranks.iter().map(|&rank| self.region(rank)).collect()
         };
-        let lines = Arc::new(RegionLinks { of, ports: self.lines.ports.clone() });
-        Self { size: ranks.len(), links, ports, lines }
+        let lines = Arc::new(RegionLinks { of, ports: self.region_links.ports.clone() });
+        Self { size: ranks.len(), links, ports, region_links: lines }
     }
 
     /// Returns whether the access links of the regions are equal. The numbering of the regions may differ.
-    fn same_lines(&self, other: &Self) -> bool {
-        let port = |topology: &Self, rank| topology.region(rank).map(|region| topology.region_port(region));
+    fn same_region_links(&self, other: &Self) -> bool {
+        let port =
+            |topology: &Self, rank| topology.region(rank).map(|region| topology.region_access_link(region));
         let ranks = || (0..self.size as u32).map(Rank);
         ranks().all(|rank| port(self, rank) == port(other, rank))
-            && self.pairs().all(|(a, b)| self.leaves(a, b) == other.leaves(a, b))
+            && self.pairs().all(|(a, b)| self.leaves_region(a, b) == other.leaves_region(a, b))
     }
 
     /// Returns all ordered pairs of different ranks.
@@ -222,20 +228,20 @@ impl Topology {
     /// # Panics
     /// If `rank` is not below [`Topology::size`].
     #[must_use]
-    pub fn port(&self, rank: Rank) -> AccessLink {
+    pub fn access_link(&self, rank: Rank) -> AccessLink {
         self.ports[rank.index()]
     }
 
     /// Returns the number of the rank's region; `None` if it is in no region.
     #[must_use]
     pub fn region(&self, rank: Rank) -> Option<usize> {
-        self.lines.of.get(rank.index()).copied().flatten()
+        self.region_links.of.get(rank.index()).copied().flatten()
     }
 
     /// Returns the number of regions. The ranks of a region share an access link.
     #[must_use]
     pub fn regions(&self) -> usize {
-        self.lines.ports.len()
+        self.region_links.ports.len()
     }
 
     /// Returns the access link that the ranks of a region share. Transfers from them to ranks outside share
@@ -244,14 +250,14 @@ impl Topology {
     /// # Panics
     /// If `region` is not below [`Topology::regions`].
     #[must_use]
-    pub fn region_port(&self, region: usize) -> AccessLink {
-        self.lines.ports[region]
+    pub fn region_access_link(&self, region: usize) -> AccessLink {
+        self.region_links.ports[region]
     }
 
     /// Returns whether a transfer passes the access link of a region, that is, whether the two ranks are not in
     /// the same region and at least one of them is in a region.
     #[must_use]
-    pub fn leaves(&self, from: Rank, to: Rank) -> bool {
+    pub fn leaves_region(&self, from: Rank, to: Rank) -> bool {
         let (from, to) = (self.region(from), self.region(to));
         from != to
     }
@@ -259,12 +265,12 @@ impl Topology {
     /// Returns the bandwidth of one transfer without the limits of the two ranks' access links: the minimum of
     /// the pair's link and the access links of the regions on the way.
     #[must_use]
-    pub fn between(&self, from: Rank, to: Rank) -> Bandwidth {
+    pub fn bandwidth_between(&self, from: Rank, to: Rank) -> Bandwidth {
         let mut least = self.link(from, to).bandwidth;
-        if self.leaves(from, to) {
+        if self.leaves_region(from, to) {
             let (out, into) = (self.region(from), self.region(to));
-            least = out.map_or(least, |region| least.min(self.region_port(region).up));
-            least = into.map_or(least, |region| least.min(self.region_port(region).down));
+            least = out.map_or(least, |region| least.min(self.region_access_link(region).up));
+            least = into.map_or(least, |region| least.min(self.region_access_link(region).down));
         }
         least
     }
@@ -275,7 +281,7 @@ impl Topology {
         if from == to {
             return Bandwidth::UNLIMITED;
         }
-        self.between(from, to).min(self.port(from).up).min(self.port(to).down)
+        self.bandwidth_between(from, to).min(self.access_link(from).up).min(self.access_link(to).down)
     }
 
     /// Sets the link of one direction of a pair. The link of a rank to itself stays [`Link::FREE`].
@@ -299,7 +305,7 @@ impl Topology {
     ///
     /// # Panics
     /// If `rank` is not below [`Topology::size`].
-    pub fn set_port(&mut self, rank: Rank, port: AccessLink) {
+    pub fn set_access_link(&mut self, rank: Rank, port: AccessLink) {
         Arc::make_mut(&mut self.ports)[rank.index()] = port;
     }
 
@@ -309,7 +315,7 @@ impl Topology {
     /// # Panics
     /// If a rank is not below [`Topology::size`].
     pub fn set_region(&mut self, ranks: &[Rank], port: AccessLink) {
-        let lines = Arc::make_mut(&mut self.lines);
+        let lines = Arc::make_mut(&mut self.region_links);
         lines.of.resize(self.size, None);
         for rank in ranks {
             lines.of[rank.index()] = Some(lines.ports.len());
@@ -338,7 +344,7 @@ impl From<Topology> for Tables {
         let ranks = || (0..topology.size as u32).map(Rank);
         let links = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
         let links = links.map(|(from, to)| topology.link(from, to)).collect();
-        let RegionLinks { of, ports } = (*topology.lines).clone();
+        let RegionLinks { of, ports } = (*topology.region_links).clone();
         Self { size: topology.size, links, ports: topology.ports.to_vec(), regions: of, lines: ports }
     }
 }
@@ -362,7 +368,7 @@ impl TryFrom<Tables> for Topology {
             return Err(format!("a topology has {} regions, but a rank is in region {region}", lines.len()));
         }
         let lines = Arc::new(RegionLinks { of: regions, ports: lines });
-        Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports), lines })
+        Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports), region_links: lines })
     }
 }
 
@@ -399,15 +405,15 @@ mod tests {
         table.set_link(Rank(0), Rank(2), link);
         table.set_link(Rank(1), Rank(1), far);
         assert_eq!((&table, table.link(Rank(1), Rank(1))), (&equal, Link::FREE));
-        table.set_port(Rank(1), AccessLink { up: Bandwidth(1), down: Bandwidth(2) });
+        table.set_access_link(Rank(1), AccessLink { up: Bandwidth(1), down: Bandwidth(2) });
         assert_ne!(table, equal);
-        assert_eq!(table.among(&[Rank(1)]).port(Rank(0)).down, Bandwidth(2));
+        assert_eq!(table.among(&[Rank(1)]).access_link(Rank(0)).down, Bandwidth(2));
     }
 
     #[test]
     fn a_regions_line_is_between_its_ranks_and_all_others() {
         let mut t = Topology::uniform(4, "1gbit,1ms".parse().unwrap());
-        assert!(!t.leaves(Rank(0), Rank(3)) && t.regions() == 0);
+        assert!(!t.leaves_region(Rank(0), Rank(3)) && t.regions() == 0);
         let plain = t.clone();
         t.set_region(&[Rank(0), Rank(1)], AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
         t.set_region(&[Rank(2)], AccessLink { up: Bandwidth(90), down: Bandwidth(3) });
@@ -415,8 +421,8 @@ mod tests {
         let rate = |a, b| t.rate(Rank(a), Rank(b)).0;
         assert_eq!([rate(0, 1), rate(0, 3), rate(3, 1), rate(0, 2), rate(2, 0)], [1_000_000_000, 5, 7, 3, 7]);
         let part = t.among(&[Rank(2), Rank(1), Rank(0)]);
-        assert_eq!(part.region_port(part.region(Rank(0)).unwrap()).down, Bandwidth(3));
-        assert!(part.leaves(Rank(0), Rank(2)) && !part.leaves(Rank(1), Rank(2)));
+        assert_eq!(part.region_access_link(part.region(Rank(0)).unwrap()).down, Bandwidth(3));
+        assert!(part.leaves_region(Rank(0), Rank(2)) && !part.leaves_region(Rank(1), Rank(2)));
         // The order in which regions were added does not matter.
         let mut again = plain;
         again.set_region(&[Rank(2)], AccessLink { up: Bandwidth(90), down: Bandwidth(3) });
@@ -427,7 +433,7 @@ mod tests {
     #[test]
     fn the_narrowest_part_sets_the_rate() {
         let mut t = Topology::uniform(3, "1gbit,1ms".parse().unwrap());
-        t.set_port(Rank(1), AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
+        t.set_access_link(Rank(1), AccessLink { up: Bandwidth(5), down: Bandwidth(7) });
         assert_eq!(t.rate(Rank(1), Rank(0)), Bandwidth(5));
         assert_eq!(t.rate(Rank(0), Rank(1)), Bandwidth(7));
         assert_eq!(t.rate(Rank(0), Rank(2)), Bandwidth(1_000_000_000));

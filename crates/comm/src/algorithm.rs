@@ -70,7 +70,7 @@ impl AllReduce for Algorithm {
             return self;
         }
         let price = |algorithm: &Self| {
-            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology, None), bytes, topology)
+            variant_cost(&cheapest(*algorithm, bytes.0 as usize, bytes, topology, None), bytes, topology)
         };
         Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
     }
@@ -114,17 +114,17 @@ pub(crate) fn program_on(
 }
 
 /// A variant of an algorithm: returns the program of each rank.
-type Way<'a> = Box<dyn Fn(Rank) -> Program + 'a>;
+type ProgramFn<'a> = Box<dyn Fn(Rank) -> Program + 'a>;
 
-fn way<'a>(program: impl Fn(Rank) -> Program + 'a) -> Way<'a> {
+fn boxed<'a>(program: impl Fn(Rank) -> Program + 'a) -> ProgramFn<'a> {
     Box::new(program)
 }
 
-fn all_ranks(way: &Way<'_>, topology: &Topology) -> Vec<Program> {
+fn all_ranks(way: &ProgramFn<'_>, topology: &Topology) -> Vec<Program> {
     (0..topology.size() as u32).map(|rank| way(Rank(rank))).collect()
 }
 
-fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
+fn variant_cost(way: &ProgramFn<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
     cost(&all_ranks(way, topology), bytes, topology)
 }
 
@@ -136,13 +136,13 @@ fn cheapest<'a>(
     bytes: Bytes,
     topology: &'a Topology,
     given: Option<&[Vec<Rank>]>,
-) -> Way<'a> {
-    let mut ways = ways(algorithm, len, bytes, topology, given);
+) -> ProgramFn<'a> {
+    let mut ways = variants(algorithm, len, bytes, topology, given);
     if ways.len() == 1 {
         return ways.remove(0);
     }
     ways.into_iter()
-        .min_by_key(|way| price(way, bytes, topology))
+        .min_by_key(|way| variant_cost(way, bytes, topology))
         .expect("each algorithm has at least one way to run")
 }
 
@@ -150,13 +150,13 @@ fn cheapest<'a>(
 /// time.
 ///
 /// `given` are the regions. If `None`, they are derived from the links.
-fn ways<'a>(
+fn variants<'a>(
     algorithm: Algorithm,
     len: usize,
     bytes: Bytes,
     topology: &'a Topology,
     given: Option<&[Vec<Rank>]>,
-) -> Vec<Way<'a>> {
+) -> Vec<ProgramFn<'a>> {
     let n = topology.size();
     let counts = || {
         let worth = move |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
@@ -172,33 +172,33 @@ fn ways<'a>(
                 // Both windows hold all chunks, so they would give the same program.
                 windows.truncate(1);
             }
-            let paced = |window| way(move |rank| pipelined_ring(rank, n, chunks).with_window(window));
+            let paced = |window| boxed(move |rank| pipelined_ring(rank, n, chunks).with_window(window));
             windows.into_iter().map(paced).collect()
         }
         Algorithm::DoubleTree => {
-            counts().map(|chunks| way(move |rank| double_tree(rank, n, chunks))).collect()
+            counts().map(|chunks| boxed(move |rank| double_tree(rank, n, chunks))).collect()
         }
         Algorithm::Hierarchical => {
             let regions: Arc<[Vec<Rank>]> = given.map_or_else(|| regions(topology), <[_]>::to_vec).into();
             let chunked = |chunks| {
                 let regions = Arc::clone(&regions);
-                way(move |rank| hierarchical(rank, &regions, chunks))
+                boxed(move |rank| hierarchical(rank, &regions, chunks))
             };
             counts().map(chunked).collect()
         }
         Algorithm::Direct => {
-            let chunked = |(chunks, window)| way(move |rank| direct(rank, n, chunks).with_window(window));
+            let chunked = |(chunks, window)| boxed(move |rank| direct(rank, n, chunks).with_window(window));
             paced().map(chunked).collect()
         }
         Algorithm::Butterfly => {
             let shares: Arc<[usize]> = shares_on(len, topology).into();
             let chunked = |(chunks, window)| {
                 let shares = Arc::clone(&shares);
-                way(move |rank| butterfly(rank, &shares, chunks).with_window(window))
+                boxed(move |rank| butterfly(rank, &shares, chunks).with_window(window))
             };
             paced().map(chunked).collect()
         }
-        _ => vec![way(move |rank| algorithm.program(rank, n))],
+        _ => vec![boxed(move |rank| algorithm.program(rank, n))],
     }
 }
 
@@ -207,11 +207,13 @@ fn ways<'a>(
 pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let slower = |rank: Rank| {
-        let port = topology.port(rank);
+        let port = topology.access_link(rank);
         let own = port.up.min(port.down);
         topology.region(rank).map_or(own, |region| {
-            let (line, members) =
-                (topology.region_port(region), ranks().filter(|&r| topology.region(r) == Some(region)));
+            let (line, members) = (
+                topology.region_access_link(region),
+                ranks().filter(|&r| topology.region(r) == Some(region)),
+            );
             own.min(Bandwidth(line.up.min(line.down).0 / members.count() as u64))
         })
     };
@@ -223,15 +225,16 @@ pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
 ///
 /// A pair is near if both conditions hold. Latency: less than the geometric mean of the least and greatest
 /// latency; applies only if the greatest is at least four times the least. Bandwidth
-/// [between](Topology::between) the two, without their access links: more than the geometric mean of the least
-/// and greatest; applies under the same rule. Ranks are in one region if a chain of near pairs connects them.
+/// [between](Topology::bandwidth_between) the two, without their access links: more than the geometric mean of
+/// the least and greatest; applies under the same rule. Ranks are in one region if a chain of near pairs
+/// connects them.
 #[must_use]
 pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     let n = topology.size();
     let ranks = everyone(n);
     let pairs = || ranks.iter().flat_map(|&a| ranks.iter().filter(move |&&b| a < b).map(move |&b| (a, b)));
     let far = |(a, b)| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
-    let wide = |(a, b)| topology.between(a, b).min(topology.between(b, a)).0;
+    let wide = |(a, b)| topology.bandwidth_between(a, b).min(topology.bandwidth_between(b, a)).0;
     let (near, broad) = (Spread::of(pairs().map(far)), Spread::of(pairs().map(wide)));
     let mut region: Vec<usize> = (0..n).collect();
     for (a, b) in pairs() {

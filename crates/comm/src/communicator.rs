@@ -27,7 +27,7 @@ use crate::Algorithm;
 use crate::algorithm::regions;
 use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
-use crate::message::{Torn, Turns};
+use crate::message::{CancelledReceives, SendQueues};
 use crate::operation::Operation;
 use crate::plans::Plans;
 use crate::steps::cut;
@@ -46,8 +46,8 @@ struct Group {
     /// Number of times that the communicator was shrunk.
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
-    torn: Torn,
-    turns: Turns,
+    cancelled_receives: CancelledReceives,
+    send_queues: SendQueues,
     counters: Mutex<Counters>,
 }
 
@@ -62,8 +62,8 @@ impl Group {
             next: zero(),
             shrinks: zero(),
             failed: Mutex::default(),
-            torn: Torn::default(),
-            turns: Turns::default(),
+            cancelled_receives: CancelledReceives::default(),
+            send_queues: SendQueues::default(),
             counters: Mutex::default(),
         })
     }
@@ -177,7 +177,7 @@ where
     }
     fn fail(&mut self, mut error: CommError, port: &mut dyn Port) {
         if let Some(body) = &mut self.body {
-            body.cut(port);
+            body.abandon(port);
         }
         if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body)
             && body.needs_one()

@@ -120,7 +120,7 @@ pub enum Control<'a> {
         welcome: &'a [u8],
     },
     /// Step of the negotiation about shared memory, sent over the link to a process of the same machine.
-    Near(SharedMemoryMessage),
+    SharedMemory(SharedMemoryMessage),
 }
 
 /// Messages by which two processes of one machine agree to share memory. The peer with the greater number makes
@@ -233,8 +233,8 @@ mod tests {
             (Control::Refuse(Refusal::Key), "03 05"),
             (Control::Refuse(Refusal::Secret), "03 06"),
             (Control::Refuse(Refusal::Expired { expiry: 5, clock: 300 }), "03 07 05 ac02"),
-            (Control::Refuse(Refusal::Clear), "03 08"),
-            (Control::Refuse(Refusal::Crossed), "03 09"),
+            (Control::Refuse(Refusal::EncryptionMismatch), "03 08"),
+            (Control::Refuse(Refusal::SimultaneousConnect), "03 09"),
             (Control::Refuse(Refusal::SameKey), "03 0a"),
             (Control::Missing(BoundedVec(vec![1, 130])), "04 02 01 8201"),
             (Control::Open("night"), "05 05 6e69676874"),

@@ -60,7 +60,7 @@ impl Sizes<'_> {
             RankPart { lanes: program.lanes.iter().map(lane).collect(), window: program.window }
         };
         let frame = Bytes((self.bytes / FRAMES).max(FRAME_BYTES as u64));
-        Operation { sides: (0..).map(Rank).zip(programs.iter().map(side)).collect(), frame }
+        Operation { parts: (0..).map(Rank).zip(programs.iter().map(side)).collect(), frame }
     }
 }
 
@@ -94,7 +94,7 @@ pub fn message_operation(from: Rank, to: Rank, bytes: Bytes) -> Operation {
 /// other or a link is dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
-    operation::alone(&operation(programs, bytes), topology)
+    operation::isolated_time(&operation(programs, bytes), topology)
 }
 
 /// Returns the [`cost`] of coded programs over a buffer of `len` values; `payload(k)` is the maximum size in
@@ -108,5 +108,5 @@ pub fn cost_coded(
     payload: &dyn Fn(usize) -> usize,
     topology: &Topology,
 ) -> Nanos {
-    operation::alone(&operation_coded(programs, len, payload), topology)
+    operation::isolated_time(&operation_coded(programs, len, payload), topology)
 }

@@ -52,7 +52,7 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn advance(&self, _by: Nanos, _idle: Nanos) {}
     /// Raises a virtual clock to the time at which the awaited operation ended. `_idle` is the same as in
     /// [`Driver::advance`].
-    fn lift(&self, _to: Nanos, _idle: Nanos) {}
+    fn advance_to(&self, _to: Nanos, _idle: Nanos) {}
     /// Blocks until the inbox's counter has moved past `seen`, or until the time `until`.
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: BlockedFor) -> Wake;
     /// Returns measurements of the path to a peer, if the network has any.
@@ -60,7 +60,7 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
     /// Wakes a thread that is blocked in the driver, not on the inbox's condition variable.
-    fn nudge(&self) {}
+    fn unblock(&self) {}
     /// Returns whether operations proceed on a background thread while no thread waits.
     fn has_background(&self) -> bool;
     /// See [`Transport::fixed`].
@@ -124,20 +124,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The [`Port`] of one operation while it is polled.
-struct View<'a, D> {
+struct OperationPort<'a, D> {
     shared: &'a Shared<D>,
     op: &'static str,
     clock: Nanos,
 }
 
-impl<D: Driver> View<'_, D> {
+impl<D: Driver> OperationPort<'_, D> {
     /// Raises the clock to the horizon. Called when the operation is affected by something other than a frame.
-    fn learn(&mut self) {
+    fn raise_clock(&mut self) {
         self.clock = self.clock.max(self.shared.driver.horizon());
     }
 }
 
-impl<D: Driver> Port for View<'_, D> {
+impl<D: Driver> Port for OperationPort<'_, D> {
     fn me(&self) -> PeerId {
         self.shared.me
     }
@@ -153,7 +153,7 @@ impl<D: Driver> Port for View<'_, D> {
             self.shared.deliver_own(tag, frame);
             return Ok(());
         }
-        self.shared.inbox.count_sent(self.op, to, tag, frame.len()).inspect_err(|_| self.learn())?;
+        self.shared.inbox.count_sent(self.op, to, tag, frame.len()).inspect_err(|_| self.raise_clock())?;
         self.shared.driver.submit(to, tag, self.clock, frame);
         Ok(())
     }
@@ -165,12 +165,12 @@ impl<D: Driver> Port for View<'_, D> {
             self.shared.deliver_own(tag, frame);
             return Ok(());
         }
-        inbox.count_sent(self.op, to, tag, bytes.len()).inspect_err(|_| self.learn())?;
+        inbox.count_sent(self.op, to, tag, bytes.len()).inspect_err(|_| self.raise_clock())?;
         driver.submit_bytes(to, tag, self.clock, check, bytes, pool);
         Ok(())
     }
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError> {
-        let taken = self.shared.inbox.take(self.op, from, tag).inspect_err(|_| self.learn())?;
+        let taken = self.shared.inbox.take(self.op, from, tag).inspect_err(|_| self.raise_clock())?;
         let Some((frame, left)) = taken else { return Ok(None) };
         if from != self.shared.me {
             self.shared.driver.taken(from, tag, left);
@@ -181,11 +181,11 @@ impl<D: Driver> Port for View<'_, D> {
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         self.shared.inbox.suspicion(context, peer)
     }
-    fn news(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
-        self.shared.inbox.news(tag)
+    fn senders_with_new_frames(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
+        self.shared.inbox.senders_with_new_frames(tag)
     }
-    fn end_news(&mut self, tag: Tag) {
-        self.shared.inbox.end_news(tag);
+    fn end_new_frame_tracking(&mut self, tag: Tag) {
+        self.shared.inbox.end_new_frame_tracking(tag);
     }
 }
 
@@ -195,19 +195,19 @@ impl<D: Driver> Shared<D> {
     fn deliver_own(&self, tag: Tag, frame: Frame) {
         self.inbox.deliver_own(self.me, tag, frame);
         self.sent_itself.store(true, Ordering::Release);
-        self.driver.nudge();
+        self.driver.unblock();
     }
 
     /// Polls one operation, and fails it if it is cancelled or its time is over. Returns whether it is
     /// complete.
     fn poll(&self, task: &mut dyn Task, times: &mut Times, wake: Wake) -> bool {
-        let mut view = View { shared: self, op: task.name(), clock: times.clock };
+        let mut view = OperationPort { shared: self, op: task.name(), clock: times.clock };
         let cancelled = task.is_cancelled();
         let mut over = !cancelled && task.poll(&mut view).is_ready();
         if !over {
             if self.driver.horizon() >= times.alarm {
                 times.alarm = Nanos::MAX;
-                view.learn();
+                view.raise_clock();
                 task.warn(&mut view);
             }
             let (op, peer) = (task.name(), task.waits_for());
@@ -225,7 +225,7 @@ impl<D: Driver> Shared<D> {
                 None
             };
             if let Some(error) = error {
-                view.learn();
+                view.raise_clock();
                 task.fail(error, &mut view);
                 over = true;
             }
@@ -288,7 +288,7 @@ impl<D: Driver> Shared<D> {
         let _waiting = Waiting::new(self);
         let mut wake = Wake::Moved;
         loop {
-            let seen = self.inbox.seen();
+            let seen = self.inbox.change_count();
             // Called before `over`, so that all operations have proceeded as far as they can when this function
             // returns.
             let earliest = self.poll_jobs(wake);
@@ -303,7 +303,7 @@ impl<D: Driver> Shared<D> {
     /// Body of the background thread: polls operations until the endpoint closes.
     fn background(&self) {
         while self.inbox.idle(|| self.has_jobs()) == Idle::Work {
-            let seen = self.inbox.seen();
+            let seen = self.inbox.change_count();
             let earliest = self.poll_jobs(Wake::Moved);
             if self.has_jobs() {
                 self.driver.block(&self.inbox, seen, earliest, BlockedFor::Background);
@@ -319,7 +319,7 @@ struct Waiting<'a, D: Driver>(&'a Shared<D>);
 impl<'a, D: Driver> Waiting<'a, D> {
     fn new(shared: &'a Shared<D>) -> Self {
         if shared.inbox.begin_wait() {
-            shared.driver.nudge();
+            shared.driver.unblock();
         }
         Self(shared)
     }
@@ -337,7 +337,7 @@ struct Handle<D: Driver>(Arc<Shared<D>>);
 impl<D: Driver> Drop for Handle<D> {
     fn drop(&mut self) {
         self.0.inbox.end();
-        self.0.driver.nudge();
+        self.0.driver.unblock();
         let thread = lock(&self.0.jobs).thread.take();
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
@@ -350,13 +350,13 @@ impl<D: Driver> Drop for Handle<D> {
 }
 
 /// Waker of the threads of an endpoint; has no effect once the endpoint is dropped.
-struct Rouse<D>(Weak<Shared<D>>);
+struct EndpointWaker<D>(Weak<Shared<D>>);
 
-impl<D: Driver> std::task::Wake for Rouse<D> {
+impl<D: Driver> std::task::Wake for EndpointWaker<D> {
     fn wake(self: Arc<Self>) {
         if let Some(shared) = self.0.upgrade() {
             shared.inbox.signal();
-            shared.driver.nudge();
+            shared.driver.unblock();
         }
     }
 }
@@ -378,7 +378,7 @@ impl<D: Driver> Endpoint<D> {
             jobs: Mutex::default(),
             sent_itself: AtomicBool::default(),
         });
-        let waker = Waker::from(Arc::new(Rouse(Arc::downgrade(&shared))));
+        let waker = Waker::from(Arc::new(EndpointWaker(Arc::downgrade(&shared))));
         Self { handle: Arc::new(Handle(shared)), waker }
     }
 
@@ -423,7 +423,7 @@ impl<D: Driver> Transport for Endpoint<D> {
         let shared = self.shared();
         let mut times = Times::new(shared.driver.now(), task);
         shared.wait_until(|wake| (shared.poll(task, &mut times, wake), times.next()));
-        shared.driver.lift(times.clock, shared.first_deadline());
+        shared.driver.advance_to(times.clock, shared.first_deadline());
     }
 
     fn spawn(&self, mut task: Box<dyn Task>) -> Started {
@@ -453,7 +453,7 @@ impl<D: Driver> Transport for Endpoint<D> {
             // Covers frames that arrived since the first poll, and wakes the background thread, which may be
             // asleep.
             shared.inbox.signal();
-            shared.driver.nudge();
+            shared.driver.unblock();
         }
         Started::new(Box::new(Job { number, cell, handle: Arc::clone(&self.handle) }))
     }
@@ -467,8 +467,8 @@ impl<D: Driver> Transport for Endpoint<D> {
     fn events(&self) -> Vec<PeerEvent> {
         self.shared().inbox.events()
     }
-    fn waits_of(&self, peer: PeerId) -> Option<PeerId> {
-        self.shared().inbox.waits(peer)
+    fn awaited_by(&self, peer: PeerId) -> Option<PeerId> {
+        self.shared().inbox.awaited_by(peer)
     }
     fn retire(&self, context: u64) {
         self.shared().inbox.retire(context);
@@ -497,7 +497,7 @@ impl<D: Driver> Spawned for Job<D> {
         let shared = &self.handle.0;
         shared.wait_until(|_| (lock(&self.cell.0).task.is_none(), Nanos::MAX));
         let clock = lock(&self.cell.0).times.clock;
-        shared.driver.lift(clock, shared.first_deadline());
+        shared.driver.advance_to(clock, shared.first_deadline());
     }
 
     fn is_over(&self) -> bool {
@@ -518,7 +518,7 @@ impl<D: Driver> Spawned for Job<D> {
         if let Some(mut task) = running.task.take() {
             let (op, shared) = (task.name(), &self.handle.0);
             let mut view =
-                View { shared: &**shared, op, clock: running.times.clock.max(shared.driver.now()) };
+                OperationPort { shared: &**shared, op, clock: running.times.clock.max(shared.driver.now()) };
             task.fail(CommError::Cancelled { op }, &mut view);
             shared.forget(self.number);
         }

@@ -28,7 +28,7 @@ pub enum DownReason {
     Crashed,
     /// The encrypted session with the peer is broken; the connection was closed.
     #[error("its encrypted session failed: {0}")]
-    Sealed(String),
+    SessionFailed(String),
 }
 
 /// Why bytes from a socket are not a valid message.
@@ -132,11 +132,11 @@ pub enum Refusal {
         "one side uses encryption and the other does not: give both sides the ticket or the secret, or give \
          both --insecure"
     )]
-    Clear,
+    EncryptionMismatch,
     /// Two processes connected to each other at the same time. Only the connection of the one with the greater
     /// number is kept.
     #[error("both sides connected at the same time")]
-    Crossed,
+    SimultaneousConnect,
     /// Another rank has the same key. Sent over QUIC only, where keys identify peers. Older processes use TCP
     /// only, so adding this variant did not change the version of the protocol.
     #[error("another rank has the same key: give each process its own key, with --key-file or FARFLUNG_HOME")]
@@ -155,8 +155,8 @@ impl Refusal {
             Self::Key => "stranger's key",
             Self::Secret => "wrong secret",
             Self::Expired { .. } => "expired ticket",
-            Self::Clear => "not encrypted",
-            Self::Crossed => "crossed",
+            Self::EncryptionMismatch => "not encrypted",
+            Self::SimultaneousConnect => "crossed",
             Self::SameKey => "key taken",
         }
     }
@@ -273,7 +273,7 @@ pub enum CommError {
         what: &'static str,
         /// Value of the argument.
         got: usize,
-        /// Value required, or upper bound.
+        /// The required value, or the limit that `what` describes.
         want: usize,
     },
     /// The all-reduce algorithm has no coded form.
@@ -411,13 +411,13 @@ pub enum CommError {
         "no shared memory with {peer}: it is on another machine, belongs to another user, or uses another \
          transport; `--transport auto` uses shared memory where that is possible, and sockets elsewhere"
     )]
-    Apart {
+    NoSharedMemory {
         /// The peer that does not share memory.
         peer: PeerId,
     },
     /// An encrypted connection could not be made.
     #[error("no encrypted connection with {peer}: {reason}")]
-    Unsealed {
+    NoEncryptedConnection {
         /// Address of the other side.
         peer: String,
         /// Reason for the failure.
@@ -471,7 +471,7 @@ impl CommError {
             | Self::PeerDown { peer, .. }
             | Self::CancelledBy { peer, .. }
             | Self::Mismatch { peer, .. }
-            | Self::Apart { peer }
+            | Self::NoSharedMemory { peer }
             | Self::TooLong { peer, .. } => Some(*peer),
             Self::Aborted { culprit, .. } => Some(*culprit),
             Self::Poisoned(first) => first.peer(),

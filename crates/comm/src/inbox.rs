@@ -33,7 +33,7 @@ pub struct Inbox {
     state: Mutex<State>,
     moved: Condvar,
     /// Number of times that a waiting thread polls before it sleeps.
-    looks: u32,
+    polls: u32,
     /// Iterations of a spin loop in each poll, before the thread yields.
     spins: u32,
 }
@@ -48,7 +48,7 @@ pub(crate) enum Idle {
 /// Whether an operation of this endpoint waits for the frame or failure that arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
-pub(crate) enum Interest {
+pub(crate) enum Awaited {
     Wanted,
     None,
 }
@@ -64,9 +64,10 @@ struct State {
     frames: HashMap<(PeerId, Tag), VecDeque<Frame>>,
     /// Pairs (peer, tag) for which an operation found no frame, so that it waits for one. `None` if every
     /// arrival is signalled.
-    wanted: Option<BTreeSet<(PeerId, Tag)>>,
-    /// Peers whose frames arrived since the last call of [`Inbox::news`], for each tag that it was called with.
-    news: BTreeMap<Tag, Vec<PeerId>>,
+    awaited: Option<BTreeSet<(PeerId, Tag)>>,
+    /// Peers whose frames arrived since the last call of [`Inbox::senders_with_new_frames`], for each tag that
+    /// it was called with.
+    new_frame_senders: BTreeMap<Tag, Vec<PeerId>>,
     /// Empty queues, kept so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
@@ -92,7 +93,7 @@ struct Peer {
     down: Option<DownReason>,
     stats: Stats,
     /// Bytes of memory of this peer's frames that no operation has taken yet.
-    held: usize,
+    unread_bytes: usize,
     /// Latest reports of this peer about whom it waits for: the context, the awaited peer, and this peer's
     /// progress in the context. At most [`REMEMBERED`].
     suspicions: VecDeque<(u64, PeerId, u32)>,
@@ -105,7 +106,7 @@ const fn weight(frame: &Frame) -> usize {
 }
 
 /// Number of polls before a thread sleeps; together they take about 30 us.
-const LOOKS: u32 = 32;
+const POLLS_BEFORE_SLEEP: u32 = 32;
 
 /// Number of iterations of the spin loop in each poll; together they take one or two microseconds.
 const SPINS: u32 = 64;
@@ -126,7 +127,7 @@ fn remember<T>(memory: &mut VecDeque<T>, entry: T) {
 
 impl fmt::Debug for Inbox {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Inbox(signal {})", self.seen())
+        write!(f, "Inbox(signal {})", self.change_count())
     }
 }
 
@@ -140,8 +141,8 @@ impl Inbox {
             driving: false,
             ended: false,
             frames: HashMap::new(),
-            wanted: None,
-            news: BTreeMap::new(),
+            awaited: None,
+            new_frame_senders: BTreeMap::new(),
             spare: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
             aborted: VecDeque::new(),
@@ -152,7 +153,7 @@ impl Inbox {
             signal: AtomicU64::new(0),
             state: Mutex::new(state),
             moved: Condvar::new(),
-            looks: LOOKS,
+            polls: POLLS_BEFORE_SLEEP,
             spins: 0,
         }
     }
@@ -161,8 +162,8 @@ impl Inbox {
     /// thread takes the core from the rank that it waits for, and the system moves threads that wake up to free
     /// cores, but not threads that poll.
     #[must_use]
-    pub fn crowded(self) -> Self {
-        Self { looks: 0, ..self }
+    pub fn without_polling(self) -> Self {
+        Self { polls: 0, ..self }
     }
 
     /// Makes the inbox record the (peer, tag) pairs for which an operation found no frame. For a network that
@@ -170,14 +171,14 @@ impl Inbox {
     #[must_use]
     pub(crate) fn selective(mut self) -> Self {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        state.wanted = Some(BTreeSet::new());
+        state.awaited = Some(BTreeSet::new());
         self
     }
 
     /// Makes waiting threads spin before they yield. For an endpoint on a machine with a core for each peer:
     /// there, the awaited frame arrives sooner than a yield returns.
     #[must_use]
-    pub(crate) fn roomy(self) -> Self {
+    pub(crate) fn with_spinning(self) -> Self {
         Self { spins: SPINS, ..self }
     }
 
@@ -185,7 +186,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn move_on(&self, state: &State) {
+    fn notify(&self, state: &State) {
         self.signal.fetch_add(1, Ordering::Release);
         if state.asleep > 0 {
             self.moved.notify_all();
@@ -198,12 +199,12 @@ impl Inbox {
 
     /// Counts a change and wakes sleeping threads.
     pub fn signal(&self) {
-        self.move_on(&self.lock());
+        self.notify(&self.lock());
     }
 
     /// Returns the counter of changes.
     #[must_use]
-    pub fn seen(&self) -> u64 {
+    pub fn change_count(&self) -> u64 {
         self.signal.load(Ordering::Acquire)
     }
 
@@ -211,21 +212,21 @@ impl Inbox {
     pub fn deliver(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::receive(&mut state, from, tag, frame);
-        self.move_on(&state);
+        self.notify(&state);
     }
 
     /// Stores a frame like [`Inbox::deliver`], for a [`selective`](Inbox::selective) inbox. Signals only if an
     /// operation has already asked for a frame of this peer and tag, or if the frame ends its context. After
     /// any other frame, polling would change nothing.
-    pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Interest {
+    pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Awaited {
         let mut state = self.lock();
-        let looked_for = state.wanted.as_mut().is_some_and(|wanted| wanted.remove(&(from, tag)));
+        let looked_for = state.awaited.as_mut().is_some_and(|wanted| wanted.remove(&(from, tag)));
         Self::receive(&mut state, from, tag, frame);
         if !looked_for && tag.channel != Channel::Abort {
-            return Interest::None;
+            return Awaited::None;
         }
-        self.move_on(&state);
-        Interest::Wanted
+        self.notify(&state);
+        Awaited::Wanted
     }
 
     fn receive(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
@@ -240,7 +241,7 @@ impl Inbox {
     pub(crate) fn deliver_own(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::put(&mut state, from, tag, frame);
-        self.move_on(&state);
+        self.notify(&state);
     }
 
     fn put(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
@@ -254,15 +255,15 @@ impl Inbox {
                 let abort = Abort { context: tag.context, by: from, culprit, cancelled };
                 remember(&mut state.aborted, abort);
             }
-            state.news.clear();
+            state.new_frame_senders.clear();
         } else if tag.channel == Channel::Suspect {
             remember(
                 &mut state.peers[from.index()].suspicions,
                 (tag.context, PeerId(tag.number), frame.check),
             );
         } else if !state.retired.contains(&tag.context) {
-            state.peers[from.index()].held += weight(&frame);
-            let State { frames, spare, news, .. } = state;
+            state.peers[from.index()].unread_bytes += weight(&frame);
+            let State { frames, spare, new_frame_senders: news, .. } = state;
             if let Some(news) = news.get_mut(&tag) {
                 news.push(from);
             }
@@ -278,25 +279,25 @@ impl Inbox {
 
     /// Marks a peer as gone, like [`Inbox::peer_down`]. Returns whether an operation waits for a frame of that
     /// peer.
-    pub(crate) fn peer_down_quietly(&self, peer: PeerId, reason: DownReason) -> Interest {
+    pub(crate) fn peer_down_quietly(&self, peer: PeerId, reason: DownReason) -> Awaited {
         let mut state = self.lock();
         let entry = &mut state.peers[peer.index()];
         if entry.down.is_none() {
             entry.down = Some(reason.clone());
             state.events.push_back(PeerEvent::Down(peer, reason));
-            state.news.clear();
-            self.move_on(&state);
+            state.new_frame_senders.clear();
+            self.notify(&state);
         }
         let next = |wanted: &BTreeSet<(PeerId, Tag)>| wanted.range((peer, Tag::FIRST)..).next().copied();
-        let looked_for = state.wanted.as_ref().and_then(next).is_some_and(|(next, _)| next == peer);
-        if looked_for { Interest::Wanted } else { Interest::None }
+        let looked_for = state.awaited.as_ref().and_then(next).is_some_and(|(next, _)| next == peer);
+        if looked_for { Awaited::Wanted } else { Awaited::None }
     }
 
     /// Records that a peer has connected.
     pub fn peer_up(&self, peer: PeerId) {
         let mut state = self.lock();
         state.events.push_back(PeerEvent::Up(peer));
-        self.move_on(&state);
+        self.notify(&state);
     }
 
     /// Returns whether a peer is gone.
@@ -313,8 +314,8 @@ impl Inbox {
 
     /// Returns the bytes of memory of a peer's frames that were not taken yet.
     #[must_use]
-    pub fn held(&self, from: PeerId) -> usize {
-        self.lock().peers[from.index()].held
+    pub fn unread_bytes(&self, from: PeerId) -> usize {
+        self.lock().peers[from.index()].unread_bytes
     }
 
     /// Counts bytes on the wire that carry no payload.
@@ -333,7 +334,7 @@ impl Inbox {
         self.lock().events.drain(..).collect()
     }
 
-    fn alive(state: &State, op: &'static str, peer: PeerId, tag: Tag) -> Result<(), CommError> {
+    fn check_alive(state: &State, op: &'static str, peer: PeerId, tag: Tag) -> Result<(), CommError> {
         if state.ended {
             return Err(CommError::Ended { op });
         }
@@ -359,7 +360,7 @@ impl Inbox {
         len: usize,
     ) -> Result<(), CommError> {
         let mut state = self.lock();
-        Self::alive(&state, op, to, tag)?;
+        Self::check_alive(&state, op, to, tag)?;
         let sent = &mut state.peers[to.index()].stats.sent;
         sent.payload += Bytes(len as u64);
         sent.wire += Bytes((len + HEADER_BYTES) as u64);
@@ -383,31 +384,31 @@ impl Inbox {
                 let queue = queue.remove();
                 state.spare.push(queue);
             }
-            state.peers[from.index()].held -= weight(&frame);
+            state.peers[from.index()].unread_bytes -= weight(&frame);
             return Ok(Some((frame, left)));
         }
         // The failure is checked last, because frames that arrived before it are still valid.
-        Self::alive(&state, op, from, tag)?;
-        if let Some(wanted) = &mut state.wanted {
+        Self::check_alive(&state, op, from, tag)?;
+        if let Some(wanted) = &mut state.awaited {
             wanted.insert((from, tag));
         }
         Ok(None)
     }
 
-    /// See [`Port::news`](crate::transport::Port::news).
-    pub(crate) fn news(&self, tag: Tag) -> Option<Vec<PeerId>> {
+    /// See [`Port::senders_with_new_frames`](crate::transport::Port::senders_with_new_frames).
+    pub(crate) fn senders_with_new_frames(&self, tag: Tag) -> Option<Vec<PeerId>> {
         let mut state = self.lock();
-        state.wanted.as_ref()?;
-        if let Some(news) = state.news.get_mut(&tag) {
+        state.awaited.as_ref()?;
+        if let Some(news) = state.new_frame_senders.get_mut(&tag) {
             return Some(std::mem::take(news));
         }
-        state.news.insert(tag, Vec::new());
+        state.new_frame_senders.insert(tag, Vec::new());
         None
     }
 
-    /// See [`Port::end_news`](crate::transport::Port::end_news).
-    pub(crate) fn end_news(&self, tag: Tag) {
-        self.lock().news.remove(&tag);
+    /// See [`Port::end_new_frame_tracking`](crate::transport::Port::end_new_frame_tracking).
+    pub(crate) fn end_new_frame_tracking(&self, tag: Tag) {
+        self.lock().new_frame_senders.remove(&tag);
     }
 
     /// Returns the peer for which `peer` waits in a context, by its latest report, and the progress of `peer`.
@@ -421,19 +422,19 @@ impl Inbox {
     }
 
     /// Returns the peer for which `peer` waits in any context, by its latest report.
-    pub(crate) fn waits(&self, peer: PeerId) -> Option<PeerId> {
+    pub(crate) fn awaited_by(&self, peer: PeerId) -> Option<PeerId> {
         self.lock().peers.get(peer.index())?.suspicions.back().map(|said| said.1)
     }
 
     /// Drops the frames of a context, including those that arrive later.
     pub(crate) fn retire(&self, context: u64) {
         let mut state = self.lock();
-        let State { frames, peers, retired, wanted, news, .. } = &mut *state;
+        let State { frames, peers, retired, awaited: wanted, new_frame_senders: news, .. } = &mut *state;
         frames.retain(|(from, tag), queue| {
             if tag.context != context {
                 return true;
             }
-            peers[from.index()].held -= queue.iter().map(weight).sum::<usize>();
+            peers[from.index()].unread_bytes -= queue.iter().map(weight).sum::<usize>();
             false
         });
         news.clear();
@@ -441,7 +442,7 @@ impl Inbox {
             wanted.retain(|(_, tag)| tag.context != context);
         }
         remember(retired, context);
-        self.move_on(&state);
+        self.notify(&state);
     }
 
     pub(crate) fn has_ended(&self) -> bool {
@@ -452,7 +453,7 @@ impl Inbox {
     pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
-        state.news.clear();
+        state.new_frame_senders.clear();
         self.signal.fetch_add(1, Ordering::Release);
         self.moved.notify_all();
     }
@@ -482,7 +483,7 @@ impl Inbox {
             if state.ended {
                 return Idle::End;
             }
-            let seen = self.seen();
+            let seen = self.change_count();
             if state.waiting == 0 {
                 // This lock is released first, because the lock of the job list must not be taken while it is
                 // held.
@@ -491,7 +492,7 @@ impl Inbox {
                     return Idle::Work;
                 }
                 state = self.lock();
-                if self.seen() != seen || state.ended {
+                if self.change_count() != seen || state.ended {
                     continue;
                 }
             }
@@ -512,28 +513,28 @@ impl Inbox {
         timeout: impl Fn() -> Nanos,
         drive: Option<&dyn Fn(Nanos)>,
     ) {
-        let looks = if role == BlockedFor::Result { self.looks } else { 0 };
+        let looks = if role == BlockedFor::Result { self.polls } else { 0 };
         let spin = || {
             (0..self.spins).any(|_| {
                 std::hint::spin_loop();
-                self.seen() != seen
+                self.change_count() != seen
             });
         };
-        if drive.is_none() && self.comes(seen, looks, spin) {
+        if drive.is_none() && self.poll_for_change(seen, looks, spin) {
             return;
         }
         let mut state = self.lock();
         loop {
             let gives_way = role == BlockedFor::Background && state.waiting > 0;
             let left = timeout();
-            if self.seen() != seen || state.ended || gives_way || left == Nanos::ZERO {
+            if self.change_count() != seen || state.ended || gives_way || left == Nanos::ZERO {
                 return;
             }
             match drive {
                 Some(drive) if !state.driving => {
                     state.driving = true;
                     drop(state);
-                    if !self.comes(seen, looks, || drive(Nanos::ZERO)) {
+                    if !self.poll_for_change(seen, looks, || drive(Nanos::ZERO)) {
                         drive(left);
                     }
                     state = self.lock();
@@ -553,10 +554,10 @@ impl Inbox {
     }
 
     /// Calls `look` up to `looks` times. Returns whether the counter has become greater than `seen`.
-    fn comes(&self, seen: u64, looks: u32, look: impl Fn()) -> bool {
+    fn poll_for_change(&self, seen: u64, looks: u32, look: impl Fn()) -> bool {
         (0..looks).any(|_| {
             look();
-            let moved = self.seen() != seen;
+            let moved = self.change_count() != seen;
             if !moved {
                 std::thread::yield_now();
             }

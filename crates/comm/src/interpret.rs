@@ -19,10 +19,10 @@ pub(crate) trait Transfers: Send {
     fn enter(&mut self, lane: usize, step: Option<&Step>);
 
     /// Makes the transfers of a step that are possible now.
-    fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError>;
+    fn advance(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<StepStatus, CommError>;
 
     /// Returns a rank that the step waits for; `None` if it waits for no one.
-    fn waits_for(&self, at: &At<'_>) -> Option<Rank>;
+    fn waits_for(&self, at: &StepContext<'_>) -> Option<Rank>;
 
     /// Called when all lanes have ended.
     fn end(&mut self, members: usize);
@@ -30,9 +30,9 @@ pub(crate) trait Transfers: Send {
     fn finish(self) -> Self::Output;
 }
 
-/// Result of a call of [`Transfers::turn`].
+/// Result of a call of [`Transfers::advance`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum StepStatus {
     /// The step is complete.
     Over,
     /// Frames were moved; another call may move more.
@@ -42,7 +42,7 @@ pub(crate) enum Turn {
 }
 
 /// The position of a lane in its program, and what its transfers need.
-pub(crate) struct At<'a> {
+pub(crate) struct StepContext<'a> {
     pub(crate) name: &'static str,
     pub(crate) program: &'a Program,
     pub(crate) members: &'a [PeerId],
@@ -53,7 +53,7 @@ pub(crate) struct At<'a> {
     pub(crate) cursor: usize,
 }
 
-impl<'a> At<'a> {
+impl<'a> StepContext<'a> {
     pub(crate) fn peer(&self, rank: Rank) -> PeerId {
         self.members[rank.index()]
     }
@@ -105,10 +105,10 @@ impl<X: Transfers> Interpreter<X> {
         Tag { number: self.tag.number.wrapping_add(lane as u32), ..self.tag }
     }
 
-    fn at(&self, lane: usize) -> At<'_> {
+    fn at(&self, lane: usize) -> StepContext<'_> {
         let Self { name, program, members, check, .. } = self;
         let cursor = self.cursors[lane];
-        At { name, program, members, check: *check, tag: self.tag(lane), lane, cursor }
+        StepContext { name, program, members, check: *check, tag: self.tag(lane), lane, cursor }
     }
 
     /// Runs one lane until it is blocked or has ended.
@@ -118,14 +118,14 @@ impl<X: Transfers> Interpreter<X> {
         let steps = &program.lanes[lane];
         let cursor = &mut cursors[lane];
         while *cursor < steps.len() {
-            let at = At { name, program, members, check: *check, tag, lane, cursor: *cursor };
-            match transfers.turn(&at, port)? {
-                Turn::Over => {
+            let at = StepContext { name, program, members, check: *check, tag, lane, cursor: *cursor };
+            match transfers.advance(&at, port)? {
+                StepStatus::Over => {
                     *cursor += 1;
                     transfers.enter(lane, steps.get(*cursor));
                 }
-                Turn::Moved => {}
-                Turn::Waits => break,
+                StepStatus::Moved => {}
+                StepStatus::Waits => break,
             }
         }
         Ok(())

@@ -7,7 +7,7 @@ mod shared;
 mod sizes;
 
 #[cfg_attr(not(feature = "iroh"), expect(dead_code, reason = "QUIC is the only such network"))]
-mod beside;
+mod second_network;
 mod endpoint;
 mod credit;
 mod inbox;
@@ -22,7 +22,7 @@ pub mod simulated;
 mod started;
 pub mod tcp;
 mod transport;
-mod until;
+mod deadline;
 
 mod control;
 pub mod secure;
@@ -43,7 +43,7 @@ mod algorithm;
 mod cost;
 
 mod coded;
-mod cold;
+mod non_temporal_copy;
 mod communicator;
 mod element;
 mod interpret;

@@ -25,7 +25,7 @@ pub struct MemoryDriver {
 #[must_use]
 pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
     let roomy = std::thread::available_parallelism().is_ok_and(|cores| n <= cores.get());
-    let inbox = || if roomy { Inbox::new(n).roomy() } else { Inbox::new(n) };
+    let inbox = || if roomy { Inbox::new(n).with_spinning() } else { Inbox::new(n) };
     let inboxes: Arc<[_]> = (0..n).map(|_| Arc::new(inbox())).collect();
     let pool = Pool::new();
     let start = real_start();

@@ -17,24 +17,24 @@ use crate::{CommError, FRAME_BYTES};
 pub const MAX_MESSAGE: usize = 1 << 30;
 
 /// Check word of the frame that ends a cancelled message.
-const CUT: u32 = 1;
+const CANCELLATION: u32 = 1;
 
 /// Cancelled receives of messages whose remaining frames must still be dropped, by sender and number of the
 /// tag.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Torn(Arc<Mutex<BTreeSet<(PeerId, u32)>>>);
+pub(crate) struct CancelledReceives(Arc<Mutex<BTreeSet<(PeerId, u32)>>>);
 
-impl Torn {
+impl CancelledReceives {
     /// Returns the receiver of the next message of this peer and tag. It first drops the rest of a cancelled
     /// one, if any.
-    pub(crate) fn next(&self, from: PeerId, tag: Tag) -> Incoming {
+    pub(crate) fn next_receiver(&self, from: PeerId, tag: Tag) -> Incoming {
         let torn = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&(from, tag.number));
-        Incoming { torn, ..Incoming::default() }
+        Incoming { drops_rest: torn, ..Incoming::default() }
     }
 
     /// Records that a receive was cancelled and that the remaining frames of its message have not arrived yet.
-    pub(crate) fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
-        if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
+    pub(crate) fn record(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
+        if incoming.drops_rest || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
         }
     }
@@ -43,7 +43,7 @@ impl Torn {
 /// Started messages by receiver and number of the tag, in the order of their start. Each is sent completely
 /// before the next, even if the network gets room while waiting messages are being polled.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Turns(Arc<Mutex<Queues>>);
+pub(crate) struct SendQueues(Arc<Mutex<Queues>>);
 
 #[derive(Debug, Default)]
 struct Queues {
@@ -51,40 +51,40 @@ struct Queues {
     waiting: BTreeMap<(PeerId, u32), VecDeque<u64>>,
 }
 
-impl Turns {
+impl SendQueues {
     fn lock(&self) -> MutexGuard<'_, Queues> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a message that starts now to its queue and returns its place. Dropping the place wakes `waker` if
     /// other messages wait behind it.
-    pub(crate) fn take(&self, to: PeerId, tag: Tag, waker: &Waker) -> Turn {
+    pub(crate) fn enqueue(&self, to: PeerId, tag: Tag, waker: &Waker) -> QueueEntry {
         let mut queues = self.lock();
         let (key, number) = ((to, tag.number), queues.next);
         queues.next += 1;
         queues.waiting.entry(key).or_default().push_back(number);
-        Turn { turns: self.clone(), key, number, waker: waker.clone() }
+        QueueEntry { queues: self.clone(), key, number, waker: waker.clone() }
     }
 }
 
 /// Place of a message in the queue of its receiver and tag. Dropping it removes the message from the queue.
-pub(crate) struct Turn {
-    turns: Turns,
+pub(crate) struct QueueEntry {
+    queues: SendQueues,
     key: (PeerId, u32),
     number: u64,
     waker: Waker,
 }
 
-impl Turn {
+impl QueueEntry {
     /// Returns whether all messages started earlier have ended.
-    fn has_come(&self) -> bool {
-        self.turns.lock().waiting.get(&self.key).is_some_and(|queue| queue.front() == Some(&self.number))
+    fn is_first(&self) -> bool {
+        self.queues.lock().waiting.get(&self.key).is_some_and(|queue| queue.front() == Some(&self.number))
     }
 }
 
-impl Drop for Turn {
+impl Drop for QueueEntry {
     fn drop(&mut self) {
-        let mut queues = self.turns.lock();
+        let mut queues = self.queues.lock();
         let Some(queue) = queues.waiting.get_mut(&self.key) else { return };
         queue.retain(|&number| number != self.number);
         if queue.is_empty() {
@@ -127,10 +127,10 @@ impl Outgoing {
     }
 
     /// Ends a message that was sent in part with a cancellation frame.
-    fn cut(&self, port: &mut dyn Port, to: PeerId, tag: Tag) {
+    fn send_cancellation(&self, port: &mut dyn Port, to: PeerId, tag: Tag) {
         if self.at > 0 && !self.done {
             // An error is ignored: a peer that is gone does not wait for this frame.
-            let _ = port.send_bytes(to, tag, CUT, &[]);
+            let _ = port.send_bytes(to, tag, CANCELLATION, &[]);
         }
     }
 }
@@ -141,7 +141,7 @@ pub(crate) struct Incoming {
     pub(crate) bytes: Vec<u8>,
     done: bool,
     /// Whether the rest of a cancelled message must be dropped first.
-    torn: bool,
+    drops_rest: bool,
 }
 
 impl Incoming {
@@ -157,8 +157,8 @@ impl Incoming {
         while !self.done {
             let Some(frame) = port.take(peer, tag)? else { break };
             let last = frame.len() < FRAME_BYTES;
-            if self.torn {
-                self.torn = !last;
+            if self.drops_rest {
+                self.drops_rest = !last;
                 continue;
             }
             if frame.check != check {
@@ -166,7 +166,7 @@ impl Incoming {
                     self.bytes.clear();
                 }
                 return Err(match frame.check {
-                    CUT => CommError::CancelledBy { op, peer },
+                    CANCELLATION => CommError::CancelledBy { op, peer },
                     _ => CommError::Mismatch { op, peer, want: 0, got: frame.len() },
                 });
             }
@@ -207,7 +207,7 @@ impl Exchange {
         out: Vec<Arc<Vec<u8>>>,
     ) -> Self {
         let mut incoming: Vec<Incoming> = out.iter().map(|_| Incoming::default()).collect();
-        incoming[me] = Incoming { bytes: out[me].to_vec(), done: true, torn: false };
+        incoming[me] = Incoming { bytes: out[me].to_vec(), done: true, drops_rest: false };
         let mut out: Vec<_> = out.into_iter().map(Outgoing::new).collect();
         out[me].done = true;
         let missing = members.len() - 1;
@@ -223,7 +223,7 @@ impl Exchange {
         let moved = self.send(port).and_then(|()| self.receive(port));
         let done = moved.map(|()| self.sent && self.missing == 0);
         if done.as_ref().map_or(true, |&done| done) {
-            port.end_news(self.tag);
+            port.end_new_frame_tracking(self.tag);
         }
         done
     }
@@ -245,7 +245,7 @@ impl Exchange {
     /// reports none.
     fn receive(&mut self, port: &mut dyn Port) -> Result<(), CommError> {
         let n = self.members.len();
-        let Some(news) = port.news(self.tag) else {
+        let Some(news) = port.senders_with_new_frames(self.tag) else {
             return (1..n).try_for_each(|i| self.receive_from(port, (self.me + n - i) % n));
         };
         let behind = |peer| Some((self.me + n - self.members.iter().position(|member| *member == peer)?) % n);
@@ -292,13 +292,13 @@ pub(crate) struct SendMessage {
     pub(crate) to: PeerId,
     pub(crate) tag: Tag,
     pub(crate) out: Outgoing,
-    pub(crate) turn: Turn,
+    pub(crate) queue_entry: QueueEntry,
 }
 
 impl Operation for SendMessage {
     type Output = ();
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
-        if !self.turn.has_come() {
+        if !self.queue_entry.is_first() {
             return Poll::Pending;
         }
         match self.out.poll(port, self.to, self.tag, 0) {
@@ -310,8 +310,8 @@ impl Operation for SendMessage {
     fn waits_for(&self) -> PeerId {
         self.to
     }
-    fn cut(&mut self, port: &mut dyn Port) {
-        self.out.cut(port, self.to, self.tag);
+    fn abandon(&mut self, port: &mut dyn Port) {
+        self.out.send_cancellation(port, self.to, self.tag);
     }
     fn finish(self) {}
 }
@@ -321,7 +321,7 @@ pub(crate) struct RecvMessage {
     pub(crate) from: PeerId,
     pub(crate) tag: Tag,
     pub(crate) incoming: Incoming,
-    pub(crate) torn: Torn,
+    pub(crate) cancelled: CancelledReceives,
 }
 
 impl Operation for RecvMessage {
@@ -336,8 +336,8 @@ impl Operation for RecvMessage {
     fn waits_for(&self) -> PeerId {
         self.from
     }
-    fn cut(&mut self, _: &mut dyn Port) {
-        self.torn.note(self.from, self.tag, &self.incoming);
+    fn abandon(&mut self, _: &mut dyn Port) {
+        self.cancelled.record(self.from, self.tag, &self.incoming);
     }
     fn finish(self) -> Vec<u8> {
         self.incoming.bytes
@@ -351,7 +351,7 @@ pub(crate) struct RecvAny {
     /// only the sender of this frame.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
     pub(crate) tag: Tag,
-    pub(crate) torn: Torn,
+    pub(crate) cancelled: CancelledReceives,
 }
 
 impl Operation for RecvAny {
@@ -365,7 +365,7 @@ impl Operation for RecvAny {
                     let first = self.from.swap_remove(i);
                     let others = std::mem::replace(&mut self.from, vec![first]);
                     for (_, peer, other) in &others {
-                        self.torn.note(*peer, self.tag, other);
+                        self.cancelled.record(*peer, self.tag, other);
                     }
                     return if done { Poll::Ready(Ok(())) } else { Poll::Pending };
                 }
@@ -387,9 +387,9 @@ impl Operation for RecvAny {
     fn needs_one(&self) -> bool {
         self.from.len() == 1
     }
-    fn cut(&mut self, _: &mut dyn Port) {
+    fn abandon(&mut self, _: &mut dyn Port) {
         for (_, peer, incoming) in &self.from {
-            self.torn.note(*peer, self.tag, incoming);
+            self.cancelled.record(*peer, self.tag, incoming);
         }
     }
     fn finish(mut self) -> Self::Output {

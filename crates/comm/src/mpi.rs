@@ -22,7 +22,7 @@ use farflung_base::{Nanos, PeerId};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
-use crate::tcp::HELD;
+use crate::tcp::MAX_UNREAD_BYTES;
 use crate::transport::{MPI_IS_FIXED, Tag};
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{CommError, DownReason, Frame, Pool, WireError};
@@ -31,11 +31,11 @@ use messages::World;
 use peer::Peer;
 
 /// Number of tests in `drive` before the first pause.
-const LOOKS: u32 = 64;
+const POLLS_BEFORE_PAUSE: u32 = 64;
 /// Longest pause between two tests.
 const PAUSE: Duration = Duration::from_micros(500);
 /// Maximum number of frames taken from one peer before the next peer is checked.
-const TURN: usize = 4;
+const FRAMES_PER_TURN: usize = 4;
 /// Time for which a closing endpoint waits until the other endpoints close too. If they take longer, [`leave`]
 /// ends MPI.
 const GOODBYE_TIMEOUT: Nanos = Nanos::from_millis(2000);
@@ -110,7 +110,7 @@ pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     }
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| found.near > cores.get());
     let inbox = Inbox::new(size as usize);
-    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
+    let inbox = Arc::new(if crowded { inbox.without_polling() } else { inbox });
     let pool = Pool::new();
     let peers = (0..size).map(|_| Peer::default()).collect();
     let state = State { world: Some(found.world), peers, closed: false, over: false, idle: false };
@@ -188,7 +188,7 @@ impl Job {
     fn take(&self, state: &mut State, from: PeerId) -> bool {
         let State { world: Some(world), peers, closed, .. } = state else { return false };
         let peer = &mut peers[from.index()];
-        let may_begin = *closed || self.inbox.held(from) < HELD;
+        let may_begin = *closed || self.inbox.unread_bytes(from) < MAX_UNREAD_BYTES;
         let handled = match peer.receive(world, from, &self.pool, may_begin) {
             Ok(None) => return false,
             Ok(Some((header, frame))) => match header.kind {
@@ -226,7 +226,7 @@ impl Job {
         for peer in self.others() {
             let State { world: Some(world), peers, .. } = &mut *state else { return moved };
             peers[peer.index()].forget_sent(world);
-            moved |= (0..TURN).take_while(|_| self.take(&mut state, peer)).count() > 0;
+            moved |= (0..FRAMES_PER_TURN).take_while(|_| self.take(&mut state, peer)).count() > 0;
         }
         moved
     }
@@ -238,12 +238,12 @@ impl Job {
             if self.turn() || std::mem::take(&mut *lock(&self.rung)) || self.now() >= until {
                 return;
             }
-            if look < LOOKS {
+            if look < POLLS_BEFORE_PAUSE {
                 std::thread::yield_now();
                 continue;
             }
             let left = Duration::from(until.saturating_sub(self.now()));
-            let pause = Duration::from_micros(u64::from(look - LOOKS)).min(PAUSE).min(left);
+            let pause = Duration::from_micros(u64::from(look - POLLS_BEFORE_PAUSE)).min(PAUSE).min(left);
             let rung = lock(&self.rung);
             if !*rung {
                 // Whether the wait timed out does not matter: the next test checks for messages.
@@ -343,7 +343,7 @@ impl Driver for MpiDriver {
         inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.0.drive(left)));
         Wake::Moved
     }
-    fn nudge(&self) {
+    fn unblock(&self) {
         if self.0.inbox.is_driven() {
             *lock(&self.0.rung) = true;
             self.0.bell.notify_all();

@@ -29,7 +29,7 @@ pub(crate) trait Operation: Send {
         0
     }
     /// Called when the operation is cancelled or fails.
-    fn cut(&mut self, _port: &mut dyn Port) {}
+    fn abandon(&mut self, _port: &mut dyn Port) {}
     /// Returns the result, once the operation is complete.
     fn finish(self) -> Self::Output;
 }

@@ -30,7 +30,7 @@ impl PathStats {
 
     /// Combines the statistics with those of another connection to the same peer, used in parallel.
     #[must_use]
-    pub fn beside(self, other: Self) -> Self {
+    pub fn merged_with(self, other: Self) -> Self {
         let least = [self.least_round_trip, other.least_round_trip].into_iter().flatten().min();
         Self {
             round_trip: self.round_trip.max(other.round_trip),
@@ -58,12 +58,12 @@ mod tests {
             queued_for: Nanos(7),
         };
         let other = PathStats { round_trip: Some(Nanos(40)), least_round_trip: Some(Nanos(10)), ..one };
-        let both = one.beside(other);
+        let both = one.merged_with(other);
         assert_eq!((both.round_trip, both.least_round_trip), (Some(Nanos(50)), Some(Nanos(10))));
         assert_eq!((both.packets, both.retransmissions, both.queued), (20, 2, Bytes(200)));
         assert_eq!((both.queued_for, both.queueing()), (Nanos(7), Some(Nanos(40))));
         // A connection without measurements changes nothing.
-        assert_eq!(PathStats::default().beside(one), one);
+        assert_eq!(PathStats::default().merged_with(one), one);
         assert_eq!(PathStats::default().queueing(), None);
     }
 }

@@ -4,9 +4,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::cold::copy_part;
 use crate::element::{Element, First};
-use crate::interpret::{At, Transfers, Turn};
+use crate::interpret::{StepContext, StepStatus, Transfers};
+use crate::non_temporal_copy::copy_part;
 use crate::plans::PassThrough;
 use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
@@ -87,7 +87,12 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
     }
 
     /// Sends one frame of each transfer of the step, if the network has room; returns whether any was sent.
-    fn send_some(&mut self, at: &At<'_>, step: &Step, port: &mut dyn Port) -> Result<bool, CommError> {
+    fn send_some(
+        &mut self,
+        at: &StepContext<'_>,
+        step: &Step,
+        port: &mut dyn Port,
+    ) -> Result<bool, CommError> {
         let mut moved = false;
         let lane = &mut self.lanes[at.lane];
         for (i, (to, blocks)) in step.sends.iter().enumerate() {
@@ -113,7 +118,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
     }
 
     /// Returns whether this step has sent all values of `part` that it must send.
-    fn is_sent(&self, at: &At<'_>, step: &Step, part: &Range<usize>) -> bool {
+    fn is_sent(&self, at: &StepContext<'_>, step: &Step, part: &Range<usize>) -> bool {
         step.sends.iter().zip(&self.lanes[at.lane].sent).all(|((_, blocks), sent)| {
             let whole = at.program.elements(blocks, self.data.as_ref().len());
             let left = whole.start + sent.elements..whole.end;
@@ -123,7 +128,12 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
 
     /// Takes the next frame of this step, if it has arrived, and reduces or copies its values. Returns whether
     /// a frame had arrived.
-    fn receive_one(&mut self, at: &At<'_>, step: &Step, port: &mut dyn Port) -> Result<bool, CommError> {
+    fn receive_one(
+        &mut self,
+        at: &StepContext<'_>,
+        step: &Step,
+        port: &mut dyn Port,
+    ) -> Result<bool, CommError> {
         let Lane { receive, received, receives_done, .. } = self.lanes[at.lane];
         let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
         let whole = at.program.elements(blocks, self.data.as_ref().len());
@@ -189,19 +199,19 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Transfers for Plain<T, S> {
         lane.received = Progress::default();
     }
 
-    fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
+    fn advance(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<StepStatus, CommError> {
         let step = at.step();
         // Alternates one frame out and one in: the frames in use stay in cache, and both directions of the
         // network are busy.
         let moved = self.send_some(at, step, port)? | self.receive_one(at, step, port)?;
         let lane = &self.lanes[at.lane];
         if lane.receive == step.recvs.len() && lane.sent.iter().all(|sent| sent.done) {
-            return Ok(Turn::Over);
+            return Ok(StepStatus::Over);
         }
-        Ok(if moved { Turn::Moved } else { Turn::Waits })
+        Ok(if moved { StepStatus::Moved } else { StepStatus::Waits })
     }
 
-    fn waits_for(&self, at: &At<'_>) -> Option<farflung_base::Rank> {
+    fn waits_for(&self, at: &StepContext<'_>) -> Option<farflung_base::Rank> {
         let (step, lane) = (at.step(), &self.lanes[at.lane]);
         let from = step.recvs.get(lane.receive).map(|(from, ..)| *from);
         let unsent = step.sends.iter().zip(&lane.sent).find(|(_, sent)| !sent.done);

@@ -28,11 +28,11 @@ use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
 
-use crate::beside::{Beside as _, Intake, Shore};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox};
 use crate::memory::real_start;
 use crate::rate::Pace;
+use crate::second_network::{EndpointParts, Intake, SecondNetwork as _};
 use crate::secure::Security;
 use crate::transport::Tag;
 use crate::{CommError, Frame, PathStats, Pool};
@@ -124,11 +124,11 @@ pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
     let connections = met.unwrap_or(Err(CommError::Ended { op: "rendezvous" }))?;
     // Waiting threads sleep at once: polling would take the core from the thread that moves the frames.
     let size = connections.len();
-    let inbox = Arc::new(Inbox::new(size).crowded());
+    let inbox = Arc::new(Inbox::new(size).without_polling());
     let pool = Pool::new();
     let intake = Intake::new(Arc::clone(&inbox), None);
     let budget = Arc::new(Limits::new(config.pace, size));
-    let shore = Shore { size, intake, pool: Arc::clone(&pool), budget };
+    let shore = EndpointParts { size, intake, pool: Arc::clone(&pool), budget };
     let network = Network::new(socket, shore);
     for (id, connection) in (0..).map(PeerId).zip(connections) {
         if let Some(connection) = connection {

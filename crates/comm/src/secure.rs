@@ -9,7 +9,7 @@ mod records;
 mod refused;
 #[cfg(feature = "iroh")]
 mod relay;
-mod room;
+mod aligned_buffer;
 mod secret;
 mod security;
 mod session;

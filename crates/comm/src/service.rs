@@ -7,7 +7,7 @@ use std::task::Poll;
 use farflung_base::{Nanos, PeerId, Rank};
 
 use crate::CommError;
-use crate::message::{Incoming, Outgoing, Torn};
+use crate::message::{CancelledReceives, Incoming, Outgoing};
 use crate::operation::Operation;
 use crate::transport::{Port, Tag};
 
@@ -72,7 +72,7 @@ pub(crate) struct Serving<S: ?Sized> {
     answers: Vec<VecDeque<(Tag, Outgoing)>>,
     ask: Tag,
     answer: Tag,
-    torn: Torn,
+    torn: CancelledReceives,
     /// Error of the receive from the most recently lost rank.
     lost: Option<CommError>,
 }
@@ -83,9 +83,9 @@ impl<S: Service + ?Sized> Serving<S> {
         service: Arc<Mutex<S>>,
         members: Arc<[PeerId]>,
         (ask, answer): (Tag, Tag),
-        torn: Torn,
+        torn: CancelledReceives,
     ) -> Self {
-        let next = |(rank, &peer): (u32, &PeerId)| (Rank(rank), torn.next(peer, ask));
+        let next = |(rank, &peer): (u32, &PeerId)| (Rank(rank), torn.next_receiver(peer, ask));
         let asking = (0..).zip(members.iter()).map(next).collect();
         let answers = members.iter().map(|_| VecDeque::new()).collect();
         Self { service, members, asking, answers, ask, answer, torn, lost: None }
@@ -157,9 +157,9 @@ impl<S: Service + ?Sized> Operation for Serving<S> {
     fn needs_one(&self) -> bool {
         false
     }
-    fn cut(&mut self, _: &mut dyn Port) {
+    fn abandon(&mut self, _: &mut dyn Port) {
         for (rank, incoming) in &self.asking {
-            self.torn.note(self.members[rank.index()], self.ask, incoming);
+            self.torn.record(self.members[rank.index()], self.ask, incoming);
         }
     }
     fn finish(self) {}

@@ -5,12 +5,12 @@
 //! are errors. A peer that writes into a slot after handing it over can change the values in it, but cannot
 //! cause anything else.
 
-mod bell;
+mod ring_waker;
 mod handover;
 mod map;
 mod ring;
 
-pub(crate) use bell::RingWaker;
-pub(crate) use handover::{Offer, give_bell, hand, take_bell};
+pub(crate) use handover::{Offer, hand_over, receive_waker, send_waker};
 pub(crate) use map::{Direction, Segment};
 pub(crate) use ring::{Consumer, Producer, Slot};
+pub(crate) use ring_waker::RingWaker;

@@ -11,9 +11,9 @@
 //! the others can go on. Get results by `wait`; awaiting a pending value as a future does not advance virtual
 //! time.
 
-mod bells;
+mod parked_ranks;
 mod faults;
-mod happening;
+mod event;
 mod recording;
 mod lookahead;
 mod queue;
@@ -28,8 +28,8 @@ use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox};
 use crate::transport::Tag;
 use crate::{Frame, Pool};
+pub use event::{Reached, SimulatedEvent};
 pub use faults::{At, Faults, LinkNoise};
-pub use happening::{Reached, SimulatedEvent};
 use lookahead::{Distances, distances};
 pub use recording::{Recorder, Recording, record};
 use world::World;
@@ -94,14 +94,14 @@ impl Driver for SimulatedDriver {
     fn advance(&self, by: Nanos, idle: Nanos) {
         self.world.set_clock(self.me, idle, |clock| clock.saturating_add(by));
     }
-    fn lift(&self, to: Nanos, idle: Nanos) {
+    fn advance_to(&self, to: Nanos, idle: Nanos) {
         self.world.set_clock(self.me, idle, |clock| clock.max(to));
     }
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, _: BlockedFor) -> Wake {
-        self.world.block(self.me, until, || inbox.seen() != seen)
+        self.world.block(self.me, until, || inbox.change_count() != seen)
     }
-    fn nudge(&self) {
-        self.world.rouse(self.me);
+    fn unblock(&self) {
+        self.world.unblock(self.me);
     }
     fn has_background(&self) -> bool {
         false

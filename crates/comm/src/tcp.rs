@@ -29,11 +29,11 @@ use farflung_base::{Nanos, PeerId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 
-use crate::beside::{Beside, Intake, Shore, ring};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
 pub use crate::rate::{Pace, SLOWEST};
+use crate::second_network::{EndpointParts, Intake, SecondNetwork, ring};
 use crate::shared::RingWaker;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
@@ -73,7 +73,7 @@ pub struct TcpDriver {
     shared_memory: SharedMemory,
     turns: AtomicU32,
     /// The network of the peers that sockets do not reach, if there is one.
-    beside: OnceLock<Arc<dyn Beside>>,
+    second_network: OnceLock<Arc<dyn SecondNetwork>>,
 }
 
 /// Meets the other ranks at the master, and connects to each of them. Rank `r` becomes `PeerId(r)`.
@@ -96,7 +96,7 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         tcp.driver().connect(peer, streams, crowded).map_err(io("socket of"))?;
     }
     if shares == SharedMemory::Always {
-        tcp.driver().come_together(config.deadline.into())?;
+        tcp.driver().await_shared_memory(config.deadline.into())?;
     }
     Ok(tcp)
 }
@@ -124,7 +124,7 @@ impl Tcp {
 fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> std::io::Result<Arc<Tcp>> {
     let bell = Arc::new(RingWaker::new()?);
     let inbox = Inbox::new(size);
-    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
+    let inbox = Arc::new(if crowded { inbox.without_polling() } else { inbox });
     let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
     let (start, turns) = (real_start(), AtomicU32::new(0));
     let (filled, leased) = (Arc::clone(&inbox), Arc::clone(&pool));
@@ -139,7 +139,7 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
         bell,
         shared_memory,
         turns,
-        beside,
+        second_network: beside,
     };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
@@ -182,23 +182,23 @@ impl TcpDriver {
             link.offer(&self.pool);
         }
         self.inbox.peer_up(peer);
-        self.nudge();
+        self.unblock();
         Ok(())
     }
 
     /// Returns whether a peer has ever been connected.
     fn is_connected(&self, peer: PeerId) -> bool {
-        self.links.to(peer).is_some() || self.beside().is_some_and(|beside| beside.is_connected(peer))
+        self.links.to(peer).is_some() || self.second_network().is_some_and(|beside| beside.is_connected(peer))
     }
 
     /// Returns what a network for the other peers of this endpoint needs.
-    fn shore(&self, size: usize) -> Shore {
+    fn endpoint_parts(&self, size: usize) -> EndpointParts {
         let intake = Intake::new(Arc::clone(&self.inbox), Some(Arc::clone(&self.bell)));
-        Shore { size, intake, pool: Arc::clone(&self.pool), budget: Arc::clone(&self.pacer) as _ }
+        EndpointParts { size, intake, pool: Arc::clone(&self.pool), budget: Arc::clone(&self.pacer) as _ }
     }
 
-    fn beside(&self) -> Option<&Arc<dyn Beside>> {
-        self.beside.get()
+    fn second_network(&self) -> Option<&Arc<dyn SecondNetwork>> {
+        self.second_network.get()
     }
 
     /// Returns the link that carries this tag; `None` if the peer has never connected.
@@ -208,14 +208,14 @@ impl TcpDriver {
     }
 
     /// Waits until all peers share memory with this process.
-    fn come_together(&self, limit: Nanos) -> Result<(), CommError> {
+    fn await_shared_memory(&self, limit: Nanos) -> Result<(), CommError> {
         let until = self.now().saturating_add(limit);
         loop {
-            let open = |link: &&Link| link.is_together() != Some(true);
+            let open = |link: &&Link| link.negotiation_outcome() != Some(true);
             let Some(apart) = self.links.all().find(open) else { return Ok(()) };
             let left = until.saturating_sub(self.now());
-            if apart.is_together() == Some(false) || !apart.is_open() || left == Nanos::ZERO {
-                return Err(CommError::Apart { peer: apart.peer });
+            if apart.negotiation_outcome() == Some(false) || !apart.is_open() || left == Nanos::ZERO {
+                return Err(CommError::NoSharedMemory { peer: apart.peer });
             }
             self.drive(left.min(Nanos::from_millis(20)));
         }
@@ -225,8 +225,9 @@ impl TcpDriver {
     fn take_shared(&self) -> bool {
         let mut moved = false;
         for link in self.links.all().filter(|link| link.is_open()) {
-            moved |= link.may_read(self.inbox.held(link.peer)) && link.take_shared(&self.inbox, &self.pool);
-            if link.feed() {
+            moved |= link.may_read(self.inbox.unread_bytes(link.peer))
+                && link.take_shared(&self.inbox, &self.pool);
+            if link.flush_shared() {
                 self.inbox.signal();
                 moved = true;
             }
@@ -245,7 +246,7 @@ impl TcpDriver {
         }
         // A peer that sends after `sleep` rings the doorbell; `sleep` itself finds frames sent before.
         let shared = || self.links.all().filter(|link| link.is_open());
-        let sleeps = |link: &Link| !link.may_read(self.inbox.held(link.peer)) || link.sleep();
+        let sleeps = |link: &Link| !link.may_read(self.inbox.unread_bytes(link.peer)) || link.sleep();
         if brief || shared().all(sleeps) {
             self.poll_sockets(if brief { Nanos::ZERO } else { timeout });
         }
@@ -256,7 +257,7 @@ impl TcpDriver {
 
     /// Waits for sockets and the doorbell for at most `timeout`, and moves frames from and to sockets.
     fn poll_sockets(&self, timeout: Nanos) {
-        let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
+        let may_read = |link: &Link| link.may_read(self.inbox.unread_bytes(link.peer));
         // For bytes that a session has decrypted already, the socket does not become readable.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
         let links: Vec<&Link> = self.links.all().filter(|link| link.is_open()).collect();
@@ -280,7 +281,7 @@ impl TcpDriver {
             return;
         }
         if !fds[0].revents().is_empty() {
-            self.bell.quiet();
+            self.bell.reset();
         }
         let broken = PollFlags::ERR | PollFlags::HUP;
         for (link, fd) in polled.iter().zip(&fds[1..]) {
@@ -298,26 +299,26 @@ impl TcpDriver {
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
         let Some(link) = self.link(to, tag) else {
-            if let Some(beside) = self.beside() {
+            if let Some(beside) = self.second_network() {
                 beside.submit(to, tag, frame);
             }
             return;
         };
         link.push(tag, frame);
         if link.wants_to_write() {
-            self.nudge();
+            self.unblock();
         }
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         let Some(link) = self.link(to, tag) else {
-            if let Some(beside) = self.beside() {
+            if let Some(beside) = self.second_network() {
                 beside.submit(to, tag, pool.copy_of(bytes, check));
             }
             return;
         };
         link.push_bytes(tag, check, bytes, pool);
         if link.wants_to_write() {
-            self.nudge();
+            self.unblock();
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
@@ -325,19 +326,19 @@ impl Driver for TcpDriver {
         // would be taken for it.
         match self.link(to, tag) {
             Some(link) => link.has_room(tag),
-            None => self.beside().is_some_and(|beside| beside.has_room(to, tag)),
+            None => self.second_network().is_some_and(|beside| beside.has_room(to, tag)),
         }
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
         let Some(link) = self.link(from, tag) else {
-            if let Some(beside) = self.beside() {
+            if let Some(beside) = self.second_network() {
                 beside.taken(from);
             }
             return;
         };
         let resumes = link.taken(tag, &self.inbox);
         if resumes || link.wants_to_write() {
-            self.nudge();
+            self.unblock();
         }
     }
     fn now(&self) -> Nanos {
@@ -348,10 +349,10 @@ impl Driver for TcpDriver {
         Wake::Moved
     }
     fn path(&self, peer: PeerId) -> Option<PathStats> {
-        let Some(links) = self.links.to(peer) else { return self.beside()?.path(peer) };
-        links.iter().map(Link::path).reduce(PathStats::beside)
+        let Some(links) = self.links.to(peer) else { return self.second_network()?.path(peer) };
+        links.iter().map(Link::path).reduce(PathStats::merged_with)
     }
-    fn nudge(&self) {
+    fn unblock(&self) {
         ring(&self.inbox, &self.bell);
     }
     fn has_background(&self) -> bool {
@@ -371,7 +372,7 @@ impl Driver for TcpDriver {
         while open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));
         }
-        if let Some(beside) = self.beside() {
+        if let Some(beside) = self.second_network() {
             beside.close();
         }
         self.pacer.close();

@@ -136,11 +136,11 @@ pub trait Port {
     /// with repetitions. An operation that waits for many peers then needs to check only these. Returns `None`
     /// if the network does not keep this list, on the first call, and after any failure: then all peers must be
     /// checked.
-    fn news(&mut self, _tag: Tag) -> Option<Vec<PeerId>> {
+    fn senders_with_new_frames(&mut self, _tag: Tag) -> Option<Vec<PeerId>> {
         None
     }
-    /// Ends the use of [`Port::news`] with this tag.
-    fn end_news(&mut self, _tag: Tag) {}
+    /// Ends the use of [`Port::senders_with_new_frames`] with this tag.
+    fn end_new_frame_tracking(&mut self, _tag: Tag) {}
 }
 
 /// An operation as a state machine that a transport polls.
@@ -200,7 +200,7 @@ pub trait Transport: Debug + Send + Sync {
     fn events(&self) -> Vec<PeerEvent>;
     /// Returns the peer for which `peer` waits, by its latest report. A rank sends such a report when its own
     /// deadline is near.
-    fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
+    fn awaited_by(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops the frames of this context, including those that arrive later.
     fn retire(&self, context: u64);
     /// Returns the reason why the members of this network cannot change. `None` if they can change: then a job

@@ -146,7 +146,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
 
     /// Returns the error that explains why the bytes of one block are invalid. `block` is its index, `count`
     /// its number of elements, and `at` the index of its first element.
-    fn culprit(block: usize, at: usize, count: usize, bytes: &[u8]) -> CompressError {
+    fn invalid_block(block: usize, at: usize, count: usize, bytes: &[u8]) -> CompressError {
         let (header, codes) = bytes.split_at(Q::HEADER);
         let zero = is_zero::<Q, BITS>(header);
         if !zero && let Err(found) = Q::read(header) {
@@ -208,7 +208,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
         };
         let (start, bytes) = (bad * self.block, &bytes[bad * self.block_bytes()..]);
         let count = self.block.min(count - start);
-        Err(Self::culprit((at + start) / self.block, at + start, count, &bytes[..self.bytes(count)]))
+        Err(Self::invalid_block((at + start) / self.block, at + start, count, &bytes[..self.bytes(count)]))
     }
 }
 
@@ -304,7 +304,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
                 let (len, mut start) = (values.len(), 0);
                 while start < len {
                     let group = &values[start..len.min(start + GROUP)];
-                    come_near(group, start, len);
+                    prefetch_input(group, start, len);
                     let done = blocks.encode_group_avx2(&fit, start, FiniteValues::Read(group), bytes);
                     if done < group.len() {
                         blocks.offsets(i, start, &mut offsets);
@@ -361,8 +361,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
                     while start < len {
                         let end = len.min(start + GROUP);
                         let group = &mut sums[start..end];
-                        come_near(&x[start..end], start, len);
-                        come_near(&e[start..end], start, len);
+                        prefetch_input(&x[start..end], start, len);
+                        prefetch_input(&e[start..end], start, len);
                         let done =
                             blocks.encode_group_avx2(&fit, start, FiniteValues::IntoResidual(group), bytes);
                         if done < group.len() {
@@ -406,7 +406,7 @@ const LONG: usize = 4096;
 /// block.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
-fn come_near(group: &[f32], start: usize, block: usize) {
+fn prefetch_input(group: &[f32], start: usize, block: usize) {
     if block < LONG {
         prefetch(group, block.max(AHEAD));
     } else {

@@ -113,7 +113,8 @@ impl<C: Chunks> Chunked<C> {
             let (head, body) = body.split_at_mut(self.prefix());
             head.copy_from_slice(self.chunks.parameters().as_ref().map_or(&[], |p| p));
             crc.update(head);
-            let (hash, result) = self.encode_part(threads::worth(self.threads, len), 0, values, body, noise);
+            let (hash, result) =
+                self.encode_part(threads::threads_for(self.threads, len), 0, values, body, noise);
             crc.combine(&hash);
             result
         })
@@ -173,9 +174,9 @@ impl<C: Chunks> Chunked<C> {
             let len = self.chunk().min(rest.len());
             let (mut values, next) = rest.split_at(len);
             let (bytes, next_out) = out.split_at_mut(self.chunks.bytes(len));
-            let refused = self.chunks.encode(&mut pass, at, values.again(), bytes, noise);
+            let refused = self.chunks.encode(&mut pass, at, values.reborrow(), bytes, noise);
             if refused {
-                return Err(values.refusal(at));
+                return Err(values.value_error(at));
             }
             crc.update(bytes);
             (at, rest, out) = (at + len, next, next_out);
@@ -242,7 +243,7 @@ impl<C: Chunks> Compressor for Chunked<C> {
         };
         let codec = Self { chunks: theirs, ..*self };
         check_body(C::ID, out.len(), codec.body_len(out.len()), body.len())?;
-        codec.decode_part(threads::worth(self.threads, out.len()), 0, chunks, out)
+        codec.decode_part(threads::threads_for(self.threads, out.len()), 0, chunks, out)
     }
 
     fn max_payload(&self, len: usize) -> usize {

@@ -130,7 +130,7 @@ pub(crate) fn residual_of<C: Compressor + ?Sized>(
     for (next, sent) in next.iter_mut().zip(sent) {
         *next -= *sent;
     }
-    check_lost(largest, x, e, next, out)
+    check_errors(largest, x, e, next, out)
 }
 
 /// The bits of `2^32`. If all magnitudes are below this, the decoded values and the compression errors are
@@ -159,7 +159,7 @@ pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> 
 /// of `x + e`.
 ///
 /// If it fails, `out` is empty.
-pub(crate) fn check_lost(
+pub(crate) fn check_errors(
     largest: i32,
     x: &[f32],
     e: &[f32],
@@ -170,7 +170,7 @@ pub(crate) fn check_lost(
         return Ok(());
     }
     out.clear();
-    Err(Values::Feedback { x, e, next }.refusal(0))
+    Err(Values::Feedback { x, e, next }.value_error(0))
 }
 
 /// Returns the error for the first element that is not finite. Panics if all are finite.

@@ -146,7 +146,7 @@ impl<C: Memoryless> Dct<C> {
     fn transform(&self, x: &mut [f32], inverse: bool) {
         let columns = if inverse { &self.table.inverse } else { &self.table.forward };
         let rows = if inverse { &self.table.forward } else { &self.table.inverse };
-        let (side, pieces) = (self.side, threads::worth(self.threads, x.len()));
+        let (side, pieces) = (self.side, threads::threads_for(self.threads, x.len()));
         let each = x.len().div_ceil(side * side).div_ceil(pieces).max(1) * side * side;
         let done: Result<(), Infallible> = threads::try_each(x.chunks_mut(each), |x| {
             self.level.run(Transform { x, side, columns, rows });

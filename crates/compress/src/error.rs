@@ -285,7 +285,7 @@ impl CompressError {
     /// Returns true if the encoder rejected a value of the vector because it is not finite or too large for the
     /// codec. The vector can still be sent as plain f32, and the codec's memory is unchanged.
     #[must_use]
-    pub const fn refuses_a_value(&self) -> bool {
+    pub const fn is_value_error(&self) -> bool {
         matches!(self, Self::NonFinite { .. } | Self::Overflow { .. })
     }
 

@@ -66,7 +66,7 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
 
     /// Returns the largest size in bytes of a payload of this many samples if both ends have copies of all of
     /// them.
-    fn settled_payload(&self, samples: usize) -> usize {
+    fn max_delta_payload(&self, samples: usize) -> usize {
         self.max_payload(samples)
     }
 }
@@ -387,7 +387,7 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
         split(0).max(split(samples)).saturating_add(HEADER + PREFIX + 4 * samples)
     }
 
-    fn settled_payload(&self, samples: usize) -> usize {
+    fn max_delta_payload(&self, samples: usize) -> usize {
         let values = samples.saturating_mul(self.store.samples().len());
         self.inner.max_payload(values).saturating_add(PREFIX + 4 * samples)
     }

@@ -117,7 +117,7 @@ impl Lanes {
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn total(&self) -> f32 {
-        tree(self.sums)
+        sum_lanes(self.sums)
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
@@ -127,11 +127,11 @@ impl Lanes {
     }
 }
 
-/// Returns the sum of all lanes. Each lane of the first half adds the lane half the width further; then the
-/// same with half as many lanes, until one is left.
+/// Returns the sum of all `n` lanes: adds lane `i + n/2` to lane `i` for each `i < n/2`, then does the same with
+/// half as many lanes, until one is left.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
-fn tree(mut lanes: [f32; LANES]) -> f32 {
+fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
         for lane in 0..half {
@@ -177,7 +177,7 @@ fn sum(x: &[f32], factor: f32, term: impl Fn(f32) -> f32) -> f32 {
         for (lane, x) in lanes.iter_mut().zip(rest) {
             *lane += term(x * factor);
         }
-        total += tree(lanes);
+        total += sum_lanes(lanes);
     }
     total
 }

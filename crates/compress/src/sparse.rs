@@ -14,7 +14,7 @@ pub use mask::{Mask, Masked, Pattern, RoundMask};
 pub use select::Select;
 pub use sparse_indices::SparseIndices;
 
-use crate::compressor::{Memoryless, add, check_lost};
+use crate::compressor::{Memoryless, add, check_errors};
 use crate::simd::{Level, NonTemporalStores};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
@@ -51,14 +51,14 @@ pub struct Sparse<C> {
     level: Level,
     threads: usize,
     finder: Finder,
-    kept: Kept,
+    kept: Selection,
     /// Encoded prefix and indices, which come before the values.
     places: Vec<u8>,
 }
 
 /// The selected elements, and buffers of the inner codec.
 #[derive(Debug, Clone, Default)]
-struct Kept {
+struct Selection {
     /// Indices of the selected elements, ascending.
     indices: Vec<u32>,
     values: Vec<f32>,
@@ -66,7 +66,7 @@ struct Kept {
     decoded: Vec<f32>,
 }
 
-impl Kept {
+impl Selection {
     /// Encodes the values, which were selected from `x`. An error names the index of a rejected value in `x`.
     fn encode<C: Compressor>(
         &mut self,
@@ -125,7 +125,7 @@ impl<C: Memoryless> Sparse<C> {
             level: Level::detect(),
             threads: 1,
             finder: Finder::default(),
-            kept: Kept::default(),
+            kept: Selection::default(),
             places: Vec::new(),
         })
     }
@@ -139,10 +139,10 @@ impl<C: Memoryless> Sparse<C> {
     fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
         check_indexable(x)?;
-        let Kept { indices, values, .. } = &mut self.kept;
+        let Selection { indices, values, .. } = &mut self.kept;
         self.finder.find(self.level, self.threads, self.select, x, Chosen { indices, values })?;
         let codec = self.kept.encode(&mut self.inner, x, key)?.codec();
-        let Kept { indices, payload, .. } = &self.kept;
+        let Selection { indices, payload, .. } = &self.kept;
         self.places.clear();
         self.select.write(self.indices, indices, x.len(), codec, &mut self.places);
         out.fill_with(CodecId::SPARSE, x.len(), &[&self.places, payload.view().body()]);
@@ -164,7 +164,7 @@ impl<C: Memoryless> Memoryless for Sparse<C> {
         let largest = add(x, e, next, out)?;
         self.encode(next, key, out)?;
         self.kept.subtract(&self.inner, next, out)?;
-        check_lost(largest, x, e, next, out)
+        check_errors(largest, x, e, next, out)
     }
 }
 

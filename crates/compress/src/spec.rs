@@ -118,7 +118,7 @@ const METHODS: &[Method] = &[
 pub struct CodecSpec {
     /// Selections, the outermost first.
     stages: [Option<Stage>; 2],
-    codec: Leaf,
+    codec: ElementMethod,
     feedback: Option<Feedback>,
     packing: Option<Packing>,
 }
@@ -133,7 +133,7 @@ impl Default for CodecSpec {
     fn default() -> Self {
         Self {
             stages: [None; 2],
-            codec: Leaf { method: &METHODS[0], block: 0 },
+            codec: ElementMethod { method: &METHODS[0], block: 0 },
             feedback: None,
             packing: None,
         }
@@ -307,12 +307,12 @@ impl fmt::Display for Stage {
 
 /// One of [`METHODS`] with its block size.
 #[derive(Clone, Copy)]
-struct Leaf {
+struct ElementMethod {
     method: &'static Method,
     block: u32,
 }
 
-impl Leaf {
+impl ElementMethod {
     fn key(&self) -> (&'static str, u32) {
         (self.method.name, self.block)
     }
@@ -337,27 +337,27 @@ impl Leaf {
     }
 }
 
-impl PartialEq for Leaf {
+impl PartialEq for ElementMethod {
     fn eq(&self, other: &Self) -> bool {
         self.key() == other.key()
     }
 }
 
-impl Eq for Leaf {}
+impl Eq for ElementMethod {}
 
-impl Hash for Leaf {
+impl Hash for ElementMethod {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.key().hash(state);
     }
 }
 
-impl fmt::Debug for Leaf {
+impl fmt::Debug for ElementMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-impl fmt::Display for Leaf {
+impl fmt::Display for ElementMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.method.name)?;
         match self.method.block {
@@ -563,7 +563,7 @@ impl FromStr for CodecSpec {
             if spec.stages.iter().all(Option::is_some) && matches!(Stage::parse(part), Ok(Some(_))) {
                 return Err(whole_name(wrong_part(part, "is a third stage, but a name has at most two")));
             }
-            spec.codec = Leaf::parse(part).map_err(whole_name)?;
+            spec.codec = ElementMethod::parse(part).map_err(whole_name)?;
         }
         if let Some(part) = parts.next() {
             return Err(whole_name(wrong_part(part, "comes after the method, which must be the last part")));

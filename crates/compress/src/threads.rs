@@ -6,7 +6,7 @@ use std::thread::ScopedJoinHandle;
 const MIN_PER_THREAD: usize = 1 << 17;
 
 /// Returns how many of `threads` to use for `len` elements.
-pub(crate) fn worth(threads: usize, len: usize) -> usize {
+pub(crate) fn threads_for(threads: usize, len: usize) -> usize {
     threads.min(len / MIN_PER_THREAD).max(1)
 }
 

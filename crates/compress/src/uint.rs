@@ -65,7 +65,7 @@ impl<const BITS: u32> Default for UintBlock<BITS> {
 /// A block's header: the value of code 0, the distance between codes, and the factor that `x - low` is
 /// multiplied by.
 #[derive(Debug, Clone, Copy)]
-pub struct Line {
+pub struct AffineHeader {
     low: f32,
     scale: f32,
     factor: f32,
@@ -79,7 +79,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     const HEADER: usize = 6;
     const PARAMETER: u8 = BITS as u8;
     const OVERSHOOTS: bool = true;
-    type Header = Line;
+    type Header = AffineHeader;
 
     fn noisy(&self) -> bool {
         self.stochastic
@@ -87,21 +87,21 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, _: f32, _: f32, x: &[f32]) -> Line {
+    fn fit(&self, _: f32, _: f32, x: &[f32]) -> AffineHeader {
         let q = const { largest::<BITS>() };
         let (low, high) = extremes(x);
         // `high - low` could overflow, so each is divided by `q` first.
         let scale = bf16_above((high * (1.0 / q) - low * (1.0 / q)).max(0.0));
         if scale < MIN_SCALE {
-            return Line { low, scale: 0.0, factor: 0.0 };
+            return AffineHeader { low, scale: 0.0, factor: 0.0 };
         }
         let scale = if (q * scale).is_finite() { scale } else { bf16_below(f32::MAX / q) };
-        Line { low, scale, factor: 1.0 / scale }
+        AffineHeader { low, scale, factor: 1.0 / scale }
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn write(fit: &Line, header: &mut [u8]) {
+    fn write(fit: &AffineHeader, header: &mut [u8]) {
         let (low, scale) = header.split_at_mut(4);
         low.copy_from_slice(&fit.low.to_le_bytes());
         scale.copy_from_slice(&fit.scale.to_le_bytes()[2..]);
@@ -109,7 +109,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn read(header: &[u8]) -> Result<Line, f32> {
+    fn read(header: &[u8]) -> Result<AffineHeader, f32> {
         let q = const { largest::<BITS>() };
         let &[a, b, c, d, e, f] = header else { unreachable!("the header has six bytes") };
         let (low, scale) = (f32::from_le_bytes([a, b, c, d]), f32::from_le_bytes([0, 0, e, f]));
@@ -117,12 +117,12 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
             return Err(low);
         }
         let good = scale.to_bits() == 0 || scale >= MIN_SCALE && (q * scale).is_finite();
-        if good { Ok(Line { low, scale, factor: 0.0 }) } else { Err(scale) }
+        if good { Ok(AffineHeader { low, scale, factor: 0.0 }) } else { Err(scale) }
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn encode<const NOISY: bool>(fit: &Line, x: f32, offset: f32) -> u32 {
+    fn encode<const NOISY: bool>(fit: &AffineHeader, x: f32, offset: f32) -> u32 {
         let q = const { largest::<BITS>() };
         let y = (x - fit.low) * fit.factor;
         // `x - low` can overflow, and noise can move a value out of `0 ..= q`.
@@ -131,7 +131,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn decode(fit: &Line, code: u32) -> f32 {
+    fn decode(fit: &AffineHeader, code: u32) -> f32 {
         let mask = const { (1 << BITS) - 1 };
         // The scale was rounded up, so the sum can overflow.
         (fit.low + (code & mask).cast_signed() as f32 * fit.scale).min(f32::MAX)

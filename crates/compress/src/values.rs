@@ -45,7 +45,7 @@ impl Values<'_> {
     }
 
     /// Reborrows.
-    pub(crate) fn again(&mut self) -> Values<'_> {
+    pub(crate) fn reborrow(&mut self) -> Values<'_> {
         match self {
             Self::Read(x) => Values::Read(x),
             Self::Feedback { x, e, next } => Values::Feedback { x, e, next },
@@ -56,7 +56,7 @@ impl Values<'_> {
     /// finite.
     ///
     /// `offset` is the index of the first value in the whole vector.
-    pub(crate) fn refusal(&self, offset: usize) -> CompressError {
+    pub(crate) fn value_error(&self, offset: usize) -> CompressError {
         let value = |i: usize| match self {
             Self::Read(x) => x[i],
             Self::Feedback { x, e, .. } => x[i] + e[i],

@@ -148,7 +148,9 @@ impl AccessArgs {
         }
         let Some(proof) = proof else {
             let allowed = self.insecure || is_local;
-            return allowed.then(Security::clear).ok_or_else(|| Error::Unprotected { at: at.to_owned() });
+            return allowed
+                .then(Security::unencrypted)
+                .ok_or_else(|| Error::Unprotected { at: at.to_owned() });
         };
         let home = Home::new(self.key_file.as_deref(), env)?;
         let identity = home.identity()?;

@@ -22,7 +22,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// A failure that a test injected into a run.
     #[error("a test injected a failure at moment {moment} of step {step}")]
-    Placed {
+    InjectedFailure {
         /// The step.
         step: u64,
         /// The number of the [moment](crate::train::Moment) within the step.

@@ -41,9 +41,9 @@ pub enum EventKind {
         /// Number of members now.
         members: usize,
         /// Endpoints that joined.
-        came: Vec<u32>,
+        joined: Vec<u32>,
         /// Endpoints that left or were lost.
-        went: Vec<u32>,
+        left: Vec<u32>,
         /// Sequences that a lost member had trained on in local steps since the last average; their effect is
         /// lost.
         lost_sequences: u64,

@@ -215,7 +215,7 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         master_port,
         source: family.source,
         more_addresses: Vec::new(),
-        security: Security::clear(),
+        security: Security::unencrypted(),
     })
 }
 

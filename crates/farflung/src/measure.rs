@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn efficiency_is_the_share_of_the_whole_products_rate() {
         assert_eq!(percents(&[8.0, 4.0, 2.5, 2.0]), [100, 80, 50]);
-        // Percentages are limited to 100 (noise) and are at least 1.
+        // Noise can make a part faster than the whole, so percentages are limited to 1 to 100.
         assert_eq!(percents(&[8.0, 3.9, 1e9]), [100, 1]);
         assert_eq!(percents(&[]), [0_u8; 0]);
     }

@@ -35,7 +35,7 @@ const HEADING: &str = "Observing";
 pub trait Observer: Debug + Send {
     /// Receives a step's row, with its loss. Called only where rows are written: on rank 0, and on every member
     /// of `farflung host`.
-    fn told(&mut self, row: &StepMetrics);
+    fn step_row(&mut self, row: &StepMetrics);
     /// Receives the state of this process's first rank after a step.
     fn observe(&mut self, seen: &Observation<'_>);
 }
@@ -122,9 +122,9 @@ impl<W: RunObserver> RunObserver for Observed<'_, W> {
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
         self.inner.step(metrics, link_use);
     }
-    fn told(&mut self, row: &StepMetrics) {
-        self.inner.told(row);
-        self.observers.iter_mut().for_each(|observer| observer.told(row));
+    fn step_row(&mut self, row: &StepMetrics) {
+        self.inner.step_row(row);
+        self.observers.iter_mut().for_each(|observer| observer.step_row(row));
     }
     fn observe(&mut self, seen: &Observation<'_>) {
         self.inner.observe(seen);

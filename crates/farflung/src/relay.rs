@@ -24,7 +24,7 @@ const ON_THE_WAY: usize = 8192;
 /// Length of the link's queue, as the time that the link needs to send all queued bytes.
 const QUEUE: Duration = Duration::from_millis(50);
 /// Time between two checks of whether the link is cut or the relay has ended.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Highest number of UDP clients at a time, and the time after which a silent one is forgotten.
 const CLIENTS: usize = 1024;
 const SILENCE: Duration = Duration::from_mins(2);
@@ -93,10 +93,10 @@ impl LinkEmulator {
         let to = to.ok_or_else(|| failed("address", &self.to)(std::io::ErrorKind::NotFound.into()))?;
         let listening = || failed("listen at", &self.listen);
         let at: Vec<SocketAddr> = self.listen.to_socket_addrs().map_err(listening())?.collect();
-        let way = || Way {
+        let way = || Direction {
             link: self.clone(),
             free: Mutex::new((now(), 0)),
-            spoil: AtomicBool::new(false),
+            corrupt_next: AtomicBool::new(false),
             carried: AtomicU64::new(0),
         };
         let shared = Arc::new(Shared {
@@ -115,7 +115,7 @@ impl LinkEmulator {
             }
             Carries::Udp => {
                 let socket = UdpSocket::bind(&at[..]).map_err(listening())?;
-                socket.set_read_timeout(Some(4 * LOOK)).map_err(listening())?;
+                socket.set_read_timeout(Some(4 * POLL_INTERVAL)).map_err(listening())?;
                 (socket.local_addr(), Box::new(move || own.datagrams(&Arc::new(socket))))
             }
         };
@@ -150,7 +150,7 @@ impl Relaying {
 
     /// Flips one bit of the next data from the listening side to the other; TCP's checksums do not detect it.
     pub fn corrupt(&self) {
-        self.shared.ways[0].spoil.store(true, Ordering::Relaxed);
+        self.shared.ways[0].corrupt_next.store(true, Ordering::Relaxed);
     }
 
     /// Returns the bytes carried forward and back.
@@ -185,15 +185,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// One direction of the link, shared by all connections.
 #[derive(Debug)]
-struct Way {
+struct Direction {
     link: LinkEmulator,
     /// The time at which the link has sent all accepted data, and the number of the last packet.
     free: Mutex<(Instant, u64)>,
-    spoil: AtomicBool,
+    corrupt_next: AtomicBool,
     carried: AtomicU64,
 }
 
-impl Way {
+impl Direction {
     /// Returns the time until the queue accepts more.
     fn full_for(&self) -> Duration {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
@@ -239,7 +239,7 @@ impl Way {
     }
 
     fn corrupt_bytes(&self, bytes: &mut [u8]) {
-        if self.spoil.swap(false, Ordering::Relaxed) {
+        if self.corrupt_next.swap(false, Ordering::Relaxed) {
             let middle = bytes.len() / 2;
             bytes.iter_mut().skip(middle).take(1).for_each(|b| *b ^= 0x10);
         }
@@ -253,7 +253,7 @@ type Load = (Instant, Vec<u8>);
 struct Shared {
     to: SocketAddr,
     /// The direction towards the target, and the direction back.
-    ways: [Way; 2],
+    ways: [Direction; 2],
     cut: AtomicBool,
     over: AtomicBool,
     /// Streams by number, to be shut down when the relay ends.
@@ -269,7 +269,7 @@ impl Shared {
     fn wait(&self, due: Instant) {
         thread::sleep(due.saturating_duration_since(now()));
         while self.cut.load(Ordering::Relaxed) && !self.is_over() {
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -277,7 +277,7 @@ impl Shared {
         let mut number = 0;
         while !self.is_over() {
             let Ok((near, _)) = listener.accept() else {
-                thread::sleep(LOOK);
+                thread::sleep(POLL_INTERVAL);
                 continue;
             };
             number += 2;
@@ -314,7 +314,7 @@ impl Shared {
         streams.remove(&(number + 1));
     }
 
-    fn write(&self, way: &Way, mut to: &TcpStream, from: &TcpStream, receiver: &Receiver<Load>) {
+    fn write(&self, way: &Direction, mut to: &TcpStream, from: &TcpStream, receiver: &Receiver<Load>) {
         while let Ok((due, mut bytes)) = receiver.recv() {
             self.wait(due);
             way.corrupt_bytes(&mut bytes);
@@ -349,7 +349,7 @@ impl Shared {
     }
 
     /// Accepts a datagram, unless it is lost or the queue is full.
-    fn pass(&self, way: &Way, sender: &SyncSender<Load>, datagram: &[u8]) {
+    fn pass(&self, way: &Direction, sender: &SyncSender<Load>, datagram: &[u8]) {
         if self.cut.load(Ordering::Relaxed) || way.full_for() > Duration::ZERO {
             return;
         }
@@ -365,7 +365,7 @@ impl Shared {
         let any = if self.to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let far = UdpSocket::bind(any).ok()?;
         far.connect(self.to).ok()?;
-        far.set_read_timeout(Some(4 * LOOK)).ok()?;
+        far.set_read_timeout(Some(4 * POLL_INTERVAL)).ok()?;
         let far = Arc::new(far);
         let (there, out) = sync_channel::<Load>(ON_THE_WAY);
         let (back, home) = sync_channel::<Load>(ON_THE_WAY);

@@ -2,9 +2,9 @@
 //! that wait for other ranks, which tells those ranks, and then ends the process at once.
 //!
 //! The training loop polls [`Stop::requested`] between steps, so that a step may still end normally after a
-//! signal. After [`DROP_STEP_AFTER`] the step is dropped if it is still computing; after [`ABANDON`] it is
-//! dropped also if it waits for other ranks. A run that is still loading has nothing to save and ends at once.
-//! This module does not depend on what is saved.
+//! signal. After [`CANCEL_UNCOMMITTED_AFTER`] the step is dropped if it is still computing; after
+//! [`CANCEL_STEP_AFTER`] it is dropped also if it waits for other ranks. A run that is still loading has
+//! nothing to save and ends at once. This module does not depend on what is saved.
 
 use std::fmt;
 use std::path::Path;
@@ -76,12 +76,12 @@ const ONE_SIGNAL: Duration = Duration::from_millis(300);
 const PARTING: Duration = Duration::from_millis(300);
 
 /// Time after a signal in which a step may still end normally, with the agreement of all ranks.
-pub const DROP_STEP_AFTER: Duration = Duration::from_millis(400);
+pub const CANCEL_UNCOMMITTED_AFTER: Duration = Duration::from_millis(400);
 
 /// Time after a signal for which a rank that has done its part of a step waits for the others. It is well above
-/// [`DROP_STEP_AFTER`], so that the ranks that have nearly finished a step still receive it after another rank
-/// has committed it.
-pub const ABANDON: Duration = Duration::from_millis(800);
+/// [`CANCEL_UNCOMMITTED_AFTER`], so that the ranks that have nearly finished a step still receive it after
+/// another rank has committed it.
+pub const CANCEL_STEP_AFTER: Duration = Duration::from_millis(800);
 
 /// Time that a process that is still loading has to end by itself.
 const LOADING: Duration = Duration::from_millis(500);
@@ -96,7 +96,7 @@ enum Repeat {
 }
 
 /// Prints an error before the process exits from a thread other than its main one.
-pub type Say = fn(&Error);
+pub type PrintError = fn(&Error);
 
 /// Handle on a stop request. Clones share its state.
 #[derive(Debug, Clone, Default)]
@@ -107,10 +107,10 @@ pub struct Stop {
     cancel: Cancel,
     /// Cancels operations in which a step waits for other ranks, some of which may have committed the step
     /// already.
-    abandon: Cancel,
+    step_cancel: Cancel,
     /// Cancels operations that a step needs before any rank can commit it.
-    hurry: Cancel,
-    /// Interrupts of the computations that [`Stop::hurry`] ends.
+    uncommitted_cancel: Cancel,
+    /// Interrupts of the computations that [`Stop::cancel_uncommitted`] ends.
     computing: Arc<Mutex<Vec<Interrupt>>>,
     /// Whether there are operations to cancel.
     tied: Arc<AtomicBool>,
@@ -135,7 +135,7 @@ impl Stop {
     /// itself for half a second; after that this handle calls `say` and exits.
     ///
     /// Errors: [`Error::Io`] if the system does not accept the handlers.
-    pub fn install_loading(say: Say) -> Result<Self> {
+    pub fn install_loading(say: PrintError) -> Result<Self> {
         Self::catch(Repeat::Exits, say)
     }
 
@@ -151,7 +151,7 @@ impl Stop {
         Self::catch(Repeat::ExitsPatiently, |_| {})
     }
 
-    fn catch(repeat: Repeat, say: Say) -> Result<Self> {
+    fn catch(repeat: Repeat, say: PrintError) -> Result<Self> {
         let failed = || Error::io("catch signals for", Path::new("this process"));
         let caught = Signal::ALL.into_iter().filter(|&signal| signal != Signal::Hangup || !ignores_hangup());
         let mut signals = Signals::new(caught.map(Signal::number)).map_err(failed())?;
@@ -184,7 +184,7 @@ impl Stop {
                         // signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
                         if thread.spawn(move || pressing.escalate(signal, say)).is_err() {
-                            seen.abandon();
+                            seen.cancel_step();
                         }
                     }
                     (Repeat::ExitsPatiently, None) | (Repeat::Passes, _) => seen.request(signal),
@@ -195,14 +195,14 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Escalates after the first signal: drops the step after [`DROP_STEP_AFTER`] and [`ABANDON`], or ends a
-    /// process that is still loading.
-    fn escalate(&self, signal: Signal, say: Say) {
+    /// Escalates after the first signal: drops the step after [`CANCEL_UNCOMMITTED_AFTER`] and
+    /// [`CANCEL_STEP_AFTER`], or ends a process that is still loading.
+    fn escalate(&self, signal: Signal, say: PrintError) {
         if self.begun.load(Ordering::Acquire) {
-            thread::sleep(DROP_STEP_AFTER);
-            self.hurry();
-            thread::sleep(ABANDON.saturating_sub(DROP_STEP_AFTER));
-            self.abandon();
+            thread::sleep(CANCEL_UNCOMMITTED_AFTER);
+            self.cancel_uncommitted();
+            thread::sleep(CANCEL_STEP_AFTER.saturating_sub(CANCEL_UNCOMMITTED_AFTER));
+            self.cancel_step();
             return;
         }
         self.cancel_all();
@@ -212,8 +212,8 @@ impl Stop {
         low_level::exit(i32::from(signal.exit_code()));
     }
 
-    /// Returns a handle without signal handlers, on which only [`Stop::request`], [`Stop::hurry`] and
-    /// [`Stop::abandon`] act: for tests and for callers with handlers of their own.
+    /// Returns a handle without signal handlers, on which only [`Stop::request`], [`Stop::cancel_uncommitted`]
+    /// and [`Stop::cancel_step`] act: for tests and for callers with handlers of their own.
     #[must_use]
     pub fn manual() -> Self {
         Self::default()
@@ -232,27 +232,27 @@ impl Stop {
         comm.with_cancel(&self.cancel)
     }
 
-    /// Like [`Stop::with_stop`], but [`Stop::abandon`] also cancels its calls.
+    /// Like [`Stop::with_stop`], but [`Stop::cancel_step`] also cancels its calls.
     pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
-        comm.with_cancel(&self.abandon)
+        comm.with_cancel(&self.step_cancel)
     }
 
-    /// Like [`Stop::with_stop`], but [`Stop::hurry`] also cancels its calls: for messages without which no rank
-    /// can do the step.
+    /// Like [`Stop::with_stop`], but [`Stop::cancel_uncommitted`] also cancels its calls: for messages without
+    /// which no rank can do the step.
     pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
-        comm.with_cancel(&self.hurry)
+        comm.with_cancel(&self.uncommitted_cancel)
     }
 
-    /// Registers an interrupt: until the returned guard is dropped, [`Stop::hurry`] raises it. Dropping the
-    /// guard lowers it.
+    /// Registers an interrupt: until the returned guard is dropped, [`Stop::cancel_uncommitted`] raises it.
+    /// Dropping the guard lowers it.
     pub(crate) fn arm(&self, interrupt: &Interrupt) -> Armed {
         let mut computing = self.computing();
         computing.push(interrupt.clone());
-        // The flag is checked under the lock: a concurrent `hurry` either finds this interrupt in the list or
-        // has set the flag before.
-        if self.hurry.is_cancelled() {
+        // The flag is checked under the lock: a concurrent `cancel_uncommitted` either finds this interrupt in
+        // the list or has set the flag before.
+        if self.uncommitted_cancel.is_cancelled() {
             interrupt.raise();
         }
         drop(computing);
@@ -265,34 +265,34 @@ impl Stop {
 
     /// Drops the step in flight if no rank can have committed it yet: interrupts computation and cancels the
     /// messages that the step needs.
-    pub fn hurry(&self) {
+    pub fn cancel_uncommitted(&self) {
         let computing = self.computing();
-        self.hurry.cancel();
+        self.uncommitted_cancel.cancel();
         computing.iter().for_each(Interrupt::raise);
     }
 
     /// Drops the step in flight also if it waits for other ranks.
-    pub fn abandon(&self) {
-        self.hurry();
-        self.abandon.cancel();
+    pub fn cancel_step(&self) {
+        self.cancel_uncommitted();
+        self.step_cancel.cancel();
     }
 
     fn cancel_all(&self) {
         self.cancel.cancel();
-        self.abandon();
+        self.cancel_step();
     }
 
-    /// Returns whether [`Stop::hurry`] was called.
-    pub(crate) fn is_hurried(&self) -> bool {
-        self.hurry.is_cancelled()
+    /// Returns whether [`Stop::cancel_uncommitted`] was called.
+    pub(crate) fn is_uncommitted_cancelled(&self) -> bool {
+        self.uncommitted_cancel.is_cancelled()
     }
 
-    /// Waits until [`Stop::abandon`] is called, at most about [`ABANDON`]. Returns at once unless
-    /// [`Stop::hurry`] was called.
-    pub(crate) fn wait_until_abandoned(&self) {
+    /// Waits until [`Stop::cancel_step`] is called, at most about [`CANCEL_STEP_AFTER`]. Returns at once unless
+    /// [`Stop::cancel_uncommitted`] was called.
+    pub(crate) fn wait_until_step_cancelled(&self) {
         const LOOK: Duration = Duration::from_millis(5);
-        let mut looks = (ABANDON.as_millis() / LOOK.as_millis()) as u32;
-        while self.is_hurried() && !self.abandon.is_cancelled() && looks > 0 {
+        let mut looks = (CANCEL_STEP_AFTER.as_millis() / LOOK.as_millis()) as u32;
+        while self.is_uncommitted_cancelled() && !self.step_cancel.is_cancelled() && looks > 0 {
             thread::sleep(LOOK);
             looks -= 1;
         }
@@ -322,7 +322,7 @@ impl Stop {
     }
 }
 
-/// Guard of an interrupt that [`Stop::hurry`] raises.
+/// Guard of an interrupt that [`Stop::cancel_uncommitted`] raises.
 #[derive(Debug)]
 pub(crate) struct Armed {
     stop: Stop,

@@ -91,19 +91,19 @@ pub struct Average {
     /// Device that holds the flat buffers.
     device: Device,
     /// How each bucket is averaged.
-    ways: Vec<BucketReduction>,
+    reductions: Vec<BucketReduction>,
     /// How each bucket will be averaged after the warm-up; `None` once the warm-up is over.
     warm: Option<Vec<BucketReduction>>,
     /// Density warm-up of a selecting codec.
     density: Option<DensityWarmup>,
-    /// Stage of the density warm-up that `ways` was made for.
+    /// Stage of the density warm-up that `reductions` was made for.
     stage: usize,
     /// Buckets that are being downloaded from a device; they follow those in flight.
     fetching: VecDeque<Fetch>,
     in_flight: Vec<PendingBucket>,
     round: u64,
     /// Number of buckets of this round that have arrived.
-    came: usize,
+    arrived: usize,
     /// Range of the arrived buckets that are not committed yet.
     uncommitted: Range<usize>,
 }
@@ -152,28 +152,28 @@ impl Average {
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
             device: device.clone(),
-            ways: Vec::new(),
+            reductions: Vec::new(),
             warm: None,
             round: 0,
-            came: 0,
+            arrived: 0,
             uncommitted: 0..0,
         };
-        let ways = average.new_ways(0)?;
-        average.take(ways);
+        let reductions = average.new_reductions(0)?;
+        average.take(reductions);
         Ok(average)
     }
 
-    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `ways`
+    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `reductions`
     /// is kept for later.
-    fn take(&mut self, ways: Vec<BucketReduction>) {
+    fn take(&mut self, reductions: Vec<BucketReduction>) {
         let plain = |bucket: &Bucket| BucketReduction::Plain(bucket.len);
-        (self.ways, self.warm) = if self.round < self.config.warmup {
-            (self.buckets.iter().map(plain).collect(), Some(ways))
+        (self.reductions, self.warm) = if self.round < self.config.warmup {
+            (self.buckets.iter().map(plain).collect(), Some(reductions))
         } else {
-            (ways, None)
+            (reductions, None)
         };
-        for (bucket, way) in self.buckets.iter_mut().zip(&self.ways) {
-            match way {
+        for (bucket, reduction) in self.buckets.iter_mut().zip(&self.reductions) {
+            match reduction {
                 BucketReduction::Plain(_) | BucketReduction::Rounds(_) => {
                     bucket.place(std::slice::from_ref(&(0..bucket.len)));
                 }
@@ -195,19 +195,19 @@ impl Average {
             return Ok(());
         }
         let saved = self.save("")?;
-        let mut ways = self.new_ways(stage)?;
+        let mut reductions = self.new_reductions(stage)?;
         let get = |name: &str| saved.iter().find(|(n, _)| n == name).map(|(_, values)| values.as_slice());
-        for (bucket, way) in ways.iter_mut().enumerate() {
-            way.restore(&format!("bucket{bucket}."), &get)?;
-            way.begin(self.round);
+        for (bucket, reduction) in reductions.iter_mut().enumerate() {
+            reduction.restore(&format!("bucket{bucket}."), &get)?;
+            reduction.begin(self.round);
         }
         self.stage = stage;
-        self.take(ways);
+        self.take(reductions);
         Ok(())
     }
 
     /// Builds the reduction of each bucket, with the codec of a stage.
-    fn new_ways(&self, stage: usize) -> Result<Vec<BucketReduction>, OptimError> {
+    fn new_reductions(&self, stage: usize) -> Result<Vec<BucketReduction>, OptimError> {
         let comm = &self.comm;
         let staged = self.density.map(|density| density.codec(stage));
         let config = &AverageConfig {
@@ -215,7 +215,7 @@ impl Average {
             ..self.config.clone()
         };
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
-        let way = |(i, bucket): (usize, &Bucket)| {
+        let reduction = |(i, bucket): (usize, &Bucket)| {
             Ok(match (&streams, &protocols) {
                 (Some(streams), _) => {
                     BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?)
@@ -227,7 +227,7 @@ impl Average {
                 (None, None) => BucketReduction::Plain(bucket.len),
             })
         };
-        self.buckets.iter().enumerate().map(way).collect()
+        self.buckets.iter().enumerate().map(reduction).collect()
     }
 
     /// Begins a round. Rolls back an earlier round that was not committed.
@@ -244,15 +244,15 @@ impl Average {
         self.fetching.clear();
         self.in_flight.clear();
         self.rollback();
-        self.came = 0;
+        self.arrived = 0;
         for slot in &mut self.slots {
             slot.ready = false;
         }
         for bucket in &mut self.buckets {
             bucket.missing = bucket.params;
         }
-        for way in &self.ways {
-            way.begin(self.round);
+        for reduction in &self.reductions {
+            reduction.begin(self.round);
         }
     }
 
@@ -300,12 +300,12 @@ impl Average {
     pub fn commit(&mut self) {
         let committed = std::mem::take(&mut self.uncommitted);
         if !committed.is_empty() {
-            self.round += u64::from(self.came == self.buckets.len());
-            self.ways[committed].iter_mut().for_each(BucketReduction::commit);
+            self.round += u64::from(self.arrived == self.buckets.len());
+            self.reductions[committed].iter_mut().for_each(BucketReduction::commit);
             if self.round == self.config.warmup
-                && let Some(ways) = self.warm.take()
+                && let Some(reductions) = self.warm.take()
             {
-                self.take(ways);
+                self.take(reductions);
             }
         }
     }
@@ -314,7 +314,7 @@ impl Average {
     /// abandoned.
     pub fn rollback(&mut self) {
         self.uncommitted = 0..0;
-        self.ways.iter_mut().for_each(BucketReduction::rollback);
+        self.reductions.iter_mut().for_each(BucketReduction::rollback);
     }
 
     /// Returns the ranges of a fragment's elements in the flat buffer, in the order of the layout.
@@ -335,7 +335,7 @@ impl Average {
         self.check(flat)?;
         self.change_density()?;
         if self.in_flight.is_empty() && self.fetching.is_empty() {
-            self.came = self.buckets.partition_point(|bucket| bucket.fragment < fragment);
+            self.arrived = self.buckets.partition_point(|bucket| bucket.fragment < fragment);
         }
         for piece in self.fragment(fragment) {
             self.mark(piece)?;
@@ -356,25 +356,26 @@ impl Average {
     fn arrive(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
         let began = self.comm.now();
         let mut travelling: Vec<_> = self.in_flight.drain(..).map(Some).collect();
-        let came = self.came..self.came + travelling.len();
+        let newly_averaged = self.arrived..self.arrived + travelling.len();
         // Buckets with several exchanges continue in their order, which is the same on all ranks.
         while travelling.iter().any(Option::is_some) {
-            let (ways, buckets) = (&mut self.ways[came.clone()], &mut self.buckets[came.clone()]);
-            for ((pending, way), bucket) in travelling.iter_mut().zip(ways).zip(buckets) {
+            let (reductions, buckets) =
+                (&mut self.reductions[newly_averaged.clone()], &mut self.buckets[newly_averaged.clone()]);
+            for ((pending, reduction), bucket) in travelling.iter_mut().zip(reductions).zip(buckets) {
                 let Some(packed) = pending.take().map(PendingBucket::wait) else { continue };
-                match way.came(&self.comm, packed?)? {
+                match reduction.advance(&self.comm, packed?)? {
                     ReductionStep::Mean(packed) => bucket.packed = Some(packed),
                     ReductionStep::Goes(next) => *pending = Some(next),
                 }
             }
         }
         let wait = self.comm.now().saturating_sub(began);
-        for bucket in &mut self.buckets[came.clone()] {
+        for bucket in &mut self.buckets[newly_averaged.clone()] {
             bucket.unpack(flat)?;
         }
-        let elements = self.buckets[came.clone()].iter().map(|b| b.len).sum();
-        let payload = Bytes(self.ways[came.clone()].iter().map(BucketReduction::sent).sum());
-        let averaged = Averaged { buckets: came.len(), elements, payload, wait };
+        let elements = self.buckets[newly_averaged.clone()].iter().map(|b| b.len).sum();
+        let payload = Bytes(self.reductions[newly_averaged.clone()].iter().map(BucketReduction::sent).sum());
+        let averaged = Averaged { buckets: newly_averaged.len(), elements, payload, wait };
         tracing::debug!(
             buckets = averaged.buckets,
             payload_bytes = payload.0,
@@ -382,8 +383,12 @@ impl Average {
             round = self.round,
             "averaged"
         );
-        self.came = came.end;
-        self.uncommitted = if self.uncommitted.is_empty() { came } else { self.uncommitted.start..came.end };
+        self.arrived = newly_averaged.end;
+        self.uncommitted = if self.uncommitted.is_empty() {
+            newly_averaged
+        } else {
+            self.uncommitted.start..newly_averaged.end
+        };
         Ok(averaged)
     }
 
@@ -408,8 +413,8 @@ impl Average {
     /// Errors: [`OptimError::Compress`] between the end of a round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
         let mut saved = Vec::new();
-        for (bucket, way) in self.ways.iter().enumerate() {
-            way.save(&format!("{prefix}bucket{bucket}."), &mut saved)?;
+        for (bucket, reduction) in self.reductions.iter().enumerate() {
+            reduction.save(&format!("{prefix}bucket{bucket}."), &mut saved)?;
         }
         Ok(saved)
     }
@@ -426,13 +431,13 @@ impl Average {
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         let stage = self.stage_of(round);
-        let mut restored = self.new_ways(stage)?;
+        let mut restored = self.new_reductions(stage)?;
         if round >= self.config.warmup {
-            for (bucket, way) in restored.iter_mut().enumerate() {
-                way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
+            for (bucket, reduction) in restored.iter_mut().enumerate() {
+                reduction.restore(&format!("{prefix}bucket{bucket}."), &get)?;
             }
         }
-        (self.round, self.came, self.uncommitted, self.stage) = (round, 0, 0..0, stage);
+        (self.round, self.arrived, self.uncommitted, self.stage) = (round, 0, 0..0, stage);
         self.take(restored);
         Ok(())
     }
@@ -478,12 +483,12 @@ impl Average {
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
         loop {
-            let next = self.came + self.in_flight.len() + self.fetching.len();
+            let next = self.arrived + self.in_flight.len() + self.fetching.len();
             let Some(bucket) = self.buckets.get_mut(next).filter(|b| b.missing == 0) else { break };
-            let way = &self.ways[next];
-            self.fetching.push_back(bucket.fetch(flat, |len| way.empty(len))?);
+            let reduction = &self.reductions[next];
+            self.fetching.push_back(bucket.fetch(flat, |len| reduction.empty(len))?);
         }
-        let all = self.came + self.in_flight.len() + self.fetching.len() == self.buckets.len();
+        let all = self.arrived + self.in_flight.len() + self.fetching.len() == self.buckets.len();
         self.send(if all { self.fetching.len() } else { earlier })
     }
 
@@ -491,11 +496,11 @@ impl Average {
     /// there.
     fn send(&mut self, due: usize) -> Result<(), OptimError> {
         for sent in 0.. {
-            let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
+            let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_ready()) else {
                 break;
             };
-            let way = &mut self.ways[self.came + self.in_flight.len()];
-            let pending = way.start(&self.comm, fetch.wait()?)?;
+            let reduction = &mut self.reductions[self.arrived + self.in_flight.len()];
+            let pending = reduction.start(&self.comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
         Ok(())

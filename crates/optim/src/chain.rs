@@ -1,7 +1,7 @@
 //! A chain of transforms, fused: one pass over memory for the norm, and one for everything else.
 
 mod contribution;
-mod gathered;
+mod accumulated;
 mod pass;
 
 use std::fmt;
@@ -14,7 +14,7 @@ use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
 use crate::transform::{StateKind, StepInfo, SyncSchedule, Transform};
-pub use gathered::GatheredUpdate;
+pub use accumulated::AccumulatedUpdate;
 use pass::{Class, Numbered, Pass, PassPosition, classify, close, passes};
 
 /// Predicate that tells whether a link applies to a parameter.
@@ -149,8 +149,8 @@ impl ChainBuilder {
             let group = self.groups.of(param);
             let passes = passes_of(&selected, group)?;
             let mut links = self.links.iter().zip(&selected).filter(|(_, selected)| **selected);
-            let link = links.find(|(link, _)| link.transform.gathers().is_some());
-            let gathered = link.map(|(link, _)| gathered::program(&*link.transform, group)).transpose()?;
+            let link = links.find(|(link, _)| link.transform.accumulates().is_some());
+            let gathered = link.map(|(link, _)| accumulated::program(&*link.transform, group)).transpose()?;
             last = Some(classify(&mut classes, last, group, (passes, gathered), param));
         }
         close(&mut classes, last, layout);

@@ -180,7 +180,7 @@ impl device::VectorDevice for Vectors {
 struct InPlace(Box<dyn Memoryless>);
 
 /// Returns the error for a tensor that is not f32 in the host's memory.
-fn elsewhere(x: &Tensor) -> OptimError {
+fn not_in_host_memory(x: &Tensor) -> OptimError {
     if x.dtype() == DType::F32 {
         let (expected, found) = ("cpu".to_owned(), x.device().name().to_owned());
         return TensorError::DeviceMismatch { op: "codec", expected, found }.into();
@@ -189,12 +189,12 @@ fn elsewhere(x: &Tensor) -> OptimError {
 }
 
 fn floats(x: &Tensor) -> Result<&[f32]> {
-    x.host().ok_or_else(|| elsewhere(x))
+    x.host().ok_or_else(|| not_in_host_memory(x))
 }
 
 fn floats_mut(x: &mut Tensor) -> Result<&mut [f32]> {
     if x.host::<f32>().is_none() {
-        return Err(elsewhere(x));
+        return Err(not_in_host_memory(x));
     }
     Ok(x.host_mut().expect("the tensor is f32 in the host's memory"))
 }

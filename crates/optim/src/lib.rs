@@ -42,7 +42,7 @@ pub use average::{
 };
 
 // For users who write their own transform or trainer.
-pub use chain::GatheredUpdate;
+pub use chain::AccumulatedUpdate;
 pub use finite::all_finite;
 pub use per_tensor::{PerTensor, Tensors};
 pub use transform::Transform;

@@ -139,7 +139,7 @@ pub enum Averages {
         codec: &'static str,
     },
     /// Gradients, through a codec in most steps, and later what local steps accumulated.
-    Gathered {
+    Accumulated {
         /// Default codec for the gradients and for the accumulated values.
         codec: &'static str,
         /// Method of synchronisation that the optimizer requires.
@@ -153,7 +153,7 @@ impl Averages {
     pub const fn codec(self) -> Option<&'static str> {
         match self {
             Self::Gradients => None,
-            Self::Momentum { codec } | Self::Gathered { codec, .. } => Some(codec),
+            Self::Momentum { codec } | Self::Accumulated { codec, .. } => Some(codec),
         }
     }
 
@@ -162,7 +162,7 @@ impl Averages {
     pub const fn sync(self) -> Option<&'static str> {
         match self {
             Self::Gradients | Self::Momentum { .. } => None,
-            Self::Gathered { sync, .. } => Some(sync),
+            Self::Accumulated { sync, .. } => Some(sync),
         }
     }
 }

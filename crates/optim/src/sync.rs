@@ -112,7 +112,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// over local steps.
     ///
     /// Errors: those of [`Synchroniser::exchange`].
-    fn exchange_gathered(
+    fn exchange_accumulated(
         &mut self,
         params: &Tensor,
         _chain: &Chain,
@@ -143,7 +143,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Does the work of [`Synchroniser::commit`] in a method that averages what the optimizer accumulated.
     ///
     /// Errors: those of [`Synchroniser::commit`].
-    fn commit_gathered(&mut self, params: &mut Tensor, _chain: &mut Chain) -> Result<(), OptimError> {
+    fn commit_accumulated(&mut self, params: &mut Tensor, _chain: &mut Chain) -> Result<(), OptimError> {
         self.commit(params)
     }
 
@@ -211,7 +211,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     fn rollback(&mut self);
 
     /// Records that the caller has set the parameters, to the same values on all replicas.
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError>;
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError>;
 
     /// Returns the number of the method's own averages that were committed.
     fn steps(&self) -> u64;
@@ -309,9 +309,9 @@ pub struct SyncMethod {
     /// Default outer momentum, if it differs from that of `diloco`.
     pub outer_momentum: Option<f64>,
     /// What the method does in a round without one of the members.
-    pub missing: Missing,
+    pub on_member_loss: OnMemberLoss,
     /// Returns the number of buffers that the method keeps besides those of optimizers.
-    pub buffers: fn(&Kept) -> Buffers,
+    pub buffers: fn(&BufferSettings) -> Buffers,
     /// Builds the method.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
 }
@@ -322,26 +322,27 @@ pub struct SyncMethod {
 /// Only runs whose members join and leave continue without a member. All other runs end, and report which rank
 /// was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Missing {
+pub enum OnMemberLoss {
     /// The round is the mean of the remaining members, weighted by their tokens. The codecs' residuals are
     /// dropped.
     MeanOfOthers,
     /// The method cannot be used in runs whose members join and leave, for this reason.
-    Refused(&'static str),
+    Unsupported(&'static str),
 }
 
 /// Reason why replicas that mix with their neighbours cannot continue without a member.
-const OWN_COPIES: Missing = Missing::Refused(
+const OWN_COPIES: OnMemberLoss = OnMemberLoss::Unsupported(
     "each member has its own parameters, and no other member has a copy of those of a lost member",
 );
 
 /// Reason why averages that are in flight during steps cannot continue without a member.
-const IN_FLIGHT: Missing =
-    Missing::Refused("averages may be in flight when a member is lost, and their weights count all members");
+const IN_FLIGHT: OnMemberLoss = OnMemberLoss::Unsupported(
+    "averages may be in flight when a member is lost, and their weights count all members",
+);
 
 /// Settings on which the number of a method's buffers depends.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Kept {
+pub struct BufferSettings {
     /// Momentum of an outer optimizer.
     pub momentum: f64,
     /// Momentum of the world server.

@@ -124,10 +124,10 @@ pub struct TensorScale {
 
 /// Value that a link accumulates over local steps, for replicas to average when they synchronise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Gathered {
+pub struct Accumulated {
     /// Index among the link's states.
     pub state: u16,
-    /// Number of scalars that [`Transform::gathered_scalars`] appends.
+    /// Number of scalars that [`Transform::accumulated_scalars`] appends.
     pub scalars: u16,
 }
 
@@ -191,17 +191,17 @@ pub trait Transform: Debug + Send {
 
     /// Returns what the link accumulates over local steps, if anything. At most one link of a chain may return
     /// `Some`. It must have three states, and all of them are rewritten when replicas synchronise.
-    fn gathers(&self) -> Option<Gathered> {
+    fn accumulates(&self) -> Option<Accumulated> {
         None
     }
 
     /// Appends the scalars of a synchronisation after these local steps, for parameters with the given
     /// learning-rate factor.
-    fn gathered_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
+    fn accumulated_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
 
     /// Emits the instructions that compute the parameters' next values from the mean of what replicas
     /// accumulated. `e.param` holds the parameters at the previous synchronisation, and `e.scalars` is 0.
-    fn emit_gathered(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
+    fn emit_accumulated(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
         e.param
     }
 

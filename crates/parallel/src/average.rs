@@ -8,7 +8,7 @@ use crate::Codec;
 
 /// Returns the time that all ranks take to average this number of values, encoded by this codec, with this
 /// algorithm. `None` if the algorithm does not support the codec or must not be considered.
-pub type AveragePrice<'a> = &'a dyn Fn(Algorithm, &Codec, u64) -> Option<Nanos>;
+pub type AllReduceTime<'a> = &'a dyn Fn(Algorithm, &Codec, u64) -> Option<Nanos>;
 
 /// Returns the bytes that one rank sends in an all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them, rounded
 /// up. No algorithm sends less.

@@ -21,7 +21,7 @@ mod varuna;
 pub use best_shape::best_shape;
 pub use copies::{alive, copies_for};
 pub use fleet::{Fleet, Shape, StepTimes};
-pub use interval::{Checkpoints, Lost, daly, young};
+pub use interval::{CheckpointedJob, TimeFractions, daly, young};
 pub use oobleck::{Mix, PipelineTimes, best_mix, mixes, shares, templates};
 pub use parcae::{liveput, survivors};
 pub use policies::POLICIES;

@@ -272,7 +272,7 @@ impl Cluster {
         for (from, a) in (0..).map(Rank).zip(entries()) {
             let device = &self.devices[a];
             let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
-            topology.set_port(from, AccessLink { up: limit(device.up), down: limit(device.down) });
+            topology.set_access_link(from, AccessLink { up: limit(device.up), down: limit(device.down) });
             for (to, b) in (0..).map(Rank).zip(entries()).filter(|(to, _)| *to != from) {
                 topology.set_link(from, to, links.link(a, b));
             }

@@ -35,7 +35,7 @@ pub use planner::{Candidate, Planned, StepTime, plan};
 pub use what_if::{Answer, ComparisonRow, WhatIf};
 
 // For simulations and cost predictions: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
-pub use average::{AveragePrice, all_reduce_bytes};
+pub use average::{AllReduceTime, all_reduce_bytes};
 pub use mesh::{Axis, Mesh};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};

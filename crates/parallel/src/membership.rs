@@ -16,7 +16,7 @@ pub mod check;
 mod event;
 mod member;
 mod message;
-mod patience;
+mod adaptive_timeout;
 mod proposal;
 mod retry;
 mod settings;
@@ -28,12 +28,12 @@ mod view;
 #[cfg(test)]
 mod tests;
 
-pub use acceptor::{Accepted, Ballot, Kept};
+pub use acceptor::{Accepted, Ballot, DurableState};
+pub use adaptive_timeout::AdaptiveTimeout;
 pub use event::{Action, Event, Reason};
 pub use member::{Member, MemberId};
 pub use message::Message;
-pub use patience::Patience;
 pub use settings::Settings;
 pub use state::State;
 pub use step::step;
-pub use view::{Place, Start, View, ViewFault};
+pub use view::{Start, View, ViewFault, ViewId};

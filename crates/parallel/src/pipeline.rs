@@ -42,5 +42,5 @@ pub use pools::{Pools, PoolsFault};
 pub use run::{Executor, Progress, Worker, run};
 pub use schedule::Schedule;
 pub use simulate::{Simulation, Slot, simulate};
-pub use step::{CollectivePrices, Reduction, StepSimulation};
+pub use step::{CollectiveTimes, Reduction, StepSimulation};
 pub use updates::{Updates, VersionSync};

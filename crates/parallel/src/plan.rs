@@ -3,7 +3,7 @@
 
 mod check;
 mod difference;
-mod lineup;
+mod assignment;
 mod local_steps;
 mod members;
 mod part;
@@ -23,8 +23,8 @@ use farflung_base::Rank;
 use crate::pipeline::{Method, Pools, Updates, VersionSync};
 use crate::{Axis, Mesh, ParallelError};
 
+pub use assignment::{Assignment, Holding, Move, Needed, PlanPosition, moves, newest_whole};
 pub use difference::{Difference, Digest};
-pub use lineup::{Holding, Lineup, Move, Needed, Stood, moves, newest_whole};
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
@@ -186,7 +186,7 @@ pub struct Level {
 }
 
 impl Default for Level {
-    /// Returns the average of all replicas' gradients in each step, uncompressed, in buckets of 4 MB that
+    /// By default all replicas' gradients are averaged in each step, uncompressed, in buckets of 4 MB that
     /// overlap with the backward pass.
     fn default() -> Self {
         Self {

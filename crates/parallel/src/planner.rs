@@ -18,7 +18,7 @@ use std::fmt;
 
 use farflung_base::{Bytes, Nanos, Rank};
 
-use crate::average::{AveragePrice, all_reduce_bytes};
+use crate::average::{AllReduceTime, all_reduce_bytes};
 use crate::plan::NO_CODEC;
 use crate::share::largest_remainder;
 use crate::{
@@ -84,7 +84,7 @@ pub fn plan(
     shape: &ModelShape,
     cluster: &Cluster,
     limits: &Limits,
-    price: AveragePrice<'_>,
+    price: AllReduceTime<'_>,
 ) -> Result<Planned, ParallelError> {
     cluster.topology()?;
     let base = skeleton(shape, cluster, limits)?;
@@ -95,17 +95,17 @@ pub fn plan(
         search.memory(device, 1)?;
     }
 
-    let mut candidates = vec![search.price(ddp(Overlap::None, 1))?];
+    let mut candidates = vec![search.simulate_period(ddp(Overlap::None, 1))?];
     let mut overlapped = Vec::new();
     for buckets in (0..32).map(|i| 1 << i).take_while(|&b| b <= limits.max_buckets.max(1)) {
-        overlapped.push(search.price(ddp(Overlap::WithBackward, buckets))?);
+        overlapped.push(search.simulate_period(ddp(Overlap::WithBackward, buckets))?);
     }
     candidates.extend(overlapped.into_iter().min_by_key(|c| c.step));
     // Local steps need memory for an anchor. On a cluster without it, only ddp is considered.
     let local = limits.max_every > 1 && cluster.devices.iter().all(|d| search.memory(d, 2).is_ok());
     if local {
         let every = search.fewest_local_steps(compute);
-        candidates.push(search.price(Sync::DiLoCo { every })?);
+        candidates.push(search.simulate_period(Sync::DiLoCo { every })?);
     }
     let (chosen, within) = choose(&candidates, limits.overhead_percent);
     let replicas = Replicas { sync: chosen.sync, algorithm: chosen.algorithm, ..base.clone() };
@@ -281,7 +281,7 @@ fn skeleton(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Re
 struct Search<'a> {
     shape: &'a ModelShape,
     limits: &'a Limits,
-    price: AveragePrice<'a>,
+    price: AllReduceTime<'a>,
     cost: &'a Cost,
     base: &'a Replicas,
 }
@@ -325,7 +325,7 @@ impl Search<'_> {
     }
 
     /// Simulates one period.
-    fn price(&self, sync: Sync) -> Result<Candidate, ParallelError> {
+    fn simulate_period(&self, sync: Sync) -> Result<Candidate, ParallelError> {
         let averages = self.averages(sync);
         let algorithm = self.algorithm(&averages);
         let replicas = Replicas { sync, algorithm, ..self.base.clone() };

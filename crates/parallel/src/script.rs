@@ -68,24 +68,23 @@ impl Script {
     ///             .chain([ScriptOp::Await(0), compute(3), ScriptOp::Await(1)]).collect(),
     ///     ],
     /// };
-    /// let played = script.play(&Topology::uniform(2, link))?;
+    /// let played = script.simulate(&Topology::uniform(2, link))?;
     /// // The second message waits until the first has left the uplink.
     /// assert_eq!(played.ends[1][2..], [16, 19, 26].map(Nanos::from_millis));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn play(&self, topology: &Topology) -> Result<ScriptTimes, ParallelError> {
-        self.played(topology, Nanos::MAX)
-            .map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
+    pub fn simulate(&self, topology: &Topology) -> Result<ScriptTimes, ParallelError> {
+        self.run(topology, Nanos::MAX).map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
     }
 
-    /// Simulates the script like [`Script::play`], but only up to `limit`. `None` if the last rank is not done
-    /// by then, or if a rank waits forever.
+    /// Simulates the script like [`Script::simulate`], but only up to `limit`. `None` if the last rank is not
+    /// done by then, or if a rank waits forever.
     ///
     /// # Panics
-    /// The same as for [`Script::play`].
+    /// The same as for [`Script::simulate`].
     #[must_use]
-    pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<ScriptTimes> {
-        self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)
+    pub fn simulate_within(&self, topology: &Topology, limit: Nanos) -> Option<ScriptTimes> {
+        self.run(topology, limit).ok().filter(|played| played.makespan() <= limit)
     }
 
     /// Returns a lower bound on the time of the script: the longest total work of any processor, uplink,
@@ -94,7 +93,7 @@ impl Script {
     /// # Panics
     /// If a rank begins an operation that does not exist.
     #[must_use]
-    pub fn at_least(&self, topology: &Topology) -> Nanos {
+    pub fn lower_bound(&self, topology: &Topology) -> Nanos {
         let awaited: BTreeSet<(Rank, usize)> = self
             .acts()
             .filter_map(|(rank, act)| match act {
@@ -107,7 +106,7 @@ impl Script {
             match act {
                 ScriptOp::Compute(time) => busy.processors[rank.index()] += u128::from(time.0),
                 ScriptOp::Begin(operation) => {
-                    let sides = &self.operations[operation].sides;
+                    let sides = &self.operations[operation].parts;
                     let steps = sides.get(&rank).into_iter().flat_map(|side| side.lanes.iter().flatten());
                     for &(to, bytes) in steps.flat_map(|step| &step.sends) {
                         if awaited.contains(&(to, operation)) {
@@ -125,7 +124,7 @@ impl Script {
         (0..).map(Rank).zip(&self.ranks).flat_map(|(rank, acts)| acts.iter().map(move |&act| (rank, act)))
     }
 
-    fn played(&self, topology: &Topology, limit: Nanos) -> Result<ScriptTimes, Stuck> {
+    fn run(&self, topology: &Topology, limit: Nanos) -> Result<ScriptTimes, Stuck> {
         let mut simulator = NetworkSimulator::new(topology, &self.operations).until(limit);
         let mut done: BTreeMap<(Rank, usize), Nanos> = BTreeMap::new();
         let mut ends: Vec<Vec<Nanos>> =
@@ -174,8 +173,8 @@ struct Busy<'a> {
     processors: Vec<u128>,
     up: Vec<u64>,
     down: Vec<u64>,
-    line_up: Vec<u64>,
-    line_down: Vec<u64>,
+    region_up: Vec<u64>,
+    region_down: Vec<u64>,
     pairs: BTreeMap<(Rank, Rank), u64>,
 }
 
@@ -187,8 +186,8 @@ impl<'a> Busy<'a> {
             processors: vec![0; ranks],
             up: vec![0; ranks],
             down: vec![0; ranks],
-            line_up: vec![0; regions],
-            line_down: vec![0; regions],
+            region_up: vec![0; regions],
+            region_down: vec![0; regions],
             pairs: BTreeMap::new(),
         }
     }
@@ -201,21 +200,21 @@ impl<'a> Busy<'a> {
         add(&mut self.up[from.index()]);
         add(&mut self.down[to.index()]);
         add(self.pairs.entry((from, to)).or_default());
-        if self.topology.leaves(from, to) {
+        if self.topology.leaves_region(from, to) {
             let region = |rank| self.topology.region(rank);
             if let Some(out) = region(from) {
-                add(&mut self.line_up[out]);
+                add(&mut self.region_up[out]);
             }
             if let Some(into) = region(to) {
-                add(&mut self.line_down[into]);
+                add(&mut self.region_down[into]);
             }
         }
     }
 
     /// Returns the longest time for which any processor or link is busy.
     fn longest(&self) -> Nanos {
-        let port = |rank: usize| self.topology.port(Rank(rank as u32));
-        let line = |region: usize| self.topology.region_port(region);
+        let port = |rank: usize| self.topology.access_link(Rank(rank as u32));
+        let line = |region: usize| self.topology.region_access_link(region);
         let each = |sums: &[u64], rate: &dyn Fn(usize) -> Bandwidth| {
             let times = sums.iter().enumerate().map(|(at, &bytes)| rate(at).transfer(Bytes(bytes)));
             times.max().unwrap_or_default()
@@ -229,8 +228,8 @@ impl<'a> Busy<'a> {
             Nanos(computes),
             each(&self.up, &|rank| port(rank).up),
             each(&self.down, &|rank| port(rank).down),
-            each(&self.line_up, &|region| line(region).up),
-            each(&self.line_down, &|region| line(region).down),
+            each(&self.region_up, &|region| line(region).up),
+            each(&self.region_down, &|region| line(region).down),
             self.pairs.iter().map(pair).max().unwrap_or_default(),
         ]
         .into_iter()
@@ -267,7 +266,7 @@ mod tests {
                 vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(1)],
             ],
         };
-        let played = script.play(&topology).unwrap();
+        let played = script.simulate(&topology).unwrap();
         // Both messages arrive over one downlink.
         assert_eq!(played.ends[1], [0, 0, 2, 5, 9].map(ms));
         assert_eq!(played.makespan(), ms(9));
@@ -278,7 +277,7 @@ mod tests {
         let topology = Topology::uniform(2, "8mbit,1ms".parse().unwrap());
         let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(1), Bytes(1))];
         let ranks = vec![Vec::new(), vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(0), ScriptOp::Await(0)]];
-        let refused = Script { operations, ranks }.play(&topology).unwrap_err();
+        let refused = Script { operations, ranks }.simulate(&topology).unwrap_err();
         assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), act: 2 });
     }
 
@@ -290,7 +289,7 @@ mod tests {
         let mut topology = Topology::uniform(ranks as usize, "8mbit,1ms".parse().unwrap());
         let rate = |n: u64| Bandwidth((1 + n) * 2_000_000);
         for rank in (0..ranks).map(Rank) {
-            topology.set_port(rank, AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
+            topology.set_access_link(rank, AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
         }
         if draw(2) == 0 {
             topology.set_region(&[Rank(0)], AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
@@ -319,12 +318,12 @@ mod tests {
         let mut tight = 0;
         for at in 0..500 {
             let (script, topology) = random(&philox, at);
-            let played = script.play(&topology).unwrap();
-            let (least, takes) = (script.at_least(&topology), played.makespan());
+            let played = script.simulate(&topology).unwrap();
+            let (least, takes) = (script.lower_bound(&topology), played.makespan());
             assert!(least <= takes, "{at}: {least} of {takes}");
             tight += u32::from(least.0 * 10 >= takes.0 * 8);
-            assert_eq!(script.play_within(&topology, takes).as_ref(), Some(&played), "{at}");
-            assert_eq!(script.play_within(&topology, Nanos(takes.0 - 1)), None, "{at}");
+            assert_eq!(script.simulate_within(&topology, takes).as_ref(), Some(&played), "{at}");
+            assert_eq!(script.simulate_within(&topology, Nanos(takes.0 - 1)), None, "{at}");
         }
         assert!(tight > 100, "{tight} of 500 bounds are within a fifth");
     }
@@ -335,10 +334,10 @@ mod tests {
         let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(4_000), Bytes(1 << 18))];
         let waits = vec![vec![ScriptOp::Begin(0)], vec![ScriptOp::Begin(0), ScriptOp::Await(0)]];
         let script = Script { operations, ranks: waits };
-        assert_eq!(script.at_least(&topology), ms(4));
+        assert_eq!(script.lower_bound(&topology), ms(4));
         let forgets = Script { ranks: vec![vec![ScriptOp::Begin(0)], vec![ScriptOp::Begin(0)]], ..script };
         assert_eq!(
-            (forgets.at_least(&topology), forgets.play(&topology).unwrap().makespan()),
+            (forgets.lower_bound(&topology), forgets.simulate(&topology).unwrap().makespan()),
             (ms(0), ms(0))
         );
     }

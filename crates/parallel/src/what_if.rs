@@ -5,7 +5,7 @@ use std::fmt;
 
 use farflung_base::{Bytes, Link, Nanos, Rank};
 
-use crate::average::AveragePrice;
+use crate::average::AllReduceTime;
 use crate::{
     Algorithm, Codec, Cost, Mesh, ModelShape, Overlap, ParallelError, RankCost, Replicas, Sync, Timeline,
     simulate_replicas,
@@ -70,7 +70,7 @@ impl WhatIf {
     ///
     /// Errors: [`ParallelError::Zero`] for no parameters, ranks or steps; [`ParallelError::TooManyRanks`] above
     /// [`Mesh::MAX_RANKS`].
-    pub fn answer(&self, price: AveragePrice<'_>) -> Result<Answer, ParallelError> {
+    pub fn answer(&self, price: AllReduceTime<'_>) -> Result<Answer, ParallelError> {
         if self.steps == 0 {
             return Err(ParallelError::Zero { of: "the run".to_owned(), field: "steps" });
         }
@@ -99,7 +99,7 @@ impl WhatIf {
         syncs: &[Sync],
         codec: &Codec,
         algorithms: &[Algorithm],
-        price: AveragePrice<'_>,
+        price: AllReduceTime<'_>,
     ) -> Result<ComparisonRow, ParallelError> {
         let ways = syncs.iter().flat_map(|&s| algorithms.iter().map(move |&a| (s, a)));
         let rows = ways
@@ -114,7 +114,7 @@ impl WhatIf {
         sync: Sync,
         codec: &Codec,
         algorithm: Algorithm,
-        price: AveragePrice<'_>,
+        price: AllReduceTime<'_>,
     ) -> Result<ComparisonRow, ParallelError> {
         // The number of ranks is checked before memory for each rank is allocated.
         Mesh::data(self.ranks)?;

@@ -200,7 +200,7 @@ impl Codecs<'_> {
     /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a
     /// sum is not finite.
     pub fn sum(&self, x: View<'_>, before: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
-        self.look(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
+        self.check_finite(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
     }
 
     /// Starts `y = x - sent`, with subnormals and `verdict` as in [`Self::sum`].
@@ -211,15 +211,15 @@ impl Codecs<'_> {
         y: ViewMut<'_>,
         verdict: ViewMut<'_>,
     ) -> Result<()> {
-        self.look(&self.check("difference"), x, Some(Sum::Minus(sent, y)), verdict)
+        self.check_finite(&self.check("difference"), x, Some(Sum::Minus(sent, y)), verdict)
     }
 
     /// Starts to check whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0 if so, else 1.
     pub fn finite(&self, x: View<'_>, verdict: ViewMut<'_>) -> Result<()> {
-        self.look(&self.check("finite"), x, None, verdict)
+        self.check_finite(&self.check("finite"), x, None, verdict)
     }
 
-    fn look(
+    fn check_finite(
         &self,
         check: &Check<'_>,
         x: View<'_>,
@@ -232,7 +232,7 @@ impl Codecs<'_> {
             check.flat(y, DType::F32, shape)?;
         }
         check.flat(&verdict, DType::U32, 1)?;
-        if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.look(x, sum, verdict) }
+        if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.check_finite(x, sum, verdict) }
     }
 
     /// Starts to find the largest magnitudes of `x` (f32): `kept` in each chunk of `chunk` elements, or all

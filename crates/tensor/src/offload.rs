@@ -8,12 +8,12 @@ use crate::backend::Downloaded;
 use crate::{DType, Device, Result, Shape, Tensor};
 
 /// A tensor whose values are in host memory or on their way there. Its device buffer is free for reuse.
-pub struct Offloaded(Place);
+pub struct Offloaded(OffloadedData);
 
-enum Place {
+enum OffloadedData {
     /// Device memory is host memory, so the tensor was not moved.
     Host(Tensor),
-    Away {
+    Downloading {
         device: Device,
         dtype: DType,
         shape: Shape,
@@ -35,11 +35,11 @@ impl Tensor {
         let whole = self.view();
         let raw = whole.raw();
         if raw.host().is_some() {
-            return Offloaded(Place::Host(self));
+            return Offloaded(OffloadedData::Host(self));
         }
         let device = self.device().clone();
         let bytes = device.backend().start_download(raw);
-        Offloaded(Place::Away { dtype: self.dtype(), shape: self.shape(), bytes, device })
+        Offloaded(OffloadedData::Downloading { dtype: self.dtype(), shape: self.shape(), bytes, device })
     }
 }
 
@@ -50,8 +50,8 @@ impl Offloaded {
     /// failed.
     pub fn restore(self) -> Result<Tensor> {
         match self.0 {
-            Place::Host(tensor) => Ok(tensor),
-            Place::Away { device, dtype, shape, bytes } => {
+            OffloadedData::Host(tensor) => Ok(tensor),
+            OffloadedData::Downloading { device, dtype, shape, bytes } => {
                 let mut tensor = device.empty(dtype, shape)?;
                 device.backend().upload(bytes.wait()?.bytes(), tensor.view_mut())?;
                 Ok(tensor)
@@ -63,8 +63,8 @@ impl Offloaded {
 impl fmt::Debug for Offloaded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Place::Host(tensor) => tensor.fmt(f),
-            Place::Away { device, dtype, shape, .. } => {
+            OffloadedData::Host(tensor) => tensor.fmt(f),
+            OffloadedData::Downloading { device, dtype, shape, .. } => {
                 write!(f, "Offloaded({dtype} {shape} of {})", device.name())
             }
         }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use farflung_base::Pending;
 
-use crate::backend::{Part, Storage};
+use crate::backend::{BufferRange, Storage};
 use crate::{DType, Device, Element, Result, Shape, TensorError};
 
 /// A shared, read-only view of a part of a tensor.
@@ -119,8 +119,8 @@ impl<'a> View<'a> {
     accessors!();
 
     /// Returns the buffer and the byte range of this view, for the backend.
-    pub(crate) fn raw(&self) -> Part<'_> {
-        Part { storage: self.storage, range: self.range() }
+    pub(crate) fn raw(&self) -> BufferRange<'_> {
+        BufferRange { storage: self.storage, range: self.range() }
     }
 
     /// Copies the elements to the host.
@@ -151,7 +151,7 @@ impl<'a> View<'a> {
         if self.dtype != T::DTYPE {
             return None;
         }
-        let part = Part { storage: self.storage, range: self.range() };
+        let part = BufferRange { storage: self.storage, range: self.range() };
         part.host().map(bytemuck::cast_slice)
     }
 }
@@ -221,7 +221,7 @@ impl<'a> ViewMut<'a> {
 
     /// Returns the bytes in place for writing if the device's memory is host memory.
     pub(crate) fn into_bytes(self) -> Option<&'a mut [u8]> {
-        let part = Part { storage: self.storage, range: self.range() };
+        let part = BufferRange { storage: self.storage, range: self.range() };
         #[expect(unsafe_code, reason = "a mutable view gives access to its elements")]
         // SAFETY: no other view of these elements exists for 'a: this view was created from a `&mut Tensor` or
         // by splitting one, and it is consumed here.

@@ -1,25 +1,25 @@
 //! A stage: a range of a model's blocks, with flat parameters and gradients. The stage of all blocks is the
 //! whole model.
 
-mod kept;
+mod activation_policy;
+mod cache;
 mod slices;
 
 use std::ops::Range;
 use std::path::Path;
 
 use farflung_base::Pending;
-use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
-use crate::block::{
-    Embedding, Grads, Head, HeadSaved, KeyValues, StageContext, Transformer, TransformerSaved, dims,
-};
+use crate::block::{Embedding, Grads, Head, HeadSaved, StageContext, Transformer, TransformerSaved, dims};
 use crate::weights::{self, Weights, WriteOptions};
 use crate::{GptConfig, TensorSpec, ZooError};
 
-pub use kept::ActivationPolicy;
+pub use activation_policy::ActivationPolicy;
+pub use cache::Cache;
 pub use slices::Slices;
 
-use kept::{Chain, StoredActivations, bring_last};
+use activation_policy::{Chain, StoredActivations, restore_last};
 
 /// A range of a model's layers. The first stage also has the embeddings, the last one the head. An empty range
 /// between two layers has no parameters and returns its input.
@@ -35,7 +35,7 @@ pub struct Stage {
     head: Option<Head>,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
-    keeping: ActivationPolicy,
+    activation_policy: ActivationPolicy,
 }
 
 /// Input of a stage: tokens `[B, T]` (u32) for the first stage, hidden states `[B, T, C]` for the others.
@@ -85,7 +85,7 @@ impl Saved {
     pub fn offload(&mut self, layers: usize) {
         let keeping = ActivationPolicy { offload: layers, ..ActivationPolicy::default() };
         let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
-        self.blocks = kept.map(|(i, kept)| kept.again(|saved| keeping.store(i, saved))).collect();
+        self.blocks = kept.map(|(i, kept)| kept.map_on_device(|saved| keeping.store(i, saved))).collect();
     }
 }
 
@@ -132,7 +132,17 @@ impl Stage {
         };
         let device = device.clone();
         let keeping = ActivationPolicy::default();
-        Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0, keeping })
+        Ok(Self {
+            config,
+            device,
+            layout,
+            specs,
+            embedding,
+            blocks,
+            head,
+            gradient_scale: 1.0,
+            activation_policy: keeping,
+        })
     }
 
     /// Returns the model's configuration.
@@ -171,8 +181,8 @@ impl Stage {
     /// Sets how later forward passes save memory until their backward pass. It applies to whole sequences only,
     /// not to slices, because slices use each other's keys and values. For a pass that has ended, use
     /// [`Saved::drop_activations`] and [`Saved::offload`].
-    pub fn set_keeping(&mut self, keeping: ActivationPolicy) {
-        self.keeping = keeping;
+    pub fn set_activation_policy(&mut self, keeping: ActivationPolicy) {
+        self.activation_policy = keeping;
     }
 
     /// Returns the layout of the parameters in flat buffers.
@@ -290,7 +300,7 @@ impl Stage {
         input: Input,
         targets: Option<(&Tensor, f32)>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(params, input, 0, targets, &self.keeping, |cx, i, x| {
+        self.forward_by(params, input, 0, targets, &self.activation_policy, |cx, i, x| {
             Ok(self.blocks[i].forward(cx, x)?)
         })
     }
@@ -364,7 +374,7 @@ impl Stage {
         };
         let (mut kept, mut chain) = (saved.blocks, saved.chain);
         for block in self.blocks.iter().rev() {
-            let mut saved = bring_last(&mut kept, &mut chain, |i, x| self.blocks[i].forward(&cx, x))?;
+            let mut saved = restore_last(&mut kept, &mut chain, |i, x| self.blocks[i].forward(&cx, x))?;
             dx = block.backward_input(&cx, &mut saved, dx)?;
             block.backward_weight(&cx, saved, grads)?;
             ready(self.span(block.first, Transformer::PARAMS), grads.flat);
@@ -436,7 +446,7 @@ impl Stage {
         let mut kept = std::mem::take(&mut saved.blocks);
         let mut whole = Vec::with_capacity(kept.len());
         for i in (0..kept.len()).rev() {
-            let mut saved = bring_last(&mut kept, &mut saved.chain, |i, x| self.blocks[i].forward(&cx, x))?;
+            let mut saved = restore_last(&mut kept, &mut saved.chain, |i, x| self.blocks[i].forward(&cx, x))?;
             dx = block(&cx, i, &mut saved, dx)?;
             whole.push(StoredActivations::OnDevice(saved));
         }
@@ -463,7 +473,7 @@ impl Stage {
             head.backward_weight(&cx, saved, grads)?;
         }
         for (block, kept) in self.blocks.iter().zip(saved.blocks).rev() {
-            let saved = kept.bring(|x| block.forward(&cx, x))?;
+            let saved = kept.restore(|x| block.forward(&cx, x))?;
             block.backward_weight(&cx, saved, grads)?;
         }
         if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
@@ -524,65 +534,6 @@ impl Stage {
         let head =
             self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
         Ok(head.logits(&cx, &x)?)
-    }
-
-    /// Creates an empty cache of keys and values for `batch` sequences of up to the model's context.
-    pub fn cache(&self, batch: usize) -> Result<Cache, ZooError> {
-        let shape = [batch, self.config.context, self.config.dim];
-        self.cache_of(|| Ok(self.device.empty(DType::F32, shape)?))
-    }
-
-    fn cache_of(&self, tensor: impl Fn() -> Result<Tensor, ZooError>) -> Result<Cache, ZooError> {
-        let layer = |_| Ok(KeyValues { keys: tensor()?, values: tensor()? });
-        Ok(Cache { layers: self.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
-    }
-
-    /// Appends new tokens `[B, T]` to the cache and returns the logits `[B, T, V]` of the next token at each
-    /// position. The stage must be a whole model.
-    pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
-        let cx = self.cx(params);
-        let new = tokens.shape().cols();
-        if cache.len + new > self.config.context {
-            return Err(ZooError::Config {
-                field: "sequence length",
-                value: cache.len + new,
-                expected: "at most the context",
-            });
-        }
-        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), cache.len)?;
-        for (block, seen) in self.blocks.iter().zip(&mut cache.layers) {
-            x = block.decode(&cx, &x, cache.len, seen)?;
-        }
-        cache.len += new;
-        let head =
-            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
-        Ok(head.logits(&cx, &x)?)
-    }
-}
-
-/// Keys and values of the tokens processed so far.
-#[derive(Debug)]
-pub struct Cache {
-    layers: Vec<KeyValues>,
-    len: usize,
-}
-
-impl Cache {
-    /// Returns the number of tokens in the cache.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Returns whether the cache has no tokens.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Removes all tokens.
-    pub const fn clear(&mut self) {
-        self.len = 0;
     }
 }
 

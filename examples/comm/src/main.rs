@@ -100,14 +100,14 @@ fn over_tcp() -> Result<Vec<(Rank, f32, Bytes)>, CommError> {
     })
 }
 
-/// Runs `rank` on a thread for each of `seats`, as the ranks of a job run in processes.
+/// Runs `rank` on a thread for each of `endpoints`, as the ranks of a job run in processes.
 fn on_threads<S: Send, T: Send>(
-    seats: impl IntoIterator<Item = S>,
+    endpoints: impl IntoIterator<Item = S>,
     rank: impl Fn(S) -> Result<T, CommError> + Sync,
 ) -> Result<Vec<T>, CommError> {
     let rank = &rank;
     thread::scope(|scope| {
-        let threads: Vec<_> = seats.into_iter().map(|seat| scope.spawn(move || rank(seat))).collect();
+        let threads: Vec<_> = endpoints.into_iter().map(|endpoint| scope.spawn(move || rank(endpoint))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
     })
 }

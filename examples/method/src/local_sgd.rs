@@ -2,7 +2,7 @@
 //!
 //! Source: McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data".
 
-use farflung::optim::sync::{Buffers, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
+use farflung::optim::sync::{Buffers, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use farflung::optim::{Average, OptimError};
 use farflung::tensor::{Op, Tensor};
 
@@ -19,7 +19,7 @@ pub static LOCAL_SGD: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::Refused("a member that missed a mean has nowhere to take it from"),
+    on_member_loss: OnMemberLoss::Unsupported("a member that missed a mean has nowhere to take it from"),
     buffers: |_| Buffers { held: 1, saved: 0 },
     build: |settings| Ok(Box::new(LocalSgd::new(settings)?)),
 };
@@ -72,7 +72,7 @@ impl Synchroniser for LocalSgd {
     fn rollback(&mut self) {
         self.average.rollback();
     }
-    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
     fn steps(&self) -> u64 {

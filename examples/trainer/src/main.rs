@@ -38,7 +38,7 @@ const TEXT: &str = "\
 fn main() -> Result<()> {
     let workers = thread::scope(|scope| {
         let threads: Vec<_> =
-            memory::cluster(WORKERS).into_iter().map(|seat| scope.spawn(move || worker(seat))).collect();
+            memory::cluster(WORKERS).into_iter().map(|endpoint| scope.spawn(move || worker(endpoint))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no worker panics")).collect::<Result<Vec<_>>>()
     })?;
     let (first, last) = (workers[0].losses[0], workers[0].losses[STEPS as usize - 1]);
@@ -58,8 +58,8 @@ struct Trained {
     params: Vec<f32>,
 }
 
-fn worker(seat: Arc<memory::Memory>) -> Result<Trained> {
-    let comm = Communicator::new(seat);
+fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
+    let comm = Communicator::new(endpoint);
     let rank = comm.rank().index();
 
     let bytes = tokenizer::by_name("byte")?;

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use farflung::base::Nanos;
 use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 use crate::peers::Peers;
 use crate::ranks::{on_ranks, over_memory};
@@ -178,7 +178,7 @@ fn theirs(peers: &Peers, bench: &str, n: usize, kib: usize) -> Option<f64> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let limit = both_ways()?;
-    report.row("raw loopback, each direction while both are busy", limit / 1e9, "GB/s", Mark::None)?;
+    report.row("raw loopback, each direction while both are busy", limit / 1e9, "GB/s", Threshold::None)?;
     let sizes: &[usize] = if options.quick { &[1, MIB, 25 * MIB] } else { &[1, MIB, 25 * MIB, 100 * MIB] };
     let ranks: &[usize] = if options.quick { &[2, 4] } else { &[2, 4, 8] };
     let fifo = Command::new("chrt").args(["-f", "1", "true"]).status().is_ok_and(|status| status.success());
@@ -186,9 +186,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         for &kib in sizes {
             let seconds = between_processes(n, kib, options.quick, Class::Default)?;
             let name = format!("{n} processes, {kib} KiB");
-            report.row(&name, seconds * 1e3, "ms", Mark::None)?;
+            report.row(&name, seconds * 1e3, "ms", Threshold::None)?;
             let through = (kib * 1024) as f64 * 2.0 * (n - 1) as f64 / n as f64;
-            report.row(&format!("{name}: busbw"), through / seconds / 1e9, "GB/s", Mark::None)?;
+            report.row(&format!("{name}: busbw"), through / seconds / 1e9, "GB/s", Threshold::None)?;
             let large = kib >= 25 * MIB;
             if n == 2 && large {
                 let fraction = through / seconds / limit;
@@ -196,14 +196,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     &format!("{name}: bandwidth relative to the raw loopback"),
                     fraction,
                     "x",
-                    Mark::AtLeast(0.8),
+                    Threshold::AtLeast(0.8),
                 )?;
             }
             let against = |report: &mut Report<'_>, seconds: f64, peer: &str, small, big| {
                 let mark = match kib {
-                    1 => Mark::AtMost(small),
-                    _ if large && n > 2 => Mark::AtMost(big),
-                    _ => Mark::None,
+                    1 => Threshold::AtMost(small),
+                    _ if large && n > 2 => Threshold::AtMost(big),
+                    _ => Threshold::None,
                 };
                 let figure = theirs(&options.peers, peer, n, kib);
                 report.ratio(&format!("{name}: time relative to {peer}'s"), seconds * 1e3, figure, mark)
@@ -212,7 +212,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             against(report, seconds, "openmpi-tcp", 3.0, 1.0)?;
             if fifo {
                 let seconds = between_processes(n, kib, options.quick, Class::Fifo)?;
-                report.row(&format!("{name}, FIFO"), seconds * 1e3, "ms", Mark::None)?;
+                report.row(&format!("{name}, FIFO"), seconds * 1e3, "ms", Threshold::None)?;
                 against(report, seconds, "gloo-fifo", 0.25, 1.0)?;
             }
         }
@@ -231,13 +231,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             };
             let ms = median((0..clusters).map(once).collect::<Result<_>>()?) * 1e3;
             let name = format!("{n} threads, {kib} KiB");
-            report.row(&name, ms, "ms", Mark::None)?;
+            report.row(&name, ms, "ms", Threshold::None)?;
             let figure = theirs(&options.peers, "openmpi-shm", n, kib);
             report.ratio(
                 &format!("{name}: time relative to OpenMPI's shared memory"),
                 ms,
                 figure,
-                Mark::AtMost(1.0),
+                Threshold::AtMost(1.0),
             )?;
         }
     }

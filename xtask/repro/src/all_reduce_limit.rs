@@ -6,7 +6,7 @@ use std::hint::black_box;
 use anyhow::Result;
 
 use crate::all_reduce::{Class, MIB, between_processes, both_ways, measure};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 use crate::ranks::{on_ranks, over_memory};
 
@@ -36,7 +36,7 @@ fn memcpy() -> f64 {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let sizes: &[usize] = if options.quick { &[25 * MIB] } else { &[25 * MIB, 100 * MIB] };
     let copied = memcpy();
-    report.row("memcpy, one thread", copied / 1e9, "GB/s", Mark::None)?;
+    report.row("memcpy, one thread", copied / 1e9, "GB/s", Threshold::None)?;
     for &kib in sizes {
         for n in [2, 4] {
             // Bytes that each rank sends. It receives as many.
@@ -49,15 +49,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &format!("{name}: raw loopback, both directions together"),
                 2.0 * limit / 1e9,
                 "GB/s",
-                Mark::None,
+                Threshold::None,
             )?;
             report.row(
                 &format!("{name}: sent by all ranks together"),
                 n as f64 * rate / 1e9,
                 "GB/s",
-                Mark::None,
+                Threshold::None,
             )?;
-            let mark = if n == 2 { Mark::AtLeast(0.8) } else { Mark::None };
+            let mark = if n == 2 { Threshold::AtLeast(0.8) } else { Threshold::None };
             report.row(
                 &format!("{name}: bandwidth relative to the raw loopback"),
                 n as f64 * rate / (2.0 * limit),
@@ -68,12 +68,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let times = on_ranks(over_memory(n), |comm| measure(&comm, kib, options.quick))?;
             let rate = through / times[0];
             let name = format!("{n} threads, {kib} KiB");
-            report.row(&format!("{name}: busbw"), rate / 1e9, "GB/s", Mark::None)?;
+            report.row(&format!("{name}: busbw"), rate / 1e9, "GB/s", Threshold::None)?;
             report.row(
                 &format!("{name}: busbw relative to one thread's memcpy"),
                 rate / copied,
                 "x",
-                Mark::None,
+                Threshold::None,
             )?;
         }
     }

@@ -4,7 +4,7 @@ use anyhow::Result;
 use farflung::base::Bytes;
 use farflung::parallel::planner::{alpa, dapple, galvatron, operators as cuts, pipedream, piper, uneven};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 mod instances;
 
@@ -51,18 +51,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             differ += u32::from(best != found);
             feasible += u32::from(best.is_some());
         }
-        report.row(&format!("{name}: instances"), f64::from(rounds), "", Mark::None)?;
+        report.row(&format!("{name}: instances"), f64::from(rounds), "", Threshold::None)?;
         report.row(
             &format!("{name}: feasible instances"),
             f64::from(feasible),
             "",
-            Mark::AtLeast(f64::from(rounds) / 4.0),
+            Threshold::AtLeast(f64::from(rounds) / 4.0),
         )?;
         report.row(
             &format!("{name}: instances whose result is not the optimum"),
             f64::from(differ),
             "",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
     }
     Ok(())

@@ -7,7 +7,7 @@ use farflung::base::Philox;
 use farflung::compress::link::{AqSgd, FileStore, LinkCodec, MappedStore, Samples, Store};
 use farflung::compress::{CompressError, Int4, Payload, PayloadRef, RoundKey};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "aqsgd-cache",
@@ -102,25 +102,30 @@ fn one(
     }
     let mut row =
         |metric: &str, value: f64, unit, mark| report.row(&format!("{name}: {metric}"), value, unit, mark);
-    row("epochs after which the two ends differ", f64::from(differ), "", Mark::AtMost(0.0))?;
+    row("epochs after which the two ends differ", f64::from(differ), "", Threshold::AtMost(0.0))?;
     let size = std::fs::metadata(path("sender"))?.len();
     let formula = 16 + SAMPLES * (4 + bytes as u64);
-    row("size of a file", size as f64, "B", Mark::None)?;
+    row("size of a file", size as f64, "B", Threshold::None)?;
     row(
         "size of a file: difference from the formula",
         size.abs_diff(formula) as f64,
         "B",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
-    row("crashes", f64::from(recovered), "", Mark::AtLeast(1.0))?;
-    row("crashes that were not detected and repaired", f64::from(recovered - found), "", Mark::AtMost(0.0))?;
+    row("crashes", f64::from(recovered), "", Threshold::AtLeast(1.0))?;
+    row(
+        "crashes that were not detected and repaired",
+        f64::from(recovered - found),
+        "",
+        Threshold::AtMost(0.0),
+    )?;
     let last = *errors.last().context("expected at least one epoch")?;
-    row("relative error of the first epoch with changes", errors[1], "", Mark::None)?;
+    row("relative error of the first epoch with changes", errors[1], "", Threshold::None)?;
     row(
         "relative error of the last epoch, relative to the first with changes",
         last / errors[1],
         "",
-        Mark::AtMost(0.5),
+        Threshold::AtMost(0.5),
     )
 }
 

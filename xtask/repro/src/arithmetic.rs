@@ -4,7 +4,7 @@ use anyhow::Result;
 use farflung::parallel::memory::{ActivationMethod, BytesPerParameter, StateBytes, Transformer, ZeroStage};
 use farflung::parallel::{Axis, Mesh};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "arithmetic",
@@ -90,12 +90,12 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         },
     ];
     for Figure { metric, seen, quoted, off, unit } in rows {
-        report.row(metric, seen, unit, Mark::None)?;
+        report.row(metric, seen, unit, Threshold::None)?;
         report.row(
             &format!("{metric}: difference from the quoted {quoted}"),
             (seen - quoted).abs(),
             unit,
-            Mark::AtMost(off + 1e-9),
+            Threshold::AtMost(off + 1e-9),
         )?;
     }
     Ok(())

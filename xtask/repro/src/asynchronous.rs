@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::lab::{Arm, Found, Lab, Marks, Published, Setting, Unequal, arms, rate};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::lab::{Arm, ArmResult, Lab, Published, Setting, Thresholds, Unequal, arms, rate};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "async",
@@ -50,7 +50,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "tokens per hour relative to the slowest worker's pace: limit by computing alone",
         bound,
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
     let mut best = f64::INFINITY;
     let mut said = Vec::new();
@@ -61,16 +61,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (arm, lab) in all {
         let name = arm.name;
         let by_speed = FREE.iter().chain(&KIN).any(|free| free.name == name);
-        let rate = if by_speed { Mark::AtLeast(LEAST * bound) } else { Mark::None };
+        let rate = if by_speed { Threshold::AtLeast(LEAST * bound) } else { Threshold::None };
         let judged = by_speed && !options.quick && name != arms::PARAMETER_SERVER.name;
         let most = if name == arms::ASYNC_AVERAGE.name { AVERAGED_MOST } else { 0.0 };
-        let gap = if judged { Mark::AtMost(most) } else { Mark::None };
-        let Found { rate, gap, payload } = machines.compare(report, lab, arm, Marks { rate, gap })?;
+        let gap = if judged { Threshold::AtMost(most) } else { Threshold::None };
+        let ArmResult { rate, gap, payload } =
+            machines.compare(report, lab, arm, Thresholds { rate, gap })?;
         if name == arms::ASYNC.name {
             plain = Some((gap.mean, payload));
         }
         if let Some((loss, sent)) = plain.filter(|_| name == arms::ASYNC_INT8.name) {
-            let mark = |most| if options.quick { Mark::None } else { Mark::AtMost(most) };
+            let mark = |most| if options.quick { Threshold::None } else { Threshold::AtMost(most) };
             report.row(
                 &format!("{name}: loss above that with changes as f32"),
                 gap.mean - loss,
@@ -81,7 +82,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &format!("{name}: payload, times smaller than with changes as f32"),
                 sent / payload,
                 "x",
-                Mark::AtLeast(1.0),
+                Threshold::AtLeast(1.0),
             )?;
         }
         if by_speed {

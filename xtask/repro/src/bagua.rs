@@ -7,9 +7,9 @@ use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos};
 use farflung::train::{Job, Synced};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Arm, Lab, Published, Sizes, arms};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "bagua",
@@ -45,13 +45,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn losses(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |mark: f64| if options.quick { Mark::None } else { Mark::AtMost(mark) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let judged = |mark: f64| if options.quick { Threshold::None } else { Threshold::AtMost(mark) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
     lab.compare(report, &arms::F16, &f32, judged(1.0))?;
     let byte_grad = lab.compare(report, &arms::BYTE_GRAD, &f32, judged(MOST_BYTE_GRAD))?;
     lab.compare(report, &arms::INT8, &f32, judged(1.0))?;
-    let sign = lab.compare(report, &arms::SIGN, &f32, Mark::None)?;
-    let control = lab.compare(report, &arms::SIGN_ALONE, &f32, Mark::None)?;
+    let sign = lab.compare(report, &arms::SIGN, &f32, Threshold::None)?;
+    let control = lab.compare(report, &arms::SIGN_ALONE, &f32, Threshold::None)?;
     let gap = byte_grad.gap(&f32);
     Published {
         what: "loss with gradients in 8 bits (ByteGrad) above f32's",
@@ -80,7 +80,7 @@ fn losses(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// Compares step times of real training over simulated links with the closed form.
 fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let base = TrainConfig { workers: 8, batch: 1, overlap: false, ..config(report.seed(), true) };
-    let first = job(base.clone(), Over::Simulated(Link::FREE))?;
+    let first = job(base.clone(), JobTransport::Simulated(Link::FREE))?;
     let params = first.model.parameters() as f64;
     let sizes = Sizes { params, ranks: 8.0, every: 1.0, steps: 1.0, tensors: Vec::new() };
     // Seconds of computation in a step, at the base's compute rate.
@@ -93,26 +93,26 @@ fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
         for &rho in if options.quick { &RHOS[3..4] } else { &RHOS[..] } {
             let compute_rate = base.compute_rate * compute * rho / communicate;
             let config = TrainConfig { compute_rate, ..base.clone() };
-            let over = Over::Simulated(Link { bandwidth: Bandwidth(LINK), latency: Nanos::ZERO });
+            let over = JobTransport::Simulated(Link { bandwidth: Bandwidth(LINK), latency: Nanos::ZERO });
             let coded = coded(&config, &arm)?;
             let gain = step_time(&again(&first, config, over))? / step_time(&again(&first, coded, over))?;
             let form = (1.0 + rho) / (1.0 + rho / ratio);
             worst = worst.max((gain / form - 1.0).abs() * 100.0);
             let mark = match rho {
-                0.1 => Mark::AtMost(1.1),
-                2.0 => Mark::AtLeast(least),
-                _ => Mark::None,
+                0.1 => Threshold::AtMost(1.1),
+                2.0 => Threshold::AtLeast(least),
+                _ => Threshold::None,
             };
             report.row(&format!("{}, rho {rho}: speed-up over f32", arm.name), gain, "x", mark)?;
             report.row(
                 &format!("{}, rho {rho}: (1 + rho) / (1 + rho / {ratio:.2})", arm.name),
                 form,
                 "x",
-                Mark::None,
+                Threshold::None,
             )?;
         }
     }
-    report.row("speed-ups: largest difference from the closed form", worst, "%", Mark::AtMost(2.0))?;
+    report.row("speed-ups: largest difference from the closed form", worst, "%", Threshold::AtMost(2.0))?;
     Published {
         what: "speed-up of coded gradients over f32 where communication takes twice as long as computation",
         paper: "no figure at this point; its measurements would follow the formula if nothing overlapped",

@@ -12,7 +12,7 @@ use rustix::net::{Shutdown, shutdown};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "blame",
@@ -58,7 +58,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // Quick runs test every second kind of job.
     for (stream, case) in (0..).zip(&CASES).step_by(if options.quick { 2 } else { 1 }) {
         let random = Philox::new(report.seed(), stream);
-        for (number, blow) in (0..).zip([InjectedFault::Kill, InjectedFault::Stop, InjectedFault::Cut]) {
+        for (number, fault) in (0..).zip([InjectedFault::Kill, InjectedFault::Stop, InjectedFault::Cut]) {
             let (mut survivors, mut wrong, mut codes, mut launcher) = (0_u32, 0_u32, 0_u32, 0_u32);
             let victims = if options.quick {
                 random.below(100 + number, case.ranks as u64)..case.ranks as u64
@@ -67,25 +67,25 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             };
             for victim in victims.take(if options.quick { 1 } else { case.ranks }) {
                 let late = Duration::from_millis(random.below(number * 8 + victim, 300));
-                let seen = strike(case, blow, victim as usize, late, &text)
-                    .with_context(|| format!("{}, {blow:?} of rank {victim}", case.name))?;
+                let seen = inject_fault(case, fault, victim as usize, late, &text)
+                    .with_context(|| format!("{}, {fault:?} of rank {victim}", case.name))?;
                 survivors += seen.survivors;
                 wrong += seen.wrong;
                 codes += u32::from(!seen.right_code);
                 launcher += u32::from(!seen.launcher_names);
             }
-            let of = format!("{}, {blow:?}", case.name).to_lowercase();
-            report.row(&format!("{of}: survivors"), f64::from(survivors), "1", Mark::None)?;
+            let of = format!("{}, {fault:?}", case.name).to_lowercase();
+            report.row(&format!("{of}: survivors"), f64::from(survivors), "1", Threshold::None)?;
             report.row(
                 &format!("{of}: survivors that name another rank"),
                 f64::from(wrong),
                 "1",
-                Mark::AtMost(0.0),
+                Threshold::AtMost(0.0),
             )?;
-            report.row(&format!("{of}: wrong exit codes"), f64::from(codes), "1", Mark::AtMost(0.0))?;
-            if blow != InjectedFault::Cut {
+            report.row(&format!("{of}: wrong exit codes"), f64::from(codes), "1", Threshold::AtMost(0.0))?;
+            if fault != InjectedFault::Cut {
                 let metric = format!("{of}: runs in which the launcher names another rank");
-                report.row(&metric, f64::from(launcher), "1", Mark::AtMost(0.0))?;
+                report.row(&metric, f64::from(launcher), "1", Threshold::AtMost(0.0))?;
             }
         }
     }
@@ -93,14 +93,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 }
 
 /// Errors that the ranks and the launcher printed.
-struct Seen {
+struct FaultOutcome {
     survivors: u32,
     wrong: u32,
     right_code: bool,
     launcher_names: bool,
 }
 
-fn strike(case: &Case, blow: InjectedFault, victim: usize, late: Duration, text: &Path) -> Result<Seen> {
+fn inject_fault(
+    case: &Case,
+    fault: InjectedFault,
+    victim: usize,
+    late: Duration,
+    text: &Path,
+) -> Result<FaultOutcome> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let out = folder.path().join("run");
     let ranks = case.ranks.to_string();
@@ -117,7 +123,7 @@ fn strike(case: &Case, blow: InjectedFault, victim: usize, late: Duration, text:
     thread::sleep(late);
     let processes = job.ranks()?;
     ensure!(processes.len() == case.ranks, "the launcher has {} ranks", processes.len());
-    match blow {
+    match fault {
         InjectedFault::Kill => kill_process(processes[victim], Signal::KILL)?,
         InjectedFault::Stop => kill_process(processes[victim], Signal::STOP)?,
         InjectedFault::Cut => cut(processes[victim])?,
@@ -130,7 +136,7 @@ fn strike(case: &Case, blow: InjectedFault, victim: usize, late: Duration, text:
     };
     let (mut survivors, mut wrong) = (0, 0);
     for rank in 0..case.ranks {
-        let right = match (rank == victim, blow) {
+        let right = match (rank == victim, fault) {
             (true, InjectedFault::Cut) => format!("rank {victim} has lost all other ranks"),
             (true, _) => continue,
             (false, _) => format!("peer {victim} was lost"),
@@ -139,19 +145,19 @@ fn strike(case: &Case, blow: InjectedFault, victim: usize, late: Duration, text:
         let error = errors(rank).unwrap_or_default();
         if !error.starts_with(&right) {
             wrong += 1;
-            tracing_of(case, blow, victim, rank, &error, &said);
+            tracing_of(case, fault, victim, rank, &error, &said);
         }
     }
     let launcher_names = said.lines().any(|line| line.starts_with(&format!("error: rank {victim} failed")));
-    Ok(Seen { survivors, wrong, right_code: code == Some(75), launcher_names })
+    Ok(FaultOutcome { survivors, wrong, right_code: code == Some(75), launcher_names })
 }
 
 /// Prints a wrong error of a rank next to the bench's own lines.
-fn tracing_of(case: &Case, blow: InjectedFault, victim: usize, rank: usize, error: &str, said: &str) {
+fn tracing_of(case: &Case, fault: InjectedFault, victim: usize, rank: usize, error: &str, said: &str) {
     let all: Vec<&str> =
         said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
     farflung::terminal::write_stderr(format!(
-        "{}, {blow:?} of rank {victim}: rank {rank} reports `{error}`\n{}\n",
+        "{}, {fault:?} of rank {victim}: rank {rank} reports `{error}`\n{}\n",
         case.name,
         all.join("\n")
     ));

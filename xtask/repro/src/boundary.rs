@@ -11,8 +11,8 @@ use farflung::config::choice::SamplingKind;
 use farflung::train::{Job, Trainer};
 use farflung::zoo::weights::WriteOptions;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "boundary",
@@ -63,7 +63,7 @@ impl Case {
     fn coded(&self, job: &Job, config: &TrainConfig) -> Result<Job> {
         let (boundary, boundary_backward) = (self.forward.parse()?, self.backward.parse()?);
         let config = TrainConfig { boundary, boundary_backward, ..config.clone() };
-        Ok(again(job, config, Over::Simulated(Link::FREE)))
+        Ok(again(job, config, JobTransport::Simulated(Link::FREE)))
     }
 }
 
@@ -91,22 +91,27 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let links = ["100mbit", "500mbit"];
     for link in if options.quick { &links[..1] } else { &links[..] } {
         let config = long_step(folder.path(), link, report.seed())?;
-        let job = job(config.clone(), Over::Simulated(Link::FREE))?;
+        let job = job(config.clone(), JobTransport::Simulated(Link::FREE))?;
         let mut plain = 0.0;
         for case in CASES {
             let speed = speed(&case.coded(&job, &config)?)?;
-            report.row(&format!("{link}, {}: speed", case.name), speed, "tokens/s", Mark::None)?;
+            report.row(&format!("{link}, {}: speed", case.name), speed, "tokens/s", Threshold::None)?;
             plain = if case.name == "f32" { speed } else { plain };
             let gain = speed / plain;
-            report.row(&format!("{link}, {}: speed relative to f32", case.name), gain, "x", Mark::None)?;
+            report.row(
+                &format!("{link}, {}: speed relative to f32", case.name),
+                gain,
+                "x",
+                Threshold::None,
+            )?;
         }
     }
-    report.row("published, 100mbit, with 2 to 4 bits: speed relative to f32", 4.3, "x", Mark::None)?;
+    report.row("published, 100mbit, with 2 to 4 bits: speed relative to f32", 4.3, "x", Threshold::None)?;
     let mean = |case: usize| last.iter().map(|losses| losses[case]).sum::<f64>() / last.len() as f64;
     for (i, case) in CASES.iter().enumerate() {
-        report.row(&format!("{}: loss of the last epoch", case.name), mean(i), "nats", Mark::None)?;
+        report.row(&format!("{}: loss of the last epoch", case.name), mean(i), "nats", Threshold::None)?;
         let over = (mean(i) / mean(0) - 1.0) * 100.0;
-        let mark = case.most.filter(|_| !options.quick).map_or(Mark::None, Mark::AtMost);
+        let mark = case.most.filter(|_| !options.quick).map_or(Threshold::None, Threshold::AtMost);
         report.row(&format!("{}: loss above f32's", case.name), over, "%", mark)?;
     }
     Ok(())
@@ -123,7 +128,7 @@ impl Setting {
         let base = TrainConfig { layers: Some(4), batch: 1, lr: 1e-3, ..config(seed, false) };
         let before = job(
             TrainConfig { workers: 1, accumulate: MICROBATCHES, steps: PRETRAINED, ..base.clone() },
-            Over::Memory,
+            JobTransport::Memory,
         )?;
         let weights = folder.join(format!("weights-{seed}"));
         let params = on_all(&before, |rank: &mut Trainer| {
@@ -160,7 +165,7 @@ impl Setting {
             context: None,
             ..base
         };
-        let job = job(config.clone(), Over::Simulated(Link::FREE))?;
+        let job = job(config.clone(), JobTransport::Simulated(Link::FREE))?;
         Ok(Self { job, config })
     }
 
@@ -186,7 +191,8 @@ fn long_step(folder: &Path, link: &str, seed: u64) -> Result<TrainConfig> {
         TrainConfig { layers: Some(STAGES), context: Some(CONTEXT), batch: BATCH, ..config(seed, false) };
     let data = epoch_of(folder, BATCH * MICROBATCHES, CONTEXT)?;
     let shape =
-        job(TrainConfig { workers: 1, data: Some(data.clone()), ..base.clone() }, Over::Memory)?.model;
+        job(TrainConfig { workers: 1, data: Some(data.clone()), ..base.clone() }, JobTransport::Memory)?
+            .model;
     let tokens = (BATCH * CONTEXT) as f64;
     let compute = tokens * (shape.dim * size_of::<f32>()) as f64 * 8.0 / 100e6 / OVER_COMPUTE;
     let rate = tokens * shape.flops_per_token(CONTEXT) as f64 / STAGES as f64 / compute;

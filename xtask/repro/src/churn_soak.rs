@@ -4,7 +4,7 @@
 use anyhow::Result;
 use farflung::parallel::membership::check::{Churn, ChurnOutcome, churn};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::members::soaked;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -29,47 +29,52 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mean = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).sum::<f64>() / seeds as f64;
     let most = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).fold(0.0, f64::max);
     let least = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).fold(f64::INFINITY, f64::min);
-    report.row("days", seeds as f64, "", Mark::None)?;
-    report.row("rounds committed per day, mean", mean(&|day| f64::from(day.rounds)), "", Mark::None)?;
-    report.row("views per day, mean", mean(&|day| f64::from(day.views)), "", Mark::None)?;
-    report.row("machines that crashed per day, mean", mean(&|day| f64::from(day.died)), "", Mark::None)?;
+    report.row("days", seeds as f64, "", Threshold::None)?;
+    report.row("rounds committed per day, mean", mean(&|day| f64::from(day.rounds)), "", Threshold::None)?;
+    report.row("views per day, mean", mean(&|day| f64::from(day.views)), "", Threshold::None)?;
+    report.row(
+        "machines that crashed per day, mean",
+        mean(&|day| f64::from(day.died)),
+        "",
+        Threshold::None,
+    )?;
     report.row(
         "members that left in an orderly way per day, mean",
         mean(&|day| f64::from(day.left)),
         "",
-        Mark::None,
+        Threshold::None,
     )?;
     report.row(
         "newcomers admitted per day, fewest",
         least(&|day| f64::from(day.admitted)),
         "",
-        Mark::AtLeast(100.0),
+        Threshold::AtLeast(100.0),
     )?;
     let wait = most(&|day| day.longest_wait.as_secs_f64());
-    report.row("longest wait of a newcomer that was ready", wait, "s", Mark::AtMost(600.0))?;
+    report.row("longest wait of a newcomer that was ready", wait, "s", Threshold::AtMost(600.0))?;
     let view = most(&|day| day.slowest_view.as_secs_f64());
     report.row(
         "time from noticing a lost member to the view without it, longest",
         view,
         "s",
-        Mark::AtMost(60.0),
+        Threshold::AtMost(60.0),
     )?;
     let gap = most(&|day| day.longest_gap.as_secs_f64());
-    report.row("time between two commits, longest", gap, "s", Mark::AtMost(180.0))?;
+    report.row("time between two commits, longest", gap, "s", Threshold::AtMost(180.0))?;
     let breaches = days.iter().map(|day| day.breaches.len()).sum::<usize>();
-    report.row("violated rules: views, progress", breaches as f64, "", Mark::AtMost(0.0))?;
-    report.row("goodput of living machines, mean", 100.0 * mean(&|day| day.goodput), "%", Mark::None)?;
+    report.row("violated rules: views, progress", breaches as f64, "", Threshold::AtMost(0.0))?;
+    report.row("goodput of living machines, mean", 100.0 * mean(&|day| day.goodput), "%", Threshold::None)?;
     report.row(
         "goodput of living machines, worst day",
         100.0 * least(&|day| day.goodput),
         "%",
-        Mark::AtLeast(90.0),
+        Threshold::AtLeast(90.0),
     )?;
     report.row(
         "goodput relative to 16 machines that never fail, mean",
         100.0 * mean(&|day| day.of_all),
         "%",
-        Mark::None,
+        Threshold::None,
     )?;
     soaked::run(report, options)
 }

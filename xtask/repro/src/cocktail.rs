@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{LINKS, Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -29,19 +29,19 @@ const SLOWDOWN: f64 = 1.2;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |mark| if options.quick { Mark::None } else { mark };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let cocktail = lab.compare(report, &arms::COCKTAIL, &f32, judged(Mark::AtMost(MEASURED)))?;
-    let int4 = lab.compare(report, &arms::COCKTAIL_INT4, &f32, Mark::None)?;
-    let late = lab.compare(report, &arms::COCKTAIL_F32, &f32, Mark::None)?;
-    let top = lab.compare(report, &arms::TOP_TWO, &f32, Mark::None)?;
-    let mask = lab.compare(report, &arms::MASK, &f32, Mark::None)?;
+    let judged = |mark| if options.quick { Threshold::None } else { mark };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let cocktail = lab.compare(report, &arms::COCKTAIL, &f32, judged(Threshold::AtMost(MEASURED)))?;
+    let int4 = lab.compare(report, &arms::COCKTAIL_INT4, &f32, Threshold::None)?;
+    let late = lab.compare(report, &arms::COCKTAIL_F32, &f32, Threshold::None)?;
+    let top = lab.compare(report, &arms::TOP_TWO, &f32, Threshold::None)?;
+    let mask = lab.compare(report, &arms::MASK, &f32, Threshold::None)?;
     let ratio = f32.payload() / cocktail.payload();
     report.row(
         "CocktailSGD: payload, times smaller than f32's",
         ratio,
         "x",
-        judged(Mark::AtLeast(MEASURED_RATIO)),
+        judged(Threshold::AtLeast(MEASURED_RATIO)),
     )?;
     let link = LINKS[0];
     let alone = lab.step_time(report, &arms::ALONE, link.parse()?)?;
@@ -50,7 +50,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "CocktailSGD: step time relative to a step without communication, at 100 Mbit/s",
         slowdown,
         "x",
-        Mark::AtMost(SLOWDOWN),
+        Threshold::AtMost(SLOWDOWN),
     )?;
     let gap = |outcome: &Outcome| outcome.gap(&f32).mean;
     Published {

@@ -6,7 +6,7 @@ use farflung::compress::{
     Select, Sparse, parse,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -47,19 +47,19 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let formula = masked.div_ceil(8) + top * bits as usize / 8 + top / 128 * 2;
         let frame = 28 + 36 + 20 + 4;
         let bytes = payload.as_bytes().len();
-        report.row(&format!("{name}: bytes"), bytes as f64, "B", Mark::None)?;
+        report.row(&format!("{name}: bytes"), bytes as f64, "B", Threshold::None)?;
         let off = (bytes - frame).abs_diff(formula);
         report.row(
             &format!("{name}: difference from the formula plus {frame} B of frame"),
             off as f64,
             "B",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
         report.row(
             &format!("{name}: times smaller than f32"),
             4.0 * n as f64 / bytes as f64,
             "x",
-            Mark::AtLeast(published),
+            Threshold::AtLeast(published),
         )?;
     }
     let mut shortest = parse("rolling:10x128/topk:0.2x128/int4:128")?;
@@ -69,6 +69,6 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         "p .1 k .2 b 4, indices in the smallest coding: times smaller than f32",
         ratio,
         "x",
-        Mark::AtLeast(175.0),
+        Threshold::AtLeast(175.0),
     )
 }

@@ -7,7 +7,7 @@ use farflung::compress::{
     Payload, PowerSgd, Protocol, RoundKey, Select, Sign, Sparse,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -123,11 +123,11 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
 }
 
 fn rows(report: &mut Report<'_>, name: &str, bytes: usize, golden: usize) -> Result<()> {
-    report.row(name, bytes as f64, "B", Mark::None)?;
+    report.row(name, bytes as f64, "B", Threshold::None)?;
     report.row(
         &format!("{name}: difference from the formula"),
         bytes.abs_diff(golden) as f64,
         "B",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }

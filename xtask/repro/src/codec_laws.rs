@@ -8,7 +8,7 @@ use farflung::compress::{
 };
 use farflung::compress::{Int3, Int8, Natural, Sign, Uint4};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-laws",
@@ -44,12 +44,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: bias over {draws} draws, in standard errors"),
             beyond,
             "",
-            Mark::AtMost(4.0),
+            Threshold::AtMost(4.0),
         )?;
     }
     for (name, block, bound) in BOUNDS {
         let worst = worst_error(name, block, bound, report.seed())?;
-        report.row(&format!("{name}: largest error relative to its bound"), worst, "", Mark::AtMost(1.0))?;
+        report.row(
+            &format!("{name}: largest error relative to its bound"),
+            worst,
+            "",
+            Threshold::AtMost(1.0),
+        )?;
     }
     for (name, bound) in MEAN_SQUARES {
         let share = mean_square(name, draws, report.seed())? / bound;
@@ -57,7 +62,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: mean square error relative to its bound"),
             share,
             "",
-            Mark::AtMost(1.0),
+            Threshold::AtMost(1.0),
         )?;
     }
     let all = names();
@@ -72,24 +77,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         telescope = telescope.max(telescoping(name).with_context(|| name.clone())?);
         odd += odd_inputs(name).with_context(|| name.clone())?;
     }
-    report.row("codecs", all.len() as f64, "", Mark::None)?;
+    report.row("codecs", all.len() as f64, "", Threshold::None)?;
     report.row(
         "error feedback: largest difference of the sums, relative to the allowed rounding of f32",
         telescope,
         "",
-        Mark::AtMost(1.0),
+        Threshold::AtMost(1.0),
     )?;
     report.row(
         "unusual inputs with a result other than the documented one",
         f64::from(odd),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "finite vectors near the limits of f32 that are neither decoded nor rejected with an element's index",
         f64::from(beyond),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     let seed = report.seed();
     let differ = threads(&Int8::default(), seed)?
@@ -100,7 +105,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         + composed_threads("topk:0.01/int4:128+ef", seed)?
         + composed_threads("topk:64of4096", seed)?
         + composed_threads("dct:64/topk:32of4096", seed)?;
-    report.row("payloads that differ between 1, 2, 3 and 7 threads", f64::from(differ), "", Mark::AtMost(0.0))
+    report.row(
+        "payloads that differ between 1, 2, 3 and 7 threads",
+        f64::from(differ),
+        "",
+        Threshold::AtMost(0.0),
+    )
 }
 
 /// Values on which a bound on an element's error depends.

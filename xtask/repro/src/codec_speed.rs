@@ -5,7 +5,7 @@ use std::hint::black_box;
 use anyhow::Result;
 use farflung::compress::{Compressor, Payload, PowerSgd, Protocol, RoundKey, State, parse};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 use crate::normal::values;
 
@@ -88,14 +88,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let (encoding, decoding) = (median(encoding), median(decoding));
         let (rate, decoded) = (bytes / encoding / 1e9, bytes / decoding / 1e9);
-        report.row(&format!("{name}: encode"), rate, "GB/s", Mark::None)?;
-        report.row(&format!("{name}: decode"), decoded, "GB/s", Mark::None)?;
+        report.row(&format!("{name}: encode"), rate, "GB/s", Threshold::None)?;
+        report.row(&format!("{name}: decode"), decoded, "GB/s", Threshold::None)?;
         let best = |field| {
             let peer =
                 |name: &&str| options.peers.best("compress", &[("name", name), ("malloc", "tuned")], field);
             theirs.iter().filter_map(peer).max_by(f64::total_cmp)
         };
-        let mark = |bound: Option<f64>| bound.map_or(Mark::None, Mark::AtLeast);
+        let mark = |bound: Option<f64>| bound.map_or(Threshold::None, Threshold::AtLeast);
         if !theirs.is_empty() {
             report.ratio(
                 &format!("{name}: encode, speed relative to the best of the others"),
@@ -110,16 +110,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 mark(decode),
             )?;
         }
-        let bound = if near { Mark::AtLeast(0.6) } else { Mark::None };
+        let bound = if near { Threshold::AtLeast(0.6) } else { Threshold::None };
         report.row(&format!("{name}: encode, speed relative to the memory's"), median(shares), "", bound)?;
     }
     let Memory { reads, writes, .. } = memory;
-    report.row("memory: read, one core", 1e-9 / median(reads), "GB/s", Mark::None)?;
+    report.row("memory: read, one core", 1e-9 / median(reads), "GB/s", Threshold::None)?;
     report.row(
         "memory: read and write a vector in place, one core",
         1e-9 / median(writes),
         "GB/s",
-        Mark::None,
+        Threshold::None,
     )?;
     low_rank(report, options, rounds)
 }
@@ -147,14 +147,14 @@ fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<(
     }
     for (what, seconds, field) in [("encode", encoding, "enc_gbs"), ("decode", decoding, "dec_gbs")] {
         let rate = 4e-9 * x.len() as f64 / median(seconds);
-        report.row(&format!("PowerSGD rank 4: {what}"), rate, "GB/s", Mark::None)?;
+        report.row(&format!("PowerSGD rank 4: {what}"), rate, "GB/s", Threshold::None)?;
         let keys = [("name", "PowerSGD rank4 (4096x4096)"), ("malloc", "tuned")];
         let theirs = options.peers.best("compress", &keys, field);
         report.ratio(
             &format!("PowerSGD rank 4: {what}, speed relative to the other implementation"),
             rate,
             theirs,
-            Mark::AtLeast(1.0),
+            Threshold::AtLeast(1.0),
         )?;
     }
     Ok(())

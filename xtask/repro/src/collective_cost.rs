@@ -4,7 +4,7 @@ use anyhow::Result;
 use farflung::base::{Bytes, Nanos, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, Program, ReduceOp, cost, double_tree};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -63,20 +63,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let program = |rank| algorithm.program(rank, N);
             let time = simulated(&topology, bytes, &program)?;
             let name = format!("{algorithm:?}, {bytes} B");
-            report.row(&name, time, "s", Mark::None)?;
+            report.row(&name, time, "s", Threshold::None)?;
             if let Some(want) = closed_form(algorithm, bytes as f64) {
                 report.row(
                     &format!("{name}: difference from the closed form"),
                     off(time, want),
                     "%",
-                    Mark::AtMost(2.0),
+                    Threshold::AtMost(2.0),
                 )?;
             }
             report.row(
                 &format!("{name}: difference from the time by `cost`"),
                 off(time, priced(&program)),
                 "%",
-                Mark::AtMost(2.0),
+                Threshold::AtMost(2.0),
             )?;
         }
         // The ideal time is two buffers plus the latency up and down the tree; filling the pipeline comes on
@@ -85,19 +85,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let program = |rank| double_tree(rank, N, chunks);
         let time = simulated(&topology, bytes, &program)?;
         let name = format!("DoubleTree in {chunks} chunks, {bytes} B");
-        report.row(&name, time, "s", Mark::None)?;
+        report.row(&name, time, "s", Threshold::None)?;
         report.row(
             &format!("{name}: difference from the time by `cost`"),
             off(time, priced(&program)),
             "%",
-            Mark::AtMost(2.0),
+            Threshold::AtMost(2.0),
         )?;
         let ideal = 6.0 * ALPHA + 2.0 * bytes as f64 * BETA;
         report.row(
             &format!("{name}: time relative to 2 lg n latencies and 2 buffers"),
             time / ideal,
             "x",
-            Mark::AtMost(1.35),
+            Threshold::AtMost(1.35),
         )?;
     }
     Ok(())

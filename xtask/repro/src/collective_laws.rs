@@ -9,8 +9,8 @@ use farflung::comm::{
     double_tree, f16, hierarchical,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::ranks::{Cluster, WAYS, on_ranks, over_links, over_memory, over_tcp};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::ranks::{Cluster, NETWORK_KINDS, on_ranks, over_links, over_memory, over_tcp};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "collective-laws",
@@ -87,13 +87,13 @@ number!(bf16, Some(1.0 / 128.0), Self::from_f64, Self::to_f64);
 
 /// Result of one rank: number of cases, broken laws, and a checksum of all results.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Found {
+struct LawTally {
     cases: u64,
     broken: u64,
     bits: u64,
 }
 
-impl Found {
+impl LawTally {
     fn check<T: Number>(&mut self, x: &[T], law: impl Fn(usize, T) -> bool) {
         self.cases += 1;
         self.broken += u64::from(!x.iter().enumerate().all(|(i, &v)| law(i, v)));
@@ -105,9 +105,14 @@ impl Found {
 }
 
 /// Checks all laws for one type and one program. Every rank must call it.
-fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<Found, CommError> {
+fn laws<T: Number>(
+    comm: &Communicator,
+    make: &Make,
+    sizes: &[usize],
+    seed: u64,
+) -> Result<LawTally, CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
-    let mut found = Found::default();
+    let mut found = LawTally::default();
     let reduced = |op, len: usize, value: &dyn Fn(usize) -> f64| {
         let mut x: Vec<T> = (0..len).map(|i| T::of(value(i))).collect();
         comm.all_reduce_by(make(comm.rank(), n, len), &mut x, op).map(|()| x)
@@ -153,7 +158,7 @@ fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64)
 }
 
 /// Checks every collective for every type over one cluster, and returns each rank's result.
-fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
+fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<LawTally>> {
     let laws = [
         every::of_type::<f32>,
         every::of_type::<bf16>,
@@ -170,7 +175,7 @@ fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
         every::of_others,
     ];
     on_ranks(cluster, |comm| {
-        let mut all = Found::default();
+        let mut all = LawTally::default();
         for law in laws {
             let found = law(&comm, sizes)?;
             all.cases += found.cases;
@@ -182,7 +187,7 @@ fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
 }
 
 /// Checks one program with all types.
-fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<Found, CommError> {
+fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<LawTally, CommError> {
     let laws = [
         laws::<f32>,
         laws::<bf16>,
@@ -197,7 +202,7 @@ fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Res
         laws::<u32>,
         laws::<u64>,
     ];
-    let mut all = Found::default();
+    let mut all = LawTally::default();
     for law in laws {
         let found = law(comm, make, sizes, seed)?;
         all.cases += found.cases;
@@ -208,10 +213,10 @@ fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Res
 }
 
 /// Checks all programs over one cluster, and returns each rank's result.
-fn over(cluster: Cluster, sizes: &[usize], seed: u64) -> Result<Vec<Found>> {
+fn over(cluster: Cluster, sizes: &[usize], seed: u64) -> Result<Vec<LawTally>> {
     let programs = programs();
     on_ranks(cluster, |comm| {
-        let mut all = Found::default();
+        let mut all = LawTally::default();
         for (_, make) in &programs {
             let found = all_laws(&comm, make, sizes, seed)?;
             all.cases += found.cases;
@@ -245,28 +250,28 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let worlds: &[usize] = if options.quick { &[1, 2, 5] } else { &[1, 2, 3, 4, 5, 6, 7, 8, 9] };
     let every = on_every_transport(worlds)?;
-    report.row("programs", programs().len() as f64, "1", Mark::None)?;
-    report.row("collectives checked on every rank", cases as f64, "1", Mark::None)?;
-    report.row("results that break a law", broken as f64, "1", Mark::AtMost(0.0))?;
-    report.row("ranks whose bits differ from rank 0's", unlike as f64, "1", Mark::AtMost(0.0))?;
+    report.row("programs", programs().len() as f64, "1", Threshold::None)?;
+    report.row("collectives checked on every rank", cases as f64, "1", Threshold::None)?;
+    report.row("results that break a law", broken as f64, "1", Threshold::AtMost(0.0))?;
+    report.row("ranks whose bits differ from rank 0's", unlike as f64, "1", Threshold::AtMost(0.0))?;
     report.row(
         "ranks whose bits differ over tcp or simulated links",
         elsewhere as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
-    report.row("results of every collective, blocking and not", every.cases as f64, "1", Mark::None)?;
+    report.row("results of every collective, blocking and not", every.cases as f64, "1", Threshold::None)?;
     report.row(
         "results of collectives that differ from those of one process",
         every.broken as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "ranks whose results differ over another transport",
         every.elsewhere as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 
@@ -284,7 +289,7 @@ fn on_every_transport(worlds: &[usize]) -> Result<Every> {
     for &n in worlds {
         let sizes = [0, 1, n - 1, 43];
         let here = every_over(over_memory(n), &sizes)?;
-        for way in &WAYS[1..] {
+        for way in &NETWORK_KINDS[1..] {
             let there = every_over((way.open)(n)?, &sizes)?;
             all.elsewhere += there.iter().zip(&here).filter(|(there, here)| there != here).count();
             all.cases += there.iter().map(|found| found.cases).sum::<u64>();

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::compress::CodecSpec;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -39,27 +39,27 @@ fn ratio(codec: &str, every: f64) -> Result<f64> {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |most| if options.quick { Mark::None } else { Mark::AtMost(most) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    lab.compare(report, &arms::MUON, &f32, Mark::None)?;
+    let judged = |most| if options.quick { Threshold::None } else { Threshold::AtMost(most) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    lab.compare(report, &arms::MUON, &f32, Threshold::None)?;
     let sparse = lab.compare(report, &arms::SPARSELOCO, &f32, judged(MEASURED_SPARSE))?;
     let muon = lab.compare(report, &arms::SPARSE_MUON, &f32, judged(MEASURED_MUON))?;
-    let alone = lab.compare(report, &arms::SPARSELOCO_ALONE, &f32, Mark::None)?;
+    let alone = lab.compare(report, &arms::SPARSELOCO_ALONE, &f32, Threshold::None)?;
     let diloco = lab.compare(report, &arms::DILOCO_100_INT8, &f32, judged(MEASURED_DILOCO))?;
     let muloco = lab.compare(report, &arms::MULOCO, &f32, judged(MOST))?;
     let rarely = lab.compare(report, &arms::MULOCO_100, &f32, judged(MOST))?;
     let gap = |outcome: &Outcome| outcome.gap(&f32).mean;
     let worse = gap(&alone) - gap(&sparse);
-    let above = if options.quick { Mark::None } else { Mark::AtLeast(0.0) };
+    let above = if options.quick { Threshold::None } else { Threshold::AtLeast(0.0) };
     report.row("SparseLoCo: how much better than without feedback", worse, "%", above)?;
     let of_sparse = ratio("topk:64of4096/meanstd2", 30.0)?;
     let of_muloco = ratio("meanstd2", 30.0)?;
     let metric = "SparseLoCo H=30: payload, times smaller than gradients in 16 bits, 16.8 million parameters";
-    report.row(metric, of_sparse, "x", Mark::AtLeast(LEAST))?;
+    report.row(metric, of_sparse, "x", Threshold::AtLeast(LEAST))?;
     let metric = "MuLoCo H=30: payload, times smaller than gradients in 16 bits, 16.8 million parameters";
-    report.row(metric, of_muloco, "x", Mark::None)?;
+    report.row(metric, of_muloco, "x", Threshold::None)?;
     let sent = f32.payload() / diloco.payload();
-    let least = if options.quick { Mark::None } else { Mark::AtLeast(LEAST_DILOCO) };
+    let least = if options.quick { Threshold::None } else { Threshold::AtLeast(LEAST_DILOCO) };
     report.row("DiLoCo H=100, int8: bytes, times fewer than f32's", sent, "x", least)?;
     Published {
         what: "loss of SparseLoCo, with 64 of 4096 elements in 2 bits every 30 steps, compared with \
@@ -76,7 +76,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         holds: gap(&sparse).min(gap(&muon)) <= MOST,
         note: "there are only 66 rounds, and an element waits 64 rounds for its turn. The mean is over all \
                workers; the paper divides by the number of workers that sent the element, so the outer \
-               learning rate is 2 here",
+               learning rate is 2 here (3 with Muon)",
     }
     .record(report);
     Published {

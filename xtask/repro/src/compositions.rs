@@ -7,8 +7,8 @@ use farflung::config::choice::TransportKind;
 use farflung::train::combination::{AXES, covering, refusal_of};
 use farflung::train::{Job, Trainer};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, config, job, on_all};
 use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -35,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         sync_every: 2,
         ..config(report.seed(), false)
     };
-    let whole = job(TrainConfig { workers: 1, ..base.clone() }, Over::Simulated(Link::FREE))?;
+    let whole = job(TrainConfig { workers: 1, ..base.clone() }, JobTransport::Simulated(Link::FREE))?;
     let each = if options.quick { 12 } else { 1 };
     let (mut runs, mut failed) = (0, 0);
     for values in found.runs.iter().step_by(each) {
@@ -47,7 +47,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         runs += 1;
         if let Err(error) = trained {
             failed += 1;
-            report.row(&format!("{}: {error:#}", values.join(" ")), f64::NAN, "", Mark::None)?;
+            report.row(&format!("{}: {error:#}", values.join(" ")), f64::NAN, "", Threshold::None)?;
         }
     }
     let mut wrong = 0;
@@ -61,21 +61,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let said = made(&whole, config).err().map(|error| error.to_string());
         wrong += u32::from(said.is_none() || said != reason);
     }
-    report.row("pairs of choices that can be combined", found.pairs as f64, "", Mark::None)?;
-    report.row("runs that together contain all of these pairs", found.runs.len() as f64, "", Mark::None)?;
-    report.row("runs that trained here", f64::from(runs), "", Mark::None)?;
+    report.row("pairs of choices that can be combined", found.pairs as f64, "", Threshold::None)?;
+    report.row(
+        "runs that together contain all of these pairs",
+        found.runs.len() as f64,
+        "",
+        Threshold::None,
+    )?;
+    report.row("runs that trained here", f64::from(runs), "", Threshold::None)?;
     report.row(
         "runs that failed, or ended with different replicas",
         f64::from(failed),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
-    report.row("pairs that must be rejected", found.refused.len() as f64, "", Mark::None)?;
+    report.row("pairs that must be rejected", found.refused.len() as f64, "", Threshold::None)?;
     report.row(
         "pairs that were rejected for another reason, or accepted",
         f64::from(wrong),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 

@@ -5,8 +5,8 @@ use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::train::Trainer;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, farthest, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "ddp-exact",
@@ -40,15 +40,19 @@ fn trace(worker: &mut Trainer) -> Result<Trace> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let four = TrainConfig { workers: 4, ..config(report.seed(), !options.quick) };
-    let first = job(four.clone(), Over::Memory)?;
+    let first = job(four.clone(), JobTransport::Memory)?;
     // The sampler distributes sequences so that microbatch m of the single worker is the batch of rank m of the
     // four.
     let alone = TrainConfig { workers: 1, accumulate: 4, ..four.clone() };
-    let alone = on_all(&again(&first, alone, Over::Memory), trace)?.remove(0);
+    let alone = on_all(&again(&first, alone, JobTransport::Memory), trace)?.remove(0);
 
     let mut reference: Option<Vec<blake3::Hash>> = None;
     let link: Link = "100mbit,5ms".parse()?;
-    for (name, over) in [("memory", Over::Memory), ("simulated", Over::Simulated(link)), ("tcp", Over::Tcp)] {
+    for (name, over) in [
+        ("memory", JobTransport::Memory),
+        ("simulated", JobTransport::Simulated(link)),
+        ("tcp", JobTransport::Tcp),
+    ] {
         let traces = on_all(&again(&first, four.clone(), over), trace)?;
         let losses = traces.iter().map(|t| farthest(&t.losses, &alone.losses)).fold(0.0, f64::max);
         let grads = traces.iter().map(|t| relative_l2(&t.first_grads, &alone.first_grads));
@@ -58,27 +62,27 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: largest difference of 20 losses"),
             losses,
             "nats",
-            Mark::AtMost(1e-5),
+            Threshold::AtMost(1e-5),
         )?;
         report.row(
             &format!("{name}: first averaged gradient, relative l2"),
             grads,
             "",
-            Mark::AtMost(1e-6),
+            Threshold::AtMost(1e-6),
         )?;
         report.row(
             &format!("{name}: steps after which replicas differ"),
             unequal.count() as f64,
             "steps",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
         let reference = reference.get_or_insert_with(|| traces[0].hashes.clone());
         let other = reference.iter().zip(&traces[0].hashes).filter(|(a, b)| a != b).count();
-        if over != Over::Memory {
+        if over != JobTransport::Memory {
             let metric = format!("{name}: steps after which bits differ from those over memory");
-            report.row(&metric, other as f64, "steps", Mark::AtMost(0.0))?;
+            report.row(&metric, other as f64, "steps", Threshold::AtMost(0.0))?;
         }
     }
-    report.row("loss of the first step", alone.losses[0], "nats", Mark::None)?;
-    report.row("loss of the last step", alone.losses[STEPS - 1], "nats", Mark::None)
+    report.row("loss of the first step", alone.losses[0], "nats", Threshold::None)?;
+    report.row("loss of the last step", alone.losses[STEPS - 1], "nats", Threshold::None)
 }

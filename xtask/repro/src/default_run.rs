@@ -8,7 +8,7 @@ use farflung::{TrainConfig, corpus};
 use serde_json::Value;
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "default-run",
@@ -55,21 +55,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     };
 
     let (before, after) = (figure("/val_loss_before")?, figure("/val_loss")?);
-    report.row("wall time", wall, "s", Mark::AtMost(180.0))?;
-    report.row("validation loss before training", before, "nats", Mark::None)?;
+    report.row("wall time", wall, "s", Threshold::AtMost(180.0))?;
+    report.row("validation loss before training", before, "nats", Threshold::None)?;
     let bound = if options.quick { before - 1.0 } else { ONE_WORKER * 1.03 };
-    report.row("validation loss", after, "nats", Mark::AtMost(bound))?;
+    report.row("validation loss", after, "nats", Threshold::AtMost(bound))?;
     if !options.quick {
         report.row(
             "validation loss above one plain worker's",
             (after / ONE_WORKER - 1.0) * 100.0,
             "%",
-            Mark::AtMost(3.0),
+            Threshold::AtMost(3.0),
         )?;
     }
-    report.row("tokens", figure("/tokens")?, "", Mark::None)?;
-    report.row("bytes sent by a worker", figure("/bytes_sent")?, "B", Mark::None)?;
-    report.row("time on the simulated link", figure("/time_s")?, "s", Mark::None)?;
-    report.row("plain all-reduce: bytes sent by a worker", figure("/plain/bytes_sent")?, "B", Mark::None)?;
-    report.row("plain all-reduce: time on the simulated link", figure("/plain/time_s")?, "s", Mark::None)
+    report.row("tokens", figure("/tokens")?, "", Threshold::None)?;
+    report.row("bytes sent by a worker", figure("/bytes_sent")?, "B", Threshold::None)?;
+    report.row("time on the simulated link", figure("/time_s")?, "s", Threshold::None)?;
+    report.row(
+        "plain all-reduce: bytes sent by a worker",
+        figure("/plain/bytes_sent")?,
+        "B",
+        Threshold::None,
+    )?;
+    report.row("plain all-reduce: time on the simulated link", figure("/plain/time_s")?, "s", Threshold::None)
 }

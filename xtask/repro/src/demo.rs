@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -23,9 +23,9 @@ const MEASURED: [f64; 2] = [5.2, 8.6];
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |most| if options.quick { Mark::None } else { Mark::AtMost(most) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let signum = lab.compare(report, &arms::SIGNUM, &f32, Mark::None)?;
+    let judged = |most| if options.quick { Threshold::None } else { Threshold::AtMost(most) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let signum = lab.compare(report, &arms::SIGNUM, &f32, Threshold::None)?;
     let many = lab.compare(report, &arms::DEMO, &f32, judged(MEASURED[0]))?;
     let few = lab.compare(report, &arms::DISTRO, &f32, judged(MEASURED[1]))?;
     let sizes = lab.sizes(&arms::DISTRO)?;
@@ -36,13 +36,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "DeMo k=32: a worker's payload, times smaller than gradients in 16 bits",
         payload(&many),
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
     report.row(
         "DeMo k=4, 1 bit: a worker's payload, times smaller than gradients in 16 bits",
         payload(&few),
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
     // The ratio for a large model, where headers do not matter. The codec always sends its largest payload
     // here.
@@ -54,7 +54,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 parameters",
         ratio,
         "x",
-        Mark::AtLeast(950.0),
+        Threshold::AtLeast(950.0),
     )?;
     let gap = many.gap(&f32);
     Published {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -17,10 +17,10 @@ pub(crate) const BENCH: Bench = Bench {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let many = lab.compare(report, &arms::DEMO, &f32, Mark::None)?;
-    let plain = lab.compare(report, &arms::DEMO_PLAIN, &f32, Mark::None)?;
-    let alone = lab.compare(report, &arms::DEMO_ALONE, &f32, Mark::None)?;
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let many = lab.compare(report, &arms::DEMO, &f32, Threshold::None)?;
+    let plain = lab.compare(report, &arms::DEMO_PLAIN, &f32, Threshold::None)?;
+    let alone = lab.compare(report, &arms::DEMO_ALONE, &f32, Threshold::None)?;
     let better = plain.gap(&f32).mean - many.gap(&f32).mean;
     report.row(
         "DeMo k=32: how much better than without the transform",
@@ -33,6 +33,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn judged_above(options: &Options) -> Mark {
-    if options.quick { Mark::None } else { Mark::AtLeast(0.0) }
+fn judged_above(options: &Options) -> Threshold {
+    if options.quick { Threshold::None } else { Threshold::AtLeast(0.0) }
 }

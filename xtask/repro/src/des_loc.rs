@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -19,21 +19,21 @@ const MOST: f64 = 1.0;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |mark| if options.quick { Mark::None } else { mark };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let params = lab.compare(report, &arms::LOCAL_10, &f32, Mark::None)?;
-    let local = lab.compare(report, &arms::LOCAL_ADAM, &f32, Mark::None)?;
-    let desynced = lab.compare(report, &arms::DES_LOC, &f32, Mark::None)?;
+    let judged = |mark| if options.quick { Threshold::None } else { mark };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let params = lab.compare(report, &arms::LOCAL_10, &f32, Threshold::None)?;
+    let local = lab.compare(report, &arms::LOCAL_ADAM, &f32, Threshold::None)?;
+    let desynced = lab.compare(report, &arms::DES_LOC, &f32, Threshold::None)?;
     let above = desynced.gap(&local);
-    report.row("DES-LOC: loss above local Adam's", above.mean, "%", judged(Mark::AtMost(MOST)))?;
+    report.row("DES-LOC: loss above local Adam's", above.mean, "%", judged(Threshold::AtMost(MOST)))?;
     let alone = params.gap(&local);
-    report.row("moments that stay local: loss above local Adam's", alone.mean, "%", Mark::None)?;
+    report.row("moments that stay local: loss above local Adam's", alone.mean, "%", Threshold::None)?;
     let fewer = local.payload() / desynced.payload();
     report.row(
         "DES-LOC: payload, times smaller than local Adam's",
         fewer,
         "x",
-        judged(Mark::AtLeast(1.99)),
+        judged(Threshold::AtLeast(1.99)),
     )?;
     Published {
         what: "bytes and loss of DES-LOC compared with local Adam",

@@ -11,8 +11,8 @@ use farflung::tensor::{Device, Precision};
 use farflung::train::Trainer;
 use farflung::{TrainConfig, base, tensor};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, farthest, job, on_all, relative_l2};
 
 #[path = "../../../crates/tensor/tests/it/parity/mod.rs"]
 mod parity;
@@ -32,7 +32,7 @@ const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 2e-2), (Precision::F16,
 
 /// Results of all cases of one op.
 #[derive(Default)]
-struct Found {
+struct OpResult {
     cases: usize,
     worst: f64,
     /// Name of the case with the worst distance.
@@ -46,7 +46,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let name =
         Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
-    let mut all: BTreeMap<&str, Found> = BTreeMap::new();
+    let mut all: BTreeMap<&str, OpResult> = BTreeMap::new();
     let mut halves = HALVES.map(|_| [0.0_f64; 2]);
     for seed in report.seed()..report.seed() + if options.quick { 2 } else { 8 } {
         for case in parity::cases(seed) {
@@ -73,22 +73,27 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             "{op}, {} cases on {name}: relative l2 distance from the cpu, worst case {}",
             found.cases, found.at
         );
-        report.row(&metric, found.worst, "1", Mark::AtMost(1e-5))?;
+        report.row(&metric, found.worst, "1", Threshold::AtMost(1e-5))?;
     }
-    let total = |f: fn(&Found) -> usize| all.values().map(f).sum::<usize>() as f64;
+    let total = |f: fn(&OpResult) -> usize| all.values().map(f).sum::<usize>() as f64;
     report.row(
         "cases of integers and copies whose bits differ",
         total(|f| f.unequal),
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
-    report.row("cases with different bits in a second run", total(|f| f.changed), "1", Mark::AtMost(0.0))?;
+    report.row(
+        "cases with different bits in a second run",
+        total(|f| f.changed),
+        "1",
+        Threshold::AtMost(0.0),
+    )?;
 
     for ((precision, most), [from_f32, from_cpu]) in HALVES.into_iter().zip(halves) {
         let metric = format!("matmul in {precision}: relative l2 from the cpu in f32");
-        report.row(&metric, from_f32, "1", Mark::AtMost(most))?;
+        report.row(&metric, from_f32, "1", Threshold::AtMost(most))?;
         let metric = format!("matmul in {precision}: relative l2 from the cpu in {precision}");
-        report.row(&metric, from_cpu, "1", Mark::AtMost(1e-5))?;
+        report.row(&metric, from_cpu, "1", Threshold::AtMost(1e-5))?;
     }
     codecs(report, &device)?;
     training(report, &name)
@@ -103,7 +108,7 @@ fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
         "codecs whose bytes, residuals, values or errors differ from the host's",
         unequal as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 
@@ -127,39 +132,39 @@ fn training(report: &mut Report<'_>, name: &str) -> Result<()> {
         }
         Ok((losses, grads, worker.params().to_vec::<f32>()?))
     };
-    let first = job(on("cpu", Precision::F32), Over::Memory)?;
+    let first = job(on("cpu", Precision::F32), JobTransport::Memory)?;
     let (losses, grads, params) = on_all(&first, trace)?.remove(0);
-    let theirs = on_all(&again(&first, on(name, Precision::F32), Over::Memory), trace)?.remove(0);
-    let twice = on_all(&again(&first, on(name, Precision::F32), Over::Memory), trace)?.remove(0);
+    let theirs = on_all(&again(&first, on(name, Precision::F32), JobTransport::Memory), trace)?.remove(0);
+    let twice = on_all(&again(&first, on(name, Precision::F32), JobTransport::Memory), trace)?.remove(0);
     report.row(
         "training: first step's gradients, relative l2",
         relative_l2(&theirs.1, &grads),
         "1",
-        Mark::AtMost(1e-5),
+        Threshold::AtMost(1e-5),
     )?;
     for (precision, most) in HALVES {
-        let half = on_all(&again(&first, on(name, precision), Over::Memory), trace)?.remove(0);
+        let half = on_all(&again(&first, on(name, precision), JobTransport::Memory), trace)?.remove(0);
         let metric =
             format!("training in {precision}: first step's gradients, relative l2 from the cpu in f32");
-        report.row(&metric, relative_l2(&half.1, &grads), "1", Mark::AtMost(most))?;
+        report.row(&metric, relative_l2(&half.1, &grads), "1", Threshold::AtMost(most))?;
     }
     report.row(
         "training: 3 losses, largest difference",
         farthest(&theirs.0, &losses),
         "nats",
-        Mark::AtMost(1e-5),
+        Threshold::AtMost(1e-5),
     )?;
     report.row(
         "training: parameters after 3 steps, relative l2",
         relative_l2(&theirs.2, &params),
         "1",
-        Mark::AtMost(1e-5),
+        Threshold::AtMost(1e-5),
     )?;
     let changed = theirs.2.iter().zip(&twice.2).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
     report.row(
         "training: parameters with different bits in a second run",
         changed as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }

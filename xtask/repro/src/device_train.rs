@@ -6,8 +6,8 @@ use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
 use farflung::train::{StepDone, Trainer};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-train",
@@ -63,7 +63,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // A software device computes a hundred times slower than the cpu backend, so steps are few and have few
     // tokens.
     let (seed, steps) = (report.seed(), if options.quick { 6 } else { 60 });
-    let first = job(config(seed, true), Over::Memory)?;
+    let first = job(config(seed, true), JobTransport::Memory)?;
     let train = |devices: &str, workers: usize, stages: usize| {
         let device = Devices::parse(devices).context("failed to parse the names of devices")?;
         // With two microbatches per step both stages compute at the same time.
@@ -78,7 +78,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             device,
             ..config(seed, true)
         };
-        let job = again(&first, config, Over::Memory);
+        let job = again(&first, config, JobTransport::Memory);
         if stages > 1 {
             on_all(&job, |rank| trace(rank, steps, |rank| rank.step(false), table))
         } else {
@@ -93,12 +93,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let cpu = train("cpu", workers, stages)?.remove(0);
         let mixed = train(devices, workers, stages)?;
         let found = &mixed[0];
-        report.row(&format!("{what}: loss after {steps} steps on cpu"), cpu.loss, "nats", Mark::None)?;
+        report.row(&format!("{what}: loss after {steps} steps on cpu"), cpu.loss, "nats", Threshold::None)?;
         report.row(
             &format!("{what}: loss on {devices}, difference from that on cpu"),
             (found.loss - cpu.loss).abs(),
             "nats",
-            Mark::AtMost(0.02),
+            Threshold::AtMost(0.02),
         )?;
         if workers > 1 {
             let unequal = mixed.iter().filter(|t| t.hash != found.hash).count() as f64;
@@ -108,25 +108,25 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &format!("{what}: comparisons of the {copies}"),
                 compared,
                 "1",
-                Mark::AtLeast((steps / EVERY) as f64),
+                Threshold::AtLeast((steps / EVERY) as f64),
             )?;
             report.row(
                 &format!("{what}: largest drift between comparisons, relative l2"),
                 found.drift.0,
                 "1",
-                Mark::AtMost(1e-5),
+                Threshold::AtMost(1e-5),
             )?;
             report.row(
                 &format!("{what}: bytes sent by comparisons and copies"),
                 bytes,
                 "B",
-                Mark::AtLeast(1.0),
+                Threshold::AtLeast(1.0),
             )?;
             report.row(
                 &format!("{what}: {copies} that differ at the end"),
                 unequal,
                 "1",
-                Mark::AtMost(0.0),
+                Threshold::AtMost(0.0),
             )?;
         }
     }

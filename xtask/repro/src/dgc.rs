@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -23,27 +23,27 @@ const MOST: f64 = 8.3;
 
 /// Returns the condition on the loss of all-gather with feedback: the value measured over three seeds (3.74)
 /// plus two standard deviations.
-fn judged_gathered(options: &Options) -> Mark {
-    if options.quick { Mark::None } else { Mark::AtMost(4.4) }
+fn judged_gathered(options: &Options) -> Threshold {
+    if options.quick { Threshold::None } else { Threshold::AtMost(4.4) }
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let most = if options.quick { Mark::None } else { Mark::AtMost(MOST) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let most = if options.quick { Threshold::None } else { Threshold::AtMost(MOST) };
     let dgc = lab.compare(report, &arms::DGC, &f32, most)?;
-    let falling = lab.compare(report, &arms::DGC_FALLING, &f32, Mark::None)?;
-    let with = lab.compare(report, &arms::TOP_K, &f32, Mark::None)?;
-    let without = lab.compare(report, &arms::TOP_K_ALONE, &f32, Mark::None)?;
+    let falling = lab.compare(report, &arms::DGC_FALLING, &f32, Threshold::None)?;
+    let with = lab.compare(report, &arms::TOP_K, &f32, Threshold::None)?;
+    let without = lab.compare(report, &arms::TOP_K_ALONE, &f32, Threshold::None)?;
     let gathered = lab.compare(report, &arms::TOP_K_GATHERED, &f32, judged_gathered(options))?;
-    let corrected = lab.compare(report, &arms::DGC_GATHERED, &f32, Mark::None)?;
+    let corrected = lab.compare(report, &arms::DGC_GATHERED, &f32, Threshold::None)?;
     let better = with.gap(&f32).mean - dgc.gap(&f32).mean;
-    report.row("top 1 %: how much worse than with momentum correction", better, "%", Mark::None)?;
+    report.row("top 1 %: how much worse than with momentum correction", better, "%", Threshold::None)?;
     let warmed = dgc.gap(&f32).mean - falling.gap(&f32).mean;
-    report.row("DGC 1 %: how much worse without a warm-up of the density", warmed, "%", Mark::None)?;
+    report.row("DGC 1 %: how much worse without a warm-up of the density", warmed, "%", Threshold::None)?;
     let worse = without.gap(&f32).mean - with.gap(&f32).mean;
-    let judged = if options.quick { Mark::None } else { Mark::AtLeast(0.0) };
+    let judged = if options.quick { Threshold::None } else { Threshold::AtLeast(0.0) };
     report.row("top 1 %: how much worse without feedback", worse, "%", judged)?;
     let gap = dgc.gap(&f32);
     Published {

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Outcome, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -23,25 +23,25 @@ const MOST_KMEANS: f64 = 8.2;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = |mark: f64| if options.quick { Mark::None } else { Mark::AtMost(mark) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let alone = lab.compare(report, &arms::ALONE, &f32, Mark::None)?;
-    let ten = lab.compare(report, &arms::DILOCO_10, &f32, Mark::None)?;
+    let judged = |mark: f64| if options.quick { Threshold::None } else { Threshold::AtMost(mark) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let alone = lab.compare(report, &arms::ALONE, &f32, Threshold::None)?;
+    let ten = lab.compare(report, &arms::DILOCO_10, &f32, Threshold::None)?;
     let fifty = lab.compare(report, &arms::DILOCO_50, &f32, judged(MOST_50))?;
     let int8 = lab.compare(report, &arms::DILOCO_INT8, &f32, judged(MOST_50))?;
     ratio(report, &f32, &ten, 10.0)?;
     ratio(report, &f32, &fifty, 50.0)?;
-    let files = lab.compare(report, &arms::DILOCO_FILES, &f32, Mark::None)?;
+    let files = lab.compare(report, &arms::DILOCO_FILES, &f32, Threshold::None)?;
     let kmeans = lab.compare(report, &arms::DILOCO_KMEANS, &f32, judged(MOST_KMEANS))?;
     // Scales and headers of the codec take slightly more than one percent.
     report.row(
         "DiLoCo H=50, int8: payload, times smaller than f32's, 4 H = 200",
         times(&f32, &int8),
         "x",
-        Mark::AtLeast(196.0),
+        Threshold::AtLeast(196.0),
     )?;
     let gain = alone.loss() / fifty.loss();
-    let beats = if options.quick { Mark::None } else { Mark::AtLeast(1.0) };
+    let beats = if options.quick { Threshold::None } else { Threshold::AtLeast(1.0) };
     report.row("one worker's loss relative to DiLoCo's with H=50", gain, "x", beats)?;
     let gap = fifty.gap(&f32);
     Published {
@@ -90,6 +90,6 @@ pub(super) fn ratio(report: &mut Report<'_>, f32: &Outcome, arm: &Outcome, expec
         &format!("{}: ratio of payloads, difference from {expected}", arm.name),
         off,
         "%",
-        Mark::AtMost(1.0),
+        Threshold::AtMost(1.0),
     )
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::diloco::ratio;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, Setting, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -32,9 +32,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     };
     let lab = Lab::with(Setting::of(options).steps(steps), report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let fifty = lab.compare(report, &arms::DILOCO_50, &f32, Mark::None)?;
-    let judged = if options.long { Mark::AtMost(MOST) } else { Mark::None };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let fifty = lab.compare(report, &arms::DILOCO_50, &f32, Threshold::None)?;
+    let judged = if options.long { Threshold::AtMost(MOST) } else { Threshold::None };
     let long = lab.compare(report, &arms::DILOCO_500, &f32, judged)?;
     ratio(report, &f32, &long, 500.0)?;
     let (gap, less_often) = (long.gap(&f32), fifty.gap(&f32));

@@ -8,8 +8,8 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::Trainer;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all, plain_sgd, relative_l2};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all, plain_sgd, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "diloco-exact",
@@ -56,7 +56,7 @@ fn trace(worker: &mut Trainer, window: usize) -> Result<Trace> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let ddp = plain_sgd(TrainConfig { workers: 4, ..config(report.seed(), !options.quick) }, 0.1);
-    let first = job(ddp.clone(), Over::Memory)?;
+    let first = job(ddp.clone(), JobTransport::Memory)?;
     let by_ddp = on_all(&first, |worker| trace(worker, 1))?;
     for every in [1_u64, 5, 10] {
         let config = TrainConfig {
@@ -67,7 +67,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             steps: STEPS as u64,
             ..ddp.clone()
         };
-        let job = again(&first, config, Over::Memory);
+        let job = again(&first, config, JobTransport::Memory);
         let traces = on_all(&job, |worker| trace(worker, every as usize))?;
         if every == 1 {
             let both = || traces.iter().zip(&by_ddp);
@@ -77,18 +77,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let pairs = both().flat_map(|(a, b)| a.losses.iter().zip(&b.losses));
             let losses = pairs.map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
             let metric = "H=1: parameters after 20 steps compared with ddp, relative l2";
-            report.row(metric, params, "", Mark::AtMost(1e-6))?;
+            report.row(metric, params, "", Threshold::AtMost(1e-6))?;
             let metric = "H=1: largest relative difference of 20 losses from ddp";
-            report.row(metric, losses, "", Mark::AtMost(1e-6))?;
+            report.row(metric, losses, "", Threshold::AtMost(1e-6))?;
         }
         let off = traces.iter().zip(&by_ddp).filter(|(a, b)| a.sent.0 * every != b.sent.0).count();
         let ratio = by_ddp[0].sent.0 as f64 / traces[0].sent.0 as f64;
-        report.row(&format!("H={every}: payload, times smaller than ddp's"), ratio, "x", Mark::None)?;
+        report.row(&format!("H={every}: payload, times smaller than ddp's"), ratio, "x", Threshold::None)?;
         let metric = format!("H={every}: ranks whose ratio is not exactly H");
-        report.row(&metric, off as f64, "ranks", Mark::AtMost(0.0))?;
+        report.row(&metric, off as f64, "ranks", Threshold::AtMost(0.0))?;
     }
-    report.row("ddp: payload sent by rank 0", by_ddp[0].sent.0 as f64, "B", Mark::None)?;
-    report.row("ddp: with frames", by_ddp[0].sent.1 as f64, "B", Mark::None)?;
-    report.row("ddp: loss of the first step", by_ddp[0].losses[0], "nats", Mark::None)?;
-    report.row("ddp: loss of the last step", by_ddp[0].losses[STEPS - 1], "nats", Mark::None)
+    report.row("ddp: payload sent by rank 0", by_ddp[0].sent.0 as f64, "B", Threshold::None)?;
+    report.row("ddp: with frames", by_ddp[0].sent.1 as f64, "B", Threshold::None)?;
+    report.row("ddp: loss of the first step", by_ddp[0].losses[0], "nats", Threshold::None)?;
+    report.row("ddp: loss of the last step", by_ddp[0].losses[STEPS - 1], "nats", Threshold::None)
 }

@@ -8,11 +8,13 @@ use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use farflung::config::choice::{Resume, SyncKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Fault, FaultyValue, Job, Quiet, Report as Trained, Thoroughness, run_job, seats};
+use farflung::train::{
+    Fault, FaultyValue, Job, Quiet, Report as Trained, Thoroughness, connections, run_job,
+};
 use farflung::{Checkpoint, Error, Existing, Packing, RunDir, TrainConfig};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "divergence",
@@ -70,10 +72,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         sample_tokens: 0,
         ..config(seed, false)
     };
-    let data = job(base.clone(), Over::Memory)?;
+    let data = job(base.clone(), JobTransport::Memory)?;
     let tries = if options.quick { 4 } else { 24 };
     for (index, case) in (0..).zip(&CASES) {
-        let job = again(&data, (case.config)(base.clone()), Over::Memory);
+        let job = again(&data, (case.config)(base.clone()), JobTransport::Memory);
         let clean = trained(&job, None)?.context("rank 0 has no report")?.hash;
         let random = Philox::new(seed, index);
         let (mut found, mut harmless, mut missed, mut named) = (0_u32, 0_u32, 0_u32, 0_u32);
@@ -111,23 +113,23 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let name = case.name;
         let placed = found + harmless + missed;
-        report.row(&format!("{name}: bits changed"), f64::from(placed), "", Mark::AtLeast(1.0))?;
+        report.row(&format!("{name}: bits changed"), f64::from(placed), "", Threshold::AtLeast(1.0))?;
         report.row(
             &format!("{name}: changes without effect on any bit"),
             f64::from(harmless),
             "",
-            Mark::None,
+            Threshold::None,
         )?;
         let metric = format!("{name}: changes not detected before the next checkpoint");
-        report.row(&metric, f64::from(missed), "", Mark::AtMost(0.0))?;
+        report.row(&metric, f64::from(missed), "", Threshold::AtMost(0.0))?;
         report.row(
             &format!("{name}: changes detected without naming the replica"),
             f64::from(found - named),
             "",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
     }
-    let job = again(&data, TrainConfig { workers: 3, codec: "none".parse()?, ..base }, Over::Memory);
+    let job = again(&data, TrainConfig { workers: 3, codec: "none".parse()?, ..base }, JobTransport::Memory);
     in_checkpoints(report, &job, if options.quick { 4 } else { 20 })?;
     cost(report, &data, options)
 }
@@ -135,7 +137,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// Trains a job in a folder.
 fn trained(job: &Job, out: Option<&Path>) -> farflung::Result<Option<Trained>> {
     let job = Job { out: out.map(Path::to_owned), ..job.clone() };
-    run_job(&job, seats(&job, None)?, &mut Quiet)
+    run_job(&job, connections(&job, None)?, &mut Quiet)
 }
 
 /// Returns the step of the newest checkpoint, or 0 if there is none.
@@ -173,13 +175,13 @@ fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> 
         "bits changed in a checkpoint, with its manifest updated to match",
         tries as f64,
         "",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     report.row(
         "bits changed in a checkpoint that are not detected before the first step",
         f64::from(missed),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 
@@ -221,7 +223,7 @@ fn flip(bytes: &mut [u8], draw: u64) {
 fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let default = TrainConfig::default();
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };
-    let job = job(crate::workers::with_transport(nano, Over::Memory), Over::Memory)?;
+    let job = job(crate::workers::with_transport(nano, JobTransport::Memory), JobTransport::Memory)?;
     let (steps, checks) = if options.quick { (2, 4) } else { (10, 20) };
     #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
     let measured = on_all(&job, |trainer| {
@@ -238,8 +240,8 @@ fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
         Ok((step, begun.elapsed().as_secs_f64() / f64::from(checks)))
     })?;
     let (step, check) = measured[0];
-    report.row("nano: a step", step * 1e3, "ms", Mark::None)?;
-    report.row("nano: a comparison", check * 1e3, "ms", Mark::None)?;
+    report.row("nano: a step", step * 1e3, "ms", Threshold::None)?;
+    report.row("nano: a comparison", check * 1e3, "ms", Threshold::None)?;
     let share = 100.0 * check / default.check_every as f64 / step;
-    report.row("nano: comparisons, share of a step's time", share, "%", Mark::AtMost(0.5))
+    report.row("nano: comparisons, share of a step's time", share, "%", Threshold::AtMost(0.5))
 }

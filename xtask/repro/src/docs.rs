@@ -38,8 +38,8 @@ fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
     Ok(vec![
         ("reproductions.md", reproductions::page(records)),
         ("choosing.md", choosing::page(&arms, &record::unequal(records)?)),
-        ("loss-by-bytes.svg", chart::svg(&arms, chart::Against::Bytes)?),
-        ("loss-by-time.svg", chart::svg(&arms, chart::Against::Time)?),
+        ("loss-by-bytes.svg", chart::svg(&arms, chart::XAxis::Bytes)?),
+        ("loss-by-time.svg", chart::svg(&arms, chart::XAxis::Time)?),
     ])
 }
 

@@ -5,7 +5,7 @@ use farflung::base::Nanos;
 use farflung::parallel::planner::dtfm::{Layout, PairCosts, Workload, contiguous, random, transposed};
 use farflung::parallel::shipped;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-cost",
@@ -51,7 +51,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &format!("case {case}, {name}: difference from the published cost"),
                 off,
                 "s",
-                Mark::AtMost(1e-4),
+                Threshold::AtMost(1e-4),
             )?;
         }
     }
@@ -59,7 +59,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let costs = costs(case)?;
         for (name, groups) in [("contiguous", contiguous(&costs)), ("transposed", transposed(&costs))] {
             let total = Layout::of_groups(&groups, &costs)?.cost.total().as_secs_f64();
-            report.row(&format!("case {case}, {name}: total"), total, "s", Mark::None)?;
+            report.row(&format!("case {case}, {name}: total"), total, "s", Threshold::None)?;
         }
     }
     let samples = if options.quick { 50 } else { 2000 };
@@ -72,13 +72,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         let mean = sum / samples as f64;
         // The published mean is over 200 placements.
-        report.row(&format!("case {case}, mean of random placements"), mean, "s", Mark::None)?;
+        report.row(&format!("case {case}, mean of random placements"), mean, "s", Threshold::None)?;
         let off = (mean / expected - 1.0).abs();
         report.row(
             &format!("case {case}, mean of random placements: relative difference from the published mean"),
             off,
             "",
-            Mark::AtMost(0.02),
+            Threshold::AtMost(0.02),
         )?;
     }
     Ok(())

@@ -10,7 +10,7 @@ use farflung::parallel::planner::dtfm::{
 };
 
 use crate::dtfm_cost::costs;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-search",
@@ -43,11 +43,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             over_paper = f64::max(over_paper, ours / paper);
         }
         let row = |what: &str| format!("case {case}: {what}");
-        report.row(&row("pipelines of neighbours"), by_pipeline, "s", Mark::None)?;
-        report.row(&row("the paper's search, best of all seeds"), best_of_paper, "s", Mark::None)?;
-        report.row(&row("our search, worst of all seeds"), worst, "s", Mark::AtMost(by_pipeline))?;
-        report.row(&row("our cost relative to the paper's, same seed"), over_paper, "", Mark::AtMost(1.0))?;
-        let mark = if options.quick { Mark::None } else { Mark::AtMost(5.0) };
+        report.row(&row("pipelines of neighbours"), by_pipeline, "s", Threshold::None)?;
+        report.row(&row("the paper's search, best of all seeds"), best_of_paper, "s", Threshold::None)?;
+        report.row(&row("our search, worst of all seeds"), worst, "s", Threshold::AtMost(by_pipeline))?;
+        report.row(
+            &row("our cost relative to the paper's, same seed"),
+            over_paper,
+            "",
+            Threshold::AtMost(1.0),
+        )?;
+        let mark = if options.quick { Threshold::None } else { Threshold::AtMost(5.0) };
         report.row(&row("time of our search"), slowest, "s", mark)?;
     }
     small(report, options)
@@ -74,20 +79,25 @@ fn small(report: &mut Report<'_>, options: &Options) -> Result<()> {
             over_paper = over_paper.max(ours.as_secs_f64() / paper.as_secs_f64());
         }
     }
-    report.row("small networks", tried, "networks", Mark::None)?;
+    report.row("small networks", tried, "networks", Threshold::None)?;
     report.row(
         "small networks where our search finds the optimum",
         optimal,
         "networks",
-        Mark::AtLeast(tried),
+        Threshold::AtLeast(tried),
     )?;
     report.row(
         "small networks where the paper's search finds the optimum",
         of_paper,
         "networks",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row("small networks: our cost relative to the paper's, at most", over_paper, "", Mark::AtMost(1.0))
+    report.row(
+        "small networks: our cost relative to the paper's, at most",
+        over_paper,
+        "",
+        Threshold::AtMost(1.0),
+    )
 }
 
 /// Returns the costs of a random network in which every pair has another bandwidth and latency, which also

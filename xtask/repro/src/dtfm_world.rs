@@ -8,7 +8,7 @@ use farflung::parallel::planner::dtfm::{
 use farflung::parallel::shipped;
 
 use crate::dtfm_cost::pipelines;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-world",
@@ -57,14 +57,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for case in 1..=5 {
         let Steps { best, random, in_order, .. } = steps(case, &small, evaluations, samples, report.seed())?;
         let row = |what: &str| format!("case {case}, batch 512: {what}");
-        report.row(&row("planned step"), best, "s", Mark::None)?;
-        report.row(&row("sequences per second"), 512.0 / best, "1/s", Mark::None)?;
-        report.row(&row("faster than random placement"), random / best, "x", Mark::AtLeast(1.0))?;
+        report.row(&row("planned step"), best, "s", Threshold::None)?;
+        report.row(&row("sequences per second"), 512.0 / best, "1/s", Threshold::None)?;
+        report.row(&row("faster than random placement"), random / best, "x", Threshold::AtLeast(1.0))?;
         report.row(
             &row("faster than ranks in order (Megatron's layout)"),
             in_order / best,
             "x",
-            Mark::AtLeast(1.0),
+            Threshold::AtLeast(1.0),
         )?;
     }
     for setting in SETTINGS.iter().take(if options.quick { 1 } else { 5 }) {
@@ -84,25 +84,25 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &row("relative difference from an independent simulation"),
             off,
             "",
-            Mark::AtMost(1.1e-3),
+            Threshold::AtMost(1.1e-3),
         )?;
         report.row(
             &row("case 5, step time relative to case 1"),
             world.best / centre.best,
             "x",
-            Mark::AtMost(3.5),
+            Threshold::AtMost(3.5),
         )?;
         report.row(
             &row("case 5, random placement relative to planned"),
             world.random / world.best,
             "x",
-            Mark::AtLeast(2.4),
+            Threshold::AtLeast(2.4),
         )?;
         report.row(
             &row("case 5, ranks in order relative to planned"),
             world.in_order / world.best,
             "x",
-            Mark::AtLeast(1.0),
+            Threshold::AtLeast(1.0),
         )?;
     }
     Ok(())

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Result, ensure};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 use crate::trained::Trained;
 use daemons::{Slurm, Sshd};
@@ -54,12 +54,12 @@ impl Job {
     }
 
     /// Returns the path of a run's errors.
-    fn said(&self, out: &str) -> PathBuf {
+    fn stderr_path(&self, out: &str) -> PathBuf {
         self.folder.join(format!("{out}.stderr"))
     }
 
     fn spawn(&self, mut command: Command, out: &str) -> Result<Child> {
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(self.said(out))?);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(self.stderr_path(out))?);
         Ok(command.spawn()?)
     }
 
@@ -123,10 +123,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let out = format!("{name}-run");
         for mut rank in start(&out)? {
             let status = rank.wait()?;
-            let said = || fs::read_to_string(job.said(&out)).unwrap_or_default();
+            let said = || fs::read_to_string(job.stderr_path(&out)).unwrap_or_default();
             ensure!(status.success(), "under {name}: {status}\n{}", said());
         }
-        report.row(&format!("{name}: total time"), began.elapsed().as_secs_f64(), "s", Mark::None)?;
+        report.row(&format!("{name}: total time"), began.elapsed().as_secs_f64(), "s", Threshold::None)?;
         Trained::read(&folder.path().join(&out))
     };
     let one =
@@ -159,10 +159,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let over_mpi = ran("mpirun over mpi", &|out| one(out, job.over_mpi(&mpirun, out)))?;
         found.push(("mpirun over mpi", over_mpi));
     }
-    report.row("losses of each run", wanted.losses.len() as f64, "1", Mark::None)?;
+    report.row("losses of each run", wanted.losses.len() as f64, "1", Threshold::None)?;
     for (name, trained) in found {
         let name = format!("{name}: losses or weights with bits other than those of launch");
-        report.row(&name, f64::from(u8::from(trained != wanted)), "1", Mark::AtMost(0.0))?;
+        report.row(&name, f64::from(u8::from(trained != wanted)), "1", Threshold::AtMost(0.0))?;
     }
     if !has_mpi {
         report.progress(

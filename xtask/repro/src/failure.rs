@@ -7,7 +7,7 @@ use farflung::base::{Nanos, PeerId, Rank, Topology};
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, Transport};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{Cluster, on_ranks};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -93,7 +93,7 @@ fn reduce(comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
 }
 
 /// Observations of one rank.
-struct Seen {
+struct RankObservation {
     /// Time from the start to the end of the call that failed.
     took: Nanos,
     error: Option<CommError>,
@@ -102,7 +102,7 @@ struct Seen {
     end: Nanos,
 }
 
-fn run_once(collective: &Collective, faults: &Faults) -> Result<Vec<Seen>> {
+fn run_once(collective: &Collective, faults: &Faults) -> Result<Vec<RankObservation>> {
     let topology = Topology::uniform(N, "100mbit,20ms".parse()?);
     let cluster: Cluster =
         cluster_with(&topology, faults).into_iter().map(|t| t as std::sync::Arc<dyn Transport>).collect();
@@ -132,7 +132,7 @@ fn run_once(collective: &Collective, faults: &Faults) -> Result<Vec<Seen>> {
                 let mut y = [1_u64];
                 left.all_reduce(&mut y, ReduceOp::Sum).is_ok() && y[0] as usize == left.size()
             });
-        Ok(Seen { took, error: result.err(), half, goes_on, end })
+        Ok(RankObservation { took, error: result.err(), half, goes_on, end })
     })
 }
 
@@ -144,13 +144,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for collective in collectives() {
         let calm = run_once(&collective, &Faults::new())?;
         let length = calm.iter().map(|seen| seen.end).max().unwrap_or(Nanos::ZERO);
-        for blow in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+        for fault in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
         {
             for moment in 0..moments {
                 let at = Nanos(length.0 * moment / moments);
                 runs += 1;
-                let seen = run_once(&collective, &blow.at(at))?;
-                let hit = |rank: usize| blow.culprits().contains(&PeerId(rank as u32));
+                let seen = run_once(&collective, &fault.at(at))?;
+                let hit = |rank: usize| fault.culprits().contains(&PeerId(rank as u32));
                 let noticed = seen.iter().any(|seen| seen.error.is_some());
                 for (_, seen) in seen.iter().enumerate().filter(|(rank, _)| !hit(*rank)) {
                     survivors += 1;
@@ -158,26 +158,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     let Some(error) = &seen.error else {
                         // A cut or a corrupted frame that affects no later frame is not a failure.
                         unnoticed += u32::from(
-                            noticed || matches!(blow, InjectedFault::Crash | InjectedFault::Freeze),
+                            noticed || matches!(fault, InjectedFault::Crash | InjectedFault::Freeze),
                         );
                         continue;
                     };
                     slowest = slowest.max(seen.took);
                     late += u32::from(seen.took > DEADLINE + Nanos::from_millis(50));
-                    let right = error.peer().is_some_and(|peer| blow.culprits().contains(&peer));
+                    let right = error.peer().is_some_and(|peer| fault.culprits().contains(&peer));
                     innocent += u32::from(!right);
                     stuck += u32::from(!seen.goes_on);
                 }
             }
         }
     }
-    report.row("runs", f64::from(runs), "1", Mark::None)?;
-    report.row("survivors", f64::from(survivors), "1", Mark::None)?;
-    report.row("survivors that noticed nothing", f64::from(unnoticed), "1", Mark::AtMost(0.0))?;
-    report.row("longest time to notice", slowest.as_secs_f64(), "s", Mark::AtMost(2.05))?;
-    report.row("survivors that noticed after the deadline", f64::from(late), "1", Mark::AtMost(0.0))?;
-    report.row("partly reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
-    report.row("survivors that name an innocent rank", f64::from(innocent), "1", Mark::AtMost(0.0))?;
-    report.row("survivors that could not continue", f64::from(stuck), "1", Mark::AtMost(0.0))?;
+    report.row("runs", f64::from(runs), "1", Threshold::None)?;
+    report.row("survivors", f64::from(survivors), "1", Threshold::None)?;
+    report.row("survivors that noticed nothing", f64::from(unnoticed), "1", Threshold::AtMost(0.0))?;
+    report.row("longest time to notice", slowest.as_secs_f64(), "s", Threshold::AtMost(2.05))?;
+    report.row("survivors that noticed after the deadline", f64::from(late), "1", Threshold::AtMost(0.0))?;
+    report.row("partly reduced results", f64::from(half), "1", Threshold::AtMost(0.0))?;
+    report.row("survivors that name an innocent rank", f64::from(innocent), "1", Threshold::AtMost(0.0))?;
+    report.row("survivors that could not continue", f64::from(stuck), "1", Threshold::AtMost(0.0))?;
     processes::run(report, options)
 }

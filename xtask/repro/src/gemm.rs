@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::tensor::{Device, Fuse, Op};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{fma_peak, median, now};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -48,7 +48,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let rate = rate(&cpu, [n, n, n], false, samples, stretch)?;
             let keys = [("n", &*n.to_string()), ("threads", &*threads.to_string())];
             let theirs = options.peers.best("gemm_f32", &keys, "gflops_med");
-            report.ratio(&format!("{n}, {on}: speed relative to PyTorch's"), rate, theirs, Mark::None)?;
+            report.ratio(
+                &format!("{n}, {on}: speed relative to PyTorch's"),
+                rate,
+                theirs,
+                Threshold::None,
+            )?;
             rates.push((format!("{n}, {on}"), rate));
         }
         for (name, shape) in SHAPES {
@@ -58,10 +63,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             rates.push((format!("{name} {m}x{k}x{n}, {on}"), rate));
         }
         let peak = before.max(fma_peak(threads));
-        report.row(&format!("FMA peak, {on}"), peak, "GFLOP/s", Mark::None)?;
+        report.row(&format!("FMA peak, {on}"), peak, "GFLOP/s", Threshold::None)?;
         for (name, rate) in rates {
-            report.row(&name, rate, "GFLOP/s", Mark::None)?;
-            report.row(&format!("{name}: share of the peak"), rate / peak, "", Mark::None)?;
+            report.row(&name, rate, "GFLOP/s", Threshold::None)?;
+            report.row(&format!("{name}: share of the peak"), rate / peak, "", Threshold::None)?;
         }
     }
     Ok(())

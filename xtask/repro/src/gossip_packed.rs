@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::gossip::{FAR, MEASURED, MOST};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -18,18 +18,23 @@ pub(crate) const BENCH: Bench = Bench {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = if options.quick { Mark::None } else { Mark::AtMost(MEASURED) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let judged = if options.quick { Threshold::None } else { Threshold::AtMost(MEASURED) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
     let mut said = Vec::new();
     let synchronous = lab.step_time(report, &arms::F32, FAR.parse()?)?;
     for arm in [&arms::LOW_PRECISION, &arms::CHOCO] {
         let outcome = lab.compare(report, arm, &f32, judged)?;
         let faster = synchronous / lab.step_time(report, arm, FAR.parse()?)?;
-        report.row(&format!("{}: speed-up over f32 at {FAR}", arm.name), faster, "x", Mark::AtLeast(1.0))?;
+        report.row(
+            &format!("{}: speed-up over f32 at {FAR}", arm.name),
+            faster,
+            "x",
+            Threshold::AtLeast(1.0),
+        )?;
         said.push((outcome.gap(&f32).mean, format!("{} {:+.2} %", arm.name, outcome.gap(&f32).mean)));
     }
     let moniqua = lab.compare(report, &arms::MONIQUA_8, &f32, judged)?;
-    let one_bit = lab.compare(report, &arms::MONIQUA_1, &f32, Mark::None)?;
+    let one_bit = lab.compare(report, &arms::MONIQUA_1, &f32, Threshold::None)?;
     Published {
         what: "loss of Moniqua compared with averaging at each step",
         paper: "the rate of D-PSGD without extra memory, down to one bit (ResNet-20 and -110 on CIFAR-10)",

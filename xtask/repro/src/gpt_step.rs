@@ -11,7 +11,7 @@ use farflung::tensor::Device;
 use farflung::zoo::GptConfig;
 use serde_json::{Value, json};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{bandwidth, fma_peak, median, resident};
 use crate::peers::Peers;
 
@@ -90,20 +90,25 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let tokens = (case.batch * model.context) as f64;
         let least = tokens * flops / (peak * 1e9)
             + BYTES_PER_PARAMETER * model.parameters() as f64 / (bandwidths[threads - 1] * 1e9);
-        report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Mark::None)?;
-        report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Mark::None)?;
-        report.row(&format!("{name}: arithmetic, share of the FMA peak"), gflops / peak, "", Mark::None)?;
+        report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Threshold::None)?;
+        report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Threshold::None)?;
+        report.row(
+            &format!("{name}: arithmetic, share of the FMA peak"),
+            gflops / peak,
+            "",
+            Threshold::None,
+        )?;
         let of_roofline = least * tokens_per_s / tokens;
-        report.row(&format!("{name}: speed, share of the roofline"), of_roofline, "", Mark::None)?;
+        report.row(&format!("{name}: speed, share of the roofline"), of_roofline, "", Threshold::None)?;
         let memory = figures("memory").map(|bytes| median(bytes) / f64::from(1 << 20));
         if let Some(memory) = memory {
-            report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
+            report.row(&format!("{name}: memory for the model"), memory, "MiB", Threshold::None)?;
         }
         against(report, &peers, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
     }
     for (threads, bandwidth) in [1, 2].into_iter().zip(bandwidths) {
-        report.row(&format!("FMA peak, {threads} threads"), fma_peak(threads), "GFLOP/s", Mark::None)?;
-        report.row(&format!("memory bandwidth, {threads} threads"), bandwidth, "GB/s", Mark::None)?;
+        report.row(&format!("FMA peak, {threads} threads"), fma_peak(threads), "GFLOP/s", Threshold::None)?;
+        report.row(&format!("memory bandwidth, {threads} threads"), bandwidth, "GB/s", Threshold::None)?;
     }
     Ok(())
 }
@@ -126,15 +131,25 @@ fn against(
         &format!("{name}: speed relative to PyTorch's"),
         tokens_per_s,
         torch,
-        Mark::AtLeast(case.mark),
+        Threshold::AtLeast(case.mark),
     )?;
     let burn = best("burn_flex_step");
-    report.ratio(&format!("{name}: speed relative to burn's"), tokens_per_s, burn, Mark::AtLeast(2.0))?;
+    report.ratio(
+        &format!("{name}: speed relative to burn's"),
+        tokens_per_s,
+        burn,
+        Threshold::AtLeast(2.0),
+    )?;
     let candle = best("candle_step");
-    report.ratio(&format!("{name}: speed relative to candle's"), tokens_per_s, candle, Mark::AtLeast(2.0))?;
+    report.ratio(
+        &format!("{name}: speed relative to candle's"),
+        tokens_per_s,
+        candle,
+        Threshold::AtLeast(2.0),
+    )?;
     let Some(memory) = memory else { return Ok(()) };
     let theirs = torch_memory(peers, &keys, parameters);
-    report.ratio(&format!("{name}: memory relative to PyTorch's"), memory, theirs, Mark::AtMost(1.0))
+    report.ratio(&format!("{name}: memory relative to PyTorch's"), memory, theirs, Threshold::AtMost(1.0))
 }
 
 /// Returns PyTorch's memory for the model and a step in MiB, in the better of its modes. It is the peak minus

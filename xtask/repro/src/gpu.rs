@@ -10,7 +10,7 @@ use farflung::tensor::{BlockCodec, Code, DType, Device, Fuse, Op, Precision};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{GptConfig, Input, Stage};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 use crate::peers::Peers;
 
@@ -66,27 +66,34 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
     // The step runs first, so that the peak of memory is the step's.
     let (tokens, memory) = step(&device.with_precision(Precision::Bf16), &sizes, report.seed())?;
-    report.row("training step in bf16", tokens, "tok/s", Mark::None)?;
-    report.row("training step in bf16: memory", memory / f64::from(1 << 20), "MiB", Mark::None)?;
+    report.row("training step in bf16", tokens, "tok/s", Threshold::None)?;
+    report.row("training step in bf16: memory", memory / f64::from(1 << 20), "MiB", Threshold::None)?;
     let torch = |field: &str| theirs.best("gpu_step", &[("mode", "eager")], field);
-    report.ratio("training step: speed relative to PyTorch's", tokens, torch("tok_s"), Mark::AtLeast(0.5))?;
+    report.ratio(
+        "training step: speed relative to PyTorch's",
+        tokens,
+        torch("tok_s"),
+        Threshold::AtLeast(0.5),
+    )?;
     report.ratio(
         "training step: memory relative to PyTorch's",
         memory,
         torch("peak_bytes"),
-        Mark::AtMost(1.0),
+        Threshold::AtMost(1.0),
     )?;
     let bandwidth = copying(&device, &sizes)?;
     report.row(
         &format!("{} ({}): copies within the device", found.name, found.about),
         bandwidth / 1e9,
         "GB/s",
-        Mark::None,
+        Threshold::None,
     )?;
     for &n in sizes.products {
-        for (precision, mark) in [(Precision::Bf16, Mark::AtLeast(0.6)), (Precision::F32, Mark::None)] {
+        for (precision, mark) in
+            [(Precision::Bf16, Threshold::AtLeast(0.6)), (Precision::F32, Threshold::None)]
+        {
             let tflops = product(&device.with_precision(precision), n, &sizes)?;
-            report.row(&format!("matmul {n} in {precision}"), tflops, "TFLOP/s", Mark::None)?;
+            report.row(&format!("matmul {n} in {precision}"), tflops, "TFLOP/s", Threshold::None)?;
             let keys = [("n", &*n.to_string()), ("dtype", &precision.to_string())];
             let torch = theirs.best("gpu_gemm", &keys, "tflops");
             report.ratio(
@@ -104,7 +111,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name} with feedback: bytes moved per second, relative to copies"),
             rate / bandwidth,
             "x",
-            Mark::None,
+            Threshold::None,
         )?;
     }
     Ok(())

@@ -2,8 +2,8 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::lab::{Arm, Lab, Marks, Published, Setting, Unequal, arms, rate};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::lab::{Arm, Lab, Published, Setting, Thresholds, Unequal, arms, rate};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "halos",
@@ -38,10 +38,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         reference: &f32,
         rate: rate(&waiting, &arms::F32, &f32)?,
     };
-    let none = Marks { rate: Mark::None, gap: Mark::None };
-    let judged = |mark| if options.quick { Mark::None } else { mark };
-    let marks = Marks { rate: judged(Mark::AtLeast(FASTER)), gap: judged(Mark::AtMost(ABOVE)) };
-    let cases: [(&Arm, &Lab, Marks); 4] = [
+    let none = Thresholds { rate: Threshold::None, gap: Threshold::None };
+    let judged = |mark| if options.quick { Threshold::None } else { mark };
+    let marks =
+        Thresholds { rate: judged(Threshold::AtLeast(FASTER)), gap: judged(Threshold::AtMost(ABOVE)) };
+    let cases: [(&Arm, &Lab, Thresholds); 4] = [
         (&arms::F32, &waiting, none),
         (&arms::DILOCO_10, &waiting, none),
         (&arms::ASYNC, &free, none),
@@ -57,7 +58,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "HALoS: tokens per hour relative to servers on one level",
         over,
         "x",
-        judged(Mark::AtLeast(OVER_ONE_LEVEL)),
+        judged(Threshold::AtLeast(OVER_ONE_LEVEL)),
     )?;
     Published {
         what: "training in two regions with one worker three times slower: tokens per hour, and loss, \

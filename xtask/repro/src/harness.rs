@@ -1,5 +1,5 @@
-//! The harness of the benches: the command line, the rows with their conditions ([`Mark`]), and the two output
-//! formats.
+//! The harness of the benches: the command line, the rows with their conditions ([`Threshold`]), and the two
+//! output formats.
 //!
 //! It does not depend on what is measured.
 
@@ -57,7 +57,7 @@ pub struct Options {
 
 /// Condition on a row's value: the row passes if the value meets it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Mark {
+pub enum Threshold {
     /// The value must not be below.
     AtLeast(f64),
     /// The value must not be above.
@@ -66,7 +66,7 @@ pub enum Mark {
     None,
 }
 
-impl Mark {
+impl Threshold {
     /// Returns whether `value` meets the condition, or `None` if there is no condition. NaN meets no condition.
     #[must_use]
     pub fn pass(self, value: f64) -> Option<bool> {
@@ -119,7 +119,7 @@ impl Report<'_> {
     /// Adds a row. `metric` says what was measured and in which setting (`nano tok/s, 1 thread`).
     ///
     /// Errors: stdout is closed.
-    pub fn row(&mut self, metric: &str, value: f64, unit: &str, mark: Mark) -> Result<()> {
+    pub fn row(&mut self, metric: &str, value: f64, unit: &str, mark: Threshold) -> Result<()> {
         let pass = mark.pass(value);
         self.missed += usize::from(pass == Some(false));
         if self.json {
@@ -160,7 +160,7 @@ impl Report<'_> {
     /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed.
     ///
     /// Errors: stdout is closed.
-    pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Mark) -> Result<()> {
+    pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Threshold) -> Result<()> {
         if let Some(theirs) = theirs {
             return self.row(metric, ours / theirs, "x", mark);
         }

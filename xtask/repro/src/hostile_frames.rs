@@ -11,7 +11,7 @@ use farflung::comm::tcp::{Config, MAX_UNREAD_BYTES, join};
 use farflung::comm::{Communicator, Control, HEADER_BYTES, Inbox, Message, Parsed, Pool, parse};
 
 use crate::allocations::counted;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::mutate::mutate;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -118,7 +118,7 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
         }
         // A socket whose peer has this many unread bytes is not read any more. This starts again with an empty
         // inbox.
-        if inbox.held(peer) >= MAX_UNREAD_BYTES {
+        if inbox.unread_bytes(peer) >= MAX_UNREAD_BYTES {
             inbox = Inbox::new(3);
         }
     }
@@ -138,7 +138,7 @@ fn flood(len: usize, frames: u64) -> usize {
     let ((), count) = counted(|| {
         let (inbox, pool, peer) = (Inbox::new(3), Pool::new(), PeerId(1));
         for number in 0..frames {
-            if inbox.held(peer) >= MAX_UNREAD_BYTES {
+            if inbox.unread_bytes(peer) >= MAX_UNREAD_BYTES {
                 break;
             }
             for stream in &mut streams {
@@ -305,19 +305,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     })?;
     let sum = |field: fn(&Tally) -> u64| halves.iter().map(field).sum::<u64>() as f64;
     let inputs = sum(|t| t.inputs);
-    report.row("inputs", inputs, "", Mark::AtLeast(cases as f64))?;
-    report.row("accepted frames per input", sum(|t| t.frames) / inputs, "", Mark::AtLeast(0.3))?;
-    report.row("control messages among the accepted frames", sum(|t| t.control), "", Mark::None)?;
-    report.row("share of inputs that were rejected", sum(|t| t.refused) / inputs, "", Mark::None)?;
+    report.row("inputs", inputs, "", Threshold::AtLeast(cases as f64))?;
+    report.row("accepted frames per input", sum(|t| t.frames) / inputs, "", Threshold::AtLeast(0.3))?;
+    report.row("control messages among the accepted frames", sum(|t| t.control), "", Threshold::None)?;
+    report.row("share of inputs that were rejected", sum(|t| t.refused) / inputs, "", Threshold::None)?;
     let greed = halves.iter().map(|t| t.greed).fold(0.0, f64::max);
-    report.row("largest allocation, relative to 64 bytes per received byte", greed, "", Mark::AtMost(1.0))?;
+    report.row(
+        "largest allocation, relative to 64 bytes per received byte",
+        greed,
+        "",
+        Threshold::AtMost(1.0),
+    )?;
     for len in [0, 1, 4096] {
         let peak = flood(len, 1 << 20) as f64 / MAX_UNREAD_BYTES as f64;
         report.row(
             &format!("bytes held in a flood of frames of {len} bytes, relative to the bound"),
             peak,
             "",
-            Mark::AtMost(1.5),
+            Threshold::AtMost(1.5),
         )?;
     }
     let rng = Philox::new(report.seed(), 2);
@@ -325,29 +330,34 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for case in 0..sessions {
         bad += u32::from(!session(&rng, case)?);
     }
-    report.row("jobs over sockets with strangers and a malicious rank", sessions as f64, "", Mark::None)?;
+    report.row(
+        "jobs over sockets with strangers and a malicious rank",
+        sessions as f64,
+        "",
+        Threshold::None,
+    )?;
     report.row(
         "jobs over sockets that did not admit their second rank or did not end in time",
         f64::from(bad),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     let (read, greed) = tickets(report.seed(), cases / 20)?;
-    report.row("mutated tickets", (cases / 20) as f64, "", Mark::None)?;
+    report.row("mutated tickets", (cases / 20) as f64, "", Threshold::None)?;
     report.row(
         "mutated tickets that were accepted: equal to the original but for case",
         read as f64,
         "",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row("bytes allocated per byte of a ticket", greed, "", Mark::AtMost(8.0))?;
+    report.row("bytes allocated per byte of a ticket", greed, "", Threshold::AtMost(8.0))?;
     let hello = client_hello()?;
     let (rng, mut bad) = (Philox::new(report.seed(), 4), 0);
     for case in 0..sessions {
         bad += u32::from(!handshakes(&rng, case, &hello)?);
     }
-    report.row("encrypted jobs to which strangers connect", sessions as f64, "", Mark::None)?;
-    report.row("encrypted jobs whose second rank could not join", f64::from(bad), "", Mark::AtMost(0.0))
+    report.row("encrypted jobs to which strangers connect", sessions as f64, "", Threshold::None)?;
+    report.row("encrypted jobs whose second rank could not join", f64::from(bad), "", Threshold::AtMost(0.0))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use farflung::compress::mutate::{mutate, reseal};
 use farflung::compress::{CompressError, Compressor, Int8, Payload, PayloadRef, RoundKey, parse};
 
 use crate::allocations::counted;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "hostile-payloads",
@@ -83,46 +83,51 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(sum)
     })?;
     let total = all.total as f64;
-    report.row("decoders, each with its payloads of the corpus", decoders as f64, "", Mark::AtLeast(30.0))?;
-    report.row("payloads per decoder", total / decoders as f64, "", Mark::AtLeast(cases as f64))?;
-    report.row("panics", all.panics as f64, "", Mark::AtMost(0.0))?;
+    report.row(
+        "decoders, each with its payloads of the corpus",
+        decoders as f64,
+        "",
+        Threshold::AtLeast(30.0),
+    )?;
+    report.row("payloads per decoder", total / decoders as f64, "", Threshold::AtLeast(cases as f64))?;
+    report.row("panics", all.panics as f64, "", Threshold::AtMost(0.0))?;
     report.row(
         "share of payloads that reached a decoder",
         all.reached as f64 / total,
         "",
-        Mark::AtLeast(0.3),
+        Threshold::AtLeast(0.3),
     )?;
     report.row(
         "share of payloads accepted as another valid payload",
         all.accepted as f64 / total,
         "",
-        Mark::None,
+        Threshold::None,
     )?;
     report.row(
         "payloads accepted with a value that is not finite",
         all.not_finite as f64,
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "payloads for which a decoder wrote outside of the output",
         all.outside as f64,
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "largest allocation by a decoder, relative to max_payload",
         all.allocated,
         "",
-        Mark::AtMost(1.0),
+        Threshold::AtMost(1.0),
     )?;
     let (forged, taken) = out_of_range(&files)?;
-    report.row("payloads with an index out of range", f64::from(forged), "", Mark::AtLeast(100.0))?;
+    report.row("payloads with an index out of range", f64::from(forged), "", Threshold::AtLeast(100.0))?;
     report.row(
         "payloads with an index out of range that were accepted",
         f64::from(taken),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use farflung::compress::{Compressor, Payload, RoundKey, State, parse};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::normal::values;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -64,7 +64,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &format!("{name}: {what}, instructions per element"),
                 found,
                 "",
-                Mark::AtMost(mark * TOLERANCE),
+                Threshold::AtMost(mark * TOLERANCE),
             )?;
         }
     }

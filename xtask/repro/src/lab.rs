@@ -30,7 +30,7 @@ pub(crate) use published::Published;
 pub(crate) use setting::{Setting, resolved};
 pub(crate) use sizes::Sizes;
 pub(crate) use training::{Point, Run};
-pub(crate) use unequal::{Found, Marks, Unequal, rate};
+pub(crate) use unequal::{ArmResult, Thresholds, Unequal, rate};
 
 /// The setting and the seeds with which a bench trains its arms.
 #[derive(Debug)]
@@ -94,7 +94,7 @@ impl Lab {
         report: &mut Report<'_>,
         arm: &Arm,
         reference: &Outcome,
-        gap: crate::harness::Mark,
+        gap: crate::harness::Threshold,
     ) -> Result<Outcome> {
         let outcome = self.outcome(report, arm)?;
         outcome.rows(report, reference, gap)?;
@@ -106,7 +106,7 @@ impl Lab {
             let form = form(&self.sizes(arm)?);
             let off = (outcome.payload() / form - 1.0).abs() * 100.0;
             let metric = format!("{}: payload, difference from the closed form", arm.name);
-            report.row(&metric, off, "%", crate::harness::Mark::AtMost(1.0))?;
+            report.row(&metric, off, "%", crate::harness::Threshold::AtMost(1.0))?;
         }
         report.add("arms", outcome.record(&self.setting, arm, reference, &step_times));
         Ok(outcome)

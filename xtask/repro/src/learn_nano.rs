@@ -7,8 +7,8 @@ use farflung::corpus;
 use farflung::optim::local::ADAMW;
 use farflung::optim::sync::DDP;
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "learn-nano",
@@ -51,7 +51,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         threads: 0,
         ..TrainConfig::default()
     };
-    let job = job(config, Over::Memory)?;
+    let job = job(config, JobTransport::Memory)?;
     let mut found = on_all(&job, |worker| {
         let before = worker.evaluate()?;
         let mut last = Vec::new();
@@ -64,14 +64,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok((before, last.iter().sum::<f64>() / last.len() as f64, worker.evaluate()?))
     })?;
     let (before, training, after) = found.remove(0);
-    report.row("validation loss before training", before, "nats", Mark::None)?;
-    report.row("training loss, mean of the last 50 steps", training, "nats", Mark::None)?;
+    report.row("validation loss before training", before, "nats", Threshold::None)?;
+    report.row("training loss, mean of the last 50 steps", training, "nats", Threshold::None)?;
     report.row(
         &format!("validation loss after {steps} steps"),
         after,
         "nats",
-        Mark::AtMost(theirs + 0.02),
+        Threshold::AtMost(theirs + 0.02),
     )?;
-    report.row("PyTorch's validation loss", theirs, "nats", Mark::None)?;
-    report.row("validation loss above PyTorch's", after - theirs, "nats", Mark::AtMost(0.02))
+    report.row("PyTorch's validation loss", theirs, "nats", Threshold::None)?;
+    report.row("validation loss above PyTorch's", after - theirs, "nats", Threshold::AtMost(0.02))
 }

@@ -253,15 +253,19 @@ pub const BENCHES: &[Bench] = &[
 /// Returns the exit code.
 pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
-        Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
-        Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
-        Some((first, rest)) if first == shared_memory::CHILD => told(shared_memory::child(rest, out), err),
-        Some((first, rest)) if first == transports::CHILD => told(transports::child(rest, out), err),
-        Some((first, rest)) if first == secure_tcp::CHILD => told(secure_tcp::child(rest, out), err),
-        Some((first, rest)) if first == strangers::CHILD => told(strangers::child(rest, out), err),
-        Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),
+        Some((first, rest)) if first == gpt_step::CHILD => print_error(gpt_step::child(rest, out), err),
+        Some((first, rest)) if first == instructions::CHILD => {
+            print_error(instructions::child(rest, out), err)
+        }
+        Some((first, rest)) if first == shared_memory::CHILD => {
+            print_error(shared_memory::child(rest, out), err)
+        }
+        Some((first, rest)) if first == transports::CHILD => print_error(transports::child(rest, out), err),
+        Some((first, rest)) if first == secure_tcp::CHILD => print_error(secure_tcp::child(rest, out), err),
+        Some((first, rest)) if first == strangers::CHILD => print_error(strangers::child(rest, out), err),
+        Some((first, rest)) if first == all_reduce::CHILD => print_error(all_reduce::child(rest, out), err),
         Some((first, rest)) if first == failure::processes::CHILD => {
-            told(failure::processes::child(rest, out), err)
+            print_error(failure::processes::child(rest, out), err)
         }
         _ => {
             let code = harness::main(BENCHES, args, out, err);
@@ -272,7 +276,7 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
 }
 
 /// Prints the error of a part that runs in its own process, and returns the exit code.
-fn told(outcome: anyhow::Result<()>, err: &mut dyn Write) -> u8 {
+fn print_error(outcome: anyhow::Result<()>, err: &mut dyn Write) -> u8 {
     match outcome {
         Ok(()) => 0,
         // If stderr itself fails, the error cannot be printed.

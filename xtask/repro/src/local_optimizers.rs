@@ -8,8 +8,8 @@ use farflung::optim::local::METHODS;
 use farflung::tensor::Device;
 use farflung::{TrainConfig, optim, tensor};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 #[path = "../../../crates/optim/tests/it/trajectories/mod.rs"]
 mod trajectories;
@@ -31,13 +31,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let device = Device::cpu(1)?;
     for (name, chain) in chains() {
         let [first, last] = errors(&device, name, chain)?;
-        report.row(&format!("{name}: error after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
-        report.row(&format!("{name}: error after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
+        report.row(&format!("{name}: error after 1 step"), first, "", Threshold::AtMost(MOST[0]))?;
+        report.row(&format!("{name}: error after {STEPS} steps"), last, "", Threshold::AtMost(MOST[1]))?;
     }
     // There is no condition on these losses: most optimizers use the same learning rate, and no rate was tuned.
     let steps = TEXT_STEPS[usize::from(options.quick)];
     let first = TrainConfig { steps, workers: 1, ..config(report.seed(), !options.quick) };
-    let text = job(first.clone(), Over::Memory)?;
+    let text = job(first.clone(), JobTransport::Memory)?;
     for method in METHODS {
         let row = OptimizerKind::of(method);
         let rate = RATES.iter().find(|(name, _)| *name == method.name).map_or(1e-3, |(_, rate)| *rate);
@@ -53,14 +53,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             nesterov: own("nesterov", 0.0) != 0.0,
             ..first.clone()
         };
-        let losses = on_all(&again(&text, config, Over::Memory), |worker| {
+        let losses = on_all(&again(&text, config, JobTransport::Memory), |worker| {
             for _ in 0..steps {
                 worker.step(false)?;
             }
             Ok(worker.evaluate()?)
         })?;
         let metric = format!("{}, rate {rate}: validation loss after {steps} steps", method.name);
-        report.row(&metric, losses[0], "nats", Mark::None)?;
+        report.row(&metric, losses[0], "nats", Threshold::None)?;
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::base::{Bandwidth, Link, Nanos};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Arm, Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -36,14 +36,14 @@ impl Clock<'_, '_, '_> {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let judged = |most| if options.quick { Mark::None } else { Mark::AtMost(most) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let judged = |most| if options.quick { Threshold::None } else { Threshold::AtMost(most) };
     let mut said = Vec::new();
     for (arm, most) in [
-        (&arms::LOCAL_5, Mark::None),
-        (&arms::LOCAL_10, Mark::None),
-        (&arms::LOCAL_50, Mark::None),
-        (&arms::EAGER_10, Mark::None),
+        (&arms::LOCAL_5, Threshold::None),
+        (&arms::LOCAL_10, Threshold::None),
+        (&arms::LOCAL_50, Threshold::None),
+        (&arms::EAGER_10, Threshold::None),
         (&arms::EAGER_50, judged(EAGER_MOST)),
         (&arms::EVENT, judged(EVENT_MOST)),
     ] {
@@ -65,7 +65,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "step time with H=10: difference from compute + average / H",
         off,
         "%",
-        Mark::AtMost(2.0),
+        Threshold::AtMost(2.0),
     )?;
     // A link on which averaging takes as long, relative to computing, as in the published run.
     let bits = 100e6 * average / (SYNC_OVER_COMPUTE * compute);
@@ -75,13 +75,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "time added to computing by averages at each step, where an average takes 14.5 times as long",
         without,
         "%",
-        Mark::None,
+        Threshold::None,
     )?;
     report.row(
         "time added to computing by averages every 50 steps, on the same link",
         with,
         "%",
-        Mark::AtMost(OVERHEAD),
+        Threshold::AtMost(OVERHEAD),
     )?;
     let volume =
         said.iter().find(|(name, ..)| *name == arms::LOCAL_50.name).map_or(0.0, |(.., ratio)| *ratio);
@@ -89,7 +89,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "payload of averages at each step relative to every 50 steps: difference from 50",
         (volume / 50.0 - 1.0).abs() * 100.0,
         "%",
-        Mark::AtMost(5.0),
+        Threshold::AtMost(5.0),
     )?;
     let gap =
         |arm: &Arm| said.iter().find(|(name, ..)| *name == arm.name).map_or(f64::NAN, |(_, gap, _)| *gap);

@@ -1,7 +1,7 @@
 //! Benches of runs whose members join and leave. On the virtual clock, each run follows a script that says
 //! which member is lost or joins, and when.
 
-mod blow;
+mod injected_fault;
 pub(crate) mod churn;
 mod churn_pipelines;
 pub(crate) mod hosted;
@@ -18,10 +18,10 @@ use anyhow::{Context, Result};
 use farflung::base::{Link, Nanos, PeerId, Topology};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::train::{Departure, Job, Quiet, Report, RunObserver, elastic, run_seats};
+use farflung::train::{Departure, Job, Quiet, Report, RunObserver, elastic, run_workers};
 use farflung::{Error, StepMetrics, TrainConfig};
 
-use crate::workers::{self, Over};
+use crate::workers::{self, JobTransport};
 
 /// Deadline of members that wait for each other.
 const DEADLINE: Nanos = Nanos::from_millis(2_000);
@@ -42,7 +42,7 @@ fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Resu
         ..workers::config(seed, false)
     };
     change(&mut config);
-    workers::job(config, Over::Simulated("100mbit,1ms".parse()?))
+    workers::job(config, JobTransport::Simulated("100mbit,1ms".parse()?))
 }
 
 /// Outcome of a member.
@@ -76,7 +76,7 @@ fn over(
 ) -> Result<Vec<Ended>> {
     let ends = cluster_with(topology, faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    Ok(run_seats(job, elastic::seats(job, ends, come, true)?, watch))
+    Ok(run_workers(job, elastic::connections(job, ends, come, true)?, watch))
 }
 
 /// An observer that collects the notes of a run.

@@ -6,7 +6,7 @@ mod runs;
 use anyhow::Result;
 use farflung::parallel::memory::{ActivationMethod, BytesPerParameter, StateBytes, Transformer, ZeroStage};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "memory-table",
@@ -56,7 +56,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let off = (bytes / GIB - expected).abs();
             let row =
                 format!("{name}, {} on {tensor} tensor ranks: difference from {expected} GiB", method.name());
-            report.row(&row, off, "GiB", Mark::AtMost(close))?;
+            report.row(&row, off, "GiB", Threshold::AtMost(close))?;
         }
     }
     let data = 64;
@@ -76,22 +76,22 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (name, each, stage, expected) in state {
         let seen = StateBytes::new(1.0, each, stage, data, false).total();
         let row = format!("{name}, 64 replicas: difference from {expected} B per parameter");
-        report.row(&row, (seen - expected).abs(), "B", Mark::AtMost(1e-9))?;
+        report.row(&row, (seen - expected).abs(), "B", Threshold::AtMost(1e-9))?;
     }
     let gpt3 = model(96, 12_288, 96);
     let off = gpt3.parameters().abs_diff(174_604_259_328) as f64;
-    report.row("GPT-3: difference from its number of parameters", off, "", Mark::AtMost(0.0))?;
+    report.row("GPT-3: difference from its number of parameters", off, "", Threshold::AtMost(0.0))?;
     let xl = model(24, 2048, 16);
     let off = (xl.operations(512) as f64 / 9.514e15 - 1.0).abs();
     report.row(
         "XL, 512 sequences: relative difference from 9.514e15 operations",
         off,
         "",
-        Mark::AtMost(1e-4),
+        Threshold::AtMost(1e-4),
     )?;
     let half = BytesPerParameter::DEEPSPEED.weights as f64 * 175e9;
-    report.row("weights of 175e9 parameters in 16 bits", half / 1e9, "GB", Mark::None)?;
+    report.row("weights of 175e9 parameters in 16 bits", half / 1e9, "GB", Threshold::None)?;
     let adam = StateBytes::new(1e12, BytesPerParameter::DEEPSPEED, ZeroStage::None, 1, false).total();
-    report.row("state of 1e12 parameters with Adam", adam / 1e12, "TB", Mark::None)?;
+    report.row("state of 1e12 parameters with Adam", adam / 1e12, "TB", Threshold::None)?;
     runs::run(report, options.quick)
 }

@@ -15,9 +15,9 @@ use farflung::optim::sync::{METHODS, SyncMethod};
 use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::resolved;
-use crate::workers::{Over, again, job, on_all, relative_l2};
+use crate::workers::{JobTransport, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
@@ -257,7 +257,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let shared = Shared { seed: report.seed(), folder: folder.path() };
     shared.write_machines()?;
-    let base = job(shared.config("")?, Over::Memory)?;
+    let base = job(shared.config("")?, JobTransport::Memory)?;
     let trained = |flags: &str, over| -> Result<Vec<Vec<f32>>> {
         let ends = ends(&again(&base, shared.config(flags)?, over))?;
         ensure!(
@@ -268,28 +268,33 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     };
     for Degenerate { flags, other, within } in DEGENERATE {
         // Arrival times are reproducible only on the virtual clock.
-        let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
+        let over = if timed(flags) { JobTransport::Simulated(Link::FREE) } else { JobTransport::Memory };
         let off = relative_l2(&trained(flags, over)?[0], &trained(other, over)?[0]);
         let metric = format!("{flags}: parameters after {STEPS} steps compared with {other}");
-        report.row(&metric, off, "", Mark::AtMost(*within))?;
+        report.row(&metric, off, "", Threshold::AtMost(*within))?;
     }
     weighted::rows(report, &base, &shared)?;
     missing::rows(report, &base, &shared)?;
-    let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
+    let transports = [("simulated", JobTransport::Simulated(Link::FREE)), ("tcp", JobTransport::Tcp)];
     for (i, flags) in all().iter().enumerate() {
         if timed(flags) {
             // Bits are reproducible only on the virtual clock.
-            let over = Over::Simulated(Link::FREE);
+            let over = JobTransport::Simulated(Link::FREE);
             let (first, again) = (trained(flags, over)?, trained(flags, over)?);
             let bits = first[0].iter().zip(&again[0]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             let metric =
                 format!("{flags}: parameters whose bits differ in a second run on the virtual clock");
-            report.row(&metric, bits as f64, "", Mark::AtMost(0.0))?;
-            let far = relative_l2(&trained(flags, Over::Tcp)?[0], &first[0]);
-            report.row(&format!("{flags}: distance of parameters over tcp"), far, "", Mark::AtMost(NEAR))?;
+            report.row(&metric, bits as f64, "", Threshold::AtMost(0.0))?;
+            let far = relative_l2(&trained(flags, JobTransport::Tcp)?[0], &first[0]);
+            report.row(
+                &format!("{flags}: distance of parameters over tcp"),
+                far,
+                "",
+                Threshold::AtMost(NEAR),
+            )?;
             continue;
         }
-        let memory = trained(flags, Over::Memory)?;
+        let memory = trained(flags, JobTransport::Memory)?;
         ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: a parameter is not finite");
         // Quick runs test each method on one of the transports in turn.
         let over = if options.quick { &transports[i % transports.len()..][..1] } else { &transports[..] };
@@ -297,7 +302,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let there = trained(flags, *over)?;
             let bits = memory[0].iter().zip(&there[0]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
             let metric = format!("{flags}: parameters whose bits differ over {name}");
-            report.row(&metric, bits as f64, "", Mark::AtMost(0.0))?;
+            report.row(&metric, bits as f64, "", Threshold::AtMost(0.0))?;
         }
     }
     let flags = all();
@@ -305,7 +310,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (i, flags) in flags {
         let differing = goes_on(flags, &shared, &folder.path().join(i.to_string()))?;
         let metric = format!("{flags}: files that differ in a run that is resumed from a checkpoint");
-        report.row(&metric, differing as f64, "files", Mark::AtMost(0.0))?;
+        report.row(&metric, differing as f64, "files", Threshold::AtMost(0.0))?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use farflung::{TrainArgs, TrainConfig};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "mismatch",
@@ -54,22 +54,22 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
         }
         for line in &wrong {
-            report.row(&format!("{name}: {}", line.trim_end()), 1.0, "", Mark::AtMost(0.0))?;
+            report.row(&format!("{name}: {}", line.trim_end()), 1.0, "", Threshold::AtMost(0.0))?;
         }
         report.row(
             &format!("{name}: settings that were changed, one at a time"),
             f64::from(tried),
             "",
-            Mark::AtLeast(65.0),
+            Threshold::AtLeast(65.0),
         )?;
         report.row(
             &format!("{name}: settings rejected by name"),
             f64::from(refused),
             "",
-            Mark::AtLeast(40.0),
+            Threshold::AtLeast(40.0),
         )?;
         let metric = format!("{name}: settings neither rejected on all ranks nor without effect");
-        report.row(&metric, wrong.len() as f64, "settings", Mark::AtMost(0.0))?;
+        report.row(&metric, wrong.len() as f64, "settings", Threshold::AtMost(0.0))?;
     }
     Ok(())
 }

@@ -3,7 +3,8 @@
 use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, Recovery, Replay, StepTimes, Trace, alive, daly, mixes, replay, survivors, young,
+    CheckpointedJob, POLICIES, Recovery, Replay, StepTimes, Trace, alive, daly, mixes, replay, survivors,
+    young,
 };
 use farflung::parallel::churn::{Position, Shape, reroute};
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
@@ -11,7 +12,7 @@ use farflung::parallel::shipped;
 use farflung::train::{PipelineSizes, fleet};
 use farflung::zoo::GptConfig;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "morphing",
@@ -60,14 +61,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             least[at] = least[at].min(done.steps as f64 / seen[0].steps as f64);
         }
     }
-    report.row("traces", traces as f64, "", Mark::None)?;
-    report.row("losses of a machine", losses as f64, "", Mark::None)?;
+    report.row("traces", traces as f64, "", Threshold::None)?;
+    report.row("losses of a machine", losses as f64, "", Threshold::None)?;
     for (at, row) in POLICIES.iter().enumerate() {
         let name = format!("{}: work done, relative to changes that take no time", row.name);
-        report.row(&name, shares[at], "", Mark::AtMost(1.0))?;
+        report.row(&name, shares[at], "", Threshold::AtMost(1.0))?;
         if at > 0 {
             let name = format!("{}: work done, relative to restarting, lowest of all traces", row.name);
-            report.row(&name, least[at], "x", Mark::AtLeast(1.0))?;
+            report.row(&name, least[at], "x", Threshold::AtLeast(1.0))?;
         }
     }
     Ok(())
@@ -77,31 +78,31 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn intervals(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let segments = if options.quick { 200_000 } else { 2_000_000 };
     for (save, between) in [(5.0, 86_400.0), (30.0, 7200.0), (120.0, 3600.0)] {
-        let job = Checkpoints { every: daly(save, between), save, restart: 60.0, between };
+        let job = CheckpointedJob { every: daly(save, between), save, restart: 60.0, mtbf: between };
         let (expected, seen) = (job.expected(), job.simulated(segments, report.seed()));
         let name = format!("{save} s to save, a failure every {between} s");
-        report.row(&format!("{name}: Daly's interval"), job.every, "s", Mark::None)?;
-        report.row(&format!("{name}: goodput"), expected.work, "", Mark::None)?;
+        report.row(&format!("{name}: Daly's interval"), job.every, "s", Threshold::None)?;
+        report.row(&format!("{name}: goodput"), expected.work, "", Threshold::None)?;
         let off = (expected.work / seen.work - 1.0).abs() * 100.0;
         report.row(
             &format!("{name}: difference of the closed form from the simulation"),
             off,
             "%",
-            Mark::AtMost(0.2),
+            Threshold::AtMost(0.2),
         )?;
         let best = job.best().expected().work;
-        let of = |every: f64| Checkpoints { every, ..job }.expected().work / best;
+        let of = |every: f64| CheckpointedJob { every, ..job }.expected().work / best;
         report.row(
             &format!("{name}: goodput at Daly's interval, relative to the best interval"),
             of(job.every),
             "x",
-            Mark::AtLeast(0.999),
+            Threshold::AtLeast(0.999),
         )?;
         report.row(
             &format!("{name}: goodput at Young's interval, relative to the best interval"),
             of(young(save, between)),
             "x",
-            Mark::AtLeast(0.99),
+            Threshold::AtLeast(0.99),
         )?;
     }
     // Two copies of 8 stages. A machine is lost after two hours on average, and replaced after ten minutes.
@@ -109,7 +110,7 @@ fn intervals(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "2 copies of 8 stages: probability that each stage has a copy",
         alive(8, 2, 7200.0, 600.0),
         "",
-        Mark::None,
+        Threshold::None,
     )
 }
 
@@ -121,7 +122,7 @@ fn templates(report: &mut Report<'_>) -> Result<()> {
         "mixes of templates 2 to 5 for 4 to 13 machines that differ from the list",
         off.count() as f64,
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 
@@ -136,7 +137,7 @@ fn rerouted(report: &mut Report<'_>) -> Result<()> {
         let found = reroute(&base, pipelines, &[Position { pipeline: 3, stage }], &cost)?;
         worst = worst.max(simulate(&found.order, &cost)?.makespan().as_secs_f64());
         let misplaced = found.order.actions().filter(|(rank, action)| {
-            found.order.placement().part(action.stage) != found.seats[rank.index()].stage
+            found.order.placement().part(action.stage) != found.positions[rank.index()].stage
         });
         wrong += misplaced.count();
     }
@@ -147,21 +148,26 @@ fn rerouted(report: &mut Report<'_>) -> Result<()> {
         "ReCycle, 1 of 8 x 4 machines lost: work on a machine of another stage",
         wrong as f64,
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "ReCycle, 1 of 8 x 4 machines lost: time of a pass, relative to 1F1B without losses",
         worst / whole,
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
     report.row(
         "dropping the pipeline: time of a pass, relative to 1F1B without losses",
         dropped / whole,
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row("ReCycle: speed relative to dropping the pipeline", dropped / worst, "x", Mark::AtLeast(1.0))
+    report.row(
+        "ReCycle: speed relative to dropping the pipeline",
+        dropped / worst,
+        "x",
+        Threshold::AtLeast(1.0),
+    )
 }
 
 /// Compares the probabilities of remaining pipelines with a count over all sets of lost machines.
@@ -183,6 +189,6 @@ fn liveput(report: &mut Report<'_>) -> Result<()> {
         "Parcae: probabilities of remaining pipelines, difference from counting all losses",
         most,
         "",
-        Mark::AtMost(1e-9),
+        Threshold::AtMost(1e-9),
     )
 }

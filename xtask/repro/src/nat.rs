@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 use crate::trained::Trained;
 use world::{OPEN, Translation, World};
@@ -53,7 +53,7 @@ impl Drop for Running {
 }
 
 /// The results of a run over QUIC.
-struct Ran {
+struct RunResult {
     trained: Trained,
     /// Times at which the steps were done, in seconds.
     done: Vec<f64>,
@@ -129,7 +129,13 @@ impl Job<'_> {
 
     /// Runs both ranks. The relay is killed after `dies` steps, and started again after [`AWAY`] if it
     /// `returns`.
-    fn over_quic(&self, name: &str, by: Translation, dies: Option<usize>, returns: bool) -> Result<Ran> {
+    fn over_quic(
+        &self,
+        name: &str,
+        by: Translation,
+        dies: Option<usize>,
+        returns: bool,
+    ) -> Result<RunResult> {
         let world = World::make(by)?;
         let mut relay = Some(self.relay(&world)?);
         let ticket = self.ticket()?;
@@ -157,7 +163,7 @@ impl Job<'_> {
         let carried = relay.map_or(Ok(0.0), carried)?;
         let rows = rows(&out);
         let sent = rows.last().map_or(0.0, |row| row.sent);
-        Ok(Ran {
+        Ok(RunResult {
             trained: Trained::read(&out)?,
             done: rows.iter().map(|row| row.wall).collect(),
             carried,
@@ -219,7 +225,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let job = Job { folder: folder.path(), steps: if options.quick { 24 } else { 150 } };
     let wanted = job.over_tcp()?;
     let half = job.steps as usize / 2;
-    report.row("steps of each run", f64::from(job.steps), "1", Mark::None)?;
+    report.row("steps of each run", f64::from(job.steps), "1", Threshold::None)?;
     let runs = [
         ("ports kept, relay killed", Translation::Kept, Some(half), false),
         ("ports random", Translation::Random, None, false),
@@ -232,7 +238,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: losses or weights with bits other than over TCP"),
             unlike,
             "1",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
         let share = ran.carried / ran.sent;
         match (by, returns) {
@@ -243,11 +249,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     &format!("{name}: bytes relayed, relative to bytes sent"),
                     share,
                     "1",
-                    Mark::AtLeast(1.0),
+                    Threshold::AtLeast(1.0),
                 )?;
             }
             (Translation::Random, true) => {
-                let after = Mark::AtLeast(0.2);
+                let after = Threshold::AtLeast(0.2);
                 report.row(
                     &format!("{name}: bytes relayed after the restart, relative to all bytes sent"),
                     share,
@@ -257,9 +263,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
         }
         let (longest, late) = waits(&ran.done, 0.8 * AWAY.as_secs_f64());
-        report.row(&format!("{name}: longest step"), longest, "s", Mark::None)?;
+        report.row(&format!("{name}: longest step"), longest, "s", Threshold::None)?;
         let most = if returns { 1.0 } else { 0.0 };
-        report.row(&format!("{name}: steps that waited"), late as f64, "1", Mark::AtMost(most))?;
+        report.row(&format!("{name}: steps that waited"), late as f64, "1", Threshold::AtMost(most))?;
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -19,14 +19,14 @@ const MOST: f64 = 1.0;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = if options.quick { Mark::None } else { Mark::AtMost(MOST) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let judged = if options.quick { Threshold::None } else { Threshold::AtMost(MOST) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
     let onebit = lab.compare(report, &arms::ONEBIT_ADAM, &f32, judged)?;
     let qadam = lab.compare(report, &arms::QADAM, &f32, judged)?;
-    let zero_one = lab.compare(report, &arms::ZERO_ONE_ADAM, &f32, Mark::None)?;
-    let control = lab.compare(report, &arms::SIGN, &f32, Mark::None)?;
+    let zero_one = lab.compare(report, &arms::ZERO_ONE_ADAM, &f32, Threshold::None)?;
+    let control = lab.compare(report, &arms::SIGN, &f32, Threshold::None)?;
     let fewer = 100.0 * (1.0 - zero_one.payload() / onebit.payload());
-    report.row("0/1 Adam: fewer bytes than 1-bit Adam", fewer, "%", Mark::None)?;
+    report.row("0/1 Adam: fewer bytes than 1-bit Adam", fewer, "%", Threshold::None)?;
     let (gap, ratio) = (onebit.gap(&f32), f32.payload() / onebit.payload());
     Published {
         what: "loss and volume of 1-bit Adam with a warm-up of 15 %",

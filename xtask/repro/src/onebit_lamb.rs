@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -19,11 +19,11 @@ const MOST: f64 = 1.0;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let lamb = lab.compare(report, &arms::LAMB, &f32, Mark::None)?;
-    let onebit_lamb = lab.compare(report, &arms::ONEBIT_LAMB, &f32, Mark::None)?;
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let lamb = lab.compare(report, &arms::LAMB, &f32, Threshold::None)?;
+    let onebit_lamb = lab.compare(report, &arms::ONEBIT_LAMB, &f32, Threshold::None)?;
     let above = onebit_lamb.gap(&lamb);
-    report.row("1-bit LAMB: loss above LAMB's", above.mean, "%", Mark::None)?;
+    report.row("1-bit LAMB: loss above LAMB's", above.mean, "%", Threshold::None)?;
     Published {
         what: "loss of 1-bit LAMB above LAMB's",
         paper: "LAMB's loss at up to 4.6 times less volume (BERT-Large)",

@@ -7,7 +7,7 @@ use anyhow::Result;
 use farflung::base::{Nanos, Topology};
 use farflung::comm::{Algorithm, ReduceOp};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 use crate::ranks::{on_ranks, over_links};
 
@@ -51,7 +51,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let name = format!(
                 "{algorithm:?}, compute {ratio}x communication: difference from the longer of the two"
             );
-            report.row(&name, off, "%", Mark::AtMost(2.0))?;
+            report.row(&name, off, "%", Threshold::AtMost(2.0))?;
         }
     }
 
@@ -83,6 +83,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "computing on 4 simulated ranks, speed relative to 4 threads",
         threads / ranks,
         "x",
-        Mark::AtLeast(0.8),
+        Threshold::AtLeast(0.8),
     )
 }

@@ -8,8 +8,8 @@ use farflung::parallel::{
 };
 use farflung::train::{AveragePrices, Job};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "overlap-ddp",
@@ -53,20 +53,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         bucket_mb: 0.07,
         ..config(report.seed(), false)
     };
-    let first = job(shape.clone(), Over::Memory)?;
+    let first = job(shape.clone(), JobTransport::Memory)?;
     let flops = first.model.flops_per_token(first.model.context) as f64
         * (first.tokens_per_step() / u64::from(first.plan.replicas())) as f64;
     let computing = |overlap| TrainConfig { compute_rate: flops / COMPUTE, overlap, ..shape.clone() };
-    let free = Over::Simulated(Link::FREE);
+    let free = JobTransport::Simulated(Link::FREE);
     let compute = steps_time(&again(&first, computing(true), free), steps)?;
-    report.row("compute alone", compute, "s", Mark::None)?;
+    report.row("compute alone", compute, "s", Threshold::None)?;
 
     let parameters = first.model.parameters();
     let volume = parameters as f64 * 4.0 * 2.0 * f64::from(WORKERS - 1) / f64::from(WORKERS);
     for ratio in [0.25, 0.5, 1.0, 2.0, 10.0] {
         let bandwidth = Bandwidth((volume * 8.0 / (ratio * COMPUTE)) as u64);
         let link = Link { bandwidth, latency: Nanos::from_micros(10) };
-        let over = Over::Simulated(link);
+        let over = JobTransport::Simulated(link);
         let instant = TrainConfig { compute_rate: 1e30, ..shape.clone() };
         let communication = steps_time(&again(&first, instant, over), steps)?;
         let overlapped = steps_time(&again(&first, computing(true), over), steps)?;
@@ -76,21 +76,21 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let longer = compute.max(communication);
         let law = compute / 3.0 + (compute * 2.0 / 3.0).max(communication);
         let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
-        report.row(&format!("{name}: communication alone"), communication, "s", Mark::None)?;
-        report.row(&format!("{name}: step, overlapped"), overlapped, "s", Mark::None)?;
+        report.row(&format!("{name}: communication alone"), communication, "s", Threshold::None)?;
+        report.row(&format!("{name}: step, overlapped"), overlapped, "s", Threshold::None)?;
         // The forward pass cannot hide communication. If it is long enough to matter, a step cannot be as short
         // as the longer of the two.
         let reachable = law / longer < 1.04;
-        let mark = if reachable { Mark::AtMost(5.0) } else { Mark::None };
+        let mark = if reachable { Threshold::AtMost(5.0) } else { Threshold::None };
         let metric = format!("{name}: difference from max(compute, communication)");
         report.row(&metric, off(overlapped, longer), "%", mark)?;
         let metric = format!("{name}: difference from forward + max(backward, communication)");
-        report.row(&metric, off(overlapped, law), "%", Mark::AtMost(5.0))?;
+        report.row(&metric, off(overlapped, law), "%", Threshold::AtMost(5.0))?;
         let metric = format!("{name}: without overlap, difference from the sum");
-        report.row(&metric, off(after, compute + communication), "%", Mark::AtMost(5.0))?;
+        report.row(&metric, off(after, compute + communication), "%", Threshold::AtMost(5.0))?;
         let metric = format!("{name}: difference from the prediction of `simulate_replicas`");
         let predicted = predicted(&first, link, steps)?;
-        report.row(&metric, off(overlapped, predicted), "%", Mark::AtMost(5.0))?;
+        report.row(&metric, off(overlapped, predicted), "%", Threshold::AtMost(5.0))?;
     }
     Ok(())
 }

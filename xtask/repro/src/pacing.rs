@@ -6,7 +6,7 @@ use farflung::comm::ReduceOp;
 use farflung::comm::secure::{Identity, JoinSecret, Security};
 use farflung::comm::tcp::Pace;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{on_ranks, over_sockets};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -19,14 +19,14 @@ pub(crate) const BENCH: Bench = Bench {
 };
 
 /// Result of a rank: the time, the bytes given to its sockets, and the bits of the reduced values.
-struct Found {
+struct RankResult {
     seconds: f64,
     sent: u64,
     bits: Vec<u32>,
 }
 
 /// Runs one all-reduce of `bytes` bytes on each of `n` ranks.
-fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Result<Vec<Found>> {
+fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Result<Vec<RankResult>> {
     let pace = Pace { all: rate, ..Pace::default() };
     on_ranks(over_sockets(n, security, pace)?, |comm| {
         let rank = comm.rank().0 as f32;
@@ -39,7 +39,7 @@ fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Resu
         comm.barrier()?;
         let seconds = comm.now().saturating_sub(start).as_secs_f64();
         let sent = comm.stats().sent.wire.0 - before;
-        Ok(Found { seconds, sent, bits: x.iter().map(|v| v.to_bits()).collect() })
+        Ok(RankResult { seconds, sent, bits: x.iter().map(|v| v.to_bits()).collect() })
     })
 }
 
@@ -53,8 +53,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let seconds = if options.quick { 0.4 } else { 2.0 };
             let share = 2.0 * (n - 1) as f64 / n as f64;
             let bytes = (seconds * rate.0 as f64 / 8.0 / share) as usize / 4 * 4;
-            let free = reduced(n, bytes, &Security::clear(), Bandwidth::UNLIMITED)?;
-            for (name, security) in [("tcp", &Security::clear()), ("tls", &sealed)] {
+            let free = reduced(n, bytes, &Security::unencrypted(), Bandwidth::UNLIMITED)?;
+            for (name, security) in [("tcp", &Security::unencrypted()), ("tls", &sealed)] {
                 let slow = reduced(n, bytes, security, rate)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
                 // A burst of 10 ms is not limited, because of the pause before it.
@@ -63,7 +63,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     let held = rank.sent as f64 * 8.0 / rank.seconds / rate.0 as f64;
                     (held - 1.0).abs()
                 });
-                let held = Mark::AtMost(if options.quick { 0.25 } else { 0.05 });
+                let held = Threshold::AtMost(if options.quick { 0.25 } else { 0.05 });
                 report.row(
                     &format!("{name}: difference from the rate"),
                     off.fold(0.0, f64::max),
@@ -77,7 +77,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     &format!("{name}: ranks whose bits differ from those without a limit"),
                     unlike as f64,
                     "1",
-                    Mark::AtMost(0.0),
+                    Threshold::AtMost(0.0),
                 )?;
             }
         }

@@ -8,8 +8,8 @@ use farflung::train::{Job, Trainer, refusal};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{Input, Output, Stage, stage};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, relative_l2};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, farthest, job, on_all, plain_sgd, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pipeline-exact",
@@ -33,11 +33,11 @@ struct Trace {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (steps, cuts): (u64, &[usize]) = if options.quick { (3, &[2]) } else { (10, &[2, 4]) };
     let base = TrainConfig { layers: Some(LAYERS), batch: 2, clip: 0.0, ..config(report.seed(), false) };
-    let first = job(TrainConfig { workers: 1, ..base.clone() }, Over::Memory)?;
+    let first = job(TrainConfig { workers: 1, ..base.clone() }, JobTransport::Memory)?;
     for &stages in cuts {
         let microbatches = 2 * stages;
         let alone = TrainConfig { workers: 1, accumulate: microbatches, ..base.clone() };
-        let alone = alone_trace(&again(&first, alone, Over::Memory), steps)?;
+        let alone = alone_trace(&again(&first, alone, JobTransport::Memory), steps)?;
         for schedule in Method::ALL.into_iter().filter(|m| m.is_synchronous() && refusal(*m).is_none()) {
             let config = TrainConfig {
                 workers: stages,
@@ -46,7 +46,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 microbatches: Some(microbatches),
                 ..base.clone()
             };
-            let piped = piped_trace(&again(&first, config, Over::Memory), steps)?;
+            let piped = piped_trace(&again(&first, config, JobTransport::Memory), steps)?;
             let in_order = !matches!(
                 schedule,
                 Method::GPipe | Method::BreadthFirst | Method::Chimera | Method::DualPipe | Method::TeraPipe
@@ -71,17 +71,17 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             microbatches: Some(3 * LAYERS),
             ..plain_sgd(base.clone(), 0.2)
         };
-        let job = again(&first, config, Over::Memory);
+        let job = again(&first, config, JobTransport::Memory);
         let (piped, stale) = (piped_trace(&job, steps)?, stale_trace(&job, updates, steps)?);
         let name = format!("{schedule} on {LAYERS} stages, {updates}");
         report.row(
             &format!("{name}: largest difference of losses"),
             farthest(&piped.losses, &stale.losses),
             "nats",
-            Mark::AtMost(1e-6),
+            Threshold::AtMost(1e-6),
         )?;
         let params = relative_l2(&piped.params, &stale.params);
-        report.row(&format!("{name}: parameters, relative l2"), params, "", Mark::AtMost(1e-6))?;
+        report.row(&format!("{name}: parameters, relative l2"), params, "", Threshold::AtMost(1e-6))?;
     }
     Ok(())
 }
@@ -99,16 +99,16 @@ fn compare(
         &format!("{name}: largest difference of losses"),
         farthest(&piped.losses, &alone.losses),
         "nats",
-        Mark::AtMost(1e-6),
+        Threshold::AtMost(1e-6),
     )?;
     let grads = relative_l2(&piped.first_grads, &alone.first_grads);
-    report.row(&format!("{name}: first gradient, relative l2"), grads, "", Mark::AtMost(1e-6))?;
+    report.row(&format!("{name}: first gradient, relative l2"), grads, "", Threshold::AtMost(1e-6))?;
     // The token table's two gradients are first summed separately, then added. A single process uses another
     // order.
     let table = job.model.vocab * job.model.dim;
     let pairs = piped.first_grads.iter().zip(&alone.first_grads).skip(table);
     let differing = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-    let mark = if in_order { Mark::AtMost(0.0) } else { Mark::None };
+    let mark = if in_order { Threshold::AtMost(0.0) } else { Threshold::None };
     let metric = format!("{name}: first gradient except the token table's, values whose bits differ");
     report.row(&metric, differing as f64, "", mark)
 }

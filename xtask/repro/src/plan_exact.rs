@@ -11,8 +11,8 @@ use farflung::parallel::plan::NO_CODEC;
 use farflung::parallel::{BoundaryCodecs, Level, Part, Pipeline, Plan, Recompute, ScheduleSource};
 use farflung::train::{Job, Trainer};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, config, farthest, job, on_all, with_transport};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, config, farthest, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-exact",
@@ -130,7 +130,7 @@ pub(crate) fn plan(
 /// Returns the job of one process with all microbatches.
 pub(crate) fn alone(seed: u64, microbatches: u32) -> Result<Job> {
     let base = TrainConfig { layers: Some(LAYERS as usize), batch: 2, workers: 1, ..config(seed, false) };
-    job(TrainConfig { accumulate: microbatches as usize, ..base }, Over::Memory)
+    job(TrainConfig { accumulate: microbatches as usize, ..base }, JobTransport::Memory)
 }
 
 /// Returns the losses of `steps` steps, and the parameters after them.
@@ -182,7 +182,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (losses, params) = trace(&whole, steps)?;
     let gradients = first_gradients(&whole)?;
     let link = Link::FREE;
-    let all = [("memory", Over::Memory), ("simulated", Over::Simulated(link)), ("tcp", Over::Tcp)];
+    let all = [
+        ("memory", JobTransport::Memory),
+        ("simulated", JobTransport::Simulated(link)),
+        ("tcp", JobTransport::Tcp),
+    ];
     for (i, shape) in SHAPES.iter().enumerate() {
         let planned = whole.with_plan(plan_of(shape, &whole)?)?;
         let lens: Vec<_> = planned.plan.parts.iter().map(|p| p.layers.len()).collect();
@@ -202,14 +206,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             job.config = with_transport(job.config, *over);
             let (piped, ended) = trace(&job, steps)?;
             let metric = format!("{name}, {transport}: largest difference of losses");
-            report.row(&metric, farthest(&piped, &losses), "nats", Mark::AtMost(1e-5))?;
+            report.row(&metric, farthest(&piped, &losses), "nats", Threshold::AtMost(1e-5))?;
             if !shape.in_order {
                 continue;
             }
             let metric = |what: &str| format!("{name}, {transport}: {what} whose bits differ");
             if shape.cuts.is_empty() {
                 let differing = ended.iter().zip(&params).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
-                report.row(&metric("parameters"), differing as f64, "", Mark::AtMost(0.0))?;
+                report.row(&metric("parameters"), differing as f64, "", Threshold::AtMost(0.0))?;
             }
             let seen = first_gradients(&job)?;
             ensure!(seen.len() > 1, "no gradients to compare");
@@ -218,7 +222,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 let theirs = gradients.get(&tensor).with_context(|| format!("no tensor {tensor}"))?;
                 differing += mine.iter().zip(theirs).filter(|(a, b)| a != b).count();
             }
-            report.row(&metric("gradients of the first step"), differing as f64, "", Mark::AtMost(0.0))?;
+            report.row(
+                &metric("gradients of the first step"),
+                differing as f64,
+                "",
+                Threshold::AtMost(0.0),
+            )?;
         }
     }
     Ok(())

@@ -7,8 +7,8 @@ use farflung::parallel::{Cluster, Plan};
 use farflung::train::auto::{Candidate, Wanted, auto};
 use farflung::train::{Job, PipelineSizes, Trainer};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, config, job, on_all, with_transport};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, config, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-run",
@@ -106,7 +106,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         accumulate: MICROBATCHES,
         ..config(report.seed(), false)
     };
-    let whole = job(base.clone(), Over::Memory)?;
+    let whole = job(base.clone(), JobTransport::Memory)?;
     let sizes = PipelineSizes { batch: 1, microbatches: MICROBATCHES as u32 };
     for (at, network) in NETWORKS.iter().enumerate().take(if options.quick { 2 } else { NETWORKS.len() }) {
         let cluster: Cluster = network.file.parse()?;
@@ -125,13 +125,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let chosen = candidates.first().context("no plan was found")?;
         let took = timed(&there, &chosen.plan)?;
         let row = |what: &str| format!("{}: {what}", network.name);
-        report.row(&row(&chosen.what), took, "s", Mark::None)?;
+        report.row(&row(&chosen.what), took, "s", Threshold::None)?;
         let off = (chosen.step.as_secs_f64() / took - 1.0).abs();
         report.row(
             &row("relative difference of the prediction from the measured time"),
             off,
             "",
-            Mark::AtMost(0.03),
+            Threshold::AtMost(0.03),
         )?;
         let mut fastest = f64::INFINITY;
         for other in alternatives(&candidates) {
@@ -142,7 +142,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 &row("best alternative, time relative to the chosen plan"),
                 fastest / took,
                 "x",
-                Mark::AtLeast(0.9999),
+                Threshold::AtLeast(0.9999),
             )?;
         }
     }
@@ -154,7 +154,7 @@ fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
     let mut kinds = Vec::new();
     let mut others: Vec<&Candidate> = Vec::new();
     for candidate in &candidates[1..] {
-        let kind = (candidate.way, candidate.is_baseline);
+        let kind = (candidate.kind, candidate.is_baseline);
         if !kinds.contains(&kind) {
             kinds.push(kind);
             others.push(candidate);
@@ -166,7 +166,7 @@ fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
 /// Returns the virtual time of a step.
 fn timed(there: &Job, plan: &Plan) -> Result<f64> {
     let mut job = there.with_plan(plan.clone())?;
-    job.config = with_transport(job.config, Over::Simulated(Link::FREE));
+    job.config = with_transport(job.config, JobTransport::Simulated(Link::FREE));
     let steps = 2;
     let ranks = on_all(&job, |rank: &mut Trainer| {
         let begun = rank.comm().now();

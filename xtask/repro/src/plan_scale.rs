@@ -11,7 +11,7 @@ use farflung::train::PipelineSizes;
 use farflung::train::auto::by_region;
 use farflung::zoo::GptConfig;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -38,13 +38,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let model = GptConfig::preset("gpt3-175b")?;
     let began = now();
     let found = by_region(&model, &cluster, PipelineSizes { batch: 1, microbatches: 1536 })?;
-    report.row("4,096 devices: time of planning", began.elapsed().as_secs_f64(), "s", Mark::AtMost(60.0))?;
+    report.row(
+        "4,096 devices: time of planning",
+        began.elapsed().as_secs_f64(),
+        "s",
+        Threshold::AtMost(60.0),
+    )?;
     let step = found.plans[0].found.time.step();
-    report.row("4,096 devices: layouts priced", found.priced as f64, "", Mark::AtLeast(100.0))?;
-    report.row("4,096 devices: a step", step.as_secs_f64(), "s", Mark::None)?;
-    report.row("4,096 devices: lower bound of a step", found.bound.as_secs_f64(), "s", Mark::None)?;
+    report.row("4,096 devices: layouts priced", found.priced as f64, "", Threshold::AtLeast(100.0))?;
+    report.row("4,096 devices: a step", step.as_secs_f64(), "s", Threshold::None)?;
+    report.row("4,096 devices: lower bound of a step", found.bound.as_secs_f64(), "s", Threshold::None)?;
     let ratio = step.as_secs_f64() / found.bound.as_secs_f64();
-    report.row("4,096 devices: a step relative to the bound", ratio, "x", Mark::AtLeast(1.0))
+    report.row("4,096 devices: a step relative to the bound", ratio, "x", Threshold::AtLeast(1.0))
 }
 
 /// Compares the closed forms on ranks in equal regions, with the ranks of each region next to each other, and
@@ -55,7 +60,7 @@ fn closed_forms(report: &mut Report<'_>, ranks: usize, regions: usize) -> Result
     let mut topology = Topology::uniform(ranks, inside);
     let all = || (0..ranks as u32).map(Rank);
     for from in all() {
-        topology.set_port(from, AccessLink { up: inside.bandwidth, down: inside.bandwidth });
+        topology.set_access_link(from, AccessLink { up: inside.bandwidth, down: inside.bandwidth });
         for to in all().filter(|to| to.index() / each != from.index() / each) {
             topology.set_link(from, to, across);
         }
@@ -78,7 +83,7 @@ fn closed_forms(report: &mut Report<'_>, ranks: usize, regions: usize) -> Result
             "{algorithm:?}, {ranks} ranks in {regions} regions: difference of the closed form \
                             from the price of the steps"
         );
-        report.row(&name, off, "%", Mark::AtMost(5.0))?;
+        report.row(&name, off, "%", Threshold::AtMost(5.0))?;
     }
     Ok(())
 }

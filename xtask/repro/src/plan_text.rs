@@ -12,7 +12,7 @@ use farflung::parallel::{
 };
 use farflung::train::same_plan;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-text",
@@ -139,18 +139,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         wrong += u32::from(read != plan || read.digest() != plan.digest());
         staged = staged.or_else(|| Some(plan).filter(|p| p.stages() > 1));
     }
-    report.row("random plans", count as f64, "plans", Mark::None)?;
+    report.row("random plans", count as f64, "plans", Threshold::None)?;
     report.row(
         "random plans that cannot be read back, or have another digest then",
         f64::from(wrong),
         "plans",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "random plans that are rejected because of what they combine",
         f64::from(refused),
         "plans",
-        Mark::None,
+        Threshold::None,
     )?;
 
     let plan = staged.ok_or_else(|| anyhow!("no plan with stages was drawn"))?;
@@ -163,7 +163,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "fields that none of the changes below covers",
         without.count() as f64,
         "fields",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     let mut silent = 0;
     for (field, change) in changes() {
@@ -178,13 +178,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "fields that were changed, one at a time",
         changes().len() as f64,
         "fields",
-        Mark::AtLeast(25.0),
+        Threshold::AtLeast(25.0),
     )?;
     report.row(
         "changed fields that are not rejected by name on all ranks",
         f64::from(silent),
         "fields",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }
 

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -20,10 +20,10 @@ const MOST: f64 = 2.0;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = if options.quick { Mark::None } else { Mark::AtMost(MOST) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let judged = if options.quick { Threshold::None } else { Threshold::AtMost(MOST) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
     let four = lab.compare(report, &arms::POWER_SGD_4, &f32, judged)?;
-    let one = lab.compare(report, &arms::POWER_SGD_1, &f32, Mark::None)?;
+    let one = lab.compare(report, &arms::POWER_SGD_1, &f32, Threshold::None)?;
     let (gap, ratio) = (four.gap(&f32), f32.payload() / four.payload());
     Published {
         what: "loss and bytes with rank 4",

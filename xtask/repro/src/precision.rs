@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -19,8 +19,8 @@ const MOST: f64 = 1.0;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    let judged = if options.quick { Mark::None } else { Mark::AtMost(MOST) };
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let judged = if options.quick { Threshold::None } else { Threshold::AtMost(MOST) };
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
     let bf16 = lab.compare(report, &arms::BF16, &f32, judged)?.gap(&f32);
     let f16 = lab.compare(report, &arms::F16_PRODUCTS, &f32, judged)?.gap(&f32);
     Published {

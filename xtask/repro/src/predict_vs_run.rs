@@ -12,8 +12,8 @@ use farflung::config::choice::SamplingKind;
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::train::{Job, Prediction, refusal};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all, plain_sgd};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "predict-vs-run",
@@ -64,19 +64,19 @@ fn replicas_topology() -> String {
 }
 
 /// A predicted time, and the time of the slowest rank on the virtual clock.
-struct Taken {
+struct TimePair {
     predicted: Nanos,
     took: Nanos,
 }
 
-impl Taken {
-    fn off(&self) -> f64 {
+impl TimePair {
+    fn percent_error(&self) -> f64 {
         (self.took.as_secs_f64() / self.predicted.as_secs_f64() - 1.0).abs() * 100.0
     }
 }
 
 /// Runs one period of a job. Returns the times of the first step's pass, and of the whole period.
-fn one_period(job: &Job) -> Result<(Taken, Taken)> {
+fn one_period(job: &Job) -> Result<(TimePair, TimePair)> {
     let predicted = Prediction::of(job)?;
     let ranks = on_all(job, |rank| {
         align(rank.comm())?;
@@ -92,8 +92,8 @@ fn one_period(job: &Job) -> Result<(Taken, Taken)> {
         Ok((passed, rank.comm().now().saturating_sub(begun)))
     })?;
     let slowest = |part: fn(&(Nanos, Nanos)) -> Nanos| ranks.iter().map(part).max().unwrap_or_default();
-    let pass = Taken { predicted: predicted.pass, took: slowest(|rank| rank.0) };
-    Ok((pass, Taken { predicted: predicted.total, took: slowest(|rank| rank.1) }))
+    let pass = TimePair { predicted: predicted.pass, took: slowest(|rank| rank.0) };
+    Ok((pass, TimePair { predicted: predicted.total, took: slowest(|rank| rank.1) }))
 }
 
 /// Codecs of boundaries, forward and backward, whose payloads have a fixed size.
@@ -123,21 +123,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ..plain_sgd(config(report.seed(), false), 0.1)
     };
     let link = base.link;
-    let first = job(TrainConfig { workers: RANKS, ..base.clone() }, Over::Simulated(link))?;
+    let first = job(TrainConfig { workers: RANKS, ..base.clone() }, JobTransport::Simulated(link))?;
     let microbatches: &[usize] = if options.quick { &[8] } else { &[8, 16] };
     for &m in microbatches {
         for (schedule, version_sync) in schedules() {
             let config = TrainConfig { schedule, version_sync, microbatches: Some(m), ..base.clone() };
-            let (pass, _) = one_period(&again(&first, config, Over::Simulated(link)))?;
+            let (pass, _) = one_period(&again(&first, config, JobTransport::Simulated(link)))?;
             let newest = if version_sync == VersionSync::Newest { " with the newest weights" } else { "" };
             let name = format!("{schedule}{newest}, {m} microbatches");
             report.row(
                 &format!("{name}: predicted"),
                 pass.predicted.as_secs_f64() * 1e3,
                 "ms",
-                Mark::None,
+                Threshold::None,
             )?;
-            report.row(&format!("{name}: error of the prediction"), pass.off(), "%", Mark::AtMost(1.0))?;
+            report.row(
+                &format!("{name}: error of the prediction"),
+                pass.percent_error(),
+                "%",
+                Threshold::AtMost(1.0),
+            )?;
         }
     }
     for (forward, backward) in CODED {
@@ -150,19 +155,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 boundary_backward: backward.parse()?,
                 ..base.clone()
             };
-            let (pass, _) = one_period(&again(&first, config, Over::Simulated(link)))?;
+            let (pass, _) = one_period(&again(&first, config, JobTransport::Simulated(link)))?;
             let name = format!("{schedule}, boundaries {forward} and {backward}: error of the prediction");
-            report.row(&name, pass.off(), "%", Mark::AtMost(1.0))?;
+            report.row(&name, pass.percent_error(), "%", Threshold::AtMost(1.0))?;
         }
     }
     let base = TrainConfig { stages: RANKS / 2, topology: file("two.toml", replicas_topology())?, ..base };
     for (schedule, version_sync) in schedules().filter(|(_, sync)| *sync == VersionSync::Vertical) {
         let config = TrainConfig { schedule, version_sync, microbatches: Some(4), ..base.clone() };
-        let (_, step) = one_period(&again(&first, config, Over::Simulated(link)))?;
+        let (_, step) = one_period(&again(&first, config, JobTransport::Simulated(link)))?;
         let name = format!(
             "{schedule}, two replicas of two stages: step with its averages, error of the prediction"
         );
-        report.row(&name, step.off(), "%", Mark::AtMost(1.0))?;
+        report.row(&name, step.percent_error(), "%", Threshold::AtMost(1.0))?;
     }
     whole::run(report, &first, options.quick)
 }

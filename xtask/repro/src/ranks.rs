@@ -21,7 +21,7 @@ pub(crate) fn over_links(topology: &Topology) -> Cluster {
 
 /// Connects ranks over sockets of the loopback interface.
 pub(crate) fn over_tcp(n: usize) -> Result<Cluster> {
-    over_sockets(n, &Security::clear(), tcp::Pace::default())
+    over_sockets(n, &Security::unencrypted(), tcp::Pace::default())
 }
 
 /// Connects ranks over encrypted sockets of the loopback interface. All ranks have the same key.
@@ -36,21 +36,21 @@ pub(crate) fn over_shared_memory(n: usize) -> Result<Cluster> {
 }
 
 /// A kind of network between endpoints of one process.
-pub(crate) struct Way {
+pub(crate) struct NetworkKind {
     pub(crate) name: &'static str,
     /// Opens a network of this many endpoints.
     pub(crate) open: fn(usize) -> Result<Cluster>,
 }
 
 /// All kinds of networks. The first one is memory.
-pub(crate) const WAYS: &[Way] = &[
-    Way { name: "memory", open: |n| Ok(over_memory(n)) },
-    Way { name: "simulated", open: |n| Ok(over_links(&Topology::uniform(n, "1gbit,1ms".parse()?))) },
-    Way { name: "tcp", open: over_tcp },
-    Way { name: "tls", open: over_tls },
-    Way { name: "shared-memory", open: over_shared_memory },
+pub(crate) const NETWORK_KINDS: &[NetworkKind] = &[
+    NetworkKind { name: "memory", open: |n| Ok(over_memory(n)) },
+    NetworkKind { name: "simulated", open: |n| Ok(over_links(&Topology::uniform(n, "1gbit,1ms".parse()?))) },
+    NetworkKind { name: "tcp", open: over_tcp },
+    NetworkKind { name: "tls", open: over_tls },
+    NetworkKind { name: "shared-memory", open: over_shared_memory },
     #[cfg(feature = "iroh")]
-    Way { name: "iroh", open: over_quic },
+    NetworkKind { name: "iroh", open: over_quic },
 ];
 
 /// Connects ranks over QUIC on the loopback interface, without a relay. Each rank has its own key.

@@ -13,7 +13,7 @@ use farflung::compress::CodecSpec;
 use farflung::optim::{Average, AverageConfig, OptimError};
 use farflung::tensor::{Device, ParamLayout, Shape};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -54,7 +54,7 @@ fn topology() -> Result<Topology> {
 
 /// Time of an average, and the bytes that crossed the link between the regions in the busier direction.
 #[derive(Debug, Clone, Copy)]
-struct Taken {
+struct AverageCost {
     seconds: f64,
     crossed: f64,
 }
@@ -68,7 +68,7 @@ fn packed(values: f64) -> f64 {
 fn measure(
     topology: &Topology,
     average: impl Fn(&Communicator) -> Result<(), CommError> + Sync,
-) -> Result<Taken> {
+) -> Result<AverageCost> {
     let seen = on_ranks(over_links(topology), |comm| {
         let comm = comm.with_topology(topology.clone())?.with_deadline(Nanos::from_millis(600_000));
         average(&comm)?;
@@ -78,11 +78,11 @@ fn measure(
     })?;
     let crossed = |region: usize| seen[region * REGION..][..REGION].iter().map(|(_, sent)| sent).sum::<u64>();
     let seconds = seen.iter().map(|(time, _)| *time).max().unwrap_or_default().as_secs_f64();
-    Ok(Taken { seconds, crossed: crossed(0).max(crossed(1)) as f64 })
+    Ok(AverageCost { seconds, crossed: crossed(0).max(crossed(1)) as f64 })
 }
 
 /// Runs one round of averaging through the codec.
-fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken> {
+fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<AverageCost> {
     let layout = ParamLayout::new([("w".to_owned(), Shape::from(len))]);
     let codec: CodecSpec = CODEC.parse()?;
     let config = AverageConfig {
@@ -112,7 +112,7 @@ fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken>
 }
 
 /// Runs one all-reduce of plain f32 with a program.
-fn plain(topology: &Topology, len: usize, program: impl Fn(Rank) -> Program + Sync) -> Result<Taken> {
+fn plain(topology: &Topology, len: usize, program: impl Fn(Rank) -> Program + Sync) -> Result<AverageCost> {
     measure(topology, |comm| {
         let mut x = vec![1.0_f32; len];
         comm.all_reduce_by(program(comm.rank()), &mut x, ReduceOp::Sum)?;
@@ -130,19 +130,23 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
     let inside = NEAR + (g - 1.0) * v * INSIDE;
     let two_level =
-        Taken { seconds: 2.0 * inside + FAR + g * packed(v / g) * LINE, crossed: g * packed(v / g) };
+        AverageCost { seconds: 2.0 * inside + FAR + g * packed(v / g) * LINE, crossed: g * packed(v / g) };
     // In each phase, each rank sends the other region's ranks their shards, or its own shard's result.
     let phase = g * g * packed(v / n);
     // The first ranks that have received all of the first phase begin the second, so the link between the
     // regions is always busy and only one latency counts.
-    let flat = Taken { seconds: FAR + 2.0 * phase * LINE, crossed: 2.0 * phase };
+    let flat = AverageCost { seconds: FAR + 2.0 * phase * LINE, crossed: 2.0 * phase };
     // In f32: rings inside the regions, then rings of two between the owners of each quarter, which use the
     // link between the regions one after the other.
-    let grouped =
-        Taken { seconds: 2.0 * (g - 1.0) * (NEAR + v * INSIDE) + FAR + 4.0 * v * LINE, crossed: 4.0 * v };
+    let grouped = AverageCost {
+        seconds: 2.0 * (g - 1.0) * (NEAR + v * INSIDE) + FAR + 4.0 * v * LINE,
+        crossed: 4.0 * v,
+    };
     // Blocks cross the link between the regions one after the other.
-    let ring =
-        Taken { seconds: FAR + 2.0 * (n - 1.0) * 4.0 * v / n * LINE, crossed: 2.0 * (n - 1.0) * 4.0 * v / n };
+    let ring = AverageCost {
+        seconds: FAR + 2.0 * (n - 1.0) * 4.0 * v / n * LINE,
+        crossed: 2.0 * (n - 1.0) * 4.0 * v / n,
+    };
     let seen = [
         ("int8, two levels", coded(&topology, len, Algorithm::Hierarchical)?, two_level),
         ("int8, flat", coded(&topology, len, Algorithm::Direct)?, flat),
@@ -151,8 +155,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ];
     let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
     for (name, taken, form) in &seen {
-        report.row(&format!("{name}: time"), taken.seconds, "s", Mark::None)?;
-        let mark = Mark::AtMost(3.0);
+        report.row(&format!("{name}: time"), taken.seconds, "s", Threshold::None)?;
+        let mark = Threshold::AtMost(3.0);
         report.row(
             &format!("{name}: time, difference from the closed form"),
             off(taken.seconds, form.seconds),
@@ -163,7 +167,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: bytes over the line in the busier direction"),
             taken.crossed,
             "B",
-            Mark::None,
+            Threshold::None,
         )?;
         report.row(
             &format!("{name}: bytes, difference from the closed form"),
@@ -177,13 +181,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "int8, flat: time relative to two levels",
         flat.seconds / two.seconds,
         "x",
-        Mark::AtLeast(2.5),
+        Threshold::AtLeast(2.5),
     )?;
     report.row(
         "f32, by regions: time relative to int8 in two levels",
         grouped.seconds / two.seconds,
         "x",
-        Mark::AtLeast(2.5),
+        Threshold::AtLeast(2.5),
     )?;
 
     let codec = CODEC.parse::<CodecSpec>()?.build();
@@ -193,7 +197,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let prices = Algorithm::CODED.into_iter().map(price).collect::<Result<Vec<_>>>()?;
     let least = prices.iter().copied().fold(f64::INFINITY, f64::min);
     for (form, price) in Algorithm::CODED.into_iter().zip(&prices) {
-        report.row(&format!("price of {form}"), *price, "s", Mark::None)?;
+        report.row(&format!("price of {form}"), *price, "s", Threshold::None)?;
     }
     let auto = coded(&topology, len, Algorithm::Auto)?;
     let taken = Algorithm::Auto.resolve_coded(&buffer)?;
@@ -201,12 +205,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         &format!("auto, which is {taken}: price relative to the lowest"),
         price(taken)? / least,
         "x",
-        Mark::AtMost(1.0),
+        Threshold::AtMost(1.0),
     )?;
     report.row(
         "auto: time, difference from the lowest price",
         off(auto.seconds, least),
         "%",
-        Mark::AtMost(3.0),
+        Threshold::AtMost(3.0),
     )
 }

@@ -7,7 +7,7 @@ use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::relay::LinkEmulator;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -38,7 +38,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         [("20mbit", 20e6, "25ms", 0.025), ("100mbit", 100e6, "10ms", 0.010), ("1gbit", 1e9, "5ms", 0.005)]
     {
         // Above 100 Mbit/s, the machine's own scheduling affects the figures.
-        let most = if bits > 1e8 { Mark::None } else { Mark::AtMost(1.05) };
+        let most = if bits > 1e8 { Threshold::None } else { Threshold::AtMost(1.05) };
         let (mut near, mut far, _relaying) = through(rate, delay)?;
         let mut turns = Vec::new();
         for _ in 0..pings {
@@ -55,13 +55,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("round trip over {rate},{delay}, relative to twice the delay"),
             turn,
             "x",
-            Mark::AtMost(1.05),
+            Threshold::AtMost(1.05),
         )?;
         report.row(
             &format!("round trip over {rate},{delay}, at least twice the delay"),
             turn,
             "x",
-            Mark::AtLeast(1.0),
+            Threshold::AtLeast(1.0),
         )?;
         // The bytes of half a second on the link.
         let bytes = (bits / 16.0) as usize;
@@ -76,7 +76,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{bytes} bytes over {rate}, time at least bytes / rate"),
             share,
             "x",
-            Mark::AtLeast(0.95),
+            Threshold::AtLeast(0.95),
         )?;
     }
     Ok(())

@@ -13,7 +13,7 @@ use farflung::base::Philox;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -84,9 +84,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             slowest = slowest.max(start.elapsed().as_secs_f64());
         }
         let name = trouble.name();
-        report.row(&format!("{name}: jobs that did not form"), f64::from(failed), "1", Mark::AtMost(0.0))?;
+        report.row(
+            &format!("{name}: jobs that did not form"),
+            f64::from(failed),
+            "1",
+            Threshold::AtMost(0.0),
+        )?;
         let metric = format!("{name}: slowest job");
-        report.row(&metric, slowest, "s", Mark::AtMost(DEADLINE.as_secs_f64()))?;
+        report.row(&metric, slowest, "s", Threshold::AtMost(DEADLINE.as_secs_f64()))?;
     }
     Ok(())
 }

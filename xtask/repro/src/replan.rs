@@ -4,9 +4,9 @@ use anyhow::{Context, Result};
 use farflung::config::choice::Resume;
 use farflung::parallel::Plan;
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Job, Quiet, run_job, seats};
+use farflung::train::{Job, Quiet, connections, run_job};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::plan_exact::{alone, plan, trace};
 use crate::workers::{farthest, relative_l2};
 
@@ -52,14 +52,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let name = format!("{} -> {}", plans[from].0, plans[to].0);
         let off = farthest(&seen, &losses);
         let missing = (seen.len() as f64 - losses.len() as f64).abs();
-        report.row(&format!("{name}: missing or additional steps"), missing, "steps", Mark::AtMost(0.0))?;
-        report.row(&format!("{name}: largest difference of losses"), off, "nats", Mark::AtMost(1e-5))?;
+        report.row(
+            &format!("{name}: missing or additional steps"),
+            missing,
+            "steps",
+            Threshold::AtMost(0.0),
+        )?;
+        report.row(&format!("{name}: largest difference of losses"), off, "nats", Threshold::AtMost(1e-5))?;
         let ended = weights(&whole, &folder.path().join("run"), 2 * HALF)?;
         report.row(
             &format!("{name}: parameters, difference from those of one process"),
             relative_l2(&ended, &params),
             "",
-            Mark::AtMost(1e-5),
+            Threshold::AtMost(1e-5),
         )?;
     }
     Ok(())
@@ -67,7 +72,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 /// Runs a job to its last step and returns its losses.
 fn finish(job: &Job) -> Result<Vec<f64>> {
-    let report = run_job(job, seats(job, None)?, &mut Quiet)?.context("rank 0 has no report")?;
+    let report = run_job(job, connections(job, None)?, &mut Quiet)?.context("rank 0 has no report")?;
     Ok(report.rows.iter().map(|row| row.train_loss).collect())
 }
 

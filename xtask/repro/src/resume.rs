@@ -9,7 +9,7 @@ use farflung::base::Philox;
 use farflung::{StepMetrics, metrics};
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "resume",
@@ -53,13 +53,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         finish(&mut train(flags, &killed)?)?;
 
         let files = differing_files(&alone, &killed, STEPS)?;
-        report.row(&format!("{name}: kills"), kills as f64, "", Mark::AtLeast(1.0))?;
+        report.row(&format!("{name}: kills"), kills as f64, "", Threshold::AtLeast(1.0))?;
         let last = between.last().copied().unwrap_or(0);
-        report.row(&format!("{name}: step of the last kill, of {STEPS}"), last as f64, "", Mark::None)?;
+        report.row(
+            &format!("{name}: step of the last kill, of {STEPS}"),
+            last as f64,
+            "",
+            Threshold::None,
+        )?;
         let metric = format!("{name}: models and optimizer states that differ, of {}", 2 * WORKERS);
-        report.row(&metric, files as f64, "files", Mark::AtMost(0.0))?;
+        report.row(&metric, files as f64, "files", Threshold::AtMost(0.0))?;
         let losses = differing_losses(&log(&alone)?, &log(&killed)?);
-        report.row(&format!("{name}: losses that differ"), losses as f64, "steps", Mark::AtMost(0.0))?;
+        report.row(&format!("{name}: losses that differ"), losses as f64, "steps", Threshold::AtMost(0.0))?;
     }
     other_ways(report, options, folder.path())
 }
@@ -97,7 +102,7 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
         finish(&mut train(&run, &["--steps", "20"])?)?;
         let files = differing_files(&whole, &run, 20)?;
         let metric = format!("folder of rank {lost} lost: models and optimizer states that differ");
-        report.row(&metric, files as f64, "files", Mark::AtMost(0.0))?;
+        report.row(&metric, files as f64, "files", Threshold::AtMost(0.0))?;
     }
 
     let run = copy("swapped")?;
@@ -111,7 +116,7 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
         "swapped folders: rejected, with the rank that owns them",
         f64::from(u8::from(refused)),
         "",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
 
     let run = copy("finished")?;
@@ -124,28 +129,33 @@ fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
         "a finished run: not changed, and reported",
         f64::from(u8::from(left)),
         "",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     let (code, text) = said(&mut train(&run, &["--steps", "5"])?)?;
     let named = code == Some(2) && text.contains(&run.join(format!("step-{HALF:08}")).display().to_string());
-    report.row("fewer steps than are done: rejected", f64::from(u8::from(named)), "", Mark::AtLeast(1.0))?;
+    report.row(
+        "fewer steps than are done: rejected",
+        f64::from(u8::from(named)),
+        "",
+        Threshold::AtLeast(1.0),
+    )?;
 
     let shapes = [("--heads", "4"), ("--dim", "32"), ("--context", "16"), ("--layers", "3")];
     for (flag, value) in shapes.into_iter().take(if options.quick { 1 } else { 4 }) {
         let (code, text) = said(&mut train(&copy(&flag[2..])?, &["--steps", "20", flag, value])?)?;
         let refused = code == Some(2) && text.contains(&format!("`{}`", &flag[2..]));
         let metric = format!("{flag} changed: rejected by name");
-        report.row(&metric, f64::from(u8::from(refused)), "", Mark::AtLeast(1.0))?;
+        report.row(&metric, f64::from(u8::from(refused)), "", Threshold::AtLeast(1.0))?;
     }
     let (code, text) = said(&mut train(&copy("beta2")?, &["--steps", "20", "--beta2", "0.5"])?)?;
     let told = code == Some(0) && text.contains("warning: ") && text.contains("`beta2` is 0.5, was 0.95");
-    report.row("--beta2 changed: reported", f64::from(u8::from(told)), "", Mark::AtLeast(1.0))?;
+    report.row("--beta2 changed: reported", f64::from(u8::from(told)), "", Threshold::AtLeast(1.0))?;
 
     let run = copy("workers")?;
     finish(&mut train(&run, &["--steps", "20", "--workers", "2", "--batch", "8"])?)?;
     let losses = |run: &Path| -> Result<Vec<f64>> { Ok(log(run)?.iter().map(|m| m.train_loss).collect()) };
     let off = crate::workers::farthest(&losses(&run)?, &losses(&whole)?);
-    report.row("4 workers, then 2: largest difference of losses", off, "nats", Mark::AtMost(1e-5))
+    report.row("4 workers, then 2: largest difference of losses", off, "nats", Threshold::AtMost(1e-5))
 }
 
 /// Returns a rank's folder, relative to the run's folder.

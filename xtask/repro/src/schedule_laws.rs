@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::{
     peaks, simulate,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "schedule-laws",
@@ -53,12 +53,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
     let rows = [
-        ("orders that were made", count.orders, Mark::AtLeast(f64::from(rounds * 10))),
-        ("sizes rejected with the reason", count.refused, Mark::None),
-        ("orders over the stated memory", count.over_peak, Mark::AtMost(0.0)),
-        ("orders not read back as printed", count.not_read_back, Mark::AtMost(0.0)),
-        ("orders faster than the lower bound", count.below_bound, Mark::AtMost(0.0)),
-        ("orders with a bubble different from the closed form", count.off_closed_form, Mark::AtMost(0.0)),
+        ("orders that were made", count.orders, Threshold::AtLeast(f64::from(rounds * 10))),
+        ("sizes rejected with the reason", count.refused, Threshold::None),
+        ("orders over the stated memory", count.over_peak, Threshold::AtMost(0.0)),
+        ("orders not read back as printed", count.not_read_back, Threshold::AtMost(0.0)),
+        ("orders faster than the lower bound", count.below_bound, Threshold::AtMost(0.0)),
+        (
+            "orders with a bubble different from the closed form",
+            count.off_closed_form,
+            Threshold::AtMost(0.0),
+        ),
     ];
     for (metric, value, mark) in rows {
         report.row(metric, f64::from(value), "orders", mark)?;

@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::{
     slice_tokens,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "schedule-vectors",
@@ -73,7 +73,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     for (method, m, list) in LISTS {
         wrong += u32::from(method.order(&Settings::new(4, m))?.to_string() != list);
     }
-    report.row("lists that differ, of 11", f64::from(wrong), "lists", Mark::AtMost(0.0))?;
+    report.row("lists that differ, of 11", f64::from(wrong), "lists", Threshold::AtMost(0.0))?;
     let csv = vector!("dualpipev_4rank_10mb.csv");
     let ours = Method::DualPipeV.order(&Settings::new(4, 10))?;
     let differs = ours.to_csv() != csv || ComputeOrder::from_csv(csv)? != ours;
@@ -81,7 +81,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         "PyTorch's CSV file of DualPipeV differs",
         f64::from(u8::from(differs)),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
 
     for (method, makespan, bubbles, held) in FIGURES {
@@ -98,7 +98,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
             &format!("{method} 4x8: difference of makespan, bubbles and peaks"),
             off,
             "",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
     }
     gpipe_7_by_12(report)?;
@@ -123,7 +123,7 @@ fn gpipe_7_by_12(report: &mut Report<'_>) -> Result<()> {
         ("gpipe 7x12: makespan, difference", makespan, 36.0),
         ("gpipe 7x12: bubble, difference", bubble, 1.0 / 3.0),
     ] {
-        report.row(metric, (found - expected).abs(), "", Mark::AtMost(1e-12))?;
+        report.row(metric, (found - expected).abs(), "", Threshold::AtMost(1e-12))?;
     }
     Ok(())
 }
@@ -134,13 +134,18 @@ fn chimera_and_hanayo(report: &mut Report<'_>) -> Result<()> {
     for (p, m, slots) in [(4, 4, 10.0), (4, 8, 18.0), (8, 8, 22.0)] {
         let order = Method::Chimera.order(&Settings::new(p, m))?;
         let off = (with(&order, halves, |s| units(s.makespan()))? - slots).abs();
-        report.row(&format!("chimera {p}x{m}: slots, difference"), off, "", Mark::AtMost(0.0))?;
+        report.row(&format!("chimera {p}x{m}: slots, difference"), off, "", Threshold::AtMost(0.0))?;
     }
     for (waves, ratio) in [(1, 0.368), (2, 0.238), (4, 0.135)] {
         let settings = Settings { chunks: Some(2 * waves), ..Settings::new(8, 8) };
         let order = Method::Hanayo.order(&settings)?;
         let off = (with(&order, StageCost::UNIT, |s| s.bubble_fraction())? - ratio).abs();
-        report.row(&format!("hanayo 8x8, {waves} waves: bubble, difference"), off, "", Mark::AtMost(5e-4))?;
+        report.row(
+            &format!("hanayo 8x8, {waves} waves: bubble, difference"),
+            off,
+            "",
+            Threshold::AtMost(5e-4),
+        )?;
     }
     Ok(())
 }
@@ -165,12 +170,17 @@ fn closed_forms(report: &mut Report<'_>) -> Result<()> {
         "1f1b, zb-h1, zb-h2 at unequal F, I, W: difference from the closed forms",
         off,
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     let order = Method::DualPipe.order(&Settings::new(8, 20))?;
     let most = with(&order, StageCost::UNIT, |s| (0..8).map(|r| s.span_bubble(Rank(r)).0).max())?;
     let off = (units(Nanos(most.unwrap_or_default())) - 6.0).abs();
-    report.row("dualpipe 8x20: span bubble, difference from (p/2-1)(F&B+B-3W)", off, "", Mark::AtMost(0.0))
+    report.row(
+        "dualpipe 8x20: span bubble, difference from (p/2-1)(F&B+B-3W)",
+        off,
+        "",
+        Threshold::AtMost(0.0),
+    )
 }
 
 fn tera_pipe(report: &mut Report<'_>) -> Result<()> {
@@ -185,9 +195,9 @@ fn tera_pipe(report: &mut Report<'_>) -> Result<()> {
         let found = slice_tokens(tokens, 128, stages, Nanos::ZERO, time)?;
         let name = format!("terapipe, {tokens} tokens on {stages} stages");
         let differs = f64::from(u8::from(found.lengths != lengths));
-        report.row(&format!("{name}: slices differ"), differs, "", Mark::AtMost(0.0))?;
+        report.row(&format!("{name}: slices differ"), differs, "", Threshold::AtMost(0.0))?;
         let off = (units(found.total) - total).abs();
-        report.row(&format!("{name}: total, difference"), off, "", Mark::AtMost(1e-9))?;
+        report.row(&format!("{name}: total, difference"), off, "", Threshold::AtMost(1e-9))?;
     }
     Ok(())
 }

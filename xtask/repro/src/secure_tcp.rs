@@ -13,7 +13,7 @@ use farflung::relay::LinkEmulator;
 use ring::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use crate::all_reduce::{MIB, algorithm, measure};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -122,32 +122,37 @@ fn both(turns: usize, n: usize, kib: usize, quick: bool, rate: Option<&str>) -> 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let cipher = cipher()?;
-    report.row("AES-128-GCM, sealed and opened on one core", 1e-9 / cipher, "GB/s", Mark::None)?;
+    report.row("AES-128-GCM, sealed and opened on one core", 1e-9 / cipher, "GB/s", Threshold::None)?;
     let sizes: &[usize] = if options.quick { &[1, MIB] } else { &[1, MIB, 25 * MIB, 100 * MIB] };
     let turns = if options.quick { 3 } else { 5 };
     for n in [2, 4] {
         for &kib in sizes {
             let [clear, sealed] = both(turns, n, kib, options.quick, None)?;
             let name = format!("{n} processes, {kib} KiB");
-            report.row(&format!("{name}: unencrypted"), clear * 1e3, "ms", Mark::None)?;
-            report.row(&format!("{name}: TLS"), sealed * 1e3, "ms", Mark::None)?;
+            report.row(&format!("{name}: unencrypted"), clear * 1e3, "ms", Threshold::None)?;
+            report.row(&format!("{name}: TLS"), sealed * 1e3, "ms", Threshold::None)?;
             // Recursive doubling sends whole buffers, and a ring sends parts. Each byte is sealed once and
             // opened once.
             let through = if kib <= 16 { n.ilog2() as f64 * n as f64 } else { 2.0 * (n - 1) as f64 };
             let arithmetic = through * (kib * 1024) as f64 * cipher / n.min(cores) as f64;
-            report.row(&format!("{name}: the cipher alone"), arithmetic * 1e3, "ms", Mark::None)?;
+            report.row(&format!("{name}: the cipher alone"), arithmetic * 1e3, "ms", Threshold::None)?;
             let ratio = sealed / (clear + arithmetic);
             report.row(
                 &format!("{name}: TLS, time relative to unencrypted plus cipher"),
                 ratio,
                 "x",
-                Mark::AtMost(1.25),
+                Threshold::AtMost(1.25),
             )?;
         }
     }
     let kib = if options.quick { MIB } else { 4 * MIB };
     let [clear, sealed] = both(turns, 2, kib, true, Some("100mbit"))?;
     let name = format!("2 processes, {kib} KiB over 100 Mbit/s");
-    report.row(&format!("{name}: unencrypted"), clear * 1e3, "ms", Mark::None)?;
-    report.row(&format!("{name}: TLS, time relative to unencrypted"), sealed / clear, "x", Mark::AtMost(1.03))
+    report.row(&format!("{name}: unencrypted"), clear * 1e3, "ms", Threshold::None)?;
+    report.row(
+        &format!("{name}: TLS, time relative to unencrypted"),
+        sealed / clear,
+        "x",
+        Threshold::AtMost(1.03),
+    )
 }

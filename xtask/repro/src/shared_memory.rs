@@ -10,7 +10,7 @@ use farflung::base::Nanos;
 use farflung::comm::{Communicator, tcp};
 
 use crate::all_reduce::{MIB, algorithm, iterations, measure};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::median;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -130,9 +130,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let (memory, sockets) = (median(memory), median(sockets));
             let name = format!("{n} processes, {kib} KiB");
             // With so few bytes, the time is mostly that in which the system wakes the ranks.
-            let mark = if kib == 1 { Mark::None } else { Mark::AtMost(1.0) };
-            report.row(&format!("{name}: shared memory"), memory * 1e3, "ms", Mark::None)?;
-            report.row(&format!("{name}: TCP"), sockets * 1e3, "ms", Mark::None)?;
+            let mark = if kib == 1 { Threshold::None } else { Threshold::AtMost(1.0) };
+            report.row(&format!("{name}: shared memory"), memory * 1e3, "ms", Threshold::None)?;
+            report.row(&format!("{name}: TCP"), sockets * 1e3, "ms", Threshold::None)?;
             report.row(
                 &format!("{name}: shared memory, time relative to TCP"),
                 memory / sockets,
@@ -141,7 +141,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             )?;
             let theirs = (!theirs.is_empty()).then(|| median(theirs));
             if let Some(theirs) = theirs {
-                report.row(&format!("{name}: OpenMPI"), theirs * 1e3, "ms", Mark::None)?;
+                report.row(&format!("{name}: OpenMPI"), theirs * 1e3, "ms", Threshold::None)?;
             }
             report.ratio(
                 &format!("{name}: shared memory, time relative to OpenMPI's"),

@@ -20,7 +20,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use rustix::pty;
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -118,12 +118,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         lost += u32::from(!outcome.saved);
         wrong += u32::from(!outcome.right_code);
     }
-    report.row("signals", times as f64, "1", Mark::None)?;
-    report.row("checkpoints lost", f64::from(lost), "1", Mark::AtMost(0.0))?;
-    report.row("wrong exit codes", f64::from(wrong), "1", Mark::AtMost(0.0))?;
+    report.row("signals", times as f64, "1", Threshold::None)?;
+    report.row("checkpoints lost", f64::from(lost), "1", Threshold::AtMost(0.0))?;
+    report.row("wrong exit codes", f64::from(wrong), "1", Threshold::AtMost(0.0))?;
     for (stderr, slowest) in Stderr::ALL.into_iter().zip(slowest) {
         let metric = format!("longest time to end, stderr a {}", stderr.name());
-        report.row(&metric, slowest, "s", Mark::AtMost(2.0))?;
+        report.row(&metric, slowest, "s", Threshold::AtMost(2.0))?;
     }
     within::run(report, options, &text)
 }
@@ -136,7 +136,7 @@ fn stop(
     late: Duration,
     (signal, code): (Signal, i32),
 ) -> Result<Outcome> {
-    let (before, _) = left(out)?;
+    let (before, _) = last_step_and_checkpoint(out)?;
     let mut command =
         farflung(&["train", "--layers", "2", "--heads", "2", "--dim", "16", "--context", "16"])?;
     command.args(["--batch", "2", "--warmup", "0", "--threads", "1", "--workers", "2", "--steps", "1000000"]);
@@ -177,7 +177,7 @@ fn stop(
     if let Some(terminal) = terminal {
         terminal.join().map_err(|_| anyhow::anyhow!("the terminal's thread panicked"))?;
     }
-    let (logged, saved) = left(out)?;
+    let (logged, saved) = last_step_and_checkpoint(out)?;
     // A run that was still loading has done no further steps.
     let saved = saved.unwrap_or(0) == logged && logged >= before;
     Ok(Outcome { took, right_code: status.is_some_and(|status| status.code() == Some(code)), saved })
@@ -185,7 +185,7 @@ fn stop(
 
 /// Returns the last step that a run logged, and the step of its newest checkpoint, after checking all of its
 /// bytes.
-fn left(out: &Path) -> Result<(u64, Option<u64>)> {
+fn last_step_and_checkpoint(out: &Path) -> Result<(u64, Option<u64>)> {
     // The folder may not exist yet, and a rank's own folder has no metrics.
     if !out.exists() {
         return Ok((0, None));

@@ -7,10 +7,10 @@ use farflung::base::Topology;
 use farflung::comm::ReduceOp;
 use farflung::train::Trainer;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
 use crate::ranks::{on_ranks, over_links};
-use crate::workers::{Over, config, job, on_all};
+use crate::workers::{JobTransport, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "sim-scale",
@@ -37,21 +37,26 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let each: Vec<f64> = turns.into_iter().map(median).collect();
     for (size, time) in sizes.iter().zip(&each) {
-        report.row(&format!("{size} workers: a message"), time * 1e6, "us", Mark::None)?;
+        report.row(&format!("{size} workers: a message"), time * 1e6, "us", Threshold::None)?;
     }
     let last = sizes.len() - 1;
-    let mark = if options.quick { Mark::None } else { Mark::AtMost(2.5) };
+    let mark = if options.quick { Threshold::None } else { Threshold::AtMost(2.5) };
     let metric = format!("a message with {} workers, time relative to 16 workers", sizes[last]);
     report.row(&metric, each[last] / each[0], "x", mark)?;
 
     let workers = if options.quick { 16 } else { 128 };
     let (took, clock, hash) = six_steps(workers, report.seed())?;
     let (_, again, same) = six_steps(workers, report.seed())?;
-    let mark = if options.quick { Mark::None } else { Mark::AtMost(54.0 / 4.0) };
+    let mark = if options.quick { Threshold::None } else { Threshold::AtMost(54.0 / 4.0) };
     report.row(&format!("{workers} workers: six steps of nano"), took, "s", mark)?;
-    report.row(&format!("{workers} workers: virtual clock after these steps"), clock, "s", Mark::None)?;
+    report.row(
+        &format!("{workers} workers: virtual clock after these steps"),
+        clock,
+        "s",
+        Threshold::None,
+    )?;
     let differ = f64::from(u8::from(clock.to_bits() != again.to_bits() || hash != same));
-    report.row("second runs with another virtual clock or other bits", differ, "", Mark::AtMost(0.0))
+    report.row("second runs with another virtual clock or other bits", differ, "", Threshold::AtMost(0.0))
 }
 
 /// Returns the seconds of real time per message of all-reduces by a ring.
@@ -72,7 +77,7 @@ fn message(size: usize) -> Result<f64> {
 fn six_steps(workers: usize, seed: u64) -> Result<(f64, f64, blake3::Hash)> {
     let config = TrainConfig { workers, batch: 1, codec: "int8".parse()?, ..config(seed, true) };
     let link = TrainConfig::default().link;
-    let job = job(config, Over::Simulated(link))?;
+    let job = job(config, JobTransport::Simulated(link))?;
     let begun = now();
     let ranks = on_all(&job, |rank: &mut Trainer| {
         for _ in 0..6 {

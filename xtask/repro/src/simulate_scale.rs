@@ -4,7 +4,7 @@ use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -40,10 +40,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let events: usize = order.lists().iter().map(Vec::len).sum();
         let chunks = order.placement().stages() / p;
         let name = format!("{method}, {p} ranks of {chunks} chunks, {m} microbatches");
-        report.row(&format!("{name}: makespan"), makespan.as_secs_f64() * 1e3, "units", Mark::None)?;
-        report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Mark::None)?;
-        report.row(&format!("{name}: simulated"), taken, "s", Mark::AtMost(2.0))?;
-        report.row(&format!("{name}: events"), events as f64 / taken, "1/s", Mark::None)?;
+        report.row(&format!("{name}: makespan"), makespan.as_secs_f64() * 1e3, "units", Threshold::None)?;
+        report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Threshold::None)?;
+        report.row(&format!("{name}: simulated"), taken, "s", Threshold::AtMost(2.0))?;
+        report.row(&format!("{name}: events"), events as f64 / taken, "1/s", Threshold::None)?;
     }
     Ok(())
 }

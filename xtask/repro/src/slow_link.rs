@@ -6,7 +6,7 @@ use farflung::parallel::pipeline::{
     Boundary, Comparison, Method, PipelineCost, Settings, StageCost, peaks, simulate,
 };
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "slow-link",
@@ -57,7 +57,7 @@ fn table(report: &mut Report<'_>) -> Result<()> {
             off += (makespan(method, &Settings::new(4, 8), stage(third), tenths(hop))? - expected).abs();
         }
         let metric = format!("{method} 4x8, c = 0, .5, 1, 2, 4: makespans, difference");
-        report.row(&metric, off, "", Mark::AtMost(0.0))?;
+        report.row(&metric, off, "", Threshold::AtMost(0.0))?;
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ fn law(report: &mut Report<'_>) -> Result<()> {
             worst = worst.max((period - law).abs());
         }
         let metric = format!("1f1b on {p} ranks, c = .5, 1, 3: period, difference from T+2c(p-1)/p");
-        report.row(&metric, worst, "", Mark::AtMost(1e-9))?;
+        report.row(&metric, worst, "", Threshold::AtMost(1e-9))?;
     }
     Ok(())
 }
@@ -86,7 +86,7 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
             &format!("1f1b-mu 8x128, c = 3, slope {mu}: makespan, difference"),
             off,
             "",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
     }
     for p in [4_u32, 8] {
@@ -102,9 +102,9 @@ fn slope(report: &mut Report<'_>) -> Result<()> {
             held = held.max(f64::from(most));
         }
         let metric = format!("1f1b-mu {p}x128, c = .5, 1, 3: makespans, difference from mT+(p-1)(T+2c)");
-        report.row(&metric, off, "", Mark::AtMost(1e-9))?;
+        report.row(&metric, off, "", Threshold::AtMost(1e-9))?;
         let metric = format!("1f1b-mu {p}x128: most activations on a rank, with GPipe 128");
-        report.row(&metric, held, "", Mark::AtMost(f64::from(3 * (p - 1) + 1)))?;
+        report.row(&metric, held, "", Threshold::AtMost(f64::from(3 * (p - 1) + 1)))?;
     }
     Ok(())
 }
@@ -139,13 +139,18 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
             &format!("{ranks}x{microbatches}, {name}: {method}, gap to the bound"),
             gap,
             "%",
-            Mark::None,
+            Threshold::None,
         )?;
         let plain = comparison.order(Method::OneFOneB)?;
         let ratio = simulate(&plain.0, &plain.1)?.makespan().0 as f64 / figures.makespan.0 as f64;
         let metric = format!("{ranks}x{microbatches}, {name}: {method}, speed relative to 1f1b");
         // 1F1B fits all of these memory limits except half of its own memory.
-        report.row(&metric, ratio, "x", if memory == Some(2) { Mark::None } else { Mark::AtLeast(1.0) })?;
+        report.row(
+            &metric,
+            ratio,
+            "x",
+            if memory == Some(2) { Threshold::None } else { Threshold::AtLeast(1.0) },
+        )?;
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Philox, Rank, T
 use farflung::comm::simulated::{Faults, LinkNoise, cluster_with};
 use farflung::comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, Transport};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{Cluster, on_ranks};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -45,7 +45,7 @@ fn links(rng: Philox) -> Topology {
     let ranks = || (0..N as u32).map(Rank);
     for a in ranks() {
         let rate = |i| Bandwidth(10_000_000 << rng.below(10 * u64::from(a.0) + i, 7));
-        topology.set_port(a, AccessLink { up: rate(0), down: rate(1) });
+        topology.set_access_link(a, AccessLink { up: rate(0), down: rate(1) });
         for b in ranks() {
             let i = 1000 + 10 * (u64::from(a.0) * N as u64 + u64::from(b.0));
             let latency = Nanos::from_micros(100 << rng.below(i, 9));
@@ -171,13 +171,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for seed in (0..seeds).step_by(seeds as usize / 5) {
         other += u32::from(soak(seed)? != halves[seed as usize % 2][seed as usize / 2]);
     }
-    report.row("seeds that ended", seeds as f64, "1", Mark::None)?;
-    report.row("seeds with another result in a second run", f64::from(other), "1", Mark::AtMost(0.0))?;
+    report.row("seeds that ended", seeds as f64, "1", Threshold::None)?;
+    report.row("seeds with another result in a second run", f64::from(other), "1", Threshold::AtMost(0.0))?;
     report.row(
         "the digest of all seeds is the expected one",
         f64::from(u8::from(digest.0 == pinned)),
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     anyhow::ensure!(digest.0 == pinned, "the digest of {seeds} seeds is {:#018x}", digest.0);
     Ok(())

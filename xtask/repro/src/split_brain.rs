@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use farflung::base::Nanos;
 use farflung::parallel::membership::check::{Breach, Faults, FaultsOutcome, Flaw, faults};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "split-brain",
@@ -105,10 +105,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             ("trials in which enough members live to continue", sum.can_go_on),
         ];
         for (metric, count) in counts {
-            report.row(&format!("{members} members: {metric}"), f64::from(count), "", Mark::None)?;
+            report.row(&format!("{members} members: {metric}"), f64::from(count), "", Threshold::None)?;
         }
         let slowest = sum.slowest.as_secs_f64();
-        report.row(&format!("{members} members: slowest recovery"), slowest, "s", Mark::AtMost(60.0))?;
+        report.row(&format!("{members} members: slowest recovery"), slowest, "s", Threshold::AtMost(60.0))?;
         all.join(sum);
     }
     let rows = [
@@ -117,16 +117,21 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ("violated rules in total", all.breaches),
     ];
     for (metric, count) in rows {
-        report.row(metric, count as f64, "", Mark::AtMost(0.0))?;
+        report.row(metric, count as f64, "", Threshold::AtMost(0.0))?;
     }
     let share = f64::from(all.can_go_on) / f64::from(all.trials);
-    report.row("trials in which enough members live to continue", 100.0 * share, "%", Mark::AtLeast(60.0))?;
+    report.row(
+        "trials in which enough members live to continue",
+        100.0 * share,
+        "%",
+        Threshold::AtLeast(60.0),
+    )?;
 
     // A control that must fail: members that restart without their votes.
     let seeds = if options.quick { 1_200 } else { 5_000 };
     let flawed = trials(3, 0..seeds, Some(Flaw::ForgetsVotes))?;
     let metric = "second views of an epoch, if members forget their votes";
-    report.row(metric, flawed.forks as f64, "", Mark::AtLeast(1.0))
+    report.row(metric, flawed.forks as f64, "", Threshold::AtLeast(1.0))
 }
 
 /// Runs the trials of one size, on all processors.

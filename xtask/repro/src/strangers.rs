@@ -15,7 +15,7 @@ use farflung::comm::secure::{Identity, JoinSecret, Security, Ticket, unix_second
 use farflung::comm::tcp::{Config, Store, StoreHost, join};
 use farflung::comm::{CommError, Communicator, ReduceOp};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{now, resident};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -132,7 +132,7 @@ struct Running {
 }
 
 #[derive(Debug, Default)]
-struct Told {
+struct JobReport {
     numbers: BTreeMap<String, f64>,
     refused: BTreeMap<String, u64>,
 }
@@ -148,9 +148,9 @@ impl Running {
         Ok(Self { child, said, store: line.trim().parse()? })
     }
 
-    fn end(mut self) -> Result<Told> {
+    fn end(mut self) -> Result<JobReport> {
         drop(self.child.stdin.take());
-        let mut told = Told::default();
+        let mut told = JobReport::default();
         for line in self.said.lines() {
             let line = line?;
             let mut words = line.splitn(3, ' ');
@@ -226,13 +226,13 @@ impl Attack {
             Security::by_secret(&identity(9), &secret()?),
             Security::by_secret(&identity(2), &JoinSecret::generate()?),
             Security::by_ticket(&identity(2), &ticket),
-            Security::clear(),
+            Security::unencrypted(),
         ];
         Ok(Self { store, replay: captured(store)?, by_others, rng: Philox::new(seed, 1) })
     }
 
     /// Makes one hostile connection. The answer is ignored.
-    fn strike(&self, number: u64) {
+    fn connect(&self, number: u64) {
         let Ok(mut stream) = TcpStream::connect(self.store) else { return };
         let bytes =
             |count: u64| -> Vec<u8> { (0..count).map(|i| self.rng.word(number * 8192 + i) as u8).collect() };
@@ -283,7 +283,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                         if number >= hostile {
                             return;
                         }
-                        attack.strike(number);
+                        attack.connect(number);
                     }
                 })
             })
@@ -306,29 +306,39 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     thread::sleep(took);
     let in_peace = job.end()?;
 
-    let number = |told: &Told, name: &str| told.numbers.get(name).copied().unwrap_or(f64::NAN);
-    report.row("hostile connections", hostile as f64, "", Mark::AtLeast(hostile as f64))?;
-    report.row("steps during the attack", number(&under_fire, "steps"), "", Mark::AtLeast(10.0))?;
-    report.row("steps in the same time without an attack", number(&in_peace, "steps"), "", Mark::None)?;
-    report.row("steps with a wrong bit", number(&under_fire, "wrong"), "", Mark::AtMost(0.0))?;
-    report.row("legitimate clients that connected", friends as f64, "", Mark::AtLeast(1.0))?;
-    report.row("slowest legitimate client", slowest, "s", Mark::AtMost(10.0))?;
+    let number = |told: &JobReport, name: &str| told.numbers.get(name).copied().unwrap_or(f64::NAN);
+    report.row("hostile connections", hostile as f64, "", Threshold::AtLeast(hostile as f64))?;
+    report.row("steps during the attack", number(&under_fire, "steps"), "", Threshold::AtLeast(10.0))?;
+    report.row(
+        "steps in the same time without an attack",
+        number(&in_peace, "steps"),
+        "",
+        Threshold::None,
+    )?;
+    report.row("steps with a wrong bit", number(&under_fire, "wrong"), "", Threshold::AtMost(0.0))?;
+    report.row("legitimate clients that connected", friends as f64, "", Threshold::AtLeast(1.0))?;
+    report.row("slowest legitimate client", slowest, "s", Threshold::AtMost(10.0))?;
     // Compared per step, since each step costs CPU time too and the numbers of steps differ.
     let each = number(&in_peace, "cpu") / number(&in_peace, "steps").max(1.0);
     let cost = number(&under_fire, "cpu") - each * number(&under_fire, "steps");
-    report.row("CPU time of a hostile connection", cost / hostile as f64 * 1e3, "ms", Mark::AtMost(5.0))?;
+    report.row(
+        "CPU time of a hostile connection",
+        cost / hostile as f64 * 1e3,
+        "ms",
+        Threshold::AtMost(5.0),
+    )?;
     let more = number(&under_fire, "memory") - number(&in_peace, "memory");
-    report.row("memory above that without an attack", more / 1e6, "MB", Mark::AtMost(64.0))?;
-    report.row("bytes that a connection may send before its proof", 4096.0, "", Mark::None)?;
+    report.row("memory above that without an attack", more / 1e6, "MB", Threshold::AtMost(64.0))?;
+    report.row("bytes that a connection may send before its proof", 4096.0, "", Threshold::None)?;
     let refused: u64 = under_fire.refused.values().sum();
     report.row(
         "connections rejected with a named reason",
         refused as f64,
         "",
-        Mark::AtLeast(0.9 * hostile as f64),
+        Threshold::AtLeast(0.9 * hostile as f64),
     )?;
     for (name, count) in &under_fire.refused {
-        report.row(&format!("rejected: {name}"), *count as f64, "", Mark::None)?;
+        report.row(&format!("rejected: {name}"), *count as f64, "", Threshold::None)?;
     }
     for (kind, names) in KINDS {
         let known: u64 = names.iter().filter_map(|name| under_fire.refused.get(*name)).sum();
@@ -336,7 +346,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{kind}: rejected as {}", names.join(", ")),
             known as f64,
             "",
-            Mark::AtLeast(1.0),
+            Threshold::AtLeast(1.0),
         )?;
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{LINKS, Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -22,21 +22,21 @@ const MOST_MIXED: f64 = 3.7;
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
     let f32 = lab.outcome(report, &arms::F32)?;
-    lab.compare(report, &arms::F32, &f32, Mark::None)?;
-    let diloco = lab.compare(report, &arms::DILOCO_50, &f32, Mark::None)?;
-    let fragments = lab.compare(report, &arms::FRAGMENTS, &f32, Mark::None)?;
-    let plain = lab.compare(report, &arms::STREAMING_F32, &f32, Mark::None)?;
-    let coded = lab.compare(report, &arms::STREAMING, &f32, Mark::None)?;
-    let judged = |most| if options.quick { Mark::None } else { most };
-    let mixed = lab.compare(report, &arms::STREAMING_MIXED, &f32, Mark::None)?;
+    lab.compare(report, &arms::F32, &f32, Threshold::None)?;
+    let diloco = lab.compare(report, &arms::DILOCO_50, &f32, Threshold::None)?;
+    let fragments = lab.compare(report, &arms::FRAGMENTS, &f32, Threshold::None)?;
+    let plain = lab.compare(report, &arms::STREAMING_F32, &f32, Threshold::None)?;
+    let coded = lab.compare(report, &arms::STREAMING, &f32, Threshold::None)?;
+    let judged = |most| if options.quick { Threshold::None } else { most };
+    let mixed = lab.compare(report, &arms::STREAMING_MIXED, &f32, Threshold::None)?;
     for (arm, most) in [(&fragments, MOST), (&plain, MOST), (&coded, MOST), (&mixed, MOST_MIXED)] {
         let gap = arm.gap(&diloco);
         let metric = format!("{}: loss above plain DiLoCo's", arm.name);
-        report.row(&metric, gap.mean, "%", judged(Mark::AtMost(most)))?;
+        report.row(&metric, gap.mean, "%", judged(Threshold::AtMost(most)))?;
     }
     let link = LINKS[0];
     let alone = lab.step_time(report, &arms::ALONE, link.parse()?)?;
-    for (arm, mark) in [(&arms::DILOCO_50, Mark::None), (&arms::STREAMING_F32, Mark::AtMost(1.0))] {
+    for (arm, mark) in [(&arms::DILOCO_50, Threshold::None), (&arms::STREAMING_F32, Threshold::AtMost(1.0))] {
         let slower = (lab.step_time(report, arm, link.parse()?)? / alone - 1.0) * 100.0;
         report.row(
             &format!("{}: step time above that without communication, at {link}", arm.name),

@@ -11,8 +11,8 @@ use farflung::parallel::pipeline::ComputeKind;
 use farflung::parallel::swarm::{SquareCube, bound, optimum};
 use farflung::train::{Job, ReplicaSchedule};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all, plain_sgd};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm",
@@ -47,7 +47,7 @@ fn topology(speeds: &[f64], latency: &str) -> String {
 }
 
 /// Results of some steps.
-struct Seen {
+struct Measurement {
     losses: Vec<f64>,
     /// Time from the first rank's start of the last pass to the last rank's end.
     pass: Nanos,
@@ -57,7 +57,7 @@ struct Seen {
     rates: Vec<f64>,
 }
 
-fn measured(job: &Job, steps: usize) -> Result<Seen> {
+fn measured(job: &Job, steps: usize) -> Result<Measurement> {
     let ranks = on_all(job, |rank| {
         let losses = (0..steps).map(|_| Ok(rank.step(false)?.loss)).collect::<Result<Vec<_>>>()?;
         Ok((losses, rank.last_pass()))
@@ -80,7 +80,7 @@ fn measured(job: &Job, steps: usize) -> Result<Seen> {
     let begun = ranks.iter().map(|(_, pass)| pass.0).min().unwrap_or_default();
     let ended = ranks.iter().map(|(_, pass)| pass.1).max().unwrap_or_default();
     let losses = ranks.into_iter().map(|(losses, _)| losses).next().unwrap_or_default();
-    Ok(Seen { losses, pass: ended.saturating_sub(begun), busy, rates })
+    Ok(Measurement { losses, pass: ended.saturating_sub(begun), busy, rates })
 }
 
 fn is_forward(action: &farflung::parallel::pipeline::Action) -> bool {
@@ -122,10 +122,10 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
         topology: file("pools.toml", topology(&speeds, "5ms"))?,
         ..plain_sgd(config(report.seed(), false), 0.1)
     };
-    let first = job(base.clone(), Over::Simulated(link))?;
+    let first = job(base.clone(), JobTransport::Simulated(link))?;
     let packed =
         TrainConfig { boundary: "int8".parse()?, boundary_backward: "int8".parse()?, ..base.clone() };
-    let pools = measured(&again(&first, packed.clone(), Over::Simulated(link)), steps)?;
+    let pools = measured(&again(&first, packed.clone(), JobTransport::Simulated(link)), steps)?;
     // The bound: no order is faster than one in which the slowest pool computes all the time.
     let mut at = 0;
     let mut pool_rates = Vec::new();
@@ -138,22 +138,27 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
             &format!("use of stage {}: {} machines", number + 1, pool.len()),
             use_of,
             "",
-            Mark::None,
+            Threshold::None,
         )?;
         let busiest = ranks.map(|rank| pools.busy[rank]).max().unwrap_or_default();
         let share = busiest.as_secs_f64() / pools.pass.as_secs_f64();
-        report.row(&format!("use of stage {}: its busiest machine", number + 1), share, "", Mark::None)?;
+        report.row(
+            &format!("use of stage {}: its busiest machine", number + 1),
+            share,
+            "",
+            Threshold::None,
+        )?;
         pool_rates.push(rate);
     }
     let slowest = pool_rates.iter().copied().fold(f64::INFINITY, f64::min);
     let share = microbatches as f64 / slowest / pools.pass.as_secs_f64();
-    report.row("use of the slowest stage, relative to its bound of 1", share, "", Mark::AtLeast(0.9))?;
+    report.row("use of the slowest stage, relative to its bound of 1", share, "", Threshold::AtLeast(0.9))?;
     let (best, all) = (optimum(&speeds, STAGES), bound(&speeds, STAGES));
     report.row(
         "speed of the best assignment of these machines, relative to a perfectly equal division",
         best / all,
         "",
-        Mark::None,
+        Threshold::None,
     )?;
 
     let whole = TrainConfig {
@@ -163,31 +168,31 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
         topology: file("pipelines.toml", topology(&PIPELINES, "5ms"))?,
         ..packed.clone()
     };
-    let equal = again(&first, whole.clone(), Over::Simulated(link));
+    let equal = again(&first, whole.clone(), JobTransport::Simulated(link));
     // The second pipeline's slowest machine is half as fast as the first one's.
     let mut plan = equal.plan.clone();
     plan.microbatches = vec![2 * microbatches as u32 / 3, microbatches as u32 / 3];
     let shared = measured(&equal.with_plan(plan)?, steps)?;
     let equal = measured(&equal, steps)?;
     for (name, seen, mark) in [
-        ("two pipelines of three, equal shares", &equal, Mark::AtLeast(1.5)),
-        ("two pipelines of three, shares by speed", &shared, Mark::AtLeast(1.1)),
+        ("two pipelines of three, equal shares", &equal, Threshold::AtLeast(1.5)),
+        ("two pipelines of three, shares by speed", &shared, Threshold::AtLeast(1.1)),
     ] {
-        report.row(&format!("pass: {name}"), seen.pass.as_secs_f64() * 1e3, "ms", Mark::None)?;
+        report.row(&format!("pass: {name}"), seen.pass.as_secs_f64() * 1e3, "ms", Threshold::None)?;
         let faster = seen.pass.as_secs_f64() / pools.pass.as_secs_f64();
         report.row(&format!("pools: speed relative to {name}"), faster, "x", mark)?;
     }
-    report.row("pass: pools", pools.pass.as_secs_f64() * 1e3, "ms", Mark::None)?;
+    report.row("pass: pools", pools.pass.as_secs_f64() * 1e3, "ms", Threshold::None)?;
     // Uncoded values do not depend on the rank that computes them.
-    let plain = measured(&again(&first, base, Over::Simulated(link)), steps)?;
+    let plain = measured(&again(&first, base, JobTransport::Simulated(link)), steps)?;
     let unpacked = TrainConfig { boundary: "none".parse()?, boundary_backward: "none".parse()?, ..whole };
-    let reference = measured(&again(&first, unpacked, Over::Simulated(link)), steps)?;
+    let reference = measured(&again(&first, unpacked, JobTransport::Simulated(link)), steps)?;
     let off = plain.losses.iter().zip(&reference.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
     report.row(
         "losses of pools and pipelines with plain boundaries: difference",
         off,
         "nats",
-        Mark::AtMost(1e-5),
+        Threshold::AtMost(1e-5),
     )
 }
 
@@ -214,7 +219,7 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
             topology: file("line.toml", topology(&[FLOPS / 1e9; 2], "0ns"))?,
             ..plain_sgd(config(report.seed(), false), 0.1)
         };
-        let job = job(base, Over::Simulated(link))?;
+        let job = job(base, JobTransport::Simulated(link))?;
         let seen = measured(&job, 2)?;
         // Forward and backward take the time of three forwards. Hidden states and gradients use opposite
         // directions of the link.
@@ -225,7 +230,7 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
             &format!("width {width}: the law for the layers alone"),
             law.utilisation().share,
             "",
-            Mark::None,
+            Threshold::None,
         )?;
         // Compares the computing of the last stage, including its head, with the time to send over the link.
         let schedule = ReplicaSchedule::new(&job, 0)?;
@@ -234,21 +239,21 @@ fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> R
         let line = boundary.link.bandwidth.transfer(boundary.forward).as_secs_f64();
         let expected = busy / busy.max(line);
         let found = seen.busy[1].as_secs_f64() / seen.pass.as_secs_f64();
-        report.row(&format!("width {width}: use of the last stage"), found, "", Mark::None)?;
+        report.row(&format!("width {width}: use of the last stage"), found, "", Threshold::None)?;
         report.row(
             &format!("width {width}: use of the last stage, relative to its law"),
             found / expected,
             "",
-            Mark::AtLeast(0.9),
+            Threshold::AtLeast(0.9),
         )?;
         report.row(
             &format!("width {width}: use of the last stage, at most its law"),
             found / expected,
             "",
-            Mark::AtMost(1.0 + 1e-6),
+            Threshold::AtMost(1.0 + 1e-6),
         )?;
         falls += u32::from(found < before);
         before = found;
     }
-    report.row("widths at which use falls", f64::from(falls), "", Mark::AtMost(0.0))
+    report.row("widths at which use falls", f64::from(falls), "", Threshold::AtMost(0.0))
 }

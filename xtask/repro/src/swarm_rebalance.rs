@@ -4,7 +4,7 @@ use anyhow::Result;
 use farflung::base::Nanos;
 use farflung::parallel::swarm::{Churn, SquareCube, SwarmRun, simulate_swarm};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm-rebalance",
@@ -46,32 +46,32 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         least_never = least_never.min(seen[1] / seen[0]);
         least_seldom = least_seldom.min(seen[2] / seen[1]);
     }
-    report.row("traces", traces as f64, "", Mark::None)?;
+    report.row("traces", traces as f64, "", Threshold::None)?;
     for (arm, &(name, _)) in arms.iter().enumerate() {
         report.row(
             &format!("{name}: work done, relative to a perfectly equal division"),
             shares[arm],
             "",
-            Mark::None,
+            Threshold::None,
         )?;
         report.row(
             &format!("{name}: work done in the last hour, relative to a perfectly equal division"),
             last[arm],
             "",
-            Mark::None,
+            Threshold::None,
         )?;
     }
     report.row(
         "every 300 s relative to never, lowest of all traces",
         least_never,
         "x",
-        Mark::AtLeast(1.0 + 1e-6),
+        Threshold::AtLeast(1.0 + 1e-6),
     )?;
     report.row(
         "every 60 s relative to every 300 s, lowest of all traces",
         least_seldom,
         "x",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     square_cube(report)
 }
@@ -94,13 +94,13 @@ fn square_cube(report: &mut Report<'_>) -> Result<()> {
         falls += u32::from(shares[3] < before);
         before = shares[3];
         for (rtt, share) in [0, 10, 50, 100, 200].into_iter().zip(shares) {
-            report.row(&format!("utilisation: {name}, round trip {rtt} ms"), share, "", Mark::None)?;
+            report.row(&format!("utilisation: {name}, round trip {rtt} ms"), share, "", Threshold::None)?;
         }
     }
     report.row(
         "cases in which utilisation does not fall with distance or rise with width",
         f64::from(falls),
         "",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )
 }

@@ -7,7 +7,7 @@ use farflung::compress::link::{LinkSpec, MemoryStore, SampleShape};
 use farflung::compress::{CodecSpec, Compressor, Payload, RoundKey};
 use farflung::optim::sync::{Graph, Neighbours};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "theory",
@@ -37,15 +37,15 @@ fn normal(draw: &Philox, i: u64) -> f64 {
 
 /// The quantisers of boundaries, and the bound on what each may lose: the theorem's condition, or none for
 /// quantisers that are known to lose more.
-const QUANTISERS: [(&str, Mark); 8] = [
-    ("f16", Mark::AtMost(CONDITION)),
-    ("direct:8", Mark::AtMost(CONDITION)),
-    ("direct:4", Mark::AtMost(CONDITION)),
-    ("direct:3", Mark::AtMost(CONDITION)),
-    ("direct:2", Mark::None),
-    ("sign", Mark::None),
-    ("topk:0.1/f16", Mark::None),
-    ("topk:0.5/f16", Mark::AtMost(CONDITION)),
+const QUANTISERS: [(&str, Threshold); 8] = [
+    ("f16", Threshold::AtMost(CONDITION)),
+    ("direct:8", Threshold::AtMost(CONDITION)),
+    ("direct:4", Threshold::AtMost(CONDITION)),
+    ("direct:3", Threshold::AtMost(CONDITION)),
+    ("direct:2", Threshold::None),
+    ("sign", Threshold::None),
+    ("topk:0.1/f16", Threshold::None),
+    ("topk:0.5/f16", Threshold::AtMost(CONDITION)),
 ];
 
 /// Measures `c_Q` of each quantiser on normal numbers, with a scale for each channel.
@@ -68,7 +68,7 @@ fn contraction(report: &mut Report<'_>) -> Result<()> {
                 "sign: c_Q, difference from the closed form sqrt(1 - 2/pi)",
                 off,
                 "%",
-                Mark::AtMost(2.0),
+                Threshold::AtMost(2.0),
             )?;
         }
     }
@@ -189,12 +189,12 @@ fn rates(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let control = over(Sharing::Coded("topk:0.1"))?;
     let last = steps.len() - 1;
     let many = steps[last];
-    report.row(&format!("exact means: squared gradient at T = {many}"), exact[last], "", Mark::None)?;
+    report.row(&format!("exact means: squared gradient at T = {many}"), exact[last], "", Threshold::None)?;
     report.row(
         "exact means: exponent of T, in theory -1/2",
         exponent(steps, &exact),
         "",
-        Mark::AtMost(-0.45),
+        Threshold::AtMost(-0.45),
     )?;
     for (name, found) in cases {
         let excess: Vec<f64> =
@@ -204,17 +204,17 @@ fn rates(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: squared gradient above that of exact means at T = {many}"),
             share,
             "%",
-            Mark::None,
+            Threshold::None,
         )?;
         // The excess is of higher order: it falls faster than the error of exact averages.
         let metric = format!("{name}: exponent of T of the excess over exact means, in theory -1");
-        report.row(&metric, exponent(steps, &excess), "", Mark::AtMost(-0.75))?;
+        report.row(&metric, exponent(steps, &excess), "", Threshold::AtMost(-0.75))?;
     }
     let worse = (control[last] / exact[last] - 1.0) * 100.0;
     report.row(
         &format!("top 10 % without feedback: squared gradient above that of exact means at T = {many}"),
         worse,
         "%",
-        Mark::None,
+        Threshold::None,
     )
 }

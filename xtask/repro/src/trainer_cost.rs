@@ -12,7 +12,7 @@ use farflung::metrics;
 use serde_json::Value;
 
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "trainer-cost",
@@ -71,25 +71,30 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let most =
         sent.windows(2).take(4).map(|two| two[1] - two[0]).max().context("the metrics have no rows")?;
     // The last step is left out: it sends more, because copies are compared before the model is saved.
-    report.row("bytes of a step of 4 workers", most as f64, "B", Mark::AtMost(figure("bytes of a step")?))?;
+    report.row(
+        "bytes of a step of 4 workers",
+        most as f64,
+        "B",
+        Threshold::AtMost(figure("bytes of a step")?),
+    )?;
     let loss = told["val_loss"].as_f64().context("the report has no loss")?;
-    report.row("validation loss after 6 steps", loss, "nats", Mark::None)?;
+    report.row("validation loss after 6 steps", loss, "nats", Threshold::None)?;
     let off = (loss - figure("validation loss")?).abs();
-    report.row("validation loss, difference from the record", off, "nats", Mark::AtMost(1e-6))?;
+    report.row("validation loss, difference from the record", off, "nats", Threshold::AtMost(1e-6))?;
     let other = f64::from(u8::from(told["hash"].as_str() != Some(recorded("model")?)));
     // Processors without AVX2 add in another order.
-    let mark = if vectors() { Mark::AtMost(0.0) } else { Mark::None };
+    let mark = if vectors() { Threshold::AtMost(0.0) } else { Threshold::None };
     report.row("a model with bits other than recorded", other, "", mark)?;
     if options.quick {
         return Ok(());
     }
     let counted = instructions(folder.path(), data)?;
-    report.row("instructions of 2 steps of one worker", counted, "", Mark::None)?;
+    report.row("instructions of 2 steps of one worker", counted, "", Threshold::None)?;
     report.row(
         "instructions relative to the earlier trainers",
         counted / figure("instructions")?,
         "x",
-        Mark::AtMost(1.02),
+        Threshold::AtMost(1.02),
     )
 }
 

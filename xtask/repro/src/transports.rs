@@ -9,8 +9,8 @@ use anyhow::{Context, Result, bail, ensure};
 use farflung::comm::Cancel;
 use farflung::{base, comm};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::ranks::{Cluster, WAYS, on_ranks};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::ranks::{Cluster, NETWORK_KINDS, on_ranks};
 use laws::{Among, Found, LAWS, Law};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -87,20 +87,20 @@ fn other_bits(found: &[Found], memory: &[Found]) -> usize {
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let memory: Vec<Vec<Found>> =
-        LAWS.iter().map(|law| over((WAYS[0].open)(law.ranks)?, law)).collect::<Result<_>>()?;
-    for way in WAYS {
+        LAWS.iter().map(|law| over((NETWORK_KINDS[0].open)(law.ranks)?, law)).collect::<Result<_>>()?;
+    for way in NETWORK_KINDS {
         let mut others = 0;
         for (law, memory) in LAWS.iter().zip(&memory) {
             let found = over((way.open)(law.ranks)?, law)?;
             let name = format!("{}: {}: violations", way.name, law.name);
-            report.row(&name, broken(&found), "1", Mark::AtMost(0.0))?;
+            report.row(&name, broken(&found), "1", Threshold::AtMost(0.0))?;
             others += found.iter().zip(memory).filter(|(a, b)| a.bits != b.bits).count();
         }
         report.row(
             &format!("{}: ranks whose bits differ from those over memory", way.name),
             others as f64,
             "1",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
     }
     if cfg!(not(feature = "mpi")) {
@@ -110,7 +110,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     for (law, memory) in LAWS.iter().zip(&memory) {
         let found = under_mpirun(law)?;
         let what = if law.refusal.is_some() { "rejected: violations" } else { "violations" };
-        report.row(&format!("mpi: {}: {what}", law.name), broken(&found), "1", Mark::AtMost(0.0))?;
+        report.row(&format!("mpi: {}: {what}", law.name), broken(&found), "1", Threshold::AtMost(0.0))?;
         // A law that is rejected there gives no bits to compare.
         if law.refusal.is_none() {
             others += other_bits(&found, memory);
@@ -120,7 +120,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         "mpi: ranks whose bits differ from those over memory",
         others as f64,
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     Ok(())
 }

@@ -7,8 +7,8 @@ use farflung::base::Nanos;
 use farflung::train::Job;
 use farflung::train::tune::{Candidate, measure, tune};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, in_seats, job, on_all};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all, on_connections};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "tune",
@@ -34,13 +34,13 @@ const RANKS: usize = 4;
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let base = TrainConfig { workers: RANKS, tune: STEPS, ..config(report.seed(), false) };
-    let first = job(base.clone(), Over::Memory)?;
+    let first = job(base.clone(), JobTransport::Memory)?;
     for (bound, link, codec) in CASES {
         let config = TrainConfig { codec: codec.parse()?, ..base.clone() };
-        let job = again(&first, config, Over::Simulated(link.parse()?));
+        let job = again(&first, config, JobTransport::Simulated(link.parse()?));
         let name = format!("{bound} ({link}), {codec}");
-        let tuned = in_seats(&job, |seat| {
-            let tuned = tune(&job, &seat.comm, 1)?.context("there is nothing to tune")?;
+        let tuned = on_connections(&job, |connection| {
+            let tuned = tune(&job, &connection.comm, 1)?.context("there is nothing to tune")?;
             Ok((tuned.chosen(), tuned.tried.len(), tuned.job))
         })?;
         ensure!(tuned.iter().all(|(chosen, ..)| *chosen == tuned[0].0), "ranks chose different candidates");
@@ -57,16 +57,21 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         }
         let took = time(&job, *chosen)?.context("the chosen candidate is not possible")?;
         let ratio = |a: Nanos, b: Nanos| a.as_secs_f64() / b.as_secs_f64();
-        report.row(&format!("{name}: a step with {chosen}"), took.as_secs_f64() * 1e3, "ms", Mark::None)?;
+        report.row(
+            &format!("{name}: a step with {chosen}"),
+            took.as_secs_f64() * 1e3,
+            "ms",
+            Threshold::None,
+        )?;
         let metric = format!("{name}: chosen step time relative to the best of {}, {}", grid.len(), best.1);
-        report.row(&metric, ratio(took, best.0), "x", Mark::AtMost(1.05))?;
+        report.row(&metric, ratio(took, best.0), "x", Threshold::AtMost(1.05))?;
         report.row(
             &format!("{name}: worst step time relative to the best"),
             ratio(worst, best.0),
             "x",
-            Mark::None,
+            Threshold::None,
         )?;
-        report.row(&format!("{name}: candidates tried"), *tried as f64, "", Mark::None)?;
+        report.row(&format!("{name}: candidates tried"), *tried as f64, "", Threshold::None)?;
         let bits = |job: &Job| {
             let ends = on_all(job, |rank| {
                 for _ in 0..3 {
@@ -83,7 +88,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let differ = ours.iter().zip(&theirs).filter(|(a, b)| a != b).count();
         ensure!(!ours.is_empty() && ours.len() == theirs.len(), "no parameters");
         let metric = format!("{name}: parameters whose bits differ in a run with the plan");
-        report.row(&metric, differ as f64, "", Mark::AtMost(0.0))?;
+        report.row(&metric, differ as f64, "", Threshold::AtMost(0.0))?;
     }
     Ok(())
 }
@@ -91,6 +96,6 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
 /// Returns the time of a step on the slowest rank, or `None` if the candidate is not possible. Each call uses
 /// new ranks.
 fn time(job: &Job, candidate: Candidate) -> Result<Option<Nanos>> {
-    let all = in_seats(job, |seat| Ok(measure(job, &seat.comm, candidate, (STEPS, 1))?))?;
+    let all = on_connections(job, |connection| Ok(measure(job, &connection.comm, candidate, (STEPS, 1))?))?;
     Ok(all.into_iter().next().flatten().map(|tried| tried.step))
 }

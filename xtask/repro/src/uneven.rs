@@ -5,7 +5,7 @@ use anyhow::Result;
 use farflung::base::{AccessLink, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, ReduceOp, shares};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -26,7 +26,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut topology = Topology::uniform(4, Link::FREE);
     let rates = GBIT.map(|gbit| Bandwidth(gbit * 1_000_000_000));
     for (rank, rate) in (0..).map(Rank).zip(rates) {
-        topology.set_port(rank, AccessLink { up: rate, down: rate });
+        topology.set_access_link(rank, AccessLink { up: rate, down: rate });
     }
     let time = |algorithm: Algorithm| -> Result<f64> {
         let times = on_ranks(over_links(&topology), |comm| {
@@ -39,27 +39,32 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64())
     };
     for (gbit, count) in GBIT.iter().zip(shares(len, &rates, 0)) {
-        report.row(&format!("share of {gbit} Gbit/s"), count as f64 / len as f64, "1", Mark::None)?;
+        report.row(&format!("share of {gbit} Gbit/s"), count as f64 / len as f64, "1", Threshold::None)?;
     }
     let butterfly = time(Algorithm::Butterfly)?;
     let ring = time(Algorithm::Ring)?;
     // The slowest rank must send at least one buffer, and with these shares no other rank takes longer.
     let optimum = bytes as f64 * 8e-9;
-    report.row("weighted butterfly", butterfly, "s", Mark::None)?;
-    report.row("ring", ring, "s", Mark::None)?;
-    report.row("equal shares", time(Algorithm::Direct)?, "s", Mark::None)?;
+    report.row("weighted butterfly", butterfly, "s", Threshold::None)?;
+    report.row("ring", ring, "s", Threshold::None)?;
+    report.row("equal shares", time(Algorithm::Direct)?, "s", Threshold::None)?;
     report.row(
         "weighted butterfly, time relative to the optimum",
         butterfly / optimum,
         "x",
-        Mark::AtMost(1.05),
+        Threshold::AtMost(1.05),
     )?;
-    report.row("ring, time relative to the weighted butterfly", ring / butterfly, "x", Mark::AtLeast(1.4))?;
+    report.row(
+        "ring, time relative to the weighted butterfly",
+        ring / butterfly,
+        "x",
+        Threshold::AtLeast(1.4),
+    )?;
     let chosen = Algorithm::Auto.resolve(Bytes(bytes as u64), &topology);
     report.row(
         "`auto` chooses the weighted butterfly",
         f64::from(u8::from(chosen == Algorithm::Butterfly)),
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )
 }

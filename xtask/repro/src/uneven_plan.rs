@@ -7,8 +7,8 @@ use farflung::base::Link;
 use farflung::parallel::{Cluster, Limits, ModelShape, Plan, plan};
 use farflung::train::{AveragePrices, Job, Trainer, planned_model};
 
-use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, config, farthest, job, on_all, with_transport};
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, config, farthest, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "uneven-plan",
@@ -43,7 +43,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let cluster: Cluster = MACHINES.parse()?;
 
     let base = TrainConfig { batch: 1, workers: 1, accumulate: MICROBATCHES, ..config(report.seed(), false) };
-    let whole = job(base.clone(), Over::Memory)?;
+    let whole = job(base.clone(), JobTransport::Memory)?;
     let losses = timed(&whole, steps)?.0;
 
     let model = &whole.model;
@@ -61,13 +61,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         &format!("microbatches {}", shares.join(" ")),
         planned.all_microbatches() as f64,
         "",
-        Mark::None,
+        Threshold::None,
     )?;
 
     let there = whole.with_config(TrainConfig { topology: Some(file), ..with_machines(base) }, 4)?;
     let on = |plan: Plan| -> Result<(Vec<f64>, f64)> {
         let mut job = there.with_plan(plan)?;
-        job.config = with_transport(job.config, Over::Simulated(Link::FREE));
+        job.config = with_transport(job.config, JobTransport::Simulated(Link::FREE));
         timed(&job, steps)
     };
     let equal = Plan { microbatches: vec![MICROBATCHES as u32 / 4; 4], ..planned.clone() };
@@ -75,20 +75,20 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (_, took_equal) = on(equal)?;
     let work = tokens as f64 * model.flops_per_token(model.context) as f64;
     let ideal = work / 800e6;
-    report.row("work divided by total speed", ideal, "s", Mark::None)?;
+    report.row("work divided by total speed", ideal, "s", Threshold::None)?;
     report.row(
         "the plan's step relative to work divided by total speed",
         took / ideal,
         "",
-        Mark::AtMost(1.05),
+        Threshold::AtMost(1.05),
     )?;
     report.row(
         "a step with equal shares relative to work divided by total speed",
         took_equal / ideal,
         "",
-        Mark::AtLeast(1.9),
+        Threshold::AtLeast(1.9),
     )?;
-    report.row("largest difference of losses", farthest(&seen, &losses), "nats", Mark::AtMost(1e-5))
+    report.row("largest difference of losses", farthest(&seen, &losses), "nats", Threshold::AtMost(1e-5))
 }
 
 fn with_machines(config: TrainConfig) -> TrainConfig {

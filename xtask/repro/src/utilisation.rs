@@ -8,9 +8,9 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::Job;
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::{Published, to_meeting};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::workers::{JobTransport, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "utilisation",
@@ -147,22 +147,23 @@ fn period(job: &Job) -> Result<f64> {
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let still = small(report, 1000, "none")?;
-    let first = job(still, Over::Simulated(Link { bandwidth: Bandwidth(1_000_000_000), latency: Nanos(0) }))?;
+    let first =
+        job(still, JobTransport::Simulated(Link { bandwidth: Bandwidth(1_000_000_000), latency: Nanos(0) }))?;
     let (step, parameters) = (alone(&first)?, first.model.parameters() as f64);
     let (mut said, mut holds) = (Vec::new(), true);
     for large in &LARGE {
         let link = large.scaled(parameters, step);
         let settings = small(report, large.every, large.codec)?;
-        let period = period(&again(&first, settings, Over::Simulated(link)))?;
+        let period = period(&again(&first, settings, JobTransport::Simulated(link)))?;
         let share = large.every as f64 * step / period;
-        let mark = large.least.map_or(Mark::None, Mark::AtLeast);
+        let mark = large.least.map_or(Threshold::None, Threshold::AtLeast);
         report.row(&format!("{}: share of the time spent computing", large.name), share, "", mark)?;
         let off = (share / large.share() - 1.0).abs() * 100.0;
         report.row(
             &format!("{}: share, difference from the closed form", large.name),
             off,
             "%",
-            Mark::AtMost(2.0),
+            Threshold::AtMost(2.0),
         )?;
         holds &= large.least.is_none_or(|least| share >= least);
         said.push(format!("{} {:.1} %", large.name, share * 100.0));

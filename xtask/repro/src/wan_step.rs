@@ -7,13 +7,13 @@ use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::comm::{Communicator, tcp};
 use farflung::relay::{LinkEmulator, Relaying};
-use farflung::train::{Job, Trainer, seats};
+use farflung::train::{Job, Trainer, connections};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::resolved;
 use crate::machine::now;
 use crate::peers::Peers;
-use crate::workers::{Over, again, job, on_all};
+use crate::workers::{JobTransport, again, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "wan-step",
@@ -80,7 +80,7 @@ impl Hooks<'_> {
 }
 
 /// Measurement of a method's steps.
-struct Took {
+struct StepMeasurement {
     /// Seconds of a step.
     step: f64,
     /// Bytes that a worker sends per step, with frames.
@@ -108,14 +108,15 @@ fn slow(to: &str) -> Result<(Relaying, String)> {
 }
 
 /// Runs two workers, and measures `count` steps after the first [`WARM`]. The last step is not measured either.
-fn steps(job: &Job, count: u64) -> Result<Took> {
+fn steps(job: &Job, count: u64) -> Result<StepMeasurement> {
     let own = [free()?, free()?];
     let (first, second) = (slow(&own[0])?, slow(&own[1])?);
     let reach = [vec![own[0].clone(), second.1.clone()], vec![first.1.clone(), own[1].clone()]];
-    let work = |rank: usize| -> Result<Took> {
+    let work = |rank: usize| -> Result<StepMeasurement> {
         let met = tcp::join(&tcp::Config::with_peers(rank as u32, reach[rank].clone()))?;
-        let seat = seats(job, Some(Communicator::new(met)))?.pop().context("the process has no seat")?;
-        let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
+        let connection =
+            connections(job, Some(Communicator::new(met)))?.pop().context("the process has no seat")?;
+        let mut trainer = Trainer::new(job, connection.comm, job.config.threads)?;
         let (mut start, mut before) = (now(), 0);
         for step in 0..WARM + count {
             if step == WARM {
@@ -128,7 +129,7 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
         let sent = (trainer.comm().stats().sent.wire.0 - before) as f64 / count as f64;
         trainer.step(false)?;
         trainer.comm().barrier()?;
-        Ok(Took { step, sent })
+        Ok(StepMeasurement { step, sent })
     };
     std::thread::scope(|scope| {
         let work = &work;
@@ -146,7 +147,7 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
 fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
     let steps = (EQUAL / step) as u64;
     let config = resolved(&format!("{flags} --seed {} --steps {steps}", job.config.seed), base)?;
-    let losses = on_all(&again(job, config, Over::Memory), |trainer| {
+    let losses = on_all(&again(job, config, JobTransport::Memory), |trainer| {
         for _ in 0..steps {
             trainer.step(false)?;
         }
@@ -157,30 +158,31 @@ fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (base, count) = if options.quick { (QUICK, 4) } else { (MODEL, 6) };
-    let first = job(config(base, "", report.seed(), count)?, Over::Tcp)?;
-    let measure =
-        |flags: &str| steps(&again(&first, config(base, flags, first.config.seed, count)?, Over::Tcp), count);
+    let first = job(config(base, "", report.seed(), count)?, JobTransport::Tcp)?;
+    let measure = |flags: &str| {
+        steps(&again(&first, config(base, flags, first.config.seed, count)?, JobTransport::Tcp), count)
+    };
     let theirs = Hooks { peers: &options.peers, model: if options.quick { "nano" } else { "baby" } };
     // These replicas average only after the last step, which this run does not reach.
     let compute = measure("--sync diloco --sync-every 900")?.step;
-    report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
+    report.row("computing alone: step", compute * 1e3, "ms", Threshold::None)?;
     let mut compared = None;
     for (name, flags, late) in METHODS {
-        let Took { step, sent } = measure(flags)?;
+        let StepMeasurement { step, sent } = measure(flags)?;
         if name == COMPARED {
             compared = Some((flags, step));
         }
         let wire = sent * 8.0 / RATE.0 as f64;
-        report.row(&format!("{name}: step"), step * 1e3, "ms", Mark::None)?;
-        report.row(&format!("{name}: sent per step"), sent, "B", Mark::None)?;
-        let mark = if late && !options.quick { Mark::AtMost(MOST) } else { Mark::None };
+        report.row(&format!("{name}: step"), step * 1e3, "ms", Threshold::None)?;
+        report.row(&format!("{name}: sent per step"), sent, "B", Threshold::None)?;
+        let mark = if late && !options.quick { Threshold::AtMost(MOST) } else { Threshold::None };
         report.row(
             &format!("{name}: step time relative to the longer of computing and sending"),
             step / compute.max(wire),
             "x",
             mark,
         )?;
-        let ahead = if late { Mark::AtMost(1.0) } else { Mark::None };
+        let ahead = if late { Threshold::AtMost(1.0) } else { Threshold::None };
         let metric = format!("{name}: step time relative to PyTorch's fastest hook");
         report.ratio(&metric, step * 1e3, theirs.fastest(), ahead)?;
     }
@@ -196,14 +198,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         &format!("f32 with as many steps as PyTorch's fastest hook takes: held-out loss {then}"),
         plain,
         "nats",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row(&format!("{COMPARED}: held-out loss {then}"), late, "nats", Mark::None)?;
+    report.row(&format!("{COMPARED}: held-out loss {then}"), late, "nats", Threshold::None)?;
     report.row(
         &format!("{COMPARED}: held-out loss relative to f32's"),
         late / plain,
         "x",
-        Mark::AtMost(LOSS_MOST),
+        Threshold::AtMost(LOSS_MOST),
     )
 }
 

@@ -10,13 +10,13 @@ use farflung::compress::AverageSpec;
 use farflung::config::choice::{LrScheduleKind, OptimizerKind, SyncKind, TransportKind};
 use farflung::optim::local::SGD;
 use farflung::optim::sync::DDP;
-use farflung::train::{Job, Seat, Trainer, seats};
+use farflung::train::{Job, Trainer, WorkerConnection, connections};
 use farflung::transports::{MEMORY, SIMULATED, TCP};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
 /// Transport of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Over {
+pub(crate) enum JobTransport {
     /// Channels within this process.
     Memory,
     /// Virtual time over equal links.
@@ -60,7 +60,7 @@ pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
 }
 
 /// Makes a job over a transport. Use [`again`] for further jobs on the same data, which does not read it again.
-pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
+pub(crate) fn job(config: TrainConfig, over: JobTransport) -> Result<Job> {
     let config = with_transport(config, over);
     let world = config.workers;
     Ok(Job::new(config, world, Stop::manual())?)
@@ -70,29 +70,32 @@ pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
 ///
 /// # Panics
 /// If the settings cannot be combined.
-pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
+pub(crate) fn again(job: &Job, config: TrainConfig, over: JobTransport) -> Job {
     let config = with_transport(config, over);
     let world = config.workers;
     job.with_config(config, world).expect("the settings of a bench can be combined")
 }
 
-pub(crate) fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
+pub(crate) fn with_transport(mut config: TrainConfig, over: JobTransport) -> TrainConfig {
     (config.transport, config.link) = match over {
-        Over::Memory => (TransportKind::of(&MEMORY), config.link),
-        Over::Simulated(link) => (TransportKind::of(&SIMULATED), link),
-        Over::Tcp => (TransportKind::of(&TCP), config.link),
+        JobTransport::Memory => (TransportKind::of(&MEMORY), config.link),
+        JobTransport::Simulated(link) => (TransportKind::of(&SIMULATED), link),
+        JobTransport::Tcp => (TransportKind::of(&TCP), config.link),
     };
     config
 }
 
 /// Runs `work` for each worker of the job, on separate threads. Returns the results in order of rank.
 pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Trainer) -> Result<T> + Sync) -> Result<Vec<T>> {
-    in_seats(job, |seat| work(&mut Trainer::new(job, seat.comm, job.config.threads)?))
+    on_connections(job, |connection| work(&mut Trainer::new(job, connection.comm, job.config.threads)?))
 }
 
-/// Runs `work` for each worker on a separate thread, with its [`Seat`] (its connection to the job). No trainer
-/// is made.
-pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
+/// Runs `work` for each worker on a separate thread, with its [`WorkerConnection`] (its connection to the job).
+/// No trainer is made.
+pub(crate) fn on_connections<T: Send>(
+    job: &Job,
+    work: impl Fn(WorkerConnection) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     let work = &work;
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -102,8 +105,8 @@ pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sy
                 threads.push(scope.spawn(move || work(join(job, rank, port)?)));
             }
         } else {
-            for seat in seats(job, None)? {
-                threads.push(scope.spawn(move || work(seat)));
+            for connection in connections(job, None)? {
+                threads.push(scope.spawn(move || work(connection)));
             }
         }
         threads.into_iter().map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?).collect()
@@ -116,8 +119,8 @@ fn free_port() -> Result<u16> {
     Ok(listener.local_addr().context("failed to read a socket's address")?.port())
 }
 
-/// Returns the seat of one rank of a TCP job, as a process under a launcher gets it.
-fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
+/// Connects one rank of a TCP job, as a process that a launcher has started does.
+fn join(job: &Job, rank: usize, port: u16) -> Result<WorkerConnection> {
     let env = LaunchEnv {
         rank: Rank(rank as u32),
         world_size: job.world,
@@ -127,9 +130,11 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         master_port: port,
         source: "the bench",
         more_addresses: Vec::new(),
-        security: farflung::comm::secure::Security::clear(),
+        security: farflung::comm::secure::Security::unencrypted(),
     };
-    seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("the process has no seat")
+    connections(job, Some(farflung::train::join(&job.config, &env)?))?
+        .pop()
+        .context("the process has no seat")
 }
 
 /// Returns `|a - b| / |b|` over whole buffers, in f64.

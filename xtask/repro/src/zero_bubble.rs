@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use farflung::base::Nanos;
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, peaks, simulate};
 
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "zero-bubble",
@@ -33,21 +33,31 @@ fn figures(method: Method, p: u32, m: u32) -> Result<(f64, f64)> {
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let (p, m) = (8, 24);
     let (plain, held) = figures(Method::OneFOneB, p, m)?;
-    report.row("1f1b 8x24: span of a step", plain, "units", Mark::None)?;
-    report.row("1f1b 8x24: difference from 3(m+p-1)", (plain - 93.0).abs(), "units", Mark::AtMost(0.0))?;
+    report.row("1f1b 8x24: span of a step", plain, "units", Threshold::None)?;
+    report.row(
+        "1f1b 8x24: difference from 3(m+p-1)",
+        (plain - 93.0).abs(),
+        "units",
+        Threshold::AtMost(0.0),
+    )?;
     let (h1, _) = figures(Method::ZbH1, p, m)?;
-    report.row("zb-h1 8x24: speed relative to 1f1b", plain / h1, "x", Mark::AtLeast(1.17))?;
-    report.row("zb-h1, the paper's best measured gain over 1f1b in equal memory", 1.23, "x", Mark::None)?;
+    report.row("zb-h1 8x24: speed relative to 1f1b", plain / h1, "x", Threshold::AtLeast(1.17))?;
+    report.row(
+        "zb-h1, the paper's best measured gain over 1f1b in equal memory",
+        1.23,
+        "x",
+        Threshold::None,
+    )?;
     let (h2, _) = figures(Method::ZbH2, p, m)?;
-    report.row("zb-h2 8x24: speed relative to 1f1b", plain / h2, "x", Mark::AtLeast(1.29))?;
+    report.row("zb-h2 8x24: speed relative to 1f1b", plain / h2, "x", Threshold::AtLeast(1.29))?;
     report.row(
         "zb-h2, the paper's best measured gain over 1f1b in twice the memory",
         1.31,
         "x",
-        Mark::None,
+        Threshold::None,
     )?;
     let (v, _) = figures(Method::ZbV, p, m)?;
-    report.row("zbv 8x24: speed relative to 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
+    report.row("zbv 8x24: speed relative to 1f1b", plain / v, "x", Threshold::AtLeast(1.29))?;
 
     // Number of chunks of half a stage that the fullest rank holds, by closed form. The fractions in the paper
     // are the limits for many ranks.
@@ -63,15 +73,15 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         ] {
             let (_, held) = figures(method, p, 4 * p)?;
             let metric = format!("{method} on {p} ranks: memory relative to 1f1b");
-            report.row(&metric, held / whole, "x", Mark::None)?;
+            report.row(&metric, held / whole, "x", Threshold::None)?;
             let off = (held / whole - f64::from(chunks) / f64::from(2 * p)).abs();
             report.row(
                 &format!("{metric}, difference from the closed form"),
                 off,
                 "x",
-                Mark::AtMost(1e-12),
+                Threshold::AtMost(1e-12),
             )?;
         }
     }
-    report.row("1f1b 8x24: activations held", held, "", Mark::AtMost(8.0))
+    report.row("1f1b 8x24: activations held", held, "", Threshold::AtMost(8.0))
 }

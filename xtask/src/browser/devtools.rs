@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Events of the page that are recorded for later checks.
 #[derive(Debug, Default)]
-pub(crate) struct Heard {
+pub(crate) struct PageEvents {
     /// Errors of the console, of scripts, and of the content security policy.
     pub(crate) errors: Vec<String>,
     /// URLs that the page requested.
@@ -33,7 +33,7 @@ pub(crate) struct Browser {
     from: Receiver<Value>,
     next: u64,
     session: Option<String>,
-    pub(crate) heard: Heard,
+    pub(crate) heard: PageEvents,
 }
 
 impl Browser {
@@ -59,7 +59,7 @@ impl Browser {
                 }
             }
         });
-        let mut browser = Self { process, to, from, next: 0, session: None, heard: Heard::default() };
+        let mut browser = Self { process, to, from, next: 0, session: None, heard: PageEvents::default() };
         let target = browser.call("Target.createTarget", &json!({ "url": "about:blank" }))?;
         let attach = json!({ "targetId": target["targetId"], "flatten": true });
         let attached = browser.call("Target.attachToTarget", &attach)?;
@@ -144,7 +144,7 @@ impl Drop for Browser {
     }
 }
 
-impl Heard {
+impl PageEvents {
     fn take(&mut self, message: &Value) {
         let params = &message["params"];
         match message["method"].as_str().unwrap_or_default() {
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn errors_and_requests_of_a_page_are_heard() {
-        let mut heard = Heard::default();
+        let mut heard = PageEvents::default();
         for message in [
             json!({ "method": "Runtime.exceptionThrown", "params": { "exceptionDetails": { "text": "a" } } }),
             json!({ "method": "Runtime.consoleAPICalled", "params": { "type": "error", "args": [1] } }),

@@ -91,7 +91,7 @@ impl<'a> EventByEvent<'a> {
     /// Begins a rank's part of an operation at `at`, once. `at` must not be before the end that
     /// `next_completion` returned last.
     pub(super) fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
-        let side = &self.operations[operation].sides[&rank];
+        let side = &self.operations[operation].parts[&rank];
         let cursors = vec![Cursor { clock: at, ..Cursor::default() }; side.lanes.len()];
         let left = cursors.len();
         let mut progress = Progress { cursors, left };
@@ -121,7 +121,7 @@ impl<'a> EventByEvent<'a> {
 
     /// Advances a lane as far as the arrived pieces allow.
     fn go_on(&mut self, operation: usize, rank: Rank, lane: usize) {
-        let Operation { sides, frame } = &self.operations[operation];
+        let Operation { parts: sides, frame } = &self.operations[operation];
         let (side, frame) = (&sides[&rank], frame.0.max(1));
         let Some(progress) = self.progress.get_mut(&(operation, rank)) else { return };
         let (turns, cursor) = (&side.lanes[lane], &mut progress.cursors[lane]);

@@ -113,7 +113,7 @@ enum Stage {
 struct Slot<'a> {
     operation: usize,
     rank: Rank,
-    side: &'a RankPart,
+    part: &'a RankPart,
     /// Index of the cursor of the rank's first lane.
     first_cursor: usize,
     /// Number of lanes that have not ended.
@@ -194,11 +194,18 @@ impl<'a> NetworkSimulator<'a> {
     #[must_use]
     pub fn new(topology: &Topology, operations: &'a [Operation]) -> Self {
         let (mut first_slot, mut slots, mut cursors) = (Vec::with_capacity(operations.len()), Vec::new(), 0);
-        for (operation, sides) in operations.iter().map(|operation| &operation.sides).enumerate() {
+        for (operation, sides) in operations.iter().map(|operation| &operation.parts).enumerate() {
             first_slot.push(slots.len());
             for (&rank, side) in sides {
                 let (first_cursor, left) = (cursors, side.lanes.len());
-                slots.push(Slot { operation, rank, side, first_cursor, left, arrived: BTreeMap::new() });
+                slots.push(Slot {
+                    operation,
+                    rank,
+                    part: side,
+                    first_cursor,
+                    left,
+                    arrived: BTreeMap::new(),
+                });
                 cursors += left;
             }
         }
@@ -231,7 +238,7 @@ impl<'a> NetworkSimulator<'a> {
     /// Returns the slot of a rank's part in an operation.
     fn slot(&self, operation: usize, rank: Rank) -> Option<usize> {
         let first = self.first_slot[operation];
-        let count = self.operations[operation].sides.len();
+        let count = self.operations[operation].parts.len();
         let sides = &self.slots[first..first + count];
         sides.binary_search_by_key(&rank, |slot| slot.rank).ok().map(|at| first + at)
     }
@@ -243,7 +250,7 @@ impl<'a> NetworkSimulator<'a> {
     /// If there is no such operation, or the rank has no part in it.
     pub fn begin(&mut self, operation: usize, rank: Rank, at: Nanos) {
         let number = self.slot(operation, rank).expect("the rank takes part in the operation");
-        let &Slot { side, first_cursor, left, .. } = &self.slots[number];
+        let &Slot { part: side, first_cursor, left, .. } = &self.slots[number];
         for (lane, cursor) in self.cursors[first_cursor..][..left].iter_mut().enumerate() {
             cursor.clock = at;
             if lane < side.window {
@@ -260,7 +267,7 @@ impl<'a> NetworkSimulator<'a> {
     pub fn next_completion(&mut self) -> Option<Completion> {
         loop {
             while let Some((slot, lane)) = self.awake.pop_front() {
-                self.go_on(slot, lane);
+                self.advance_lane(slot, lane);
             }
             if let Some(finished) = self.finished.pop_front() {
                 return Some(finished);
@@ -275,10 +282,10 @@ impl<'a> NetworkSimulator<'a> {
     }
 
     /// Advances a lane as far as the arrived messages allow.
-    fn go_on(&mut self, number: usize, lane: usize) {
+    fn advance_lane(&mut self, number: usize, lane: usize) {
         let slot = &mut self.slots[number];
         let frame = self.operations[slot.operation].frame.0.max(1);
-        let side = slot.side;
+        let side = slot.part;
         let Some(steps) = side.lanes.get(lane) else { return };
         let cursors = &mut self.cursors[slot.first_cursor..][..side.lanes.len()];
         let cursor = &mut cursors[lane];
@@ -333,7 +340,7 @@ impl<'a> NetworkSimulator<'a> {
     /// Passes all messages of a step through the sender's uplink.
     fn depart(&mut self, Event { at, sender, number: first, of, .. }: Event) {
         let Burst { slot, lane, step } = self.bursts[of as usize];
-        let (operation, side) = (self.slots[slot].operation, self.slots[slot].side);
+        let (operation, side) = (self.slots[slot].operation, self.slots[slot].part);
         let frame = self.operations[operation].frame.0.max(1);
         let step = &side.lanes[lane][step];
         let first_message = self.messages.len() as u32;
@@ -472,7 +479,7 @@ impl<'a> NetworkSimulator<'a> {
         self.awake.push_back((number, lane));
         let slot = &mut self.slots[number];
         // Fast path: the lane usually waits for exactly this message.
-        if let Some(steps) = slot.side.lanes.get(lane) {
+        if let Some(steps) = slot.part.lanes.get(lane) {
             let frame = self.operations[slot.operation].frame.0.max(1);
             let cursor = &mut self.cursors[slot.first_cursor + lane];
             let awaited = steps.get(cursor.step).and_then(|step| step.receives.get(cursor.received.0));

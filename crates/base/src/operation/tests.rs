@@ -19,12 +19,12 @@ fn topology(ranks: usize) -> Topology {
 #[test]
 fn messages_of_one_rank_share_its_uplink_and_those_of_others_do_not_disturb_them() {
     let message = |from, to, bytes| Operation::message(Rank(from), Rank(to), Bytes(bytes), FRAME);
-    assert_eq!(alone(&message(0, 1, 5_000), &topology(2)), ms(6));
+    assert_eq!(isolated_time(&message(0, 1, 5_000), &topology(2)), ms(6));
     let all = [message(0, 1, 5_000), message(0, 2, 5_000), message(3, 2, 2_000)];
     let topology = topology(4);
     let mut simulator = NetworkSimulator::new(&topology, &all);
     for (number, operation) in all.iter().enumerate() {
-        operation.sides.keys().for_each(|&rank| simulator.begin(number, rank, ms(10)));
+        operation.parts.keys().for_each(|&rank| simulator.begin(number, rank, ms(10)));
     }
     let mut ends = BTreeMap::new();
     while let Some(Completion { operation, rank, at }) = simulator.next_completion() {
@@ -54,8 +54,8 @@ fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     // once.
     assert_eq!((ends[&2], ends[&3]), (ms(5), ms(100)));
     let both =
-        Operation { sides: all.iter().flat_map(|operation| operation.sides.clone()).collect(), frame: FRAME };
-    assert_eq!(alone(&both, &topology), ms(9));
+        Operation { parts: all.iter().flat_map(|operation| operation.parts.clone()).collect(), frame: FRAME };
+    assert_eq!(isolated_time(&both, &topology), ms(9));
 }
 
 /// Sends two messages of two pieces each over one uplink.
@@ -66,12 +66,12 @@ fn messages_leave_in_turns_or_one_after_the_other() {
         let step = OperationStep { sends: vec![two(1), two(2)], order, receives: Vec::new() };
         let mut operation = Operation::message(Rank(0), Rank(1), Bytes(2_000), Bytes(1_000));
         let other = Operation::message(Rank(0), Rank(2), Bytes(2_000), Bytes(1_000));
-        operation.sides.extend(other.sides);
-        operation.sides.get_mut(&Rank(0)).unwrap().lanes[0] = vec![step];
+        operation.parts.extend(other.parts);
+        operation.parts.get_mut(&Rank(0)).unwrap().lanes[0] = vec![step];
         let topology = topology(3);
         let all = [operation];
         let mut simulator = NetworkSimulator::new(&topology, &all);
-        all[0].sides.keys().for_each(|&rank| simulator.begin(0, rank, ms(0)));
+        all[0].parts.keys().for_each(|&rank| simulator.begin(0, rank, ms(0)));
         std::iter::from_fn(|| simulator.next_completion()).map(|end| end.at).skip(1).collect::<Vec<_>>()
     };
     assert_eq!(ends(SendOrder::RoundRobin), [ms(4), ms(5)]);
@@ -81,8 +81,8 @@ fn messages_leave_in_turns_or_one_after_the_other() {
 #[test]
 fn sides_that_do_not_fit_never_end() {
     let mut operation = Operation::message(Rank(0), Rank(1), Bytes(10), FRAME);
-    operation.sides.remove(&Rank(0));
-    assert_eq!(alone(&operation, &topology(2)), Nanos::MAX);
+    operation.parts.remove(&Rank(0));
+    assert_eq!(isolated_time(&operation, &topology(2)), Nanos::MAX);
     let moved = Operation::message(Rank(0), Rank(1), Bytes(10), FRAME).among(&[Rank(3), Rank(1)]);
     assert_eq!(moved, Operation::message(Rank(3), Rank(1), Bytes(10), FRAME));
 }
@@ -112,7 +112,7 @@ impl Draw {
             topology.set_link(Rank(from as u32), Rank(to as u32), link);
         }
         for rank in 0..ranks as u32 {
-            topology.set_port(Rank(rank), AccessLink { up: self.rate(), down: self.rate() });
+            topology.set_access_link(Rank(rank), AccessLink { up: self.rate(), down: self.rate() });
         }
         if self.below(3) > 0 && ranks > 2 {
             let cut = 1 + self.below(ranks as u64 - 1) as u32;
@@ -156,7 +156,7 @@ impl Draw {
                 }
             }
         }
-        Operation { sides, frame: Bytes(1 + self.below(16)) }
+        Operation { parts: sides, frame: Bytes(1 + self.below(16)) }
     }
 }
 
@@ -169,7 +169,7 @@ macro_rules! ends {
             |operation: usize, rank: Rank| Nanos(pauses[(operation * 7 + rank.index()) % pauses.len()]);
         // The first two operations begin at once, so that operations run concurrently.
         for operation in 0..operations.len().min(2) {
-            for &rank in operations[operation].sides.keys() {
+            for &rank in operations[operation].parts.keys() {
                 simulator.begin(operation, rank, pause(operation, rank));
             }
         }

@@ -85,11 +85,11 @@ impl CodedAllReduce for Algorithm {
     }
 
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError> {
-        Ok(chosen(self.resolve_coded(buffer)?, buffer)(rank))
+        Ok(cheapest_variant(self.resolve_coded(buffer)?, buffer)(rank))
     }
 
     fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError> {
-        let way = chosen(self.resolve_coded(buffer)?, buffer);
+        let way = cheapest_variant(self.resolve_coded(buffer)?, buffer);
         Ok((0..buffer.topology.size() as u32).map(|rank| way(Rank(rank))).collect())
     }
 
@@ -99,35 +99,35 @@ impl CodedAllReduce for Algorithm {
 }
 
 /// A variant of a coded form: returns the program of each rank.
-type Way = Box<dyn Fn(Rank) -> Program>;
+type ProgramFn = Box<dyn Fn(Rank) -> Program>;
 
 /// Returns the variant of a form with the least cost. If there is only one variant, its cost is not computed.
-fn chosen(form: Algorithm, buffer: &CodedBuffer<'_>) -> Way {
-    let mut ways = ways(form, buffer);
+fn cheapest_variant(form: Algorithm, buffer: &CodedBuffer<'_>) -> ProgramFn {
+    let mut ways = variants(form, buffer);
     if ways.len() == 1 { ways.remove(0) } else { cheapest(form, buffer).0 }
 }
 
 /// Returns the variant of a form with the least cost (the first one on a tie), and that cost.
-fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {
+fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (ProgramFn, Nanos) {
     let CodedBuffer { len, payload, topology, .. } = *buffer;
-    let price = |way: Way| {
+    let price = |way: ProgramFn| {
         let all: Vec<Program> = (0..topology.size() as u32).map(|rank| way(Rank(rank))).collect();
         let cost = cost_coded(&all, len, payload, topology);
         (way, cost)
     };
-    let priced = ways(form, buffer).into_iter().map(price);
+    let priced = variants(form, buffer).into_iter().map(price);
     priced.min_by_key(|(_, cost)| *cost).expect("each form has at least one way to run")
 }
 
 /// Returns the variants of a form: they differ in the number of chunks.
-fn ways(form: Algorithm, buffer: &CodedBuffer<'_>) -> Vec<Way> {
+fn variants(form: Algorithm, buffer: &CodedBuffer<'_>) -> Vec<ProgramFn> {
     let CodedBuffer { len, topology, .. } = *buffer;
     let n = topology.size();
     match form {
         Algorithm::Butterfly => {
             let counts: Arc<[usize]> = shares_on(len, topology).into();
             let worth = |&chunks: &usize| chunks == 1 || len / (n * chunks) >= LEAST_CHUNK;
-            let chunked = |chunks| -> Way {
+            let chunked = |chunks| -> ProgramFn {
                 let counts = Arc::clone(&counts);
                 Box::new(move |rank| coded_exchange_of(rank, &counts, chunks))
             };

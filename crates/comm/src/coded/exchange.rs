@@ -5,9 +5,9 @@ use farflung_base::Rank;
 use crate::butterfly::in_chunks;
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// Returns an all-reduce in two latencies. Each rank encodes every other rank's block and sends it to that
-/// rank. It decodes and adds up all parts of its own block in rank order; its own part is encoded and decoded
-/// too. Then it encodes the result and sends it to all.
+/// Returns an all-reduce that takes the time of two messages in sequence. Each rank encodes every other rank's
+/// block and sends it to that rank. Each rank then decodes the parts of its own block and adds them up in rank
+/// order; its own part is encoded and decoded too. Then it encodes the sum and sends it to all.
 ///
 /// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages, each
 /// the encoding of `1/n` of the buffer.

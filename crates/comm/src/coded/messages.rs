@@ -9,7 +9,7 @@ use farflung_base::Rank;
 use super::CodedValues;
 use crate::element::ReduceOp;
 use crate::error::CoderError;
-use crate::interpret::{At, Transfers, Turn};
+use crate::interpret::{StepContext, StepStatus, Transfers};
 use crate::message::{Incoming, Outgoing};
 use crate::steps::{Code, CodedMessage, Phase, Program, Step};
 use crate::transport::Port;
@@ -78,12 +78,12 @@ impl<V: CodedValues> Messages<V> {
     }
 
     /// Returns the code of a message, and the elements of its block.
-    fn message(&self, at: &At<'_>, number: usize) -> (Code, std::ops::Range<usize>) {
+    fn message(&self, at: &StepContext<'_>, number: usize) -> (Code, std::ops::Range<usize>) {
         let CodedMessage { block, code } = at.program.messages[number];
         (code, at.program.elements(&(block..block + 1), self.values.count()))
     }
 
-    fn encode(&mut self, at: &At<'_>, number: usize) -> Result<(), CommError> {
+    fn encode(&mut self, at: &StepContext<'_>, number: usize) -> Result<(), CommError> {
         let (code, range) = self.message(at, number);
         let mut out = Vec::new();
         match code {
@@ -113,7 +113,7 @@ impl<V: CodedValues> Messages<V> {
     }
 
     /// Encodes the step's messages, and prepares its sends and receives.
-    fn begin(&mut self, at: &At<'_>) -> Result<(), CommError> {
+    fn begin(&mut self, at: &StepContext<'_>) -> Result<(), CommError> {
         let coding = &at.step().coding;
         coding.encode.iter().try_for_each(|&number| self.encode(at, number))?;
         let outgoing = |&(to, number): &(Rank, usize)| (to, Outgoing::new(self.bytes(number)));
@@ -131,7 +131,7 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    fn send(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
+    fn send(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<(), CommError> {
         let Lane { out, unsent, .. } = &mut self.lanes[at.lane];
         if *unsent == 0 {
             return Ok(());
@@ -150,10 +150,10 @@ impl<V: CodedValues> Messages<V> {
 
     /// Receives from the senders that have new frames, or from all senders if the network does not report which
     /// ones have.
-    fn receive(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
+    fn receive(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<(), CommError> {
         let coming = &self.lanes[at.lane].coming;
         let all = 0..coming.len();
-        let news = if coming.len() > FEW { port.news(at.tag) } else { None };
+        let news = if coming.len() > FEW { port.senders_with_new_frames(at.tag) } else { None };
         let Some(news) = news else {
             return all.into_iter().try_for_each(|i| self.receive_from(at, i, port));
         };
@@ -164,7 +164,7 @@ impl<V: CodedValues> Messages<V> {
         new.into_iter().try_for_each(|i| self.receive_from(at, i, port))
     }
 
-    fn receive_from(&mut self, at: &At<'_>, i: usize, port: &mut dyn Port) -> Result<(), CommError> {
+    fn receive_from(&mut self, at: &StepContext<'_>, i: usize, port: &mut dyn Port) -> Result<(), CommError> {
         let Lane { coming, missing, .. } = &mut self.lanes[at.lane];
         let coming = &mut coming[i];
         while let Some(&number) = coming.messages.get(coming.here) {
@@ -179,7 +179,7 @@ impl<V: CodedValues> Messages<V> {
     }
 
     /// Decodes the messages of the step, and drops those that the next step does not use.
-    fn end_step(&mut self, at: &At<'_>) -> Result<(), CommError> {
+    fn end_step(&mut self, at: &StepContext<'_>) -> Result<(), CommError> {
         let coding = &at.step().coding;
         for &(number, merge) in &coding.decode {
             let (code, range) = self.message(at, number);
@@ -207,7 +207,7 @@ impl<V: CodedValues> Messages<V> {
         Ok(())
     }
 
-    fn go_on(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
+    fn go_on(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<StepStatus, CommError> {
         if !self.lanes[at.lane].begun {
             self.begin(at)?;
         }
@@ -215,14 +215,14 @@ impl<V: CodedValues> Messages<V> {
         self.receive(at, port)?;
         let lane = &self.lanes[at.lane];
         if lane.unsent > 0 || lane.missing > 0 {
-            return Ok(Turn::Waits);
+            return Ok(StepStatus::Waits);
         }
         self.end_step(at)?;
-        Ok(Turn::Over)
+        Ok(StepStatus::Over)
     }
 }
 
-fn failed(at: &At<'_>, source: CoderError) -> CommError {
+fn failed(at: &StepContext<'_>, source: CoderError) -> CommError {
     CommError::Coder { op: at.name, source: Arc::from(source) }
 }
 
@@ -233,15 +233,15 @@ impl<V: CodedValues> Transfers for Messages<V> {
         self.lanes[lane] = Lane::default();
     }
 
-    fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
+    fn advance(&mut self, at: &StepContext<'_>, port: &mut dyn Port) -> Result<StepStatus, CommError> {
         let turn = self.go_on(at, port);
-        if !matches!(turn, Ok(Turn::Waits)) {
-            port.end_news(at.tag);
+        if !matches!(turn, Ok(StepStatus::Waits)) {
+            port.end_new_frame_tracking(at.tag);
         }
         turn
     }
 
-    fn waits_for(&self, at: &At<'_>) -> Option<Rank> {
+    fn waits_for(&self, at: &StepContext<'_>) -> Option<Rank> {
         let lane = &self.lanes[at.lane];
         let silent = lane.coming.iter().find(|coming| !coming.is_over()).map(|coming| coming.from);
         let deaf = || lane.out.iter().find(|(_, messages)| !messages.is_empty()).map(|(to, _)| *to);

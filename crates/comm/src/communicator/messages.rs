@@ -135,15 +135,15 @@ impl Communicator {
     fn outgoing(&self, to: Rank, tag: u32, data: Vec<u8>) -> Result<SendMessage, CommError> {
         let to = self.member("send", to)?;
         let tag = Tag::user(self.group.context, tag);
-        let turn = self.group.turns.take(to, tag, self.transport.waker());
-        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)), turn })
+        let turn = self.group.send_queues.enqueue(to, tag, self.transport.waker());
+        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)), queue_entry: turn })
     }
 
     fn incoming(&self, from: Rank, tag: u32) -> Result<RecvMessage, CommError> {
         let from = self.member("recv", from)?;
         let tag = Tag::user(self.group.context, tag);
-        let torn = self.group.torn.clone();
-        Ok(RecvMessage { from, tag, incoming: torn.next(from, tag), torn })
+        let torn = self.group.cancelled_receives.clone();
+        Ok(RecvMessage { from, tag, incoming: torn.next_receiver(from, tag), cancelled: torn })
     }
 
     /// Sends bytes to a rank; returns when the network has taken them. Messages work on a poisoned
@@ -179,7 +179,8 @@ impl Communicator {
         let tag = |number| Tag::user(self.group.context, number);
         let (ask, answer) = (tag(tags.ask), tag(tags.answer));
         let members = Arc::clone(&self.group.members);
-        let serving = Serving::new(Arc::clone(service), members, (ask, answer), self.group.torn.clone());
+        let serving =
+            Serving::new(Arc::clone(service), members, (ask, answer), self.group.cancelled_receives.clone());
         self.clone().with_deadline(Nanos::MAX).start("service", serving, false)
     }
 
@@ -198,9 +199,9 @@ impl Communicator {
         }
         let member = |&rank| Ok((rank, self.member(NAME, rank)?));
         let from = from.iter().map(member).collect::<Result<Vec<_>, CommError>>()?;
-        let (tag, torn) = (Tag::user(self.group.context, tag), self.group.torn.clone());
-        let from = from.into_iter().map(|(rank, peer)| (rank, peer, torn.next(peer, tag))).collect();
-        Ok(RecvAny { from, tag, torn })
+        let (tag, torn) = (Tag::user(self.group.context, tag), self.group.cancelled_receives.clone());
+        let from = from.into_iter().map(|(rank, peer)| (rank, peer, torn.next_receiver(peer, tag))).collect();
+        Ok(RecvAny { from, tag, cancelled: torn })
     }
 
     /// Receives bytes from any of these ranks, and returns the sender too. Takes the message whose first frame

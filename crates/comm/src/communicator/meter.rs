@@ -169,10 +169,10 @@ impl Port for Metered<'_> {
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         self.port.suspicion(context, peer)
     }
-    fn news(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
-        self.port.news(tag)
+    fn senders_with_new_frames(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
+        self.port.senders_with_new_frames(tag)
     }
-    fn end_news(&mut self, tag: Tag) {
-        self.port.end_news(tag);
+    fn end_new_frame_tracking(&mut self, tag: Tag) {
+        self.port.end_new_frame_tracking(tag);
     }
 }

@@ -11,9 +11,9 @@ use tokio::sync::{Semaphore, mpsc};
 
 use super::handshake_stream::{HandshakeStream, control};
 use crate::control::{Control, HELLO};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::secure::{Role, Security};
-use crate::until::Until;
 use crate::wire::VERSION;
 use crate::{CommError, WireError};
 
@@ -56,7 +56,7 @@ impl Acceptor {
                 };
                 let (security, coming) = (security.clone(), coming.clone());
                 tokio::spawn(async move {
-                    if let Some(guest) = hear(&security, incoming).await {
+                    if let Some(guest) = read_greeting(&security, incoming).await {
                         // Fails once all ranks have connected and the door is dropped.
                         let _ = coming.send(guest).await;
                     }
@@ -79,19 +79,19 @@ impl Drop for Acceptor {
     }
 }
 
-async fn hear(security: &Security, incoming: Incoming) -> Option<AuthenticatedConnection> {
+async fn read_greeting(security: &Security, incoming: Incoming) -> Option<AuthenticatedConnection> {
     let note = |kind, detail: &dyn std::fmt::Display| {
         security.refused().note(None, kind, detail);
         None
     };
-    let until = Until::after(GREETING);
+    let until = Deadline::after(GREETING);
     let shaken = async { incoming.accept()?.await };
     let connection = match tokio::time::timeout(GREETING, shaken).await {
         Ok(Ok(connection)) => connection,
         Ok(Err(error)) => return note("gave up", &error),
         Err(_) => return note("silent", &format_args!("no handshake within {GREETING:?}")),
     };
-    let Some(Ok(left)) = until.left().map(Ok::<_, ()>) else {
+    let Some(Ok(left)) = until.remaining().map(Ok::<_, ()>) else {
         return note("silent", &format_args!("no greeting within {GREETING:?}"));
     };
     let mut line = match tokio::time::timeout(left, HandshakeStream::accept(connection)).await {
@@ -100,7 +100,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<AuthenticatedCo
         Err(_) => return note("silent", &format_args!("no greeting within {GREETING:?}")),
     };
     let name = line.key().to_string();
-    let proof = match line.hear(HELLO, until).await {
+    let proof = match line.receive(HELLO, until).await {
         Ok(proof) => proof,
         Err(CommError::Handshake { source: WireError::Version { got, .. }, .. }) => {
             let reason = Refusal::Version { want: VERSION, got };
@@ -122,7 +122,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<AuthenticatedCo
             return None;
         }
     };
-    match line.hear(HELLO, until).await {
+    match line.receive(HELLO, until).await {
         Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. } | Control::Ask(_))) => {
             Some(AuthenticatedConnection { line, greeting, expiry })
         }

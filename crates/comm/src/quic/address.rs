@@ -96,12 +96,13 @@ impl PeerAddresses {
     /// Returns iroh's address of the peer with this key at these places; without `direct`, at the relays only.
     ///
     /// # Errors
-    /// [`CommError::Unsealed`] if the bytes are not a public key.
+    /// [`CommError::NoEncryptedConnection`] if the bytes are not a public key.
     pub(super) fn of(&self, key: PublicKey, direct: bool) -> Result<EndpointAddr, CommError> {
-        let id = ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::Unsealed {
-            peer: key.to_string(),
-            reason: "its key is not a valid ed25519 public key".to_owned(),
-        })?;
+        let id =
+            ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::NoEncryptedConnection {
+                peer: key.to_string(),
+                reason: "its key is not a valid ed25519 public key".to_owned(),
+            })?;
         let sockets = self.sockets.iter().filter(|_| direct).copied().map(TransportAddr::Ip);
         let relays = self.relays.iter().cloned().map(TransportAddr::Relay);
         Ok(EndpointAddr { id, addrs: sockets.chain(relays).collect::<BTreeSet<_>>() })

@@ -8,8 +8,8 @@ use super::handshake_stream::{HandshakeStream, control};
 use super::socket::PROTOCOL;
 use crate::CommError;
 use crate::control::Control;
+use crate::deadline::Deadline;
 use crate::secure::{PublicKey, Role, Security, refused};
-use crate::until::Until;
 
 /// Time limit of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(10);
@@ -23,21 +23,21 @@ pub(super) async fn greet(
     endpoint: &Endpoint,
     to: (EndpointAddr, PublicKey),
     greeting: &[u8],
-    until: Until,
+    until: Deadline,
 ) -> Result<HandshakeStream, CommError> {
     let (address, key) = to;
     let io = |e: &dyn std::fmt::Display| {
         let error = std::io::Error::new(std::io::ErrorKind::ConnectionAborted, e.to_string());
         CommError::io("connection to", &key.to_string(), &error)
     };
-    let attempt = until.left().unwrap_or_default().min(ATTEMPT);
+    let attempt = until.remaining().unwrap_or_default().min(ATTEMPT);
     let connected = tokio::time::timeout(attempt, endpoint.connect(address, PROTOCOL)).await;
     let connection = connected.map_err(|_| io(&"no answer"))?.map_err(|e| io(&e))?;
     let mut line = HandshakeStream::open(connection).await?;
     // If these fail, the peer's answer says why.
     let _ = line.prove(security, Role::Client, None).await;
-    let _ = line.say_frame(greeting).await;
-    let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
+    let _ = line.send_frame(greeting).await;
+    let bytes = line.receive(HandshakeStream::LONGEST, until).await?;
     let name = key.to_string();
     match control(&bytes, &name)? {
         Control::Refuse(reason) => Err(refused(&name, reason)),

@@ -8,9 +8,9 @@ use std::time::Duration;
 use super::IDLE_TIMEOUT;
 use super::address::{PeerAddresses, relay};
 use super::network::{Network, Shared, call};
-use super::socket::{Opening, RELAY, Socket};
+use super::socket::{RELAY, Socket, SocketOptions};
 use crate::CommError;
-use crate::beside::{Beside, Called, Shore, Way};
+use crate::second_network::{ConnectTarget, EndpointParts, SecondNetwork, SecondNetworkAccess};
 use crate::secure::Security;
 use crate::tcp::GateConfig;
 
@@ -46,12 +46,15 @@ impl Socket {
     /// Opens a socket for a member of a growing network.
     ///
     /// # Errors
-    /// If the port is in use or an address is wrong; [`CommError::Unsealed`] without a key;
+    /// If the port is in use or an address is wrong; [`CommError::NoEncryptedConnection`] without a key;
     /// [`CommError::Argument`] for a patience out of range.
     pub fn open(config: &SocketConfig) -> Result<Arc<Self>, CommError> {
         if config.security.identity().is_none() {
             let reason = "over QUIC processes are named by their keys: it needs a ticket or a secret";
-            return Err(CommError::Unsealed { peer: "this process".to_owned(), reason: reason.to_owned() });
+            return Err(CommError::NoEncryptedConnection {
+                peer: "this process".to_owned(),
+                reason: reason.to_owned(),
+            });
         }
         let got = config.patience.as_secs() as usize;
         if !(1..=30).contains(&got) {
@@ -66,7 +69,7 @@ impl Socket {
             advertise.extend(resolve(one)?);
         }
         let listen = config.listen.as_ref().map(resolve).transpose()?;
-        let opening = Opening {
+        let opening = SocketOptions {
             security: config.security.clone(),
             relays: config.relays.iter().map(|url| relay(url)).collect::<Result<_, _>>()?,
             listen: listen.and_then(|found| found.first().copied()),
@@ -81,7 +84,7 @@ impl Socket {
     /// Returns the addresses at which other processes reach this one, separated by commas.
     #[must_use]
     pub fn addresses(&self) -> String {
-        self.places().for_member()
+        self.peer_addresses().for_member()
     }
 }
 
@@ -90,23 +93,23 @@ impl GateConfig {
     /// QUIC alone.
     #[must_use]
     pub fn over_quic(mut self, socket: &Arc<Socket>, sockets: bool) -> Self {
-        let way: Arc<dyn Way> = Arc::clone(socket) as _;
-        (self.way, self.sockets) = (Some(way), sockets);
+        let way: Arc<dyn SecondNetworkAccess> = Arc::clone(socket) as _;
+        (self.second_network, self.sockets) = (Some(way), sockets);
         self
     }
 }
 
-impl Way for Socket {
+impl SecondNetworkAccess for Socket {
     fn address(&self) -> String {
         self.addresses()
     }
     fn has_address(&self, address: &str) -> bool {
         PeerAddresses::of_member(address).is_ok_and(|places| !places.is_empty())
     }
-    fn ask(self: Arc<Self>, to: &Called<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError> {
+    fn ask(self: Arc<Self>, to: &ConnectTarget<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError> {
         call(&self, to, question).map(|(_, answer)| answer)
     }
-    fn open(self: Arc<Self>, shore: Shore) -> Arc<dyn Beside> {
+    fn open(self: Arc<Self>, shore: EndpointParts) -> Arc<dyn SecondNetwork> {
         Arc::new(Shared(Arc::new(Network::new(self, shore))))
     }
 }

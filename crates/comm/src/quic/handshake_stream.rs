@@ -9,9 +9,9 @@ use zeroize::Zeroizing;
 
 use super::address::key_of;
 use crate::control::Control;
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::secure::{PublicKey, Role, Security};
-use crate::until::Until;
 use crate::wire::{self, Parsed};
 use crate::{CommError, FRAME_BYTES, HEADER_BYTES, Message, WireError};
 
@@ -19,7 +19,7 @@ use crate::{CommError, FRAME_BYTES, HEADER_BYTES, Message, WireError};
 const LABEL: &[u8] = b"EXPORTER-farflung-join";
 
 /// Time that the peer has to receive the last message.
-const MOMENT: Duration = Duration::from_secs(1);
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The first stream of a connection.
 #[derive(Debug)]
@@ -51,9 +51,11 @@ impl HandshakeStream {
         let (send, recv) =
             opened.map_err(|e| CommError::io("open a stream to", &name(), &io::Error::from(e)))?;
         let mut exporter = Zeroizing::new([0; 32]);
-        connection.export_keying_material(&mut *exporter, LABEL, &[]).map_err(|_| CommError::Unsealed {
-            peer: name(),
-            reason: "the session provides no key material for the proof".to_owned(),
+        connection.export_keying_material(&mut *exporter, LABEL, &[]).map_err(|_| {
+            CommError::NoEncryptedConnection {
+                peer: name(),
+                reason: "the session provides no key material for the proof".to_owned(),
+            }
         })?;
         Ok(Self { connection, send, recv, exporter })
     }
@@ -64,13 +66,13 @@ impl HandshakeStream {
     }
 
     /// Sends one message.
-    pub(super) async fn say(&mut self, message: &Control<'_>) -> io::Result<()> {
+    pub(super) async fn send_message(&mut self, message: &Control<'_>) -> io::Result<()> {
         let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
-        self.say_frame(&frame).await
+        self.send_frame(&frame).await
     }
 
     /// Sends one message that is encoded already.
-    pub(super) async fn say_frame(&mut self, frame: &[u8]) -> io::Result<()> {
+    pub(super) async fn send_frame(&mut self, frame: &[u8]) -> io::Result<()> {
         Ok(self.send.write_all(frame).await?)
     }
 
@@ -84,7 +86,7 @@ impl HandshakeStream {
         let proof = security.prove_by(role, &self.exporter, expiry);
         let proof =
             proof.ok_or_else(|| io::Error::other("this process has no valid join secret to prove"))?;
-        self.say_frame(&wire::framed_bytes(&proof)).await
+        self.send_frame(&wire::framed_bytes(&proof)).await
     }
 
     /// Checks the peer's proof; returns the end of its validity.
@@ -100,13 +102,13 @@ impl HandshakeStream {
 
     /// Sends the reason of a refusal, waits briefly until the peer has received it, and closes the connection.
     pub(super) async fn refuse(&mut self, reason: Refusal) {
-        self.last(&Control::Refuse(reason)).await;
+        self.send_last(&Control::Refuse(reason)).await;
         self.connection.close(1_u8.into(), b"refused");
     }
 
     /// Sends the last message, and waits briefly until the peer has received it. The peer may be gone already.
-    pub(super) async fn last(&mut self, message: &Control<'_>) {
-        if self.say(message).await.is_ok() {
+    pub(super) async fn send_last(&mut self, message: &Control<'_>) {
+        if self.send_message(message).await.is_ok() {
             self.end().await;
         }
     }
@@ -114,13 +116,13 @@ impl HandshakeStream {
     /// Waits briefly until the peer has received everything, after the last message.
     pub(super) async fn end(&mut self) {
         if self.send.finish().is_ok() {
-            let _ = tokio::time::timeout(MOMENT, self.send.stopped()).await;
+            let _ = tokio::time::timeout(LAST_MESSAGE_TIMEOUT, self.send.stopped()).await;
         }
     }
 
     /// Receives one message of at most `most` bytes. Memory grows with the bytes that arrive, not with the
     /// length that the peer claims.
-    pub(super) async fn hear(&mut self, most: usize, until: Until) -> Result<Vec<u8>, CommError> {
+    pub(super) async fn receive(&mut self, most: usize, until: Deadline) -> Result<Vec<u8>, CommError> {
         let from = self.key().to_string();
         let wrong = |source| CommError::Handshake { peer: from.clone(), source };
         let mut bytes = Vec::new();
@@ -135,7 +137,7 @@ impl HandshakeStream {
                 let error = io::Error::new(ErrorKind::TimedOut, format!("waited for {:?}", until.limit()));
                 CommError::io("no answer in time from", &from, &error)
             };
-            let left = until.left().ok_or_else(late)?;
+            let left = until.remaining().ok_or_else(late)?;
             let place = &mut buffer[..(want - bytes.len()).min(4096)];
             let read = tokio::time::timeout(left, self.recv.read(place)).await.map_err(|_| late())?;
             if let Some(count) =

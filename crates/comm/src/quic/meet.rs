@@ -14,12 +14,12 @@ use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::address::{PeerAddresses, relay};
 use super::greet::greet;
 use super::handshake_stream::{HandshakeStream, control};
-use super::socket::{Opening, own_places};
+use super::socket::{SocketOptions, own_addresses};
 use crate::CommError;
 use crate::control::{BoundedVec, Control};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
-use crate::until::Until;
 
 /// Pause between two attempts to reach a peer.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -48,8 +48,9 @@ pub(super) fn check(config: &Config) -> Result<(), CommError> {
     if !(1..=30).contains(&patience) {
         return argument("patience in seconds (from 1 to the maximum)", patience, 30);
     }
-    let unsealed =
-        |reason: &str| Err(CommError::Unsealed { peer: "rank 0".to_owned(), reason: reason.to_owned() });
+    let unsealed = |reason: &str| {
+        Err(CommError::NoEncryptedConnection { peer: "rank 0".to_owned(), reason: reason.to_owned() })
+    };
     if config.world_size > 1 && config.security.identity().is_none() {
         return unsealed("QUIC identifies peers by their keys, so all ranks need a ticket of rank 0");
     }
@@ -93,9 +94,9 @@ fn listening(config: &Config, places: &PeerAddresses) -> Option<SocketAddr> {
 ///
 /// # Errors
 /// If the URL of a relay is wrong, or no address can be resolved.
-pub(super) fn opening(config: &Config) -> Result<Opening, CommError> {
+pub(super) fn opening(config: &Config) -> Result<SocketOptions, CommError> {
     let places = places(config)?;
-    Ok(Opening {
+    Ok(SocketOptions {
         security: config.security.clone(),
         listen: listening(config, &places),
         advertise: Vec::new(),
@@ -108,7 +109,7 @@ pub(super) fn opening(config: &Config) -> Result<Opening, CommError> {
 
 /// Connects to all peers.
 pub(super) async fn meet(config: &Config, endpoint: &Endpoint) -> Result<Connections, CommError> {
-    let until = Until::after(config.deadline);
+    let until = Deadline::after(config.deadline);
     match config.rank {
         _ if config.world_size == 1 => Ok(vec![None]),
         0 => host(config, endpoint, until).await,
@@ -132,7 +133,7 @@ async fn admit(
     config: &Config,
     security: &Security,
     door: &mut Acceptor,
-    until: Until,
+    until: Deadline,
     answer: Option<Control<'_>>,
 ) -> (Vec<Option<JoinedRank>>, Vec<Rank>) {
     let (me, size) = (config.rank as usize, config.world_size as usize);
@@ -140,7 +141,7 @@ async fn admit(
     loop {
         let absent: Vec<Rank> =
             (me + 1..size).filter(|&r| come[r].is_none()).map(|r| Rank(r as u32)).collect();
-        let left = until.left().filter(|_| !absent.is_empty());
+        let left = until.remaining().filter(|_| !absent.is_empty());
         let Some(left) = left else { return (come, absent) };
         let Ok(Some(mut guest)) = tokio::time::timeout(left, door.next()).await else {
             return (come, absent);
@@ -150,7 +151,7 @@ async fn admit(
             Ok((rank, listen)) => {
                 let proven = guest.line.prove(security, Role::Server, Some(guest.expiry)).await;
                 let said = match (&proven, &answer) {
-                    (Ok(()), Some(answer)) => guest.line.say(answer).await,
+                    (Ok(()), Some(answer)) => guest.line.send_message(answer).await,
                     _ => Ok(()),
                 };
                 // If the connection is lost, the rank may connect again.
@@ -202,14 +203,14 @@ fn greeted(
 
 /// Runs rank 0's side: accepts all other ranks, then sends them all addresses and keys, and a secret for their
 /// connections.
-async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
+async fn host(config: &Config, endpoint: &Endpoint, until: Deadline) -> Result<Connections, CommError> {
     let mut door = Acceptor::open(endpoint, &config.security);
     let (mut come, absent) = admit(config, &config.security, &mut door, until, None).await;
     if !absent.is_empty() {
         let message = Control::Missing(BoundedVec(absent.iter().map(|rank| rank.0).collect()));
         for come in come.iter_mut().flatten() {
             // It may fail, but the other ranks have deadlines of their own.
-            come.line.last(&message).await;
+            come.line.send_last(&message).await;
         }
         return Err(missing(config, absent));
     }
@@ -226,7 +227,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     };
     for (rank, come) in come.iter_mut().enumerate() {
         if let Some(JoinedRank { line, .. }) = come {
-            line.say(&table)
+            line.send_message(&table)
                 .await
                 .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
         }
@@ -238,11 +239,11 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
 async fn answer<T>(
     config: &Config,
     line: &mut HandshakeStream,
-    until: Until,
+    until: Deadline,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
     let from = line.key().to_string();
-    let bytes = line.hear(HandshakeStream::LONGEST, until).await?;
+    let bytes = line.receive(HandshakeStream::LONGEST, until).await?;
     match control(&bytes, &from)? {
         Control::Refuse(reason) => Err(refused(&from, reason)),
         Control::Missing(BoundedVec(ranks)) => Err(missing(config, ranks.into_iter().map(Rank).collect())),
@@ -255,7 +256,7 @@ async fn answer<T>(
 
 /// Returns this rank's greeting, as an encoded frame.
 fn hello(config: &Config, security: &Security, endpoint: &Endpoint) -> Result<Vec<u8>, CommError> {
-    let own = own_places(endpoint).text();
+    let own = own_addresses(endpoint).text();
     let own_key = security.own_key();
     let hello = Control::Hello {
         rank: config.rank,
@@ -276,7 +277,7 @@ async fn reach<T>(
     security: &Security,
     endpoint: &Endpoint,
     (rank, to): (u32, (EndpointAddr, PublicKey)),
-    (until, patient): (Until, Until),
+    (until, patient): (Deadline, Deadline),
     mut wanted: impl FnMut(&Control<'_>) -> Option<T>,
 ) -> Result<(HandshakeStream, T), CommError> {
     loop {
@@ -289,7 +290,7 @@ async fn reach<T>(
         match reached.await {
             Err(CommError::Io { what, kind, message, .. }) => {
                 tracing::debug!(rank, what, ?kind, message, "a peer cannot be reached yet");
-                if until.left().is_none() {
+                if until.remaining().is_none() {
                     return Err(missing(config, vec![Rank(rank)]));
                 }
                 tokio::time::sleep(PAUSE).await;
@@ -316,11 +317,11 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, PeerA
 
 /// Runs the side of every other rank: gets the table from rank 0, then connects to the ranks below its own and
 /// accepts those above.
-async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
+async fn visit(config: &Config, endpoint: &Endpoint, until: Deadline) -> Result<Connections, CommError> {
     let host = config.security.host().expect("`check` requires the key of rank 0");
     let to = (places(config)?.of(host, config.direct)?, host);
     // At its deadline, rank 0 sends the list of missing ranks. This side waits a second longer to receive it.
-    let patient = until.longer(Duration::from_secs(1));
+    let patient = until.extended_by(Duration::from_secs(1));
     let (asked, (between, admission)) = {
         let table = |message: &Control<'_>| read_table(config, message);
         reach(config, &config.security, endpoint, (0, to), (until, patient), table).await?

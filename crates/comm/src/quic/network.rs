@@ -14,8 +14,8 @@ use super::handshake_stream::{HandshakeStream, control};
 use super::pacer::Pacer;
 use super::peer::{Peer, STREAMS, WINDOW_OF_ALL};
 use super::socket::Socket;
-use crate::beside::{Beside, Called, Host, Intake, Shore};
 use crate::control::Control;
+use crate::second_network::{ConnectTarget, EndpointParts, GreetingHandler, Intake, SecondNetwork};
 use crate::secure::{Role, Security, refused};
 use crate::transport::Tag;
 use crate::{CommError, Frame, PathStats, Pool, WireError};
@@ -35,8 +35,8 @@ pub(super) struct Network {
 }
 
 impl Network {
-    pub(super) fn new(socket: Arc<Socket>, shore: Shore) -> Self {
-        let Shore { size, intake, pool, budget } = shore;
+    pub(super) fn new(socket: Arc<Socket>, shore: EndpointParts) -> Self {
+        let EndpointParts { size, intake, pool, budget } = shore;
         let peers = (0..size).map(|_| OnceLock::new()).collect();
         let (pacer, listening) = (Arc::new(Pacer::new(budget, size)), Mutex::default());
         Self { socket, peers, intake, pool, pacer, listening }
@@ -69,7 +69,7 @@ impl Network {
 /// Connects to a process and greets it; returns the connection, and the frame of its answer.
 pub(super) fn call(
     socket: &Arc<Socket>,
-    to: &Called<'_>,
+    to: &ConnectTarget<'_>,
     greeting: Vec<u8>,
 ) -> Result<(HandshakeStream, Vec<u8>), CommError> {
     let places = PeerAddresses::of_member(to.address)?;
@@ -77,7 +77,7 @@ pub(super) fn call(
     let (endpoint, security, until) = (socket.endpoint().clone(), to.security.clone(), to.until);
     let called = socket.wait(async move {
         let mut line = greet(&security, &endpoint, address, &greeting, until).await?;
-        let answer = line.hear(HandshakeStream::LONGEST, until).await?;
+        let answer = line.receive(HandshakeStream::LONGEST, until).await?;
         Ok((line, answer))
     });
     called.unwrap_or(Err(CommError::Ended { op: "call" }))
@@ -86,7 +86,7 @@ pub(super) fn call(
 /// Answers a greeting, and connects the peer that a greeting comes from.
 async fn receive(
     network: &Weak<Network>,
-    host: &Weak<dyn Host>,
+    host: &Weak<dyn GreetingHandler>,
     security: &Security,
     mut guest: AuthenticatedConnection,
 ) {
@@ -103,7 +103,7 @@ async fn receive(
     };
     let proven = guest.line.prove(security, Role::Server, Some(guest.expiry)).await;
     let said = match proven {
-        Ok(()) => guest.line.say_frame(&frame).await,
+        Ok(()) => guest.line.send_frame(&frame).await,
         failed => failed,
     };
     let Control::Hello { rank, listen, .. } = greeting else {
@@ -114,17 +114,17 @@ async fn receive(
     };
     let (Some(host), Some(network)) = (host.upgrade(), network.upgrade()) else { return };
     if said.is_ok() {
-        host.came(PeerId(rank), listen, key);
+        host.peer_accepted(PeerId(rank), listen, key);
         network.connect(PeerId(rank), guest.line.connection);
     }
-    host.settled(PeerId(rank));
+    host.connect_ended(PeerId(rank));
 }
 
 /// A network of which there are several owners.
 #[derive(Debug)]
 pub(super) struct Shared(pub(super) Arc<Network>);
 
-impl Beside for Shared {
+impl SecondNetwork for Shared {
     fn submit(&self, to: PeerId, tag: Tag, frame: Frame) {
         if let Some(peer) = self.0.peer(to) {
             peer.push(self.0.socket.handle(), tag, frame);
@@ -148,7 +148,7 @@ impl Beside for Shared {
         self.0.peer(peer).and_then(|peer| peer.path())
     }
 
-    fn call(&self, peer: PeerId, to: &Called<'_>, hello: Vec<u8>) -> Result<(), CommError> {
+    fn call(&self, peer: PeerId, to: &ConnectTarget<'_>, hello: Vec<u8>) -> Result<(), CommError> {
         let (line, answer) = call(&self.0.socket, to, hello)?;
         let from = to.key.to_string();
         match control(&answer, &from)? {
@@ -161,7 +161,7 @@ impl Beside for Shared {
         }
     }
 
-    fn listen(&self, security: &Security, host: Weak<dyn Host>) {
+    fn listen(&self, security: &Security, host: Weak<dyn GreetingHandler>) {
         let (network, security) = (Arc::downgrade(&self.0), security.clone());
         let endpoint = self.0.socket.endpoint().clone();
         let listening = self.0.socket.handle().spawn(async move {

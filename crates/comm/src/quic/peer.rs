@@ -13,8 +13,8 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::pacer::Pacer;
-use crate::beside::Intake;
 use crate::inbox::{Inbox, WINDOW};
+use crate::second_network::Intake;
 use crate::transport::{Channel, Tag};
 use crate::{DownReason, FRAME_BYTES, Frame, PathStats, Pool, WireError};
 use outgoing::Outgoing;
@@ -158,7 +158,8 @@ impl Peer {
     /// wait forever.
     fn takes(&self, tag: Tag) -> bool {
         self.inbox().has_ended()
-            || (self.inbox().queued(self.id, tag) < WINDOW && self.inbox().held(self.id) < MAX_UNREAD_BYTES)
+            || (self.inbox().queued(self.id, tag) < WINDOW
+                && self.inbox().unread_bytes(self.id) < MAX_UNREAD_BYTES)
     }
 
     /// Waits until the peer has received everything that was sent. Frames pushed after this call are not sent.
@@ -219,6 +220,6 @@ fn down(end: &ConnectionError) -> Option<DownReason> {
         ConnectionError::ApplicationClosed(_) | ConnectionError::ConnectionClosed(_) => {
             DownReason::Broken(ErrorKind::ConnectionAborted)
         }
-        other => DownReason::Sealed(other.to_string()),
+        other => DownReason::SessionFailed(other.to_string()),
     })
 }

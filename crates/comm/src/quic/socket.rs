@@ -27,7 +27,7 @@ const CLOSING: Duration = Duration::from_secs(2);
 
 /// How a process is reached over QUIC.
 #[derive(Debug, Clone)]
-pub(super) struct Opening {
+pub(super) struct SocketOptions {
     pub(super) security: Security,
     pub(super) relays: Vec<RelayUrl>,
     /// UDP address to listen at; `None` for any port on all addresses.
@@ -62,7 +62,7 @@ impl Socket {
     ///
     /// # Errors
     /// If the port is in use, or the system starts no thread.
-    pub(super) fn new(opening: &Opening) -> Result<Self, CommError> {
+    pub(super) fn new(opening: &SocketOptions) -> Result<Self, CommError> {
         let runtime = Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("farflung-quic")
@@ -111,8 +111,8 @@ impl Socket {
     }
 
     /// Returns the addresses and relays at which peers can reach this process.
-    pub(super) fn places(&self) -> PeerAddresses {
-        let mut places = own_places(&self.endpoint);
+    pub(super) fn peer_addresses(&self) -> PeerAddresses {
+        let mut places = own_addresses(&self.endpoint);
         for &address in &self.advertise {
             places.sockets.retain(|own| *own != address);
             places.sockets.insert(0, address);
@@ -158,7 +158,7 @@ impl Drop for Socket {
 }
 
 /// Returns the addresses and relays at which peers can reach this process.
-pub(super) fn own_places(endpoint: &Endpoint) -> PeerAddresses {
+pub(super) fn own_addresses(endpoint: &Endpoint) -> PeerAddresses {
     let own = endpoint.addr();
     let mut places = PeerAddresses {
         sockets: own.ip_addrs().copied().collect(),
@@ -172,7 +172,7 @@ pub(super) fn own_places(endpoint: &Endpoint) -> PeerAddresses {
     places
 }
 
-async fn bind(opening: &Opening) -> Result<Endpoint, CommError> {
+async fn bind(opening: &SocketOptions) -> Result<Endpoint, CommError> {
     let io = |what, address: &dyn fmt::Display, e: &dyn fmt::Display| {
         CommError::io(what, &address.to_string(), &std::io::Error::other(e.to_string()))
     };

@@ -14,7 +14,7 @@ use super::session_error::SessionError;
 /// Length of a record's header in bytes.
 pub(super) const HEAD: usize = 5;
 /// Bytes that a record adds to the plain bytes: header, content type and tag.
-pub(super) const OVERHEAD: usize = HEAD + 1 + TAG;
+pub(super) const OVERHEAD: usize = HEAD + 1 + TAG_BYTES;
 /// Length of a full record in bytes: whole pages, so that the next record begins at a page boundary as well.
 pub(super) const RECORD: usize = 16 * 1024;
 /// Maximum number of plain bytes that this side puts into one record.
@@ -22,17 +22,18 @@ const PLAIN: usize = RECORD - OVERHEAD;
 /// Lengths of records are multiples of this. Data that the system copies out of a socket then goes to an offset
 /// in a page that differs from the source's by a multiple of it. Other offsets make the copy slow: see
 /// `frame.rs`.
-pub(super) const STEP: usize = 32;
+pub(super) const RECORD_ALIGNMENT: usize = 32;
 /// Maximum number of plain bytes in a record that the other side may send (RFC 8446, section 5.1).
 const MOST_PLAIN: usize = 16 * 1024;
 /// Maximum encrypted length of such a record, without its header (RFC 8446, section 5.2).
 const MOST_SEALED: usize = MOST_PLAIN + 256;
-const TAG: usize = 16;
-/// Number of records that are encrypted with one key: half of the limit of RFC 8446, section 5.5, for AES-GCM.
-const RECORDS: u64 = 1 << 23;
+const TAG_BYTES: usize = 16;
+/// Number of records that are encrypted with one key: about a third of the limit of RFC 8446, section 5.5, for
+/// AES-GCM (2^24.5).
+const RECORDS_PER_KEY: u64 = 1 << 23;
 /// Bytes per call of `copy_from_slice`. For longer copies the C library uses `rep movsb`, which is up to thirty
 /// times slower if source and destination are at offsets in a page that differ by less than 32 bytes.
-const MOVE: usize = 1024;
+const BYTES_PER_COPY: usize = 1024;
 
 const ALERT: u8 = 21;
 const HANDSHAKE: u8 = 22;
@@ -42,7 +43,7 @@ const NEW_TICKET: u8 = 4;
 
 /// Copies between slices of equal length.
 pub(super) fn copy(to: &mut [u8], from: &[u8]) {
-    for (to, from) in to.chunks_mut(MOVE).zip(from.chunks(MOVE)) {
+    for (to, from) in to.chunks_mut(BYTES_PER_COPY).zip(from.chunks(BYTES_PER_COPY)) {
         to.copy_from_slice(from);
     }
 }
@@ -71,14 +72,14 @@ impl Keys {
 }
 
 /// Key of one direction and the number of the next record.
-struct Half {
+struct DirectionKey {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
     /// Sequence number of the next record.
     next: u64,
 }
 
-impl Half {
+impl DirectionKey {
     fn new((next, secrets): Secrets) -> Result<Self, SessionError> {
         let other = || SessionError::Malformed("unexpected cipher suite".to_owned());
         let (algorithm, key, iv) = match &secrets {
@@ -104,7 +105,7 @@ impl Half {
 
 /// Content of a decrypted record.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Opened<'a> {
+pub(super) enum RecordContent<'a> {
     /// Plain bytes.
     Data(&'a [u8]),
     /// A message about the session, which has been handled.
@@ -116,8 +117,8 @@ pub(super) enum Opened<'a> {
 /// Both directions of a session.
 pub(super) struct Records {
     keys: Keys,
-    tx: Half,
-    rx: Half,
+    tx: DirectionKey,
+    rx: DirectionKey,
     /// Whether the other side has requested that this side replaces its sending key.
     is_asked: bool,
     /// Number of records that are encrypted with one key.
@@ -126,8 +127,8 @@ pub(super) struct Records {
 
 impl Records {
     pub(super) fn new(secrets: ExtractedSecrets, keys: Keys) -> Result<Self, SessionError> {
-        let (tx, rx) = (Half::new(secrets.tx)?, Half::new(secrets.rx)?);
-        Ok(Self { keys, tx, rx, is_asked: false, limit: RECORDS })
+        let (tx, rx) = (DirectionKey::new(secrets.tx)?, DirectionKey::new(secrets.rx)?);
+        Ok(Self { keys, tx, rx, is_asked: false, limit: RECORDS_PER_KEY })
     }
 
     /// Sets another limit of records for each key.
@@ -150,7 +151,7 @@ impl Records {
         if self.is_asked || self.tx.next >= self.limit {
             self.is_asked = false;
             used = self.seal_message(room, HANDSHAKE, &[KEY_UPDATE, 0, 0, 1, 0])?;
-            self.tx = Half::new(self.keys.next_to_send()?)?;
+            self.tx = DirectionKey::new(self.keys.next_to_send()?)?;
         }
         let plain = fill(&mut room[used + HEAD..used + HEAD + PLAIN]);
         Ok(used + self.finish(&mut room[used..], DATA, plain)?)
@@ -177,11 +178,11 @@ impl Records {
 
     /// Encrypts the `plain` bytes that follow the header's place in `room`. Returns the length of the record.
     fn finish(&mut self, room: &mut [u8], kind: u8, plain: usize) -> Result<usize, SessionError> {
-        let whole = (plain + OVERHEAD).next_multiple_of(STEP);
+        let whole = (plain + OVERHEAD).next_multiple_of(RECORD_ALIGNMENT);
         let sealed = (whole - HEAD) as u16;
         let (head, rest) = room[..whole].split_at_mut(HEAD);
         head.copy_from_slice(&[DATA, 3, 3, (sealed >> 8) as u8, sealed as u8]);
-        let (inner, tag) = rest.split_at_mut(usize::from(sealed) - TAG);
+        let (inner, tag) = rest.split_at_mut(usize::from(sealed) - TAG_BYTES);
         inner[plain] = kind;
         inner[plain + 1..].fill(0);
         let nonce = self.tx.nonce();
@@ -214,10 +215,10 @@ impl Records {
     /// Errors: [`SessionError::Foreign`] if it is not the next record of this session,
     /// [`SessionError::Malformed`] if its content is not allowed, [`SessionError::Alert`] if the other side
     /// reports an error.
-    pub(super) fn open<'a>(&mut self, record: &'a mut [u8]) -> Result<Opened<'a>, SessionError> {
+    pub(super) fn open<'a>(&mut self, record: &'a mut [u8]) -> Result<RecordContent<'a>, SessionError> {
         let foreign = SessionError::Foreign;
         let (head, rest) = record.split_first_chunk_mut::<HEAD>().ok_or_else(|| foreign.clone())?;
-        let (sealed, tag) = rest.split_last_chunk_mut::<TAG>().ok_or_else(|| foreign.clone())?;
+        let (sealed, tag) = rest.split_last_chunk_mut::<TAG_BYTES>().ok_or_else(|| foreign.clone())?;
         let (nonce, tag) = (self.rx.nonce(), Tag::from(*tag));
         let opened = self.rx.key.open_in_place_separate_tag(nonce, Aad::from(*head), tag, sealed, 0..);
         let inner = opened.map_err(|_| foreign)?;
@@ -231,15 +232,15 @@ impl Records {
         }
         let (kind, plain) = (inner[plain], &inner[..plain]);
         match (kind, plain) {
-            (DATA, plain) => return Ok(Opened::Data(plain)),
+            (DATA, plain) => return Ok(RecordContent::Data(plain)),
             (HANDSHAKE, [KEY_UPDATE, 0, 0, 1, asks @ (0 | 1)]) => {
                 self.is_asked |= *asks == 1;
-                self.rx = Half::new(self.keys.next_to_receive()?)?;
+                self.rx = DirectionKey::new(self.keys.next_to_receive()?)?;
             }
             // A server's ticket for resuming the session. Sessions are never resumed, so it is ignored.
             (HANDSHAKE, [NEW_TICKET, ..]) if matches!(self.keys, Keys::Client(_)) => {}
             (ALERT, [_, reason]) => match AlertDescription::from(*reason) {
-                AlertDescription::CloseNotify => return Ok(Opened::Closed),
+                AlertDescription::CloseNotify => return Ok(RecordContent::Closed),
                 AlertDescription::UserCanceled => {}
                 other => return Err(SessionError::Alert(format!("{other:?}"))),
             },
@@ -251,7 +252,7 @@ impl Records {
                 return Err(SessionError::Malformed(what));
             }
         }
-        Ok(Opened::Done)
+        Ok(RecordContent::Done)
     }
 }
 

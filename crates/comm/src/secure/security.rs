@@ -49,7 +49,7 @@ impl Role {
 /// Protection of a process's connections, and the peers that it accepts. Cheap to clone.
 #[derive(Debug, Clone, Default)]
 pub struct Security {
-    sealed: Option<Arc<Sealed>>,
+    encryption: Option<Arc<Encryption>>,
     refused: Refused,
 }
 
@@ -72,7 +72,7 @@ impl Own {
 }
 
 #[derive(Debug, Clone)]
-struct Sealed {
+struct Encryption {
     tls: Tls,
     own: Own,
     secret: JoinSecret,
@@ -102,7 +102,7 @@ impl Security {
     /// Makes a setting without encryption that accepts every peer: for the loopback interface, and for networks
     /// that only the processes of the job can reach.
     #[must_use]
-    pub fn clear() -> Self {
+    pub fn unencrypted() -> Self {
         Self::default()
     }
 
@@ -110,14 +110,14 @@ impl Security {
     /// accepts holders of [tickets](Ticket) made from this secret.
     #[must_use]
     pub fn by_secret(identity: &Identity, secret: &JoinSecret) -> Self {
-        Self::sealed(identity, secret.clone(), 0, None)
+        Self::encrypted(identity, secret.clone(), 0, None)
     }
 
     /// Makes a setting with TLS in which peers must prove the secret of a ticket. The ticket contains the key
     /// by which the host is identified.
     #[must_use]
     pub fn by_ticket(identity: &Identity, ticket: &Ticket) -> Self {
-        Self::sealed(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
+        Self::encrypted(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
     }
 
     /// Makes a setting with TLS and a site's certificates on both sides. Peers must have a certificate of the
@@ -132,14 +132,14 @@ impl Security {
             Tls::by_certificates(own).expect("`from_pem` has checked that the certificates can be used");
         let secret = secret.unwrap_or(own.common()).clone();
         let own = Own::Certificate(own.own_key());
-        Self::sealed_by(tls, own, secret, 0, None, places)
+        Self::encrypted_by(tls, own, secret, 0, None, places)
     }
 
     /// Makes the setting of a process with certificates that joins a growing network. It proves the secret that
     /// newcomers prove there, as the holder of a ticket does, without an expiry: certificates have their own.
     #[must_use]
     pub fn joining(mut self) -> Self {
-        if let Some(sealed) = self.sealed.as_mut().filter(|sealed| sealed.expiry == 0) {
+        if let Some(sealed) = self.encryption.as_mut().filter(|sealed| sealed.expiry == 0) {
             let sealed = Arc::make_mut(sealed);
             (sealed.secret, sealed.expiry) = (sealed.secret.until(u64::MAX), u64::MAX);
         }
@@ -149,7 +149,7 @@ impl Security {
     /// Accepts any member of the run as the other side, not only the host of the ticket, which may have left.
     #[must_use]
     pub fn by_any_member(mut self) -> Self {
-        if let Some(sealed) = &mut self.sealed {
+        if let Some(sealed) = &mut self.encryption {
             Arc::make_mut(sealed).host = None;
         }
         self
@@ -158,7 +158,7 @@ impl Security {
     /// Accepts only peers with these keys, or with this process's own key. They must still prove the secret.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
-        if let Some(sealed) = &mut self.sealed {
+        if let Some(sealed) = &mut self.encryption {
             let sealed = Arc::make_mut(sealed);
             let own = sealed.own.public();
             sealed.allow = Some(Arc::new(keys.into_iter().chain([own]).collect()));
@@ -166,12 +166,12 @@ impl Security {
         self
     }
 
-    fn sealed(identity: &Identity, secret: JoinSecret, expiry: u64, host: Option<PublicKey>) -> Self {
+    fn encrypted(identity: &Identity, secret: JoinSecret, expiry: u64, host: Option<PublicKey>) -> Self {
         let own = Own::Key(identity.clone());
-        Self::sealed_by(Tls::new(identity), own, secret, expiry, host, Vec::new())
+        Self::encrypted_by(Tls::new(identity), own, secret, expiry, host, Vec::new())
     }
 
-    fn sealed_by(
+    fn encrypted_by(
         tls: Tls,
         own: Own,
         secret: JoinSecret,
@@ -180,14 +180,14 @@ impl Security {
         places: Vec<String>,
     ) -> Self {
         let (allow, members) = (None, Arc::default());
-        let sealed = Sealed { tls, own, secret, expiry, host, allow, members, newcomers: None, places };
-        Self { sealed: Some(Arc::new(sealed)), refused: Refused::default() }
+        let sealed = Encryption { tls, own, secret, expiry, host, allow, members, newcomers: None, places };
+        Self { encryption: Some(Arc::new(sealed)), refused: Refused::default() }
     }
 
     /// Returns whether connections are encrypted.
     #[must_use]
-    pub const fn is_sealed(&self) -> bool {
-        self.sealed.is_some()
+    pub const fn is_encrypted(&self) -> bool {
+        self.encryption.is_some()
     }
 
     /// Returns the counts of connections that were refused here, by reason. All clones share them.
@@ -199,13 +199,13 @@ impl Security {
     /// Returns this process's own key, if connections are encrypted.
     #[must_use]
     pub fn own_key(&self) -> Option<PublicKey> {
-        self.sealed.as_ref().map(|sealed| sealed.own.public())
+        self.encryption.as_ref().map(|sealed| sealed.own.public())
     }
 
     /// Returns this process's key pair. `None` if the process is identified by a certificate.
     #[cfg(feature = "iroh")]
     pub(crate) fn identity(&self) -> Option<&Identity> {
-        match &self.sealed.as_ref()?.own {
+        match &self.encryption.as_ref()?.own {
             Own::Key(identity) => Some(identity),
             Own::Certificate(_) => None,
         }
@@ -213,7 +213,7 @@ impl Security {
 
     /// Returns the names of which the certificate of a server at this address must have one.
     pub(crate) fn names_at(&self, address: SocketAddr) -> Vec<ServerName<'static>> {
-        let places = self.sealed.iter().flat_map(|sealed| &sealed.places);
+        let places = self.encryption.iter().flat_map(|sealed| &sealed.places);
         let is_there = |place: &&String| {
             place.to_socket_addrs().is_ok_and(|mut found| found.any(|found| found == address))
         };
@@ -229,21 +229,21 @@ impl Security {
         role: Role,
         names: Vec<ServerName<'static>>,
     ) -> Result<Option<Session>, SessionError> {
-        let make = |sealed: &Arc<Sealed>| match role {
+        let make = |sealed: &Arc<Encryption>| match role {
             Role::Client => Session::client(&sealed.tls, names),
             Role::Server => Session::server(&sealed.tls),
         };
-        self.sealed.as_ref().map(make).transpose()
+        self.encryption.as_ref().map(make).transpose()
     }
 
     /// Returns the host's key, if a ticket contains it.
     pub(crate) fn host(&self) -> Option<PublicKey> {
-        self.sealed.as_ref().and_then(|sealed| sealed.host)
+        self.encryption.as_ref().and_then(|sealed| sealed.host)
     }
 
     /// Returns the key of a member, if a host has sent it.
     pub(crate) fn member(&self, rank: usize) -> Option<PublicKey> {
-        self.sealed.as_ref().and_then(|sealed| sealed.members.get(rank).copied())
+        self.encryption.as_ref().and_then(|sealed| sealed.members.get(rank).copied())
     }
 
     /// Returns this side's proof for a session whose handshake is done, as an encoded message. A server passes
@@ -254,7 +254,7 @@ impl Security {
 
     /// Computes the result of [`Security::prove`] for a session with this exporter value.
     pub(crate) fn prove_by(&self, role: Role, exporter: &[u8; 32], expiry: Option<u64>) -> Option<Vec<u8>> {
-        let sealed = self.sealed.as_ref()?;
+        let sealed = self.encryption.as_ref()?;
         let expiry = expiry.unwrap_or(sealed.expiry);
         let mac = sealed.secret_of(expiry)?.proof(role.label(), expiry, exporter);
         Some(Control::Prove { expiry, clock: unix_seconds(), mac: &mac }.encode())
@@ -271,7 +271,7 @@ impl Security {
         proof: &Control<'_>,
     ) -> Result<u64, Refusal> {
         let (Some(key), Some(exporter)) = (session.peer(), session.exporter()) else {
-            return Err(if self.is_sealed() { Refusal::Key } else { Refusal::Clear });
+            return Err(if self.is_encrypted() { Refusal::Key } else { Refusal::EncryptionMismatch });
         };
         self.verify_by(role, key, exporter, expected, proof)
     }
@@ -286,7 +286,7 @@ impl Security {
         expected: Option<PublicKey>,
         proof: &Control<'_>,
     ) -> Result<u64, Refusal> {
-        let Some(sealed) = &self.sealed else { return Err(Refusal::Clear) };
+        let Some(sealed) = &self.encryption else { return Err(Refusal::EncryptionMismatch) };
         self.check_key(key, expected)?;
         let &Control::Prove { expiry, mac, .. } = proof else { return Err(Refusal::Secret) };
         let secret = sealed.secret_of(expiry).ok_or(Refusal::Secret)?;
@@ -304,7 +304,7 @@ impl Security {
     ///
     /// Errors: [`Refusal::Key`] if the key is not the expected one, or is not allowed.
     pub(crate) fn check_key(&self, key: PublicKey, expected: Option<PublicKey>) -> Result<(), Refusal> {
-        let Some(sealed) = &self.sealed else { return Ok(()) };
+        let Some(sealed) = &self.encryption else { return Ok(()) };
         let is_allowed = sealed.allow.as_ref().is_none_or(|allow| allow.contains(&key));
         // Members accept each other by the keys that the host sent, and need no list of their own.
         let is_member = sealed.members.contains(&key);
@@ -319,7 +319,7 @@ impl Security {
     /// Makes the data that the host sends to `members`: their keys, and a new secret for connections between
     /// them. Returns `None` if connections are not encrypted.
     pub(crate) fn admission(&self, members: Vec<PublicKey>) -> Result<Option<Admission>, CommError> {
-        if self.sealed.is_none() {
+        if self.encryption.is_none() {
             return Ok(None);
         }
         Ok(Some(Admission { members, secret: JoinSecret::generate()? }))
@@ -329,7 +329,7 @@ impl Security {
     /// `secret`; new members prove the secret that was valid here before.
     pub(crate) fn growing(&self, secret: JoinSecret) -> Self {
         let mut own = self.clone();
-        if let Some(sealed) = &mut own.sealed {
+        if let Some(sealed) = &mut own.encryption {
             let sealed = Arc::make_mut(sealed);
             let before = std::mem::replace(&mut sealed.secret, secret);
             sealed.newcomers = Some((before, std::mem::take(&mut sealed.expiry)));
@@ -343,7 +343,7 @@ impl Security {
     /// Returns the setting for connections between the members that a host has accepted.
     pub(crate) fn among(&self, admission: Admission) -> Self {
         let mut own = self.clone();
-        if let Some(sealed) = &mut own.sealed {
+        if let Some(sealed) = &mut own.encryption {
             let sealed = Arc::make_mut(sealed);
             sealed.secret = admission.secret;
             sealed.expiry = 0;
@@ -356,7 +356,7 @@ impl Security {
 /// Compares by identity: equal if both share one setting, or if neither is encrypted.
 impl PartialEq for Security {
     fn eq(&self, other: &Self) -> bool {
-        match (&self.sealed, &other.sealed) {
+        match (&self.encryption, &other.encryption) {
             (None, None) => true,
             (Some(own), Some(other)) => Arc::ptr_eq(own, other),
             _ => false,
@@ -366,7 +366,7 @@ impl PartialEq for Security {
 
 impl Eq for Security {}
 
-impl Sealed {
+impl Encryption {
     /// Returns the secret of tickets that expire at `expiry` (0: the job's own secret), if this side can
     /// compute it.
     fn secret_of(&self, expiry: u64) -> Option<JoinSecret> {

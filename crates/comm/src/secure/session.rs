@@ -13,31 +13,31 @@ use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, UnbufferedStatus};
 use zeroize::Zeroizing;
 
+use super::aligned_buffer::AlignedBuffer;
 use super::exporter::ExporterSecret;
 use super::identity::PublicKey;
-use super::records::{self, HEAD, Keys, OVERHEAD, Opened, RECORD, Records, STEP};
-use super::room::Room;
+use super::records::{self, HEAD, Keys, OVERHEAD, RECORD, RECORD_ALIGNMENT, RecordContent, Records};
 use super::session_error::SessionError;
 use super::tls;
 
 /// Space in bytes for a key update, which may precede a record, and for unused bytes at the front of the
 /// buffer.
-const BESIDE: usize = 4 * STEP;
+const KEY_UPDATE_SPACE: usize = 4 * RECORD_ALIGNMENT;
 /// Size in bytes of the buffer of encrypted data that the socket has not taken.
-const OUTGOING: usize = 8 * RECORD + BESIDE;
+const OUTGOING: usize = 8 * RECORD + KEY_UPDATE_SPACE;
 /// Size in bytes of the buffer of received data: several full records, and the beginning of another.
 const INCOMING: usize = 9 * (RECORD + OVERHEAD);
 /// Maximum number of bytes that a peer may send in total before it has proven the join secret: twice the length
 /// of this program's own handshake.
-pub(crate) const STRANGER: usize = 4096;
+pub(crate) const MAX_UNPROVEN_BYTES: usize = 4096;
 /// Maximum number of bytes before the proof from a peer that shows a chain of certificates.
-const CHAIN: usize = 16 * 1024;
+const MAX_UNPROVEN_CHAIN_BYTES: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";
 
 /// Returns the maximum number of bytes that a peer may send before it has proven the join secret.
 const fn limit(tls: &tls::Tls) -> usize {
-    if tls.is_by_certificates() { CHAIN } else { STRANGER }
+    if tls.is_by_certificates() { MAX_UNPROVEN_CHAIN_BYTES } else { MAX_UNPROVEN_BYTES }
 }
 
 enum Side {
@@ -52,16 +52,16 @@ enum Side {
 /// Buffer of encrypted bytes for the socket.
 #[derive(Default)]
 struct Outgoing {
-    bytes: Room,
+    bytes: AlignedBuffer,
     sent: usize,
     filled: usize,
     /// Number of bytes that the socket has taken in total.
-    said: usize,
+    total_sent: usize,
 }
 
 /// Result of one step of the handshake.
 #[derive(PartialEq, Eq)]
-enum Turn {
+enum HandshakeStatus {
     /// Progress was made; there may be more to do.
     Moved,
     /// The handshake needs more bytes from the other side.
@@ -79,7 +79,7 @@ pub(crate) struct Session {
     exporter: Option<Zeroizing<[u8; 32]>>,
     peer: Option<PublicKey>,
     /// Received encrypted bytes. Those before `from` are processed; the space from `to` on is free.
-    incoming: Room,
+    incoming: AlignedBuffer,
     from: usize,
     to: usize,
     /// Range in `incoming` of decrypted bytes that the caller has not taken.
@@ -88,7 +88,7 @@ pub(crate) struct Session {
     /// Decrypted bytes that arrived with the end of the handshake and that the caller has not taken.
     plain: Vec<u8>,
     /// Number of bytes received in total.
-    heard: usize,
+    total_received: usize,
     /// Maximum number of bytes that may be received before the other side has proven the join secret.
     limit: usize,
     ended: bool,
@@ -102,7 +102,7 @@ pub(crate) struct Session {
 
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Session(heard: {}, proven: {})", self.heard, self.is_proven)
+        write!(f, "Session(heard: {}, proven: {})", self.total_received, self.is_proven)
     }
 }
 
@@ -137,13 +137,13 @@ impl Session {
             secret,
             exporter: None,
             peer: None,
-            incoming: Room::default(),
+            incoming: AlignedBuffer::default(),
             from: 0,
             to: 0,
             opened: 0..0,
             outgoing: Outgoing::default(),
             plain: Vec::new(),
-            heard: 0,
+            total_received: 0,
             ended: false,
             broken: None,
             is_proven: false,
@@ -196,11 +196,11 @@ impl Session {
 
     /// Returns the buffer for the next bytes from the socket. [`Session::received`] must then be called with
     /// their number.
-    pub(crate) fn room(&mut self) -> &mut [u8] {
+    pub(crate) fn receive_buffer(&mut self) -> &mut [u8] {
         let kept = if self.opened.is_empty() { self.from } else { self.opened.start };
-        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`: see the comment
-        // on `STEP`.
-        let place = (self.heard - (self.to - kept)) % STEP;
+        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`: see the comment
+        // on `RECORD_ALIGNMENT`.
+        let place = (self.total_received - (self.to - kept)) % RECORD_ALIGNMENT;
         self.incoming.grow(place + if self.is_proven { INCOMING } else { self.limit });
         if kept > place {
             self.incoming.copy_within(kept..self.to, place);
@@ -214,17 +214,17 @@ impl Session {
         &mut self.incoming[self.to..]
     }
 
-    /// Records that `count` bytes were read into [`Session::room`].
+    /// Records that `count` bytes were read into [`Session::receive_buffer`].
     ///
     /// Errors: those of a peer that does not use TLS, and [`SessionError::TooMuch`].
     pub(crate) fn received(&mut self, count: usize) -> Result<(), SessionError> {
         self.to += count;
-        self.heard += count;
+        self.total_received += count;
         let held = &self.incoming[self.from..self.to];
         if self.first && held.len() >= 4 {
             self.first = false;
             if held[..4] == crate::wire::MAGIC {
-                return Err(SessionError::Clear);
+                return Err(SessionError::NotEncrypted);
             }
             // A TLS connection begins with a handshake record, or with an alert if the other side rejects it.
             if !matches!(held[0], 0x15 | 0x16) || held[1] != 3 {
@@ -233,7 +233,7 @@ impl Session {
         }
         // The bytes just received may contain the proof of the join secret with data after it, so only earlier
         // bytes count towards the limit.
-        if !self.is_proven && self.heard - count >= self.limit {
+        if !self.is_proven && self.total_received - count >= self.limit {
             return Err(SessionError::TooMuch(self.limit));
         }
         Ok(())
@@ -247,7 +247,7 @@ impl Session {
     /// Records that the socket has taken `count` bytes of [`Session::to_send`].
     pub(crate) const fn sent(&mut self, count: usize) {
         self.outgoing.sent += count;
-        self.outgoing.said += count;
+        self.outgoing.total_sent += count;
         if self.outgoing.sent == self.outgoing.filled {
             self.outgoing.sent = 0;
             self.outgoing.filled = 0;
@@ -276,7 +276,9 @@ impl Session {
         if self.ended {
             return Ok(false);
         }
-        let Side::Established(records) = &mut self.side else { return Ok(self.turn()? == Turn::Moved) };
+        let Side::Established(records) = &mut self.side else {
+            return Ok(self.turn()? == HandshakeStatus::Moved);
+        };
         let held = &mut self.incoming[self.from..self.to];
         let opened = match Records::whole(held) {
             Ok(None) => return Ok(false),
@@ -285,11 +287,11 @@ impl Session {
         };
         match opened {
             Ok((whole, opened)) => {
-                if let Opened::Data(plain) = opened {
+                if let RecordContent::Data(plain) = opened {
                     let start = self.from + HEAD;
                     self.opened = start..start + plain.len();
                 } else {
-                    self.ended = opened == Opened::Closed;
+                    self.ended = opened == RecordContent::Closed;
                 }
                 self.from += whole;
                 Ok(true)
@@ -298,7 +300,7 @@ impl Session {
                 // An alert is not answered with an alert.
                 if !matches!(error, SessionError::Alert(_)) {
                     let end = self.outgoing.filled;
-                    self.outgoing.bytes.grow(end + 2 * STEP);
+                    self.outgoing.bytes.grow(end + 2 * RECORD_ALIGNMENT);
                     self.outgoing.filled += records.seal_alert(&mut self.outgoing.bytes[end..], &error)?;
                 }
                 self.broken = Some(error.clone());
@@ -311,46 +313,49 @@ impl Session {
     /// taken: 0 if the socket has not taken all bytes encrypted before, or if the handshake is not done. Also
     /// continues the handshake.
     pub(crate) fn seal(&mut self, slices: &[IoSlice<'_>]) -> Result<usize, SessionError> {
-        while !self.ended && !matches!(self.side, Side::Established(_)) && self.turn()? == Turn::Moved {}
+        while !self.ended
+            && !matches!(self.side, Side::Established(_))
+            && self.turn()? == HandshakeStatus::Moved
+        {}
         let Side::Established(records) = &mut self.side else { return Ok(0) };
         let mut source = Source { slices, slice: 0, at: 0, taken: 0 };
-        let Outgoing { bytes, sent, filled, said } = &mut self.outgoing;
+        let Outgoing { bytes, sent, filled, total_sent: said } = &mut self.outgoing;
         if *filled > 0 || source.is_empty() {
             return Ok(0);
         }
-        bytes.grow(if self.is_proven { OUTGOING } else { RECORD + BESIDE });
-        // The offset of a byte in the buffer equals its position in the stream, modulo `STEP`, as in
-        // `Session::room`.
-        *sent = *said % STEP;
+        bytes.grow(if self.is_proven { OUTGOING } else { RECORD + KEY_UPDATE_SPACE });
+        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`, as in
+        // `Session::receive_buffer`.
+        *sent = *said % RECORD_ALIGNMENT;
         *filled = *sent;
-        while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * STEP {
+        while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * RECORD_ALIGNMENT {
             *filled += records.seal(&mut bytes[*filled..], |place| source.fill(place))?;
         }
         Ok(source.taken)
     }
 
     /// Does one step of the handshake.
-    fn turn(&mut self) -> Result<Turn, SessionError> {
+    fn turn(&mut self) -> Result<HandshakeStatus, SessionError> {
         let held = &mut self.incoming[self.from..self.to];
         let (outgoing, plain) = (&mut self.outgoing, &mut self.plain);
         let (used, turn) = match &mut self.side {
             Side::Client(conn) => act(conn.process_tls_records(held), outgoing, plain),
             Side::Server(conn) => act(conn.process_tls_records(held), outgoing, plain),
-            Side::Established(_) => return Ok(Turn::Established),
+            Side::Established(_) => return Ok(HandshakeStatus::Established),
             Side::Failed => {
                 return Err(SessionError::Malformed("the session could not be established".to_owned()));
             }
         };
         self.from += used;
         let turn = turn?;
-        self.ended |= turn == Turn::Ended;
+        self.ended |= turn == HandshakeStatus::Ended;
         let (is_done, certificates) = match &self.side {
             Side::Client(conn) => (!conn.is_handshaking(), conn.peer_certificates()),
             Side::Server(conn) => (!conn.is_handshaking(), conn.peer_certificates()),
             _ => (false, None),
         };
         if !is_done {
-            return Ok(if turn == Turn::Established { Turn::Waits } else { turn });
+            return Ok(if turn == HandshakeStatus::Established { HandshakeStatus::Waits } else { turn });
         }
         // Bytes received right after the handshake may be the proof of the join secret. To check the proof, the
         // peer's key and the exporter are needed, so both are set as early as possible.
@@ -359,7 +364,7 @@ impl Session {
             let none = || SessionError::Malformed("the session has no exporter secret".to_owned());
             self.exporter = Some(self.secret.export(LABEL, &[]).ok_or_else(none)?);
         }
-        if turn != Turn::Established {
+        if turn != HandshakeStatus::Established {
             return Ok(turn);
         }
         let (secrets, keys) = match std::mem::replace(&mut self.side, Side::Failed) {
@@ -377,7 +382,7 @@ impl Session {
             }
         };
         self.side = Side::Established(Box::new(Records::new(secrets, keys)?));
-        Ok(Turn::Moved)
+        Ok(HandshakeStatus::Moved)
     }
 }
 
@@ -404,12 +409,12 @@ fn act<D>(
     status: UnbufferedStatus<'_, '_, D>,
     outgoing: &mut Outgoing,
     plain: &mut Vec<u8>,
-) -> (usize, Result<Turn, SessionError>) {
+) -> (usize, Result<HandshakeStatus, SessionError>) {
     let turn = match status.state {
         Err(error) => Err(error.into()),
         // Takes data that arrived right after the handshake.
         Ok(ConnectionState::ReadTraffic(mut traffic)) => {
-            let mut turn = Ok(Turn::Moved);
+            let mut turn = Ok(HandshakeStatus::Moved);
             while let Some(record) = traffic.next_record() {
                 match record {
                     Ok(record) => plain.extend_from_slice(record.payload),
@@ -425,16 +430,16 @@ fn act<D>(
                     EncodeError::AlreadyEncoded => 0,
                 })
             });
-            Ok(Turn::Moved)
+            Ok(HandshakeStatus::Moved)
         }
         // The encoded bytes are in `outgoing` already and are sent from there.
         Ok(ConnectionState::TransmitTlsData(data)) => {
             data.done();
-            Ok(Turn::Moved)
+            Ok(HandshakeStatus::Moved)
         }
-        Ok(ConnectionState::WriteTraffic(_)) => Ok(Turn::Established),
-        Ok(ConnectionState::BlockedHandshake) => Ok(Turn::Waits),
-        Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Turn::Ended),
+        Ok(ConnectionState::WriteTraffic(_)) => Ok(HandshakeStatus::Established),
+        Ok(ConnectionState::BlockedHandshake) => Ok(HandshakeStatus::Waits),
+        Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(HandshakeStatus::Ended),
         Ok(_) => Err(SessionError::Malformed("unexpected early data".to_owned())),
     };
     (status.discard, turn)

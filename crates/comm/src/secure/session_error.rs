@@ -8,7 +8,7 @@ use rustls::CertificateError;
 pub(crate) enum SessionError {
     /// The other side uses this protocol without encryption.
     #[error("the other side is not encrypted: give it the ticket or the secret too, or --insecure to both")]
-    Clear,
+    NotEncrypted,
     /// The other side uses another protocol.
     #[error("the other side does not use TLS")]
     NotTls,
@@ -41,7 +41,7 @@ impl SessionError {
     /// Returns the name of the reason in a few words, by which refusals are counted.
     pub(crate) const fn kind(&self) -> &'static str {
         match self {
-            Self::Clear => "not encrypted",
+            Self::NotEncrypted => "not encrypted",
             Self::NotTls => "no TLS",
             Self::Downgrade => "downgrade",
             Self::Foreign => "replayed or changed",

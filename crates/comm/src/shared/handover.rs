@@ -15,14 +15,14 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg, sockopt,
 };
 
-use super::bell::RingWaker;
 use super::map::Segment;
+use super::ring_waker::RingWaker;
 
 /// Length in bytes of a name, and of a token.
 pub(crate) const KEY: usize = 16;
 
 /// Number of connections without the token that are rejected before the offer fails.
-const STRANGERS: usize = 64;
+const MAX_REJECTED: usize = 64;
 
 fn unfit(what: &'static str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
@@ -68,7 +68,7 @@ impl Offer {
     /// # Errors
     /// If nothing has arrived, or the segment or waker is invalid.
     pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, RingWaker)> {
-        for _ in 0..STRANGERS {
+        for _ in 0..MAX_REJECTED {
             let (stream, _) = self.listener.accept()?;
             stream.set_nonblocking(true)?;
             let mut said = [0; KEY];
@@ -86,7 +86,7 @@ impl Offer {
 ///
 /// # Errors
 /// If no process of this user on this machine listens at the name, or there is not enough memory.
-pub(crate) fn hand(
+pub(crate) fn hand_over(
     name: &[u8; KEY],
     token: &[u8; KEY],
     bell: &RingWaker,
@@ -102,12 +102,12 @@ pub(crate) fn hand(
 }
 
 /// Sends this side's waker (eventfd) to the process that handed over the segment.
-pub(crate) fn give_bell(stream: &UnixStream, bell: &RingWaker) -> io::Result<()> {
+pub(crate) fn send_waker(stream: &UnixStream, bell: &RingWaker) -> io::Result<()> {
     send(stream, &[0; KEY], &[bell.as_fd()])
 }
 
 /// Receives the waker (eventfd) of the process that got the segment.
-pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<RingWaker> {
+pub(crate) fn receive_waker(stream: &UnixStream) -> io::Result<RingWaker> {
     match receive(stream, &mut [0; KEY])? {
         [Some(bell), None] => RingWaker::of_peer(bell),
         _ => Err(unfit("expected exactly one event descriptor")),
@@ -153,19 +153,19 @@ mod tests {
         let (maker, guest) = (RingWaker::new().unwrap(), RingWaker::new().unwrap());
         // Other processes connect first: one sends nothing, one a wrong token.
         let silent = UnixStream::connect_addr(&address(&offer.name).unwrap()).unwrap();
-        let _wrong = hand(&offer.name, &[0; KEY], &maker).unwrap();
-        let (theirs, _segment) = hand(&offer.name, &offer.token, &maker).unwrap();
+        let _wrong = hand_over(&offer.name, &[0; KEY], &maker).unwrap();
+        let (theirs, _segment) = hand_over(&offer.name, &offer.token, &maker).unwrap();
         let (stream, ..) = offer.accept().unwrap();
         drop(silent);
-        assert!(take_bell(&theirs).is_err());
-        give_bell(&stream, &guest).unwrap();
-        take_bell(&theirs).unwrap().ring();
+        assert!(receive_waker(&theirs).is_err());
+        send_waker(&stream, &guest).unwrap();
+        receive_waker(&theirs).unwrap().ring();
         let mut count = [0; 8];
         rustix::io::read(&guest, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1);
         // Dropping the offer removes its name.
         let name = offer.name;
         drop(offer);
-        assert!(hand(&name, &[0; KEY], &maker).is_err());
+        assert!(hand_over(&name, &[0; KEY], &maker).is_err());
     }
 }

@@ -7,8 +7,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 
-use super::bell::RingWaker;
 use super::map::{DEPTH, Direction, Ring, SLOTS, SMALL_SLOT, SMALL_SLOTS, Segment, WORDS};
+use super::ring_waker::RingWaker;
 
 /// Bytes of the frame header in an entry.
 pub(crate) const HEADER: usize = 32;
@@ -130,7 +130,7 @@ impl Inbound {
     }
 
     /// Wakes the producer if it waits for a slot or entry.
-    fn feed(&self) {
+    fn wake_producer(&self) {
         let starved = &self.segment.ring(self.direction).starved.0;
         // Ensures that either the producer sees the freed slot or entry, or this side sees that the producer
         // waits.
@@ -216,7 +216,7 @@ impl Consumer {
     }
 
     /// Returns whether the payload of an entry may be used in place. If not, the producer needs its slot soon.
-    pub(crate) fn stays(&self, entry: &Entry) -> bool {
+    pub(crate) fn can_stay(&self, entry: &Entry) -> bool {
         entry.slot.is_none_or(|slot| {
             let (count, most) = self.inbound.count(slot);
             count.load(Ordering::Relaxed) < most
@@ -246,7 +246,7 @@ impl Consumer {
         self.head = self.head.wrapping_add(1);
         self.ring().head.0.store(self.head, Ordering::Release);
         if slot.is_none() {
-            self.inbound.feed();
+            self.inbound.wake_producer();
         }
         Ok(slot)
     }
@@ -296,7 +296,7 @@ impl Drop for Slot {
         inbound.count(index).0.fetch_sub(1, Ordering::Relaxed);
         inbound.held[index].store(false, Ordering::Release);
         inbound.segment.ring(inbound.direction).full[index].0.store(0, Ordering::Release);
-        inbound.feed();
+        inbound.wake_producer();
     }
 }
 
@@ -345,11 +345,11 @@ mod tests {
         let taken = (0..1_000_000).take_while(|_| producer.put(&[1; HEADER], &frame)).count();
         assert_eq!(taken, SLOTS - SMALL_SLOTS);
         assert!(!producer.has_room());
-        let in_place = (0..taken).take_while(|_| consumer.stays(&consumer.peek().unwrap().unwrap()));
+        let in_place = (0..taken).take_while(|_| consumer.can_stay(&consumer.peek().unwrap().unwrap()));
         assert_eq!(in_place.count(), taken);
         let slots: Vec<Slot> =
             (0..LARGE_IN_PLACE).filter_map(|_| next(&mut consumer, frame.len() - 4096)).collect();
-        assert!(!consumer.stays(&consumer.peek().unwrap().unwrap()));
+        assert!(!consumer.can_stay(&consumer.peek().unwrap().unwrap()));
         let rings = |consumer: &Consumer| rustix::io::read(&*consumer.inbound.bell, &mut [0; 8]).is_ok();
         assert!(!rings(&consumer));
         drop(slots);

@@ -44,16 +44,16 @@ pub(super) enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Lane {
     pub(super) rank: usize,
-    pub(super) what: What,
+    pub(super) kind: LaneKind,
 }
 
 /// The part of a rank that an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum What {
+pub(super) enum LaneKind {
     /// The rank's uplink: departures of frames.
-    Up,
+    Uplink,
     /// The rank's downlink: landings of frames.
-    Down,
+    Downlink,
     /// The rank itself: arrivals and its crash.
     Itself,
     /// The end of the rank's wait.
@@ -63,18 +63,18 @@ pub(super) enum What {
 const LANES: usize = 4;
 
 impl Lane {
-    pub(super) const fn new(rank: usize, what: What) -> Self {
-        Self { rank, what }
+    pub(super) const fn new(rank: usize, what: LaneKind) -> Self {
+        Self { rank, kind: what }
     }
 
     const fn index(self) -> usize {
-        self.rank * LANES + self.what as usize
+        self.rank * LANES + self.kind as usize
     }
 }
 
 /// State of a lane: which check its first event needs, or for what it waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum LaneState {
     /// The lane is empty.
     Idle,
     /// The first event, with this key, must be checked.
@@ -90,7 +90,7 @@ type Events = BinaryHeap<Reverse<(Key, u32)>>;
 
 /// Queue of events, divided into lanes. Only the first event of each lane can be the next one.
 pub(super) struct Queue<E> {
-    lanes: Vec<(Events, Place)>,
+    lanes: Vec<(Events, LaneState)>,
     /// The events, which are too large to be moved around in a heap.
     store: Vec<Option<E>>,
     /// Indices of `store` that are free.
@@ -103,7 +103,7 @@ pub(super) struct Queue<E> {
 impl<E> Queue<E> {
     pub(super) fn new(ranks: usize, groups: usize) -> Self {
         Self {
-            lanes: (0..ranks * LANES).map(|_| (BinaryHeap::new(), Place::Idle)).collect(),
+            lanes: (0..ranks * LANES).map(|_| (BinaryHeap::new(), LaneState::Idle)).collect(),
             store: Vec::new(),
             free: Vec::new(),
             ready: BTreeSet::new(),
@@ -111,35 +111,35 @@ impl<E> Queue<E> {
         }
     }
 
-    fn put(&mut self, lane: Lane, place: Place) {
+    fn set_state(&mut self, lane: Lane, place: LaneState) {
         let before = std::mem::replace(&mut self.lanes[lane.index()].1, place);
         if before == place {
             return;
         }
         match before {
-            Place::Ready(key) => {
+            LaneState::Ready(key) => {
                 self.ready.remove(&(key, lane));
             }
-            Place::Behind(Obstacle { group, above }) => {
+            LaneState::Behind(Obstacle { group, above }) => {
                 self.behind[group].remove(&(above, lane));
             }
-            Place::Idle | Place::Held => {}
+            LaneState::Idle | LaneState::Held => {}
         }
         match place {
-            Place::Ready(key) => {
+            LaneState::Ready(key) => {
                 self.ready.insert((key, lane));
             }
-            Place::Behind(Obstacle { group, above }) => {
+            LaneState::Behind(Obstacle { group, above }) => {
                 self.behind[group].insert((above, lane));
             }
-            Place::Idle | Place::Held => {}
+            LaneState::Idle | LaneState::Held => {}
         }
     }
 
     /// Marks the first event of a lane, if there is one, to be checked, because its rank has changed.
-    pub(super) fn look(&mut self, lane: Lane) {
-        let place = self.head(lane).map_or(Place::Idle, Place::Ready);
-        self.put(lane, place);
+    pub(super) fn recheck(&mut self, lane: Lane) {
+        let place = self.head(lane).map_or(LaneState::Idle, LaneState::Ready);
+        self.set_state(lane, place);
     }
 
     /// Adds an event.
@@ -151,7 +151,7 @@ impl<E> Queue<E> {
         self.store[at as usize] = Some(event);
         self.lanes[lane.index()].0.push(Reverse((key, at)));
         if self.head(lane) == Some(key) {
-            self.look(lane);
+            self.recheck(lane);
         }
     }
 
@@ -168,7 +168,7 @@ impl<E> Queue<E> {
     /// Removes and returns the first event of a lane. The caller processes it.
     pub(super) fn pop(&mut self, lane: Lane) -> Option<E> {
         let Reverse((_, at)) = self.lanes[lane.index()].0.pop()?;
-        self.look(lane);
+        self.recheck(lane);
         self.free.push(at);
         self.store[at as usize].take()
     }
@@ -180,12 +180,12 @@ impl<E> Queue<E> {
 
     /// Sets a lane aside until its rank has changed.
     pub(super) fn hold(&mut self, lane: Lane) {
-        self.put(lane, Place::Held);
+        self.set_state(lane, LaneState::Held);
     }
 
     /// Sets a lane aside until a floor is high enough.
     pub(super) fn set_behind(&mut self, lane: Lane, obstacle: Obstacle) {
-        self.put(lane, Place::Behind(obstacle));
+        self.set_state(lane, LaneState::Behind(obstacle));
     }
 
     /// Called when the least floor of a group has risen: lanes that waited for a lower one must be checked
@@ -194,7 +194,7 @@ impl<E> Queue<E> {
         while let Some(&(above, lane)) = self.behind[group].first()
             && above < floor
         {
-            self.look(lane);
+            self.recheck(lane);
         }
     }
 }
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn the_first_event_of_each_lane_is_looked_at_when_something_has_changed() {
         let mut queue = Queue::new(2, 2);
-        let (a, b) = (Lane::new(0, What::Itself), Lane::new(1, What::Up));
+        let (a, b) = (Lane::new(0, LaneKind::Itself), Lane::new(1, LaneKind::Uplink));
         for (lane, time) in [(a, 5), (a, 3), (a, 9), (b, 4)] {
             queue.push(lane, key(time, 7), time);
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use farflung_base::{AccessLink, Link, Rank, Topology};
 
-use super::happening::SimulatedEvent;
+use super::event::SimulatedEvent;
 use super::world::World;
 use super::{Faults, Simulated, build, distances};
 use crate::control::BoundedVec;
@@ -103,7 +103,7 @@ impl Recording {
     pub fn encode(&self) -> Vec<u8> {
         let ranks = || (0..self.topology.size() as u32).map(Rank);
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
-        let ports = ranks().map(|rank| self.topology.port(rank)).collect();
+        let ports = ranks().map(|rank| self.topology.access_link(rank)).collect();
         let body: Body =
             (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.happenings.clone()));
         let plain = "numbers can always be serialized";
@@ -113,7 +113,7 @@ impl Recording {
             let regions =
                 ranks().map(|rank| self.topology.region(rank).map(|region| region as u32)).collect();
             let lines =
-                (0..self.topology.regions()).map(|region| self.topology.region_port(region)).collect();
+                (0..self.topology.regions()).map(|region| self.topology.region_access_link(region)).collect();
             let lines: Lines = (BoundedVec(regions), BoundedVec(lines));
             version = VERSION;
             body = [postcard::to_stdvec(&lines).expect(plain), body].concat();
@@ -156,7 +156,7 @@ impl Recording {
         }
         let mut topology = Topology::uniform(n, Link::FREE);
         for (a, &port) in ports.0.iter().enumerate() {
-            topology.set_port(Rank(a as u32), port);
+            topology.set_access_link(Rank(a as u32), port);
             for b in (0..n).filter(|&b| b != a) {
                 topology.set_link(Rank(a as u32), Rank(b as u32), links.0[a * n + b]);
             }

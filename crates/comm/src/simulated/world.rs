@@ -44,13 +44,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farflung_base::network::{InFlight, Network};
 use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
-use super::bells::ParkedRanks;
+use super::event::{Reached, SimulatedEvent};
 use super::faults::{Fault, Faults, Rules};
-use super::happening::{Reached, SimulatedEvent};
 use super::lookahead::{Distances, Lookahead};
-use super::queue::{Key, Kind, Lane, Queue, What};
+use super::parked_ranks::ParkedRanks;
+use super::queue::{Key, Kind, Lane, LaneKind, Queue};
 use crate::endpoint::Wake;
-use crate::inbox::{Inbox, Interest};
+use crate::inbox::{Awaited, Inbox};
 use crate::sizes::HEADER_BYTES;
 use crate::transport::{Channel, Tag};
 use crate::{DownReason, Frame, WireError};
@@ -62,24 +62,24 @@ const LAST: Tag = Tag { context: u64::MAX, channel: Channel::Abort, number: u32:
 #[derive(Debug)]
 enum Event {
     Crash,
-    Depart(Parcel),
-    Cross(Parcel, InFlight),
-    Enter(Parcel, InFlight),
-    Land(Parcel, InFlight),
-    Arrive(Parcel),
+    Depart(Packet),
+    Cross(Packet, InFlight),
+    Enter(Packet, InFlight),
+    Land(Packet, InFlight),
+    Arrive(Packet),
     Deadline,
 }
 
 /// A frame or a report on its way from one rank to another.
 #[derive(Debug)]
-struct Parcel {
+struct Packet {
     to: usize,
     tag: Tag,
-    cargo: Cargo,
+    content: PacketContent,
 }
 
 #[derive(Debug)]
-enum Cargo {
+enum PacketContent {
     Frame(Frame),
     Gone(DownReason),
 }
@@ -159,27 +159,31 @@ pub(super) struct World {
     rules: Rules,
     state: Mutex<State>,
     times: Vec<Times>,
-    bells: ParkedRanks,
+    parked: ParkedRanks,
     pub(super) inboxes: Vec<Arc<Inbox>>,
 }
 
 impl State {
-    fn push(&mut self, from: usize, to: usize, tag: Tag, at: Nanos, cargo: Cargo) {
+    fn push(&mut self, from: usize, to: usize, tag: Tag, at: Nanos, cargo: PacketContent) {
         let sequence = self.ranks[from].sequence;
         self.ranks[from].sequence += 1;
         let key = Key { time: at, kind: Kind::Depart, from, sequence };
-        self.queue.push(Lane::new(from, What::Up), key, Event::Depart(Parcel { to, tag, cargo }));
+        self.queue.push(
+            Lane::new(from, LaneKind::Uplink),
+            key,
+            Event::Depart(Packet { to, tag, content: cargo }),
+        );
     }
 
     /// Adds an event that concerns the rank itself, not its links: an arrival or a crash.
-    fn await_itself(&mut self, rank: usize, key: Key, event: Event) {
-        self.queue.push(Lane::new(rank, What::Itself), key, event);
+    fn push_rank_event(&mut self, rank: usize, key: Key, event: Event) {
+        self.queue.push(Lane::new(rank, LaneKind::Itself), key, event);
         self.publish_floor(rank);
     }
 
     /// Returns a running rank's floor: the least of `Member::floor` and the first arrival that is held back.
     fn floor(&self, rank: usize) -> Nanos {
-        let kept_back = self.queue.head(Lane::new(rank, What::Itself));
+        let kept_back = self.queue.head(Lane::new(rank, LaneKind::Itself));
         kept_back.map_or(Nanos::MAX, |key| key.time).min(self.ranks[rank].floor)
     }
 
@@ -203,12 +207,12 @@ impl State {
         self.running = self.running + runs - ran;
         self.blocked = self.blocked + is_blocked - was_blocked;
         if was_blocked > is_blocked {
-            self.queue.clear(Lane::new(rank, What::Deadline));
+            self.queue.clear(Lane::new(rank, LaneKind::Deadline));
         }
         if ran != runs || status == Status::Gone {
             self.publish_floor(rank);
-            for what in [What::Up, What::Down, What::Itself] {
-                self.queue.look(Lane::new(rank, what));
+            for what in [LaneKind::Uplink, LaneKind::Downlink, LaneKind::Itself] {
+                self.queue.recheck(Lane::new(rank, what));
             }
         }
     }
@@ -232,21 +236,23 @@ impl State {
     }
 
     /// Sends to all other ranks the report that this rank is gone, after everything that it has sent before.
-    fn part(&mut self, rank: usize, at: Nanos, reason: &DownReason) {
+    fn report_gone(&mut self, rank: usize, at: Nanos, reason: &DownReason) {
         for to in (0..self.ranks.len()).filter(|&to| to != rank) {
-            self.push(rank, to, LAST, at, Cargo::Gone(reason.clone()));
+            self.push(rank, to, LAST, at, PacketContent::Gone(reason.clone()));
         }
     }
 
     /// Returns whether the state of the lane's own rank allows the first event of the lane to be processed.
     fn is_in_turn(&self, lane: Lane, key: &Key) -> bool {
         let member = &self.ranks[lane.rank];
-        match (lane.what, member.status) {
-            (_, Status::Gone) | (What::Down | What::Deadline, _) | (What::Itself, Status::Blocked) => true,
-            (What::Up, _) => !member.runs() || key.time < self.floor(lane.rank),
+        match (lane.kind, member.status) {
+            (_, Status::Gone)
+            | (LaneKind::Downlink | LaneKind::Deadline, _)
+            | (LaneKind::Itself, Status::Blocked) => true,
+            (LaneKind::Uplink, _) => !member.runs() || key.time < self.floor(lane.rank),
             // All arrivals of one time are delivered before the woken rank runs.
-            (What::Itself, Status::Woken(_)) => member.now == key.time,
-            (What::Itself, Status::Running) => false,
+            (LaneKind::Itself, Status::Woken(_)) => member.now == key.time,
+            (LaneKind::Itself, Status::Running) => false,
         }
     }
 
@@ -295,7 +301,7 @@ impl World {
             match fault {
                 Fault::Crash(peer) if peer.index() < n => {
                     let key = Key { time, kind: Kind::Crash, from: peer.index(), sequence: i as u64 };
-                    state.await_itself(peer.index(), key, Event::Crash);
+                    state.push_rank_event(peer.index(), key, Event::Crash);
                 }
                 Fault::Corrupt(from, to) => {
                     state.corruptions.entry((from.index(), to.index())).or_default().push_back(time);
@@ -308,7 +314,7 @@ impl World {
             rules: Rules::new(faults),
             state: Mutex::new(state),
             times: (0..n).map(|_| Times::default()).collect(),
-            bells: ParkedRanks::new(n),
+            parked: ParkedRanks::new(n),
             inboxes: (0..n).map(|_| Arc::new(Inbox::new(n).selective())).collect(),
         }
     }
@@ -347,7 +353,7 @@ impl World {
             // departs no earlier than the latest event of any rank.
             let earliest = if member.runs() { state.floor(from) } else { state.latest };
             let at = self.rules.thaw(PeerId(from as u32), at.max(earliest));
-            state.push(from, to, tag, at, Cargo::Frame(frame));
+            state.push(from, to, tag, at, PacketContent::Frame(frame));
         }
     }
 
@@ -359,8 +365,8 @@ impl World {
         let member = &mut state.ranks[rank];
         member.floor = clock.min(idle).max(member.now);
         state.publish_floor(rank);
-        state.queue.look(Lane::new(rank, What::Up));
-        self.fire(state);
+        state.queue.recheck(Lane::new(rank, LaneKind::Uplink));
+        self.process_events(state);
     }
 
     /// Blocks a rank until a frame or report arrives for which one of its operations waits, or until the time
@@ -370,24 +376,24 @@ impl World {
         if moved() {
             return Wake::Moved;
         }
-        let rung = self.bells.count(rank);
+        let rung = self.parked.count(rank);
         if state.ranks[rank].status == Status::Running {
             let time = self.rules.thaw(PeerId(rank as u32), until);
             state.set_status(rank, Status::Blocked);
             let key = Key { time, kind: Kind::Deadline, from: rank, sequence: 0 };
-            state.queue.push(Lane::new(rank, What::Deadline), key, Event::Deadline);
-            self.fire(state);
+            state.queue.push(Lane::new(rank, LaneKind::Deadline), key, Event::Deadline);
+            self.process_events(state);
         } else if state.ranks[rank].status == Status::Gone {
             return Wake::Moved;
         } else {
             drop(state);
         }
-        self.bells.sleep(rank, rung)
+        self.parked.sleep(rank, rung)
     }
 
     /// Wakes a blocked rank at the time of the latest event of any rank. Called by threads outside of the
     /// simulation.
-    pub(super) fn rouse(&self, rank: usize) {
+    pub(super) fn unblock(&self, rank: usize) {
         let mut state = self.lock();
         let at = state.latest;
         state.wake(rank, at, Wake::Moved);
@@ -399,20 +405,20 @@ impl World {
         let mut state = self.lock();
         let at = self.clock(rank).max(state.ranks[rank].now);
         if !state.ranks[rank].crashed {
-            state.part(rank, at, &DownReason::Left);
+            state.report_gone(rank, at, &DownReason::Left);
         }
         state.set_status(rank, Status::Gone);
-        self.fire(state);
+        self.process_events(state);
     }
 
     /// Processes all events that may be processed, and wakes the threads of the ranks that they wake.
-    fn fire(&self, mut state: MutexGuard<'_, State>) {
+    fn process_events(&self, mut state: MutexGuard<'_, State>) {
         // If no rank is blocked, events can wait: no rank would notice them.
         if state.blocked > 0 {
             if state.lookahead.is_some() {
-                self.fire_ahead(&mut state);
+                self.process_ahead(&mut state);
             } else {
-                self.fire_strictly(&mut state);
+                self.process_strictly(&mut state);
             }
             if state.running == 0 {
                 // The blocked ranks have no deadline, and no event is left.
@@ -437,24 +443,24 @@ impl World {
         }
         drop(state);
         woken.reverse();
-        self.bells.ring(&woken);
+        self.parked.ring(&woken);
     }
 
-    fn fire_ahead(&self, state: &mut State) {
+    fn process_ahead(&self, state: &mut State) {
         loop {
             while let Some((group, floor)) = state.lookahead.as_mut().and_then(Lookahead::next_risen) {
                 state.queue.release(group, floor);
             }
             let Some((key, lane)) = state.queue.first() else { return };
             if state.may_happen(lane, &key) {
-                self.happen(state, key, lane);
+                self.process_event(state, key, lane);
             }
         }
     }
 
     /// Processes the events of one time after the other until one of them wakes a rank. Of the events of one
     /// time, deadlines come last.
-    fn fire_strictly(&self, state: &mut State) {
+    fn process_strictly(&self, state: &mut State) {
         if state.running > 0 {
             return;
         }
@@ -466,38 +472,38 @@ impl World {
             }
             if state.may_happen(lane, &key) {
                 instant = Some(at);
-                self.happen(state, key, lane);
+                self.process_event(state, key, lane);
             }
         }
     }
 
     /// Processes the first event of a lane.
-    fn happen(&self, state: &mut State, key: Key, lane: Lane) {
+    fn process_event(&self, state: &mut State, key: Key, lane: Lane) {
         let Key { time, from, .. } = key;
         let event = state.queue.pop(lane).expect("the caller has found an event in this lane");
         match event {
-            Event::Depart(parcel) => self.depart(state, key, parcel),
-            Event::Cross(parcel, flight) => self.cross(state, key, parcel, flight),
-            Event::Enter(parcel, flight) => {
-                let to = parcel.to;
+            Event::Depart(packet) => self.depart(state, key, packet),
+            Event::Cross(packet, flight) => self.cross(state, key, packet, flight),
+            Event::Enter(packet, flight) => {
+                let to = packet.to;
                 let flight = state.links.enter(Rank(from as u32), Rank(to as u32), flight);
                 let key = Key { time: flight.head, kind: Kind::Land, ..key };
-                state.queue.push(Lane::new(to, What::Down), key, Event::Land(parcel, flight));
+                state.queue.push(Lane::new(to, LaneKind::Downlink), key, Event::Land(packet, flight));
             }
-            Event::Land(parcel, flight) => {
-                let to = PeerId(parcel.to as u32);
+            Event::Land(packet, flight) => {
+                let to = PeerId(packet.to as u32);
                 let at = self.rules.thaw(to, state.links.land(Rank(to.0), flight));
                 let key = Key { time: at, kind: Kind::Arrive, ..key };
-                state.await_itself(parcel.to, key, Event::Arrive(parcel));
+                state.push_rank_event(packet.to, key, Event::Arrive(packet));
             }
-            Event::Arrive(parcel) => self.arrive(state, key, parcel),
+            Event::Arrive(packet) => self.arrive(state, key, packet),
             Event::Deadline => state.wake(lane.rank, time, Wake::Moved),
             Event::Crash if state.ranks[from].status == Status::Gone => {}
             Event::Crash => {
                 if let Some(record) = &mut state.record {
                     record.push(SimulatedEvent::bare(time, from, key.sequence, from, Reached::Crash));
                 }
-                state.part(from, time, &DownReason::Crashed);
+                state.report_gone(from, time, &DownReason::Crashed);
                 state.ranks[from].crashed = true;
                 self.inboxes[from].end();
                 state.wake(from, time, Wake::Moved);
@@ -505,16 +511,16 @@ impl World {
         }
     }
 
-    fn depart(&self, state: &mut State, key: Key, mut parcel: Parcel) {
+    fn depart(&self, state: &mut State, key: Key, mut packet: Packet) {
         let Key { time, from, .. } = key;
-        let to = parcel.to;
+        let to = packet.to;
         let peer = |r: usize| PeerId(r as u32);
-        let size = match &parcel.cargo {
+        let size = match &packet.content {
             // A crashed rank sends only the report that it is gone.
-            Cargo::Frame(_) if state.ranks[from].crashed => return,
-            Cargo::Frame(_) if state.broken.contains(&(from, to)) => return,
-            Cargo::Frame(frame) => (frame.len() + HEADER_BYTES) as u64,
-            Cargo::Gone(_) => 0,
+            PacketContent::Frame(_) if state.ranks[from].crashed => return,
+            PacketContent::Frame(_) if state.broken.contains(&(from, to)) => return,
+            PacketContent::Frame(frame) => (frame.len() + HEADER_BYTES) as u64,
+            PacketContent::Gone(_) => 0,
         };
         if self.rules.cuts(time, peer(from), peer(to)) {
             return;
@@ -524,20 +530,20 @@ impl World {
         if let Some(due) = spoilt {
             due.pop_front();
             state.broken.insert((from, to));
-            parcel.cargo = Cargo::Gone(DownReason::Protocol(WireError::Checksum));
+            packet.content = PacketContent::Gone(DownReason::Protocol(WireError::Checksum));
         }
         let flight = state.links.depart(Rank(from as u32), time, Bytes(size));
         if state.links.has_region_links() {
             let key = Key { time: flight.head, kind: Kind::Cross, ..key };
-            state.queue.push(Lane::new(from, What::Up), key, Event::Cross(parcel, flight));
+            state.queue.push(Lane::new(from, LaneKind::Uplink), key, Event::Cross(packet, flight));
         } else {
-            self.cross(state, key, parcel, flight);
+            self.cross(state, key, packet, flight);
         }
     }
 
     /// Passes a frame that has left its sender's uplink on to the receiver's side.
-    fn cross(&self, state: &mut State, key: Key, parcel: Parcel, flight: InFlight) {
-        let (from, to) = (key.from, parcel.to);
+    fn cross(&self, state: &mut State, key: Key, packet: Packet, flight: InFlight) {
+        let (from, to) = (key.from, packet.to);
         let flight = state.links.cross(Rank(from as u32), Rank(to as u32), flight);
         let wire = &mut state.wires[from * self.times.len() + to];
         let late = self.rules.weather().delay(from, to, wire.frames);
@@ -547,45 +553,47 @@ impl World {
         let flight = InFlight { head: wire.head, tail: wire.tail, ..flight };
         if state.links.has_region_links() {
             let key = Key { time: flight.head, kind: Kind::Enter, ..key };
-            state.queue.push(Lane::new(to, What::Down), key, Event::Enter(parcel, flight));
+            state.queue.push(Lane::new(to, LaneKind::Downlink), key, Event::Enter(packet, flight));
         } else {
             let key = Key { time: flight.head, kind: Kind::Land, ..key };
-            state.queue.push(Lane::new(to, What::Down), key, Event::Land(parcel, flight));
+            state.queue.push(Lane::new(to, LaneKind::Downlink), key, Event::Land(packet, flight));
         }
     }
 
-    fn arrive(&self, state: &mut State, key: Key, Parcel { to, tag, cargo }: Parcel) {
+    fn arrive(&self, state: &mut State, key: Key, Packet { to, tag, content: cargo }: Packet) {
         let Key { time, from, sequence, .. } = key;
         let (peer, there) = (PeerId(from as u32), state.ranks[to].status != Status::Gone);
         // A rank that has left receives nothing, no matter when this event is processed.
         if let Some(record) = state.record.as_mut().filter(|_| there) {
             record.push(match &cargo {
-                Cargo::Frame(frame) => SimulatedEvent::frame(time, from, sequence, to, tag, frame.bytes()),
-                Cargo::Gone(_) => SimulatedEvent::bare(time, from, sequence, to, Reached::Gone),
+                PacketContent::Frame(frame) => {
+                    SimulatedEvent::frame(time, from, sequence, to, tag, frame.bytes())
+                }
+                PacketContent::Gone(_) => SimulatedEvent::bare(time, from, sequence, to, Reached::Gone),
             });
         }
         let interest = match cargo {
-            Cargo::Frame(mut frame) => {
+            PacketContent::Frame(mut frame) => {
                 frame.arrived = time;
                 self.inboxes[to].deliver_quietly(peer, tag, frame)
             }
-            Cargo::Gone(reason) => {
+            PacketContent::Gone(reason) => {
                 if there && matches!(reason, DownReason::Protocol(_)) {
                     // The checksum does not match, so the receiver closes the connection.
                     let at = time.saturating_add(Nanos(1));
-                    state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
+                    state.push(to, from, LAST, at, PacketContent::Gone(DownReason::Ended));
                     state.broken.insert((to, from));
                 }
                 self.inboxes[to].peer_down_quietly(peer, reason)
             }
         };
         match interest {
-            Interest::Wanted => state.wake(to, time, Wake::Moved),
-            Interest::None if state.ranks[to].status == Status::Blocked => {
+            Awaited::Wanted => state.wake(to, time, Wake::Moved),
+            Awaited::None if state.ranks[to].status == Status::Blocked => {
                 state.reach(to, time);
                 self.times[to].now.store(state.ranks[to].now.0, Ordering::Release);
             }
-            Interest::None => {}
+            Awaited::None => {}
         }
     }
 }

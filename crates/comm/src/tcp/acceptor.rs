@@ -1,7 +1,7 @@
 //! Connections that have not greeted yet: how many may wait and for how long, what they may send, and the check
 //! of their proof that they belong here. This module is independent of the job.
 //!
-//! A connection without proof costs at most: [`STRANGER`](crate::secure) bytes read and one handshake if
+//! A connection without proof costs at most: `MAX_UNPROVEN_BYTES` bytes read and one handshake if
 //! connections are encrypted, a greeting of 1024 bytes if not; a time of [`GREETING`]; and one of
 //! [`MOST_OF_ONE`] places of its address. Nothing here blocks, so such a connection delays no other.
 
@@ -48,7 +48,7 @@ pub(super) struct Acceptor {
     waiting: Vec<Waiting>,
 }
 
-enum Heard {
+enum GreetingStatus {
     Nothing,
     /// The connection was refused, or has ended.
     End,
@@ -84,10 +84,10 @@ impl Acceptor {
         let mut guests = Vec::new();
         let mut still = Vec::new();
         for mut waiting in std::mem::take(&mut self.waiting) {
-            match self.hear(&mut waiting) {
-                Heard::Nothing => still.push(waiting),
-                Heard::End => {}
-                Heard::Greeting(greeting) => {
+            match self.read_greeting(&mut waiting) {
+                GreetingStatus::Nothing => still.push(waiting),
+                GreetingStatus::End => {}
+                GreetingStatus::Greeting(greeting) => {
                     guests.push(AuthenticatedConnection { stream: waiting.stream, greeting });
                 }
             }
@@ -130,27 +130,27 @@ impl Acceptor {
     pub(super) fn refuse(&self, stream: &Stream, reason: Refusal) {
         self.security.refused().note(stream.address(), reason.kind(), &reason);
         // The connection may be gone already.
-        let _ = stream.say(&Control::Refuse(reason));
+        let _ = stream.send_message(&Control::Refuse(reason));
     }
 
     /// Reads more of a greeting, but no byte after it: later bytes belong to the link.
-    fn hear(&self, Waiting { stream, from, bytes, .. }: &mut Waiting) -> Heard {
+    fn read_greeting(&self, Waiting { stream, from, bytes, .. }: &mut Waiting) -> GreetingStatus {
         let mut buffer = [0; 512];
         let note = |kind, detail: &dyn std::fmt::Display| {
             self.security.refused().note(Some(*from), kind, detail);
-            Heard::End
+            GreetingStatus::End
         };
         loop {
             let want = match wire::parse(bytes) {
                 Ok(Parsed::Part(want)) if want <= HELLO => want,
                 Ok(Parsed::Whole(Message::Control(message), _)) => match message {
                     Control::Hello { .. } | Control::Open(_) | Control::Ask(_) if stream.is_proven() => {
-                        return Heard::Greeting(std::mem::take(bytes));
+                        return GreetingStatus::Greeting(std::mem::take(bytes));
                     }
-                    proof @ Control::Prove { .. } if stream.is_sealed() && !stream.is_proven() => {
+                    proof @ Control::Prove { .. } if stream.is_encrypted() && !stream.is_proven() => {
                         if let Err(reason) = stream.admit(&proof) {
                             self.refuse(stream, reason);
-                            return Heard::End;
+                            return GreetingStatus::End;
                         }
                         bytes.clear();
                         continue;
@@ -159,11 +159,11 @@ impl Acceptor {
                 },
                 Err(WireError::Version { got, .. }) => {
                     self.refuse(stream, Refusal::Version { want: VERSION, got });
-                    return Heard::End;
+                    return GreetingStatus::End;
                 }
                 Err(WireError::Magic) if bytes[..2] == [0x16, 3] => {
-                    self.refuse(stream, Refusal::Clear);
-                    return Heard::End;
+                    self.refuse(stream, Refusal::EncryptionMismatch);
+                    return GreetingStatus::End;
                 }
                 Err(error) => return note("garbage", &error),
                 Ok(_) => {
@@ -177,12 +177,12 @@ impl Acceptor {
                 Ok(0) => return note("gave up", &"it closed the connection within its greeting"),
                 Ok(n) => bytes.extend_from_slice(&buffer[..n]),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return GreetingStatus::Nothing,
                 Err(e) => {
                     return match session_error(&e) {
-                        Some(SessionError::Clear) => {
-                            stream.say_clear(&Control::Refuse(Refusal::Clear));
-                            note(SessionError::Clear.kind(), &Refusal::Clear)
+                        Some(SessionError::NotEncrypted) => {
+                            stream.send_unencrypted(&Control::Refuse(Refusal::EncryptionMismatch));
+                            note(SessionError::NotEncrypted.kind(), &Refusal::EncryptionMismatch)
                         }
                         Some(error) => note(error.kind(), error),
                         None => note("gave up", &e),

@@ -20,15 +20,15 @@ use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::shared_memory::SharedMemory;
 use super::stream::Stream;
 use super::{Tcp, open};
-use crate::beside::{Called, Way, key_in, of_sockets};
 use crate::control::{BoundedVec, Control};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
+use crate::second_network::{ConnectTarget, SecondNetworkAccess, key_in, of_sockets};
 use crate::secure::{JoinSecret, PublicKey, Security, refused};
-use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
 pub use member::Connected;
-use shared::{CONNECT_TIMEOUT, CROWDED, POLL_INTERVAL, Shared, lock};
+use shared::{CONNECT_TIMEOUT, OVERSUBSCRIBED, POLL_INTERVAL, Shared, lock};
 
 /// Number of attempts to draw a free number.
 const DRAWS: usize = 64;
@@ -56,7 +56,7 @@ pub struct GateConfig {
     /// Whether members connect over TCP. By default they do.
     pub sockets: bool,
     /// A second network, over which members connect where TCP does not reach them.
-    pub(crate) way: Option<Arc<dyn Way>>,
+    pub(crate) second_network: Option<Arc<dyn SecondNetworkAccess>>,
 }
 
 impl GateConfig {
@@ -74,7 +74,7 @@ impl GateConfig {
             deadline: Duration::from_mins(1),
             shared_memory,
             sockets: true,
-            way: None,
+            second_network: None,
         }
     }
 }
@@ -105,7 +105,7 @@ impl GrowingNetwork {
     /// # Errors
     /// If it cannot listen, or the system has no random bytes.
     pub fn found(config: &GateConfig) -> Result<Self, CommError> {
-        let secret = config.security.is_sealed().then(JoinSecret::generate).transpose()?;
+        let secret = config.security.is_encrypted().then(JoinSecret::generate).transpose()?;
         Self::open(config, listen_at(config)?, PeerId(0), secret, None)
     }
 
@@ -125,13 +125,13 @@ impl GrowingNetwork {
             }
             config.advertise.clone().unwrap_or_else(|| at.to_string())
         });
-        let beside = config.way.as_ref().map(|way| way.address());
+        let beside = config.second_network.as_ref().map(|way| way.address());
         let address: Vec<String> = own.into_iter().chain(beside).collect();
         let address = address.join(",");
-        let tcp = open(me, config.slots as usize, CROWDED, config.shared_memory).map_err(io)?;
-        let beside = config.way.as_ref().map(|way| {
-            let shore = tcp.driver().shore(config.slots as usize);
-            Arc::clone(tcp.driver().beside.get_or_init(|| Arc::clone(way).open(shore)))
+        let tcp = open(me, config.slots as usize, OVERSUBSCRIBED, config.shared_memory).map_err(io)?;
+        let beside = config.second_network.as_ref().map(|way| {
+            let shore = tcp.driver().endpoint_parts(config.slots as usize);
+            Arc::clone(tcp.driver().second_network.get_or_init(|| Arc::clone(way).open(shore)))
         });
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),
@@ -140,8 +140,8 @@ impl GrowingNetwork {
         let own = Connected { peer: me, address: address.clone(), key: security.own_key() };
         let shared = Arc::new(Shared {
             tcp,
-            way: config.way.clone(),
-            beside,
+            second_network_access: config.second_network.clone(),
+            second_network: beside,
             job: config.job.clone(),
             slots: config.slots,
             sockets: config.sockets,
@@ -149,11 +149,11 @@ impl GrowingNetwork {
             secret,
             address,
             known: Mutex::new(BTreeMap::from([(me.0, own)])),
-            meeting: Mutex::default(),
+            connecting: Mutex::default(),
             welcome: Mutex::default(),
             closed: AtomicBool::new(false),
         });
-        if let Some(beside) = &shared.beside {
+        if let Some(beside) = &shared.second_network {
             let host: Weak<Shared> = Arc::downgrade(&shared);
             beside.listen(&shared.security, host);
         }
@@ -181,8 +181,8 @@ impl GrowingNetwork {
     /// Returns the address by which a peer is reached over the second network now, or that of a relay; `None`
     /// for a peer that is connected over TCP.
     #[must_use]
-    pub fn path_beside(&self, peer: PeerId) -> Option<String> {
-        self.shared.beside.as_ref()?.path_to(peer)
+    pub fn second_network_path(&self, peer: PeerId) -> Option<String> {
+        self.shared.second_network.as_ref()?.path_to(peer)
     }
 
     /// Returns the connected peers by number. A peer that hangs counts as connected until its connection
@@ -226,7 +226,7 @@ impl GrowingNetwork {
     /// # Errors
     /// The same as for [`GrowingNetwork::ask_again`].
     pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
-        let until = Until::after(config.deadline.min(CONNECT_TIMEOUT));
+        let until = Deadline::after(config.deadline.min(CONNECT_TIMEOUT));
         let quick = GateConfig { deadline: config.deadline.min(CONNECT_TIMEOUT), ..config.clone() };
         let asked = self.ask_again(&quick)?;
         for member in asked.members.iter().filter(|member| !self.shared.is_here(member)) {
@@ -262,7 +262,7 @@ impl GrowingNetwork {
     /// The reason of the first member that refuses, or [`CommError::Missing`] if none was reached within the
     /// deadline.
     pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<MemberList, CommError> {
-        let until = Until::after(config.deadline);
+        let until = Deadline::after(config.deadline);
         loop {
             for address in addresses {
                 match MemberList::at(config, address, until) {
@@ -271,7 +271,7 @@ impl GrowingNetwork {
                     Err(error) => return Err(error),
                 }
             }
-            let Some(left) = until.left() else {
+            let Some(left) = until.remaining() else {
                 let (master, after) = (addresses.join(","), config.deadline.into());
                 return Err(CommError::Missing { master, ranks: vec![farflung_base::Rank(0)], after });
             };
@@ -283,7 +283,7 @@ impl GrowingNetwork {
 impl Drop for GrowingNetwork {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
-        if let Some(beside) = &self.shared.beside {
+        if let Some(beside) = &self.shared.second_network {
             beside.stop_listening();
         }
         if let Some(thread) = self.thread.take() {
@@ -308,7 +308,7 @@ pub struct MemberList {
 impl MemberList {
     /// Asks the member at these addresses, over TCP, then over the second network; `None` if it was not
     /// reached.
-    fn at(config: &GateConfig, address: &str, until: Until) -> Result<Option<Self>, CommError> {
+    fn at(config: &GateConfig, address: &str, until: Deadline) -> Result<Option<Self>, CommError> {
         let sockets = of_sockets(address);
         if config.sockets
             && !sockets.is_empty()
@@ -324,14 +324,14 @@ impl MemberList {
                 Err(error) => return Err(error),
             }
         }
-        let way = config.way.as_ref().filter(|way| way.has_address(address));
+        let way = config.second_network.as_ref().filter(|way| way.has_address(address));
         let (Some(way), Some(key)) = (way, key_in(address).or(config.security.host())) else {
             return Ok(None);
         };
         if config.security.own_key() == Some(key) {
             return Err(refused(address, Refusal::SameKey));
         }
-        let to = Called { address, key, security: &config.security, until };
+        let to = ConnectTarget { address, key, security: &config.security, until };
         let wrong = |source| CommError::Handshake { peer: key.to_string(), source };
         let question = wire::framed(&Control::Ask(&config.job)).map_err(wrong)?;
         let answer = match Arc::clone(way).ask(&to, question) {
@@ -350,9 +350,9 @@ impl MemberList {
         }
     }
 
-    fn over(config: &GateConfig, name: &str, stream: &Stream, until: Until) -> Result<Self, CommError> {
+    fn over(config: &GateConfig, name: &str, stream: &Stream, until: Deadline) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("send the request to", &name, &e);
-        stream.say(&Control::Ask(&config.job)).map_err(io)?;
+        stream.send_message(&Control::Ask(&config.job)).map_err(io)?;
         let told = answer_of(name, stream, until, |message| Self::read(config, message))?;
         Ok(Self { seen: stream.socket.local_addr().ok().map(|at| at.ip()), ..told })
     }
@@ -361,7 +361,7 @@ impl MemberList {
     fn read(config: &GateConfig, message: &Control<'_>) -> Option<Self> {
         let Control::Members { slots, addresses, keys, secret, welcome } = message else { return None };
         let (BoundedVec(slots), BoundedVec(addresses), BoundedVec(keys)) = (slots, addresses, keys);
-        let is_sealed = config.security.is_sealed();
+        let is_sealed = config.security.is_encrypted();
         let good = slots.len() == addresses.len() && slots.iter().all(|&slot| slot < config.slots);
         if !good || is_sealed && keys.len() != slots.len() {
             return None;
@@ -428,7 +428,7 @@ impl MemberList {
     }
 
     fn reach_all(&self, gate: &GrowingNetwork) -> Result<(), CommError> {
-        let until = Until::after(self.config.deadline);
+        let until = Deadline::after(self.config.deadline);
         let mut reached = 0;
         let mut failed = None;
         for member in self.members.iter().filter(|member| !gate.shared.is_here(member)) {

@@ -27,22 +27,22 @@ use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
 /// Bytes read from one socket before the others have their turn. Small enough that they are used while they are
 /// in cache.
-const TURN: usize = crate::FRAME_BYTES;
+const BYTES_PER_TURN: usize = crate::FRAME_BYTES;
 /// Bytes of a turn that a small frame counts for.
-const LEAST: usize = TURN / 16;
+const MIN_FRAME_COST: usize = BYTES_PER_TURN / 16;
 /// Greatest number of frames written by one system call.
-const WRITTEN: usize = 4;
+const FRAMES_PER_WRITE: usize = 4;
 /// Length in bytes from which a received header is kept, so that a rank that forwards the frame need not
 /// compute its checksum.
-const LONG: usize = 4096;
+const KEPT_HEADER_BYTES: usize = 4096;
 
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) peer: PeerId,
     stream: Stream,
     pacer: Arc<Pacer>,
-    out: Mutex<Out>,
-    incoming: Mutex<In>,
+    out: Mutex<SendState>,
+    incoming: Mutex<ReceiveState>,
     taken: Mutex<Counts>,
     /// Number of links to the peer over which it has not said goodbye; shared by these links.
     staying: Arc<AtomicUsize>,
@@ -55,11 +55,11 @@ pub(super) struct Link {
     /// Whether this side sends through shared memory.
     shares: AtomicBool,
     /// Whether an operation or a frame waits for room in shared memory.
-    hungry: AtomicBool,
+    waits_for_memory: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct Out {
+struct SendState {
     queue: VecDeque<([u8; HEADER_BYTES], Option<Frame>)>,
     /// Bytes of the first frame in the queue that are written.
     at: usize,
@@ -70,11 +70,11 @@ struct Out {
     /// Total time that the queue was not empty before `waits_since`.
     waited: Nanos,
     /// Where new frames go instead of the queue, once both sides share memory.
-    near: Option<SharedMemorySender>,
+    shared_sender: Option<SharedMemorySender>,
 }
 
 #[derive(Debug)]
-struct In {
+struct ReceiveState {
     header: [u8; HEADER_BYTES],
     /// The next frame's header, which is read together with this frame's payload.
     next: [u8; HEADER_BYTES],
@@ -86,10 +86,10 @@ struct In {
     said_goodbye: bool,
     negotiation: Negotiation,
     /// Frames that the peer sends through shared memory.
-    near: Option<Consumer>,
+    shared_consumer: Option<Consumer>,
 }
 
-impl In {
+impl ReceiveState {
     const fn new(bell: Option<Arc<RingWaker>>) -> Self {
         Self {
             header: [0; HEADER_BYTES],
@@ -99,7 +99,7 @@ impl In {
             enough: false,
             said_goodbye: false,
             negotiation: Negotiation::new(bell),
-            near: None,
+            shared_consumer: None,
         }
     }
 }
@@ -135,13 +135,13 @@ impl Link {
             pacer,
             staying,
             out: Mutex::default(),
-            incoming: Mutex::new(In::new(bell)),
+            incoming: Mutex::new(ReceiveState::new(bell)),
             taken: Mutex::default(),
             open: AtomicBool::new(true),
             waiting: AtomicBool::new(false),
             paused: AtomicBool::new(false),
             shares: AtomicBool::new(false),
-            hungry: AtomicBool::new(false),
+            waits_for_memory: AtomicBool::new(false),
         }
     }
 
@@ -180,20 +180,20 @@ impl Link {
         if out.in_flight.of(tag) >= WINDOW {
             return false;
         }
-        let Some(near) = &out.near else { return out.queue.is_empty() };
+        let Some(near) = &out.shared_sender else { return out.queue.is_empty() };
         if near.has_room() {
             return true;
         }
         // Sets the flag before checking once more, so that a thread that the peer wakes in between sees the
         // flag.
-        self.hungry.store(true, Ordering::SeqCst);
+        self.waits_for_memory.store(true, Ordering::SeqCst);
         near.has_room()
     }
 
     /// Returns the header of a frame with this payload: with a checksum, unless the link is sealed, since
     /// records have tags of their own.
     fn header(&self, kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
-        if self.stream.is_sealed() {
+        if self.stream.is_encrypted() {
             wire::plain(kind, tag, check, payload.len())
         } else {
             wire::encode(kind, tag, check, payload)
@@ -227,7 +227,7 @@ impl Link {
             let mut out = lock(&self.out);
             out.in_flight.count(tag);
             let header = wire::plain(Kind::Data, tag, check, bytes.len());
-            if !out.near.as_mut().is_some_and(|near| near.put(&header, bytes)) {
+            if !out.shared_sender.as_mut().is_some_and(|near| near.put(&header, bytes)) {
                 self.share(&mut out, header, Some(pool.copy_of(bytes, check)));
             }
             return;
@@ -250,7 +250,7 @@ impl Link {
                     written += count;
                     // A plain socket that accepts a part accepts no more now; an encrypted session accepts some
                     // records at a time.
-                    if !self.stream.is_sealed() {
+                    if !self.stream.is_encrypted() {
                         break;
                     }
                 }
@@ -269,7 +269,7 @@ impl Link {
     }
 
     /// Records whether frames wait.
-    fn note_waiting(&self, out: &mut Out) {
+    fn note_waiting(&self, out: &mut SendState) {
         let waits = !out.queue.is_empty();
         self.waiting.store(waits, Ordering::Release);
         if waits {
@@ -298,7 +298,7 @@ impl Link {
         }
     }
 
-    fn enqueue(&self, out: &mut Out, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
+    fn enqueue(&self, out: &mut SendState, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
         out.queue.push_back((header, frame));
         if out.queue.len() == 1 {
             self.write(out);
@@ -311,15 +311,15 @@ impl Link {
         let credits = lock(&self.taken).taken(tag);
         for credit in credits {
             inbox.count_control(self.peer, HEADER_BYTES, 0);
-            self.say(Kind::Credit, credit.tag, credit.frames);
+            self.send_empty(Kind::Credit, credit.tag, credit.frames);
         }
-        self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < MAX_UNREAD_BYTES
+        self.paused.load(Ordering::Acquire) && inbox.unread_bytes(self.peer) < MAX_UNREAD_BYTES
     }
 
     /// Sends a frame without a payload.
-    fn say(&self, kind: Kind, tag: Tag, check: u32) {
+    fn send_empty(&self, kind: Kind, tag: Tag, check: u32) {
         let mut out = lock(&self.out);
-        if out.near.is_some() {
+        if out.shared_sender.is_some() {
             self.share(&mut out, wire::plain(kind, tag, check, 0), None);
         } else {
             self.enqueue(&mut out, self.header(kind, tag, check, &[]), None);
@@ -327,7 +327,7 @@ impl Link {
     }
 
     pub(super) fn say_goodbye(&self) {
-        self.say(Kind::Bye, NO_TAG, 0);
+        self.send_empty(Kind::Bye, NO_TAG, 0);
     }
 
     pub(super) fn end_writing(&self) {
@@ -344,12 +344,12 @@ impl Link {
         out.queue.is_empty()
     }
 
-    fn write(&self, out: &mut Out) {
+    fn write(&self, out: &mut SendState) {
         while !out.queue.is_empty() {
-            let mut parts: [&[u8]; 2 * WRITTEN] = [&[]; 2 * WRITTEN];
+            let mut parts: [&[u8]; 2 * FRAMES_PER_WRITE] = [&[]; 2 * FRAMES_PER_WRITE];
             let mut used = 0;
             let mut skip = out.at;
-            for (header, frame) in out.queue.iter().take(WRITTEN) {
+            for (header, frame) in out.queue.iter().take(FRAMES_PER_WRITE) {
                 let payload = frame.as_ref().map_or(&[][..], Frame::bytes);
                 for part in [&header[..], payload] {
                     let rest = &part[skip.min(part.len())..];
@@ -384,11 +384,11 @@ impl Link {
         self.note_waiting(out);
     }
 
-    /// Writes as much as the socket accepts and the rate allows; at most `2 * WRITTEN` parts.
+    /// Writes as much as the socket accepts and the rate allows; at most `2 * FRAMES_PER_WRITE` parts.
     fn write_some(&self, parts: &[&[u8]]) -> io::Result<usize> {
         let all = parts.iter().map(|part| part.len()).sum();
         self.pacer.write(self.peer, all, |mut admitted| {
-            let mut slices: [IoSlice<'_>; 2 * WRITTEN] = std::array::from_fn(|_| IoSlice::new(&[]));
+            let mut slices: [IoSlice<'_>; 2 * FRAMES_PER_WRITE] = std::array::from_fn(|_| IoSlice::new(&[]));
             for (slice, part) in slices.iter_mut().zip(parts) {
                 let some = &part[..part.len().min(admitted)];
                 admitted -= some.len();
@@ -406,20 +406,20 @@ impl Link {
         loop {
             match self.read_frame(&mut incoming, pool) {
                 Ok(Some((header, frame))) => {
-                    bytes += frame.len().max(LEAST);
+                    bytes += frame.len().max(MIN_FRAME_COST);
                     // A complete frame that was already read is still handled, because no poll would report it.
-                    incoming.enough |= bytes >= TURN;
+                    incoming.enough |= bytes >= BYTES_PER_TURN;
                     if let Err(e) = self.handle(&mut incoming, &header, frame, inbox, pool) {
                         self.end(inbox, DownReason::Protocol(e));
                         return;
                     }
                 }
                 Ok(None) => return,
-                Err(End::Wire(e)) => {
+                Err(ReadError::Wire(e)) => {
                     self.end(inbox, DownReason::Protocol(e));
                     return;
                 }
-                Err(End::Closed) => {
+                Err(ReadError::Closed) => {
                     self.take_all_shared(&mut incoming, inbox, pool);
                     if incoming.said_goodbye {
                         self.shut();
@@ -428,9 +428,9 @@ impl Link {
                     }
                     return;
                 }
-                Err(End::Io(e)) => {
+                Err(ReadError::Io(e)) => {
                     self.take_all_shared(&mut incoming, inbox, pool);
-                    let reason = session_error(&e).map(|e| DownReason::Sealed(e.to_string()));
+                    let reason = session_error(&e).map(|e| DownReason::SessionFailed(e.to_string()));
                     self.end(inbox, reason.unwrap_or_else(|| DownReason::Broken(e.kind())));
                     return;
                 }
@@ -445,30 +445,34 @@ impl Link {
 
     fn end(&self, inbox: &Inbox, reason: DownReason) {
         self.shut();
-        if matches!(reason, DownReason::Protocol(_) | DownReason::Sealed(_)) {
+        if matches!(reason, DownReason::Protocol(_) | DownReason::SessionFailed(_)) {
             let _ = self.socket().shutdown(Shutdown::Both);
         }
         inbox.peer_down(self.peer, reason);
     }
 
     /// Returns the next complete frame; `None` if the socket has no more for now or the turn is over.
-    fn read_frame(&self, incoming: &mut In, pool: &Arc<Pool>) -> Result<Option<(Header, Frame)>, End> {
+    fn read_frame(
+        &self,
+        incoming: &mut ReceiveState,
+        pool: &Arc<Pool>,
+    ) -> Result<Option<(Header, Frame)>, ReadError> {
         loop {
-            let In { header, next, have, body, enough, .. } = incoming;
+            let ReceiveState { header, next, have, body, enough, .. } = incoming;
             match body {
                 None if *have == HEADER_BYTES => {
-                    let decoded = wire::decode(header).map_err(End::Wire)?;
+                    let decoded = wire::decode(header).map_err(ReadError::Wire)?;
                     *have = 0;
                     *body = Some((decoded, pool.lease(decoded.length)));
                 }
                 Some((decoded, _)) if *have >= decoded.length => {
                     *have -= decoded.length;
                     let (decoded, mut frame) = body.take().expect("the match has found a header");
-                    let is_sealed = self.stream.is_sealed();
+                    let is_sealed = self.stream.is_encrypted();
                     if !is_sealed && wire::checksum(header, frame.bytes()) != decoded.crc {
-                        return Err(End::Wire(WireError::Checksum));
+                        return Err(ReadError::Wire(WireError::Checksum));
                     }
-                    if !is_sealed && decoded.length >= LONG {
+                    if !is_sealed && decoded.length >= KEPT_HEADER_BYTES {
                         frame.came_with = Some(Box::new(*header));
                     }
                     *header = *next;
@@ -482,14 +486,14 @@ impl Link {
                     };
                     let asked = first.len() + second.len();
                     match self.stream.read_now(first, second) {
-                        Ok(0) => return Err(End::Closed),
+                        Ok(0) => return Err(ReadError::Closed),
                         Ok(n) => {
                             *have += n;
                             *enough = n < asked;
                         }
                         Err(e) if e.kind() == ErrorKind::Interrupted => {}
                         Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
-                        Err(e) => return Err(End::Io(e)),
+                        Err(e) => return Err(ReadError::Io(e)),
                     }
                 }
             }
@@ -498,7 +502,7 @@ impl Link {
 
     fn handle(
         &self,
-        incoming: &mut In,
+        incoming: &mut ReceiveState,
         header: &Header,
         mut frame: Frame,
         inbox: &Inbox,
@@ -522,12 +526,12 @@ impl Link {
                 }
             }
             Kind::Control => {
-                let Control::Near(near) = Control::decode(frame.bytes())? else {
+                let Control::SharedMemory(near) = Control::decode(frame.bytes())? else {
                     return Err(WireError::Malformed(
                         "control message: only messages about shared memory are allowed on a link",
                     ));
                 };
-                self.approach(incoming, near, pool)?;
+                self.negotiate(incoming, near, pool)?;
                 inbox.signal();
             }
         }
@@ -535,7 +539,7 @@ impl Link {
     }
 }
 
-enum End {
+enum ReadError {
     Closed,
     Wire(WireError),
     Io(io::Error),

@@ -15,10 +15,10 @@ use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::shared_memory::SharedMemory;
 use super::stream::Stream;
 use crate::control::{BoundedVec, Control};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::rate::Pace;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
-use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 use streams::multiply;
@@ -81,7 +81,7 @@ impl Config {
             deadline: Duration::from_mins(1),
             listen: None,
             streams: 1,
-            security: Security::clear(),
+            security: Security::unencrypted(),
             pace: Pace::default(),
             shared_memory: SharedMemory::default(),
         }
@@ -116,7 +116,7 @@ pub(super) fn meet(config: &Config) -> Result<Vec<Vec<Stream>>, CommError> {
     if !(1..=MOST_STREAMS).contains(&config.streams) {
         return argument("number of streams (from 1 to the maximum)", config.streams, MOST_STREAMS);
     }
-    let until = Until::after(config.deadline);
+    let until = Deadline::after(config.deadline);
     let mut config = config.clone();
     let met = if !config.peers.is_empty() {
         by_list(&config, until)
@@ -151,7 +151,7 @@ pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAdd
 fn listen(config: &Config) -> Result<TcpListener, CommError> {
     let addresses = resolve("master address", &config.master)?;
     let elsewhere =
-        |e: &std::io::Error| e.kind() == ErrorKind::AddrNotAvailable && config.security.is_sealed();
+        |e: &std::io::Error| e.kind() == ErrorKind::AddrNotAvailable && config.security.is_encrypted();
     TcpListener::bind(&addresses[..])
         .or_else(|e| match addresses.first().filter(|_| elsewhere(&e)) {
             Some(first) if first.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, first.port())),
@@ -167,7 +167,7 @@ fn nobody(config: &Config) -> Streams {
 
 /// Runs the rendezvous on rank 0: admits all ranks, then sends each the table of addresses and, if connections
 /// are encrypted, the keys and the secret.
-fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
+fn host(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     let listener = listen(config)?;
     let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
@@ -178,7 +178,7 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
         let message = Control::Missing(BoundedVec(ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter().flatten() {
             // An error is ignored: the ranks have their own deadlines.
-            let _ = stream.say(&message);
+            let _ = stream.send_message(&message);
         }
         return Err(missing(config, ranks));
     }
@@ -194,7 +194,7 @@ fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     for (rank, stream) in streams.iter().enumerate() {
         if let Some(stream) = stream {
             stream
-                .say(&message)
+                .send_message(&message)
                 .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
         }
     }
@@ -225,7 +225,7 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
     }
     let between = addresses[1..config.rank as usize].iter().map(|address| address.parse().ok());
     let between = between.collect::<Option<_>>()?;
-    if !config.security.is_sealed() {
+    if !config.security.is_encrypted() {
         return Some((between, None));
     }
     let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
@@ -239,8 +239,8 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
 fn ask(
     config: &Config,
     addresses: &[SocketAddr],
-    until: Until,
-    patient: Until,
+    until: Deadline,
+    patient: Deadline,
 ) -> Result<RankRequest, CommError> {
     let expected = config.security.host();
     let master = connect(&config.security, addresses, expected, until)?;
@@ -252,20 +252,20 @@ fn ask(
     };
     let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
     let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
-    hello(config, &own, |hello| master.say(hello)).map_err(io("send the greeting to"))?;
+    hello(config, &own, |hello| master.send_message(hello)).map_err(io("send the greeting to"))?;
     let table = answer(config, &config.master, &master, patient, |message| read_table(config, message));
     let (between, admission) = table?;
     Ok(RankRequest { master, listener, own, between, admission })
 }
 
 /// Runs the rendezvous on another rank: asks the master, then connects to the other ranks.
-fn visit(config: &mut Config, until: Until) -> Result<Streams, CommError> {
+fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     let addresses = resolve("master address", &config.master)?;
     // At its own deadline, the master sends which ranks are missing. One second more leaves time for that.
-    let patient = until.longer(Duration::from_secs(1));
+    let patient = until.extended_by(Duration::from_secs(1));
     let asked = loop {
         match ask(config, &addresses, until, patient) {
-            Err(e) if hung_up(&e) => match until.left() {
+            Err(e) if hung_up(&e) => match until.remaining() {
                 Some(rest) => std::thread::sleep(rest.min(5 * PAUSE)),
                 None => return Err(missing(config, vec![Rank(0)])),
             },
@@ -282,7 +282,7 @@ fn visit(config: &mut Config, until: Until) -> Result<Streams, CommError> {
 }
 
 /// Runs the rendezvous on any rank, if all have a list of all addresses.
-fn by_list(config: &Config, until: Until) -> Result<Streams, CommError> {
+fn by_list(config: &Config, until: Deadline) -> Result<Streams, CommError> {
     let me = config.rank as usize;
     let own = &config.peers[me];
     let mut at = resolve("own address", own)?;
@@ -304,7 +304,7 @@ pub(super) fn pairwise(
     listener: &TcpListener,
     own: &str,
     lower: &[(usize, Vec<SocketAddr>)],
-    until: Until,
+    until: Deadline,
 ) -> Result<Streams, CommError> {
     let mut streams = nobody(config);
     let given_up = AtomicBool::new(false);
@@ -335,7 +335,7 @@ fn reach(
     config: &Config,
     own: &str,
     lower: &[(usize, Vec<SocketAddr>)],
-    until: Until,
+    until: Deadline,
 ) -> Result<Vec<(usize, Stream)>, CommError> {
     let mut welcomed = Vec::new();
     let mut left: Vec<_> = lower.iter().collect();
@@ -357,7 +357,7 @@ fn reach(
             };
             // Sent at once, so that the peer does not report this rank as missing while it still waits for
             // others. If this fails, so does the answer.
-            let _ = hello(config, own, |hello| stream.say(hello));
+            let _ = hello(config, own, |hello| stream.send_message(hello));
             greeted.push((peer, stream));
         }
         for (peer, stream) in greeted {
@@ -376,7 +376,7 @@ fn reach(
         if left.is_empty() {
             return Ok(welcomed);
         }
-        let Some(rest) = until.left() else {
+        let Some(rest) = until.remaining() else {
             return Err(missing(config, left.iter().map(|(rank, _)| Rank(*rank as u32)).collect()));
         };
         std::thread::sleep(rest.min(5 * PAUSE));
@@ -404,7 +404,7 @@ pub(super) const fn hung_up(error: &CommError) -> bool {
 fn admit(
     config: &Config,
     listener: &TcpListener,
-    until: Until,
+    until: Deadline,
     (given_up, welcomes): (&AtomicBool, bool),
     streams: &mut [Option<Stream>],
     mut note: impl FnMut(usize, String),
@@ -419,7 +419,7 @@ fn admit(
         if absent.is_empty() {
             return Ok(());
         }
-        if until.left().is_none() || given_up.load(Ordering::Relaxed) {
+        if until.remaining().is_none() || given_up.load(Ordering::Relaxed) {
             return Err(absent);
         }
         let mut moved = false;
@@ -429,7 +429,7 @@ fn admit(
                 Err(refusal) => door.refuse(&stream, refusal),
                 Ok((rank, listen)) => {
                     let ready = stream.socket.set_nonblocking(false).is_ok()
-                        && (!welcomes || stream.say(&Control::Welcome(config.rank)).is_ok());
+                        && (!welcomes || stream.send_message(&Control::Welcome(config.rank)).is_ok());
                     if ready {
                         moved = true;
                         streams[rank] = Some(stream);
@@ -508,10 +508,10 @@ pub(super) fn attempt(
     security: &Security,
     addresses: &[SocketAddr],
     expected: Option<PublicKey>,
-    until: Until,
+    until: Deadline,
 ) -> Result<Option<Stream>, CommError> {
     let reached = addresses.iter().find_map(|address| {
-        let socket = TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok()?;
+        let socket = TcpStream::connect_timeout(address, until.remaining()?.min(ATTEMPT)).ok()?;
         (socket.local_addr().ok()? != socket.peer_addr().ok()?).then_some((address, socket))
     });
     let Some((address, socket)) = reached else { return Ok(None) };
@@ -526,7 +526,7 @@ pub(super) fn connect(
     security: &Security,
     addresses: &[SocketAddr],
     expected: Option<PublicKey>,
-    until: Until,
+    until: Deadline,
 ) -> Result<Option<Stream>, CommError> {
     loop {
         match attempt(security, addresses, expected, until) {
@@ -534,7 +534,7 @@ pub(super) fn connect(
             Err(e) if hung_up(&e) => {}
             other => return other,
         }
-        let Some(left) = until.left() else { return Ok(None) };
+        let Some(left) = until.remaining() else { return Ok(None) };
         std::thread::sleep(left.min(5 * PAUSE));
     }
 }
@@ -544,7 +544,7 @@ pub(super) fn answer<T>(
     config: &Config,
     from: &str,
     stream: &Stream,
-    until: Until,
+    until: Deadline,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
     let mut absent = Vec::new();
@@ -562,7 +562,7 @@ pub(super) fn answer<T>(
 pub(super) fn answer_of<T>(
     from: &str,
     stream: &Stream,
-    until: Until,
+    until: Deadline,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
     let bytes = stream.read_message(from, until)?;

@@ -8,7 +8,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use crate::control::SharedMemoryMessage;
-use crate::shared::{Consumer, Direction, Offer, Producer, RingWaker, Segment, give_bell, hand, take_bell};
+use crate::shared::{
+    Consumer, Direction, Offer, Producer, RingWaker, Segment, hand_over, receive_waker, send_waker,
+};
 use crate::sizes::HEADER_BYTES;
 use crate::{Frame, WireError};
 
@@ -30,30 +32,30 @@ pub enum SharedMemory {
 enum Stage {
     /// Initial state: this side has not offered memory.
     #[default]
-    Apart,
+    Initial,
     /// This side has offered, and waits for the memory.
     Offered(Offer),
     /// This side has handed the memory over.
     Handed(UnixStream, Arc<Segment>),
     /// This side has mapped the memory that the peer handed over.
     Mapped(Consumer),
-    Together,
+    Shared,
     Declined,
 }
 
 /// What this side must send and change after a message of the peer.
 #[derive(Debug, Default)]
 pub(super) struct Reply {
-    pub(super) say: Option<SharedMemoryMessage>,
-    /// If set, frames sent after `say` go through this producer.
+    pub(super) message: Option<SharedMemoryMessage>,
+    /// If set, frames sent after `message` go through this producer.
     pub(super) producer: Option<Producer>,
     /// If set, frames are received from this consumer from now on.
     pub(super) consumer: Option<Consumer>,
 }
 
 impl Reply {
-    fn say(near: SharedMemoryMessage) -> Self {
-        Self { say: Some(near), ..Self::default() }
+    fn message(near: SharedMemoryMessage) -> Self {
+        Self { message: Some(near), ..Self::default() }
     }
 }
 
@@ -69,7 +71,7 @@ impl Negotiation {
     /// Creates the negotiation; `bell` is this endpoint's doorbell, or `None` if it must not share memory with
     /// this peer.
     pub(super) const fn new(bell: Option<Arc<RingWaker>>) -> Self {
-        Self { stage: Stage::Apart, bell }
+        Self { stage: Stage::Initial, bell }
     }
 
     /// Returns an offer to share memory, or `None` if that is not possible.
@@ -85,7 +87,7 @@ impl Negotiation {
     /// negotiation is running.
     pub(super) const fn outcome(&self) -> Option<bool> {
         match self.stage {
-            Stage::Together => Some(true),
+            Stage::Shared => Some(true),
             Stage::Declined => Some(false),
             _ => None,
         }
@@ -95,28 +97,28 @@ impl Negotiation {
     ///
     /// # Errors
     /// If the message is not allowed in this state.
-    pub(super) fn hear(&mut self, near: SharedMemoryMessage) -> Result<Reply, WireError> {
+    pub(super) fn receive(&mut self, near: SharedMemoryMessage) -> Result<Reply, WireError> {
         const WRONG: WireError = WireError::Malformed("message about shared memory");
         let bell = self.bell.clone();
         match (std::mem::replace(&mut self.stage, Stage::Declined), near) {
-            (Stage::Apart, SharedMemoryMessage::Offer { name, token }) => {
-                let handed = bell.map(|bell| hand(&name, &token, &bell));
+            (Stage::Initial, SharedMemoryMessage::Offer { name, token }) => {
+                let handed = bell.map(|bell| hand_over(&name, &token, &bell));
                 Ok(match handed {
                     Some(Ok((stream, segment))) => {
                         self.stage = Stage::Handed(stream, Arc::new(segment));
-                        Reply::say(SharedMemoryMessage::Handed)
+                        Reply::message(SharedMemoryMessage::Handed)
                     }
                     Some(Err(error)) => {
                         declined("hand over", &error);
-                        Reply::say(SharedMemoryMessage::Declined)
+                        Reply::message(SharedMemoryMessage::Declined)
                     }
-                    None => Reply::say(SharedMemoryMessage::Declined),
+                    None => Reply::message(SharedMemoryMessage::Declined),
                 })
             }
             (Stage::Offered(offer), SharedMemoryMessage::Handed) => {
                 let bell = bell.ok_or(WRONG)?;
                 let taken = offer.accept().and_then(|(stream, segment, theirs)| {
-                    give_bell(&stream, &bell)?;
+                    send_waker(&stream, &bell)?;
                     Ok((Arc::new(segment), Arc::new(theirs)))
                 });
                 Ok(match taken {
@@ -125,28 +127,28 @@ impl Negotiation {
                         let consumer = Consumer::new(Arc::clone(&segment), from, Arc::clone(&theirs));
                         self.stage = Stage::Mapped(consumer);
                         let producer = Some(Producer::new(segment, to, theirs));
-                        Reply { producer, ..Reply::say(SharedMemoryMessage::Mapped) }
+                        Reply { producer, ..Reply::message(SharedMemoryMessage::Mapped) }
                     }
                     Err(error) => {
                         declined("map", &error);
-                        Reply::say(SharedMemoryMessage::Declined)
+                        Reply::message(SharedMemoryMessage::Declined)
                     }
                 })
             }
             (Stage::Handed(stream, segment), SharedMemoryMessage::Mapped) => {
                 // The peer has switched already: without its doorbell this side cannot continue.
-                let theirs = Arc::new(take_bell(&stream).map_err(|_| WRONG)?);
-                self.stage = Stage::Together;
+                let theirs = Arc::new(receive_waker(&stream).map_err(|_| WRONG)?);
+                self.stage = Stage::Shared;
                 let (to, from) = (Direction::MakerToGuest, Direction::GuestToMaker);
                 let consumer = Some(Consumer::new(Arc::clone(&segment), from, Arc::clone(&theirs)));
                 let producer = Some(Producer::new(segment, to, theirs));
-                Ok(Reply { producer, consumer, ..Reply::say(SharedMemoryMessage::Mapped) })
+                Ok(Reply { producer, consumer, ..Reply::message(SharedMemoryMessage::Mapped) })
             }
             (Stage::Mapped(consumer), SharedMemoryMessage::Mapped) => {
-                self.stage = Stage::Together;
+                self.stage = Stage::Shared;
                 Ok(Reply { consumer: Some(consumer), ..Reply::default() })
             }
-            (Stage::Apart | Stage::Offered(_) | Stage::Handed(..), SharedMemoryMessage::Declined) => {
+            (Stage::Initial | Stage::Offered(_) | Stage::Handed(..), SharedMemoryMessage::Declined) => {
                 Ok(Reply::default())
             }
             _ => Err(WRONG),

@@ -14,11 +14,11 @@ use super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::rendezvous::{connect, hung_up, resolve};
 use super::stream::Stream;
 use crate::control::{BoundedVec, Control};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::secure::Security;
 use crate::secure::refused;
 use crate::sizes::HEADER_BYTES;
-use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, WireError};
 
@@ -188,11 +188,11 @@ impl Shared {
     fn serve(&self, stream: &Stream) -> Result<(), CommError> {
         const CLIENT: &str = "a client of the store";
         let io = |e: std::io::Error| CommError::io("send the answer to", &CLIENT, &e);
-        stream.say(&Control::Done(true)).map_err(io)?;
+        stream.send_message(&Control::Done(true)).map_err(io)?;
         loop {
-            let request = stream.read_message(CLIENT, Until::never())?;
+            let request = stream.read_message(CLIENT, Deadline::never())?;
             let request = control(CLIENT, &request)?;
-            self.answer(&request, |reply| stream.say(&reply)).map_err(io)?;
+            self.answer(&request, |reply| stream.send_message(&reply)).map_err(io)?;
         }
     }
 
@@ -220,7 +220,7 @@ impl Shared {
                 reply(sum.map_or(Control::Denied, Control::Sum))
             }
             Control::Wait { ref keys, patience } => {
-                let until = Until::after(Duration::from_millis(patience));
+                let until = Deadline::after(Duration::from_millis(patience));
                 match self.wait(&keys.0, until) {
                     Ok(values) => {
                         reply(Control::Values(BoundedVec(values.iter().map(Vec::as_slice).collect())))
@@ -234,7 +234,7 @@ impl Shared {
 
     /// Waits until all keys have values. Returns the values of the first keys, as many as fit in one frame, or
     /// the indices of the keys without a value at the deadline.
-    fn wait(&self, keys: &[&str], until: Until) -> Result<Vec<Vec<u8>>, Vec<u32>> {
+    fn wait(&self, keys: &[&str], until: Deadline) -> Result<Vec<Vec<u8>>, Vec<u32>> {
         let mut entries = lock(&self.entries);
         loop {
             let there = |key: &&str| entries.by_key.contains_key(*key);
@@ -248,7 +248,7 @@ impl Shared {
                 return Ok(values.collect());
             }
             let absent = || (0..).zip(keys).filter(|(_, key)| !there(key)).map(|(i, _)| i).collect();
-            let Some(left) = until.left() else { return Err(absent()) };
+            let Some(left) = until.remaining() else { return Err(absent()) };
             if self.closed.load(Ordering::Acquire) {
                 return Err(absent());
             }
@@ -287,11 +287,11 @@ impl Store {
         security: &Security,
         deadline: Duration,
     ) -> Result<Self, CommError> {
-        let until = Until::after(deadline);
+        let until = Deadline::after(deadline);
         loop {
             // The store closes waiting connections if there are too many; then this client tries again.
             match Self::open(address, job, security, (deadline, until)) {
-                Err(e) if hung_up(&e) && until.left().is_some() => {
+                Err(e) if hung_up(&e) && until.remaining().is_some() => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 other => return other,
@@ -303,14 +303,14 @@ impl Store {
         address: &str,
         job: &str,
         security: &Security,
-        (deadline, until): (Duration, Until),
+        (deadline, until): (Duration, Deadline),
     ) -> Result<Self, CommError> {
         let late = || CommError::io("store at", &address, &std::io::ErrorKind::TimedOut.into());
         let stream = connect(security, &resolve("store at", address)?, security.host(), until)?;
         let stream = stream.ok_or_else(late)?;
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
         stream.socket.set_nodelay(true).map_err(io)?;
-        stream.say(&Control::Open(job)).map_err(io)?;
+        stream.send_message(&Control::Open(job)).map_err(io)?;
         let answer = stream.read_message(address, until)?;
         match control(address, &answer)? {
             Control::Refuse(reason) => Err(refused(address, reason)),
@@ -335,9 +335,9 @@ impl Store {
         let stream = lock(&self.stream);
         let io = |e: std::io::Error| CommError::io("store at", &self.address, &e);
         let answer = stream
-            .say(request)
+            .send_message(request)
             .map_err(io)
-            .and_then(|()| stream.read_message(&self.address, Until::after(patience)));
+            .and_then(|()| stream.read_message(&self.address, Deadline::after(patience)));
         // A late answer would be taken for the answer to the next request, so the connection is closed.
         let answer = answer.inspect_err(|_| drop(stream.socket.shutdown(Shutdown::Both)))?;
         let message = control(&self.address, &answer)?;
@@ -407,11 +407,11 @@ impl Store {
     /// # Errors
     /// [`CommError::Absent`] with the keys that have no value at the deadline.
     pub fn wait(&self, keys: &[&str]) -> Result<Vec<Vec<u8>>, CommError> {
-        let until = Until::after(self.deadline);
+        let until = Deadline::after(self.deadline);
         let mut values = Vec::new();
         while values.len() < keys.len() {
             let rest = &keys[values.len()..];
-            let left = until.left().unwrap_or_default();
+            let left = until.remaining().unwrap_or_default();
             let request =
                 Control::Wait { keys: BoundedVec(rest.to_vec()), patience: left.as_millis() as u64 };
             let patience = left + Duration::from_secs(1);

@@ -12,17 +12,17 @@ use crate::secure::{PublicKey, Role, Security, Session, SessionError};
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 
-use crate::until::Until;
+use crate::deadline::Deadline;
 
 /// A connection, encrypted or not.
 #[derive(Debug)]
 pub(super) struct Stream {
     pub(super) socket: TcpStream,
-    sealed: Option<Sealed>,
+    encrypted: Option<EncryptedSession>,
 }
 
 #[derive(Debug)]
-struct Sealed {
+struct EncryptedSession {
     session: Mutex<Session>,
     security: Security,
     /// The key that the peer must have, if it is known in advance.
@@ -42,7 +42,7 @@ fn broken(error: SessionError) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, error)
 }
 
-impl Sealed {
+impl EncryptedSession {
     fn lock(&self) -> MutexGuard<'_, Session> {
         self.session.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -66,20 +66,20 @@ impl Stream {
             (Role::Client, None) => security.names_at(socket.peer_addr()?),
             _ => Vec::new(),
         };
-        let sealed = security.session(role, names).map_err(broken)?.map(|session| Sealed {
+        let sealed = security.session(role, names).map_err(broken)?.map(|session| EncryptedSession {
             session: Mutex::new(session),
             security: security.clone(),
             expected,
             holds: AtomicBool::new(false),
             has_more: AtomicBool::new(false),
         });
-        Ok(Self { socket, sealed })
+        Ok(Self { socket, encrypted: sealed })
     }
 
     /// Does the handshake as a client, and sends this side's proof. The server's proof comes before all else
     /// that the server sends; [`Stream::read_message`] checks it.
-    pub(super) fn greet(&self, until: Until) -> Result<(), CommError> {
-        let Some(sealed) = &self.sealed else { return Ok(()) };
+    pub(super) fn greet(&self, until: Deadline) -> Result<(), CommError> {
+        let Some(sealed) = &self.encrypted else { return Ok(()) };
         let io = |e: io::Error| connection_error(&self.name(), &e);
         let mut session = sealed.lock();
         loop {
@@ -88,7 +88,7 @@ impl Stream {
             if session.is_established() {
                 break;
             }
-            let left = until.left().ok_or_else(|| io(ErrorKind::TimedOut.into()))?;
+            let left = until.remaining().ok_or_else(|| io(ErrorKind::TimedOut.into()))?;
             self.socket.set_read_timeout(Some(left)).map_err(io)?;
             match self.receive(&mut session) {
                 Ok(0) => return Err(io(ErrorKind::UnexpectedEof.into())),
@@ -107,7 +107,7 @@ impl Stream {
 
     /// Checks the proof of a client, and sends this side's.
     pub(super) fn admit(&self, proof: &Control<'_>) -> Result<(), Refusal> {
-        let Some(sealed) = &self.sealed else { return Err(Refusal::Clear) };
+        let Some(sealed) = &self.encrypted else { return Err(Refusal::EncryptionMismatch) };
         let mut session = sealed.lock();
         let expiry = sealed.security.verify(Role::Server, &session, sealed.expected, proof)?;
         session.trust();
@@ -120,32 +120,32 @@ impl Stream {
 
     /// Returns whether the peer has proven that it belongs here; always true without encryption.
     pub(super) fn is_proven(&self) -> bool {
-        self.sealed.as_ref().is_none_or(|sealed| sealed.lock().is_proven())
+        self.encrypted.as_ref().is_none_or(|sealed| sealed.lock().is_proven())
     }
 
     /// Returns the key that the peer has proven to hold.
     pub(super) fn peer_key(&self) -> Option<PublicKey> {
-        self.sealed.as_ref().and_then(|sealed| sealed.lock().peer())
+        self.encrypted.as_ref().and_then(|sealed| sealed.lock().peer())
     }
 
     /// Returns whether the connection is encrypted.
-    pub(super) const fn is_sealed(&self) -> bool {
-        self.sealed.is_some()
+    pub(super) const fn is_encrypted(&self) -> bool {
+        self.encrypted.is_some()
     }
 
     /// Returns whether encrypted bytes wait for the socket.
     pub(super) fn holds(&self) -> bool {
-        self.sealed.as_ref().is_some_and(|sealed| sealed.holds.load(Ordering::Acquire))
+        self.encrypted.as_ref().is_some_and(|sealed| sealed.holds.load(Ordering::Acquire))
     }
 
     /// Returns the number of encrypted bytes that wait for the socket.
     pub(super) fn held(&self) -> usize {
-        self.sealed.as_ref().map_or(0, |sealed| sealed.lock().to_send().len())
+        self.encrypted.as_ref().map_or(0, |sealed| sealed.lock().to_send().len())
     }
 
     /// Returns whether the session holds bytes to be read, for which the socket does not become readable.
     pub(super) fn has_more(&self) -> bool {
-        self.sealed.as_ref().is_some_and(|sealed| sealed.has_more.load(Ordering::Acquire))
+        self.encrypted.as_ref().is_some_and(|sealed| sealed.has_more.load(Ordering::Acquire))
     }
 
     /// Returns the address of the peer, for logs and errors.
@@ -160,7 +160,7 @@ impl Stream {
     /// Writes as many bytes of `slices` as can be written without blocking, and returns their number. With
     /// encryption, bytes count as written once they are encrypted, also if they still wait for the socket.
     pub(super) fn write_now(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let Some(sealed) = &self.sealed else { return write_once(&self.socket, slices) };
+        let Some(sealed) = &self.encrypted else { return write_once(&self.socket, slices) };
         let mut session = sealed.lock();
         let mut taken = 0;
         if self.flush(&mut session)? {
@@ -178,15 +178,15 @@ impl Stream {
 
     /// Reads all bytes that are there now, into `first`, then `second`. The socket must be non-blocking.
     pub(super) fn read_now(&self, first: &mut [u8], second: &mut [u8]) -> io::Result<usize> {
-        match &self.sealed {
+        match &self.encrypted {
             None => (&self.socket).read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]),
-            Some(sealed) => self.read_sealed(sealed, first, second, true),
+            Some(sealed) => self.read_encrypted(sealed, first, second, true),
         }
     }
 
-    fn read_sealed(
+    fn read_encrypted(
         &self,
-        sealed: &Sealed,
+        sealed: &EncryptedSession,
         first: &mut [u8],
         second: &mut [u8],
         all: bool,
@@ -222,11 +222,11 @@ impl Stream {
     /// Reads encrypted bytes from the socket.
     fn receive(&self, session: &mut Session) -> io::Result<usize> {
         // The record is longer than this peer may send: before its proof the limit is low.
-        if session.room().is_empty() {
+        if session.receive_buffer().is_empty() {
             return Err(broken(SessionError::TooMuch(session.limit())));
         }
         loop {
-            match (&self.socket).read(session.room()) {
+            match (&self.socket).read(session.receive_buffer()) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Ok(count) => return session.received(count).map(|()| count).map_err(broken),
                 other => return other,
@@ -247,7 +247,7 @@ impl Stream {
 
     /// Writes all bytes. The socket must block, or have room for them.
     pub(super) fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
-        if self.sealed.is_none() {
+        if self.encrypted.is_none() {
             return (&self.socket).write_all(bytes);
         }
         let mut rest = bytes;
@@ -262,13 +262,13 @@ impl Stream {
     }
 
     /// Sends one message.
-    pub(super) fn say(&self, message: &Control<'_>) -> io::Result<()> {
+    pub(super) fn send_message(&self, message: &Control<'_>) -> io::Result<()> {
         let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
         self.write_all(&frame)
     }
 
     /// Sends one message unencrypted, to a peer that does not use encryption.
-    pub(super) fn say_clear(&self, message: &Control<'_>) {
+    pub(super) fn send_unencrypted(&self, message: &Control<'_>) {
         if let Ok(frame) = wire::framed(message) {
             // The peer may have gone already.
             let _ = (&self.socket).write_all(&frame);
@@ -277,10 +277,12 @@ impl Stream {
 
     /// Reads one whole message, and checks the peer's proof if that comes first. Memory grows with the bytes
     /// that arrive, not with the length that the peer claims.
-    pub(super) fn read_message(&self, from: &str, until: Until) -> Result<Vec<u8>, CommError> {
+    pub(super) fn read_message(&self, from: &str, until: Deadline) -> Result<Vec<u8>, CommError> {
         loop {
             let bytes = self.read_frame(from, until)?;
-            let Some(sealed) = self.sealed.as_ref().filter(|_| !self.is_proven()) else { return Ok(bytes) };
+            let Some(sealed) = self.encrypted.as_ref().filter(|_| !self.is_proven()) else {
+                return Ok(bytes);
+            };
             let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
             match wire::parse(&bytes).map_err(wrong)? {
                 // A peer that refuses sends no proof.
@@ -296,7 +298,7 @@ impl Stream {
         }
     }
 
-    fn read_frame(&self, from: &str, until: Until) -> Result<Vec<u8>, CommError> {
+    fn read_frame(&self, from: &str, until: Deadline) -> Result<Vec<u8>, CommError> {
         let mut bytes = Vec::new();
         let mut buffer = [0; 4096];
         loop {
@@ -312,11 +314,11 @@ impl Stream {
                 kind: ErrorKind::TimedOut,
                 message: format!("waited for {:?}", until.limit()),
             };
-            self.socket.set_read_timeout(Some(until.left().ok_or_else(late)?)).map_err(|e| io(&e))?;
+            self.socket.set_read_timeout(Some(until.remaining().ok_or_else(late)?)).map_err(|e| io(&e))?;
             let place = &mut buffer[..(want - bytes.len()).min(4096)];
-            let read = match &self.sealed {
+            let read = match &self.encrypted {
                 None => (&self.socket).read(place),
-                Some(sealed) => self.read_sealed(sealed, place, &mut [], false),
+                Some(sealed) => self.read_encrypted(sealed, place, &mut [], false),
             };
             match read {
                 Ok(0) => return Err(io(&ErrorKind::UnexpectedEof.into())),
@@ -335,7 +337,9 @@ impl Stream {
 /// Converts an error of the connection to one of the rendezvous.
 fn connection_error(from: &str, error: &io::Error) -> CommError {
     match session_error(error) {
-        Some(reason) => CommError::Unsealed { peer: from.to_owned(), reason: reason.to_string() },
+        Some(reason) => {
+            CommError::NoEncryptedConnection { peer: from.to_owned(), reason: reason.to_string() }
+        }
         None => CommError::io("answer from", &from, error),
     }
 }

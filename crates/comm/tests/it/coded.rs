@@ -264,7 +264,7 @@ fn uneven() -> Topology {
     let mut topology = Topology::uniform(4, "1gbit,5ms".parse().unwrap());
     for rank in 0..4 {
         let port = Bandwidth(10_000_000 << rank);
-        topology.set_port(Rank(rank), AccessLink { up: port, down: port });
+        topology.set_access_link(Rank(rank), AccessLink { up: port, down: port });
     }
     topology
 }

@@ -81,7 +81,7 @@ fn grows(host: &Security, others: &[Security; 3]) {
 
 #[test]
 fn a_network_grows_while_it_is_used_and_the_first_may_leave() {
-    let clear = Security::clear;
+    let clear = Security::unencrypted;
     grows(&clear(), &[clear(), clear(), clear()]);
 }
 
@@ -126,7 +126,7 @@ fn strangers_are_refused_by_name_and_the_members_go_on() {
     assert!(matches!(refused(&Security::by_ticket(&identity(2), &old)), Refusal::Expired { .. }));
     let elsewhere = ticket(&identity(9), &secret, until);
     assert_eq!(refused(&Security::by_ticket(&identity(2), &elsewhere)), Refusal::Key);
-    assert_eq!(refused(&Security::clear()), Refusal::Clear);
+    assert_eq!(refused(&Security::unencrypted()), Refusal::EncryptionMismatch);
     let security = Security::by_ticket(&identity(2), &ticket(&identity(1), &secret, until));
     let mut other_job = config(&security);
     other_job.job = "day".to_owned();
@@ -144,7 +144,7 @@ fn strangers_are_refused_by_name_and_the_members_go_on() {
 
 #[test]
 fn nobody_has_a_number_twice_and_a_full_network_says_so() {
-    let clear = Security::clear();
+    let clear = Security::unencrypted();
     let small = || {
         let mut small = config(&clear);
         small.slots = 3;
@@ -168,7 +168,7 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
 
 #[test]
 fn two_that_come_at_the_same_time_meet() {
-    let clear = Security::clear();
+    let clear = Security::unencrypted();
     for _ in 0..4 {
         let first = GrowingNetwork::found(&config(&clear)).unwrap();
         // All three newcomers ask for the members before any of them connects.
@@ -195,7 +195,7 @@ fn two_that_come_at_the_same_time_meet() {
 /// The other members still list its old address, and may not notice at once that it has left.
 #[test]
 fn one_comes_anew_at_the_address_that_it_had() {
-    let security = Security::clear();
+    let security = Security::unencrypted();
     let first = GrowingNetwork::found(&config(&security)).unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let mut own = config(&security);
@@ -216,7 +216,7 @@ fn one_comes_anew_at_the_address_that_it_had() {
 /// A message to a peer that is not connected yet waits for it, and is not lost.
 #[test]
 fn a_member_that_begins_before_another_is_connected_waits_for_it() {
-    let security = Security::clear();
+    let security = Security::unencrypted();
     // With two slots, the other process can only draw number 1.
     let mut two = config(&security);
     two.slots = 2;

@@ -131,13 +131,13 @@ fn grows(over: Over, relayed: bool) {
     // The third asks the second, with which it then trains; the first is not asked.
     let third = job.join(&second, over).unwrap();
     sums(&[&first, &second, &third], 2);
-    let over_relay = || second.path_beside(peer(&third)).is_none_or(|path| path.starts_with("http"));
+    let over_relay = || second.second_network_path(peer(&third)).is_none_or(|path| path.starts_with("http"));
     if relayed {
-        assert!(over_relay(), "{:?}", second.path_beside(peer(&third)));
+        assert!(over_relay(), "{:?}", second.second_network_path(peer(&third)));
     }
     // Where a direct path exists, it is found within seconds, while sums go on.
     for context in (100..).take_while(|_| !relayed && over_relay()) {
-        assert!(context < 200, "{:?}", second.path_beside(peer(&third)));
+        assert!(context < 200, "{:?}", second.second_network_path(peer(&third)));
         sums(&[&first, &second, &third], context);
         thread::sleep(Duration::from_millis(100));
     }
@@ -164,7 +164,7 @@ fn two_members_meet_over_tcp_and_a_third_over_quic() {
     let second = job.join(&first, Over::Both).unwrap();
     let third = job.join(&first, Over::Quic).unwrap();
     sums(&[&first, &second, &third], 1);
-    let path = |from: &GrowingNetwork, to: &GrowingNetwork| from.path_beside(peer(to));
+    let path = |from: &GrowingNetwork, to: &GrowingNetwork| from.second_network_path(peer(to));
     assert_eq!((path(&first, &second), path(&second, &first)), (None, None));
     for (from, to) in [(&first, &third), (&second, &third), (&third, &first), (&third, &second)] {
         let path = path(from, to).expect("connected over QUIC");
@@ -227,5 +227,5 @@ fn strangers_are_refused_with_the_reason() {
     let second = job.join(&first, Over::Quic).unwrap();
     sums(&[&first, &second], 1);
     let open = |security| Socket::open(&SocketConfig::new(security)).unwrap_err().to_string();
-    assert!(open(Security::clear()).contains("a ticket or a secret"));
+    assert!(open(Security::unencrypted()).contains("a ticket or a secret"));
 }

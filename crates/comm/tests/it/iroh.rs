@@ -399,7 +399,7 @@ fn what_cannot_work_says_what_to_do() {
     config.security = Security::by_secret(&job.identities[1], &job.secret);
     let text = quic::join(&config).unwrap_err().to_string();
     assert!(text.contains("a ticket"), "{text}");
-    config.security = Security::clear();
+    config.security = Security::unencrypted();
     assert!(quic::join(&config).unwrap_err().to_string().contains("a ticket"));
     let mut config = job.config(1);
     config.relays = vec!["10.0.0.1:3340".to_owned()];
@@ -413,6 +413,6 @@ fn what_cannot_work_says_what_to_do() {
     let _taken = std::net::UdpSocket::bind(&job.ticket.addresses[0]).unwrap();
     let text = quic::join(&job.config(0)).unwrap_err().to_string();
     assert!(text.contains(&job.ticket.addresses[0]), "{text}");
-    let alone = quic::join(&quic::Config::new(0, 1, "127.0.0.1:0", Security::clear())).unwrap();
+    let alone = quic::join(&quic::Config::new(0, 1, "127.0.0.1:0", Security::unencrypted())).unwrap();
     on_ranks(transports(&[alone]), |comm| sums(&comm, 1));
 }

@@ -37,7 +37,7 @@ fn took(bytes: usize, took: Nanos) -> bool {
 #[test]
 fn a_message_takes_the_time_of_its_rate_also_where_its_sender_turns_away() {
     let secret = JoinSecret::generate().unwrap();
-    for security in [Security::clear(), Security::by_secret(&Identity::generate().unwrap(), &secret)] {
+    for security in [Security::unencrypted(), Security::by_secret(&Identity::generate().unwrap(), &secret)] {
         on_ranks(paced(2, &security, all()), |comm| {
             let other = Rank(1 - comm.rank().0);
             comm.barrier().unwrap();
@@ -67,7 +67,7 @@ fn an_all_reduce_takes_what_its_ranks_send_over_the_rate_and_has_its_bits() {
             (comm.now().saturating_sub(start), x.iter().map(|v| v.to_bits()).collect::<Vec<_>>())
         })
     };
-    let (free, slow) = (sum(tcp_cluster(2)), sum(paced(2, &Security::clear(), all())));
+    let (free, slow) = (sum(tcp_cluster(2)), sum(paced(2, &Security::unencrypted(), all())));
     for ((fast, bits), (slow, same)) in free.iter().zip(&slow) {
         // In an all-reduce of two ranks, each sends one buffer.
         assert!(bits == same && fast < slow && took(BYTES, *slow), "{fast} {slow}");
@@ -77,7 +77,7 @@ fn an_all_reduce_takes_what_its_ranks_send_over_the_rate_and_has_its_bits() {
 #[test]
 fn a_rate_to_each_peer_is_not_shared_and_one_in_all_is() {
     for (pace, sent) in [(Pace { each: RATE, ..Pace::default() }, BYTES), (all(), 2 * BYTES)] {
-        on_ranks(paced(3, &Security::clear(), pace), |comm| {
+        on_ranks(paced(3, &Security::unencrypted(), pace), |comm| {
             comm.barrier().unwrap();
             let start = comm.now();
             if comm.rank() == Rank(0) {

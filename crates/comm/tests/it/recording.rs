@@ -62,7 +62,7 @@ fn a_replay_is_the_run_bit_for_bit_whatever_the_threads_do() {
     let file = recording.encode();
     let read = Recording::decode(&file).unwrap();
     assert!(read.happenings() == recording.happenings() && read.encode() == file);
-    let uplink = |topology: &Topology| (topology.port(Rank(2)), topology.link(Rank(2), Rank(0)));
+    let uplink = |topology: &Topology| (topology.access_link(Rank(2)), topology.link(Rank(2), Rank(0)));
     assert_eq!(uplink(read.topology()), uplink(&topology));
     assert_eq!(read.topology(), &topology);
     for nap in 0..4 {

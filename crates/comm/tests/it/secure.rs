@@ -87,7 +87,7 @@ fn encrypted_collectives_have_the_bits_of_clear_ones() {
             });
             reduced(joined(configs.collect()))
         };
-        let clear = job(&|_| Security::clear());
+        let clear = job(&|_| Security::unencrypted());
         assert_eq!(clear[0], clear[1]);
         assert!(job(&by_secret) == clear, "{size} ranks with a secret");
         assert!(job(&with_ticket) == clear, "{size} ranks with a ticket");
@@ -137,13 +137,13 @@ fn whoever_does_not_belong_is_turned_away_by_name() {
     assert_eq!(host.refused().counts()["wrong secret"], 1);
 
     // The stranger does not use encryption, but the host does.
-    let error = refused(&host, &Security::clear(), &by_secret(2));
-    assert_eq!(reason(&error), Some(Refusal::Clear), "{error}");
+    let error = refused(&host, &Security::unencrypted(), &by_secret(2));
+    assert_eq!(reason(&error), Some(Refusal::EncryptionMismatch), "{error}");
     assert!(error.to_string().contains("--insecure"), "{error}");
 
     // The stranger uses encryption, but the host does not.
-    let clear = Security::clear();
-    let error = refused(&clear, &by_secret(2), &Security::clear());
+    let clear = Security::unencrypted();
+    let error = refused(&clear, &by_secret(2), &Security::unencrypted());
     assert!(error.to_string().contains("not encrypted"), "{error}");
     assert_eq!(clear.refused().counts()["not encrypted"], 1);
 
@@ -246,7 +246,7 @@ fn nothing_is_readable_on_the_way_and_a_replay_is_refused() {
         });
     };
     // Control: without encryption, these bytes are found.
-    run(&Security::clear());
+    run(&Security::unencrypted());
     let clear = std::mem::take(&mut *kept.lock().unwrap());
     assert!(contains(&clear[0], b"FFLC") && contains(&clear[0], b"gradients of a frog"));
 
@@ -295,7 +295,8 @@ fn what_is_changed_on_the_way_ends_the_link_by_name() {
         let error = comm.recv(farflung_base::Rank(1), 1).unwrap_err();
         assert!(error.to_string().contains("does not belong to this session"), "{error}");
         let events = rank_0.events();
-        let broken = |event: &PeerEvent| matches!(event, PeerEvent::Down(PeerId(1), DownReason::Sealed(_)));
+        let broken =
+            |event: &PeerEvent| matches!(event, PeerEvent::Down(PeerId(1), DownReason::SessionFailed(_)));
         assert!(events.iter().any(broken), "{events:?}");
         drop((comm, rank_0));
         rank_1.join().unwrap();
@@ -311,7 +312,7 @@ fn stores_prove_themselves_too() {
     let wrong = Security::by_secret(&identity(2), &JoinSecret::generate().unwrap());
     let error = connect(&wrong).unwrap_err();
     assert_eq!(reason(&error), Some(Refusal::Secret), "{error}");
-    assert_eq!(reason(&connect(&Security::clear()).unwrap_err()), Some(Refusal::Clear));
+    assert_eq!(reason(&connect(&Security::unencrypted()).unwrap_err()), Some(Refusal::EncryptionMismatch));
     // A silent connection does not delay other connections.
     let _silent = TcpStream::connect(&address).unwrap();
     let store = connect(&by_secret(2)).unwrap();

@@ -65,7 +65,7 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
         let joins: Vec<_> = (0..2).map(join).collect();
         joins.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    assert!(matches!(errors[0], Some(CommError::Apart { peer: PeerId(1) })), "{errors:?}");
+    assert!(matches!(errors[0], Some(CommError::NoSharedMemory { peer: PeerId(1) })), "{errors:?}");
     assert!(matches!(errors[1], Some(CommError::PeerDown { peer: PeerId(0), .. })), "{errors:?}");
 }
 
@@ -119,7 +119,7 @@ fn frames_that_are_kept_stay_as_they_came() {
 #[test]
 fn members_of_gates_share_memory_as_well() {
     let config = |listen: &str| {
-        let mut config = GateConfig::new(listen, "job", Security::clear());
+        let mut config = GateConfig::new(listen, "job", Security::unencrypted());
         config.shared_memory = SharedMemory::WherePossible;
         config
     };

@@ -98,7 +98,10 @@ fn execute_by(
 fn spread(n: usize) -> Topology {
     let mut topology = Topology::uniform(n, "1gbit,1ms".parse().unwrap());
     for a in 0..n as u32 {
-        topology.set_port(Rank(a), AccessLink { up: Bandwidth(1 << (20 + a % 3)), down: Bandwidth(1 << 30) });
+        topology.set_access_link(
+            Rank(a),
+            AccessLink { up: Bandwidth(1 << (20 + a % 3)), down: Bandwidth(1 << 30) },
+        );
         for b in (0..n as u32).filter(|b| b / 3 != a / 3) {
             topology.set_link(Rank(a), Rank(b), "100mbit,10ms".parse().unwrap());
         }
@@ -290,7 +293,7 @@ fn regions_are_those_that_are_near_each_other() {
     let mut by_lines = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
     by_lines.set_region(&groups(6, 3)[0], AccessLink { up: Bandwidth(50_000_000), down: Bandwidth(1 << 40) });
     for mut topology in [by_links, by_lines] {
-        topology.set_port(Rank(1), AccessLink { up: Bandwidth(1000), down: Bandwidth(1000) });
+        topology.set_access_link(Rank(1), AccessLink { up: Bandwidth(1000), down: Bandwidth(1000) });
         assert_eq!(regions(&topology), groups(6, 3));
     }
     for n in 1..=8 {

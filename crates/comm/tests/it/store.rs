@@ -15,13 +15,13 @@ use farflung_comm::{CommError, Control, Refusal};
 const JOB: &str = "night";
 
 fn host() -> (StoreHost, String) {
-    let host = StoreHost::bind("127.0.0.1:0", JOB, &Security::clear()).unwrap();
+    let host = StoreHost::bind("127.0.0.1:0", JOB, &Security::unencrypted()).unwrap();
     let address = host.address().to_string();
     (host, address)
 }
 
 fn client(address: &str, millis: u64) -> Store {
-    Store::connect(address, JOB, &Security::clear(), Duration::from_millis(millis)).unwrap()
+    Store::connect(address, JOB, &Security::unencrypted(), Duration::from_millis(millis)).unwrap()
 }
 
 #[test]
@@ -88,7 +88,8 @@ fn gather_waits_for_all_and_names_the_missing() {
 #[test]
 fn other_jobs_and_nonsense_are_turned_away() {
     let (host, address) = host();
-    let refused = Store::connect(&address, "day", &Security::clear(), Duration::from_secs(5)).unwrap_err();
+    let refused =
+        Store::connect(&address, "day", &Security::unencrypted(), Duration::from_secs(5)).unwrap_err();
     assert!(matches!(refused, CommError::Refused { reason: Refusal::Job, .. }), "{refused}");
     let rng = Philox::new(4, 4);
     for i in 0..50 {
@@ -105,6 +106,7 @@ fn other_jobs_and_nonsense_are_turned_away() {
     assert_eq!(store.get("k").unwrap().unwrap(), Control::Denied.encode());
     drop(host);
     assert!(matches!(store.get("k"), Err(CommError::Io { .. })));
-    let nobody = Store::connect(&address, JOB, &Security::clear(), Duration::from_millis(100)).unwrap_err();
+    let nobody =
+        Store::connect(&address, JOB, &Security::unencrypted(), Duration::from_millis(100)).unwrap_err();
     assert!(matches!(nobody, CommError::Io { .. }), "{nobody}");
 }

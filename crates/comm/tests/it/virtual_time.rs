@@ -62,7 +62,7 @@ fn where_links_are_uneven_the_price_is_what_it_takes() {
     let mut topology = uniform(6, "1gbit,1ms");
     for a in 0..6 {
         let rate = Bandwidth(1_000_000_000 >> (a % 3));
-        topology.set_port(Rank(a), AccessLink { up: rate, down: rate });
+        topology.set_access_link(Rank(a), AccessLink { up: rate, down: rate });
         for b in (0..6).filter(|b| b / 3 != a / 3) {
             topology.set_link(Rank(a), Rank(b), "300mbit,15ms".parse().unwrap());
         }
@@ -132,7 +132,8 @@ fn started_together_they_share_the_link() {
 #[test]
 fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
     let mut topology = uniform(4, "1gbit,1ms");
-    topology.set_port(Rank(0), AccessLink { up: Bandwidth(1_000_000_000), down: Bandwidth(100_000_000) });
+    topology
+        .set_access_link(Rank(0), AccessLink { up: Bandwidth(1_000_000_000), down: Bandwidth(100_000_000) });
     topology.set_link(
         Rank(3),
         Rank(0),
@@ -157,7 +158,7 @@ fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
 /// Two regions of two ranks, each with a line of 8 Mbit/s, and access links of 800 and 80 Mbit/s.
 fn with_lines() -> Topology {
     let mut topology = uniform(4, "800mbit,1ms");
-    topology.set_port(Rank(1), AccessLink { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
+    topology.set_access_link(Rank(1), AccessLink { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
     let line = AccessLink { up: Bandwidth(8_000_000), down: Bandwidth(16_000_000) };
     for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
         topology.set_region(&region, line);
@@ -191,7 +192,7 @@ fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
 #[test]
 fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
     let mut topology = with_lines();
-    topology.set_port(Rank(1), AccessLink { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
+    topology.set_access_link(Rank(1), AccessLink { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
     let times = on_ranks(over(&topology), |comm| {
         match comm.rank().0 {
             // This message takes 4 s over the rank's uplink of 100 kB/s. Its frames wait for the uplink.

@@ -17,18 +17,18 @@ use crate::{
 #[derive(Debug)]
 pub struct Stream<D: VectorDevice> {
     device: D,
-    place: Place<D>,
+    codec: StreamCodec<D>,
 }
 
 /// The memory in which a stream's codec works.
-enum Place<D: VectorDevice> {
+enum StreamCodec<D: VectorDevice> {
     /// In the device's memory, where the vectors are.
     Device { codec: Box<dyn DeviceCodec<D>>, feedback: Option<Feedback<D::Vector>>, last: Option<Last> },
     /// In the host's memory; vectors are copied to `held` and back.
     Host { codec: Box<dyn Compressor>, held: Vec<f32> },
 }
 
-impl<D: VectorDevice> fmt::Debug for Place<D> {
+impl<D: VectorDevice> fmt::Debug for StreamCodec<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Device { codec, .. } => {
@@ -76,12 +76,12 @@ impl<D: VectorDevice> Stream<D> {
             unpacker: Unpacker::default(),
             host: spec.build_memoryless(),
         });
-        Some(Self { device, place: Place::Device { codec, feedback, last } })
+        Some(Self { device, codec: StreamCodec::Device { codec, feedback, last } })
     }
 
     /// Creates a stream of any codec, which works in the host's memory.
     pub fn on_host(device: D, codec: Box<dyn Compressor>) -> Self {
-        Self { device, place: Place::Host { codec, held: Vec::new() } }
+        Self { device, codec: StreamCodec::Host { codec, held: Vec::new() } }
     }
 
     /// Returns the device that holds the vectors.
@@ -95,14 +95,14 @@ impl<D: VectorDevice> Stream<D> {
     /// Errors: those of [`crate::Compressor::compress`], as the device's error type. After an error `out` is
     /// empty.
     pub fn compress(&mut self, x: &D::Vector, key: RoundKey, out: &mut Payload) -> Result<(), D::Error> {
-        let Self { device, place } = self;
+        let Self { device, codec: place } = self;
         match place {
-            Place::Host { codec, held } => {
+            StreamCodec::Host { codec, held } => {
                 held.resize(D::count(x), 0.0);
                 device.download(x, held)?;
                 codec.compress(held, key, out)?;
             }
-            Place::Device { codec, feedback, last } => {
+            StreamCodec::Device { codec, feedback, last } => {
                 match feedback {
                     None => codec.compress(x, None, key, out)?,
                     Some(feedback) => feedback.compress(device, &mut **codec, x, key, out)?,
@@ -119,45 +119,45 @@ impl<D: VectorDevice> Stream<D> {
     ///
     /// Errors: those of [`crate::Compressor::decompress`], as the device's error type.
     pub fn decompress(&mut self, p: PayloadRef<'_>, out: &mut D::Vector) -> Result<(), D::Error> {
-        match &mut self.place {
-            Place::Host { codec, held } => {
+        match &mut self.codec {
+            StreamCodec::Host { codec, held } => {
                 held.resize(D::count(out), 0.0);
                 codec.decompress(p, held)?;
                 self.device.write(held, out)
             }
-            Place::Device { codec, last: Some(Last { packing, unpacker, host, .. }), .. }
+            StreamCodec::Device { codec, last: Some(Last { packing, unpacker, host, .. }), .. }
                 if p.codec() == CodecId::PACKED =>
             {
                 let len = D::count(out);
                 codec.decompress(unpacker.open(*packing, p, len, host.max_payload(len))?, out)
             }
-            Place::Device { codec, .. } => codec.decompress(p, out),
+            StreamCodec::Device { codec, .. } => codec.decompress(p, out),
         }
     }
 
     /// Makes all compresses since the last commit final.
     pub fn commit(&mut self) {
-        match &mut self.place {
-            Place::Host { codec, .. } => codec.commit(),
-            Place::Device { feedback: Some(feedback), .. } => {
+        match &mut self.codec {
+            StreamCodec::Host { codec, .. } => codec.commit(),
+            StreamCodec::Device { feedback: Some(feedback), .. } => {
                 if let Some(latest) = feedback.latest.take() {
                     feedback.spare = feedback.committed.replace(latest);
                 }
             }
-            Place::Device { .. } => {}
+            StreamCodec::Device { .. } => {}
         }
     }
 
     /// Restores the residual of the last commit.
     pub fn rollback(&mut self) {
-        match &mut self.place {
-            Place::Host { codec, .. } => codec.rollback(),
-            Place::Device { feedback: Some(feedback), .. } => {
+        match &mut self.codec {
+            StreamCodec::Host { codec, .. } => codec.rollback(),
+            StreamCodec::Device { feedback: Some(feedback), .. } => {
                 if let Some(latest) = feedback.latest.take() {
                     feedback.spare = Some(latest);
                 }
             }
-            Place::Device { .. } => {}
+            StreamCodec::Device { .. } => {}
         }
     }
 
@@ -165,9 +165,9 @@ impl<D: VectorDevice> Stream<D> {
     ///
     /// Errors: the device's; [`CompressError::Uncommitted`].
     pub fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), D::Error> {
-        let feedback = match &self.place {
-            Place::Host { codec, .. } => return Ok(codec.save(prefix, into)?),
-            Place::Device { feedback, .. } => feedback,
+        let feedback = match &self.codec {
+            StreamCodec::Host { codec, .. } => return Ok(codec.save(prefix, into)?),
+            StreamCodec::Device { feedback, .. } => feedback,
         };
         let Some(feedback) = feedback else { return Ok(()) };
         if feedback.latest.is_some() {
@@ -185,9 +185,9 @@ impl<D: VectorDevice> Stream<D> {
     ///
     /// Errors: the device's; those of [`crate::State::load`].
     pub fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), D::Error> {
-        let feedback = match &mut self.place {
-            Place::Host { codec, .. } => return Ok(codec.load(prefix, from)?),
-            Place::Device { feedback, .. } => feedback,
+        let feedback = match &mut self.codec {
+            StreamCodec::Host { codec, .. } => return Ok(codec.load(prefix, from)?),
+            StreamCodec::Device { feedback, .. } => feedback,
         };
         let Some(feedback) = feedback else { return Ok(()) };
         let residual = crate::two_phase_buffer::TwoPhaseBuffer::load(residual_name(prefix), from)?;

@@ -46,7 +46,7 @@ impl<S: Store> Staged<S> {
 
     /// Writes all changes to the store, in the order of the sample numbers. If one fails, it and the changes
     /// after it stay pending.
-    fn hand_on(&mut self) -> Result<(), CompressError> {
+    fn flush(&mut self) -> Result<(), CompressError> {
         while let Some((id, change)) = self.changed.first_key_value() {
             match change {
                 Some(bytes) => self.inner.write(*id, bytes)?,
@@ -80,7 +80,7 @@ impl<S: Store> State for Staged<S> {
     /// Writes the changes to the store. If that fails, the remaining changes stay pending, and every read or
     /// write returns the error until a commit succeeds.
     fn commit(&mut self) {
-        self.failed = self.hand_on().err();
+        self.failed = self.flush().err();
     }
 
     fn rollback(&mut self) {

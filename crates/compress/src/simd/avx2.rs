@@ -29,7 +29,7 @@ pub(super) fn f16<const STREAM: bool>((): (), codes: &[u8], out: &mut [[f32; 16]
     let exponent = _mm256_set1_epi16(0x7c00);
     let mut refused = _mm256_setzero_si256();
     for (codes, out) in codes.as_chunks().0.iter().zip(out) {
-        ask(codes);
+        prefetch_codes(codes);
         let words = load(codes);
         let infinite = _mm256_cmpeq_epi16(_mm256_and_si256(words, exponent), exponent);
         refused = _mm256_or_si256(refused, infinite);
@@ -46,7 +46,7 @@ pub(super) fn bf16<const STREAM: bool>((): (), codes: &[u8], out: &mut [[f32; 16
     let exponent = _mm256_set1_epi16(0x7f80);
     let mut refused = _mm256_setzero_si256();
     for (codes, out) in codes.as_chunks().0.iter().zip(out) {
-        ask(codes);
+        prefetch_codes(codes);
         let words = load(codes);
         let infinite = _mm256_cmpeq_epi16(_mm256_and_si256(words, exponent), exponent);
         refused = _mm256_or_si256(refused, infinite);
@@ -64,7 +64,7 @@ pub(super) fn int8<const STREAM: bool>(scale: Scale, codes: &[u8], out: &mut [[f
     let (scale, least) = (_mm256_set1_ps(scale.get()), _mm256_set1_epi8(i8::MIN));
     let mut refused = _mm256_setzero_si256();
     for (codes, out) in codes.as_chunks().0.iter().zip(out) {
-        ask(codes);
+        prefetch_codes(codes);
         refused = _mm256_or_si256(refused, _mm256_cmpeq_epi8(load(codes), least));
         for (codes, out) in codes.as_chunks::<8>().0.iter().zip(out.as_chunks_mut().0) {
             // SAFETY: eight bytes are read.
@@ -147,7 +147,7 @@ pub(super) fn encode_int8(scale: Scale, x: &[[f32; 32]], codes: &mut [u8]) {
 pub(super) fn residual_int8(scale: Scale, v: &mut [[f32; 32]], codes: &mut [u8]) {
     let (factor, scale) = (_mm256_set1_ps(scale.factor()), _mm256_set1_ps(scale.get()));
     for (v, codes) in v.iter_mut().zip(codes.as_chunks_mut().0) {
-        let mut rounded = |i: usize| lose(&mut v.as_chunks_mut().0[i], factor, scale);
+        let mut rounded = |i: usize| quantize_residual(&mut v.as_chunks_mut().0[i], factor, scale);
         store(narrow([rounded(0), rounded(1), rounded(2), rounded(3)]), codes);
     }
 }
@@ -172,7 +172,7 @@ pub(super) fn residual_int4(scale: Scale, v: &mut [[f32; 64]], codes: &mut [u8])
     for (v, codes) in v.iter_mut().zip(codes.as_chunks_mut().0) {
         let mut words = _mm256_setzero_si256();
         for v in v.as_chunks_mut().0 {
-            words = push4(words, lose(v, factor, scale));
+            words = push4(words, quantize_residual(v, factor, scale));
         }
         store(words, codes);
     }
@@ -219,7 +219,7 @@ fn round(x: __m256, factor: __m256) -> __m256i {
 /// Returns the codes of `v` and replaces `v` by its quantization error.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn lose(v: &mut [f32; 8], factor: __m256, scale: __m256) -> __m256i {
+fn quantize_residual(v: &mut [f32; 8], factor: __m256, scale: __m256) -> __m256i {
     let value = read(v);
     let codes = round(value, factor);
     put::<false>(_mm256_sub_ps(value, _mm256_mul_ps(_mm256_cvtepi32_ps(codes), scale)), v);
@@ -284,7 +284,7 @@ fn put<const STREAM: bool>(values: __m256, out: &mut [f32; 8]) {
 /// Prefetches the codes that lie `AHEAD` bytes after these.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn ask(codes: &[u8; 32]) {
+fn prefetch_codes(codes: &[u8; 32]) {
     _mm_prefetch::<_MM_HINT_T0>(codes.as_ptr().wrapping_add(AHEAD).cast());
 }
 

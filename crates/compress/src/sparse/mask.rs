@@ -3,8 +3,8 @@
 
 pub use farflung_base::Pattern;
 
-use super::{Kept, Scatter, check_indexable};
-use crate::compressor::{Memoryless, add, check_finite, check_lost};
+use super::{Scatter, Selection, check_indexable};
+use crate::compressor::{Memoryless, add, check_errors, check_finite};
 use crate::noise::Noise;
 use crate::simd::Level;
 use crate::wire::CodecId;
@@ -205,14 +205,14 @@ pub struct Masked<C> {
     inner: C,
     unbiased: bool,
     level: Level,
-    kept: Kept,
+    kept: Selection,
 }
 
 impl<C: Memoryless> Masked<C> {
     /// Creates the codec that sends the mask's elements, encoded by `inner`. Use it with error feedback.
     #[must_use]
     pub fn new(mask: Mask, inner: C) -> Self {
-        Self { mask, inner, unbiased: false, level: Level::detect(), kept: Kept::default() }
+        Self { mask, inner, unbiased: false, level: Level::detect(), kept: Selection::default() }
     }
 
     /// Creates the codec that sends the elements of a random mask multiplied by `stride`, so that the expected
@@ -264,7 +264,7 @@ impl<C: Memoryless> Memoryless for Masked<C> {
         let largest = add(x, e, next, out)?;
         self.encode(next, key, out)?;
         self.kept.subtract(&self.inner, next, out)?;
-        check_lost(largest, x, e, next, out)
+        check_errors(largest, x, e, next, out)
     }
 }
 

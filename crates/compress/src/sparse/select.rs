@@ -137,7 +137,7 @@ impl Finder {
     ) -> Result<(), CompressError> {
         out.indices.clear();
         out.values.clear();
-        let pieces = threads::worth(threads, x.len());
+        let pieces = threads::threads_for(threads, x.len());
         if self.scratch.len() < pieces {
             self.scratch.resize_with(pieces, Scratch::default);
         }

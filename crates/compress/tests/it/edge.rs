@@ -191,7 +191,7 @@ fn a_refused_vector_leaves_the_residual() {
         codec.commit();
         let committed = bits(codec.residual());
         let error = codec.compress(&too_large, RoundKey::default(), &mut p).unwrap_err();
-        assert!(error.refuses_a_value() && p.as_bytes().is_empty(), "{name}: {error}");
+        assert!(error.is_value_error() && p.as_bytes().is_empty(), "{name}: {error}");
         assert_eq!(bits(codec.residual()), committed, "{name}");
         codec.commit();
         assert_eq!(bits(codec.residual()), committed, "{name}");
@@ -303,7 +303,7 @@ fn what_methods_remember_stays_finite() {
             match codec.compress(x, key, &mut payload) {
                 Ok(()) => {}
                 Err(error) => {
-                    assert!(error.refuses_a_value() && payload.as_bytes().is_empty(), "{error}");
+                    assert!(error.is_value_error() && payload.as_bytes().is_empty(), "{error}");
                     refused += 1;
                 }
             }

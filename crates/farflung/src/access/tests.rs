@@ -27,7 +27,7 @@ fn mode(path: &Path, mode: u32) {
 fn off_the_loopback_a_proof_or_leave_is_needed() {
     let home = tempfile::tempdir().unwrap();
     let none = AccessArgs::default();
-    assert!(!with(&none, home.path(), &[]).unwrap().security.is_sealed());
+    assert!(!with(&none, home.path(), &[]).unwrap().security.is_encrypted());
     let far = [("MASTER_ADDR", "10.0.0.1")];
     let refused = with(&none, home.path(), &far).unwrap_err();
     let text = refused.to_string();
@@ -36,9 +36,9 @@ fn off_the_loopback_a_proof_or_leave_is_needed() {
         "{text}"
     );
     let insecure = AccessArgs { insecure: true, ..AccessArgs::default() };
-    assert!(!with(&insecure, home.path(), &far).unwrap().security.is_sealed());
+    assert!(!with(&insecure, home.path(), &far).unwrap().security.is_encrypted());
     let secret = [("MASTER_ADDR", "10.0.0.1"), (SECRET, "sixteen bytes it is")];
-    assert!(with(&none, home.path(), &secret).unwrap().security.is_sealed());
+    assert!(with(&none, home.path(), &secret).unwrap().security.is_encrypted());
     // A process that gives a secret must also give its rank.
     let file = AccessArgs { secret_file: Some(home.path().join("secret")), ..AccessArgs::default() };
     fs::write(home.path().join("secret"), "sixteen bytes it is").unwrap();
@@ -99,15 +99,17 @@ fn a_ticket_names_the_host_and_where_it_is() {
     let found = with(&by_file, theirs.path(), &[]).unwrap();
     assert_eq!((found.master_addr.as_str(), found.master_port), ("fd00::1", 4000));
     assert_eq!(found.more_addresses, ["home.example:4001"]);
-    assert!(found.security.is_sealed());
+    assert!(found.security.is_encrypted());
     // A variable overrides the address in the ticket; the ticket may be in a variable too.
     let by_variable = [(TICKET, word.as_str()), ("MASTER_ADDR", "10.0.0.9")];
     let found = with(&AccessArgs::default(), theirs.path(), &by_variable).unwrap();
-    assert!(found.security.is_sealed() && found.master_addr == "10.0.0.9" && found.more_addresses.is_empty());
+    assert!(
+        found.security.is_encrypted() && found.master_addr == "10.0.0.9" && found.more_addresses.is_empty()
+    );
 
     // Rank 0 must be the host that made the ticket.
     let rank_0 = [("RANK", "0"), ("WORLD_SIZE", "2")];
-    assert!(by_file.detect(env(ours.path(), &rank_0)).unwrap().unwrap().security.is_sealed());
+    assert!(by_file.detect(env(ours.path(), &rank_0)).unwrap().unwrap().security.is_encrypted());
     let other = by_file.detect(env(theirs.path(), &rank_0)).unwrap_err();
     assert!(other.to_string().contains("a ticket of") && other.exit_code() == 2, "{other}");
     home.rotate().unwrap();

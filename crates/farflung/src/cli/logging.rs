@@ -32,7 +32,7 @@ pub(super) struct Logging {
 
 /// Default of `RUST_LOG`. The crates of iroh warn about each broken connection, which the transport reports
 /// itself, so only their errors are logged.
-const UNLESS_TOLD: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
+const DEFAULT_FILTER: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
 
 /// The format that was given, once the log is installed.
 static FORMAT: OnceLock<Format> = OnceLock::new();
@@ -49,7 +49,7 @@ impl Logging {
     pub(super) fn install(&self) -> farflung::Result<()> {
         FORMAT.get_or_init(|| self.log_format);
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|wanted| !wanted.is_empty());
-        let wanted = wanted.unwrap_or_else(|| UNLESS_TOLD.to_owned());
+        let wanted = wanted.unwrap_or_else(|| DEFAULT_FILTER.to_owned());
         // The subscriber would report invalid directives and failed writes with `eprintln!`, which panics if
         // stderr is a closed pipe.
         let make_sense = |directive: &&str| {

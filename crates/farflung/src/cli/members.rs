@@ -139,7 +139,7 @@ impl HostCommand {
         let security = match (site, &own) {
             (Some(site), _) => site,
             (None, Some((identity, secret))) => Security::by_secret(identity, secret),
-            (None, None) => Security::clear(),
+            (None, None) => Security::unencrypted(),
         };
         let mut gate = GateConfig::new(&self.listen, &config.job, security);
         gate.advertise = self.address.first().cloned();

@@ -130,14 +130,14 @@ fn exit_code(outcome: farflung::Result<()>) -> u8 {
     match outcome {
         Ok(()) => 0,
         Err(error) => {
-            say(&error);
+            print_error(&error);
             error.exit_code()
         }
     }
 }
 
 /// Prints an error on stderr in the format of the log.
-fn say(error: &Error) {
+fn print_error(error: &Error) {
     terminal::write_stderr(described(error, logging::is_json()));
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use farflung::parallel::pipeline::{
-    BackwardOrder, Boundary, CollectivePrices, Comparison, ComputeOrder, Lowering, Method, PipelineCost,
+    BackwardOrder, Boundary, CollectiveTimes, Comparison, ComputeOrder, Lowering, Method, PipelineCost,
     Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
 use farflung::parallel::plan::POOLS;
@@ -208,7 +208,7 @@ impl ScheduleCommand {
         let of_parts = |price: Option<Nanos>| price.map_or_else(Vec::new, |price| vec![price; depth]);
         let (reduce, gather) = (of_parts(self.reduce), of_parts(self.gather));
         let step =
-            schedule.simulate(&cost, &CollectivePrices { reduce, gather, ..CollectivePrices::default() })?;
+            schedule.simulate(&cost, &CollectiveTimes { reduce, gather, ..CollectiveTimes::default() })?;
         // At these costs, a microbatch's activations on a stage count as one byte.
         let held = self.offload.map(|_| schedule.peak_bytes(&cost)).transpose()?;
         if format == Format::Json {

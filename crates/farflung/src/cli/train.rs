@@ -155,7 +155,7 @@ impl TrainCommand {
         if let Some(env) = &env {
             tracing::info!("{env}");
         }
-        let stop = Stop::install_loading(super::say)?;
+        let stop = Stop::install_loading(super::print_error)?;
         self.notice.watch(&stop)?;
         let show = if config.quiet || env.as_ref().is_some_and(|e| e.rank.0 != 0) {
             Show::Nothing

@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn numbers_are_those_of_the_speeds() {
-        // swarm.md section 10: floor(H v / v_max).
+        // floor(H v / v_max).
         let steps = LocalStepsKind::BySpeed.of(50, &[1.0, 0.8, 0.5, 0.33]);
         assert_eq!(steps, [50, 40, 25, 16]);
         assert_eq!(LocalStepsKind::BySpeed.of(20, &[1e-9, 7.0]), [1, 20]);

@@ -126,7 +126,7 @@ macro_rules! settings {
             pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
 
             /// The settings that may differ between the ranks of a job.
-            pub const OWN: &'static [PerRankSetting] =
+            pub const PER_RANK: &'static [PerRankSetting] =
                 &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
 
             /// Returns these settings; a setting that is not given here is taken from `other`.
@@ -250,7 +250,7 @@ settings! {
         batch: usize, "N", 12usize;
         /// Number of microbatches whose gradients are summed in a step.
         accumulate: usize, "N", 1usize;
-        /// Optimizer; the list is below.
+        /// Optimizer; `farflung train --help` lists them.
         optimizer: OptimizerKind, "KIND", OptimizerKind::default();
         /// Highest learning rate.
         lr: f64, "RATE", 1e-3;
@@ -317,10 +317,10 @@ settings! {
         plan: PathBuf, "FILE" => "the path may differ; the file's contents are compared";
         /// Workers in this process. In a launched job each process has one worker.
         workers: usize, "N", 4usize => "in a job of several processes, each has one worker";
-        /// A published method that consists of several settings, such as demo or sparseloco; the list is below.
+        /// A published method that consists of several settings, such as demo or sparseloco; `farflung train --help` lists them.
         /// Settings given beside it override it.
         recipe: RecipeKind, "NAME";
-        /// What workers average, and when; the list is below.
+        /// What workers average, and when; `farflung train --help` lists the methods.
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages; for zero-one-adam the largest interval.
         sync_every: u64, "STEPS", 20u64;
@@ -330,8 +330,9 @@ settings! {
         /// Steps between des-loc's averages of second moments, a multiple of --sync-every. Default: 6 times
         /// --sync-every.
         second_moment_every: u64, "STEPS";
-        /// Local steps of each replica per --sync-every steps: equal, by-speed (replicas on slower machines of
-        /// --topology do fewer, so that no replica waits), or a number for each, such as 30,30,10.
+        /// Local steps that each replica does between two averages: equal (all do --sync-every), by-speed (the
+        /// fastest machine of --topology does --sync-every and slower ones fewer, so that no replica waits), or
+        /// one number per replica, such as 30,30,10.
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
         /// How the microbatches of a step are distributed among members that may join and leave (farflung
         /// host): by-speed or equal. With by-speed, a slower machine gets fewer of --microbatches if that makes
@@ -427,7 +428,7 @@ settings! {
         up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has its own connection";
         /// Name of the job, if several jobs use one port: ranks of another job are rejected.
         job: String, "NAME", "farflung" => "ranks with different names do not connect";
-        /// Transport between workers; the list is below. auto is simulated in one process and tcp in several,
+        /// Transport between workers; `farflung train --help` lists them. auto is simulated in one process and tcp in several,
         /// with shared memory between processes of one machine unless --up or --up-each is given. iroh reaches
         /// processes behind routers, and needs a ticket.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
@@ -465,7 +466,7 @@ settings! {
         /// changes its stage if that makes steps a tenth shorter. A step takes the same sequences for any
         /// number of members.
         pooled: bool, "BOOL", false;
-        /// Schedule of the pipeline; the list is below.
+        /// Schedule of the pipeline; `farflung train --help` lists them.
         schedule: Method, "NAME", Method::OneFOneB;
         /// File with your own schedule, instead of --schedule, in the format that `farflung schedule --file`
         /// reads.

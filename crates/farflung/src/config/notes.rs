@@ -17,7 +17,7 @@ use crate::transports::{IROH, MEMORY, MPI, SHARED_MEMORY};
 
 /// Facts about a run that its settings do not contain.
 #[derive(Debug, Clone, Copy)]
-pub struct Circumstances {
+pub struct NoteContext {
     /// The model's shape.
     pub model: GptConfig,
     /// Number of workers in all processes.
@@ -38,7 +38,7 @@ struct Notes<'a> {
 impl Notes<'_> {
     /// Adds a note for those of `names` that were given and have no effect, if `case` holds. Each setting is
     /// noted once, with the first reason.
-    fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
+    fn note_without_effect(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
         if given.is_empty() {
@@ -51,7 +51,7 @@ impl Notes<'_> {
     }
 
     /// Adds a note for given settings that the chosen row of a table does not use, although other rows do.
-    fn unread(&mut self, choice: &str, chosen: &str, rows: &[Reads]) {
+    fn note_unused(&mut self, choice: &str, chosen: &str, rows: &[SettingsUsed]) {
         let mut by_readers: BTreeMap<String, Vec<&'static str>> = BTreeMap::new();
         for &setting in rows.iter().flat_map(|row| row.settings) {
             let readers: Vec<_> =
@@ -62,12 +62,12 @@ impl Notes<'_> {
             }
         }
         for (readers, settings) in by_readers {
-            self.idle(true, &settings, &format!("`{choice}` is {chosen}, not {readers}"));
+            self.note_without_effect(true, &settings, &format!("`{choice}` is {chosen}, not {readers}"));
         }
     }
 
     /// Adds another note if `case` holds.
-    fn say(&mut self, case: bool, text: impl FnOnce() -> String) {
+    fn note_if(&mut self, case: bool, text: impl FnOnce() -> String) {
         if case {
             self.lines.push(text());
         }
@@ -75,7 +75,7 @@ impl Notes<'_> {
 }
 
 /// A row of a table, and the settings that this row uses. Other rows may ignore these settings.
-struct Reads {
+struct SettingsUsed {
     name: &'static str,
     settings: &'static [&'static str],
 }
@@ -84,7 +84,7 @@ impl TrainConfig {
     /// Returns one line for each reason why given settings have no effect in a run, and one for each setting
     /// whose effect may surprise.
     #[must_use]
-    pub fn notes(&self, run: &Circumstances) -> Vec<String> {
+    pub fn notes(&self, run: &NoteContext) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
         self.note_model_and_training(run, &mut notes);
         self.note_workers_and_averages(run, &mut notes);
@@ -96,26 +96,38 @@ impl TrainConfig {
         notes.lines
     }
 
-    fn note_model_and_training(&self, _: &Circumstances, notes: &mut Notes<'_>) {
-        notes.idle(self.init_from.is_some(), &["model"], "the weights of `init-from` have their own shape");
+    fn note_model_and_training(&self, _: &NoteContext, notes: &mut Notes<'_>) {
+        notes.note_without_effect(
+            self.init_from.is_some(),
+            &["model"],
+            "the weights of `init-from` have their own shape",
+        );
         let readers: Vec<_> =
-            OptimizerKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
-        notes.unread("optimizer", self.optimizer.name, &readers);
-        notes.idle(
+            OptimizerKind::all().map(|row| SettingsUsed { name: row.name, settings: row.reads }).collect();
+        notes.note_unused("optimizer", self.optimizer.name, &readers);
+        notes.note_without_effect(
             self.lookahead == 0,
             &["lookahead-alpha"],
             "`lookahead` is 0, so there are no slow weights",
         );
         let wsd = self.lr_schedule == LrScheduleKind::Wsd;
-        notes.idle(!wsd, &["decay-fraction"], &format!("`lr-schedule` is {}, not wsd", self.lr_schedule));
+        notes.note_without_effect(
+            !wsd,
+            &["decay-fraction"],
+            &format!("`lr-schedule` is {}, not wsd", self.lr_schedule),
+        );
         let still = self.momentum == 0.0;
-        notes.idle(still, &["dampening", "nesterov"], "`momentum` is 0");
+        notes.note_without_effect(still, &["dampening", "nesterov"], "`momentum` is 0");
         let constant = self.lr_schedule == LrScheduleKind::Constant;
-        notes.idle(constant, &["min-lr"], "the learning rate of `lr-schedule` constant does not decay");
+        notes.note_without_effect(
+            constant,
+            &["min-lr"],
+            "the learning rate of `lr-schedule` constant does not decay",
+        );
         let (warmup, steps) = (self.warmup, self.steps);
         let ends = "the run ends before its warm-up ends";
-        notes.idle(warmup >= steps, &["min-lr", "lr-schedule", "decay-fraction"], ends);
-        notes.say(warmup > steps, || {
+        notes.note_without_effect(warmup >= steps, &["min-lr", "lr-schedule", "decay-fraction"], ends);
+        notes.note_if(warmup > steps, || {
             format!(
                 "`warmup` is {warmup} and the run has {steps} steps: the learning rate does not reach `lr`"
             )
@@ -123,15 +135,15 @@ impl TrainConfig {
     }
 
     /// Returns whether processes connect over QUIC: members whose number varies also do with `auto`.
-    fn uses_relays(&self, run: &Circumstances) -> bool {
+    fn uses_relays(&self, run: &NoteContext) -> bool {
         let auto = run.elastic && self.transport == TransportKind::Auto;
         auto || self.transport == TransportKind::of(&IROH)
     }
 
-    fn note_workers_and_averages(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+    fn note_workers_and_averages(&self, run: &NoteContext, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
         let launched = format!("the launcher started {} processes with one worker each", run.world);
-        notes.idle(run.world != self.workers, &["workers"], &launched);
+        notes.note_without_effect(run.world != self.workers, &["workers"], &launched);
         let exchanged = [
             "codec",
             "codec-warmup",
@@ -145,9 +157,13 @@ impl TrainConfig {
             "deadline",
             "resync-every",
         ];
-        notes.idle(alone, &exchanged, "the run has one worker, which sends nothing");
-        notes.idle(run.world <= self.stages, &["shards"], "there is one replica, which has all data");
-        notes.say(self.signs_into_adam(run.world), || {
+        notes.note_without_effect(alone, &exchanged, "the run has one worker, which sends nothing");
+        notes.note_without_effect(
+            run.world <= self.stages,
+            &["shards"],
+            "there is one replica, which has all data",
+        );
+        notes.note_if(self.signs_into_adam(run.world), || {
             format!(
                 "`codec` {} sends gradients in one bit, without their magnitudes, but `optimizer` {} divides \
                  by averages of these magnitudes: the final loss will be higher. 1-bit Adam sends its \
@@ -155,18 +171,18 @@ impl TrainConfig {
                 self.codec, self.optimizer.name
             )
         });
-        notes.idle(
+        notes.note_without_effect(
             self.averages_nothing(run.world),
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
             "no two ranks hold the same part of the model, so nothing is averaged",
         );
-        notes.idle(
+        notes.note_without_effect(
             self.outweighs_recipe(),
             &["recipe"],
             "all settings that it consists of are overridden with other values",
         );
         let each_step = self.sync.each_step;
-        notes.idle(
+        notes.note_without_effect(
             !run.elastic,
             &["balance", "copy-share", "pooled"],
             "the run's members do not change: it is for `farflung host`",
@@ -176,7 +192,7 @@ impl TrainConfig {
              difference",
             self.sync
         );
-        notes.idle(!each_step && self.tune > 0, &["tune"], &local);
+        notes.note_without_effect(!each_step && self.tune > 0, &["tune"], &local);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
             "; only the comparison in the report uses it"
         } else {
@@ -184,29 +200,37 @@ impl TrainConfig {
         };
         let sync = self.sync;
         let steps_each = format!("`sync` {sync} averages at each step, so all replicas take all steps");
-        notes.idle(each_step, &["local-steps"], &steps_each);
+        notes.note_without_effect(each_step, &["local-steps"], &steps_each);
         let equal = self.local_steps == LocalStepsKind::BySpeed && self.topology.is_none();
-        notes.idle(equal, &["local-steps"], "without `topology` all machines have the same speed");
-        notes.idle(each_step, &["sync-every"], &format!("`sync` {sync} averages at each step{compared}"));
+        notes.note_without_effect(
+            equal,
+            &["local-steps"],
+            "without `topology` all machines have the same speed",
+        );
+        notes.note_without_effect(
+            each_step,
+            &["sync-every"],
+            &format!("`sync` {sync} averages at each step{compared}"),
+        );
         let readers: Vec<_> =
-            SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
-        notes.unread("sync", sync.name, &readers);
+            SyncKind::all().map(|row| SettingsUsed { name: row.name, settings: row.reads }).collect();
+        notes.note_unused("sync", sync.name, &readers);
         let packs = !self.codec.is_plain() && self.codec.codec().is_some();
         let unpacked = self.algorithm == Algorithm::AllGather && !packs;
-        notes.idle(
+        notes.note_without_effect(
             unpacked,
             &["algorithm"],
             "all-gather is only for values that a codec packs; a ring is used instead",
         );
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
-        notes.idle(!each_step, &["overlap"], &after);
+        notes.note_without_effect(!each_step, &["overlap"], &after);
     }
 
     fn note_codec(&self, notes: &mut Notes<'_>) {
         let (codec, sync) = (self.codec, self.sync);
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
-        notes.idle(plain, &["codec-warmup"], "all averages are sent uncompressed");
-        notes.idle(
+        notes.note_without_effect(plain, &["codec-warmup"], "all averages are sent uncompressed");
+        notes.note_without_effect(
             sync.codes_changes,
             &["density-warmup"],
             &format!(
@@ -215,7 +239,7 @@ impl TrainConfig {
             ),
         );
         let keeps = codec.codec().and_then(|codec| codec.density()).is_some();
-        notes.idle(
+        notes.note_without_effect(
             !keeps || self.sync.compensates,
             &["density-warmup"],
             &format!("`codec` {codec} does not select a fraction of the elements"),
@@ -229,56 +253,76 @@ impl TrainConfig {
             }
             AverageSpec::Codec(_) => "the codec is unbiased",
         };
-        notes.idle(sync.compensates || codec.with_feedback() == codec, &["error-feedback"], why);
+        notes.note_without_effect(
+            sync.compensates || codec.with_feedback() == codec,
+            &["error-feedback"],
+            why,
+        );
     }
 
-    fn note_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+    fn note_links(&self, run: &NoteContext, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
-        notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
-        notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
+        notes.note_without_effect(self.topology.is_some(), &["link"], "`topology` sets the links");
+        notes.note_without_effect(
+            !run.simulated,
+            &["link"],
+            "it is for simulated links, and this run's are real",
+        );
         let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);
-        notes.idle(one_process, &["job"], "the run is one process, which no other process joins");
+        notes.note_without_effect(
+            one_process,
+            &["job"],
+            "the run is one process, which no other process joins",
+        );
         let no_sockets = "the run is one process, which sends nothing over sockets";
-        notes.idle(one_process, &["up", "up-each"], no_sockets);
+        notes.note_without_effect(one_process, &["up", "up-each"], no_sockets);
         let shares = self.transport == TransportKind::of(&SHARED_MEMORY);
-        notes.idle(shares, &["up", "up-each"], "processes that share memory send nothing over sockets");
-        notes.idle(!self.uses_relays(run), &["relay"], "only `transport` iroh uses relays");
+        notes.note_without_effect(
+            shares,
+            &["up", "up-each"],
+            "processes that share memory send nothing over sockets",
+        );
+        notes.note_without_effect(!self.uses_relays(run), &["relay"], "only `transport` iroh uses relays");
         let mpi = self.transport == TransportKind::of(&MPI);
-        notes.idle(mpi, &["up", "up-each"], "the traffic of MPI cannot be limited");
-        notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
+        notes.note_without_effect(mpi, &["up", "up-each"], "the traffic of MPI cannot be limited");
+        notes.note_without_effect(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
-        notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
+        notes.note_without_effect(self.topology.is_some(), &["compute-rate"], speeds);
         let clock = "it is for the clock of simulated links, and this run's links are real";
-        notes.idle(!run.simulated && self.stages == 1, &["compute-rate"], clock);
+        notes.note_without_effect(!run.simulated && self.stages == 1, &["compute-rate"], clock);
     }
 
-    fn note_pipeline(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+    fn note_pipeline(&self, run: &NoteContext, notes: &mut Notes<'_>) {
         let (none, file) = (self.stages == 1, self.schedule_file.is_some());
         let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
-        notes.idle(none, &all, "`stages` is 1, so there is no pipeline");
+        notes.note_without_effect(none, &all, "`stages` is 1, so there is no pipeline");
         let boundary = ["boundary", "boundary-backward", "boundary-store"];
-        notes.idle(none, &boundary, "`stages` is 1, so there is no pipeline");
+        notes.note_without_effect(none, &boundary, "`stages` is 1, so there is no pipeline");
         let remembers = self.boundary.remembers() || self.boundary_backward.remembers();
-        notes.idle(!remembers, &["boundary-store"], "no boundary codec stores samples");
+        notes.note_without_effect(!remembers, &["boundary-store"], "no boundary codec stores samples");
         let order = "`schedule-file` sets the order";
-        notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
+        notes.note_without_effect(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let pooled = self.pools.is_some();
-        notes.idle(!pooled, &["pool-rates"], "there are no `pools`");
+        notes.note_without_effect(!pooled, &["pool-rates"], "there are no `pools`");
         let order = "`pools` sets the order";
-        notes.idle(pooled, &["schedule", "chunks", "slice-grain"], order);
+        notes.note_without_effect(pooled, &["schedule", "chunks", "slice-grain"], order);
         let comes = run.elastic && self.is_pooled();
-        notes.idle(comes, &["schedule", "chunks", "slice-grain"], "`pooled` sets the order");
+        notes.note_without_effect(comes, &["schedule", "chunks", "slice-grain"], "`pooled` sets the order");
         let method = self.schedule;
         let limited = pooled || comes || method.is_limited();
-        notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
+        notes.note_without_effect(
+            !limited,
+            &["memory"],
+            &format!("`schedule` {method} has no limit on memory"),
+        );
         let sliced = method.slices();
-        notes.idle(
+        notes.note_without_effect(
             !sliced && !pooled,
             &["slice-grain"],
             &format!("`schedule` {method} does not slice sequences"),
         );
         let versions = file || method.stashes();
-        notes.idle(
+        notes.note_without_effect(
             !versions,
             &["version-sync"],
             &format!("`schedule` {method} does not keep several versions of the weights"),
@@ -291,45 +335,53 @@ impl TrainConfig {
             Recompute::Layers(layers) => layers as usize,
         };
         let of = if none { "the model has" } else { "a stage has at most" };
-        notes.say(again > layers, || {
+        notes.note_if(again > layers, || {
             format!("`recompute` is {again} and {of} {layers} layers: all of them are recomputed")
         });
         let processors = "all devices are CPUs, whose memory is the host's";
-        notes.idle(self.device.are_processors(), &["offload"], processors);
+        notes.note_without_effect(self.device.are_processors(), &["offload"], processors);
         let decides = matches!(self.recompute, Recompute::Within(_));
-        notes.idle(decides, &["offload"], "`recompute` is an amount of memory, and determines what is kept");
+        notes.note_without_effect(
+            decides,
+            &["offload"],
+            "`recompute` is an amount of memory, and determines what is kept",
+        );
         let kept = if decides { 1 } else { layers.saturating_sub(again) };
-        notes.idle(kept == 0, &["offload"], "all layers are recomputed, so none is offloaded");
-        notes.say(!decides && kept > 0 && self.offload > kept && !self.device.are_processors(), || {
+        notes.note_without_effect(kept == 0, &["offload"], "all layers are recomputed, so none is offloaded");
+        notes.note_if(!decides && kept > 0 && self.offload > kept && !self.device.are_processors(), || {
             format!("`offload` is {} and {kept} layers are not recomputed: these are offloaded", self.offload)
         });
     }
 
-    fn note_machine(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+    fn note_machine(&self, run: &NoteContext, notes: &mut Notes<'_>) {
         let rounds = self.precision != Precision::F32;
-        notes.idle(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
+        notes.note_without_effect(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
         // Another process of the job may use another `--device`.
         let one_process = run.simulated || self.transport == TransportKind::of(&MEMORY);
         let same = "all devices are CPUs, whose copies of parameters stay equal";
-        notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
+        notes.note_without_effect(one_process && self.device.are_processors(), &["resync-every"], same);
     }
 
     fn note_ends(&self, notes: &mut Notes<'_>) {
         let steps = self.steps;
         let end = format!("the run ends at step {steps} and saves then anyway");
-        notes.idle(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
+        notes.note_without_effect(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
         let checked = format!("the run ends at step {steps} and is checked then anyway");
-        notes.idle(self.check_every >= steps, &["check-every"], &checked);
-        notes.say(self.keep_last == 1, || {
+        notes.note_without_effect(self.check_every >= steps, &["check-every"], &checked);
+        notes.note_if(self.keep_last == 1, || {
             "`keep-last` is 1, but two checkpoints are kept: a rank may fail while it writes the newest"
                 .to_owned()
         });
         let new = self.resume == Resume::Auto && self.out.is_none();
-        notes.idle(new, &["resume"], "without `out` the run's folder is a new one");
+        notes.note_without_effect(new, &["resume"], "without `out` the run's folder is a new one");
         let sample = ["prompt", "temperature", "top-k", "top-p"];
-        notes.idle(self.sample_tokens == 0, &sample, "`sample-tokens` is 0, so no sample is written");
+        notes.note_without_effect(
+            self.sample_tokens == 0,
+            &sample,
+            "`sample-tokens` is 0, so no sample is written",
+        );
         let likeliest = "`temperature` 0 takes the likeliest token";
-        notes.idle(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
+        notes.note_without_effect(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
     }
 
     /// Returns whether a one-bit codec removes the magnitudes of gradients before an optimizer that adapts to

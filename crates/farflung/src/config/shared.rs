@@ -16,14 +16,14 @@ pub struct PerRankSetting {
 /// A named value that is compared between ranks, or between a run and its checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Fact {
+pub struct NamedValue {
     /// The name; for a setting, its key in a file, such as `eval-every`.
     pub name: String,
     /// The value as text.
     pub value: String,
 }
 
-impl Fact {
+impl NamedValue {
     /// Makes a fact from a name and a value.
     #[expect(clippy::needless_pass_by_value, reason = "takes values and references alike")]
     pub fn new(name: impl Into<String>, value: impl ToString) -> Self {
@@ -34,7 +34,7 @@ impl Fact {
 /// Returns whether a setting may differ between ranks; `name` is its key in a file, such as `keep-last`.
 #[must_use]
 pub fn is_own(name: &str) -> bool {
-    TrainArgs::OWN.iter().any(|own| dashed(own.name) == name)
+    TrainArgs::PER_RANK.iter().any(|own| dashed(own.name) == name)
 }
 
 /// Returns whether a plan decides a setting; `name` is its key in a file.
@@ -58,10 +58,10 @@ impl TrainConfig {
     /// value has the value `none`. With a plan, the settings that it decides are left out, since the plans
     /// themselves are compared.
     #[must_use]
-    pub fn shared(&self) -> Vec<Fact> {
+    pub fn shared(&self) -> Vec<NamedValue> {
         let all = self.entries().into_iter().flat_map(|(_, entries)| entries);
         let fact = |(name, value): (&str, Option<toml::Value>)| {
-            Fact::new(dashed(name), value.map_or_else(|| "none".to_owned(), |value| value.to_string()))
+            NamedValue::new(dashed(name), value.map_or_else(|| "none".to_owned(), |value| value.to_string()))
         };
         all.filter(|(name, _)| !self.is_decided(name)).map(fact).filter(|fact| !is_own(&fact.name)).collect()
     }
@@ -79,7 +79,7 @@ mod tests {
             let name = dashed(key);
             assert_ne!(shared.iter().any(|fact| fact.name == name), is_own(&name), "{name}");
         }
-        assert!(TrainArgs::OWN.iter().all(|own| !own.why.is_empty()));
+        assert!(TrainArgs::PER_RANK.iter().all(|own| !own.why.is_empty()));
         // Settings that decide the result must be the same on all ranks.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
             assert!(shared.iter().any(|fact| fact.name == name), "{name}");

@@ -2,7 +2,9 @@
 
 use farflung_compress::AverageSpec;
 use farflung_optim::local::Averages;
-use farflung_optim::sync::{AsynchronousSettings, Kept, MomentPeriods, Quorum, Timeline, WorldSettings};
+use farflung_optim::sync::{
+    AsynchronousSettings, BufferSettings, MomentPeriods, Quorum, Timeline, WorldSettings,
+};
 use farflung_optim::{LrSchedule, OptimError};
 
 use super::choice::SyncKind;
@@ -38,8 +40,8 @@ impl TrainConfig {
 
     /// Returns the number of fragments of the parameters, which are averaged at different times.
     pub(crate) fn fragments(&self) -> usize {
-        const UNLESS_TOLD: u64 = 4;
-        self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
+        const DEFAULT_FRAGMENTS: u64 = 4;
+        self.fragments.unwrap_or(DEFAULT_FRAGMENTS.min(self.sync_every) as usize)
     }
 
     /// Returns the numbers of steps between averages of the optimizer's moments.
@@ -52,12 +54,12 @@ impl TrainConfig {
     }
 
     /// Returns the settings that determine the number of buffers of the method of synchronisation.
-    pub(crate) fn kept(&self) -> Kept {
+    pub(crate) fn buffer_settings(&self) -> BufferSettings {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();
         let feedback = self.sync.codes_changes && codec.codec().is_some_and(|codec| codec.feedback());
         let (momentum, world_momentum) = (self.outer_momentum, self.world_momentum);
-        Kept { momentum, world_momentum, states: local.states, feedback }
+        BufferSettings { momentum, world_momentum, states: local.states, feedback }
     }
 
     /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is the
@@ -92,7 +94,7 @@ impl TrainConfig {
         const PERCENT: u64 = 15;
         self.codec_warmup.unwrap_or(match self.optimizer.averages {
             Averages::Gradients => 0,
-            Averages::Momentum { .. } | Averages::Gathered { .. } => (self.steps * PERCENT).div_ceil(100),
+            Averages::Momentum { .. } | Averages::Accumulated { .. } => (self.steps * PERCENT).div_ceil(100),
         })
     }
 

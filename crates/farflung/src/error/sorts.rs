@@ -24,7 +24,9 @@ impl Error {
             | Self::KeyFile { .. }
             | Self::Ticket { .. }
             | Self::Comm(
-                CommError::Unproven { .. } | CommError::Unsealed { .. } | CommError::Clocks { .. },
+                CommError::Unproven { .. }
+                | CommError::NoEncryptedConnection { .. }
+                | CommError::Clocks { .. },
             )
             | Self::RanksDiffer { .. }
             | Self::MemberDiffers { .. }

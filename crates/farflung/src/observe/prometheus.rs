@@ -169,7 +169,7 @@ impl Numbers {
         }
     }
 
-    fn told(&self, row: &StepMetrics) {
+    fn record_row(&self, row: &StepMetrics) {
         // Only rank 0 has rows.
         let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
         now("train_loss", row.train_loss);
@@ -249,8 +249,8 @@ impl Drop for Served {
 }
 
 impl Observer for Served {
-    fn told(&mut self, row: &StepMetrics) {
-        self.numbers.told(row);
+    fn step_row(&mut self, row: &StepMetrics) {
+        self.numbers.record_row(row);
     }
     fn observe(&mut self, seen: &Observation<'_>) {
         self.numbers.observe(seen);

@@ -65,7 +65,7 @@ impl EventFiles {
 }
 
 impl Observer for EventFiles {
-    fn told(&mut self, row: &StepMetrics) {
+    fn step_row(&mut self, row: &StepMetrics) {
         let held_out = row.val_loss.map(|loss| ("loss/held_out", loss));
         let scalars: Vec<_> = [("loss/train", row.train_loss)].into_iter().chain(held_out).collect();
         self.write(row.step, &scalars);
@@ -188,8 +188,8 @@ mod tests {
         assert!(EventFiles::new(&file.join("below")).unwrap_err().to_string().contains("below"));
         let mut events = EventFiles::new(&folder.path().join("events")).unwrap();
         fs::remove_dir(folder.path().join("events")).unwrap();
-        events.told(&StepMetrics { step: 1, ..StepMetrics::default() });
+        events.step_row(&StepMetrics { step: 1, ..StepMetrics::default() });
         assert!(events.failed);
-        events.told(&StepMetrics { step: 2, ..StepMetrics::default() });
+        events.step_row(&StepMetrics { step: 2, ..StepMetrics::default() });
     }
 }

@@ -9,10 +9,10 @@ mod planners;
 mod ranking;
 mod regional;
 mod side_by_side;
-mod ways;
+mod drafts;
 mod what_if;
 
-pub use candidate::{Candidate, Way, held, sent};
+pub use candidate::{Candidate, PlanKind, rank_memory, sent};
 pub use cost::{RunningCosts, running_costs};
 pub use improve::{Bottleneck, Improvement, bottleneck, improvements};
 pub use planners::{Choice, Instance, NamedPlanner, OperatorCut, PLANNERS, PlannedStage};
@@ -54,7 +54,7 @@ pub fn auto(
         return Err(ParallelError::NoDevices.into());
     }
     let others = drafts.len();
-    drafts.retain(|draft| wanted.only.is_none_or(|only| only == draft.way));
+    drafts.retain(|draft| wanted.only.is_none_or(|only| only == draft.kind));
     if let Some(only) = wanted.only.filter(|_| drafts.is_empty()) {
         return Err(Error::Setting {
             field: "only",

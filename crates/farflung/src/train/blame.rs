@@ -9,12 +9,12 @@ use crate::Error;
 use crate::events::causes;
 
 /// Number of checks, 10 ms apart, for a message from a rank that has left.
-const LOOKS: u32 = 30;
+const POLLS: u32 = 30;
 
 /// A failure that another rank reports.
 #[derive(Debug, thiserror::Error)]
 #[error("rank {} reports: {text}", by.0)]
-struct Hearsay {
+struct ReportedFailure {
     by: Rank,
     text: String,
 }
@@ -49,7 +49,7 @@ pub(super) fn evidence(error: &Error) -> Evidence {
 ///
 /// A rank that drops its step after it receives a failure also cancels the collectives of others, as a stopped
 /// rank does. The two cases differ in the message of this rank, or of the failed rank.
-pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
+pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
     }
@@ -60,7 +60,7 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
     let evidence = evidence(&error);
     // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be only a
     // consequence.
-    let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { LOOKS });
+    let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { POLLS });
     if evidence == Evidence::Secondary
         && let Some(ReceivedNotice { from, word }) = heard
     {
@@ -71,11 +71,12 @@ pub(super) fn settle(comm: &Communicator, hearing: &ExitListener, error: Error) 
             }
             // The others cannot reach this rank, although it receives their messages.
             ExitNotice::Lost { culprit, text } if culprit == comm.rank() => {
-                Error::CutOff { rank: culprit, source: Box::new(Hearsay { by: *from, text }) }
+                Error::CutOff { rank: culprit, source: Box::new(ReportedFailure { by: *from, text }) }
             }
-            ExitNotice::Lost { culprit, text } => {
-                Error::PeerLost { peer: PeerId(culprit.0), source: Box::new(Hearsay { by: *from, text }) }
-            }
+            ExitNotice::Lost { culprit, text } => Error::PeerLost {
+                peer: PeerId(culprit.0),
+                source: Box::new(ReportedFailure { by: *from, text }),
+            },
         };
     }
     if error.cancelled_by().is_some() {
@@ -117,6 +118,6 @@ fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
         }
         // A rank that waits for this one announces its wait before its deadline. No such announcement arrived
         // from any rank, so this rank has lost all others.
-        Evidence::Silent => others.all(|peer| comm.transport().waits_of(peer).is_none()),
+        Evidence::Silent => others.all(|peer| comm.transport().awaited_by(peer).is_none()),
     }
 }

@@ -55,7 +55,7 @@ pub(super) fn bytes(
         sum += if spec.is_plain() {
             samples * shape.len() * size_of::<f32>()
         } else {
-            spec.build(shape, |samples| Ok(Box::new(MemoryStore::new(samples))))?.settled_payload(samples)
+            spec.build(shape, |samples| Ok(Box::new(MemoryStore::new(samples))))?.max_delta_payload(samples)
         };
     }
     Ok(Bytes(sum as u64))
@@ -154,7 +154,7 @@ pub(super) struct Boundaries {
 
 /// A message with the numbers of its samples and of its microbatch, counted over all steps and replicas.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Crossing<'a> {
+pub(super) struct BoundaryMessage<'a> {
     pub(super) message: Message,
     pub(super) samples: &'a [u64],
     pub(super) microbatch: u64,
@@ -188,7 +188,11 @@ impl Boundaries {
     ///
     /// Values that a codec cannot encode, since they are not finite or too large, are sent as plain f32, and
     /// the codec stores nothing of them. All ranks notice the overflow when they agree on the step.
-    pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
+    pub(super) fn encode(
+        &mut self,
+        crossing: BoundaryMessage<'_>,
+        values: &[f32],
+    ) -> Result<Option<Vec<u8>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let key = RoundKey {
             seed: self.seed,
@@ -197,7 +201,7 @@ impl Boundaries {
             rank: Rank::default(),
         };
         match end.codec.encode(crossing.samples, values, key, &mut self.payload) {
-            Err(error) if error.refuses_a_value() => F32::new().compress(values, key, &mut self.payload),
+            Err(error) if error.is_value_error() => F32::new().compress(values, key, &mut self.payload),
             other => other,
         }
         .map_err(|source| failed(crossing.message, source))?;
@@ -207,7 +211,7 @@ impl Boundaries {
     /// Decodes `count` values that were received; `None` if they are sent unencoded.
     pub(super) fn decode(
         &mut self,
-        crossing: Crossing<'_>,
+        crossing: BoundaryMessage<'_>,
         bytes: &[u8],
         count: usize,
     ) -> Result<Option<Vec<f32>>> {

@@ -15,7 +15,7 @@ pub trait RunObserver: Send {
 
     /// Called when the row of a step was written, with its loss. After local steps, losses are known only when
     /// replicas synchronise, so this call may come later than `step`.
-    fn told(&mut self, _row: &StepMetrics) {}
+    fn step_row(&mut self, _row: &StepMetrics) {}
 
     /// Called after each step in every process, with the state of the process's first rank.
     fn observe(&mut self, _seen: &Observation<'_>) {}

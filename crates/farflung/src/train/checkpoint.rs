@@ -22,17 +22,17 @@ use std::path::{Path, PathBuf};
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
-use farflung_parallel::membership::Place;
+use farflung_parallel::membership::ViewId;
 use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
 use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
-use super::job::{Base, Job};
+use super::job::{Job, PlanStart};
 use super::meet::model_facts;
 pub(in crate::train) use super::named::Named;
 use super::planned;
 use super::trainer::Trainer;
-use crate::config::shared::Fact;
+use crate::config::shared::NamedValue;
 use crate::{Error, Packing, Result, RunDir, run_dir};
 pub(super) use neighbours::beside;
 pub(super) use pieces::{Saved, saved};
@@ -50,12 +50,12 @@ pub(super) struct Totals {
 /// `trainer.json`: counters, and values that must be the same when the run is continued.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Record {
+struct CheckpointRecord {
     rank: u32,
     world: usize,
     /// The model's shape.
     #[serde(default)]
-    model: Vec<Fact>,
+    model: Vec<NamedValue>,
     /// Range of layers of each part that the rank holds: the first layer, and the one after the last.
     parts: Vec<(usize, usize)>,
     /// Ranks per pipeline.
@@ -72,10 +72,10 @@ struct Record {
     totals: Totals,
     /// First step and microbatch of its plan, in a run whose members join and leave.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    base: Option<Base>,
+    base: Option<PlanStart>,
     /// The view in which it was saved, in a run whose members form pipelines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    view: Option<Place>,
+    view: Option<ViewId>,
     /// Ranks that did not answer when it was saved: they may be behind, and then get their state from the
     /// others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -121,7 +121,7 @@ fn write(
 /// Saves this rank's checkpoint and returns its path. All ranks must call it after the same step, when replicas
 /// have the same parameters. No rank makes its checkpoint the newest before all have written theirs.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
-    trainer.settle()?;
+    trainer.wait_in_flight()?;
     save_without(trainer, job, run, totals, &[])
 }
 
@@ -162,7 +162,7 @@ fn save_common(
     writer.write(PLAN, job.plan.to_string().as_bytes())?;
 
     let level = job.plan.outermost();
-    let record = Record {
+    let record = CheckpointRecord {
         rank: if job.elastic { 0 } else { trainer.rank().0 },
         world: if job.elastic { 1 } else { job.world },
         model: model_facts(job),
@@ -177,7 +177,7 @@ fn save_common(
         outer_step,
         rounds,
         totals,
-        base: job.elastic.then(|| Base { step, microbatches: job.microbatches_after(step) }),
+        base: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
@@ -208,7 +208,7 @@ pub(super) struct Resumed {
     /// The checkpoint: this rank's, or that of the rank from which the state was taken.
     pub(super) from: PathBuf,
     /// First step and microbatch of its plan.
-    pub(super) base: Base,
+    pub(super) base: PlanStart,
 }
 
 /// Finds the newest step that every rank has, and restores it. `None` if the run starts at step 0. A
@@ -225,7 +225,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));
-    let base = source.record.base.unwrap_or(job.base);
+    let base = source.record.base.unwrap_or(job.plan_start);
     Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), base }))
 }
 

@@ -120,7 +120,7 @@ fn least(topology: &Topology, bytes: Bytes) -> Nanos {
         let others = ranks().filter(|&other| other != rank);
         let (out, back): (Vec<Link>, Vec<Link>) =
             others.map(|other| (topology.link(rank, other), topology.link(other, rank))).unzip();
-        let port = topology.port(rank);
+        let port = topology.access_link(rank);
         together(&out, port.up).time(bytes).min(together(&back, port.down).time(bytes))
     };
     ranks().map(time).max().unwrap_or_default()

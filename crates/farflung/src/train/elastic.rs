@@ -4,10 +4,10 @@
 //! for them, and a member without the state, or with an older one, fetches it from the members that have done
 //! the most steps.
 
-mod held;
+mod held_tensors;
 mod pool_speeds;
 mod stoppable;
-mod teller;
+mod status_publisher;
 mod arrivals;
 mod balance;
 mod change;
@@ -17,9 +17,9 @@ mod fetch;
 mod fetching;
 mod follow;
 mod idle;
-mod keeper;
+mod membership_service;
 mod kept;
-mod lent;
+mod step_records;
 mod logging;
 mod measure;
 mod meet;
@@ -32,23 +32,23 @@ mod ready;
 mod repeats;
 mod run;
 mod saved;
-mod seats;
-mod share;
-mod shelf;
+mod connections;
+mod state_transfer;
+mod blobs;
 mod spare;
 mod status;
 mod step_log;
 mod team;
-mod tell_all;
+mod all_gather;
 mod view;
 mod waiting;
-mod watchman;
-mod welcome;
+mod watchdog;
+mod newcomer_info;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};
 pub use change::Changed;
+pub use connections::connections;
 pub use meet::{founder, host, join, status};
 pub use place::Place;
 pub(super) use run::work;
-pub use seats::seats;
 pub use status::{MemberStatus, Status};

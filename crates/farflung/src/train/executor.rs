@@ -16,7 +16,7 @@ use farflung_parallel::pipeline::{
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
-use super::boundary::{Boundaries, Crossing};
+use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
 use super::part::{Part, SavedMicrobatch, SendTiming, copy};
 use super::spent::{Spent, add_since};
@@ -355,7 +355,7 @@ impl Executor {
 
     /// Returns the number of a message's microbatch and the numbers of its samples, over all steps and
     /// replicas. `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
-    fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
+    fn boundary_message(&self, message: Message) -> Option<(u64, Vec<u64>)> {
         let Pass::Training { first } = self.pass else { return None };
         let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
         let sequences = microbatch * batch..(microbatch + 1) * batch;
@@ -397,9 +397,9 @@ impl Worker for Executor {
 
     fn send(&mut self, to: Rank, message: Message, data: Tensor) -> Result<()> {
         let values = data.to_vec::<f32>()?;
-        let coded = match self.crossing(message) {
+        let coded = match self.boundary_message(message) {
             Some((microbatch, samples)) => {
-                self.boundaries.encode(Crossing { message, samples: &samples, microbatch }, &values)?
+                self.boundaries.encode(BoundaryMessage { message, samples: &samples, microbatch }, &values)?
             }
             None => None,
         };
@@ -421,10 +421,12 @@ impl Worker for Executor {
         add_since(begun, &self.comm, &mut self.spent.wait);
         let shape = [self.sampler.shard().batch, self.positions(message.slice).len(), self.dim];
         let count = shape.iter().product();
-        let coded = match self.crossing(message) {
-            Some((microbatch, samples)) => {
-                self.boundaries.decode(Crossing { message, samples: &samples, microbatch }, &bytes, count)?
-            }
+        let coded = match self.boundary_message(message) {
+            Some((microbatch, samples)) => self.boundaries.decode(
+                BoundaryMessage { message, samples: &samples, microbatch },
+                &bytes,
+                count,
+            )?,
             None => None,
         };
         let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {

@@ -117,7 +117,7 @@ impl ExitListener {
                 && let Some(word) = ExitNotice::decode(&bytes)
                 && hears.set(ReceivedNotice { from, word }).is_ok()
             {
-                stop.abandon();
+                stop.cancel_step();
             }
         };
         // Without the thread, a rank notices the end of another one only when its next message fails.

@@ -78,10 +78,10 @@ pub struct Failure {
 impl Failure {
     /// Fails if this is the injected failure's rank, step and moment.
     ///
-    /// Errors: [`Error::Placed`] at that moment.
+    /// Errors: [`Error::InjectedFailure`] at that moment.
     pub(super) fn fail_if_due(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
         if self == (Self { rank, step, moment }) {
-            return Err(Error::Placed { step, moment: moment.number() });
+            return Err(Error::InjectedFailure { step, moment: moment.number() });
         }
         Ok(())
     }
@@ -105,12 +105,12 @@ impl Fault {
     /// Flips the bit in a range of a flat buffer on the device.
     pub(super) fn flip_bit(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
         let mut values = flat.to_vec::<f32>()?;
-        self.strike_values(&mut values[range]);
+        self.flip_bit_in_values(&mut values[range]);
         Ok(flat.write(&values)?)
     }
 
     /// Flips the bit in values in the host's memory.
-    pub(super) fn strike_values(self, values: &mut [f32]) {
+    pub(super) fn flip_bit_in_values(self, values: &mut [f32]) {
         let count = values.len().max(1);
         if let Some(value) = values.get_mut(self.element % count) {
             *value = f32::from_bits(value.to_bits() ^ (1 << (self.bit % 32)));

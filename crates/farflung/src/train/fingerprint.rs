@@ -22,7 +22,7 @@ impl Hasher {
     }
 }
 
-/// Returns the BLAKE3 hash of numbers, as little-endian bytes.
+/// Returns the BLAKE3 hash of the little-endian bytes of the numbers.
 pub(super) fn digest(values: &[f32]) -> blake3::Hash {
     let mut hasher = Hasher::default();
     hasher.update(values);

@@ -11,7 +11,7 @@ use super::report::{REPORT, Report};
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
 /// The work that a resumed run still has to do.
-pub(super) enum Left {
+pub(super) enum RemainingWork {
     /// There are steps left, or the run was interrupted between its last step and its report.
     Work,
     /// There is no work left. On rank 0, this contains the existing report.
@@ -22,26 +22,26 @@ pub(super) enum Left {
 /// collective if `begun` is the number of all steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
-pub(super) fn left(
+pub(super) fn remaining_work(
     job: &Job,
     run: Option<&RunDir>,
     comm: &Communicator,
     from: Option<&Path>,
     begun: u64,
     watch: Option<&mut (dyn RunObserver + '_)>,
-) -> Result<Left> {
+) -> Result<RemainingWork> {
     let steps = job.config.steps;
     if begun > steps {
         let path = from.map_or_else(String::new, |path| format!(", {}", path.display()));
         let expected = format!("at least {begun}: the checkpoint to resume from is of step {begun}{path}");
         return Err(Error::Setting { field: "steps", value: steps.to_string(), expected });
     }
-    let Some(run) = run.filter(|_| begun == steps) else { return Ok(Left::Work) };
+    let Some(run) = run.filter(|_| begun == steps) else { return Ok(RemainingWork::Work) };
     let found = if comm.rank().0 == 0 { read(run, steps) } else { None };
     // Only rank 0 reads the report; the other ranks follow its decision.
     let told = comm.all_gather_bytes(vec![u8::from(found.is_some())])?;
     if told.first().is_none_or(|word| word.as_slice() != [1]) {
-        return Ok(Left::Work);
+        return Ok(RemainingWork::Work);
     }
     if let Some(watch) = watch {
         let folder = run.path().display();
@@ -49,7 +49,7 @@ pub(super) fn left(
             "the run in {folder} has already finished at step {begun}: there is nothing to do"
         ));
     }
-    Ok(Left::Nothing(found.map(Box::new)))
+    Ok(RemainingWork::Nothing(found.map(Box::new)))
 }
 
 /// Returns the report in a run's folder, if there is one for this number of steps.

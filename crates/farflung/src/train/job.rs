@@ -29,7 +29,7 @@ use crate::{Error, Result, TrainConfig, corpus, finite};
 /// The point at which the steps and microbatches of a plan begin; earlier ones belong to other plans of the
 /// same run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Base {
+pub struct PlanStart {
     /// Number of steps before that point.
     pub step: u64,
     /// Number of microbatches of all replicas before that point.
@@ -46,7 +46,7 @@ pub struct Job {
     /// Every decision that the ranks share.
     pub plan: Plan,
     /// The point at which the plan's steps and microbatches begin.
-    pub base: Base,
+    pub plan_start: PlanStart,
     /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
     /// plan determines all.
     pub since_members_changed: Option<LocalSteps>,
@@ -58,7 +58,7 @@ pub struct Job {
     /// Cancels the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
     /// The view of the members that form its pipelines.
-    pub view: Option<membership::Place>,
+    pub view: Option<membership::ViewId>,
     /// Number of doublings of the deadline of the settings.
     pub doublings: u32,
     /// The machines and links of `--topology`.
@@ -122,7 +122,7 @@ impl Job {
             config,
             model,
             plan,
-            base: Base::default(),
+            plan_start: PlanStart::default(),
             since_members_changed: None,
             elastic: false,
             pipelines: None,
@@ -186,8 +186,8 @@ impl Job {
     ///
     /// Errors: an invalid plan.
     pub(super) fn with_plan_after(&self, step: u64, plan: Plan) -> Result<Self> {
-        let base = Base { step, microbatches: self.microbatches_after(step) };
-        Ok(Self { base, ..self.with_plan(plan)? })
+        let base = PlanStart { step, microbatches: self.microbatches_after(step) };
+        Ok(Self { plan_start: base, ..self.with_plan(plan)? })
     }
 
     /// Returns the local steps that each replica takes.
@@ -241,8 +241,8 @@ impl Job {
     #[must_use]
     pub fn microbatches_after(&self, steps: u64) -> u64 {
         let local = self.plan.local_steps();
-        self.base.microbatches + local.all_microbatches(steps)
-            - local.all_microbatches(self.base.step.min(steps))
+        self.plan_start.microbatches + local.all_microbatches(steps)
+            - local.all_microbatches(self.plan_start.step.min(steps))
     }
 
     /// Returns the tokens of all replicas in a step that all replicas take.

@@ -13,8 +13,8 @@ use farflung_comm::Communicator;
 use farflung_comm::tcp::{Pace, SharedMemory};
 use farflung_parallel::{Cluster, Plan, shipped};
 
-pub(super) use super::seat::seat;
-pub use super::seat::{Seat, seats};
+pub(super) use super::connection::view_communicator;
+pub use super::connection::{WorkerConnection, connections};
 use crate::config::choice::TransportKind;
 use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};

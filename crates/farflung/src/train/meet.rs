@@ -9,7 +9,7 @@ use farflung_parallel::Plan;
 
 use super::job::Job;
 use crate::config::choice::Resume;
-use crate::config::shared::{Fact, is_planned};
+use crate::config::shared::{NamedValue, is_planned};
 use crate::{Error, Result, TrainConfig};
 
 /// Version of the program. It is compared, since ranks of another version may compute other values.
@@ -57,7 +57,7 @@ impl fmt::Display for Ranks<'_> {
 /// that have them.
 pub(super) fn same_facts(
     what: &'static str,
-    facts: &[Fact],
+    facts: &[NamedValue],
     comm: &Communicator,
     optional: fn(&str) -> bool,
 ) -> Result<()> {
@@ -68,9 +68,9 @@ pub(super) fn same_facts(
     }
     let told = comm.all_gather_bytes(text)?;
     let read = |(rank, text): (Rank, &Vec<u8>)| {
-        serde_json::from_slice::<Vec<Fact>>(text).map_err(|_| another_version(comm.rank(), rank))
+        serde_json::from_slice::<Vec<NamedValue>>(text).map_err(|_| another_version(comm.rank(), rank))
     };
-    let told: Vec<Vec<Fact>> = (0..).map(Rank).zip(&told).map(read).collect::<Result<_>>()?;
+    let told: Vec<Vec<NamedValue>> = (0..).map(Rank).zip(&told).map(read).collect::<Result<_>>()?;
     let mut differing = differences(&told, optional).into_iter();
     match differing.next() {
         None => Ok(()),
@@ -89,7 +89,7 @@ fn another_version(mine: Rank, theirs: Rank) -> Error {
 }
 
 /// Returns the names whose values differ, in the order of the ranks' lists, with the ranks by value.
-fn differences(told: &[Vec<Fact>], optional: fn(&str) -> bool) -> Vec<(String, Vec<RankValue>)> {
+fn differences(told: &[Vec<NamedValue>], optional: fn(&str) -> bool) -> Vec<(String, Vec<RankValue>)> {
     let mut names: Vec<&str> = Vec::new();
     for fact in told.iter().flatten() {
         if !names.contains(&fact.name.as_str()) {
@@ -127,17 +127,17 @@ fn a_file(content: &[u8]) -> String {
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result<()> {
     let always = |_: &str| false;
-    same_facts("program's", &[Fact::new("version", VERSION)], comm, always)?;
+    same_facts("program's", &[NamedValue::new("version", VERSION)], comm, always)?;
     let mut facts = config.shared();
     let resume = match config.resume {
         Resume::Auto => "auto",
         Resume::No => "no",
         Resume::Path(_) => "a path",
     };
-    facts.push(Fact::new("resume", resume));
+    facts.push(NamedValue::new("resume", resume));
     if config.plan.is_none() {
         let read = config.schedule_file.as_ref().map(std::fs::read);
-        facts.push(Fact::new(
+        facts.push(NamedValue::new(
             "schedule-file",
             match read {
                 None => "none".to_owned(),
@@ -152,14 +152,17 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
 }
 
 /// Returns the facts that define a model's function, with the names of settings.
-pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
+pub(super) fn model_facts(job: &Job) -> Vec<NamedValue> {
     let model = &job.model;
     vec![
-        Fact::new("layers", model.layers),
-        Fact::new("heads", model.heads),
-        Fact::new("dim", model.dim),
-        Fact::new("context", model.context),
-        Fact::new("tokenizer", format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab)),
+        NamedValue::new("layers", model.layers),
+        NamedValue::new("heads", model.heads),
+        NamedValue::new("dim", model.dim),
+        NamedValue::new("context", model.context),
+        NamedValue::new(
+            "tokenizer",
+            format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab),
+        ),
     ]
 }
 
@@ -171,13 +174,13 @@ pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
     let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
     if !job.config.own_data {
-        facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+        facts.push(NamedValue::new("data", format!("{tokens} tokens with hash {}", job.hash)));
     }
     if let Some(hash) = &job.initial {
-        facts.push(Fact::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
+        facts.push(NamedValue::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
     }
     if let Some(cluster) = &job.cluster {
-        facts.push(Fact::new("topology", a_file(cluster.to_string().as_bytes())));
+        facts.push(NamedValue::new("topology", a_file(cluster.to_string().as_bytes())));
     }
     same_facts("setting", &facts, comm, |_| false)?;
     same_plan(&job.plan, comm)
@@ -188,7 +191,8 @@ pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
 /// Errors: [`Error::RanksDiffer`] on every rank, with the first field that differs, all values and the ranks
 /// that have them.
 pub fn same_plan(plan: &Plan, comm: &Communicator) -> Result<()> {
-    let facts: Vec<Fact> = plan.fields().into_iter().map(|(name, value)| Fact { name, value }).collect();
+    let facts: Vec<NamedValue> =
+        plan.fields().into_iter().map(|(name, value)| NamedValue { name, value }).collect();
     same_facts("`plan` field", &facts, comm, |_| false)
 }
 
@@ -198,12 +202,12 @@ mod tests {
 
     use super::*;
 
-    fn facts(values: [(&str, u32); 2]) -> Vec<Fact> {
-        values.into_iter().map(|(name, value)| Fact::new(name, value)).collect()
+    fn facts(values: [(&str, u32); 2]) -> Vec<NamedValue> {
+        values.into_iter().map(|(name, value)| NamedValue::new(name, value)).collect()
     }
 
     /// Returns the result of each of three ranks if the second one has other facts.
-    fn meet(second: &[Fact]) -> Vec<Result<()>> {
+    fn meet(second: &[NamedValue]) -> Vec<Result<()>> {
         let first = facts([("a", 1), ("b", 2)]);
         std::thread::scope(|scope| {
             let work = |endpoint| {

@@ -130,7 +130,7 @@ fn of_rank(
     let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen)?;
     let mut messages = dry.messages() + coded;
     if holders > 1 {
-        optimizer += (config.sync.buffers)(&config.kept()).held as u64 * model_bytes;
+        optimizer += (config.sync.buffers)(&config.buffer_settings()).held as u64 * model_bytes;
         let level = plan.outermost();
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let averages = averaging(&level.codec.parse()?, model_bytes.into(), holders, bucket);

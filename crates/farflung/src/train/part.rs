@@ -49,7 +49,7 @@ pub(super) struct Part {
     version: u32,
     older: BTreeMap<u32, Tensor>,
     /// Updates whose gradients are complete on this rank and wait for the sum of the token table's gradients.
-    due: VecDeque<Due>,
+    deferred: VecDeque<DeferredUpdate>,
     /// A spare buffer for gradients.
     spare: Option<Tensor>,
 }
@@ -76,7 +76,7 @@ enum Reducing {
 
 /// An update that was put off.
 #[derive(Debug)]
-struct Due {
+struct DeferredUpdate {
     grads: Tensor,
     /// `None` if no values are computed (`memory/dry.rs`).
     table: Option<Exchange>,
@@ -156,7 +156,7 @@ impl Part {
             reducing: Reducing::No,
             version: 0,
             older: BTreeMap::new(),
-            due: VecDeque::new(),
+            deferred: VecDeque::new(),
             spare: None,
         })
     }
@@ -171,14 +171,14 @@ impl Part {
     pub(super) fn begin(&mut self) {
         (self.pending, self.reducing, self.version) = (false, Reducing::No, 0);
         self.older.clear();
-        self.due.clear();
+        self.deferred.clear();
     }
 
     /// Puts off the update with the gradients so far until the table's sum arrives, and starts the next one.
     pub(super) fn defer_update(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
         let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
-        self.due.push_back(Due { grads, table, needed });
+        self.deferred.push_back(DeferredUpdate { grads, table, needed });
         if let Some(average) = self.average() {
             average.commit();
         }
@@ -189,7 +189,7 @@ impl Part {
     /// Applies the updates that were put off, up to the given version; all of them without one.
     pub(super) fn catch_up(&mut self, version: Option<u32>) -> Result<()> {
         while version.is_none_or(|version| self.version < version) {
-            let Some(Due { mut grads, table, needed }) = self.due.pop_front() else { break };
+            let Some(DeferredUpdate { mut grads, table, needed }) = self.deferred.pop_front() else { break };
             if let Some(table) = table {
                 let range = self.table();
                 grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
@@ -409,7 +409,10 @@ impl Part {
                 for (name, state) in self.chain.states() {
                     states.insert(name.to_owned(), state.to_vec::<f32>()?);
                 }
-                states.values_mut().take(1).for_each(|state| fault.strike_values(&mut state[range.clone()]));
+                states
+                    .values_mut()
+                    .take(1)
+                    .for_each(|state| fault.flip_bit_in_values(&mut state[range.clone()]));
                 let step = self.chain.step();
                 Ok(self.chain.restore(step, |name| states.get(name).map(Vec::as_slice))?)
             }
@@ -425,7 +428,7 @@ impl Part {
     /// Averages over all holders when replicas synchronise; parameters do not change yet.
     pub(super) fn exchange(&mut self, after: StepEnd, weight: f64) -> Option<Result<(), OptimError>> {
         let Self { sync, params, chain, .. } = self;
-        sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))
+        sync.as_mut().map(|sync| sync.exchange_accumulated(params, chain, after, weight))
     }
 
     /// Drops an update that was not committed.

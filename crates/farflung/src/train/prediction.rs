@@ -106,7 +106,7 @@ impl Prediction {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         let recorded = Sequence::first(&schedules, machines).recorded(&mut operations)?;
-        Ok(recorded.script.at_least(&machines.topology))
+        Ok(recorded.script.lower_bound(&machines.topology))
     }
 
     /// Predicts the plan of a job.
@@ -177,11 +177,11 @@ impl Recorded<'_> {
     fn play_within(self, limit: Nanos) -> Result<Option<PlayedSequence>> {
         let Self { topology, script, marks } = self;
         let played = if limit == Nanos::MAX {
-            Some(script.play(topology)?)
-        } else if script.at_least(topology) > limit {
+            Some(script.simulate(topology)?)
+        } else if script.lower_bound(topology) > limit {
             None
         } else {
-            script.play_within(topology, limit)
+            script.simulate_within(topology, limit)
         };
         Ok(played.map(|played| PlayedSequence { played, ranks: script.ranks, marks }))
     }

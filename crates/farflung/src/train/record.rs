@@ -40,7 +40,7 @@ impl Clock {
 }
 
 /// Rows, metrics and events that rank 0 records about the run's steps.
-pub(super) struct Record<'a, 'w> {
+pub(super) struct RunRecorder<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
     pub(super) watch: Option<&'a mut (dyn RunObserver + 'w)>,
@@ -51,7 +51,7 @@ pub(super) struct Record<'a, 'w> {
     pub(super) time_s: f64,
 }
 
-impl Record<'_, '_> {
+impl RunRecorder<'_, '_> {
     /// Records a step. After local steps of replicas, the row is written once the losses of all replicas are
     /// known: `train_loss` is the mean over all tokens of the step, of all replicas, for every method.
     pub(super) fn step(
@@ -104,7 +104,7 @@ impl Record<'_, '_> {
                 metrics.write(row)?;
             }
             if let Some(watch) = &mut self.watch {
-                watch.told(row);
+                watch.step_row(row);
             }
             self.told += 1;
         }

@@ -11,21 +11,21 @@ use super::claim::Claim;
 use super::deadline;
 use super::elastic;
 use super::exit_listener::{ExitListener, ExitNotice};
-use super::finished::{self, Left};
+use super::finished::{self, RemainingWork};
 use super::job::Job;
-use super::links::{self, Seat, seats};
+use super::links::{self, WorkerConnection, connections};
 use super::meet::{same_job, same_settings};
 use super::planned;
 use super::prediction::Prediction;
-use super::record::{Clock, Record};
+use super::record::{Clock, RunRecorder};
 use super::report::{Report, sample};
 use super::sizes;
-use super::steps::{Last, Steps, evaluated};
+use super::steps::{LastDone, Steps, evaluated};
 use super::stop_in_step::{self, RunProgress};
 use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
-use crate::config::notes::Circumstances;
+use crate::config::notes::NoteContext;
 use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
@@ -86,7 +86,7 @@ pub fn run(
     let (mut job, joined) = match launched {
         None => (admitted.and_then(|()| prepare(config, env, stop))?, None),
         Some(env) => {
-            if env.rank.0 == 0 && !env.security.is_sealed() && !env.is_local() {
+            if env.rank.0 == 0 && !env.security.is_encrypted() && !env.is_local() {
                 let at = &env.master_addr;
                 watch.note(&format!(
                     "{at}: links are neither encrypted nor authenticated: use this only in trusted networks"
@@ -107,12 +107,15 @@ pub fn run(
             }
         }
     };
-    let tie = |seat: Seat| Seat { comm: job.stop.with_stop(seat.comm), ..seat };
-    let seats: Vec<Seat> = seats(&job, joined)?.into_iter().map(tie).collect();
-    let between = seats.first().map(|seat| &seat.comm).filter(|_| launched.is_some());
+    let tie = |connection: WorkerConnection| WorkerConnection {
+        comm: job.stop.with_stop(connection.comm),
+        ..connection
+    };
+    let connections: Vec<WorkerConnection> = connections(&job, joined)?.into_iter().map(tie).collect();
+    let between = connections.first().map(|connection| &connection.comm).filter(|_| launched.is_some());
     let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
         job.out = Some(claim.path().to_owned());
-        run_job(&job, seats, watch)
+        run_job(&job, connections, watch)
     });
     // After a cancelling signal, the signal is the cause of any worker's failure.
     match job.stop.cancelled() {
@@ -146,9 +149,13 @@ fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> R
     Ok(job)
 }
 
-/// Trains a job with the given seats, one thread per seat.
-pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn RunObserver) -> Result<Option<Report>> {
-    let results = run_seats(job, seats, watch);
+/// Trains a job with the given connections, one thread per connection.
+pub fn run_job(
+    job: &Job,
+    connections: Vec<WorkerConnection>,
+    watch: &mut dyn RunObserver,
+) -> Result<Option<Report>> {
+    let results = run_workers(job, connections, watch);
     // A failed worker makes the others fail too; the cause is the first error that is not about a lost peer.
     let mut report = None;
     let mut failure: Option<Error> = None;
@@ -165,17 +172,21 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn RunObserver) -> Resu
     failure.map_or(Ok(report), Err)
 }
 
-/// Trains a job with the given seats, one thread per seat, and returns the result of each.
-pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn RunObserver) -> Vec<Result<Option<Report>>> {
-    let local = seats.len();
+/// Trains a job with the given connections, one thread per connection, and returns the result of each.
+pub fn run_workers(
+    job: &Job,
+    connections: Vec<WorkerConnection>,
+    watch: &mut dyn RunObserver,
+) -> Vec<Result<Option<Report>>> {
+    let local = connections.len();
     let mut watch = Some(watch);
     std::thread::scope(|scope| {
-        let workers: Vec<_> = seats
+        let workers: Vec<_> = connections
             .into_iter()
-            .map(|seat| {
-                let shown = seat.comm.rank().0 == 0 || local == 1;
+            .map(|connection| {
+                let shown = connection.comm.rank().0 == 0 || local == 1;
                 let watch = if shown { watch.take() } else { None };
-                scope.spawn(move || work(job, seat, local, watch))
+                scope.spawn(move || work(job, connection, local, watch))
             })
             .collect();
         workers
@@ -199,14 +210,14 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 /// Runs one rank.
 fn work(
     job: &Job,
-    seat: Seat,
+    connection: WorkerConnection,
     local: usize,
     watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
-    if seat.place.is_some() {
-        return elastic::work(job, seat, local, watch);
+    if connection.place.is_some() {
+        return elastic::work(job, connection, local, watch);
     }
-    let Seat { comm, simulated, link, .. } = seat;
+    let WorkerConnection { comm, simulated, link, .. } = connection;
     let threads = job.threads(local);
     let tuned = tune(job, &comm, threads)?;
     let mut watch = watch;
@@ -226,7 +237,7 @@ fn work(
         let mut stopper = None;
         // A stop request of this rank takes precedence.
         if let Some(hearing) = hearing.as_ref().filter(|_| job.stop.requested().is_none()) {
-            error = blame::settle(trainer.comm(), hearing, error);
+            error = blame::attribute_failure(trainer.comm(), hearing, error);
             stopper =
                 hearing.heard().filter(|heard| heard.word == ExitNotice::Stopped).map(|heard| heard.from);
         }
@@ -261,7 +272,9 @@ fn train(
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
     let from = resumed.as_ref().map(|resumed| resumed.from.as_path());
-    if let Left::Nothing(report) = finished::left(job, run, trainer.comm(), from, begun, seen)? {
+    if let RemainingWork::Nothing(report) =
+        finished::remaining_work(job, run, trainer.comm(), from, begun, seen)?
+    {
         return Ok(report.map(|report| *report));
     }
     // Checks copies that were read from checkpoints, and initial weights.
@@ -278,11 +291,11 @@ fn train(
     let clock = Clock::new(trainer.comm(), before, trials);
     *kept = RunProgress::at(begun, run, before, clock);
     if run.is_some() {
-        trainer.mark()?;
+        trainer.set_rollback_point()?;
     }
     job.stop.begin();
-    let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (job, last) = (job.clone(), Last::at(begun));
+    let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
+    let (job, last) = (job.clone(), LastDone::at(begun));
     let mut steps = Steps { job, record, clock, run, tells: first, last_loss: None, last };
     if let Some(watch) = steps.record.watch.as_deref_mut() {
         announce(&steps.job, trainer, simulated, resumed.as_ref(), watch)?;
@@ -331,7 +344,7 @@ pub(super) fn announce(
     }
     let world = if job.elastic { config.workers } else { job.world };
     let elastic = job.elastic;
-    for line in config.notes(&Circumstances { model: job.model, world, simulated, elastic }) {
+    for line in config.notes(&NoteContext { model: job.model, world, simulated, elastic }) {
         watch.note(&line);
     }
     if let Some(note) = note(trainer, job)? {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint;
 use super::job::Job;
 use super::observation::Observation;
-use super::record::{Clock, Record};
+use super::record::{Clock, RunRecorder};
 use super::stop_in_step::RunProgress;
 use super::trainer::{Synced, Thoroughness, Trainer};
 use crate::events::{EventKind, EventLog};
@@ -17,25 +17,25 @@ use crate::{Error, PeerCounters, Result, RunDir, Signal, StepTimes};
 pub(super) struct Steps<'a, 'w> {
     /// The current job.
     pub(super) job: Job,
-    pub(super) record: Record<'a, 'w>,
+    pub(super) record: RunRecorder<'a, 'w>,
     pub(super) clock: Clock,
     pub(super) run: Option<&'a RunDir>,
     /// Whether this rank records the run's steps.
     pub(super) tells: bool,
     /// The last computed loss on the held-out text.
     pub(super) last_loss: Option<f64>,
-    pub(super) last: Last,
+    pub(super) last: LastDone,
 }
 
 /// The steps after which the model was last evaluated, saved and checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Last {
+pub(super) struct LastDone {
     evaluated: u64,
     saved: u64,
     checked: u64,
 }
 
-impl Last {
+impl LastDone {
     /// Returns the state in which all of it was done after this step.
     pub(super) const fn at(step: u64) -> Self {
         Self { evaluated: step, saved: step, checked: step }
@@ -50,7 +50,7 @@ impl Last {
 
 /// The next action of a run after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum AfterStep {
     /// The run does another step, or ends.
     Step,
     /// The members change.
@@ -61,8 +61,8 @@ impl Steps<'_, '_> {
     /// Records the last step if it was committed without a call of [`Trainer::step`] that returned it.
     ///
     /// Errors: [`Error::Io`].
-    pub(super) fn record_settled(&mut self, trainer: &mut Trainer) -> Result<()> {
-        let Some(done) = trainer.take_settled().filter(|_| self.tells) else { return Ok(()) };
+    pub(super) fn record_resolved(&mut self, trainer: &mut Trainer) -> Result<()> {
+        let Some(done) = trainer.take_resolved().filter(|_| self.tells) else { return Ok(()) };
         let totals = self.clock.totals(trainer.comm());
         let peers = PeerCounters::all(trainer.comm().transport().as_ref());
         self.record.step(&self.job, &done, None, None, &totals, peers)
@@ -76,7 +76,7 @@ impl Steps<'_, '_> {
         trainer: &mut Trainer,
         events: &mut EventLog,
         kept: &mut RunProgress,
-    ) -> Result<Next> {
+    ) -> Result<AfterStep> {
         let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
         let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
@@ -84,7 +84,7 @@ impl Steps<'_, '_> {
         let agreed = done.synced == Synced::Yes;
         if agreed {
             kept.totals = self.clock.totals(trainer.comm());
-            self.run.map_or(Ok(()), |_| trainer.mark())?;
+            self.run.map_or(Ok(()), |_| trainer.set_rollback_point())?;
         }
         let totals = self.clock.totals(trainer.comm());
         events.time_s = totals.time_s;
@@ -123,14 +123,14 @@ impl Steps<'_, '_> {
         let saves =
             self.run.is_some() && agreed && (end || stop || due(config.checkpoint_every, self.last.saved));
         let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
-        let looks = Looks {
+        let looks = StepChecks {
             verify: (agreed && (end || saves || due(config.check_every, self.last.checked)))
                 .then_some(if end || saves { Thoroughness::All } else { Thoroughness::Usual }),
             evaluate: agreed && (end || due(config.eval_every, self.last.evaluated)),
             digest: agreed && wants_digest,
             saves,
         };
-        let (seen, looked) = tracing::debug_span!("look", step = next, rank).in_scope(|| looks.look(trainer));
+        let (seen, looked) = tracing::debug_span!("look", step = next, rank).in_scope(|| looks.run(trainer));
         if looks.verify.is_some() {
             self.last.checked = done.step;
         }
@@ -156,12 +156,12 @@ impl Steps<'_, '_> {
         if stop {
             return Err(Error::Stopped(self.job.stop.requested().unwrap_or(Signal::Terminate)));
         }
-        Ok(if done.change && agreed && !end { Next::Change } else { Next::Step })
+        Ok(if done.change && agreed && !end { AfterStep::Change } else { AfterStep::Step })
     }
 }
 
 /// Checks, evaluation and checkpoint that are due after a step.
-struct Looks {
+struct StepChecks {
     verify: Option<Thoroughness>,
     evaluate: bool,
     digest: bool,
@@ -171,7 +171,7 @@ struct Looks {
 
 /// Results of evaluation and checks after a step.
 #[derive(Default)]
-struct Seen {
+struct CheckResults {
     val_loss: Option<f64>,
     digest: Option<String>,
     /// Losses of earlier steps that are not in any row yet. They are recorded before a checkpoint, since the
@@ -179,11 +179,11 @@ struct Seen {
     losses: Vec<f64>,
 }
 
-impl Looks {
+impl StepChecks {
     /// Runs the checks, evaluation and checkpoint that are due. Returns the results up to the first failure,
     /// and whether there was one.
-    fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
-        let mut seen = Seen::default();
+    fn run(&self, trainer: &mut Trainer) -> (CheckResults, Result<()>) {
+        let mut seen = CheckResults::default();
         let look = |trainer: &mut Trainer| {
             self.verify.map_or(Ok(()), |thoroughness| trainer.verify(thoroughness))?;
             if self.evaluate {

@@ -8,7 +8,7 @@ use farflung_base::{Nanos, Rank};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
-use super::record::{Clock, Record};
+use super::record::{Clock, RunRecorder};
 use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
 use crate::events::{EventKind, EventLog, causes};
@@ -142,7 +142,7 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     let deadline = job.config.deadline;
     let answer = if job.processes > 1 { ANSWER.min(deadline) } else { deadline };
     let missing = trainer.retreat(job, answer)?;
-    record_settled(job, trainer, run, kept)?;
+    record_resolved(job, trainer, run, kept)?;
     let step = trainer.steps_done();
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
@@ -160,13 +160,13 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
 }
 
 /// Records a step that the retreat has committed: its row on rank 0, and the resources used up to it.
-fn record_settled(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) -> Result<()> {
-    let (Some(done), Some(clock)) = (trainer.take_settled(), kept.clock) else { return Ok(()) };
+fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) -> Result<()> {
+    let (Some(done), Some(clock)) = (trainer.take_resolved(), kept.clock) else { return Ok(()) };
     let time_s = kept.totals.time_s;
     kept.totals = clock.totals(trainer.comm());
     if trainer.rank() == Rank(0) {
         let metrics = Some(run.metrics(done.step - 1)?);
-        let mut record = Record { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
+        let mut record = RunRecorder { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
         let peers = PeerCounters::all(trainer.comm().transport().as_ref());
         record.step(job, &done, None, None, &kept.totals, peers)?;
     }

@@ -14,8 +14,8 @@ mod agree;
 mod build;
 mod carry;
 mod gather;
-mod meeting;
-mod pieces;
+mod synchronise;
+mod named_tensors;
 mod replay;
 mod retreat;
 mod snapshot;
@@ -41,18 +41,18 @@ use farflung_zoo::Stage;
 use super::bind::ReplicaSchedule;
 use super::executor::{Executor, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
-use super::job::Base;
+use super::job::PlanStart;
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::spent::{Spent, add_since};
 use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
-use agree::{Met, Vote, Voting, Wish};
+use agree::{StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
-pub(super) use pieces::{Counted, Pieces, needs};
-use retreat::Mark;
+pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
+use retreat::RollbackPoint;
 pub(super) use snapshot::{Progress, Snapshot, StateBytes};
 use speed::Speedometer;
 pub use step_done::{StepDone, Synced};
@@ -72,7 +72,7 @@ pub struct Trainer {
     first_microbatch: u64,
     all_microbatches: u64,
     /// Where the plan's steps and microbatches begin.
-    base: Base,
+    base: PlanStart,
     replicas: u32,
     /// Which replicas take which local steps.
     local: LocalSteps,
@@ -88,7 +88,7 @@ pub struct Trainer {
     /// Losses of this replica's steps since replicas last had the same parameters.
     window: Vec<f64>,
     /// A vote that was sent together with an average.
-    voting: Option<Voting<Met>>,
+    voting: Option<Voting<SyncVote>>,
     /// The holders of each part, by the part's number, if other ranks hold it too.
     holders: BTreeMap<u32, Communicator>,
     resync: Resync,
@@ -110,7 +110,7 @@ pub struct Trainer {
     /// The job's ranks by their number in the communicator; after a retreat, those that are left.
     members: Vec<Rank>,
     /// The last state that all replicas had in common, if they train apart or are updated within a step.
-    mark: Option<Mark>,
+    mark: Option<RollbackPoint>,
     /// Whether parameters may contain part of a step that is not done.
     half_done: bool,
     /// Number of attempts of the current step with gradients that were not finite, other than by loss scaling.
@@ -263,7 +263,7 @@ impl Trainer {
         if self.unmet {
             // The local step is counted already; only its meeting, among other replicas, failed.
             let begun = self.executor.comm.now();
-            let done = self.meet_now(stop)?;
+            let done = self.synchronise_now(stop)?;
             let Executor { comm, spent, .. } = &mut self.executor;
             add_since(begun, comm, &mut spent.communicate);
             return self.compared(done);
@@ -308,7 +308,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
-        self.undecided.committed(vote.loss, vote.squares, vote.wish.copies);
+        self.undecided.committed(vote.loss, vote.squares, vote.requests.copies);
         self.tell_speeds(&vote.speeds);
         self.fail_if_due(Moment::Committed, self.step)?;
         self.inject_fault(FaultyValue::Parameters, self.step)?;
@@ -316,7 +316,7 @@ impl Trainer {
         let done = if self.each_step {
             self.agreed(&vote)
         } else {
-            self.local_step(vote.loss, stop || vote.wish.stop)?
+            self.local_step(vote.loss, stop || vote.requests.stop)?
         };
         self.compared(StepDone { skipped, ..done })
     }
@@ -358,7 +358,7 @@ impl Trainer {
 
     /// Returns the result of a step of all replicas together, for methods that average each step.
     fn agreed(&self, vote: &Vote) -> StepDone {
-        let Wish { stop, change, .. } = vote.wish;
+        let StepRequests { stop, change, .. } = vote.requests;
         StepDone { stop, change, ..StepDone::of_all(self.step, vote.loss) }
     }
 
@@ -395,7 +395,7 @@ impl Trainer {
         if found.distance > 0.0 {
             for part in parts.values_mut() {
                 if let Some(sync) = part.sync.as_mut().filter(|sync| !sync.replicas_differ()) {
-                    sync.moved(&part.params)?;
+                    sync.on_params_set(&part.params)?;
                 }
             }
         }

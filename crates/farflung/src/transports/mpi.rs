@@ -30,7 +30,7 @@ fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communica
             ),
         });
     }
-    if meeting.security.is_sealed() {
+    if meeting.security.is_encrypted() {
         return Err(crate::Error::Setting {
             field: "transport",
             value: "mpi".to_owned(),

@@ -24,8 +24,8 @@ pub(super) struct EventLine {
 /// Members that joined and left in a change of members.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Change {
-    pub(super) came: Vec<u32>,
-    pub(super) went: Vec<u32>,
+    pub(super) joined: Vec<u32>,
+    pub(super) left: Vec<u32>,
     /// Seconds of the run's clock that the change took.
     pub(super) took_s: f64,
 }
@@ -57,8 +57,8 @@ impl EventLine {
     /// Returns the change of members, if the event is one.
     pub(super) fn change(&self) -> Option<Change> {
         (self.kind == "members").then(|| Change {
-            came: self.numbers("came"),
-            went: self.numbers("went"),
+            joined: self.numbers("joined"),
+            left: self.numbers("left"),
             took_s: self.count("took_ms").unwrap_or(0) as f64 / 1e3,
         })
     }
@@ -166,7 +166,7 @@ impl EventLine {
             let more = if peers.len() > 8 { " and more" } else { "" };
             format!("{}{more}", names.join(", "))
         };
-        let Change { came, went, took_s } = self.change().unwrap_or_default();
+        let Change { joined: came, left: went, took_s } = self.change().unwrap_or_default();
         let lost = self.text_of("reason").is_some();
         let mut parts = Vec::new();
         if !went.is_empty() {
@@ -219,8 +219,8 @@ mod tests {
         let members = |came: &[u32], went: &[u32], reason: Option<&str>| EventKind::Members {
             epoch: 4,
             members: 3,
-            came: came.into(),
-            went: went.into(),
+            joined: came.into(),
+            left: went.into(),
             lost_sequences: 0,
             lost_steps: 0,
             from_checkpoints: false,

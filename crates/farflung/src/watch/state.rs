@@ -82,7 +82,7 @@ impl Document {
 
 /// The values of a step from which rates are computed.
 #[derive(Debug, Clone, Copy, Default)]
-struct Mark {
+struct RateSample {
     step: u64,
     time_s: f64,
     wall_s: f64,
@@ -90,7 +90,7 @@ struct Mark {
     bytes_sent: u64,
 }
 
-impl Mark {
+impl RateSample {
     fn of(row: &StepMetrics) -> Self {
         let StepMetrics { step, time_s, wall_s, tokens, bytes_sent, .. } = *row;
         Self { step, time_s, wall_s, tokens, bytes_sent }
@@ -110,9 +110,9 @@ pub struct State {
     latest: Option<StepMetrics>,
     val_loss: Option<f64>,
     /// Values before the first known step.
-    base: Mark,
+    base: RateSample,
     /// Marks of the newest steps. The first mark is that of the step before them.
-    recent: VecDeque<Mark>,
+    recent: VecDeque<RateSample>,
     timeline: Timeline,
     events: Vec<EventFacts>,
     more_events: u64,
@@ -148,7 +148,7 @@ impl State {
         match file {
             Lines::Metrics => {
                 self.curve.clear();
-                (self.latest, self.val_loss, self.base) = (None, None, Mark::default());
+                (self.latest, self.val_loss, self.base) = (None, None, RateSample::default());
                 self.recent.clear();
             }
             Lines::Events(rank) => {
@@ -239,13 +239,13 @@ impl State {
         if [row.time_s, row.wall_s].iter().any(|time| !(0.0..1e12).contains(time)) {
             return Err("its times are negative or too large".to_owned());
         }
-        let mark = Mark::of(&row);
+        let mark = RateSample::of(&row);
         while self.recent.back().is_some_and(|last| last.step >= row.step) {
             self.recent.pop_back();
         }
         if self.latest.is_none() {
             // A member that joined later did not train the tokens and time before its first step.
-            self.base = if row.step == 1 { Mark::default() } else { mark };
+            self.base = if row.step == 1 { RateSample::default() } else { mark };
             self.recent.push_back(self.base);
         }
         if self.recent.back().is_none_or(|last| last.step < row.step) {
@@ -323,7 +323,7 @@ impl State {
         let members: Vec<_> = members
             .into_iter()
             .map(|mut member| {
-                let told = member.rank.and_then(|rank| self.told(rank));
+                let told = member.rank.and_then(|rank| self.last_times(rank));
                 member.step = told.map(|times| times.step);
                 member.bytes_sent = member.bytes_sent.or(told.map(|times| times.bytes_sent));
                 member
@@ -346,7 +346,7 @@ impl State {
 
     /// Returns the last times that a rank reported. If members come and go, the folder has the files of only
     /// one of them.
-    fn told(&self, rank: u32) -> Option<&StepTimes> {
+    fn last_times(&self, rank: u32) -> Option<&StepTimes> {
         let folder = if self.who.ranks().is_some() { rank } else { 0 };
         self.timeline.last(folder).filter(|times| times.rank == rank)
     }
@@ -379,7 +379,7 @@ impl State {
     }
 
     /// Returns the first and the last of the newest marks.
-    fn recent(&self) -> Option<(Mark, Mark)> {
+    fn recent(&self) -> Option<(RateSample, RateSample)> {
         self.recent.front().copied().zip(self.recent.back().copied())
     }
 
@@ -397,22 +397,23 @@ impl State {
             val_loss: self.val_loss,
             bytes_sent: row.bytes_sent,
             bytes_received: row.bytes_received,
-            bytes_per_step: recent.and_then(|((a, b), steps)| Mark::rate(b.bytes_sent, a.bytes_sent, steps)),
+            bytes_per_step: recent
+                .and_then(|((a, b), steps)| RateSample::rate(b.bytes_sent, a.bytes_sent, steps)),
             step_s: recent.map(|((a, b), steps)| (b.time_s - a.time_s).max(0.0) / steps),
         }
     }
 
     fn goodput(&self) -> Goodput {
         let Some(row) = &self.latest else { return Goodput::default() };
-        let (base, last) = (self.base, Mark::of(row));
+        let (base, last) = (self.base, RateSample::of(row));
         let asked = self.who.status.as_ref().map(Status::goodput).filter(|share| share.is_finite());
         let told = self.changing_s.filter(|_| last.time_s > 0.0);
         Goodput {
-            tokens_per_s: Mark::rate(last.tokens, base.tokens, last.wall_s - base.wall_s),
+            tokens_per_s: RateSample::rate(last.tokens, base.tokens, last.wall_s - base.wall_s),
             recent_tokens_per_s: self
                 .recent()
-                .and_then(|(a, b)| Mark::rate(b.tokens, a.tokens, b.wall_s - a.wall_s)),
-            clock_tokens_per_s: Mark::rate(last.tokens, base.tokens, last.time_s - base.time_s),
+                .and_then(|(a, b)| RateSample::rate(b.tokens, a.tokens, b.wall_s - a.wall_s)),
+            clock_tokens_per_s: RateSample::rate(last.tokens, base.tokens, last.time_s - base.time_s),
             unchanged: asked.or(told.map(|changing| (1.0 - changing / last.time_s).clamp(0.0, 1.0))),
         }
     }

@@ -41,11 +41,11 @@ impl Who {
     pub(super) fn change(&mut self, change: &Change) {
         let plan = self.plan.as_ref();
         let Roster { here, gone } = self.roster.get_or_insert_with(|| Roster::of(plan));
-        here.retain(|slot| !change.went.contains(slot) && !change.came.contains(slot));
-        gone.retain(|slot| !change.came.contains(slot));
-        here.extend(&change.came);
+        here.retain(|slot| !change.left.contains(slot) && !change.joined.contains(slot));
+        gone.retain(|slot| !change.joined.contains(slot));
+        here.extend(&change.joined);
         here.truncate(MOST_KNOWN);
-        gone.extend(&change.went);
+        gone.extend(&change.left);
         gone.drain(..gone.len().saturating_sub(MOST_GONE));
         self.shares = None;
     }
@@ -267,7 +267,7 @@ mod tests {
         let topology = Some(Topology::uniform(1, "lan".parse().unwrap()));
         let mut who = Who { plan: Some(plan), topology, ..Who::default() };
         for (came, went) in [(vec![7], vec![]), (vec![2, 9], vec![]), (vec![3], vec![7])] {
-            who.change(&Change { came, went, took_s: 1.0 });
+            who.change(&Change { joined: came, left: went, took_s: 1.0 });
         }
         let seen = |who: &Who| {
             let members = who.members().0.into_iter();
@@ -289,12 +289,12 @@ mod tests {
         assert_eq!(seen(&who), [&all[..], &[gone]].concat());
         // The memory stays bounded for any number of changes.
         for slot in 10..10_000 {
-            who.change(&Change { came: vec![slot], went: vec![slot - 1], took_s: 0.0 });
+            who.change(&Change { joined: vec![slot], left: vec![slot - 1], took_s: 0.0 });
         }
         let (members, _) = who.members();
         assert_eq!(members.iter().filter(|m| m.presence == Presence::Gone).count(), MOST_GONE);
         assert_eq!(members[3].name, "member 9999");
-        who.change(&Change { came: (20_000..30_000).collect(), went: Vec::new(), took_s: 0.0 });
+        who.change(&Change { joined: (20_000..30_000).collect(), left: Vec::new(), took_s: 0.0 });
         let (members, more) = who.members();
         assert_eq!((members.len(), more), (MOST_MEMBERS, MOST_KNOWN + MOST_GONE - MOST_MEMBERS));
     }

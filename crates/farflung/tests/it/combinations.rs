@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use farflung::base::Rank;
 use farflung::config::choice::TransportKind;
 use farflung::train::combination::{AXES, covering};
-use farflung::train::{Job, Seat, Trainer, seats};
+use farflung::train::{Job, Trainer, WorkerConnection, connections};
 use farflung::{Error, LaunchEnv, Stop, TrainConfig};
 
 const STEPS: u64 = 3;
@@ -42,12 +42,14 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
     config
 }
 
-/// Returns one function per rank that opens its seat; ranks are threads of this process over any transport.
-fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
+/// Returns one function per rank that opens its connection; ranks are threads of this process over any transport.
+fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> WorkerConnection + Send + '_>> {
     let joins = matches!(job.config.transport, TransportKind::Named(row) if row.joins_processes());
     if !joins {
-        let seats = seats(job, None).unwrap().into_iter();
-        return seats.map(|seat| Box::new(move || seat) as Box<dyn FnOnce() -> Seat + Send>).collect();
+        let connections = connections(job, None).unwrap().into_iter();
+        return connections
+            .map(|connection| Box::new(move || connection) as Box<dyn FnOnce() -> WorkerConnection + Send>)
+            .collect();
     }
     let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
     let join = move |rank: usize| {
@@ -60,12 +62,14 @@ fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
             master_port: port,
             source: "the test",
             more_addresses: Vec::new(),
-            security: farflung::comm::secure::Security::clear(),
+            security: farflung::comm::secure::Security::unencrypted(),
         };
         let joined = farflung::train::join(&job.config, &env).unwrap();
-        seats(job, Some(joined)).unwrap().pop().unwrap()
+        connections(job, Some(joined)).unwrap().pop().unwrap()
     };
-    (0..job.world).map(|rank| Box::new(move || join(rank)) as Box<dyn FnOnce() -> Seat + Send>).collect()
+    (0..job.world)
+        .map(|rank| Box::new(move || join(rank)) as Box<dyn FnOnce() -> WorkerConnection + Send>)
+        .collect()
 }
 
 /// Returns the losses of each rank's steps and the hash of its first part at the end.
@@ -73,9 +77,9 @@ fn train(job: &Job) -> Result<Vec<(Vec<f64>, blake3::Hash)>, Error> {
     std::thread::scope(|scope| {
         let ranks: Vec<_> = seats_of(job)
             .into_iter()
-            .map(|seat| {
+            .map(|connection| {
                 scope.spawn(move || {
-                    let mut trainer = Trainer::new(job, seat().comm, 1)?;
+                    let mut trainer = Trainer::new(job, connection().comm, 1)?;
                     let losses =
                         (0..STEPS).map(|_| Ok(trainer.step(false)?.loss)).collect::<Result<_, Error>>()?;
                     Ok((losses, trainer.hash()?))

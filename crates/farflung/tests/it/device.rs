@@ -26,8 +26,8 @@ fn config(devices: &str, workers: usize) -> (tempfile::TempDir, TrainConfig) {
 fn trained(devices: &str, workers: usize) -> Vec<(Vec<f64>, Vec<Drift>, blake3::Hash)> {
     let (_folder, config) = config(devices, workers);
     let job = job(&config);
-    on_all(&job, |seat| {
-        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
+    on_all(&job, |connection| {
+        let mut worker = Trainer::new(&job, connection.comm, 1).unwrap();
         let done: Vec<_> = (0..STEPS).map(|_| worker.step(false).unwrap()).collect();
         let losses = done.iter().map(|d| d.loss).collect();
         (losses, done.iter().filter_map(|d| d.drift).collect(), worker.hash().unwrap())
@@ -66,8 +66,8 @@ fn a_pipeline_has_a_stage_on_each_device_and_its_copies_come_together() {
         let (_folder, mut config) = config(devices, workers);
         config.stages = 2;
         let job = job(&config);
-        on_all(&job, |seat| {
-            let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+        on_all(&job, |connection| {
+            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
             let done: Vec<_> = (0..STEPS).map(|_| rank.step(false).unwrap()).collect();
             let copies = rank.parts().flat_map(|(stage, flat)| {
                 let tensor = |(i, p): (usize, &Param)| {

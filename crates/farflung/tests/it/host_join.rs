@@ -206,7 +206,7 @@ fn newcomers_fetch_the_state_while_the_others_train() {
         let newest = |kind: &str| events.iter().rfind(|event| event["event"] == kind).unwrap().clone();
         let (follows, comes) = (newest("following"), newest("members"));
         let step = |event: &serde_json::Value| event["step"].as_u64().unwrap();
-        assert_eq!(follows["member"], comes["came"][0], "{follows} {comes}");
+        assert_eq!(follows["member"], comes["joined"][0], "{follows} {comes}");
         assert!(step(&follows) < step(&comes), "steps while it fetches: {follows} {comes}");
         let admitting = newest("admitting");
         // It takes the last steps only.

@@ -17,8 +17,8 @@ fn read<T: Setting>(text: &str) -> T {
 /// Returns the parameters of each rank after `steps` steps.
 fn after(config: &TrainConfig, steps: u64) -> Vec<Vec<f32>> {
     let job = job(config);
-    on_all(&job, |seat| {
-        let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+    on_all(&job, |connection| {
+        let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
         for _ in 0..steps {
             rank.step(false).unwrap();
         }
@@ -73,8 +73,8 @@ fn machines_of_unequal_speed_reach_the_meeting_together() {
         ..config
     };
     let timed = |job: &Job| {
-        let ends = on_all(job, |seat| {
-            let mut rank = Trainer::new(job, seat.comm, 1).unwrap();
+        let ends = on_all(job, |connection| {
+            let mut rank = Trainer::new(job, connection.comm, 1).unwrap();
             let begun = rank.comm().now();
             for _ in 0..6 {
                 rank.step(false).unwrap();

@@ -5,11 +5,11 @@
 
 use std::path::Path;
 
-use crate::virtual_members::{Told, fox, seats, tiny};
+use crate::virtual_members::{Told, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, OptimizerKind, SyncKind};
-use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, Missing};
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, run_seats};
+use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, OnMemberLoss};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, run_workers};
 use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -29,7 +29,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// Returns the result of each seat in a network of `ends` endpoints.
+/// Returns the result of each worker in a network of `ends` endpoints.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Result<Option<Report>>> {
     watched(job, ends, come, faults, &mut Quiet)
 }
@@ -41,7 +41,7 @@ fn watched(
     faults: &Faults,
     watch: &mut dyn RunObserver,
 ) -> Vec<Result<Option<Report>>> {
-    run_seats(job, seats(job, ends, come, faults), watch)
+    run_workers(job, connections(job, ends, come, faults), watch)
 }
 
 fn hash(result: &Result<Option<Report>>) -> String {
@@ -93,7 +93,7 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
             let job = job(folder.path(), 5, ddp());
             let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
             let results = run(&job, 5, &[], &Faults::new());
-            assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+            assert!(matches!(results[rank as usize], Err(Error::InjectedFailure { .. })));
             let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
             for (n, result) in survivors {
                 let hash = hash(result);
@@ -123,7 +123,7 @@ fn round_of_the_others(config: &TrainConfig, rank: u32) {
         let job = job(folder.path(), 5, config.clone());
         let job = Job { failure: Some(Failure { rank, step, moment }), ..job };
         let results = run(&job, 5, &[], &Faults::new());
-        assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+        assert!(matches!(results[rank as usize], Err(Error::InjectedFailure { .. })));
         let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
         let hashes: Vec<String> = survivors.map(|(_, result)| hash(result)).collect();
         assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{rank} {step} {moment:?}: {hashes:?}");
@@ -142,7 +142,7 @@ fn round_of_the_others(config: &TrainConfig, rank: u32) {
 #[test]
 fn methods_that_do_not_go_on_without_a_member_say_why() {
     for row in METHODS {
-        let Missing::Refused(reason) = row.missing else { continue };
+        let OnMemberLoss::Unsupported(reason) = row.on_member_loss else { continue };
         // A method that works with one optimizer only is tested with that optimizer.
         let config =
             match farflung::optim::local::METHODS.iter().find(|o| o.averages.sync() == Some(row.name)) {

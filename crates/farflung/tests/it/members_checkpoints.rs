@@ -6,10 +6,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::virtual_members::{Ended, fox, seats, tiny};
+use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::events::{self, EventKind};
-use farflung::train::{Job, Report, RunObserver, run_seats};
+use farflung::train::{Job, Report, RunObserver, run_workers};
 use farflung::{Error, Existing, RunDir, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -80,12 +80,12 @@ fn watched(
     mut notes: Notes,
 ) -> (Vec<Ended>, Vec<String>) {
     let come = [(PeerId(STAGES as u32), Nanos(1))];
-    let mut seats = seats(job, MEMBERS, if spare { &come } else { &[] }, faults);
-    for (seat, folder) in seats.iter_mut().zip(folders) {
+    let mut connections = connections(job, MEMBERS, if spare { &come } else { &[] }, faults);
+    for (connection, folder) in connections.iter_mut().zip(folders) {
         let own = RunDir::open(folder, Existing::Continue).unwrap();
-        seat.place = seat.place.take().map(|place| place.saves_in(own));
+        connection.place = connection.place.take().map(|place| place.saves_in(own));
     }
-    let ended = run_seats(job, seats, &mut notes);
+    let ended = run_workers(job, connections, &mut notes);
     assert!(notes.damages.is_none(), "the file was not damaged");
     (ended, notes.notes)
 }

@@ -6,12 +6,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use crate::virtual_members::{Ended, Told, connections, fox, tiny};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Fault, FaultyValue, Job, elastic, run_seats};
+use farflung::train::{Fault, FaultyValue, Job, elastic, run_workers};
 use farflung::{Stop, TrainConfig};
 use farflung_base::{AccessLink, Bandwidth, Nanos, PeerId, Rank, Topology};
 
@@ -49,8 +49,8 @@ fn diloco() -> TrainConfig {
 
 fn run(job: &Job, faults: &Faults) -> (Vec<Ended>, Told) {
     let mut told = Told::default();
-    let seats = seats(job, MEMBERS + 1, &[(NEW, Nanos(1))], faults);
-    let ended = run_seats(job, seats, &mut told);
+    let connections = connections(job, MEMBERS + 1, &[(NEW, Nanos(1))], faults);
+    let ended = run_workers(job, connections, &mut told);
     (ended, told)
 }
 
@@ -119,7 +119,7 @@ fn one_that_is_not_ready_costs_nobody_a_step() {
     let job = job(folder.path(), ddp());
     let (alone, calm) = {
         let mut told = Told::default();
-        let ended = run_seats(&job, seats(&job, MEMBERS, &[], &Faults::new()), &mut told);
+        let ended = run_workers(&job, connections(&job, MEMBERS, &[], &Faults::new()), &mut told);
         (hashes(&ended), told)
     };
     // The newcomer is connected, and crashes or freezes before it has measured its links.
@@ -168,8 +168,11 @@ fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
     let mut refused = Vec::new();
     for step in 1..=6 {
         let job = Job { fault: Some(wrong_chunk(0, step)), ..job.clone() };
-        let ended =
-            run_seats(&job, seats(&job, 2, &[(PeerId(1), Nanos(1))], &Faults::new()), &mut Told::default());
+        let ended = run_workers(
+            &job,
+            connections(&job, 2, &[(PeerId(1), Nanos(1))], &Faults::new()),
+            &mut Told::default(),
+        );
         assert_eq!(ended[0].as_ref().unwrap().as_ref().unwrap().rows.len(), 8);
         match &ended[1] {
             Ok(_) => assert!(all_same(&hashes(&ended))),
@@ -194,7 +197,7 @@ fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
     let of = |job: &Job| {
         let mut told = Told::default();
         let faults = Faults::new().at(Nanos::from_millis(2_500)).crash(PeerId(5));
-        let ended = run_seats(job, seats(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
+        let ended = run_workers(job, connections(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
         assert!(told.has("member 5 lost; 6 members continue"), "{:?}", told.notes);
         assert!(told.has("of state from 3 of them; 3 pipelines of 2"), "{:?}", told.notes);
         let hashes = hashes(&ended);
@@ -216,13 +219,13 @@ fn members_with_slow_uplinks_give_less() {
         let mut topology = Topology::uniform(MEMBERS + 1, "1gbit,1ms".parse().unwrap());
         for (rank, &up) in (0..).map(Rank).zip(uplinks) {
             let (up, down) = (Bandwidth(up * 1_000_000), Bandwidth(100_000_000));
-            topology.set_port(rank, AccessLink { up, down });
+            topology.set_access_link(rank, AccessLink { up, down });
         }
         let ends = cluster_with(&topology, &Faults::new());
         let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
         let mut told = Told::default();
-        let seats = elastic::seats(&job, ends, &[(NEW, Nanos(1))], true).unwrap();
-        let ended = run_seats(&job, seats, &mut told);
+        let connections = elastic::connections(&job, ends, &[(NEW, Nanos(1))], true).unwrap();
+        let ended = run_workers(&job, connections, &mut told);
         assert!(hashes(&ended).len() == MEMBERS + 1 && all_same(&hashes(&ended)), "{:?}", told.notes);
         // The note before the transfer is `it receives S of state, about T during which all members wait`.
         let said = told.notes.iter().find_map(|note| note.split_once(", about ")).unwrap().1;

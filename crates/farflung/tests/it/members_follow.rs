@@ -7,11 +7,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::virtual_members::{Ended, fox, seats, tiny};
+use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
 use farflung::optim::local::SGD;
-use farflung::train::{Fault, FaultyValue, Job, RunObserver, run_seats};
+use farflung::train::{Fault, FaultyValue, Job, RunObserver, run_workers};
 use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -67,8 +67,8 @@ impl RunObserver for Noted {
 
 fn run(job: &Job, come: Nanos, faults: &Faults) -> (Vec<Ended>, Noted) {
     let mut told = Noted::default();
-    let seats = seats(job, MEMBERS + 1, &[(NEW, come)], faults);
-    let ended = run_seats(job, seats, &mut told);
+    let connections = connections(job, MEMBERS + 1, &[(NEW, come)], faults);
+    let ended = run_workers(job, connections, &mut told);
     (ended, told)
 }
 
@@ -261,7 +261,7 @@ fn a_wrong_record_is_found_out_by_the_state_after_it() {
         let run = |job: &Job| {
             let mut told = Noted::default();
             let come = [(PeerId(members as u32), Nanos(1))];
-            let ended = run_seats(job, seats(job, members + 1, &come, &Faults::new()), &mut told);
+            let ended = run_workers(job, connections(job, members + 1, &come, &Faults::new()), &mut told);
             (hash(&ended, members + 1, &told), told)
         };
         let (calm, told) = run(&job);
@@ -287,7 +287,7 @@ fn two_may_come_at_once() {
     for later in [1, 3_000, 8_000] {
         let mut told = Noted::default();
         let come = [(NEW, Nanos(1)), (PeerId(4), Nanos::from_millis(later))];
-        let ended = run_seats(&job, seats(&job, MEMBERS + 2, &come, &Faults::new()), &mut told);
+        let ended = run_workers(&job, connections(&job, MEMBERS + 2, &come, &Faults::new()), &mut told);
         hash(&ended, MEMBERS + 2, &told);
         let follow = told.notes.iter().filter(|(_, note)| note.contains("of the last ")).count();
         assert_eq!(follow, 2, "{later}: {told:?}");

@@ -5,9 +5,9 @@
 
 use std::path::Path;
 
-use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use crate::virtual_members::{Ended, Told, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_workers};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -31,7 +31,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
 
-/// Returns the result of each seat in a network of `ends` endpoints.
+/// Returns the result of each worker in a network of `ends` endpoints.
 fn run(
     job: &Job,
     ends: usize,
@@ -39,7 +39,7 @@ fn run(
     faults: &Faults,
     watch: &mut dyn RunObserver,
 ) -> Vec<Ended> {
-    run_seats(job, seats(job, ends, come, faults), watch)
+    run_workers(job, connections(job, ends, come, faults), watch)
 }
 
 /// Returns the report of the only member that has the whole model at the end.
@@ -73,7 +73,7 @@ fn a_replica_of_a_lost_part_goes_on_with_the_bits_of_a_polite_leave() {
             let job = job(folder.path(), 8, TrainConfig::default());
             let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
             let results = run(&job, 8, &[], &Faults::new(), &mut Quiet);
-            assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+            assert!(matches!(results[rank as usize], Err(Error::InjectedFailure { .. })));
             let others = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
             for (n, result) in others {
                 assert!(result.is_ok(), "rank {rank} at {moment:?}: {n}: {:?}", result.as_ref().err());

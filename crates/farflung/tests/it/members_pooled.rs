@@ -7,12 +7,12 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::virtual_members::{Ended, Told, fox, seats, tiny};
+use crate::virtual_members::{Ended, Told, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::BalanceKind;
 use farflung::config::pools::Numbers;
 use farflung::config::value::Setting as _;
-use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_workers};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -61,7 +61,7 @@ fn job(folder: &Path, pools: &[u32], speeds: &[f64], config: TrainConfig) -> Job
 
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Told) {
     let mut notes = Told::default();
-    let ended = run_seats(job, seats(job, ends, come, faults), &mut notes);
+    let ended = run_workers(job, connections(job, ends, come, faults), &mut notes);
     (ended, notes)
 }
 
@@ -125,7 +125,7 @@ fn a_loss_moves_no_state_and_has_the_bits_of_a_polite_leave() {
             let job = job(folder.path(), &pools, &[], plain(6));
             let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
             let (ended, notes) = run(&job, 5, &[], &Faults::new());
-            assert!(matches!(ended[rank as usize], Err(Error::Placed { .. })), "{what}");
+            assert!(matches!(ended[rank as usize], Err(Error::InjectedFailure { .. })), "{what}");
             let left = report(&ended, Some(rank), &what);
             assert!(polite.contains(&left.hash), "{what}: {} is not in {polite:?}", left.hash);
             same_sequences(&what, left, &calm);

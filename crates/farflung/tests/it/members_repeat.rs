@@ -4,12 +4,12 @@
 
 use std::path::Path;
 
-use crate::virtual_members::{Ended, fox, seats, tiny};
+use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, SyncKind};
 use farflung::events::{self, EventKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Job, Quiet, Report, run_seats};
+use farflung::train::{Job, Quiet, Report, run_workers};
 use farflung::{Existing, RunDir, Stop, TrainConfig};
 use farflung_base::Nanos;
 
@@ -43,12 +43,12 @@ fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Jo
 
 /// Returns the result of each member, and the events of the first one.
 fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<EventKind>) {
-    let mut seats = seats(job, MEMBERS, &[], &Faults::new());
-    for (n, seat) in seats.iter_mut().enumerate() {
+    let mut connections = connections(job, MEMBERS, &[], &Faults::new());
+    for (n, connection) in connections.iter_mut().enumerate() {
         let own = RunDir::open(&folder.join(format!("member-{n}")), Existing::Refuse).unwrap();
-        seat.place = seat.place.take().map(|place| place.saves_in(own));
+        connection.place = connection.place.take().map(|place| place.saves_in(own));
     }
-    let results = run_seats(job, seats, &mut Quiet);
+    let results = run_workers(job, connections, &mut Quiet);
     let told = events::read(&folder.join("member-0").join(events::EVENTS)).unwrap_or_default();
     (results, told.into_iter().map(|event| event.what).collect())
 }
@@ -107,7 +107,7 @@ fn a_member_that_keeps_the_others_waiting_again_and_again_is_given_up() {
         ended[..2].iter().map(|ended| ended.as_ref().unwrap().as_ref().unwrap()).collect();
     assert_eq!((left[0].workers, &left[0].hash), (2, &left[1].hash));
     assert!(
-        told.iter().any(|what| matches!(what, EventKind::Members { went, .. } if *went == [2])),
+        told.iter().any(|what| matches!(what, EventKind::Members { left, .. } if *left == [2])),
         "{told:?}"
     );
 }

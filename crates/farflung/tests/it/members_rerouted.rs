@@ -1,15 +1,15 @@
-//! A pipeline that loses a rank without a replacement: all remaining members continue, as pools of the holders
-//! of each part, with the sequences and the losses of a run without a loss.
+//! A pipeline that loses a rank without a replacement. All remaining members continue: those that hold the same
+//! part form a pool. They train on the same sequences as a run that loses no rank, with the same training losses.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
 
-use crate::virtual_members::{Ended, Told, seats, tiny};
+use crate::virtual_members::{Ended, Told, connections, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
 use farflung::config::value::Setting as _;
-use farflung::train::{Departure, Failure, Job, Moment, Report, run_seats};
+use farflung::train::{Departure, Failure, Job, Moment, Report, run_workers};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -32,15 +32,15 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
 }
 
-/// Returns settings of `steps` steps with uncompressed averages.
+/// Returns the settings of a run of `steps` steps whose averages between replicas are not compressed.
 fn plain(steps: u64) -> TrainConfig {
     TrainConfig { steps, codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
 
-/// Returns the result of each seat in a network of `ends` endpoints, and the notes.
+/// Returns the result of each worker in a network of `ends` endpoints, and the notes.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> (Vec<Ended>, Told) {
     let mut notes = Told::default();
-    let ended = run_seats(job, seats(job, ends, come, faults), &mut notes);
+    let ended = run_workers(job, connections(job, ends, come, faults), &mut notes);
     (ended, notes)
 }
 
@@ -78,7 +78,7 @@ fn three_of_two_pipelines_of_two_go_on_with_the_losses_of_four() {
             let job = job(folder.path(), 4, plain(8));
             let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
             let (ended, notes) = run(&job, 4, &[], &Faults::new());
-            assert!(matches!(ended[rank as usize], Err(Error::Placed { .. })), "{what}");
+            assert!(matches!(ended[rank as usize], Err(Error::InjectedFailure { .. })), "{what}");
             let left = report(&ended, Some(rank), &what);
             assert_eq!(left.workers, 3, "{what}");
             if rank > 0 {

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
-use crate::virtual_members::{Ended, fox, seats, tiny};
+use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::train::{Job, RunObserver, run_seats};
+use farflung::train::{Job, RunObserver, run_workers};
 use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -51,9 +51,9 @@ impl RunObserver for Told {
 fn run(faults: &Faults) -> (Vec<Ended>, Told) {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path());
-    let seats = seats(&job, STAGES + 1, &[(PeerId(SPARE), Nanos(1))], faults);
+    let connections = connections(&job, STAGES + 1, &[(PeerId(SPARE), Nanos(1))], faults);
     let mut told = Told::default();
-    let ended = run_seats(&job, seats, &mut told);
+    let ended = run_workers(&job, connections, &mut told);
     (ended, told)
 }
 

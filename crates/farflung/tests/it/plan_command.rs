@@ -276,16 +276,16 @@ fn ways_of_going_on_are_compared_under_one_trace() {
     let path = folder.path().join("trace.txt");
     let args = "churn lan --model gpt2 --mtbf 2h --absence 20min --hours 6 --microbatches 32";
     let seen = json(&format!("{args} --seed 4 --trace-out {}", path.display()));
-    let ways = seen["ways"].as_array().unwrap();
-    let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
+    let policies = seen["policies"].as_array().unwrap();
+    let names: Vec<&str> = policies.iter().map(|way| way["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["restart", "varuna", "oobleck", "recycle", "parcae"]);
-    assert!(ways.iter().all(|way| (0.1..1.05).contains(&way["share"].as_f64().unwrap())), "{seen}");
+    assert!(policies.iter().all(|way| (0.1..1.05).contains(&way["share"].as_f64().unwrap())), "{seen}");
     // The trace in the file is the one that was simulated.
     let again = json(&format!(
         "churn lan --model gpt2 --mtbf 2h --absence 20min --microbatches 32 --trace {}",
         path.display()
     ));
-    assert_eq!(again["ways"], seen["ways"]);
+    assert_eq!(again["policies"], seen["policies"]);
     assert!(refused(&format!("churn home --trace {} --mtbf 0", path.display())).contains("mtbf"));
     std::fs::write(&path, "machines 8 time 1h\n5s lost 9\n").unwrap();
     assert!(refused(&format!("churn lan --trace {}", path.display())).contains("line 2"));

@@ -38,9 +38,9 @@ fn pooled(config: &TrainConfig, sizes: &[u32], rates: Option<&[u32]>) -> TrainCo
 /// Returns rank 0's trace of a run, and for each rank the number of its part with its hash.
 fn train(config: &TrainConfig) -> (Trace, Vec<(u32, blake3::Hash)>) {
     let job = job(config);
-    let mut ranks = on_all(&job, |seat| {
-        let rank = seat.comm.rank();
-        let mut trainer = Trainer::new(&job, seat.comm, 1).unwrap();
+    let mut ranks = on_all(&job, |connection| {
+        let rank = connection.comm.rank();
+        let mut trainer = Trainer::new(&job, connection.comm, 1).unwrap();
         let losses = (0..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
         let held_out = trainer.evaluate().unwrap();
         trainer.verify(Thoroughness::All).unwrap();
@@ -153,8 +153,8 @@ fn machines_of_a_pool_take_microbatches_by_their_speed() {
         counts[rank.index()] += 1;
     }
     assert_eq!(counts, [12, 8, 4]);
-    let took = on_all(&job, |seat| {
-        let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+    let took = on_all(&job, |connection| {
+        let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
         let begun = rank.comm().now();
         rank.step(false).unwrap();
         (rank.comm().now() - begun).as_secs_f64()

@@ -15,8 +15,8 @@ const STEPS: u64 = 4;
 /// Returns losses, the gradients of the first step, the loss scale and the hash at the end.
 fn trained(config: &TrainConfig) -> Vec<(Vec<f64>, Vec<f32>, LossScale, blake3::Hash)> {
     let job = job(config);
-    on_all(&job, |seat| {
-        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
+    on_all(&job, |connection| {
+        let mut worker = Trainer::new(&job, connection.comm, 1).unwrap();
         let mut losses = vec![worker.step(false).unwrap().loss];
         let grads = worker.grads().to_vec().unwrap();
         losses.extend((1..STEPS).map(|_| worker.step(false).unwrap().loss));
@@ -101,8 +101,8 @@ fn a_fixed_scale_that_overflows_ends_the_run_and_says_so() {
     let (_folder, config) = steep();
     let config = TrainConfig { loss_scale: LossScaling::Fixed(65_536.0), workers: 1, ..config };
     let job = job(&config);
-    on_all(&job, |seat| {
-        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
+    on_all(&job, |connection| {
+        let mut worker = Trainer::new(&job, connection.comm, 1).unwrap();
         let before = worker.hash().unwrap();
         let error = worker.step(false).unwrap_err().to_string();
         assert!(error.contains("norm"), "{error}");
@@ -115,8 +115,8 @@ fn a_pipeline_tries_again_together() {
     let (_folder, config) = steep();
     let losses = |config: &TrainConfig| {
         let job = job(config);
-        on_all(&job, |seat| {
-            let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
+        on_all(&job, |connection| {
+            let mut worker = Trainer::new(&job, connection.comm, 1).unwrap();
             (0..STEPS).map(|_| worker.step(false).unwrap().loss).collect::<Vec<_>>()
         })
     };

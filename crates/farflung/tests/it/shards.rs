@@ -52,8 +52,8 @@ fn replicas_train_on_their_own_and_stay_the_same() {
         let base = TrainConfig { data: Some(data.clone()), workers: 4, stages, ..config.clone() };
         let losses = |shards: Sharding| {
             let job = job(&TrainConfig { shards, ..base.clone() });
-            let ranks = on_all(&job, |seat| {
-                let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+            let ranks = on_all(&job, |connection| {
+                let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
                 let losses: Vec<f64> = (0..3).map(|_| rank.step(false).unwrap().loss).collect();
                 (losses, rank.hash().unwrap())
             });

@@ -39,8 +39,8 @@ fn alone(config: &TrainConfig, microbatches: usize) -> Trace {
     let config =
         TrainConfig { workers: 1, stages: 1, accumulate: microbatches, microbatches: None, ..config.clone() };
     let job = job(&config);
-    on_all(&job, |seat| {
-        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
+    on_all(&job, |connection| {
+        let mut worker = Trainer::new(&job, connection.comm, 1).unwrap();
         let losses = (0..STEPS).map(|_| worker.step(false).unwrap().loss).collect();
         Trace {
             losses,
@@ -54,8 +54,8 @@ fn alone(config: &TrainConfig, microbatches: usize) -> Trace {
 
 fn piped(config: &TrainConfig) -> Trace {
     let job = job(config);
-    let traces = on_all(&job, |seat| {
-        let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+    let traces = on_all(&job, |connection| {
+        let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
         let losses = (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect();
         let held_out = rank.evaluate().unwrap();
         let grads = rank.gather_grads().unwrap();
@@ -257,8 +257,8 @@ fn averages_hide_behind_the_parts_that_still_compute() {
     // part.
     let timed = |config: &TrainConfig| {
         let job = job(config);
-        let all = on_all(&job, |seat| {
-            let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+        let all = on_all(&job, |connection| {
+            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
             let begun = rank.comm().now();
             rank.step(false).unwrap();
             (rank.comm().now() - begun).as_secs_f64()

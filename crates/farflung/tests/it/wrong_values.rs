@@ -9,7 +9,7 @@ use std::process::Output;
 use crate::tiny::{Run, farflung};
 use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
 use farflung::optim::sync::{COCKTAIL, D_PSGD, DILOCO, SHIFT_ONE, STREAMING};
-use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
+use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, connections, run_job};
 use farflung::transports::MEMORY;
 use farflung::{Checkpoint, Error, EventKind, Result, Stop, TrainConfig, events};
 
@@ -122,7 +122,7 @@ fn weights_that_are_not_finite_are_refused_by_name() {
 fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
     let mut job = six_steps(folder, config)?;
     job.fault = Some(fault);
-    run_job(&job, seats(&job, None)?, &mut Quiet).map(|_| ())
+    run_job(&job, connections(&job, None)?, &mut Quiet).map(|_| ())
 }
 
 /// Returns a job of six small steps.
@@ -184,7 +184,7 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
         let train = |folder: &Path, resume: Resume, failure: Option<Failure>| {
             let job = six_steps(folder, TrainConfig { resume, ..config.clone() }).unwrap();
             let job = Job { failure, ..job };
-            run_job(&job, seats(&job, None).unwrap(), &mut Quiet)
+            run_job(&job, connections(&job, None).unwrap(), &mut Quiet)
         };
         let whole = tempfile::tempdir().unwrap();
         let hash = train(whole.path(), Resume::No, None).unwrap().unwrap().hash;

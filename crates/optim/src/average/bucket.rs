@@ -90,7 +90,7 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    pub(super) fn is_here(&self) -> bool {
+    pub(super) fn is_ready(&self) -> bool {
         self.coming.is_empty()
     }
 

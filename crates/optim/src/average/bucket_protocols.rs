@@ -99,7 +99,7 @@ impl BucketProtocols {
         for matrix in &mut self.matrices {
             matrix.refused = match matrix.protocol.begin(&self.values[matrix.range.clone()]) {
                 Ok(()) => false,
-                Err(error) if error.refuses_a_value() => true,
+                Err(error) if error.is_value_error() => true,
                 Err(error) => return Err(error.into()),
             };
         }
@@ -148,7 +148,7 @@ impl BucketProtocols {
             let ended = if matrix.refused { None } else { Some(matrix.protocol.end(out)) };
             match ended {
                 Some(Ok(())) => {}
-                Some(Err(error)) if !error.refuses_a_value() => return Err(error.into()),
+                Some(Err(error)) if !error.is_value_error() => return Err(error.into()),
                 Some(Err(_)) | None => out.fill(f32::NAN),
             }
         }

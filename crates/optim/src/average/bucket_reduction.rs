@@ -61,7 +61,11 @@ impl BucketReduction {
     }
 
     /// Takes the result of an exchange, and starts the next one if there is one.
-    pub(super) fn came(&mut self, comm: &Communicator, packed: Packed) -> Result<ReductionStep, OptimError> {
+    pub(super) fn advance(
+        &mut self,
+        comm: &Communicator,
+        packed: Packed,
+    ) -> Result<ReductionStep, OptimError> {
         match (self, packed) {
             (Self::Rounds(rounds), Packed::Plain(mean)) => Ok(match rounds.incoming(&mean)? {
                 Exchanged::Next(values) => ReductionStep::Goes(plain(comm, values)),

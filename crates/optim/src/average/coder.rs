@@ -207,7 +207,7 @@ impl State {
             // All ranks must see these values, or only some would take the step. The mean decides about the
             // step: it may be finite if a value was only too large for the codec. Plain f32 loses nothing, so
             // the residual stays as it was.
-            Err(OptimError::Compress(error)) if error.refuses_a_value() => {
+            Err(OptimError::Compress(error)) if error.is_value_error() => {
                 F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
             }
             result => result?,

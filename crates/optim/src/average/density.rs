@@ -4,8 +4,8 @@ use farflung_compress::{AverageSpec, CodecSpec};
 
 use super::Coding;
 
-/// Factor by which the kept share falls from stage to stage. The first share is `1 / FALLS`.
-const FALLS: u32 = 4;
+/// Factor by which the kept share falls from stage to stage. The first share is `1 / STAGE_FACTOR`.
+const STAGE_FACTOR: u32 = 4;
 const WHOLE: u32 = 1_000_000;
 
 /// A codec that keeps more elements at first: a quarter of them, then a sixteenth and so on, down to its own
@@ -34,7 +34,8 @@ impl DensityWarmup {
     /// codec's own share.
     fn shares(&self) -> impl Iterator<Item = u32> {
         let own = self.own;
-        std::iter::successors(Some(WHOLE / FALLS), |share| Some(share / FALLS)).take_while(move |&s| s > own)
+        std::iter::successors(Some(WHOLE / STAGE_FACTOR), |share| Some(share / STAGE_FACTOR))
+            .take_while(move |&s| s > own)
     }
 
     /// Returns the stage of a round; rounds are counted from the first that uses the codec.

@@ -47,7 +47,7 @@ pub(super) struct Class {
     pub(super) group: ParamGroup,
     pub(super) passes: Vec<Pass>,
     /// Program that applies the mean of what replicas accumulated; `None` if no link of the class accumulates.
-    pub(super) gathered: Option<Program>,
+    pub(super) accumulated: Option<Program>,
     pub(super) tensors: Vec<Param>,
     /// Ranges of the flat buffers, merged where they adjoin. Padding belongs to the range before it.
     pub(super) ranges: Vec<Range<usize>>,
@@ -141,10 +141,10 @@ pub(super) fn classify(
         class.group.lr.to_bits() == group.lr.to_bits()
             && (!whole || decays(class.group) == decays(group))
             && class.passes == passes
-            && class.gathered == gathered
+            && class.accumulated == gathered
     };
     let found = classes.iter().position(same).unwrap_or_else(|| {
-        classes.push(Class { group, passes, gathered, tensors: Vec::new(), ranges: Vec::new() });
+        classes.push(Class { group, passes, accumulated: gathered, tensors: Vec::new(), ranges: Vec::new() });
         classes.len() - 1
     });
     if let Some(before) = last.filter(|before| *before != found)

@@ -11,7 +11,7 @@ use super::{Result, Vectors, passed};
 
 /// `2^96`. Coefficients of `2^32` or more overflow when multiplied by it, and the host then encodes the vector.
 /// The host checks that large coefficients decode to finite values; smaller ones always do.
-const LIFT: f32 = f32::from_bits((127 + 96) << 23);
+const OVERFLOW_PROBE: f32 = f32::from_bits((127 + 96) << 23);
 
 /// Vector that is encoded.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl CodecStages {
                 codecs.squares(source.tensor().view(), matrix.view(), false, coefficients.view_mut())?;
                 let encoded = inner.encode(device, Source::Read(&coefficients), key, body)?;
                 // The coefficients have been encoded and are not needed again, so they are scaled in place.
-                Vectors::on(device.clone()).scale(&mut coefficients, LIFT)?;
+                Vectors::on(device.clone()).scale(&mut coefficients, OVERFLOW_PROBE)?;
                 codecs.finite(coefficients.view(), verdict.view_mut())?;
                 if !encoded || !passed(&verdict)? {
                     return Ok(false);

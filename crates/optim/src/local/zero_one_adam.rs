@@ -13,7 +13,7 @@ pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
               rarely; after it, local steps that are averaged in 1 bit",
     reads: &["beta1", "beta2", "eps", "variance-doubling", "local-doubling"],
     defaults: &[],
-    averages: Averages::Gathered { codec: "sign", sync: "zero-one" },
+    averages: Averages::Accumulated { codec: "sign", sync: "zero-one" },
     buffers: |_| 3,
     per_tensor: false,
     build: |settings| {

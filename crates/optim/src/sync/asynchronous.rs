@@ -7,7 +7,7 @@ mod worker;
 use farflung_base::Nanos;
 
 use super::server::{DelayedNesterov, Quorum, QuorumMean, ServerRule};
-use super::{Buffers, Kept, Missing, SyncMethod, SyncSettings};
+use super::{BufferSettings, Buffers, OnMemberLoss, SyncMethod, SyncSettings};
 pub(super) use owner::{Route, ServerHandle};
 pub use worker::Asynchronous;
 pub(super) use worker::{ServerState, WaitPolicy, WorkerServers};
@@ -109,8 +109,10 @@ pub const ASYNC: SyncMethod = SyncMethod {
     compensates: false,
     // With the paper's 0.9, eight workers whose changes are one round old diverge (bench async).
     outer_momentum: Some(0.5),
-    missing: Missing::Refused("a member may serve a shard of the model, which is lost with it"),
-    buffers: |&Kept { momentum, feedback, .. }| {
+    on_member_loss: OnMemberLoss::Unsupported(
+        "a member may serve a shard of the model, which is lost with it",
+    ),
+    buffers: |&BufferSettings { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
         // Held: the model, the server's states and the codec's residual, and a copy of each for checkpoints;
         // and three vectors of the worker.
@@ -138,7 +140,7 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     reads: &["servers", "meet-every"],
     every: Some(1),
     // The server has no momentum.
-    buffers: |kept| (ASYNC.buffers)(&Kept { momentum: 0.0, ..*kept }),
+    buffers: |kept| (ASYNC.buffers)(&BufferSettings { momentum: 0.0, ..*kept }),
     build: |s| {
         let rule = sgd(s.comm.size());
         let pace = WaitPolicy { waits: Some(0), staleness: None, weight: 1.0 };
@@ -175,7 +177,7 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
     // Lower than that of `async`: a quorum of half the workers moves the model twice a round.
     outer_momentum: Some(0.3),
-    buffers: |&Kept { feedback, .. }| {
+    buffers: |&BufferSettings { feedback, .. }| {
         let feedback = usize::from(feedback);
         Buffers { held: 7 + 2 * feedback, saved: 5 + feedback }
     },

@@ -21,7 +21,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: IN_FLIGHT,
+    on_member_loss: IN_FLIGHT,
     // Held: anchor, next anchor, delta, mean. Saved: anchor, delta, mean, the replica's own parameters.
     buffers: |_| Buffers { held: 4, saved: 4 },
     build: |s| {

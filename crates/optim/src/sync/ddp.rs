@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{Buffers, Missing, StepEnd, SyncMethod, Synchroniser};
+use super::{Buffers, OnMemberLoss, StepEnd, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
 /// Row of [`METHODS`](super::METHODS) for [`Ddp`].
@@ -18,7 +18,7 @@ pub const DDP: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::MeanOfOthers,
+    on_member_loss: OnMemberLoss::MeanOfOthers,
     buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };
@@ -62,7 +62,7 @@ impl Synchroniser for Ddp {
     fn rollback(&mut self) {
         self.average.rollback();
     }
-    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
     fn steps(&self) -> u64 {

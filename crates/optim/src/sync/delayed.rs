@@ -69,7 +69,7 @@ pub struct Delayed {
     delta: Tensor,
     /// Mean of `delta` over all replicas, once it arrived.
     mean: Tensor,
-    flight: Option<Flight>,
+    fragment_state: Option<FragmentState>,
     /// Name of `mean` among the states. It includes the timeline's settings, so that another timeline does not
     /// restore it.
     mean_name: String,
@@ -82,11 +82,11 @@ pub struct Delayed {
 
 /// A fragment between its departure and its return.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flight {
+enum FragmentState {
     /// Still in flight.
-    Away(usize),
+    InFlight(usize),
     /// Its mean has arrived and is not applied yet.
-    Here(usize),
+    Arrived(usize),
     /// Its mean was restored from a checkpoint and is not applied yet. The step determines which fragment it
     /// is.
     Restored,
@@ -168,7 +168,7 @@ impl Delayed {
             next: Outer::new(device, len, momentum)?,
             delta: device.zeros(len)?,
             mean: device.zeros(len)?,
-            flight: None,
+            fragment_state: None,
             mean_name: format!("mean@{every}.{fragments}.{delay}"),
             merging: None,
             opened: false,
@@ -205,21 +205,21 @@ impl Delayed {
     }
 
     /// Returns the fragment that is due after this step, once its mean has arrived.
-    fn returned(&mut self, after: StepEnd) -> Result<Option<usize>, OptimError> {
+    fn arrived_fragment(&mut self, after: StepEnd) -> Result<Option<usize>, OptimError> {
         let due = after.last || self.timeline.returns(after.step).is_some();
-        let Some(flight) = self.flight.filter(|_| due) else { return Ok(None) };
+        let Some(flight) = self.fragment_state.filter(|_| due) else { return Ok(None) };
         Ok(match flight {
-            Flight::Away(fragment) => {
+            FragmentState::InFlight(fragment) => {
                 self.average.finish_fragments(&mut self.mean)?;
                 Some(fragment)
             }
-            Flight::Here(fragment) => Some(fragment),
-            Flight::Restored => self.timeline.away(after.step.saturating_sub(1)),
+            FragmentState::Arrived(fragment) => Some(fragment),
+            FragmentState::Restored => self.timeline.away(after.step.saturating_sub(1)),
         })
     }
 
     /// Sets the elements that the next commit merges.
-    fn merges(&mut self, fragments: Range<usize>, takes: bool) {
+    fn set_merging(&mut self, fragments: Range<usize>, takes: bool) {
         let first = fragments.end == self.fragments.len();
         let elements = self.fragments[fragments].concat();
         self.merging = Some(Merging { elements, takes, first });
@@ -244,8 +244,8 @@ impl Synchroniser for Delayed {
     }
     fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         (self.merging, self.goes_on) = (None, false);
-        if let Some(fragment) = self.returned(after)? {
-            self.merges(fragment..fragment + 1, false);
+        if let Some(fragment) = self.arrived_fragment(after)? {
+            self.set_merging(fragment..fragment + 1, false);
             // All fragments are then averaged once more, without delay.
             self.goes_on = after.last;
             return Ok(());
@@ -256,7 +256,7 @@ impl Synchroniser for Delayed {
         if let Some(fragments) = now {
             self.send(params, fragments.clone(), weight)?;
             self.average.finish_fragments(&mut self.mean)?;
-            self.merges(fragments, after.last);
+            self.set_merging(fragments, after.last);
         }
         Ok(())
     }
@@ -315,7 +315,7 @@ impl Synchroniser for Delayed {
                 self.outer.take(&self.next, range)?;
             }
             self.average.commit();
-            self.flight = None;
+            self.fragment_state = None;
             self.steps += 1;
         }
         Ok(())
@@ -324,7 +324,7 @@ impl Synchroniser for Delayed {
         let leaves = self.timeline.leaves(after.step).filter(|_| self.timeline.delay() > 0 && !after.last);
         if let Some(fragment) = leaves {
             self.send(params, fragment..fragment + 1, weight)?;
-            self.flight = Some(Flight::Away(fragment));
+            self.fragment_state = Some(FragmentState::InFlight(fragment));
         }
         Ok(leaves.is_some())
     }
@@ -338,22 +338,22 @@ impl Synchroniser for Delayed {
         Some(&mut self.outer.anchor)
     }
     fn wait_in_flight(&mut self) -> Result<(), OptimError> {
-        if let Some(Flight::Away(fragment)) = self.flight {
+        if let Some(FragmentState::InFlight(fragment)) = self.fragment_state {
             self.average.finish_fragments(&mut self.mean)?;
             self.average.commit();
-            self.flight = Some(Flight::Here(fragment));
+            self.fragment_state = Some(FragmentState::Arrived(fragment));
         }
         Ok(())
     }
     fn drop_in_flight(&mut self) {
-        self.flight = None;
+        self.fragment_state = None;
         self.average.open();
     }
     fn rollback(&mut self) {
         self.merging = None;
         self.average.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         let all = 0..params.shape().len();
         copy(params, &mut self.outer.anchor, &all)
     }
@@ -361,13 +361,13 @@ impl Synchroniser for Delayed {
         self.steps
     }
     fn states(&self) -> Vec<(&str, &Tensor)> {
-        let came = matches!(self.flight, Some(Flight::Here(_) | Flight::Restored));
+        let came = matches!(self.fragment_state, Some(FragmentState::Arrived(_) | FragmentState::Restored));
         let mut states: Vec<(&str, &Tensor)> = self.outer.tensors().collect();
         states.extend(came.then_some((self.mean_name.as_str(), &self.mean)));
         states
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
-        self.flight.map(|_| ("delta", &self.delta)).into_iter().collect()
+        self.fragment_state.map(|_| ("delta", &self.delta)).into_iter().collect()
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.mean.shape().len();
@@ -384,7 +384,7 @@ impl Synchroniser for Delayed {
             self.mean.write(mean)?;
             self.delta.write(delta)?;
         }
-        self.flight = flight.map(|_| Flight::Restored);
+        self.fragment_state = flight.map(|_| FragmentState::Restored);
         (self.steps, self.opened, self.merging) = (steps, false, None);
         Ok(())
     }

@@ -5,7 +5,7 @@ use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{Buffers, DiLoCo, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
+use super::{BufferSettings, Buffers, DiLoCo, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::StateKind;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
@@ -23,9 +23,9 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::MeanOfOthers,
+    on_member_loss: OnMemberLoss::MeanOfOthers,
     // Anchor, delta, the anchor from before a step that is being tried, and a mean of each optimizer state.
-    buffers: |&Kept { states, .. }| Buffers { held: 3 + states, saved: 1 },
+    buffers: |&BufferSettings { states, .. }| Buffers { held: 3 + states, saved: 1 },
     build: |s| Ok(Box::new(DesLoc::new(s)?)),
 };
 
@@ -119,7 +119,7 @@ impl Synchroniser for DesLoc {
     fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         self.params.exchange(params, after, weight)
     }
-    fn exchange_gathered(
+    fn exchange_accumulated(
         &mut self,
         params: &Tensor,
         chain: &Chain,
@@ -161,7 +161,7 @@ impl Synchroniser for DesLoc {
         self.due.clear();
         self.params.commit(params)
     }
-    fn commit_gathered(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
+    fn commit_accumulated(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
         for (number, (_, state)) in chain.kinds_mut().enumerate() {
             if self.due.contains(&number) {
                 copy(&self.means[number], state)?;
@@ -182,8 +182,8 @@ impl Synchroniser for DesLoc {
         self.plain.rollback();
         self.params.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        self.params.moved(params)
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.params.on_params_set(params)
     }
     fn steps(&self) -> u64 {
         self.params.steps()

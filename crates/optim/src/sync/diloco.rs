@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{Buffers, Kept, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
+use super::{BufferSettings, Buffers, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].
@@ -18,9 +18,9 @@ pub const DILOCO: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::MeanOfOthers,
+    on_member_loss: OnMemberLoss::MeanOfOthers,
     // Anchor, delta and outer momentum, and the anchor and momentum from before a step that is being tried.
-    buffers: |&Kept { momentum, .. }| {
+    buffers: |&BufferSettings { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         Buffers { held: 3 + 2 * momentum, saved: 1 + momentum }
     },
@@ -93,7 +93,7 @@ impl Synchroniser for DiLoCo {
         self.outer.undo();
         self.average.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         self.outer.anchor_at(params)
     }
     fn steps(&self) -> u64 {

@@ -27,7 +27,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     // The mean is one round old. With the paper's momentum of 0.9 eight workers diverge once local steps come
     // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),
-    missing: IN_FLIGHT,
+    on_member_loss: IN_FLIGHT,
     // Held: shared and own position and velocity, the last change, the mean as it is saved, the mean in flight,
     // and the mean for evaluations. Saved: the first six, and the replica's own parameters.
     buffers: |_| Buffers { held: 8, saved: 7 },
@@ -69,7 +69,7 @@ pub struct Eager {
     buffer: Tensor,
     /// Average of parameters, without a codec.
     mean: CommonMean,
-    flight: Flight,
+    exchange_state: ExchangeState,
     /// Values that the next commit applies.
     next: Option<Next>,
     goes_on: bool,
@@ -96,13 +96,13 @@ struct Next {
 
 /// State of the previous round's mean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flight {
+enum ExchangeState {
     /// There is none, or it was applied.
-    Nothing,
+    None,
     /// In flight.
-    Away,
+    InFlight,
     /// Arrived, in the buffer.
-    Here,
+    Arrived,
 }
 
 impl Position {
@@ -164,7 +164,7 @@ impl Eager {
             mean: CommonMean::new(plain, &weights, device, layout)?,
             average,
             buffer: zeros()?,
-            flight: Flight::Nothing,
+            exchange_state: ExchangeState::None,
             next: None,
             goes_on: false,
             rounds: 0,
@@ -181,10 +181,10 @@ impl Eager {
 
     /// Waits for the mean of the previous round.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        if self.flight == Flight::Away {
+        if self.exchange_state == ExchangeState::InFlight {
             self.average.finish_all(&mut self.buffer)?;
             self.average.commit();
-            self.flight = Flight::Here;
+            self.exchange_state = ExchangeState::Arrived;
         }
         Ok(())
     }
@@ -195,7 +195,7 @@ impl Eager {
         let now = self.packing.pack(params)?;
         let change: Vec<f32> = self.start().zip(&now).map(|(start, now)| start - now).collect();
         let (mut shared, mut own) = (self.shared.clone(), self.own.clone());
-        if self.flight == Flight::Here {
+        if self.exchange_state == ExchangeState::Arrived {
             let mean = self.packing.pack(&self.buffer)?;
             shared.step(self.rate, self.momentum, mean.into_iter());
         }
@@ -234,7 +234,7 @@ impl Synchroniser for Eager {
             (self.shared, self.own, self.left, self.part) = (shared, own, change, part);
             let start: Vec<f32> = self.start().collect();
             self.packing.unpack(&start, params)?;
-            self.flight = Flight::Nothing;
+            self.exchange_state = ExchangeState::None;
             self.rounds += 1;
         }
         self.mean.commit(params)
@@ -247,7 +247,7 @@ impl Synchroniser for Eager {
         self.packing.unpack(&scaled, &mut self.buffer)?;
         self.average.open();
         self.average.start_all(&self.buffer)?;
-        self.flight = Flight::Away;
+        self.exchange_state = ExchangeState::InFlight;
         Ok(false)
     }
     fn needs_another_exchange(&self) -> bool {
@@ -278,14 +278,14 @@ impl Synchroniser for Eager {
         Ok(())
     }
     fn drop_in_flight(&mut self) {
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         self.average.open();
     }
     fn rollback(&mut self) {
         (self.next, self.goes_on) = (None, false);
         self.mean.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         self.shared.at = self.packing.pack(params)?;
         self.own = Position::new(vec![0.0; self.packing.len()]);
         Ok(())
@@ -297,7 +297,7 @@ impl Synchroniser for Eager {
         SHARED.into_iter().zip(&self.states).collect()
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
-        let came = if self.flight == Flight::Here { OWN.len() } else { OWN.len() - 1 };
+        let came = if self.exchange_state == ExchangeState::Arrived { OWN.len() } else { OWN.len() - 1 };
         OWN.into_iter().zip(&self.own_states).take(came).collect()
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
@@ -308,14 +308,14 @@ impl Synchroniser for Eager {
         let [at, velocity] = [self.packing.pack_host(&shared[0]), self.packing.pack_host(&shared[1])];
         let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
         self.shared = Position { at, velocity };
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         if let [at, velocity, change, mean @ ..] = &own[..] {
             self.own = Position { at: at.clone(), velocity: velocity.clone() };
             // The change was saved multiplied by its weight.
             (self.left, self.part) = (change.clone(), 1.0);
             if let [mean] = mean {
                 self.packing.unpack(mean, &mut self.buffer)?;
-                self.flight = Flight::Here;
+                self.exchange_state = ExchangeState::Arrived;
             }
         } else {
             self.own = Position::new(vec![0.0; self.packing.len()]);

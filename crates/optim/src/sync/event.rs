@@ -6,7 +6,7 @@ use farflung_base::{PeerId, Rank};
 use farflung_comm::CommError;
 use farflung_tensor::{Param, Tensor};
 
-use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Neighbours};
 use super::saved::optional;
@@ -26,7 +26,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: OWN_COPIES,
+    on_member_loss: OWN_COPIES,
     // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: the same with own
     // parameters in place of the mean.
     buffers: |_| Buffers { held: 5, saved: 5 },
@@ -61,7 +61,7 @@ pub struct EventTriggered {
     sent: Vec<f32>,
     /// Parameters as neighbours last sent them, by rank.
     heard: Vec<Received>,
-    flight: Flight,
+    exchange_state: ExchangeState,
     mean: CommonMean,
     rounds: u64,
     /// Buffers of a checkpoint: sent, heard from the first and from the second neighbour, and the change to be
@@ -77,14 +77,14 @@ struct Received {
 }
 
 #[derive(Debug)]
-enum Flight {
-    Nothing,
-    Away(Exchange),
+enum ExchangeState {
+    None,
+    InFlight(Exchange),
     /// Arrived: the change that neighbours cause.
-    Here(Vec<f32>),
+    Arrived(Vec<f32>),
 }
 
-const SETTLED: [&str; 4] = ["sent", "heard-before", "heard-after", "change"];
+const STATE_NAMES: [&str; 4] = ["sent", "heard-before", "heard-after", "change"];
 
 impl EventTriggered {
     /// Creates the method on a ring of the ranks of `settings`.
@@ -111,7 +111,7 @@ impl EventTriggered {
             tensors: tensors.collect(),
             sent,
             heard,
-            flight: Flight::Nothing,
+            exchange_state: ExchangeState::None,
             mean: CommonMean::new(Average::new(comm, device, layout, average)?, &weights, device, layout)?,
             meeting,
             rounds: 0,
@@ -141,7 +141,7 @@ impl EventTriggered {
     }
 
     /// Stores what a neighbour sent.
-    fn hear(&mut self, from: Rank, bytes: &[u8]) -> Result<(), OptimError> {
+    fn store_message(&mut self, from: Rank, bytes: &[u8]) -> Result<(), OptimError> {
         let bits = self.tensors.len().div_ceil(8);
         let short = || {
             let (op, peer, want, got) = ("gossip", PeerId(from.0), bits, bytes.len());
@@ -164,22 +164,22 @@ impl EventTriggered {
 
     /// Waits for neighbours' messages, and computes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        let messages = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away(messages) => messages,
+        let messages = match std::mem::replace(&mut self.exchange_state, ExchangeState::None) {
+            ExchangeState::InFlight(messages) => messages,
             other => {
-                self.flight = other;
+                self.exchange_state = other;
                 return Ok(());
             }
         };
         let mut change = vec![0.0_f32; self.sent.len()];
-        for Arrived { from, weight, bytes } in messages.wait()? {
-            self.hear(from, &bytes)?;
+        for NeighbourMessage { from, weight, bytes } in messages.wait()? {
+            self.store_message(from, &bytes)?;
             let Some(heard) = self.heard.iter().find(|heard| heard.from == from.0) else { continue };
             for ((change, mine), theirs) in change.iter_mut().zip(&self.sent).zip(&heard.values) {
                 *change += weight as f32 * (theirs - mine);
             }
         }
-        self.flight = Flight::Here(change);
+        self.exchange_state = ExchangeState::Arrived(change);
         Ok(())
     }
 }
@@ -190,7 +190,9 @@ impl Synchroniser for EventTriggered {
     }
     fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
-        if let Flight::Here(change) = std::mem::replace(&mut self.flight, Flight::Nothing) {
+        if let ExchangeState::Arrived(change) =
+            std::mem::replace(&mut self.exchange_state, ExchangeState::None)
+        {
             let mut values = self.packing.pack(params)?;
             values.iter_mut().zip(&change).for_each(|(value, change)| *value += change);
             self.packing.unpack(&values, params)?;
@@ -217,7 +219,8 @@ impl Synchroniser for EventTriggered {
             let now = self.packing.pack(params)?;
             let message = self.message(&now);
             let comm = self.mean.average.communicator();
-            self.flight = Flight::Away(Exchange::start(comm, self.meeting.clone(), self.rounds, &message));
+            self.exchange_state =
+                ExchangeState::InFlight(Exchange::start(comm, self.meeting.clone(), self.rounds, &message));
             self.rounds += 1;
         }
         Ok(false)
@@ -235,7 +238,8 @@ impl Synchroniser for EventTriggered {
         self.arrive()?;
         let nothing = Vec::new();
         let heard = |i: usize| self.heard.get(i).map_or(&self.sent, |heard| &heard.values);
-        let change = if let Flight::Here(change) = &self.flight { change } else { &nothing };
+        let change =
+            if let ExchangeState::Arrived(change) = &self.exchange_state { change } else { &nothing };
         for (tensor, values) in self.settled.iter_mut().zip([&self.sent, heard(0), heard(1), change]) {
             if !values.is_empty() {
                 self.packing.unpack(values, tensor)?;
@@ -244,13 +248,13 @@ impl Synchroniser for EventTriggered {
         Ok(())
     }
     fn drop_in_flight(&mut self) {
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         self.mean.average.open();
     }
     fn rollback(&mut self) {
         self.mean.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         self.sent = self.packing.pack(params)?;
         self.heard.iter_mut().for_each(|heard| heard.values.clone_from(&self.sent));
         Ok(())
@@ -262,25 +266,25 @@ impl Synchroniser for EventTriggered {
         Vec::new()
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
-        let waits = usize::from(matches!(self.flight, Flight::Here(_)));
-        SETTLED.into_iter().zip(&self.settled).take(3 + waits).collect()
+        let waits = usize::from(matches!(self.exchange_state, ExchangeState::Arrived(_)));
+        STATE_NAMES.into_iter().zip(&self.settled).take(3 + waits).collect()
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.settled[0].shape().len();
         let mut found = Vec::new();
-        for (name, tensor) in SETTLED.into_iter().zip(&mut self.settled) {
+        for (name, tensor) in STATE_NAMES.into_iter().zip(&mut self.settled) {
             let Some(values) = optional(get, name, expected)? else { break };
             tensor.write(&values)?;
             found.push(self.packing.pack_host(&values));
         }
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         if let [sent, before, after, change @ ..] = &found[..] {
             self.sent.clone_from(sent);
             for (heard, values) in self.heard.iter_mut().zip([before, after]) {
                 heard.values.clone_from(values);
             }
             if let [change] = change {
-                self.flight = Flight::Here(change.clone());
+                self.exchange_state = ExchangeState::Arrived(change.clone());
             }
         }
         self.rounds = steps;

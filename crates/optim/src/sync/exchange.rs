@@ -73,11 +73,11 @@ pub(super) fn from_bytes(bytes: &[u8], len: usize, from: Rank) -> Result<Vec<f32
 #[derive(Debug)]
 pub(super) struct Exchange {
     leaving: Vec<Pending<Result<(), CommError>>>,
-    coming: Vec<Coming>,
+    coming: Vec<PendingMessage>,
 }
 
 #[derive(Debug)]
-struct Coming {
+struct PendingMessage {
     from: Rank,
     weight: f64,
     bytes: Pending<Result<Vec<u8>, CommError>>,
@@ -85,7 +85,7 @@ struct Coming {
 
 /// A neighbour's message.
 #[derive(Debug)]
-pub(super) struct Arrived {
+pub(super) struct NeighbourMessage {
     pub(super) from: Rank,
     /// Weight of the neighbour in the result.
     pub(super) weight: f64,
@@ -101,7 +101,7 @@ impl Exchange {
         let tag = TAG + (round % 2) as u32;
         let coming = meeting.from.into_iter().map(|neighbour| {
             let from = Rank(neighbour.rank);
-            Coming { from, weight: neighbour.weight, bytes: comm.start_recv(from, tag) }
+            PendingMessage { from, weight: neighbour.weight, bytes: comm.start_recv(from, tag) }
         });
         let coming = coming.collect();
         let leaving = meeting.to.into_iter().map(|rank| comm.start_send(Rank(rank), tag, bytes.to_vec()));
@@ -111,10 +111,10 @@ impl Exchange {
     /// Waits for all messages. Those received are returned in the order of `meeting.from`.
     ///
     /// Errors: a neighbour that was lost.
-    pub(super) fn wait(self) -> Result<Vec<Arrived>, OptimError> {
+    pub(super) fn wait(self) -> Result<Vec<NeighbourMessage>, OptimError> {
         let arrived = self.coming.into_iter().map(|coming| {
-            let Coming { from, weight, bytes } = coming;
-            Ok(Arrived { from, weight, bytes: bytes.wait()? })
+            let PendingMessage { from, weight, bytes } = coming;
+            Ok(NeighbourMessage { from, weight, bytes: bytes.wait()? })
         });
         let arrived = arrived.collect::<Result<_, OptimError>>()?;
         self.leaving.into_iter().try_for_each(Pending::wait)?;

@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 
-use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
@@ -25,7 +25,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: OWN_COPIES,
+    on_member_loss: OWN_COPIES,
     // Held: what was sent, the change, and the mean. Saved: the change, and the replica's own parameters.
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),
@@ -89,7 +89,7 @@ pub struct Gossip {
     /// Change that neighbours' parameters cause, once they arrived.
     change: Tensor,
     mean: CommonMean,
-    flight: Flight,
+    exchange_state: ExchangeState,
     rounds: u64,
 }
 
@@ -108,16 +108,16 @@ pub(super) enum Wire {
 
 /// State of neighbours' messages.
 #[derive(Debug)]
-enum Flight {
-    Nothing,
-    Away {
+enum ExchangeState {
+    None,
+    InFlight {
         /// Parameters that this rank sent.
         sent: Vec<f32>,
         round: u64,
         messages: Exchange,
     },
     /// Arrived: the result is in `change`.
-    Here,
+    Arrived,
 }
 
 impl Gossip {
@@ -149,7 +149,7 @@ impl Gossip {
             change: device.zeros(layout.len())?,
             mean: CommonMean::new(average, &weights, device, layout)?,
             weights,
-            flight: Flight::Nothing,
+            exchange_state: ExchangeState::None,
             rounds: 0,
         })
     }
@@ -160,15 +160,15 @@ impl Gossip {
 
     /// Waits for neighbours' messages, and writes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        let (sent, round, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away { sent, round, messages } => (sent, round, messages),
+        let (sent, round, messages) = match std::mem::replace(&mut self.exchange_state, ExchangeState::None) {
+            ExchangeState::InFlight { sent, round, messages } => (sent, round, messages),
             other => {
-                self.flight = other;
+                self.exchange_state = other;
                 return Ok(());
             }
         };
         let mut change = vec![0.0_f32; sent.len()];
-        for Arrived { from, weight, bytes } in messages.wait()? {
+        for NeighbourMessage { from, weight, bytes } in messages.wait()? {
             let (theirs, mine, part) = match self.wire {
                 Wire::Plain => (from_bytes(&bytes, sent.len(), from)?, None, weight),
                 Wire::Modulo { modulo, rate } => {
@@ -182,7 +182,7 @@ impl Gossip {
             }
         }
         self.packing.unpack(&change, &mut self.change)?;
-        self.flight = Flight::Here;
+        self.exchange_state = ExchangeState::Arrived;
         Ok(())
     }
 }
@@ -193,10 +193,10 @@ impl Synchroniser for Gossip {
     }
     fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
-        if matches!(self.flight, Flight::Here) {
+        if matches!(self.exchange_state, ExchangeState::Arrived) {
             let (program, reads) = (&self.add, &[self.change.view()]);
             self.device().run(Op::Map { program, scalars: &[], reads, writes: &mut [params.view_mut()] })?;
-            self.flight = Flight::Nothing;
+            self.exchange_state = ExchangeState::None;
         }
         Ok(())
     }
@@ -227,7 +227,7 @@ impl Synchroniser for Gossip {
             Wire::Modulo { modulo, .. } => modulo.encode(&sent, round),
         };
         let messages = Exchange::start(comm, self.graph.weighted(rank, &self.weights, round), round, &bytes);
-        self.flight = Flight::Away { sent, round, messages };
+        self.exchange_state = ExchangeState::InFlight { sent, round, messages };
         self.rounds += 1;
         Ok(false)
     }
@@ -244,13 +244,13 @@ impl Synchroniser for Gossip {
         self.arrive()
     }
     fn drop_in_flight(&mut self) {
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         self.mean.average.open();
     }
     fn rollback(&mut self) {
         self.mean.rollback();
     }
-    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
     fn steps(&self) -> u64 {
@@ -260,7 +260,11 @@ impl Synchroniser for Gossip {
         Vec::new()
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
-        if matches!(self.flight, Flight::Here) { vec![("change", &self.change)] } else { Vec::new() }
+        if matches!(self.exchange_state, ExchangeState::Arrived) {
+            vec![("change", &self.change)]
+        } else {
+            Vec::new()
+        }
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.change.shape().len();
@@ -268,7 +272,7 @@ impl Synchroniser for Gossip {
         if let Some(values) = &change {
             self.change.write(values)?;
         }
-        self.flight = if change.is_some() { Flight::Here } else { Flight::Nothing };
+        self.exchange_state = if change.is_some() { ExchangeState::Arrived } else { ExchangeState::None };
         self.rounds = steps;
         Ok(())
     }

@@ -12,7 +12,7 @@ use super::asynchronous::{
 };
 use super::exchange::Packing;
 use super::server::DelayedNesterov;
-use super::{ASYNC, Buffers, Kept, SyncMethod, SyncSettings};
+use super::{ASYNC, BufferSettings, Buffers, SyncMethod, SyncSettings};
 use crate::OptimError;
 use node::{Node, Region, World, forward};
 
@@ -63,7 +63,7 @@ pub const HALOS: SyncMethod = SyncMethod {
         "world-mixing",
     ],
     compensates: true,
-    buffers: |&Kept { momentum, world_momentum, .. }| {
+    buffers: |&BufferSettings { momentum, world_momentum, .. }| {
         let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
         let (region, world) = (states(momentum), states(world_momentum));
         // World: the model and its states. Region: the same, `pending`, and the number of changes.
@@ -147,7 +147,7 @@ fn parts(s: &SyncSettings<'_>) -> Result<WorkerServers, OptimError> {
     let node = Node::new(me, comm.size(), region.transpose()?, world.transpose()?);
     let owner = |shard: usize| {
         let (server, range) = (members[shard], sites.range(shard));
-        ServerHandle::new(server, range.clone(), &values[range]).by(Route::Own(me, forward(server)))
+        ServerHandle::new(server, range.clone(), &values[range]).with_route(Route::Own(me, forward(server)))
     };
     let owners = (0..sites.shards).filter(|shard| !sites.range(*shard).is_empty()).map(owner).collect();
     let remembered = |names: Vec<&'static str>, shared| {

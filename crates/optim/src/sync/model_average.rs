@@ -24,7 +24,7 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: IN_FLIGHT,
+    on_member_loss: IN_FLIGHT,
     // Parameters that were sent, the change to apply, the mean for evaluations, and what a synchronisation
     // averages.
     buffers: |_| Buffers { held: 4, saved: 1 },
@@ -62,14 +62,14 @@ pub struct ModelAverage {
     background: Communicator,
     /// This replica's weight in a mean, where 1 is an equal share.
     weight: f32,
-    flight: Flight,
+    round_state: RoundState,
     /// Time from which on the next round may be joined.
     due: Nanos,
     /// Number of rounds joined.
     rounds: u64,
-    /// Number of steps done; `met` is their number at the last synchronisation.
+    /// Number of steps done; `last_sync` is their number at the last synchronisation.
     step: u64,
-    met: u64,
+    last_sync: u64,
     /// Average of gradients.
     gradients: Average,
     mean: CommonMean,
@@ -79,14 +79,14 @@ pub struct ModelAverage {
 
 /// State of a round of averaging on this replica.
 #[derive(Debug)]
-enum Flight {
-    Nothing,
-    Away {
+enum RoundState {
+    None,
+    InFlight {
         sent: Vec<f32>,
         mean: Pending<Result<Vec<f32>, CommError>>,
     },
     /// Arrived: the mean minus what was sent.
-    Here(Vec<f32>),
+    Arrived(Vec<f32>),
 }
 
 impl ModelAverage {
@@ -105,11 +105,11 @@ impl ModelAverage {
             packing: Packing::new(layout),
             background,
             weight: own as f32,
-            flight: Flight::Nothing,
+            round_state: RoundState::None,
             due: Nanos::ZERO,
             rounds: 0,
             step: 0,
-            met: 0,
+            last_sync: 0,
             gradients: of(average.clone())?,
             mean: CommonMean::new(of(average)?, &weights, device, layout)?,
             here: device.zeros(layout.len())?,
@@ -122,7 +122,7 @@ impl ModelAverage {
 
     /// Joins the next round with the current parameters.
     fn join(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        let sent = self.landed(params)?;
+        let sent = self.with_arrived(params)?;
         self.leave(sent);
         Ok(())
     }
@@ -130,14 +130,14 @@ impl ModelAverage {
     fn leave(&mut self, sent: Vec<f32>) {
         let weighted = sent.iter().map(|x| self.weight * x).collect();
         let mean = self.background.start_all_reduce(weighted, ReduceOp::Mean);
-        self.flight = Flight::Away { sent, mean };
+        self.round_state = RoundState::InFlight { sent, mean };
         self.rounds += 1;
     }
 
     /// Returns the parameters plus what came back and was not applied yet.
-    fn landed(&self, params: &Tensor) -> Result<Vec<f32>, OptimError> {
+    fn with_arrived(&self, params: &Tensor) -> Result<Vec<f32>, OptimError> {
         let mut values = self.packing.pack(params)?;
-        if let Flight::Here(moved) = &self.flight {
+        if let RoundState::Arrived(moved) = &self.round_state {
             values.iter_mut().zip(moved).for_each(|(x, moved)| *x += moved);
         }
         Ok(values)
@@ -145,11 +145,11 @@ impl ModelAverage {
 
     /// Waits for the round that was joined.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        self.flight = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away { sent, mean } => {
+        self.round_state = match std::mem::replace(&mut self.round_state, RoundState::None) {
+            RoundState::InFlight { sent, mean } => {
                 let mut moved = mean.wait()?;
                 moved.iter_mut().zip(&sent).for_each(|(mean, sent)| *mean -= sent);
-                Flight::Here(moved)
+                RoundState::Arrived(moved)
             }
             other => other,
         };
@@ -158,17 +158,17 @@ impl ModelAverage {
 
     /// Returns whether the round that was joined has arrived by now.
     fn has_arrived(&mut self) -> bool {
-        match &mut self.flight {
-            Flight::Away { mean, .. } => self.background.first(&mut [mean], WaitMode::Now).is_some(),
-            Flight::Here(_) => true,
-            Flight::Nothing => false,
+        match &mut self.round_state {
+            RoundState::InFlight { mean, .. } => self.background.first(&mut [mean], WaitMode::Now).is_some(),
+            RoundState::Arrived(_) => true,
+            RoundState::None => false,
         }
     }
 
     /// Applies what came back.
-    fn take_up(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
-        let values = self.landed(params)?;
-        self.flight = Flight::Nothing;
+    fn apply_arrived(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        let values = self.with_arrived(params)?;
+        self.round_state = RoundState::None;
         self.packing.unpack(&values, params)
     }
 
@@ -179,11 +179,12 @@ impl ModelAverage {
         if self.rounds < rounds[0] {
             // All replicas have joined the previous round, since otherwise none could have joined this one.
             self.arrive()?;
-            let sent = self.landed(params)?;
-            let before = std::mem::replace(&mut self.flight, Flight::Nothing);
+            let sent = self.with_arrived(params)?;
+            let before = std::mem::replace(&mut self.round_state, RoundState::None);
             self.leave(sent);
             self.arrive()?;
-            if let (Flight::Here(moved), Flight::Here(before)) = (&mut self.flight, before) {
+            if let (RoundState::Arrived(moved), RoundState::Arrived(before)) = (&mut self.round_state, before)
+            {
                 moved.iter_mut().zip(before).for_each(|(moved, before)| *moved += before);
             }
         }
@@ -205,10 +206,10 @@ impl Synchroniser for ModelAverage {
         }
         if self.has_arrived() {
             self.arrive()?;
-            self.take_up(params)?;
+            self.apply_arrived(params)?;
             self.due = self.comm().now().saturating_add(self.interval);
         }
-        let idle = matches!(self.flight, Flight::Nothing) && !after.last;
+        let idle = matches!(self.round_state, RoundState::None) && !after.last;
         if idle && self.comm().now() >= self.due {
             self.join(params)?;
         }
@@ -221,7 +222,7 @@ impl Synchroniser for ModelAverage {
         if after.step > self.warmup {
             self.complete(params)?;
         }
-        let values = self.landed(params)?;
+        let values = self.with_arrived(params)?;
         self.packing.unpack(&values, &mut self.here)?;
         self.mean.exchange(&self.here, after.last)
     }
@@ -233,8 +234,8 @@ impl Synchroniser for ModelAverage {
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         self.gradients.commit();
-        self.take_up(params)?;
-        self.met = self.step;
+        self.apply_arrived(params)?;
+        self.last_sync = self.step;
         self.due = Nanos::ZERO;
         self.mean.commit(params)
     }
@@ -248,9 +249,9 @@ impl Synchroniser for ModelAverage {
         self.mean.common()
     }
     fn drop_in_flight(&mut self) {
-        self.flight = Flight::Nothing;
+        self.round_state = RoundState::None;
         // Drops the steps since the last synchronisation.
-        self.step = self.met;
+        self.step = self.last_sync;
         self.gradients.open();
         self.mean.average.open();
     }
@@ -258,7 +259,7 @@ impl Synchroniser for ModelAverage {
         self.gradients.rollback();
         self.mean.rollback();
     }
-    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
     fn steps(&self) -> u64 {
@@ -269,8 +270,8 @@ impl Synchroniser for ModelAverage {
     }
     fn restore(&mut self, steps: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         // Checkpoints are made only after a synchronisation, when nothing is in flight.
-        (self.step, self.met, self.rounds) = (steps, steps, 0);
-        (self.flight, self.due) = (Flight::Nothing, Nanos::ZERO);
+        (self.step, self.last_sync, self.rounds) = (steps, steps, 0);
+        (self.round_state, self.due) = (RoundState::None, Nanos::ZERO);
         Ok(())
     }
     fn average(&self) -> &Average {

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
 use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
@@ -22,7 +22,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: Some(0.5),
-    missing: OWN_COPIES,
+    on_member_loss: OWN_COPIES,
     // Held: slow parameters, momentum, their next values, the mean. Saved: the first two, own parameters.
     buffers: |_| Buffers { held: 5, saved: 3 },
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),
@@ -63,7 +63,7 @@ struct Outer {
 }
 
 /// Message of a replica: its weight, its `d` and its `s`.
-struct Brought {
+struct OuterMessage {
     weight: f32,
     moved: Vec<f32>,
     slow: Vec<f32>,
@@ -110,11 +110,11 @@ impl NoLoCo {
         let slow = self.packing.pack(&self.outer.slow)?;
         let params = self.packing.pack(params)?;
         let moved: Vec<f32> = params.iter().zip(&slow).map(|(params, slow)| params - slow).collect();
-        let own = Brought { weight: weight as f32, moved, slow };
+        let own = OuterMessage { weight: weight as f32, moved, slow };
         let comm = self.mean.average.communicator();
         let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
         let other = Exchange::start(comm, meeting, self.rounds, &own.bytes()).wait()?.pop();
-        let other = other.map(|arrived| Brought::read(&arrived, own.slow.len())).transpose()?;
+        let other = other.map(|arrived| OuterMessage::read(&arrived, own.slow.len())).transpose()?;
         let mut velocity = self.packing.pack(&self.outer.velocity)?;
         for (i, v) in velocity.iter_mut().enumerate() {
             let (d, s) = other.as_ref().map_or((own.moved[i], own.slow[i]), |other| other.mean_with(&own, i));
@@ -126,13 +126,13 @@ impl NoLoCo {
     }
 }
 
-impl Brought {
+impl OuterMessage {
     fn bytes(&self) -> Vec<u8> {
         let Self { weight, moved, slow } = self;
         to_bytes(&[&[*weight][..], moved, slow].concat())
     }
 
-    fn read(arrived: &Arrived, len: usize) -> Result<Self, OptimError> {
+    fn read(arrived: &NeighbourMessage, len: usize) -> Result<Self, OptimError> {
         let values = from_bytes(&arrived.bytes, 1 + 2 * len, arrived.from)?;
         let (moved, slow) = values[1..].split_at(len);
         Ok(Self { weight: values[0], moved: moved.to_vec(), slow: slow.to_vec() })
@@ -188,7 +188,7 @@ impl Synchroniser for NoLoCo {
         self.stepped = false;
         self.mean.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.outer.slow)
     }
     fn steps(&self) -> u64 {

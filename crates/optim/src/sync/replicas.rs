@@ -4,7 +4,7 @@
 use farflung_compress::{Compressor, Payload, PayloadRef, RoundKey};
 use farflung_tensor::Tensor;
 
-use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
 use super::saved::optional;
@@ -27,7 +27,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: true,
     outer_momentum: None,
-    missing: OWN_COPIES,
+    on_member_loss: OWN_COPIES,
     // Held: own replica, those of both neighbours, the mean. Saved: own replica, own parameters.
     buffers: |_| Buffers { held: 4, saved: 2 },
     build: |s| Ok(Box::new(Replicas::new(s, Rule::Sent)?)),
@@ -142,7 +142,7 @@ impl Replicas {
     fn arrive(&mut self) -> Result<(), OptimError> {
         let Some(flight) = self.flight.take() else { return Ok(()) };
         let mut change = vec![0.0; self.packing.len()];
-        for (Arrived { bytes, .. }, other) in flight.wait()?.iter().zip(&mut self.others) {
+        for (NeighbourMessage { bytes, .. }, other) in flight.wait()?.iter().zip(&mut self.others) {
             self.codec.decompress(PayloadRef::parse(bytes)?, &mut change)?;
             other.iter_mut().zip(&change).for_each(|(w, u)| *w += u);
         }
@@ -150,10 +150,10 @@ impl Replicas {
     }
 
     /// Receives neighbours' replicas as the neighbours themselves hold them.
-    fn learn(&mut self) -> Result<(), OptimError> {
+    fn receive_replicas(&mut self) -> Result<(), OptimError> {
         let own = self.packing.pack(&self.own)?;
         let arrived = self.start(&to_bytes(&own)).wait()?;
-        let read = |arrived: &Arrived| from_bytes(&arrived.bytes, own.len(), arrived.from);
+        let read = |arrived: &NeighbourMessage| from_bytes(&arrived.bytes, own.len(), arrived.from);
         self.others = arrived.iter().map(read).collect::<Result<_, _>>()?;
         self.known = true;
         Ok(())
@@ -184,7 +184,7 @@ impl Synchroniser for Replicas {
     }
     fn mix(&mut self, params: &mut Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         if !self.known {
-            self.learn()?;
+            self.receive_replicas()?;
         }
         self.arrive()?;
         let mut x = self.packing.pack(params)?;
@@ -244,7 +244,7 @@ impl Synchroniser for Replicas {
     fn rollback(&mut self) {
         self.mean.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.own)
     }
     fn steps(&self) -> u64 {

@@ -41,7 +41,7 @@ pub struct RuleState<'a> {
 /// A service that holds a model, or shards of models.
 pub(super) trait ModelService: Service + std::fmt::Debug {
     /// Sets the model.
-    fn stand_at(&mut self, model: &[f32]);
+    fn set_model(&mut self, model: &[f32]);
     /// Restores the state of this name.
     fn restore(&mut self, name: &str, values: &[f32]);
     /// Continues after this number of changes, with workers that have not sent anything yet.
@@ -53,7 +53,7 @@ pub trait ServerRule: std::fmt::Debug + Send {
     /// Applies a change that arrived.
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32>;
     /// Called before a message of this time is handled. Performs what was due before that time.
-    fn reach(&mut self, _model: &mut [f32], _at: Nanos) -> Vec<u32> {
+    fn advance_to(&mut self, _model: &mut [f32], _at: Nanos) -> Vec<u32> {
         Vec::new()
     }
     /// Called when all workers synchronise. Applies the changes that still wait.
@@ -153,7 +153,7 @@ impl Server {
     }
 
     /// Answers all workers, once all of them asked to synchronise.
-    fn meet(&mut self) -> Vec<Answer> {
+    fn answer_sync(&mut self) -> Vec<Answer> {
         let told = self.rule.flush(&mut self.model);
         self.mark(told);
         let mut answers = self.answers(true);
@@ -174,7 +174,7 @@ impl Server {
 }
 
 impl ModelService for Server {
-    fn stand_at(&mut self, model: &[f32]) {
+    fn set_model(&mut self, model: &[f32]) {
         self.model.copy_from_slice(model);
     }
     fn restore(&mut self, name: &str, values: &[f32]) {
@@ -191,7 +191,7 @@ impl ModelService for Server {
 
 impl Service for Server {
     fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
-        let told = self.rule.reach(&mut self.model, at);
+        let told = self.rule.advance_to(&mut self.model, at);
         self.mark(told);
         let known = self.read(&bytes);
         let (Some(message), Some(worker)) = (known, self.workers.get_mut(from.index())) else {
@@ -199,7 +199,7 @@ impl Service for Server {
         };
         match message {
             ToServer::Push { step, weight, change } => {
-                // The workers whose changes `reach` merged are answered first, with a model that does not
+                // The workers whose changes `advance_to` merged are answered first, with a model that does not
                 // include this change.
                 let mut answers = self.answers(false);
                 let worker = &mut self.workers[from.index()];
@@ -216,7 +216,7 @@ impl Service for Server {
             ToServer::Synchronise { wants } => {
                 worker.meets = Some(wants);
                 if self.workers.iter().all(|worker| worker.meets.is_some()) {
-                    self.meet()
+                    self.answer_sync()
                 } else {
                     Vec::new()
                 }

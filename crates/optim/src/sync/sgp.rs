@@ -3,7 +3,7 @@
 use farflung_comm::ReduceOp;
 use farflung_tensor::Tensor;
 
-use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Neighbours};
 use super::saved::optional;
@@ -24,7 +24,7 @@ pub const SGP: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: OWN_COPIES,
+    on_member_loss: OWN_COPIES,
     // Held: what was sent, the change, the mean, two weights. Saved: the change, both weights, own parameters.
     buffers: |_| Buffers { held: 5, saved: 4 },
     build: |s| Ok(Box::new(PushSum::new(s, Graph::Exponential)?)),
@@ -62,7 +62,7 @@ pub struct PushSum {
     /// Change that neighbours' parameters cause, once they arrived: `z = own / mass' z + change`.
     change: Tensor,
     mean: CommonMean,
-    flight: Flight,
+    exchange_state: ExchangeState,
     rounds: u64,
     /// Both weights in the form of a checkpoint: of the current parameters, and after the change.
     masses: [Tensor; 2],
@@ -70,16 +70,16 @@ pub struct PushSum {
 
 /// State of neighbours' messages.
 #[derive(Debug)]
-enum Flight {
-    Nothing,
-    Away {
+enum ExchangeState {
+    None,
+    InFlight {
         /// Parameters that this rank sent; `kept` is the weight that it kept.
         sent: Vec<f32>,
         kept: u32,
         messages: Exchange,
     },
     /// Arrived: the result is in `change`.
-    Here {
+    Arrived {
         /// Weight after the change.
         mass: u32,
     },
@@ -108,7 +108,7 @@ impl PushSum {
             mass: own,
             change: device.zeros(layout.len())?,
             mean: CommonMean::new(average, &weights, device, layout)?,
-            flight: Flight::Nothing,
+            exchange_state: ExchangeState::None,
             rounds: 0,
             masses: [device.zeros(layout.len())?, device.zeros(layout.len())?],
         })
@@ -116,16 +116,16 @@ impl PushSum {
 
     /// Waits for neighbours' messages, and writes the change that they cause.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        let (sent, kept, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away { sent, kept, messages } => (sent, kept, messages),
+        let (sent, kept, messages) = match std::mem::replace(&mut self.exchange_state, ExchangeState::None) {
+            ExchangeState::InFlight { sent, kept, messages } => (sent, kept, messages),
             other => {
-                self.flight = other;
+                self.exchange_state = other;
                 return Ok(());
             }
         };
         let mut sums: Vec<f64> = sent.iter().map(|z| f64::from(kept) * f64::from(*z)).collect();
         let mut mass = kept;
-        for Arrived { from, bytes, .. } in messages.wait()? {
+        for NeighbourMessage { from, bytes, .. } in messages.wait()? {
             // A message that is too short for its weight also has the wrong length for its parameters.
             let (head, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
             let (weight, theirs) = (u32::from_le_bytes(*head), from_bytes(rest, sent.len(), from)?);
@@ -135,7 +135,7 @@ impl PushSum {
         let (all, part) = (f64::from(mass), self.part(mass));
         let change = sums.iter().zip(&sent).map(|(sum, z)| (sum / all - part * f64::from(*z)) as f32);
         self.packing.unpack(&change.collect::<Vec<f32>>(), &mut self.change)?;
-        self.flight = Flight::Here { mass };
+        self.exchange_state = ExchangeState::Arrived { mass };
         Ok(())
     }
 
@@ -161,13 +161,13 @@ impl Synchroniser for PushSum {
     }
     fn mix(&mut self, params: &mut Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
-        if let Flight::Here { mass } = self.flight {
+        if let ExchangeState::Arrived { mass } = self.exchange_state {
             let (mut values, change) = (self.packing.pack(params)?, self.packing.pack(&self.change)?);
             let part = self.part(mass);
             let moved = values.iter_mut().zip(change);
             moved.for_each(|(z, change)| *z = (part * f64::from(*z) + f64::from(change)) as f32);
             self.packing.unpack(&values, params)?;
-            (self.mass, self.flight) = (mass, Flight::Nothing);
+            (self.mass, self.exchange_state) = (mass, ExchangeState::None);
         }
         Ok(())
     }
@@ -200,7 +200,7 @@ impl Synchroniser for PushSum {
         let kept = self.mass - pushed * meeting.to.len() as u32;
         let bytes = [&pushed.to_le_bytes()[..], &to_bytes(&sent)].concat();
         let messages = Exchange::start(comm, meeting, self.rounds, &bytes);
-        self.flight = Flight::Away { sent, kept, messages };
+        self.exchange_state = ExchangeState::InFlight { sent, kept, messages };
         self.rounds += 1;
         Ok(false)
     }
@@ -216,7 +216,7 @@ impl Synchroniser for PushSum {
     }
     fn wait_in_flight(&mut self) -> Result<(), OptimError> {
         self.arrive()?;
-        let next = if let Flight::Here { mass } = self.flight { mass } else { self.mass };
+        let next = if let ExchangeState::Arrived { mass } = self.exchange_state { mass } else { self.mass };
         for (mass, saved) in [self.mass, next].into_iter().zip(&mut self.masses) {
             let all = vec![mass as f32; saved.shape().len()];
             saved.write(&all)?;
@@ -224,13 +224,13 @@ impl Synchroniser for PushSum {
         Ok(())
     }
     fn drop_in_flight(&mut self) {
-        self.flight = Flight::Nothing;
+        self.exchange_state = ExchangeState::None;
         self.mean.average.open();
     }
     fn rollback(&mut self) {
         self.mean.rollback();
     }
-    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
     }
     fn steps(&self) -> u64 {
@@ -241,7 +241,7 @@ impl Synchroniser for PushSum {
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
         let mut states: Vec<(&str, &Tensor)> = MASSES.into_iter().zip(&self.masses).collect();
-        if matches!(self.flight, Flight::Here { .. }) {
+        if matches!(self.exchange_state, ExchangeState::Arrived { .. }) {
             states.push((CHANGE, &self.change));
         }
         states
@@ -260,7 +260,8 @@ impl Synchroniser for PushSum {
         if let Some(values) = &change {
             self.change.write(values)?;
         }
-        self.flight = if change.is_some() { Flight::Here { mass: next } } else { Flight::Nothing };
+        self.exchange_state =
+            if change.is_some() { ExchangeState::Arrived { mass: next } } else { ExchangeState::None };
         (self.mass, self.rounds) = (mass, steps);
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Streaming `DiLoCo`.
 
-use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Kept, Merge, SyncMethod};
+use super::{BufferSettings, Buffers, Delayed, DelayedSettings, IN_FLIGHT, Merge, SyncMethod};
 
 /// Row of [`METHODS`](super::METHODS) for streaming `DiLoCo`: [`Delayed`] outer steps of fragments, which
 /// replicas mix with their own parameters.
@@ -21,8 +21,8 @@ pub const STREAMING: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: IN_FLIGHT,
-    buffers: |&Kept { momentum, .. }| {
+    on_member_loss: IN_FLIGHT,
+    buffers: |&BufferSettings { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         // Held: anchor, momentum, their next values, delta, mean. Saved: the same without next values, and own
         // parameters.

@@ -4,10 +4,10 @@
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{Buffers, Missing, StepEnd, SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::SyncSchedule;
-use crate::{Average, AverageConfig, Chain, Coding, GatheredUpdate, OptimError, weigh};
+use crate::{AccumulatedUpdate, Average, AverageConfig, Chain, Coding, OptimError, weigh};
 
 /// Row of [`METHODS`](super::METHODS) for [`ZeroOne`].
 pub const ZERO_ONE: SyncMethod = SyncMethod {
@@ -22,7 +22,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    missing: Missing::Refused(
+    on_member_loss: OnMemberLoss::Unsupported(
         "a member that missed an average cannot restore what the optimizers of the others have accumulated",
     ),
     // Anchor and mean.
@@ -49,7 +49,7 @@ pub struct ZeroOne {
     /// Number of steps done.
     step: u64,
     /// Number of steps done at the last synchronisation.
-    met: u64,
+    last_sync: u64,
     /// Parameters at the last synchronisation.
     anchor: Tensor,
     /// What local steps accumulated: first this replica's values, then the mean of all.
@@ -79,7 +79,7 @@ impl ZeroOne {
             plain: Average::new(comm.clone(), device, layout, plain)?,
             coded: Average::new(comm, device, layout, config)?,
             step: 0,
-            met: 0,
+            last_sync: 0,
             anchor,
             mean: device.zeros(layout.len())?,
             exchanged: false,
@@ -88,7 +88,7 @@ impl ZeroOne {
 }
 
 /// Reason why the optimizer accumulates, for `expect`.
-const GATHERS: &str = "an optimizer with rounds accumulates its updates";
+const ACCUMULATES: &str = "an optimizer with rounds accumulates its updates";
 
 impl Synchroniser for ZeroOne {
     fn gradients(&mut self) -> Option<&mut Average> {
@@ -106,7 +106,7 @@ impl Synchroniser for ZeroOne {
     fn mix(&mut self, params: &mut Tensor, after: StepEnd, _: f64) -> Result<(), OptimError> {
         self.step = after.step;
         if !self.rounds.is_local(after.step - 1) {
-            self.met = after.step;
+            self.last_sync = after.step;
             if after.step == self.rounds.freeze {
                 self.coded.restore("", self.coded.round(), |_| Some(&[]))?;
                 copy(params, &mut self.anchor)?;
@@ -115,17 +115,17 @@ impl Synchroniser for ZeroOne {
         Ok(())
     }
     fn is_due(&self, after: StepEnd) -> bool {
-        self.rounds.meets(after.step - 1) || after.last
+        self.rounds.synchronises(after.step - 1) || after.last
     }
     fn exchange(&mut self, _: &Tensor, _: StepEnd, _: f64) -> Result<(), OptimError> {
         Err(OptimError::Setting {
             transform: "sync",
             field: "optimizer",
             value: 0.0,
-            expected: "a call of exchange_gathered, because the optimizer accumulates its updates",
+            expected: "a call of exchange_accumulated, because the optimizer accumulates its updates",
         })
     }
-    fn exchange_gathered(
+    fn exchange_accumulated(
         &mut self,
         _: &Tensor,
         chain: &Chain,
@@ -133,7 +133,7 @@ impl Synchroniser for ZeroOne {
         weight: f64,
     ) -> Result<(), OptimError> {
         if self.rounds.is_local(after.step - 1) {
-            copy(chain.gathered().expect(GATHERS), &mut self.mean)?;
+            copy(chain.accumulated().expect(ACCUMULATES), &mut self.mean)?;
             weigh(&mut self.mean, weight)?;
             self.coded.all(&mut self.mean)?;
             self.exchanged = true;
@@ -154,12 +154,16 @@ impl Synchroniser for ZeroOne {
         self.coded.commit();
         Ok(())
     }
-    fn commit_gathered(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
+    fn commit_accumulated(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
         if std::mem::take(&mut self.exchanged) {
-            let meets = GatheredUpdate { mean: &self.mean, anchor: &self.anchor, steps: self.met..self.step };
-            chain.take_gathered(meets, params)?;
+            let meets = AccumulatedUpdate {
+                mean: &self.mean,
+                anchor: &self.anchor,
+                steps: self.last_sync..self.step,
+            };
+            chain.apply_accumulated(meets, params)?;
             copy(params, &mut self.anchor)?;
-            self.met = self.step;
+            self.last_sync = self.step;
         }
         self.commit(params)
     }
@@ -168,7 +172,7 @@ impl Synchroniser for ZeroOne {
     }
     fn drop_in_flight(&mut self) {
         // Drops the local steps since the last synchronisation.
-        self.step = self.met;
+        self.step = self.last_sync;
         self.plain.open();
         self.coded.open();
     }
@@ -177,7 +181,7 @@ impl Synchroniser for ZeroOne {
         self.plain.rollback();
         self.coded.rollback();
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.anchor)
     }
     fn steps(&self) -> u64 {
@@ -188,7 +192,7 @@ impl Synchroniser for ZeroOne {
     }
     fn restore(&mut self, steps: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         // Checkpoints are made only after a synchronisation.
-        (self.step, self.met, self.exchanged) = (steps, steps, false);
+        (self.step, self.last_sync, self.exchanged) = (steps, steps, false);
         Ok(())
     }
     fn average(&self) -> &Average {

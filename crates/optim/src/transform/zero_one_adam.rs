@@ -2,7 +2,7 @@
 
 use farflung_tensor::{ProgramBuilder, Value};
 
-use super::{Emit, Gathered, StepInfo, Transform, require, require_eps, require_share};
+use super::{Accumulated, Emit, StepInfo, Transform, require, require_eps, require_share};
 use crate::{LrSchedule, OptimError};
 
 /// Steps in which the variance changes, and after which replicas synchronise: a pure function of the step, the
@@ -66,7 +66,7 @@ impl SyncSchedule {
     /// Returns whether replicas synchronise after a step. Before the first local step this is always so, since
     /// replicas do not differ.
     #[must_use]
-    pub fn meets(&self, step: u64) -> bool {
+    pub fn synchronises(&self, step: u64) -> bool {
         let Some(local) = step.checked_sub(self.freeze) else { return true };
         let doubling = self.local_doubling.max(1);
         let interval = (1_u64 << (local / doubling).min(63)).min(self.most.max(1));
@@ -175,17 +175,17 @@ impl Transform for ScaleByZeroOneAdam {
     fn rounds(&self) -> Option<SyncSchedule> {
         Some(self.0.rounds)
     }
-    fn gathers(&self) -> Option<Gathered> {
-        Some(Gathered { state: 2, scalars: 4 })
+    fn accumulates(&self) -> Option<Accumulated> {
+        Some(Accumulated { state: 2, scalars: 4 })
     }
-    fn gathered_scalars(&self, lr: f64, steps: std::ops::Range<u64>, out: &mut Vec<f32>) {
+    fn accumulated_scalars(&self, lr: f64, steps: std::ops::Range<u64>, out: &mut Vec<f32>) {
         let rates: f64 = steps.map(|step| lr * self.0.schedule.rate(step)).sum();
         let longest = rates * self.longest();
         // If all rates are 0, the momentum cannot be computed from what was accumulated.
         let inverse = if rates > 0.0 { 1.0 / rates } else { 0.0 };
         out.extend([inverse, rates, longest, -longest].map(|x| x as f32));
     }
-    fn emit_gathered(&self, e: &mut Emit<'_>, mean: Value) -> Value {
+    fn emit_accumulated(&self, e: &mut Emit<'_>, mean: Value) -> Value {
         let decay = e.group.decay.unwrap_or(self.0.weight_decay);
         let anchor = e.param;
         let p = &mut *e.program;
@@ -226,18 +226,19 @@ mod tests {
                     changes += 1;
                 }
                 assert_eq!(rounds.is_adam(step), (0..=step).all(|s| rounds.varies(s)), "{doubling} {step}");
-                assert!(rounds.meets(step) && !rounds.is_local(step));
+                assert!(rounds.synchronises(step) && !rounds.is_local(step));
             }
-            let meets: Vec<u64> = (500..540).filter(|&step| rounds.meets(step)).map(|s| s - 499).collect();
+            let meets: Vec<u64> =
+                (500..540).filter(|&step| rounds.synchronises(step)).map(|s| s - 499).collect();
             let wanted: Vec<u64> = (1..=10).chain([12, 14, 16, 18, 20, 24, 28, 36]).collect();
             assert_eq!(meets, wanted);
             assert!(!rounds.varies(500) && rounds.is_local(500));
         }
         // Extreme settings must not overflow.
         let rounds = SyncSchedule { freeze: u64::MAX, variance_doubling: 0, local_doubling: 0, most: 0 };
-        assert!(rounds.varies(0) && rounds.meets(u64::MAX - 1));
+        assert!(rounds.varies(0) && rounds.synchronises(u64::MAX - 1));
         let never = SyncSchedule { variance_doubling: u64::MAX, ..rounds };
         assert!(never.varies(u64::MAX - 1) && never.is_adam(1 << 40));
-        assert!(SyncSchedule { freeze: 0, ..rounds }.meets(u64::MAX));
+        assert!(SyncSchedule { freeze: 0, ..rounds }.synchronises(u64::MAX));
     }
 }

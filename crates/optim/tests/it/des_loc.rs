@@ -119,11 +119,11 @@ impl Replica {
         }
         let weight = WEIGHTS[self.number];
         // A synchronisation that is rolled back changes nothing.
-        self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
+        self.sync.exchange_accumulated(&self.params, &self.chain, after, weight).unwrap();
         self.sync.rollback();
-        self.sync.exchange_gathered(&self.params, &self.chain, after, weight).unwrap();
+        self.sync.exchange_accumulated(&self.params, &self.chain, after, weight).unwrap();
         self.sync.prepare().unwrap();
-        self.sync.commit_gathered(&mut self.params, &mut self.chain).unwrap();
+        self.sync.commit_accumulated(&mut self.params, &mut self.chain).unwrap();
         true
     }
 
@@ -275,7 +275,7 @@ fn it_goes_on_from_any_meeting_with_the_same_bits() {
             replica = Replica::new(comm.clone(), of, adam_of());
             replica.params = flat(seen.last().unwrap());
             replica.chain.restore(step + 1, |name| chain.get(name).map(Vec::as_slice)).unwrap();
-            replica.sync.moved(&replica.params).unwrap();
+            replica.sync.on_params_set(&replica.params).unwrap();
             replica.sync.restore(steps, &|name| sync.get(name).cloned()).unwrap();
         }
         seen

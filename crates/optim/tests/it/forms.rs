@@ -18,7 +18,7 @@ fn topology() -> Topology {
     let mut topology = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     for rank in 0..5 {
         let port = AccessLink { up: Bandwidth(10_000_000 << rank), down: Bandwidth(1 << 30) };
-        topology.set_port(Rank(rank), port);
+        topology.set_access_link(Rank(rank), port);
         for other in (0..5).filter(|other| (rank < 3) != (*other < 3)) {
             topology.set_link(Rank(rank), Rank(other), "50mbit,30ms".parse().unwrap());
         }

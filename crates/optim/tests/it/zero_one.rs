@@ -109,11 +109,11 @@ impl Replica {
             return false;
         }
         // A synchronisation that is rolled back changes nothing.
-        self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
+        self.sync.exchange_accumulated(&self.params, &self.chain, after, self.weight).unwrap();
         self.sync.rollback();
-        self.sync.exchange_gathered(&self.params, &self.chain, after, self.weight).unwrap();
+        self.sync.exchange_accumulated(&self.params, &self.chain, after, self.weight).unwrap();
         self.sync.prepare().unwrap();
-        self.sync.commit_gathered(&mut self.params, &mut self.chain).unwrap();
+        self.sync.commit_accumulated(&mut self.params, &mut self.chain).unwrap();
         true
     }
 
@@ -229,7 +229,7 @@ fn reference(rounds: SyncSchedule, signs: bool) -> Vec<f64> {
             continue;
         }
         rates += rate;
-        if rounds.meets(step) || step + 1 == STEPS {
+        if rounds.synchronises(step) || step + 1 == STEPS {
             let all = mean(&weighted(&u), step == rounds.freeze);
             for i in 0..len {
                 let moves = toward(all[i], v[i], longest * rates);
@@ -315,7 +315,7 @@ fn replicas_are_the_same_where_they_meet_and_a_run_goes_on_from_there() {
             replica = Replica::new(comm.clone(), ROUNDS, "sign+ef", weight);
             replica.params = flat(seen.last().unwrap());
             replica.chain.restore(step + 1, |name| states.get(name).map(Vec::as_slice)).unwrap();
-            replica.sync.moved(&replica.params).unwrap();
+            replica.sync.on_params_set(&replica.params).unwrap();
             replica.sync.restore(steps, &|_| None).unwrap();
             let average = replica.sync.average_mut();
             average.restore("", round, |name| residuals.get(name).map(Vec::as_slice)).unwrap();

@@ -35,7 +35,7 @@ pub fn daly(save: f64, between: f64) -> f64 {
 /// A job that saves checkpoints at a fixed interval and restarts from the newest one after each failure. All
 /// times are in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Checkpoints {
+pub struct CheckpointedJob {
     /// Working time between two checkpoints.
     pub every: f64,
     /// Time that a checkpoint takes. The job does not work meanwhile.
@@ -43,12 +43,12 @@ pub struct Checkpoints {
     /// Time from a failure until the job works again. The job can fail in this time too.
     pub restart: f64,
     /// Mean time between failures of the job. Failure times are exponentially distributed.
-    pub between: f64,
+    pub mtbf: f64,
 }
 
 /// How the time of a job is spent, as fractions of the whole.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Lost {
+pub struct TimeFractions {
     /// Work that no failure made useless: the goodput.
     pub work: f64,
     /// Saving checkpoints that no failure made useless.
@@ -57,17 +57,16 @@ pub struct Lost {
     pub failures: f64,
 }
 
-impl Checkpoints {
+impl CheckpointedJob {
     /// Returns the interval with the highest goodput, found by golden-section search over
-    /// [`Checkpoints::expected`]. The value of `self.every` is not used.
+    /// [`CheckpointedJob::expected`]. The value of `self.every` is not used.
     #[must_use]
     pub fn best(self) -> Self {
         let at = |every: f64| Self { every, ..self };
         let ratio = f64::midpoint(5.0_f64.sqrt(), -1.0);
         // Searches over logarithms: the best interval lies anywhere between a fraction of a checkpoint's time
         // and many times the time between failures.
-        let (mut low, mut high) =
-            ((self.save.min(self.between) * 1e-3).max(1e-9).ln(), (self.between * 10.0).ln());
+        let (mut low, mut high) = ((self.save.min(self.mtbf) * 1e-3).max(1e-9).ln(), (self.mtbf * 10.0).ln());
         for _ in 0..200 {
             let (a, b) = (high - ratio * (high - low), low + ratio * (high - low));
             if at(a.exp()).expected().work < at(b.exp()).expected().work { low = a } else { high = b }
@@ -80,34 +79,34 @@ impl Checkpoints {
     /// A segment is `every` of work and its checkpoint: `t = every + save`. On average it takes `between
     /// e^(restart / between) (e^(t / between) - 1)`. Source: Daly 2006, equation 20.
     #[must_use]
-    pub fn expected(self) -> Lost {
-        let Self { every, save, restart, between } = self;
+    pub fn expected(self) -> TimeFractions {
+        let Self { every, save, restart, mtbf: between } = self;
         let all = between * (restart / between).exp() * ((every + save) / between).exp_m1();
         if !all.is_finite() || all <= 0.0 {
-            return Lost { work: 0.0, saving: 0.0, failures: 1.0 };
+            return TimeFractions { work: 0.0, saving: 0.0, failures: 1.0 };
         }
-        Lost { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
+        TimeFractions { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
     }
 
     /// Returns the mean time of work that one failure loses: the work since the newest checkpoint.
     ///
     /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`.
     #[must_use]
-    pub fn vain(self) -> f64 {
+    pub fn lost_per_failure(self) -> f64 {
         let t = self.every + self.save;
-        self.between - t / (t / self.between).exp_m1()
+        self.mtbf - t / (t / self.mtbf).exp_m1()
     }
 
     /// Simulates a run of `segments` checkpoints, failure by failure, and returns its fractions.
     #[must_use]
-    pub fn simulated(self, segments: u64, seed: u64) -> Lost {
+    pub fn simulated(self, segments: u64, seed: u64) -> TimeFractions {
         let mut draw = SeededRng::new(seed, 21);
         let t = self.every + self.save;
         let mut all = 0.0;
         for _ in 0..segments {
             let mut needs = t;
             loop {
-                let failure = draw.exponential(self.between);
+                let failure = draw.exponential(self.mtbf);
                 if failure >= needs {
                     all += needs;
                     break;
@@ -117,7 +116,7 @@ impl Checkpoints {
             }
         }
         let part = |each: f64| each * segments as f64 / all;
-        Lost { work: part(self.every), saving: part(self.save), failures: 1.0 - part(t) }
+        TimeFractions { work: part(self.every), saving: part(self.save), failures: 1.0 - part(t) }
     }
 }
 
@@ -125,12 +124,12 @@ impl Checkpoints {
 mod tests {
     use super::*;
 
-    const JOB: Checkpoints = Checkpoints { every: 600.0, save: 30.0, restart: 120.0, between: 7200.0 };
+    const JOB: CheckpointedJob = CheckpointedJob { every: 600.0, save: 30.0, restart: 120.0, mtbf: 7200.0 };
 
     #[test]
     fn the_closed_form_is_what_a_simulation_does() {
         for every in [60.0, 600.0, 6000.0] {
-            let job = Checkpoints { every, ..JOB };
+            let job = CheckpointedJob { every, ..JOB };
             let (expected, seen) = (job.expected(), job.simulated(200_000, 3));
             assert!((expected.work - seen.work).abs() < 0.005, "{expected:?} {seen:?}");
             assert!((expected.failures - seen.failures).abs() < 0.005, "{expected:?} {seen:?}");
@@ -141,9 +140,9 @@ mod tests {
     #[test]
     fn dalys_interval_is_nearly_the_best() {
         for (save, between) in [(1.0, 86_400.0), (30.0, 7200.0), (300.0, 3600.0)] {
-            let job = Checkpoints { save, between, ..JOB };
+            let job = CheckpointedJob { save, mtbf: between, ..JOB };
             let best = job.best();
-            let at = |every: f64| Checkpoints { every, ..job }.expected().work;
+            let at = |every: f64| CheckpointedJob { every, ..job }.expected().work;
             // No interval on a fine grid is better.
             let grid = (1..4000).map(|i| at(f64::from(i) * between / 1000.0)).fold(0.0, f64::max);
             assert!(best.expected().work >= grid - 1e-9);
@@ -156,8 +155,8 @@ mod tests {
     #[test]
     fn a_failure_makes_half_a_segment_vain() {
         let t = JOB.every + JOB.save;
-        assert!((JOB.vain() / (t / 2.0) - 1.0).abs() < 0.02, "{}", JOB.vain());
-        let dead = Checkpoints { between: 1e-3, ..JOB };
+        assert!((JOB.lost_per_failure() / (t / 2.0) - 1.0).abs() < 0.02, "{}", JOB.lost_per_failure());
+        let dead = CheckpointedJob { mtbf: 1e-3, ..JOB };
         assert!(dead.expected().work < 1e-9);
     }
 }

@@ -36,7 +36,7 @@ pub struct Rerouted {
     /// per pipeline. Each distinct route through the machines is one copy of the model.
     pub order: ComputeOrder,
     /// Position of each rank of the order.
-    pub seats: Vec<Position>,
+    pub positions: Vec<Position>,
 }
 
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
@@ -74,25 +74,27 @@ pub fn reroute(
             return zero(format!("stage {stage}"), "machines");
         }
     }
-    if let Some(seat) = lost.iter().find(|seat| seat.pipeline >= pipelines || seat.stage >= stages) {
-        return zero(format!("pipeline {}, stage {}", seat.pipeline, seat.stage), "machines");
+    if let Some(position) =
+        lost.iter().find(|position| position.pipeline >= pipelines || position.stage >= stages)
+    {
+        return zero(format!("pipeline {}, stage {}", position.pipeline, position.stage), "machines");
     }
     let routes = Routes::new(stages, pipelines, base.microbatches(), lost);
     let mut merge = Merge::new(base, &routes, cost)?;
     let lists = merge.run();
     let ranks = routes.copies.iter().flatten().copied();
     let rank_of = ranks.zip((0..stages).cycle()).map(|(pipeline, stage)| {
-        routes.seats.binary_search(&Position { pipeline, stage }).map_or(Rank(0), |at| Rank(at as u32))
+        routes.positions.binary_search(&Position { pipeline, stage }).map_or(Rank(0), |at| Rank(at as u32))
     });
     let placement = Placement::new(rank_of.collect(), routes.copies.len() as u32)?;
     let order = ComputeOrder::new(placement, pipelines * base.microbatches(), 1, lists)?;
-    Ok(Rerouted { order, seats: routes.seats })
+    Ok(Rerouted { order, positions: routes.positions })
 }
 
 /// The route of each microbatch through the machines.
 struct Routes {
     /// Positions of the machines that are left, sorted.
-    seats: Vec<Position>,
+    positions: Vec<Position>,
     /// Distinct routes: for each stage, the pipeline whose machine is used.
     copies: Vec<Vec<u32>>,
     /// Index into `copies` for each microbatch of all pipelines.
@@ -131,13 +133,13 @@ impl Routes {
         }
         let all =
             (0..pipelines).flat_map(|pipeline| (0..stages).map(move |stage| Position { pipeline, stage }));
-        Self { seats: all.filter(|seat| !lost.contains(seat)).collect(), copies, copy_of }
+        Self { positions: all.filter(|position| !lost.contains(position)).collect(), copies, copy_of }
     }
 
     /// Returns the machine that processes a microbatch at a stage.
     fn machine(&self, microbatch: usize, stage: u32) -> usize {
         let pipeline = self.copies[self.copy_of[microbatch]][stage as usize];
-        self.seats.binary_search(&Position { pipeline, stage }).unwrap_or(0)
+        self.positions.binary_search(&Position { pipeline, stage }).unwrap_or(0)
     }
 }
 
@@ -177,7 +179,7 @@ impl<'a> Merge<'a> {
         let stages = base.placement().stages();
         let m = base.microbatches() as usize;
         let all = routes.copy_of.len();
-        let machines = routes.seats.len();
+        let machines = routes.positions.len();
         let mut queues: Vec<Vec<Queue>> = (0..machines).map(|_| Vec::new()).collect();
         for stage in 0..stages {
             let rank = base.placement().rank(farflung_base::StageId(stage));
@@ -217,7 +219,7 @@ impl<'a> Merge<'a> {
 
     /// Returns the stage of a machine. All positions whose work it does have the same stage.
     fn stage(&self, machine: usize) -> u32 {
-        self.routes.seats[machine].stage
+        self.routes.positions[machine].stage
     }
 
     fn cell(&self, stage: u32, microbatch: usize) -> usize {
@@ -304,7 +306,7 @@ impl<'a> Merge<'a> {
 #[derive(Default)]
 struct Recycle {
     shape: Option<Shape>,
-    seats: BTreeMap<Position, u32>,
+    positions: BTreeMap<Position, u32>,
     /// Machines that copy a position's stage, each with the time at which the copy is complete.
     coming: Vec<(Nanos, Position, u32)>,
     /// Cached step times by list of empty positions.
@@ -316,7 +318,7 @@ impl Recycle {
         let Some(shape) = self.shape else { return Vec::new() };
         let all = (0..shape.pipelines)
             .flat_map(|pipeline| (0..shape.stages).map(move |stage| Position { pipeline, stage }));
-        all.filter(|seat| !self.seats.contains_key(seat)).collect()
+        all.filter(|position| !self.positions.contains_key(position)).collect()
     }
 
     /// Returns the time of a step without the empty positions. If the other machines cannot hold the
@@ -331,7 +333,7 @@ impl Recycle {
             self.known.insert(empty.clone(), step);
         }
         self.known.get(&empty).copied().flatten().or_else(|| {
-            let mut hit: Vec<u32> = empty.iter().map(|seat| seat.pipeline).collect();
+            let mut hit: Vec<u32> = empty.iter().map(|position| position.pipeline).collect();
             hit.dedup();
             prices.step(Shape { pipelines: shape.pipelines - hit.len() as u32, ..shape })
         })
@@ -344,25 +346,25 @@ impl Recycle {
         self.shape = best_shape(prices, machines, 2).or_else(|| best_shape(prices, machines, 1));
         self.coming.clear();
         self.known.clear();
-        self.seats.clear();
+        self.positions.clear();
         let empty = self.empty();
-        self.seats.extend(empty.into_iter().zip(live.iter().copied()));
+        self.positions.extend(empty.into_iter().zip(live.iter().copied()));
     }
 
     /// Assigns idle machines to empty positions and starts their copies.
     fn call(&mut self, now: ChangeContext<'_>, live: &[u32], prices: &mut StepTimes<'_>) {
         let Some(state) = self.shape.and_then(|shape| prices.state(shape.stages)) else { return };
         let has = prices.fleet().link.time(state).saturating_add(now.at);
-        for seat in self.empty() {
+        for position in self.empty() {
             let is_taken = |machine: &u32| {
-                self.seats.values().any(|taken| taken == machine)
+                self.positions.values().any(|taken| taken == machine)
                     || self.coming.iter().any(|(.., coming)| coming == machine)
             };
-            if self.coming.iter().any(|(_, coming, _)| *coming == seat) {
+            if self.coming.iter().any(|(_, coming, _)| *coming == position) {
                 continue;
             }
             let Some(&machine) = live.iter().find(|machine| !is_taken(machine)) else { break };
-            self.coming.push((has, seat, machine));
+            self.coming.push((has, position, machine));
         }
     }
 }
@@ -370,12 +372,12 @@ impl Recycle {
 impl Policy for Recycle {
     fn change(&mut self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>) -> Reaction {
         let live = now.live();
-        let before = self.seats.len();
-        self.seats.retain(|_, machine| !now.lost.contains(machine));
+        let before = self.positions.len();
+        self.positions.retain(|_, machine| !now.lost.contains(machine));
         self.coming.retain(|(.., machine)| !now.lost.contains(machine));
-        let is_hit = self.seats.len() < before;
+        let is_hit = self.positions.len() < before;
         let is_whole = self.shape.is_some_and(|shape| {
-            (0..shape.stages).all(|stage| self.seats.keys().any(|seat| seat.stage == stage))
+            (0..shape.stages).all(|stage| self.positions.keys().any(|position| position.stage == stage))
         });
         if !is_whole {
             self.begin(&live, prices);
@@ -388,7 +390,7 @@ impl Policy for Recycle {
         let (there, coming): (Vec<_>, Vec<_>) = self.coming.drain(..).partition(|(at, ..)| *at <= now.at);
         self.coming = coming;
         let has_joined = !there.is_empty();
-        self.seats.extend(there.into_iter().map(|(_, seat, machine)| (seat, machine)));
+        self.positions.extend(there.into_iter().map(|(_, position, machine)| (position, machine)));
         self.call(now, &live, prices);
         let wake = self.coming.iter().map(|(at, ..)| *at).min();
         let step = self.step(prices);
@@ -412,8 +414,8 @@ fn rerouted(prices: &mut StepTimes<'_>, shape: Shape, empty: &[Position]) -> Opt
     let found = reroute(&base, shape.pipelines, empty, &cost).ok()?;
     let layers = prices.division(shape.stages)?.layers.clone();
     let held = peak_bytes(&found.order, &cost).ok()?;
-    let fits = found.seats.iter().zip(held).all(|(seat, held)| {
-        let layers = &prices.fleet().layers[layers[seat.stage as usize].clone()];
+    let fits = found.positions.iter().zip(held).all(|(position, held)| {
+        let layers = &prices.fleet().layers[layers[position.stage as usize].clone()];
         let state: u64 = layers.iter().map(|layer| layer.state.0).sum();
         memory.is_none_or(|memory| state.saturating_add(held.0) <= memory.0)
     });
@@ -440,18 +442,20 @@ mod tests {
             Position { pipeline: 0, stage: 2 },
         ];
         let found = reroute(&base, 4, &lost, &cost).unwrap();
-        assert_eq!((found.seats.len(), found.order.microbatches()), (13, 32));
+        assert_eq!((found.positions.len(), found.order.microbatches()), (13, 32));
         let mut forwards = vec![0; 4];
         for (rank, action) in found.order.actions() {
             let part = found.order.placement().part(action.stage);
-            assert_eq!(part, found.seats[rank.index()].stage);
+            assert_eq!(part, found.positions[rank.index()].stage);
             forwards[part as usize] += u32::from(action.kind == ComputeKind::Forward);
         }
         assert_eq!(forwards, [32; 4]);
         // The two remaining machines of stage 2 process 16 microbatches each.
-        for (rank, seat) in (0..).map(Rank).zip(&found.seats).filter(|(_, seat)| seat.stage == 2) {
+        for (rank, position) in
+            (0..).map(Rank).zip(&found.positions).filter(|(_, position)| position.stage == 2)
+        {
             let count = found.order.actions().filter(|(of, a)| *of == rank && a.kind == ComputeKind::Forward);
-            assert_eq!(count.count(), 16, "{seat:?}");
+            assert_eq!(count.count(), 16, "{position:?}");
         }
     }
 
@@ -480,11 +484,11 @@ mod tests {
     #[test]
     fn what_cannot_be_is_refused() {
         let (base, cost) = base(2, 4);
-        let seat = |pipeline, stage| Position { pipeline, stage };
+        let position = |pipeline, stage| Position { pipeline, stage };
         assert!(reroute(&base, 0, &[], &cost).is_err());
-        let gone = reroute(&base, 2, &[seat(0, 1), seat(1, 1)], &cost).unwrap_err();
+        let gone = reroute(&base, 2, &[position(0, 1), position(1, 1)], &cost).unwrap_err();
         assert!(gone.to_string().contains("stage 1"), "{gone}");
-        assert!(reroute(&base, 2, &[seat(5, 1)], &cost).is_err());
+        assert!(reroute(&base, 2, &[position(5, 1)], &cost).is_err());
         let chunks = Method::Interleaved.order(&Settings { chunks: Some(2), ..Settings::new(2, 4) }).unwrap();
         let cost = PipelineCost::uniform(&chunks, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
         assert!(reroute(&chunks, 2, &[], &cost).is_err());

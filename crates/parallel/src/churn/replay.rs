@@ -19,7 +19,7 @@ pub struct Replay {
     pub lost: u64,
     /// Number of restarts from a checkpoint.
     pub restarts: u32,
-    /// Number of times that the job continued without a restart.
+    /// Number of changes of the machines that cost only the step in flight, so that no restart was needed.
     pub regroups: u32,
     /// Time spent saving checkpoints.
     pub saving: Nanos,
@@ -233,7 +233,7 @@ mod tests {
 
     use super::super::POLICIES;
     use super::super::fleet::tests::fleet;
-    use super::super::{Change, Checkpoints, Fleet};
+    use super::super::{Change, CheckpointedJob, Fleet};
     use super::*;
     use crate::planner::uneven::ChainMachine;
 
@@ -266,7 +266,7 @@ mod tests {
         let trace = Trace::drawn(8, 4.0 * 3600.0, 1e-3, HOUR * 2000, 9);
         let seen = replay(&POLICIES[0], &trace, &recovery, &mut prices).unwrap();
         let between = 4.0 * 3600.0 / 8.0;
-        let job = Checkpoints { every: daly(2.0, between), save: 2.0, restart: 60.0, between };
+        let job = CheckpointedJob { every: daly(2.0, between), save: 2.0, restart: 60.0, mtbf: between };
         let expected = job.expected().work;
         assert!((seen.share / expected - 1.0).abs() < 0.02, "{} {expected}", seen.share);
     }

@@ -24,7 +24,7 @@ pub struct Accepted {
 
 /// State that a member must write to disk before it sends a vote, and that it reads again when it restarts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kept {
+pub struct DurableState {
     /// The member's view.
     pub view: View,
     /// The highest ballot that the member has promised. It does not vote in a lower one.
@@ -38,7 +38,7 @@ pub struct Kept {
 pub(super) enum Vote {
     /// The promise or vote is given.
     Yes {
-        /// Whether [`Kept`] changed, so that it must be written.
+        /// Whether [`DurableState`] changed, so that it must be written.
         changed: bool,
     },
     /// The promise or vote is not given, because a higher ballot was promised.
@@ -48,7 +48,7 @@ pub(super) enum Vote {
     },
 }
 
-impl Kept {
+impl DurableState {
     /// Creates the state of a member that has just entered a view: no promise, no vote.
     #[must_use]
     pub const fn new(view: View) -> Self {
@@ -66,7 +66,7 @@ impl Kept {
         }
     }
 
-    /// Votes for a view, which must follow [`Kept::view`].
+    /// Votes for a view, which must follow [`DurableState::view`].
     pub(super) fn accept(&mut self, ballot: Ballot, view: &View) -> Vote {
         match (self.promised, &self.accepted) {
             (Some(promised), _) if promised > ballot => Vote::No { promised },

@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 use serde::{Deserialize, Serialize};
 
-use super::{Kept, Member, MemberId, Message, Place, Start, View, ViewFault};
+use super::{DurableState, Member, MemberId, Message, Start, View, ViewFault, ViewId};
 
 /// An input of [`step`](super::step). A recording of a run is a list of events with their times.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,7 +51,7 @@ pub enum Action {
         message: Message,
     },
     /// Write this durably, replacing the state kept before. Later actions may be executed only after the write.
-    Keep(Kept),
+    Persist(DurableState),
     /// Continue the run with this view.
     Install(View),
     /// This member must stop. Its state ignores all later events.
@@ -91,7 +91,7 @@ pub enum Reason {
     #[error("removed from the run by the view of {by}")]
     Removed {
         /// Epoch and incarnation of the view that does not contain this member.
-        by: Place,
+        by: ViewId,
     },
     /// The member asked to leave and has left.
     #[error("left the run")]
@@ -108,6 +108,6 @@ pub enum Reason {
     #[error("the run is still in progress in {older}: join it instead of starting it again")]
     StillRuns {
         /// Epoch and incarnation of the newest known view of the older incarnation.
-        older: Place,
+        older: ViewId,
     },
 }

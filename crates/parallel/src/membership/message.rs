@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Accepted, Ballot, Member, MemberId, Place, View};
+use super::{Accepted, Ballot, Member, MemberId, View, ViewId};
 
 /// A message about views. `at` is the epoch and incarnation of the sender's view, which a ballot may replace.
 ///
@@ -19,19 +19,19 @@ pub enum Message {
     /// message.
     Here {
         /// Epoch and incarnation of the sender's view; zeros if a newcomer asks whether it is in a view.
-        at: Place,
+        at: ViewId,
     },
     /// Asks for a promise not to vote in a lower ballot. Paxos phase 1a.
     Prepare {
         /// Epoch and incarnation of the view to be replaced.
-        at: Place,
+        at: ViewId,
         /// The proposer's ballot.
         ballot: Ballot,
     },
     /// Promises what [`Message::Prepare`] asked for, and reports the sender's newest vote. Paxos phase 1b.
     Promised {
         /// Epoch and incarnation of the view to be replaced.
-        at: Place,
+        at: ViewId,
         /// The ballot of the request.
         ballot: Ballot,
         /// The sender's newest vote.
@@ -40,7 +40,7 @@ pub enum Message {
     /// Rejects a request because the sender has promised a higher ballot.
     Refused {
         /// Epoch and incarnation of the view to be replaced.
-        at: Place,
+        at: ViewId,
         /// The rejected ballot.
         ballot: Ballot,
         /// The promised ballot.
@@ -49,7 +49,7 @@ pub enum Message {
     /// Asks for a vote for a view. Paxos phase 2a.
     Accept {
         /// Epoch and incarnation of the view to be replaced.
-        at: Place,
+        at: ViewId,
         /// The proposer's ballot.
         ballot: Ballot,
         /// The proposed view.
@@ -58,7 +58,7 @@ pub enum Message {
     /// Votes for the view of [`Message::Accept`]. Paxos phase 2b.
     Accepted {
         /// Epoch and incarnation of the view to be replaced.
-        at: Place,
+        at: ViewId,
         /// The ballot of the vote.
         ballot: Ballot,
     },
@@ -75,26 +75,26 @@ pub enum Message {
     /// Lists the members that the sender considers lost. An empty set withdraws an earlier list.
     Suspects {
         /// Epoch and incarnation of the sender's view.
-        at: Place,
+        at: ViewId,
         /// Ids of these members.
         silent: BTreeSet<MemberId>,
     },
     /// Asks for a view without the sender, which is about to leave.
     Leaving {
         /// Epoch and incarnation of the sender's view.
-        at: Place,
+        at: ViewId,
     },
     /// Forwards a newcomer that is ready to the coordinator.
     Newcomer {
         /// Epoch and incarnation of the sender's view.
-        at: Place,
+        at: ViewId,
         /// The newcomer.
         member: Member,
     },
     /// Asks for a view of the same members: a training step failed although the sender hears all members.
     Repeat {
         /// Epoch and incarnation of the sender's view.
-        at: Place,
+        at: ViewId,
     },
 }
 
@@ -109,7 +109,7 @@ impl Message {
     /// Returns the epoch and incarnation of the sender's view. `None` for [`Message::Decided`] and
     /// [`Message::Stale`], which contain a view.
     #[must_use]
-    pub const fn at(&self) -> Option<Place> {
+    pub const fn at(&self) -> Option<ViewId> {
         match self {
             Self::Here { at }
             | Self::Prepare { at, .. }

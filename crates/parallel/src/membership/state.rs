@@ -7,7 +7,7 @@ use farflung_base::Nanos;
 use super::proposal::Proposal;
 use super::retry::Retry;
 use super::suspicion::Suspicion;
-use super::{Kept, Member, MemberId, Reason, Settings, Start, View, ViewFault};
+use super::{DurableState, Member, MemberId, Reason, Settings, Start, View, ViewFault};
 use crate::plan::Digest;
 
 /// State of one member: its view and votes, its unfinished proposal, and what it has heard of the other
@@ -20,7 +20,7 @@ pub struct State {
     /// Weights and plan named by views that this member proposes.
     pub(super) start: Start,
     /// `None` for a newcomer that is not in a view yet.
-    pub(super) kept: Option<Kept>,
+    pub(super) durable: Option<DurableState>,
     pub(super) proposal: Option<Proposal>,
     /// Highest ballot number seen in this epoch.
     pub(super) highest: u64,
@@ -31,7 +31,7 @@ pub struct State {
     pub(super) repeats: BTreeSet<MemberId>,
     pub(super) suspicions: BTreeMap<MemberId, Suspicion>,
     /// Members that have not acknowledged the view yet.
-    pub(super) untold: Round,
+    pub(super) unacknowledged: Round,
     /// Members of an older incarnation that have not answered. The view is sent to them to learn whether that
     /// incarnation still runs.
     pub(super) former: Round,
@@ -79,11 +79,11 @@ pub(super) struct Refusals {
 impl State {
     /// Creates the state of a member of a run's first view.
     ///
-    /// [`State::kept`] must be written to disk before the first step.
+    /// [`State::durable`] must be written to disk before the first step.
     ///
     /// Errors: the view is not valid or does not contain the member.
     pub fn first(me: MemberId, view: View, settings: Settings) -> Result<Self, ViewFault> {
-        Self::in_view(me, Kept::new(view), settings)
+        Self::in_view(me, DurableState::new(view), settings)
     }
 
     /// Creates the state of a member that restarts with its saved votes.
@@ -91,9 +91,9 @@ impl State {
     /// The member sends its view to all others until they answer, because they may be in a newer one.
     ///
     /// Errors: as [`State::first`].
-    pub fn restored(me: MemberId, kept: Kept, settings: Settings) -> Result<Self, ViewFault> {
+    pub fn restored(me: MemberId, kept: DurableState, settings: Settings) -> Result<Self, ViewFault> {
         let mut state = Self::in_view(me, kept, settings)?;
-        state.untold = Round::new(state.others());
+        state.unacknowledged = Round::new(state.others());
         Ok(state)
     }
 
@@ -111,7 +111,7 @@ impl State {
         former: BTreeSet<MemberId>,
         settings: Settings,
     ) -> Result<Self, ViewFault> {
-        let mut state = Self::in_view(me, Kept::new(view), settings)?;
+        let mut state = Self::in_view(me, DurableState::new(view), settings)?;
         state.former = Round::new(former);
         state.former.to.remove(&me);
         Ok(state)
@@ -124,7 +124,7 @@ impl State {
             me,
             settings,
             start: Start { weights: zeros, plan: zeros },
-            kept: None,
+            durable: None,
             proposal: None,
             highest: 0,
             silent: BTreeSet::new(),
@@ -132,7 +132,7 @@ impl State {
             ready: BTreeMap::new(),
             repeats: BTreeSet::new(),
             suspicions: BTreeMap::new(),
-            untold: Round::default(),
+            unacknowledged: Round::default(),
             former: Round::default(),
             announcement: None,
             alone_since: None,
@@ -145,12 +145,12 @@ impl State {
         }
     }
 
-    fn in_view(me: MemberId, kept: Kept, settings: Settings) -> Result<Self, ViewFault> {
+    fn in_view(me: MemberId, kept: DurableState, settings: Settings) -> Result<Self, ViewFault> {
         kept.view.check()?;
         let me = *kept.view.member(&me).ok_or(ViewFault::NotIn(me))?;
         let start = Start { weights: kept.view.weights, plan: kept.view.plan };
         let highest = kept.promised.map_or(0, |ballot| ballot.number);
-        Ok(Self { start, highest, kept: Some(kept), ..Self::newcomer(me, settings) })
+        Ok(Self { start, highest, durable: Some(kept), ..Self::newcomer(me, settings) })
     }
 
     /// Returns this member.
@@ -162,13 +162,13 @@ impl State {
     /// Returns the member's view; `None` for a newcomer.
     #[must_use]
     pub fn view(&self) -> Option<&View> {
-        self.kept.as_ref().map(|kept| &kept.view)
+        self.durable.as_ref().map(|kept| &kept.view)
     }
 
     /// Returns the state that must be on disk; `None` for a newcomer.
     #[must_use]
-    pub const fn kept(&self) -> Option<&Kept> {
-        self.kept.as_ref()
+    pub const fn durable(&self) -> Option<&DurableState> {
+        self.durable.as_ref()
     }
 
     /// Returns the members that are considered lost.

@@ -8,7 +8,7 @@ mod vote;
 
 use farflung_base::Nanos;
 
-use super::{Action, Event, Kept, Member, MemberId, Message, Place, Reason, State, View};
+use super::{Action, DurableState, Event, Member, MemberId, Message, Reason, State, View, ViewId};
 
 /// Returns the next state of a member after an event, and the actions to execute. A pure function.
 ///
@@ -73,14 +73,14 @@ impl Step<'_> {
 
     /// Sends messages and continues proposals that are due.
     fn advance(&mut self, admit: bool) {
-        let Some(mut place) = self.place().filter(|_| self.state.stopped.is_none()) else { return };
+        let Some(mut place) = self.view_id().filter(|_| self.state.stopped.is_none()) else { return };
         // The view is sent before requests about the next one.
-        self.tell();
+        self.send_view_to_rest();
         self.pursue(admit);
         // A member that is a quorum by itself may have the next change to propose at once.
-        while let Some(next) = self.place().filter(|&next| next != place && self.state.stopped.is_none()) {
+        while let Some(next) = self.view_id().filter(|&next| next != place && self.state.stopped.is_none()) {
             place = next;
-            self.tell();
+            self.send_view_to_rest();
             self.pursue(false);
         }
         if self.has_left() || self.has_waited_in_vain() {
@@ -93,11 +93,11 @@ impl Step<'_> {
     /// Handles a message. A message about another view is answered or dropped here, before its content is used.
     fn receive(&mut self, from: MemberId, message: Message) {
         match message {
-            Message::Decided { view } => self.decided(from, view, Told::Decision),
-            Message::Stale { view } => self.decided(from, view, Told::Answer),
+            Message::Decided { view } => self.decided(from, view, ViewSource::Decision),
+            Message::Stale { view } => self.decided(from, view, ViewSource::Answer),
             message => {
                 let Some(at) = message.at() else { return };
-                let Some(mine) = self.place() else {
+                let Some(mine) = self.view_id() else {
                     self.ask_for_view(from, &message);
                     return;
                 };
@@ -119,7 +119,7 @@ impl Step<'_> {
     fn ask_for_view(&mut self, from: MemberId, message: &Message) {
         // Otherwise two newcomers would ask each other forever.
         if !matches!(message, Message::Here { .. }) {
-            self.send(from, Message::Here { at: Place { incarnation: 0, epoch: 0 } });
+            self.send(from, Message::Here { at: ViewId { incarnation: 0, epoch: 0 } });
         }
     }
 
@@ -127,7 +127,7 @@ impl Step<'_> {
     fn receive_from_member(&mut self, from: MemberId, message: Message) {
         match message {
             Message::Here { .. } => {
-                self.state.untold.to.remove(&from);
+                self.state.unacknowledged.to.remove(&from);
                 self.state.former.to.remove(&from);
             }
             Message::Prepare { ballot, .. } => self.prepare(from, ballot),
@@ -172,17 +172,17 @@ impl Step<'_> {
         self.state.view()
     }
 
-    fn place(&self) -> Option<Place> {
-        self.view().map(View::place)
+    fn view_id(&self) -> Option<ViewId> {
+        self.view().map(View::id)
     }
 
-    /// Requests that the changed [`Kept`] is written.
-    fn keep(&mut self) {
-        self.actions.extend(self.state.kept.clone().map(Action::Keep));
+    /// Requests that the changed [`DurableState`] is written.
+    fn persist(&mut self) {
+        self.actions.extend(self.state.durable.clone().map(Action::Persist));
     }
 
-    fn kept(&mut self) -> Option<&mut Kept> {
-        self.state.kept.as_mut()
+    fn durable(&mut self) -> Option<&mut DurableState> {
+        self.state.durable.as_mut()
     }
 
     fn send(&mut self, to: MemberId, message: Message) {
@@ -207,8 +207,14 @@ impl Step<'_> {
         let alone = state.alone_since.map(|since| since.saturating_add(state.settings.patience));
         let proposal = state.proposal.as_ref().map(|proposal| proposal.retry.at());
         let announcement = state.announcement.map(super::retry::Retry::at);
-        let timers =
-            [alone, proposal, announcement, state.untold.wake(), state.former.wake(), self.next_grace()];
+        let timers = [
+            alone,
+            proposal,
+            announcement,
+            state.unacknowledged.wake(),
+            state.former.wake(),
+            self.next_grace(),
+        ];
         if let Some(at) = timers.into_iter().flatten().min() {
             self.actions.push(Action::Wake { at });
         }
@@ -217,7 +223,7 @@ impl Step<'_> {
 
 /// The kind of message that contained a view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum ViewSource {
     /// A [`Message::Decided`].
     Decision,
     /// A [`Message::Stale`].

@@ -11,7 +11,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use farflung_base::Nanos;
 
-use super::{Action, Event, Kept, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
+use super::{
+    Action, DurableState, Event, Member, MemberId, Message, Reason, Settings, Start, State, View, ViewId,
+};
 use crate::plan::Digest;
 
 pub(super) fn id(number: u32) -> MemberId {
@@ -31,7 +33,7 @@ pub(super) const START: Start = Start { weights: Digest::new([7; 32]), plan: Dig
 /// Returns the view of epoch 1 with members `0..n`. Member 0 is the tie-breaker.
 pub(super) fn first(n: u32) -> View {
     let members: Vec<Member> = (0..n).map(member).collect();
-    View::first(Place { incarnation: 1, epoch: 1 }, &members, START).unwrap()
+    View::first(ViewId { incarnation: 1, epoch: 1 }, &members, START).unwrap()
 }
 
 pub(super) fn seconds(seconds: u64) -> Nanos {
@@ -44,7 +46,7 @@ pub(super) struct Net {
     pub(super) now: Nanos,
     pub(super) states: BTreeMap<MemberId, State>,
     /// State that each member has written to disk.
-    pub(super) disks: BTreeMap<MemberId, Kept>,
+    pub(super) disks: BTreeMap<MemberId, DurableState>,
     pub(super) stops: BTreeMap<MemberId, Reason>,
     pub(super) installed: Vec<(MemberId, View)>,
     pub(super) queue: VecDeque<(MemberId, MemberId, Message)>,
@@ -65,7 +67,7 @@ impl Net {
 
     pub(super) fn add(&mut self, state: State) {
         let id = state.me().id;
-        self.disks.extend(state.kept().map(|kept| (id, kept.clone())));
+        self.disks.extend(state.durable().map(|kept| (id, kept.clone())));
         self.states.insert(id, state);
     }
 
@@ -84,7 +86,7 @@ impl Net {
                     self.queue.push_back((who, to, message));
                 }
                 Action::Send { .. } => {}
-                Action::Keep(kept) => {
+                Action::Persist(kept) => {
                     self.disks.insert(who, kept);
                 }
                 Action::Install(view) => self.installed.push((who, view)),

@@ -27,16 +27,16 @@ pub struct View {
     pub tie_breaker: MemberId,
 }
 
-/// Identifies a view within its run. A later view has a greater `Place`.
+/// Identifies a view within its run. A later view has a greater `ViewId`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Place {
+pub struct ViewId {
     /// The view's [`View::incarnation`].
     pub incarnation: u64,
     /// The view's [`View::epoch`].
     pub epoch: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ViewId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "epoch {} of incarnation {}", self.epoch, self.incarnation)
     }
@@ -64,7 +64,7 @@ pub enum ViewFault {
     /// A different view of an epoch that is already decided. This violates the guarantee of one view per epoch:
     /// a member has lost its votes.
     #[error("a different view of {0} was decided before")]
-    Another(Place),
+    Another(ViewId),
     /// The view has too many members.
     #[error("the view has {0} members, at most {most} are allowed", most = View::MOST_MEMBERS)]
     TooLarge(usize),
@@ -82,11 +82,11 @@ pub enum ViewFault {
     TieBreaker(MemberId),
     /// The view is not of the next epoch of the same incarnation.
     #[error("{found} does not follow {old}")]
-    Place {
+    NotNext {
         /// Epoch and incarnation of the previous view.
-        old: Place,
+        old: ViewId,
         /// Epoch and incarnation of the invalid view.
-        found: Place,
+        found: ViewId,
     },
     /// The view has another parent.
     #[error("the parent of the view is {found}, expected {expected}")]
@@ -119,7 +119,7 @@ impl View {
     /// after the newest one that the checkpoint names.
     ///
     /// Errors: as [`View::check`].
-    pub fn first(place: Place, members: &[Member], start: Start) -> Result<Self, ViewFault> {
+    pub fn first(place: ViewId, members: &[Member], start: Start) -> Result<Self, ViewFault> {
         let mut members: Vec<Member> =
             members.iter().map(|&member| Member { joined: place.epoch, ..member }).collect();
         members.sort_by_key(order);
@@ -138,8 +138,8 @@ impl View {
 
     /// Returns the view's epoch and incarnation.
     #[must_use]
-    pub const fn place(&self) -> Place {
-        Place { incarnation: self.incarnation, epoch: self.epoch }
+    pub const fn id(&self) -> ViewId {
+        ViewId { incarnation: self.incarnation, epoch: self.epoch }
     }
 
     /// Returns the member with this id.
@@ -301,7 +301,7 @@ impl View {
     pub fn follows(&self, old: &Self) -> Result<(), ViewFault> {
         self.check()?;
         if self.incarnation != old.incarnation || old.epoch.checked_add(1) != Some(self.epoch) {
-            return Err(ViewFault::Place { old: old.place(), found: self.place() });
+            return Err(ViewFault::NotNext { old: old.id(), found: self.id() });
         }
         let expected = old.digest();
         if self.parent != expected {

@@ -16,13 +16,13 @@ use super::{ComputeKind, ComputeOrder, Content, Message, PipelineCost};
 /// bound are optimal.
 #[must_use]
 pub fn lower_bound(order: &ComputeOrder, cost: &PipelineCost) -> Nanos {
-    let ways = Ways::new(order, cost);
-    let ranks = (0..).map(Rank).zip(order.lists()).map(|(rank, _)| ways.rank(rank)).max();
-    ranks.unwrap_or_default().max(ways.wires())
+    let times = SingleMicrobatchTimes::new(order, cost);
+    let ranks = (0..).map(Rank).zip(order.lists()).map(|(rank, _)| times.rank(rank)).max();
+    ranks.unwrap_or_default().max(times.wires())
 }
 
 /// Times of a single microbatch that passes the pipeline without ever waiting.
-struct Ways<'a> {
+struct SingleMicrobatchTimes<'a> {
     order: &'a ComputeOrder,
     cost: &'a PipelineCost,
     /// For each part of the model: time from the start of the step to the part's forward.
@@ -33,28 +33,28 @@ struct Ways<'a> {
     turn: Nanos,
 }
 
-impl<'a> Ways<'a> {
+impl<'a> SingleMicrobatchTimes<'a> {
     fn new(order: &'a ComputeOrder, cost: &'a PipelineCost) -> Self {
         let placement = order.placement();
         let depth = placement.depth();
-        let mut ways = Self { order, cost, head: Vec::new(), tail: Vec::new(), turn: Nanos::ZERO };
+        let mut times = Self { order, cost, head: Vec::new(), tail: Vec::new(), turn: Nanos::ZERO };
         let (mut head, mut tail) = (Nanos::ZERO, Nanos::ZERO);
         for part in 0..depth {
-            ways.head.push(head);
-            ways.tail.push(tail);
+            times.head.push(head);
+            times.tail.push(tail);
             let stage = cost.least(part);
             if part + 1 == depth {
-                ways.turn = head + stage.forward + stage.input;
+                times.turn = head + stage.forward + stage.input;
             } else if order.slices() == 1 {
                 // A slice can arrive earlier than its whole microbatch, so with slices these times stay zero.
-                head = head + stage.forward + ways.hop(part, ComputeKind::Forward);
-                tail = tail + stage.input + ways.hop(part, ComputeKind::Backward);
+                head = head + stage.forward + times.hop(part, ComputeKind::Forward);
+                tail = tail + stage.input + times.hop(part, ComputeKind::Backward);
             }
         }
         if order.slices() > 1 {
-            ways.turn = Nanos::ZERO;
+            times.turn = Nanos::ZERO;
         }
-        ways
+        times
     }
 
     /// Returns the least time from a part to the next, or back. It is zero if any copy of the model has both

@@ -88,12 +88,12 @@ struct Worker {
 struct Next {
     start: Nanos,
     /// Kind of the operation. Input gradients sort before forwards.
-    kind: Turn,
+    kind: OpKind,
     microbatch: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Turn {
+enum OpKind {
     Gradient,
     Forward,
     Weight,
@@ -126,13 +126,13 @@ impl<'a> RouteBuilder<'a> {
             Some(Next { start: ready.max(worker.free), kind, microbatch })
         };
         let forward = (worker.held < self.made_of.held[rank].max(1))
-            .then(|| first(&worker.forwards, Turn::Forward))
+            .then(|| first(&worker.forwards, OpKind::Forward))
             .flatten();
-        let head = [first(&worker.gradients, Turn::Gradient), forward].into_iter().flatten().min();
+        let head = [first(&worker.gradients, OpKind::Gradient), forward].into_iter().flatten().min();
         // A weight gradient runs in idle time, even if it delays the next operation a little.
         let idle = head.is_none_or(|head| head.start > worker.free);
         let weight = worker.weights.front().copied().filter(|_| idle);
-        weight.map(|microbatch| Next { start: worker.free, kind: Turn::Weight, microbatch }).or(head)
+        weight.map(|microbatch| Next { start: worker.free, kind: OpKind::Weight, microbatch }).or(head)
     }
 
     fn run(mut self) -> Vec<Vec<Op>> {
@@ -149,17 +149,17 @@ impl<'a> RouteBuilder<'a> {
         let worker = &mut self.workers[rank];
         let stage = worker.stage;
         let (kind, time) = match kind {
-            Turn::Gradient => {
+            OpKind::Gradient => {
                 worker.gradients.pop_first();
                 worker.weights.push_back(microbatch);
                 (ComputeKind::BackwardInput, times.input)
             }
-            Turn::Forward => {
+            OpKind::Forward => {
                 worker.forwards.pop_first();
                 worker.held += 1;
                 (ComputeKind::Forward, times.forward)
             }
-            Turn::Weight => {
+            OpKind::Weight => {
                 worker.weights.pop_front();
                 worker.held -= 1;
                 (ComputeKind::BackwardWeight, times.weight)

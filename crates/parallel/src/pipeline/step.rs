@@ -14,7 +14,7 @@ use crate::{Kind, Lane, ParallelError, Span, Timeline};
 
 /// Time of each of a step's collectives, measured from the moment when all its participants are ready.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct CollectivePrices {
+pub struct CollectiveTimes {
     /// `REDUCE_GRAD`: averaging a part's gradients over all ranks that hold it, by part of the model. Empty: no
     /// time.
     pub reduce: Vec<Nanos>,
@@ -24,7 +24,7 @@ pub struct CollectivePrices {
     pub gather: Vec<Nanos>,
 }
 
-impl CollectivePrices {
+impl CollectiveTimes {
     fn check(&self, schedule: &Schedule) -> Result<(), ParallelError> {
         let stages = schedule.order().placement().depth() as usize;
         for (what, given) in [("prices.reduce", self.reduce.len()), ("prices.gather", self.gather.len())] {
@@ -126,13 +126,13 @@ impl Schedule {
     /// ```
     /// use farflung_base::{Nanos, Rank};
     /// use farflung_parallel::pipeline::{
-    ///     Boundary, CollectivePrices, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
+    ///     Boundary, CollectiveTimes, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
     /// };
     ///
     /// let order = Method::OneFOneB.order(&Settings::new(4, 8))?;
     /// let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
     /// let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() })?;
-    /// let prices = CollectivePrices { reduce: vec![Nanos::from_millis(5); 4], ..CollectivePrices::default() };
+    /// let prices = CollectiveTimes { reduce: vec![Nanos::from_millis(5); 4], ..CollectiveTimes::default() };
     /// let step = schedule.simulate(&cost, &prices)?;
     /// // The last stage is done 6 ms before the first, and its average before it too. Only the first one's is
     /// // seen.
@@ -144,7 +144,7 @@ impl Schedule {
     pub fn simulate(
         &self,
         cost: &PipelineCost,
-        prices: &CollectivePrices,
+        prices: &CollectiveTimes,
     ) -> Result<StepSimulation<'_>, ParallelError> {
         cost.check(self.order())?;
         prices.check(self)?;
@@ -175,7 +175,7 @@ struct Marks {
 }
 
 impl Marks {
-    fn of(schedule: &Schedule, cost: &PipelineCost, prices: &CollectivePrices) -> Self {
+    fn of(schedule: &Schedule, cost: &PipelineCost, prices: &CollectiveTimes) -> Self {
         let order = schedule.order();
         let placement = order.placement();
         let flush = order.updates() == Updates::Flush;
@@ -200,11 +200,11 @@ impl Marks {
                         if flush { marks.steps[rank] += step } else { pause(step) }
                     }
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
-                        pause(priced(&prices.gather, placement.part(stage)));
+                        pause(part_time(&prices.gather, placement.part(stage)));
                     }
                     // Replicas are assumed to be identical, so all replicas are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
-                        pause(priced(&prices.reduce, placement.part(stage)));
+                        pause(part_time(&prices.reduce, placement.part(stage)));
                     }
                     Lowered::Move {
                         kind: kind @ (LoweredKind::Reduce | LoweredKind::ReduceTied),
@@ -223,7 +223,7 @@ impl Marks {
         &self,
         schedule: &Schedule,
         compute: &Simulation<'_>,
-        prices: &CollectivePrices,
+        prices: &CollectiveTimes,
     ) -> Vec<Reduction> {
         let placement = schedule.order().placement();
         let pooled = placement.is_pooled();
@@ -255,7 +255,7 @@ impl Marks {
             }
             groups.into_values().collect::<Vec<_>>()
         };
-        line.take(of(LoweredKind::Reduce), |stage| priced(&prices.reduce, placement.part(stage)));
+        line.take(of(LoweredKind::Reduce), |stage| part_time(&prices.reduce, placement.part(stage)));
         // Tied gradients are summed after each of the two parts has its average.
         let mut tied = of(LoweredKind::ReduceTied);
         for reduction in tied.iter_mut().flatten() {
@@ -268,7 +268,7 @@ impl Marks {
 }
 
 /// Returns the time of the collective of a part; zero if no times are given.
-fn priced(prices: &[Nanos], part: u32) -> Nanos {
+fn part_time(prices: &[Nanos], part: u32) -> Nanos {
     prices.get(part as usize).copied().unwrap_or_default()
 }
 
@@ -309,7 +309,7 @@ mod tests {
     fn step(
         method: Method,
         lowering: &Lowering,
-        prices: &CollectivePrices,
+        prices: &CollectiveTimes,
     ) -> (Vec<(u32, u64, u64)>, u64, u64) {
         let order = method.order(&Settings::new(4, 8)).unwrap();
         let mut cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
@@ -326,13 +326,12 @@ mod tests {
 
     #[test]
     fn a_part_is_averaged_as_soon_as_its_last_backward_is_done() {
-        let prices = CollectivePrices { reduce: vec![ms(5); 4], ..CollectivePrices::default() };
+        let prices = CollectiveTimes { reduce: vec![ms(5); 4], ..CollectiveTimes::default() };
         let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
         assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
         assert_eq!((compute, step_ends), (33, 39));
         // The times of averages differ by part. A long one determines the time of the step.
-        let prices =
-            CollectivePrices { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectivePrices::default() };
+        let prices = CollectiveTimes { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectiveTimes::default() };
         assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
     }
 
@@ -340,7 +339,7 @@ mod tests {
     /// one after the other.
     #[test]
     fn a_rank_averages_one_chunk_at_a_time() {
-        let prices = CollectivePrices { reduce: vec![ms(20); 8], ..CollectivePrices::default() };
+        let prices = CollectiveTimes { reduce: vec![ms(20); 8], ..CollectiveTimes::default() };
         let (slots, compute, step_ends) = step(Method::BreadthFirst, &REPLICAS, &prices);
         let of_last: Vec<_> = slots.iter().filter(|slot| slot.0 == 3).collect();
         assert_eq!(of_last, [&(3, 35, 55), &(3, 55, 75)]);
@@ -351,7 +350,7 @@ mod tests {
     /// average starts when the later copy is done.
     #[test]
     fn copies_wait_for_each_other() {
-        let prices = CollectivePrices { reduce: vec![ms(3); 4], ..CollectivePrices::default() };
+        let prices = CollectiveTimes { reduce: vec![ms(3); 4], ..CollectiveTimes::default() };
         let (slots, compute, step_ends) = step(Method::Chimera, &Lowering::default(), &prices);
         for part in 0..4_u32 {
             let starts: Vec<u64> =
@@ -368,7 +367,7 @@ mod tests {
     #[test]
     fn tied_weights_follow_the_averages() {
         let tied = Lowering { tied: true, ..REPLICAS };
-        let prices = CollectivePrices { reduce: vec![ms(5); 4], tied: ms(2), gather: Vec::new() };
+        let prices = CollectiveTimes { reduce: vec![ms(5); 4], tied: ms(2), gather: Vec::new() };
         let (slots, _, step_ends) = step(Method::OneFOneB, &tied, &prices);
         assert_eq!(slots[4..], [(0, 38, 40), (3, 38, 40)]);
         assert_eq!(step_ends, 41);
@@ -377,8 +376,8 @@ mod tests {
     /// Each update of `PipeDream` is averaged before the rank continues: eight times on the first rank.
     #[test]
     fn without_a_flush_averages_are_waited_for() {
-        let none = CollectivePrices::default();
-        let prices = CollectivePrices { reduce: vec![ms(5); 4], ..none.clone() };
+        let none = CollectiveTimes::default();
+        let prices = CollectiveTimes { reduce: vec![ms(5); 4], ..none.clone() };
         let end = |lowering: &Lowering, prices| step(Method::PipeDream, lowering, prices).2;
         assert!(end(&Lowering::default(), &none) >= 33 + 8);
         assert!(end(&REPLICAS, &prices) >= 33 + 8 * 6);
@@ -387,13 +386,13 @@ mod tests {
     #[test]
     fn gathers_are_waited_for_and_prices_fit() {
         let sharded = Lowering { sharded: true, ..Lowering::default() };
-        let prices = CollectivePrices { gather: vec![ms(2); 4], ..CollectivePrices::default() };
+        let prices = CollectiveTimes { gather: vec![ms(2); 4], ..CollectiveTimes::default() };
         // All ranks gather at the same time.
         assert_eq!(step(Method::Inference, &sharded, &prices).1, 11 + 2);
         let order = Method::OneFOneB.order(&Settings::new(4, 8)).unwrap();
         let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
         let schedule = Schedule::new(order, &REPLICAS).unwrap();
-        let prices = CollectivePrices { reduce: vec![ms(1); 3], ..CollectivePrices::default() };
+        let prices = CollectiveTimes { reduce: vec![ms(1); 3], ..CollectiveTimes::default() };
         assert!(schedule.simulate(&cost, &prices).unwrap_err().to_string().contains("prices.reduce has 3"));
     }
 }

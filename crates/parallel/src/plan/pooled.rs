@@ -3,10 +3,10 @@
 
 use farflung_base::Nanos;
 
-use super::{Lineup, Measured, Stood, is_worth_it};
+use super::{Assignment, Measured, PlanPosition, is_worth_it};
 use crate::pipeline::Pools;
 
-/// Arguments of [`Lineup::pooled`] besides the members.
+/// Arguments of [`Assignment::pooled`] besides the members.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Pooling {
     /// Number of stages that the run should have.
@@ -24,7 +24,7 @@ pub struct Pooling {
 
 impl Pooling {
     /// Returns the throughput of a pool in microbatches per second.
-    fn served(&self, stage: usize, pool: &[usize]) -> f64 {
+    fn throughput(&self, stage: usize, pool: &[usize]) -> f64 {
         let speed: f64 = pool.iter().map(|&member| self.speeds.get(member).copied().unwrap_or(1.0)).sum();
         speed / self.work.get(stage).copied().unwrap_or(1.0).max(f64::MIN_POSITIVE)
     }
@@ -33,14 +33,15 @@ impl Pooling {
     /// stage if equal.
     fn slowest(&self, pools: &[Vec<usize>], admits: impl Fn(&[usize]) -> bool) -> Option<usize> {
         let admitted = (0..pools.len()).filter(|&stage| admits(&pools[stage]));
-        admitted.min_by(|&a, &b| self.served(a, &pools[a]).total_cmp(&self.served(b, &pools[b])))
+        admitted.min_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))
     }
 
     /// Removes and returns a member for an empty pool: the slowest member of the pool with the highest
     /// throughput among pools with two members or more.
-    fn spared(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
+    fn take_spare(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
         let give = (0..pools.len()).rev().filter(|&stage| pools[stage].len() > 1);
-        let from = give.max_by(|&a, &b| self.served(a, &pools[a]).total_cmp(&self.served(b, &pools[b])))?;
+        let from =
+            give.max_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))?;
         let speed = |member: usize| self.speeds.get(member).copied().unwrap_or(1.0);
         let slowest = (0..pools[from].len())
             .rev()
@@ -49,8 +50,8 @@ impl Pooling {
     }
 }
 
-impl Lineup {
-    /// Assigns members as [`Lineup::new`] does, but each stage is a pool of members, and pools may have
+impl Assignment {
+    /// Assigns members as [`Assignment::new`] does, but each stage is a pool of members, and pools may have
     /// different sizes. A member that holds a part keeps it. An empty pool gets a member without a part, or a
     /// member of the pool with the highest throughput. The other members without a part join the pool with the
     /// lowest throughput. With fewer members than stages, all members form one pipeline of as many stages as
@@ -62,22 +63,22 @@ impl Lineup {
     /// view compute the same assignment.
     ///
     /// ```
-    /// use farflung_parallel::plan::{Lineup, Pooling, Stood};
+    /// use farflung_parallel::plan::{Assignment, PlanPosition, Pooling};
     ///
     /// // Two pools of one member each, of which the second is half as fast: the newcomer joins it.
-    /// let at = |replica, position| Some(Stood { replica, position });
+    /// let at = |replica, position| Some(PlanPosition { replica, position });
     /// let pooling =
     ///     Pooling { stages: 2, most: 8, work: vec![1.0, 1.0], speeds: vec![2.0, 1.0, 1.0], moving: None };
-    /// let next = Lineup::pooled(&[at(0, 0), at(0, 1), None], 2, &pooling);
+    /// let next = Assignment::pooled(&[at(0, 0), at(0, 1), None], 2, &pooling);
     /// assert_eq!((next.pools, next.ranks, next.spares), (vec![1, 2], vec![0, 1, 2], vec![]));
     /// ```
     #[must_use]
-    pub fn pooled(members: &[Option<Stood>], before: u32, pooling: &Pooling) -> Self {
+    pub fn pooled(members: &[Option<PlanPosition>], before: u32, pooling: &Pooling) -> Self {
         let stages = pooling.stages.max(2) as usize;
         // Sorted by part, so that little moves when the model is divided into other parts.
-        let by_part = |stood: Stood| Stood { replica: 0, position: stood.position };
+        let by_part = |stood: PlanPosition| PlanPosition { replica: 0, position: stood.position };
         if members.len() < stages {
-            let parts: Vec<Option<Stood>> = members.iter().map(|stood| stood.map(by_part)).collect();
+            let parts: Vec<Option<PlanPosition>> = members.iter().map(|stood| stood.map(by_part)).collect();
             return Self::new(&parts, before, pooling.stages);
         }
         let mut holders: Vec<(u32, u32, usize)> = members.iter().zip(0..).filter_map(placed).collect();
@@ -102,7 +103,7 @@ impl Lineup {
         let mut free = free.into_iter();
         for stage in 0..stages {
             if pools[stage].is_empty() {
-                let filled = free.next().or_else(|| pooling.spared(&mut pools));
+                let filled = free.next().or_else(|| pooling.take_spare(&mut pools));
                 pools[stage].extend(filled);
             }
         }
@@ -120,8 +121,8 @@ impl Lineup {
 }
 
 /// Returns a member's stage, its index in the pool of that stage, and its index in the view.
-fn placed((stood, member): (&Option<Stood>, usize)) -> Option<(u32, u32, usize)> {
-    stood.map(|Stood { replica, position }| (position, replica, member))
+fn placed((stood, member): (&Option<PlanPosition>, usize)) -> Option<(u32, u32, usize)> {
+    stood.map(|PlanPosition { replica, position }| (position, replica, member))
 }
 
 /// Moves a member to the pool of another stage, unless its own pool would become empty or the other one is
@@ -315,8 +316,8 @@ mod tests {
     use crate::swarm::optimum;
 
     #[expect(clippy::unnecessary_wraps, reason = "members are told as options")]
-    const fn at(position: u32, replica: u32) -> Option<Stood> {
-        Some(Stood { replica, position })
+    const fn at(position: u32, replica: u32) -> Option<PlanPosition> {
+        Some(PlanPosition { replica, position })
     }
 
     fn pooling(stages: u32, speeds: &[f64]) -> Pooling {
@@ -324,9 +325,9 @@ mod tests {
         Pooling { stages, most: 16, work, speeds: speeds.to_vec(), moving: None }
     }
 
-    fn pools(lineup: &Lineup) -> Vec<Vec<usize>> {
-        let mut ranks = lineup.ranks.iter().copied();
-        lineup.pools.iter().map(|&size| ranks.by_ref().take(size as usize).collect()).collect()
+    fn pools(assignment: &Assignment) -> Vec<Vec<usize>> {
+        let mut ranks = assignment.ranks.iter().copied();
+        assignment.pools.iter().map(|&size| ranks.by_ref().take(size as usize).collect()).collect()
     }
 
     #[test]
@@ -335,7 +336,7 @@ mod tests {
         for lost in [0, 1, 3, 4, 5] {
             let mut members = all.to_vec();
             members.remove(lost);
-            let next = Lineup::pooled(&members, 3, &pooling(3, &[1.0; 5]));
+            let next = Assignment::pooled(&members, 3, &pooling(3, &[1.0; 5]));
             assert!(next.spares.is_empty());
             for (stage, pool) in pools(&next).iter().enumerate() {
                 assert!(pool.iter().all(|&member| members[member].unwrap().position == stage as u32));
@@ -344,27 +345,27 @@ mod tests {
         // An empty pool gets the slowest member of the pool with the highest throughput.
         let mut members = all.to_vec();
         members.remove(2);
-        let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0]));
+        let next = Assignment::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![2], vec![3, 4]]);
         // A member without a part is assigned to an empty pool first.
         members.push(None);
-        let next = Lineup::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0, 9.0]));
+        let next = Assignment::pooled(&members, 3, &pooling(3, &[4.0, 2.0, 1.0, 3.0, 3.0, 9.0]));
         assert_eq!(pools(&next), [vec![0, 1], vec![5], vec![2, 3, 4]]);
     }
 
     #[test]
     fn newcomers_join_the_pool_that_can_do_least() {
         let members = [at(0, 0), at(1, 0), at(2, 0), None, None, None];
-        let next = Lineup::pooled(&members, 3, &pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]));
+        let next = Assignment::pooled(&members, 3, &pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]));
         // Throughputs of the pools before each newcomer: 3, 1, 2; then 3, 2, 2; then 3, 3, 2. If equal, the
         // lower stage is taken.
         assert_eq!(pools(&next), [vec![0], vec![1, 3, 4], vec![2, 5]]);
         // With four times the work, a stage has a quarter of the throughput.
         let heavy = Pooling { work: vec![4.0, 1.0, 1.0], ..pooling(3, &[3.0, 1.0, 2.0, 1.0, 1.0, 1.0]) };
-        assert_eq!(pools(&Lineup::pooled(&members, 3, &heavy)), [vec![0, 3, 4], vec![1, 5], vec![2]]);
+        assert_eq!(pools(&Assignment::pooled(&members, 3, &heavy)), [vec![0, 3, 4], vec![1, 5], vec![2]]);
         // A pool does not get more members than a step has microbatches.
         let small = Pooling { most: 1, ..pooling(3, &[1.0; 6]) };
-        let next = Lineup::pooled(&members, 3, &small);
+        let next = Assignment::pooled(&members, 3, &small);
         assert_eq!((next.pools.clone(), next.spares), (vec![1, 1, 1], vec![3, 4, 5]));
     }
 
@@ -372,16 +373,16 @@ mod tests {
     fn fewer_members_than_stages_are_one_pipeline_that_grows_again() {
         // Two members are left for three stages, so they form one pipeline of two stages. With two newcomers,
         // there are three stages again.
-        let next = Lineup::pooled(&[at(0, 1), at(2, 0)], 3, &pooling(3, &[1.0; 2]));
+        let next = Assignment::pooled(&[at(0, 1), at(2, 0)], 3, &pooling(3, &[1.0; 2]));
         assert_eq!((next.stages, next.pools, next.ranks), (2, vec![], vec![0, 1]));
-        let next = Lineup::pooled(&[at(1, 0), at(0, 0), None, None], 2, &pooling(3, &[1.0; 4]));
+        let next = Assignment::pooled(&[at(1, 0), at(0, 0), None, None], 2, &pooling(3, &[1.0; 4]));
         assert_eq!((next.stages, pools(&next)), (3, vec![vec![1, 3], vec![0], vec![2]]));
     }
 
     #[test]
     fn a_member_changes_its_stage_where_its_pool_keeps_another() {
         let members = [at(0, 0), at(0, 1), at(1, 0)];
-        let with = |moving| Lineup::pooled(&members, 2, &Pooling { moving, ..pooling(2, &[1.0; 3]) });
+        let with = |moving| Assignment::pooled(&members, 2, &Pooling { moving, ..pooling(2, &[1.0; 3]) });
         assert_eq!(pools(&with(Some((0, 1)))), [vec![1], vec![2, 0]]);
         for none in [None, Some((2, 0)), Some((0, 0)), Some((0, 7)), Some((9, 1))] {
             assert_eq!(pools(&with(none)), [vec![0, 1], vec![2]], "{none:?}");

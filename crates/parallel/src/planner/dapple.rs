@@ -128,12 +128,12 @@ pub type HopTime<'a> = &'a dyn Fn(usize, &[u32], &[u32]) -> Nanos;
 /// counts as a pivot and the longest chain decides.
 #[must_use]
 pub fn latency(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> Nanos {
-    let mut label = Label::LAST;
+    let mut label = PartialLatency::NO_STAGES;
     for (at, &stage) in stages.iter().enumerate().rev() {
         if at + 1 < stages.len() {
-            label = label.hop(hops[at], microbatches);
+            label = label.prepend_hop(hops[at], microbatches);
         }
-        label = label.before(stage, microbatches);
+        label = label.prepend_stage(stage, microbatches);
     }
     Nanos(label.end)
 }
@@ -157,18 +157,18 @@ pub fn dapple(
     if size.layers == 0 || size.microbatches == 0 {
         return Err(refused("at least one layer and one microbatch"));
     }
-    let mut search = Search { size, cost, hop, known: BTreeMap::new(), labels: Vec::new() };
+    let mut search = Search { size, cost, hop, known: BTreeMap::new(), nodes: Vec::new() };
     let start = State { layer: 0, used: vec![0; size.machines as usize], before: Vec::new() };
     let found = search
         .frontier(&start)
         .ok_or_else(|| refused("fewer layers or devices, because the search has too many states"))?;
     let best = found
-        .min_by_key(|&at| search.labels[at].label.end)
+        .min_by_key(|&at| search.nodes[at].latency.end)
         .ok_or_else(|| refused("a model that fits on the devices"))?;
-    let time = Nanos(search.labels[best].label.end);
+    let time = Nanos(search.nodes[best].latency.end);
     let (mut stages, mut at) = (Vec::new(), Some(best));
     while let Some(found) = at {
-        let Chosen { stage, next, .. } = &search.labels[found];
+        let SearchNode { stage, next, .. } = &search.nodes[found];
         stages.extend(stage.clone());
         at = *next;
     }
@@ -177,26 +177,26 @@ pub fn dapple(
 
 /// Latency of a part of the pipeline: of all stages from some stage to the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Label {
+struct PartialLatency {
     /// Longest chain from the first forward of these stages to their last backward.
     chain: u64,
     /// Time at which the last average ends.
     end: u64,
 }
 
-impl Label {
+impl PartialLatency {
     /// The label that stands for no stages, after the last one.
-    const LAST: Self = Self { chain: 0, end: 0 };
+    const NO_STAGES: Self = Self { chain: 0, end: 0 };
 
     /// Returns the label after one more stage is put before these stages.
-    fn before(self, cost: PhaseCost, microbatches: u32) -> Self {
+    fn prepend_stage(self, cost: PhaseCost, microbatches: u32) -> Self {
         let chain = self.longer(cost.forward.saturating_add(cost.backward), microbatches);
         let end = chain.saturating_add(cost.all_reduce.0).max(self.end.saturating_add(cost.forward.0));
         Self { chain, end }
     }
 
     /// Returns the label after a hop is put before these stages.
-    fn hop(self, time: Nanos, microbatches: u32) -> Self {
+    fn prepend_hop(self, time: Nanos, microbatches: u32) -> Self {
         let chain = self.longer(time.saturating_add(time), microbatches);
         Self { chain, end: self.end.saturating_add(time.0) }
     }
@@ -217,8 +217,8 @@ struct State {
 }
 
 /// A label (latency of the stages to the end), and the choice that leads to it.
-struct Chosen {
-    label: Label,
+struct SearchNode {
+    latency: PartialLatency,
     /// `None` after the last stage.
     stage: Option<PlacedStage>,
     next: Option<usize>,
@@ -229,7 +229,7 @@ struct Search<'a> {
     cost: PhaseCosts<'a>,
     hop: HopTime<'a>,
     known: BTreeMap<State, Range<usize>>,
-    labels: Vec<Chosen>,
+    nodes: Vec<SearchNode>,
 }
 
 /// Maximum number of states.
@@ -245,9 +245,9 @@ impl Search<'_> {
         if self.known.len() >= STATES {
             return None;
         }
-        let mut found: Vec<Chosen> = Vec::new();
+        let mut found: Vec<SearchNode> = Vec::new();
         if state.layer == self.size.layers {
-            found.push(Chosen { label: Label::LAST, stage: None, next: None });
+            found.push(SearchNode { latency: PartialLatency::NO_STAGES, stage: None, next: None });
         } else {
             let mut tried: Vec<Vec<u32>> = Vec::new();
             for (&count, policy) in
@@ -264,14 +264,20 @@ impl Search<'_> {
                 tried.push(devices);
             }
         }
-        let first = self.labels.len();
-        self.labels.extend(found);
-        self.known.insert(state.clone(), first..self.labels.len());
-        Some(first..self.labels.len())
+        let first = self.nodes.len();
+        self.nodes.extend(found);
+        self.known.insert(state.clone(), first..self.nodes.len());
+        Some(first..self.nodes.len())
     }
 
     /// Adds the labels in which the next stage ends at layer `end`.
-    fn extend(&mut self, state: &State, end: usize, devices: &[u32], found: &mut Vec<Chosen>) -> Option<()> {
+    fn extend(
+        &mut self,
+        state: &State,
+        end: usize,
+        devices: &[u32],
+        found: &mut Vec<SearchNode>,
+    ) -> Option<()> {
         let layers = state.layer..end;
         let Some(cost) = (self.cost)(layers.clone(), devices) else { return Some(()) };
         let mut used = state.used.clone();
@@ -286,17 +292,17 @@ impl Search<'_> {
             before: if end < self.size.layers { devices.to_vec() } else { Vec::new() },
         };
         for at in self.frontier(&next)? {
-            let mut label = self.labels[at].label.before(cost, microbatches);
+            let mut label = self.nodes[at].latency.prepend_stage(cost, microbatches);
             if let Some(hop) = hop {
-                label = label.hop(hop, microbatches);
+                label = label.prepend_hop(hop, microbatches);
             }
-            let beats = |a: Label, b: Label| a.chain <= b.chain && a.end <= b.end;
-            if found.iter().any(|other| beats(other.label, label)) {
+            let beats = |a: PartialLatency, b: PartialLatency| a.chain <= b.chain && a.end <= b.end;
+            if found.iter().any(|other| beats(other.latency, label)) {
                 continue;
             }
-            found.retain(|other| !beats(label, other.label));
+            found.retain(|other| !beats(label, other.latency));
             let stage = Some(PlacedStage { layers: layers.clone(), devices: devices.to_vec() });
-            found.push(Chosen { label, stage, next: Some(at) });
+            found.push(SearchNode { latency: label, stage, next: Some(at) });
         }
         Some(())
     }
@@ -328,7 +334,8 @@ mod tests {
         longest
     }
 
-    /// Returns every list of placed stages from a layer on.
+    /// Returns every way to place the layers from `layer` to the last as stages, if `used` devices of each machine
+    /// are taken already.
     fn all_from(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
         if layer == size.layers {
             return vec![Vec::new()];

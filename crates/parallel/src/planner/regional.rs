@@ -7,7 +7,7 @@
 mod all_reduce;
 mod bound;
 mod layouts;
-mod price;
+mod layout_time;
 mod sites;
 #[cfg(test)]
 mod tests;
@@ -133,7 +133,7 @@ pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, Pa
                     continue;
                 };
                 priced += 1;
-                found.push(price::priced(chain, &sites, layout));
+                found.push(layout_time::with_time(chain, &sites, layout));
                 // Only a few plans are kept at a time, because each lists thousands of machines.
                 if found.len() > 8 * FINALISTS {
                     keep(&mut found, FINALISTS);
@@ -146,7 +146,7 @@ pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, Pa
         return Err(too_small(chain));
     }
     for plan in &mut found {
-        plan.time.pipelines = price::simulated(chain, &sites, plan)?;
+        plan.time.pipelines = layout_time::simulated(chain, &sites, plan)?;
     }
     keep(&mut found, FINALISTS);
     let bound = lower_bound(&chain.layers, &chain.machines, chain.microbatches);

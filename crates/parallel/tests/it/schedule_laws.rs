@@ -3,7 +3,7 @@
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
-    BackwardOrder, Boundary, CollectivePrices, ComputeOrder, Lowering, Method, PipelineCost, Schedule,
+    BackwardOrder, Boundary, CollectiveTimes, ComputeOrder, Lowering, Method, PipelineCost, Schedule,
     Settings, StageCost, lower_bound, peaks, simulate,
 };
 use proptest::prelude::*;
@@ -128,7 +128,7 @@ proptest! {
         let depth = order.placement().depth() as usize;
         let schedule = Schedule::new(order, &Lowering { replicas, ..Lowering::default() }).unwrap();
         let simulated = |price| {
-            let prices = CollectivePrices { reduce: vec![Nanos(price); depth], ..CollectivePrices::default() };
+            let prices = CollectiveTimes { reduce: vec![Nanos(price); depth], ..CollectiveTimes::default() };
             schedule.simulate(&cost, &prices).unwrap()
         };
         prop_assert_eq!(simulated(0).makespan(), plain);

@@ -22,8 +22,11 @@ fn the_closest_link_counts() {
     assert_eq!(link(0, 3), "100mbit,80ms");
     assert_eq!(link(6, 0), "100mbit,80ms");
     assert_eq!(link(3, 4), "100gbit,10us");
-    assert_eq!(t.port(Rank(0)), AccessLink { up: Bandwidth(20_000_000), down: Bandwidth(200_000_000) });
-    assert_eq!(t.port(Rank(3)).up, Bandwidth::UNLIMITED);
+    assert_eq!(
+        t.access_link(Rank(0)),
+        AccessLink { up: Bandwidth(20_000_000), down: Bandwidth(200_000_000) }
+    );
+    assert_eq!(t.access_link(Rank(3)).up, Bandwidth::UNLIMITED);
     assert_eq!(t.rate(Rank(3), Rank(1)), Bandwidth(40_000_000));
     assert_eq!(cluster.devices[0].memory, Some(Bytes(12_000_000_000)));
     assert_eq!(cluster.devices[1].speed, Speed::Flops(9_500_000_000_000));

@@ -23,7 +23,7 @@ pub(crate) trait Storage: Any + Debug + Send + Sync {
 
 /// A byte range of a buffer. It is created from a view, and the kind of view decides whether it may be written.
 #[derive(Debug, Clone)]
-pub(crate) struct Part<'a> {
+pub(crate) struct BufferRange<'a> {
     pub(crate) storage: &'a dyn Storage,
     pub(crate) range: Range<usize>,
 }
@@ -54,7 +54,7 @@ pub(crate) trait Backend: Debug + Send + Sync {
     fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()>;
 
     /// Starts to copy bytes to the host. The copy holds the values after all ops started before.
-    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>>;
+    fn start_download(&self, from: BufferRange<'_>) -> Pending<Result<Box<dyn Downloaded>>>;
 
     /// Starts an op whose shapes and types were checked. Operands of matrix products are rounded to
     /// `precision`.
@@ -102,7 +102,7 @@ pub(crate) trait Codecs: Debug {
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
 
     /// Checks whether all elements of `x`, or of the given sum, are finite.
-    fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()>;
+    fn check_finite(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()>;
 
     /// Writes the indices of the largest magnitudes of each chunk. `kept` is at least 1 and chunks are not
     /// empty.
@@ -124,7 +124,7 @@ pub(crate) enum Sum<'a> {
     Minus(View<'a>, ViewMut<'a>),
 }
 
-impl<'a> Part<'a> {
+impl<'a> BufferRange<'a> {
     fn pointer(&self) -> Option<(*mut u8, usize)> {
         let (base, len) = self.storage.host()?;
         assert!(

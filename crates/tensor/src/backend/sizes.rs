@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use farflung_base::Pending;
 
 use super::cpu::{GRAIN, packed_bytes};
-use super::{Backend, Downloaded, MatMulScratchBytes, Part, Storage};
+use super::{Backend, BufferRange, Downloaded, MatMulScratchBytes, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
@@ -68,7 +68,7 @@ impl Backend for CountingBackend {
     }
 
     /// Returns zeros, as there are no values.
-    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
+    fn start_download(&self, from: BufferRange<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
         Pending::ready(Ok(Box::new(vec![0_u8; from.range.len()])))
     }
 

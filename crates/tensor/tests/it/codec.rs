@@ -377,7 +377,7 @@ fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
             let mut x = vec![0.0; n];
             draws.fill_normal([1.0, 1e-41, 1e37, 2.0, 0.0][kind], &mut x);
             if kind == 3 {
-                // Many magnitudes are equal and differ only in sign.
+                // Many elements have the same magnitude, with equal or opposite signs.
                 x = x.into_iter().map(f32::round).collect();
             }
             if kind == 2 {

@@ -54,7 +54,7 @@ fn step(
 ) -> (f64, Vec<f32>, usize) {
     let config = GptConfig::new(LAYERS, 4, 32, 64, 20).unwrap();
     let mut stage = Stage::whole(config, device).unwrap();
-    stage.set_keeping(keeping);
+    stage.set_activation_policy(keeping);
     let (params, mut grads) = (stage.init(3).unwrap(), stage.zeros().unwrap());
     let ids = |shift| (0..128_u32).map(|i| (i * 7 + shift) % 20).collect::<Vec<_>>();
     let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap());

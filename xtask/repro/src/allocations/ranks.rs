@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Allocations with at least this alignment are chunks of a device's buffers.
 const CHUNK_ALIGN: usize = 2 << 20;
 /// Capacity of the table, in allocations.
-const PLACES: usize = 1 << 20;
+const CAPACITY: usize = 1 << 20;
 
 thread_local! {
     /// Owner of this thread's allocations: its rank plus one, or 0 if it belongs to no rank.
@@ -34,14 +34,14 @@ pub(crate) struct RankCount {
 
 /// A stored allocation. Its address is 0 in an empty slot.
 #[derive(Clone, Copy, Default)]
-struct Place {
+struct Entry {
     address: usize,
     size: usize,
     owner: usize,
 }
 
 struct Table {
-    places: Vec<Place>,
+    entries: Vec<Entry>,
     used: usize,
     /// True if an allocation found no free slot.
     full: bool,
@@ -53,27 +53,27 @@ struct Table {
 impl Table {
     fn find(&self, address: usize) -> Option<usize> {
         let mut at = slot(address);
-        while self.places[at].address != address {
-            if self.places[at].address == 0 {
+        while self.entries[at].address != address {
+            if self.entries[at].address == 0 {
                 return None;
             }
-            at = (at + 1) % PLACES;
+            at = (at + 1) % CAPACITY;
         }
         Some(at)
     }
 
     fn add(&mut self, address: usize, size: usize, owner: usize) {
         // One slot stays empty, so that every search ends.
-        if self.used + 1 >= PLACES {
+        if self.used + 1 >= CAPACITY {
             self.full = true;
             return;
         }
         let mut at = slot(address);
-        while self.places[at].address != 0 {
-            at = (at + 1) % PLACES;
+        while self.entries[at].address != 0 {
+            at = (at + 1) % CAPACITY;
         }
         self.used += 1;
-        self.places[at] = Place { address, size, owner };
+        self.entries[at] = Entry { address, size, owner };
         let count = &mut self.counts[owner];
         count.held += size;
         count.peak = count.peak.max(count.held);
@@ -81,30 +81,30 @@ impl Table {
 
     fn remove(&mut self, address: usize) -> Option<usize> {
         let mut gap = self.find(address)?;
-        let Place { size, owner, .. } = self.places[gap];
+        let Entry { size, owner, .. } = self.entries[gap];
         self.counts[owner].held -= size;
         self.used -= 1;
         let mut at = gap;
         loop {
-            at = (at + 1) % PLACES;
-            let place = self.places[at];
+            at = (at + 1) % CAPACITY;
+            let place = self.entries[at];
             if place.address == 0 {
                 break;
             }
             // The entry may move to the gap if its own slot is not after the gap.
             let from = slot(place.address);
-            if (at + PLACES - from) % PLACES >= (at + PLACES - gap) % PLACES {
-                self.places[gap] = place;
+            if (at + CAPACITY - from) % CAPACITY >= (at + CAPACITY - gap) % CAPACITY {
+                self.entries[gap] = place;
                 gap = at;
             }
         }
-        self.places[gap] = Place::default();
+        self.entries[gap] = Entry::default();
         Some(owner)
     }
 }
 
 fn slot(address: usize) -> usize {
-    (address >> 4).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - PLACES.ilog2())
+    (address >> 4).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - CAPACITY.ilog2())
 }
 
 fn table() -> MutexGuard<'static, Option<Table>> {
@@ -160,7 +160,7 @@ pub(crate) fn this_is_rank(rank: usize) {
 /// Only one job can be counted at a time.
 pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<RankCount>) {
     let made = Table {
-        places: vec![Place::default(); PLACES],
+        entries: vec![Entry::default(); CAPACITY],
         used: 0,
         full: false,
         counts: vec![RankCount::default(); ranks + 1],

@@ -13,7 +13,7 @@ use farflung::compress::CodecSpec;
 use farflung::optim::{Average, AverageConfig, OptimError};
 use farflung::tensor::{Device, ParamLayout, Shape};
 
-use crate::harness::{Mark, Report};
+use crate::harness::{Report, Threshold};
 use crate::lab::Published;
 use crate::ranks::{on_ranks, over_links};
 
@@ -72,11 +72,11 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
                 let with = if overlap { "overlapped" } else { "no overlap" };
                 let metric =
                     format!("{}, {gbit} Gbit/s, {with}: speed-up of {} over 16 bits", model.name, model.bits);
-                report.row(&metric, *gain, "x", Mark::None)?;
+                report.row(&metric, *gain, "x", Threshold::None)?;
             }
             let metric =
                 format!("{}, {gbit} Gbit/s: published speed-up over the best other system", model.name);
-            report.row(&metric, published, "x", Mark::None)?;
+            report.row(&metric, published, "x", Threshold::None)?;
             let [plain, overlapped] = gains;
             let bits = model.bits;
             Published {

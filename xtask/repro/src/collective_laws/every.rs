@@ -8,9 +8,9 @@ use std::ops::Range;
 use farflung::base::Rank;
 use farflung::comm::{CommError, Communicator, Element, Located, ReduceOp, UserOp};
 
-use super::{Found, Number};
+use super::{LawTally, Number};
 
-impl Found {
+impl LawTally {
     /// Counts a result, and counts it as broken if it differs from what one process computes.
     fn equal<T: Element>(&mut self, got: &[T], wanted: &[T]) {
         self.cases += 1;
@@ -71,7 +71,7 @@ impl<T: Element> Reductions<'_, T> {
         &self,
         op: &dyn Fn() -> R,
         has_scans: bool,
-        found: &mut Found,
+        found: &mut LawTally,
     ) -> Result<(), CommError> {
         let Self { comm, len, own, together } = self;
         let (n, me) = (comm.size(), comm.rank().index());
@@ -118,7 +118,7 @@ impl<T: Element> Reductions<'_, T> {
 }
 
 /// Checks all reductions of one type.
-fn reductions<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
+fn reductions<T: Number>(comm: &Communicator, len: usize, found: &mut LawTally) -> Result<(), CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     let is_float = T::STEP.is_some();
     let of_floats = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product];
@@ -141,7 +141,7 @@ fn reductions<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> 
 
 /// Checks reductions of functions `x -> a x + b` modulo 2^32, whose composition does not commute, and of values
 /// with their places.
-fn special(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
+fn special(comm: &Communicator, len: usize, found: &mut LawTally) -> Result<(), CommError> {
     type Affine = [u32; 2];
     let (n, me) = (comm.size(), comm.rank().index());
     let function = |rank: usize, i: usize| [(rank * 31 + i * 7) as u32 | 1, (rank * 17 + i + 1) as u32];
@@ -172,7 +172,7 @@ fn special(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), Com
 }
 
 /// Checks the collectives of one type that move values without reducing them.
-fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Result<(), CommError> {
+fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut LawTally) -> Result<(), CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     let at = |rank: usize, i: usize| T::of(value(ReduceOp::Sum, rank, i, n) as f64);
     let of = |rank: usize, len: usize| -> Vec<T> { (0..len).map(|i| at(rank, i)).collect() };
@@ -243,8 +243,8 @@ fn moves<T: Number>(comm: &Communicator, len: usize, found: &mut Found) -> Resul
 }
 
 /// Checks every collective of one type.
-pub(super) fn of_type<T: Number>(comm: &Communicator, sizes: &[usize]) -> Result<Found, CommError> {
-    let mut found = Found::default();
+pub(super) fn of_type<T: Number>(comm: &Communicator, sizes: &[usize]) -> Result<LawTally, CommError> {
+    let mut found = LawTally::default();
     for &len in sizes {
         reductions::<T>(comm, len, &mut found)?;
         moves::<T>(comm, len, &mut found)?;
@@ -254,8 +254,8 @@ pub(super) fn of_type<T: Number>(comm: &Communicator, sizes: &[usize]) -> Result
 
 /// Checks every reduction of elements that are not plain numbers: a user's own reduction, and values with
 /// places.
-pub(super) fn of_others(comm: &Communicator, sizes: &[usize]) -> Result<Found, CommError> {
-    let mut found = Found::default();
+pub(super) fn of_others(comm: &Communicator, sizes: &[usize]) -> Result<LawTally, CommError> {
+    let mut found = LawTally::default();
     for &len in sizes {
         special(comm, len, &mut found)?;
     }

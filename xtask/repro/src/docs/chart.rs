@@ -9,14 +9,14 @@ const SIZE: (u32, u32) = (1000, 620);
 
 /// Quantity on the horizontal axis, which is logarithmic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Against {
+pub(super) enum XAxis {
     /// Megabytes that a worker has sent.
     Bytes,
     /// Hours on the virtual clock.
     Time,
 }
 
-impl Against {
+impl XAxis {
     const fn name(self) -> &'static str {
         match self {
             Self::Bytes => "MB sent by a worker",
@@ -36,13 +36,13 @@ impl Against {
 /// Draws the arms. An arm that sends nothing is not drawn against bytes. Without arms the axes are empty.
 ///
 /// Errors: those of the drawing library.
-pub(super) fn svg(arms: &[ArmRecord], against: Against) -> Result<String> {
+pub(super) fn svg(arms: &[ArmRecord], against: XAxis) -> Result<String> {
     let mut svg = String::new();
     draw(&mut svg, arms, against).map_err(|error| anyhow!("failed to draw: {error}"))?;
     Ok(svg)
 }
 
-fn draw(svg: &mut String, arms: &[ArmRecord], against: Against) -> Result<(), Box<dyn std::error::Error>> {
+fn draw(svg: &mut String, arms: &[ArmRecord], against: XAxis) -> Result<(), Box<dyn std::error::Error>> {
     let points = |arm: &ArmRecord| -> Vec<(f64, f64)> {
         let all = arm.curve.iter().map(|&point| (against.of(point), point[3]));
         all.filter(|(x, y)| *x > 0.0 && x.is_finite() && y.is_finite()).collect()
@@ -109,11 +109,11 @@ mod tests {
                 .collect(),
         };
         let arms = [arm("one & two", 1e6), arm("silent", 0.0)];
-        let by_bytes = svg(&arms, Against::Bytes).unwrap();
+        let by_bytes = svg(&arms, XAxis::Bytes).unwrap();
         assert!(by_bytes.contains("one &amp; two") && !by_bytes.contains("silent"));
-        let by_time = svg(&arms, Against::Time).unwrap();
+        let by_time = svg(&arms, XAxis::Time).unwrap();
         assert!(by_time.contains("silent") && by_time.contains("simulated hours"));
-        for empty in [Against::Bytes, Against::Time] {
+        for empty in [XAxis::Bytes, XAxis::Time] {
             let svg = svg(&[], empty).unwrap();
             assert!(svg.starts_with("<svg") && !svg.contains("NaN"));
         }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use farflung::optim::sync::{METHODS, Missing};
+use farflung::optim::sync::{METHODS, OnMemberLoss};
 
 use super::reproductions::cell;
 use super::{ArmRecord, UnequalRecord};
@@ -104,12 +104,12 @@ fn machines(unequal: &[UnequalRecord]) -> String {
 fn members() -> String {
     let goes_on: Vec<String> = METHODS
         .iter()
-        .filter(|row| row.missing == Missing::MeanOfOthers)
+        .filter(|row| row.on_member_loss == OnMemberLoss::MeanOfOthers)
         .map(|row| format!("`{}`", row.name))
         .collect();
     let mut reasons: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for row in METHODS {
-        if let Missing::Refused(reason) = row.missing {
+        if let OnMemberLoss::Unsupported(reason) = row.on_member_loss {
             reasons.entry(reason).or_default().push(format!("`{}`", row.name));
         }
     }

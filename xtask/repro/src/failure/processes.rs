@@ -12,7 +12,7 @@ use farflung::comm::{Algorithm, Communicator, ReduceOp, tcp};
 use farflung::relay::{LinkEmulator, Relaying};
 
 use super::{DEADLINE, InjectedFault, N, NEIGHBOR, VICTIM};
-use crate::harness::{Mark, Options, Report};
+use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
 
 /// First argument of this program when it runs as one rank.
@@ -57,7 +57,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
 }
 
 /// Observations that one survivor printed.
-struct Said {
+struct SurvivorReport {
     took: f64,
     right: bool,
     half: bool,
@@ -107,7 +107,11 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
 
 /// Injects one fault and returns the survivors' observations; `None` for a survivor that printed nothing in
 /// time.
-fn strike(blow: InjectedFault, algorithm: usize, after: Duration) -> Result<Vec<Option<Said>>> {
+fn inject_fault(
+    fault: InjectedFault,
+    algorithm: usize,
+    after: Duration,
+) -> Result<Vec<Option<SurvivorReport>>> {
     let (mut ranks, relaying) = job(algorithm)?;
     let lines: Vec<_> = ranks
         .iter_mut()
@@ -128,21 +132,21 @@ fn strike(blow: InjectedFault, algorithm: usize, after: Duration) -> Result<Vec<
         );
     }
     std::thread::sleep(after);
-    match blow {
+    match fault {
         InjectedFault::Crash => signal(&ranks[VICTIM.index()], "-KILL")?,
         InjectedFault::Freeze => signal(&ranks[VICTIM.index()], "-STOP")?,
         InjectedFault::Cut => relaying.cut(true),
         InjectedFault::Corrupt => relaying.corrupt(),
     }
-    let read = |line: String| -> Option<Said> {
+    let read = |line: String| -> Option<SurvivorReport> {
         let mut words = line.split(' ');
         let took = words.next()?.parse().ok()?;
         let culprit: u32 = words.next()?.parse().ok()?;
         let mut flag = || words.next()?.parse::<bool>().ok();
-        let right = blow.culprits().iter().any(|peer| peer.0 == culprit);
-        Some(Said { took, right, half: flag()?, goes_on: flag()? })
+        let right = fault.culprits().iter().any(|peer| peer.0 == culprit);
+        Some(SurvivorReport { took, right, half: flag()?, goes_on: flag()? })
     };
-    let survivors = (0..N).filter(|&rank| !blow.culprits().iter().any(|peer| peer.index() == rank));
+    let survivors = (0..N).filter(|&rank| !fault.culprits().iter().any(|peer| peer.index() == rank));
     Ok(survivors.map(|rank| lines[rank].recv_timeout(PATIENCE).ok().and_then(read)).collect())
 }
 
@@ -155,18 +159,19 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let times = if options.quick { 1 } else { 6 };
     let (mut survivors, mut silent, mut innocent, mut half, mut stuck) = (0_u32, 0_u32, 0_u32, 0_u32, 0_u32);
     let mut slowest = 0.0_f64;
-    for (i, blow) in [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
-        .into_iter()
-        .enumerate()
+    for (i, fault) in
+        [InjectedFault::Crash, InjectedFault::Freeze, InjectedFault::Cut, InjectedFault::Corrupt]
+            .into_iter()
+            .enumerate()
     {
         for time in 0..times {
-            let choice = if matches!(blow, InjectedFault::Crash | InjectedFault::Freeze) {
+            let choice = if matches!(fault, InjectedFault::Crash | InjectedFault::Freeze) {
                 &any[..]
             } else {
                 &everywhere
             };
             let after = Duration::from_micros(20_000 + rng.below(100 * i as u64 + time, 150_000));
-            for said in strike(blow, choice[time as usize % choice.len()], after)? {
+            for said in inject_fault(fault, choice[time as usize % choice.len()], after)? {
                 survivors += 1;
                 let Some(said) = said else {
                     silent += 1;
@@ -179,15 +184,15 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
         }
     }
-    report.row("processes: survivors", f64::from(survivors), "1", Mark::None)?;
-    report.row("processes: survivors that hang", f64::from(silent), "1", Mark::AtMost(0.0))?;
-    report.row("processes: longest time to notice", slowest, "s", Mark::AtMost(2.25))?;
-    report.row("processes: partly reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
+    report.row("processes: survivors", f64::from(survivors), "1", Threshold::None)?;
+    report.row("processes: survivors that hang", f64::from(silent), "1", Threshold::AtMost(0.0))?;
+    report.row("processes: longest time to notice", slowest, "s", Threshold::AtMost(2.25))?;
+    report.row("processes: partly reduced results", f64::from(half), "1", Threshold::AtMost(0.0))?;
     report.row(
         "processes: survivors that name an innocent rank",
         f64::from(innocent),
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
-    report.row("processes: survivors that could not continue", f64::from(stuck), "1", Mark::AtMost(0.0))
+    report.row("processes: survivors that could not continue", f64::from(stuck), "1", Threshold::AtMost(0.0))
 }

@@ -8,16 +8,16 @@ use super::*;
 const BENCHES: &[Bench] = &[
     bench("good", |report, options| {
         let quick = if options.quick { 1.0 } else { 0.0 };
-        report.row("quick", quick, "1", Mark::None)?;
-        report.row("speed", 7411.6, "tok/s", Mark::AtLeast(7000.0))?;
-        report.row("seed", report.seed() as f64, "1", Mark::AtMost(1337.0))?;
+        report.row("quick", quick, "1", Threshold::None)?;
+        report.row("speed", 7411.6, "tok/s", Threshold::AtLeast(7000.0))?;
+        report.row("seed", report.seed() as f64, "1", Threshold::AtMost(1337.0))?;
         let theirs = options.peers.best("theirs", &[], "tok_s");
-        report.ratio("speed over theirs", 7000.0, theirs, Mark::AtLeast(1.5))
+        report.ratio("speed over theirs", 7000.0, theirs, Threshold::AtLeast(1.5))
     }),
-    bench("missed", |report, _| report.row("loss", 2.5, "nats", Mark::AtMost(2.4))),
+    bench("missed", |report, _| report.row("loss", 2.5, "nats", Threshold::AtMost(2.4))),
     bench("broken", |_, _| bail!("no such device")),
     bench("silent", |_, _| Ok(())),
-    bench("nan", |report, _| report.row("loss", f64::NAN, "nats", Mark::AtMost(2.4))),
+    bench("nan", |report, _| report.row("loss", f64::NAN, "nats", Threshold::AtMost(2.4))),
 ];
 
 const fn bench(name: &'static str, run: fn(&mut Report<'_>, &Options) -> Result<()>) -> Bench {

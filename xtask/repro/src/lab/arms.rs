@@ -206,7 +206,7 @@ fn zero_one(sizes: &Sizes) -> f64 {
     let (plain, packed) = (f32_ring(&each), sign(&each));
     let sent = |step| match () {
         () if rounds.varies(step) => plain,
-        () if rounds.meets(step) || step + 1 == steps => packed,
+        () if rounds.synchronises(step) || step + 1 == steps => packed,
         () => 0.0,
     };
     (0..steps).map(sent).sum::<f64>() / sizes.steps

@@ -10,7 +10,7 @@ use farflung::train::{Job, Synced, Trainer};
 
 use super::{Arm, Setting};
 use crate::harness::Report;
-use crate::workers::{Over, again, on_all};
+use crate::workers::{JobTransport, again, on_all};
 
 /// Measured times by command and link.
 static TIMES: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
@@ -31,7 +31,7 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
     // are measured.
     let codec_warmup = job.config.codec_warmup.or(Some(0));
     let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
-    let time = period(&again(&job, config, Over::Simulated(link)))?;
+    let time = period(&again(&job, config, JobTransport::Simulated(link)))?;
     TIMES.lock().unwrap_or_else(PoisonError::into_inner).insert(key, time);
     Ok(time)
 }

@@ -16,7 +16,7 @@ use super::sizes::Sizes;
 use super::training::Run;
 use super::{pretraining, training};
 use crate::harness::Report;
-use crate::workers::{Over, again};
+use crate::workers::{JobTransport, again};
 
 /// Finished runs, by their command.
 static RUNS: Mutex<BTreeMap<String, Arc<Run>>> = Mutex::new(BTreeMap::new());
@@ -39,7 +39,7 @@ pub(crate) fn clean() {
 ///
 /// Errors: the settings cannot be combined.
 fn job(config: &TrainConfig) -> Result<Job> {
-    let over = Over::Simulated(config.link);
+    let over = JobTransport::Simulated(config.link);
     let TrainConfig { model, layers, heads, dim, context, init_from, data, shards, .. } = config;
     // The key has the shards, because the default text is read file by file only if they need its files.
     let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?} {shards}");

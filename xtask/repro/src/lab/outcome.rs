@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::{Value, json};
 
 use super::{Arm, Setting, Shared};
-use crate::harness::{Mark, Report};
+use crate::harness::{Report, Threshold};
 
 /// The runs of an arm, by seed.
 #[derive(Debug, Clone)]
@@ -68,27 +68,27 @@ impl Outcome {
     /// percent.
     ///
     /// Errors: stdout is closed.
-    pub(crate) fn rows(&self, report: &mut Report<'_>, reference: &Self, gap: Mark) -> Result<()> {
+    pub(crate) fn rows(&self, report: &mut Report<'_>, reference: &Self, gap: Threshold) -> Result<()> {
         let name = self.name;
         let mut row = |what: &str, value: f64, unit: &str, mark| {
             report.row(&format!("{name}: {what}"), value, unit, mark)
         };
-        row("held-out loss", self.loss(), "nats", Mark::None)?;
-        row("standard deviation over seeds", spread(&self.losses()).sigma, "nats", Mark::None)?;
+        row("held-out loss", self.loss(), "nats", Threshold::None)?;
+        row("standard deviation over seeds", spread(&self.losses()).sigma, "nats", Threshold::None)?;
         if self.name != reference.name {
             let found = self.gap(reference);
             row("loss above f32's", found.mean, "%", gap)?;
-            row("standard deviation of the loss above f32's", found.sigma, "%", Mark::None)?;
+            row("standard deviation of the loss above f32's", found.sigma, "%", Threshold::None)?;
         }
-        row("payload per step", self.payload(), "B", Mark::None)?;
-        row("sent per step, with frames and votes", self.sent(), "B", Mark::None)?;
+        row("payload per step", self.payload(), "B", Threshold::None)?;
+        row("sent per step, with frames and votes", self.sent(), "B", Threshold::None)?;
         if self.name != reference.name && self.payload() > 0.0 {
             let ratio = reference.payload() / self.payload();
-            row("payload, times smaller than f32's", ratio, "x", Mark::None)?;
-            row("payload, times smaller than in 16 bits", ratio / 2.0, "x", Mark::None)?;
+            row("payload, times smaller than f32's", ratio, "x", Threshold::None)?;
+            row("payload, times smaller than in 16 bits", ratio / 2.0, "x", Threshold::None)?;
         }
-        row("step on the virtual clock", self.seconds() * 1e3, "ms", Mark::None)?;
-        row("speed-up over f32", reference.seconds() / self.seconds(), "x", Mark::None)
+        row("step on the virtual clock", self.seconds() * 1e3, "ms", Threshold::None)?;
+        row("speed-up over f32", reference.seconds() / self.seconds(), "x", Threshold::None)
     }
 
     /// Returns the arm's entry in a bench's record. `step_times` has a time for each of [`super::LINKS`], in

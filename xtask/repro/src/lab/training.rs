@@ -47,7 +47,7 @@ impl Run {
 }
 
 /// Results of one rank.
-struct Seen {
+struct RankResult {
     points: Vec<Point>,
     payload: f64,
 }
@@ -69,7 +69,7 @@ pub(super) fn run(job: &Job) -> Result<Run> {
     Ok(Run { points, payload, steps })
 }
 
-fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
+fn watch(rank: &mut Trainer, steps: u64) -> Result<RankResult> {
     let (mut points, mut payload, mut wire) = (Vec::new(), 0_u64, 0_u64);
     let (mut clock, mut evaluated) = (Nanos::ZERO, 0);
     let mut votes = BTreeMap::<usize, u64>::new();
@@ -99,7 +99,7 @@ fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
         voting += times * vote_bytes(rank, losses)?;
     }
     rank.comm().barrier()?;
-    Ok(Seen { points, payload: payload.saturating_sub(voting) as f64 })
+    Ok(RankResult { points, payload: payload.saturating_sub(voting) as f64 })
 }
 
 /// Returns the bytes of steps that were sent during evaluations, from the bytes sent in each evaluation. After

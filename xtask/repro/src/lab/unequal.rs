@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::outcome::Gap;
 use super::{Arm, Lab, Outcome};
-use crate::harness::{Mark, Report};
+use crate::harness::{Report, Threshold};
 
 /// Unequal machines, and the reference for arms on them.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub(crate) struct Unequal<'a> {
 
 /// Results of an arm.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Found {
+pub(crate) struct ArmResult {
     /// Tokens per hour, relative to the reference.
     pub rate: f64,
     /// Loss above the reference's, in percent.
@@ -32,11 +32,11 @@ pub(crate) struct Found {
 
 /// Conditions on the results of an arm.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Marks {
+pub(crate) struct Thresholds {
     /// Condition on the tokens per hour.
-    pub rate: Mark,
+    pub rate: Threshold,
     /// Condition on the increase of the loss over the reference's.
-    pub gap: Mark,
+    pub gap: Threshold,
 }
 
 /// Returns the tokens that an arm trains on in a second of the virtual clock, in microbatches.
@@ -58,29 +58,34 @@ impl Unequal<'_> {
         report: &mut Report<'_>,
         lab: &Lab,
         arm: &Arm,
-        marks: Marks,
-    ) -> Result<Found> {
+        marks: Thresholds,
+    ) -> Result<ArmResult> {
         let outcome = lab.outcome(report, arm)?;
         let name = arm.name;
         let rate = rate(lab, arm, &outcome)? / self.rate;
         report.row(&format!("{name}: tokens per hour relative to f32's"), rate, "x", marks.rate)?;
         let seconds = outcome.seconds() * lab.setting().config(arm, 0)?.steps as f64;
-        report.row(&format!("{name}: time on the virtual clock"), seconds, "s", Mark::None)?;
-        report.row(&format!("{name}: held-out loss after that time"), outcome.loss(), "nats", Mark::None)?;
+        report.row(&format!("{name}: time on the virtual clock"), seconds, "s", Threshold::None)?;
+        report.row(
+            &format!("{name}: held-out loss after that time"),
+            outcome.loss(),
+            "nats",
+            Threshold::None,
+        )?;
         let (gap, payload) = (outcome.gap(self.reference), outcome.payload());
         report.row(&format!("{name}: loss above f32's after that time"), gap.mean, "%", marks.gap)?;
         report.row(
             &format!("{name}: standard deviation of the loss above f32's"),
             gap.sigma,
             "%",
-            Mark::None,
+            Threshold::None,
         )?;
-        report.row(&format!("{name}: payload per step"), payload, "B", Mark::None)?;
+        report.row(&format!("{name}: payload per step"), payload, "B", Threshold::None)?;
         let entry = json!({
             "name": name, "what": arm.what, "command": lab.setting().command(arm), "machines": self.machines,
             "rate": rate, "seconds": seconds, "gap": gap.mean, "gap_sigma": gap.sigma, "payload": payload,
         });
         report.add("unequal", entry);
-        Ok(Found { rate, gap, payload })
+        Ok(ArmResult { rate, gap, payload })
     }
 }

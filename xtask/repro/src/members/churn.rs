@@ -9,12 +9,12 @@ use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Failure, Job, Moment};
 
-use super::blow::InjectedFault;
+use super::injected_fault::InjectedFault;
 use super::{
     DEADLINE, after_leaving, churn_pipelines, job, longest_wait, processes, report as report_of,
     run as run_once, times,
 };
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "churn-anywhere",
@@ -32,7 +32,7 @@ pub(crate) const BENCH: Bench = Bench {
 const MEMBERS: usize = 5;
 
 #[derive(Debug, Default)]
-struct Seen {
+struct FaultTally {
     runs: u32,
     stuck: u32,
     apart: u32,
@@ -43,18 +43,18 @@ struct Seen {
 
 /// Injects all faults at `moments` different times between two times. Survivors must end with one of the
 /// `allowed` hashes.
-fn strike(
+fn inject_faults(
     job: &Job,
     member: u32,
     (from, to): (Nanos, Nanos),
     moments: u64,
     allowed: &BTreeSet<String>,
-) -> Result<Seen> {
-    let mut seen = Seen::default();
-    for blow in InjectedFault::ALL {
+) -> Result<FaultTally> {
+    let mut seen = FaultTally::default();
+    for fault in InjectedFault::ALL {
         for moment in 0..moments {
             let at = Nanos(from.0 + (to.0 - from.0) * moment / moments);
-            let ended = run_once(job, MEMBERS, &[], &blow.on(member, MEMBERS, at))?;
+            let ended = run_once(job, MEMBERS, &[], &fault.on(member, MEMBERS, at))?;
             seen.runs += 1;
             let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
             let survivors: Vec<_> = others.filter_map(|(_, ended)| report_of(ended)).collect();
@@ -87,7 +87,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = run_once(job, MEMBERS, &[], &Faults::new())?;
         let calm = times(report_of(&calm[0]).context("the run without faults has no report")?);
         let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
-        let mut all = Seen::default();
+        let mut all = FaultTally::default();
         for &member in members {
             // The fault is in the fourth step, or in the round of the third and fourth steps.
             let (span, allowed) = if name == "ddp" {
@@ -95,7 +95,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             } else {
                 ((at(1), at(3)), rounds_without(job, member)?)
             };
-            let seen = strike(job, member, span, moments, &allowed)?;
+            let seen = inject_faults(job, member, span, moments, &allowed)?;
             all.runs += seen.runs;
             all.stuck += seen.stuck;
             all.apart += seen.apart;
@@ -107,8 +107,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 all.runs, all.slowest
             ))?;
         }
-        let none = Mark::AtMost(0.0);
-        report.row(&format!("{name}: runs"), f64::from(all.runs), "1", Mark::None)?;
+        let none = Threshold::AtMost(0.0);
+        report.row(&format!("{name}: runs"), f64::from(all.runs), "1", Threshold::None)?;
         report.row(
             &format!("{name}: runs in which a survivor did not continue"),
             f64::from(all.stuck),
@@ -123,7 +123,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&metric, f64::from(all.lost_tokens), "1", none)?;
         let most = DEADLINE.as_secs_f64() + 1.0;
         let metric = format!("{name}: longest time between two steps");
-        report.row(&metric, all.slowest, "s", Mark::AtMost(most))?;
+        report.row(&metric, all.slowest, "s", Threshold::AtMost(most))?;
     }
     churn_pipelines::run(report, options)?;
     processes::run(report, options)

@@ -7,11 +7,11 @@ use farflung::base::Nanos;
 use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
-use super::blow::InjectedFault;
+use super::injected_fault::InjectedFault;
 use super::{
     DEADLINE, Notes, after_leaving, job, longest_wait, report as report_of, run as run_once, times, watched,
 };
-use crate::harness::{Mark, Options, Report};
+use crate::harness::{Options, Report, Threshold};
 
 const STAGES: usize = 4;
 
@@ -19,7 +19,7 @@ const STAGES: usize = 4;
 const COPY_SHARE: f64 = 0.5;
 
 #[derive(Debug, Default)]
-struct Seen {
+struct FaultTally {
     runs: u32,
     stuck: u32,
     other: u32,
@@ -44,24 +44,24 @@ fn losses(report: &farflung::train::Report) -> Vec<f64> {
 
 /// Injects all faults into these members at `moments` different times within a step. `same` checks whether a
 /// run ended as it should.
-fn strike(
+fn inject_faults(
     job: &Job,
     members: &[u32],
     step: usize,
     moments: u64,
     same: &mut dyn FnMut(u32, &farflung::train::Report) -> Result<bool>,
-) -> Result<Seen> {
+) -> Result<FaultTally> {
     let calm = run_once(job, job.world, &[], &Faults::new())?;
     let calm = times(calm.iter().find_map(report_of).context("the run without faults has no report")?);
     let at = |step: usize| (calm[step] * 1e9) as u64;
     let (from, to) = (at(step - 2), at(step - 1));
-    let mut seen = Seen::default();
+    let mut seen = FaultTally::default();
     for &member in members {
-        for blow in InjectedFault::ALL {
+        for fault in InjectedFault::ALL {
             for moment in 0..moments {
                 let at = Nanos(from + (to - from) * moment / moments);
                 let mut notes = Notes::default();
-                let ended = watched(job, job.world, &[], &blow.on(member, job.world, at), &mut notes)?;
+                let ended = watched(job, job.world, &[], &fault.on(member, job.world, at), &mut notes)?;
                 seen.runs += 1;
                 let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
                 let stuck = others.map(|(_, ended)| ended).any(Result::is_err);
@@ -91,7 +91,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut same = |member: u32, left: &farflung::train::Report| {
         Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
     };
-    let seen = strike(&job, two, 4, moments, &mut same)?;
+    let seen = inject_faults(&job, two, 4, moments, &mut same)?;
     rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
@@ -105,19 +105,19 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let near = calm[since..].iter().zip(&found).all(|(calm, found)| (calm - found).abs() < 1e-4);
         Ok(whole && near)
     };
-    let seen = strike(&job, one, 12, moments, &mut same)?;
+    let seen = inject_faults(&job, one, 12, moments, &mut same)?;
     rows(
         report,
         "1 pipeline of 4",
         &seen,
         "runs whose losses differ from those of the same sequences without faults",
     )?;
-    report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Mark::AtMost(11.0))
+    report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(11.0))
 }
 
-fn rows(report: &mut Report<'_>, name: &str, seen: &Seen, other: &str) -> Result<()> {
-    let none = Mark::AtMost(0.0);
-    report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Mark::None)?;
+fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, other: &str) -> Result<()> {
+    let none = Threshold::AtMost(0.0);
+    report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Threshold::None)?;
     report.row(
         &format!("{name}: runs in which a survivor did not continue"),
         f64::from(seen.stuck),
@@ -125,7 +125,7 @@ fn rows(report: &mut Report<'_>, name: &str, seen: &Seen, other: &str) -> Result
         none,
     )?;
     report.row(&format!("{name}: {other}"), f64::from(seen.other), "1", none)?;
-    let most = Mark::AtMost(DEADLINE.as_secs_f64() + 1.0);
+    let most = Threshold::AtMost(DEADLINE.as_secs_f64() + 1.0);
     report.row(
         &format!("{name}: longest time between two steps, without the time of the steps themselves"),
         seen.slowest,

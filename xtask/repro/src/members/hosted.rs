@@ -14,7 +14,7 @@ use rustix::process::Signal;
 
 use super::processes::{Member, start, wait, wait_for_ticket};
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::lab::spread;
 use crate::machine::now;
 
@@ -45,7 +45,7 @@ struct Slot {
     link: Relaying,
     member: Option<Member>,
     /// Number of the change with which its member joined.
-    came: usize,
+    joined: usize,
 }
 
 impl Slot {
@@ -53,20 +53,20 @@ impl Slot {
         let free = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
         let mut link = LinkEmulator::new("127.0.0.1:0", &free);
         (link.rate, link.delay) = ("100mbit".parse()?, Nanos::from_millis(20));
-        Ok(Self { listen: free, link: link.start()?, member: None, came: 0 })
+        Ok(Self { listen: free, link: link.start()?, member: None, joined: 0 })
     }
 }
 
 /// A change that the script makes to the run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Act {
+enum ScriptedChange {
     Join,
     Kill,
     Freeze,
     Leave,
 }
 
-impl Act {
+impl ScriptedChange {
     const fn name(self) -> &'static str {
         match self {
             Self::Join => "machines that joined",
@@ -83,7 +83,7 @@ struct Script<'a> {
     slots: Vec<Slot>,
     started: usize,
     changes: usize,
-    done: BTreeMap<Act, u32>,
+    done: BTreeMap<ScriptedChange, u32>,
     /// Longest time from a fault to the others' next step, in seconds.
     slowest: f64,
     /// Folders of all members that were ever started.
@@ -100,14 +100,14 @@ impl Script<'_> {
     fn oldest(&self, but: Option<usize>) -> Result<&Member> {
         let others = self.here().into_iter().filter(|&slot| Some(slot) != but);
         let oldest =
-            others.min_by_key(|&slot| self.slots[slot].came).context("no other member is in the run")?;
+            others.min_by_key(|&slot| self.slots[slot].joined).context("no other member is in the run")?;
         self.slots[oldest].member.as_ref().context("the slot has no member")
     }
 
     /// Starts a machine and waits until it is a member.
     fn join(&mut self, slot: usize) -> Result<()> {
         let oldest = self.oldest(None)?;
-        let (.., before) = oldest.told();
+        let (.., before) = oldest.last_change();
         let ticket = oldest.folder.join("run.ticket").display().to_string();
         let (out, listen) = (self.started.to_string(), self.slots[slot].listen.clone());
         let address = self.slots[slot].link.address().to_string();
@@ -116,39 +116,39 @@ impl Script<'_> {
         let more = ["--threads", "1", "--quiet"];
         let member = start(self.folder, self.started, farflung(&[&args[..], &more].concat())?)?;
         wait(self.oldest(None)?, self.here().len() as u64 + 1, before)?;
-        self.came(slot, member);
+        self.add_member(slot, member);
         Ok(())
     }
 
-    fn came(&mut self, slot: usize, member: Member) {
+    fn add_member(&mut self, slot: usize, member: Member) {
         self.folders.push(member.folder.clone());
         self.started += 1;
         self.changes += 1;
-        self.slots[slot].came = self.changes;
+        self.slots[slot].joined = self.changes;
         self.slots[slot].member = Some(member);
     }
 
     /// Makes a member fail or leave. A frozen member is woken again.
-    fn strike(&mut self, slot: usize, act: Act) -> Result<()> {
+    fn disrupt(&mut self, slot: usize, act: ScriptedChange) -> Result<()> {
         let (watcher, left) = (self.oldest(Some(slot))?, self.here().len() as u64 - 1);
-        let (.., before) = watcher.told();
+        let (.., before) = watcher.last_change();
         let victim = self.slots[slot].member.as_ref().context("the slot has no member")?;
         victim.send(match act {
-            Act::Freeze => Signal::STOP,
-            Act::Leave => Signal::INT,
-            Act::Kill | Act::Join => Signal::KILL,
+            ScriptedChange::Freeze => Signal::STOP,
+            ScriptedChange::Leave => Signal::INT,
+            ScriptedChange::Kill | ScriptedChange::Join => Signal::KILL,
         })?;
         let took = wait(watcher, left, before)?;
-        if act == Act::Freeze {
-            let (.., before) = watcher.told();
+        if act == ScriptedChange::Freeze {
+            let (.., before) = watcher.last_change();
             victim.send(Signal::CONT)?;
             wait(watcher, left + 1, before)?;
         }
         self.slowest = self.slowest.max(took);
         self.host_went |= victim.folder == self.folder.join("0");
         self.changes += 1;
-        self.slots[slot].came = self.changes;
-        if act != Act::Freeze {
+        self.slots[slot].joined = self.changes;
+        if act != ScriptedChange::Freeze {
             self.slots[slot].member = None;
         }
         Ok(())
@@ -156,28 +156,28 @@ impl Script<'_> {
 
     /// Makes the next change. It is random, except that from the middle of the script on the host is chosen if
     /// it is still there.
-    fn act(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
+    fn make_change(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
         let here = self.here();
         let free: Vec<usize> = (0..SLOTS).filter(|slot| !here.contains(slot)).collect();
         let of =
             |slots: &[usize], lane: u64| slots[random.below(4 * turn + lane, slots.len() as u64) as usize];
         let act = match random.below(4 * turn, 6) {
-            _ if here.len() <= LEAST => Act::Join,
-            0 | 1 if !free.is_empty() => Act::Join,
-            0 | 2 => Act::Kill,
-            3 => Act::Freeze,
-            4 => Act::Leave,
-            _ if free.is_empty() => Act::Kill,
-            _ => Act::Join,
+            _ if here.len() <= LEAST => ScriptedChange::Join,
+            0 | 1 if !free.is_empty() => ScriptedChange::Join,
+            0 | 2 => ScriptedChange::Kill,
+            3 => ScriptedChange::Freeze,
+            4 => ScriptedChange::Leave,
+            _ if free.is_empty() => ScriptedChange::Kill,
+            _ => ScriptedChange::Join,
         };
-        if act == Act::Join {
+        if act == ScriptedChange::Join {
             self.join(of(&free, 1))?;
         } else {
             let host = here.iter().copied().find(|&slot| {
                 self.slots[slot].member.as_ref().is_some_and(|member| member.folder == self.folder.join("0"))
             });
             let victim = host.filter(|_| part > 0.5).unwrap_or_else(|| of(&here, 2));
-            self.strike(victim, act)?;
+            self.disrupt(victim, act)?;
         }
         *self.done.entry(act).or_default() += 1;
         Ok(())
@@ -245,13 +245,13 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let (done, folders) = (BTreeMap::new(), Vec::new());
     let mut script =
         Script { folder, slots, started: 0, changes: 0, done, slowest: 0.0, folders, host_went: false };
-    script.came(0, host);
+    script.add_member(0, host);
     let (begun, random) = (now(), Philox::new(report.seed(), 0));
     let mut turn = 0;
     while begun.elapsed() < Duration::from_secs(seconds) {
         let part = begun.elapsed().as_secs_f64() / seconds as f64;
         script
-            .act(&random, turn, part)
+            .make_change(&random, turn, part)
             .with_context(|| format!("at change {turn}, after {:?}", script.done))?;
         turn += 1;
         let at = begun.elapsed().as_secs_f64();
@@ -269,16 +269,21 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     }
     sleep(Duration::from_secs(3));
     for (act, count) in &script.done {
-        report.row(act.name(), f64::from(*count), "1", Mark::None)?;
+        report.row(act.name(), f64::from(*count), "1", Threshold::None)?;
     }
-    report.row("changes hit the host", f64::from(u8::from(script.host_went)), "1", Mark::AtLeast(1.0))?;
+    report.row(
+        "changes hit the host",
+        f64::from(u8::from(script.host_went)),
+        "1",
+        Threshold::AtLeast(1.0),
+    )?;
     let metric = "longest time from a fault to the others' next step";
-    report.row(metric, script.slowest, "s", Mark::AtMost(11.0))?;
+    report.row(metric, script.slowest, "s", Threshold::AtMost(11.0))?;
     report.row(
         "`farflung status` answers at the end",
         f64::from(u8::from(status.success())),
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     judge_steps(report, &script)?;
     let (loss, tokens, steps) = last_loss(&rows(&oldest))?;
@@ -293,18 +298,18 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let between = |[fewer, more]: [f64; 2]| fewer * (1.0 - part) + more * part;
     let expected = between([fewer_losses.mean, more_losses.mean]);
     let sigma = between([fewer_losses.sigma, more_losses.sigma]);
-    report.row("members per step, mean", members, "1", Mark::None)?;
-    report.row("tokens", tokens as f64, "1", Mark::None)?;
-    report.row("held-out loss", loss, "nat", Mark::None)?;
+    report.row("members per step, mean", members, "1", Threshold::None)?;
+    report.row("tokens", tokens as f64, "1", Threshold::None)?;
+    report.row("held-out loss", loss, "nat", Threshold::None)?;
     report.row(
         "held-out loss of an undisturbed run with as many tokens and steps",
         expected,
         "nat",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row("standard deviation of undisturbed runs with other seeds", sigma, "nat", Mark::None)?;
+    report.row("standard deviation of undisturbed runs with other seeds", sigma, "nat", Threshold::None)?;
     // Two seeds are too few to estimate the spread.
-    let mark = if options.quick { Mark::None } else { Mark::AtMost(2.0) };
+    let mark = if options.quick { Threshold::None } else { Threshold::AtMost(2.0) };
     report.row(
         "held-out loss above that of the undisturbed run, in standard deviations",
         (loss - expected) / sigma,
@@ -328,12 +333,17 @@ fn judge_steps(report: &mut Report<'_>, script: &Script<'_>) -> Result<()> {
     }
     let shared: Vec<&Vec<String>> = digests.values().filter(|digests| digests.len() > 1).collect();
     let apart = shared.iter().filter(|digests| digests.iter().any(|digest| *digest != digests[0])).count();
-    report.row("steps", most as f64, "1", Mark::AtLeast(1.0))?;
+    report.row("steps", most as f64, "1", Threshold::AtLeast(1.0))?;
     report.row(
         "steps for which several members reported their weights",
         shared.len() as f64,
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
-    report.row("steps for which members reported different weights", apart as f64, "1", Mark::AtMost(0.0))
+    report.row(
+        "steps for which members reported different weights",
+        apart as f64,
+        "1",
+        Threshold::AtMost(0.0),
+    )
 }

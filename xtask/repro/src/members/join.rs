@@ -9,7 +9,7 @@ use farflung::optim::sync::DILOCO;
 use farflung::train::Job;
 
 use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times, watched};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
@@ -80,19 +80,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let full = (0..first.rows.len()).find(|&n| sequences(n) == MEMBERS as u64 + 1);
             late += u32::from(full.is_none_or(|full| full > came + 3));
         }
-        report.row(&format!("{name}: newcomers"), f64::from(runs), "1", Mark::None)?;
+        report.row(&format!("{name}: newcomers"), f64::from(runs), "1", Threshold::None)?;
         report.row(
             &format!("{name}: runs whose members differ"),
             f64::from(apart),
             "1",
-            Mark::AtMost(0.0),
+            Threshold::AtMost(0.0),
         )?;
         let metric = format!("{name}: newcomers whose sequences are in no step within three steps");
-        report.row(&metric, f64::from(late), "1", Mark::AtMost(0.0))?;
-        report.row(&format!("{name}: a step without newcomers"), usual, "s", Mark::None)?;
-        report.row(&format!("{name}: time of the state on one link"), transfer, "s", Mark::None)?;
+        report.row(&metric, f64::from(late), "1", Threshold::AtMost(0.0))?;
+        report.row(&format!("{name}: a step without newcomers"), usual, "s", Threshold::None)?;
+        report.row(&format!("{name}: time of the state on one link"), transfer, "s", Threshold::None)?;
         let metric = format!("{name}: longest time between two steps");
-        report.row(&metric, slowest, "s", Mark::AtMost(bound))?;
+        report.row(&metric, slowest, "s", Threshold::AtMost(bound))?;
     }
     homes(report)
 }
@@ -130,16 +130,16 @@ fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
         slowed = slowed.max(times[came] / calm_times[came] - 1.0);
     }
     let bound = usual + transfer(record) + MESSAGES * link.latency.as_secs_f64();
-    report.row("followed: newcomers", f64::from(moments), "1", Mark::None)?;
-    report.row("followed: runs whose members differ", f64::from(apart), "1", Mark::AtMost(0.0))?;
+    report.row("followed: newcomers", f64::from(moments), "1", Threshold::None)?;
+    report.row("followed: runs whose members differ", f64::from(apart), "1", Threshold::AtMost(0.0))?;
     let metric = "followed: newcomers for which all waited for more than a step's record";
-    report.row(metric, f64::from(waited), "1", Mark::AtMost(0.0))?;
-    report.row("followed: a step without newcomers", usual, "s", Mark::None)?;
-    report.row("followed: the state on one link", transfer(3.0 * record), "s", Mark::None)?;
-    report.row("followed: a step's record on one link", transfer(record), "s", Mark::None)?;
-    report.row("followed: longest time between two steps", slowest, "s", Mark::AtMost(bound))?;
+    report.row(metric, f64::from(waited), "1", Threshold::AtMost(0.0))?;
+    report.row("followed: a step without newcomers", usual, "s", Threshold::None)?;
+    report.row("followed: the state on one link", transfer(3.0 * record), "s", Threshold::None)?;
+    report.row("followed: a step's record on one link", transfer(record), "s", Threshold::None)?;
+    report.row("followed: longest time between two steps", slowest, "s", Threshold::AtMost(bound))?;
     let metric = "followed: members slower while the newcomer fetches";
-    report.row(metric, 100.0 * slowed, "%", Mark::AtMost(1.0))
+    report.row(metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
 }
 
 /// Uplinks of homes, in Mbit/s. All have ten times as much down.
@@ -160,8 +160,10 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
     let link: Link = "1gbit,10ms".parse()?;
     let mut topology = Topology::uniform(members + 1, link);
     for (rank, up) in (0..).map(Rank).zip(UPLINKS) {
-        topology
-            .set_port(rank, AccessLink { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) });
+        topology.set_access_link(
+            rank,
+            AccessLink { up: Bandwidth(up * 1_000_000), down: Bandwidth(up * 10_000_000) },
+        );
     }
     let mut notes = Notes::default();
     // The newcomer joins in the middle of a step, while its averages use the links.
@@ -180,22 +182,22 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
     let said =
         notes.0.iter().find_map(|note| note.split_once(", about ")).context("no note has a prediction")?.1;
     let said: Nanos = said.split(' ').next().context("the note has no time")?.parse()?;
-    report.row("homes: size of the state", state / 1e6, "MB", Mark::None)?;
-    report.row("homes: time of the state over all uplinks together", transfer, "s", Mark::None)?;
-    report.row("homes: time of the messages of the change", view, "s", Mark::None)?;
-    report.row("homes: time that the members waited", waited, "s", Mark::None)?;
+    report.row("homes: size of the state", state / 1e6, "MB", Threshold::None)?;
+    report.row("homes: time of the state over all uplinks together", transfer, "s", Threshold::None)?;
+    report.row("homes: time of the messages of the change", view, "s", Threshold::None)?;
+    report.row("homes: time that the members waited", waited, "s", Threshold::None)?;
     let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
     report.row(
         "homes: waiting time, difference from transfer plus messages",
         off(waited, transfer + view),
         "%",
-        Mark::AtMost(5.0),
+        Threshold::AtMost(5.0),
     )?;
-    report.row("homes: predicted waiting time", said.as_secs_f64(), "s", Mark::None)?;
+    report.row("homes: predicted waiting time", said.as_secs_f64(), "s", Threshold::None)?;
     let metric = "homes: predicted waiting time, difference from the measured one";
-    report.row(metric, off(said.as_secs_f64(), waited), "%", Mark::AtMost(10.0))?;
+    report.row(metric, off(said.as_secs_f64(), waited), "%", Threshold::AtMost(10.0))?;
     let slowest = UPLINKS[..members].iter().min().copied().unwrap_or(1) as f64 * 1e6;
     let equal = state * 8.0 / members as f64 / slowest;
-    report.row("homes: time if all members sent equal parts", equal, "s", Mark::None)?;
+    report.row("homes: time if all members sent equal parts", equal, "s", Threshold::None)?;
     Ok(())
 }

@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use rustix::process::Signal;
 
-use super::processes::{send, told};
+use super::processes::{last_change, send};
 use crate::binary::farflung;
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -116,11 +116,11 @@ fn restarts(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         "restarts: exit code of a job that lost two processes",
         code.into(),
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     let same = weights(&folder.join("killed"), 400)? == weights(&folder.join("whole"), 400)?;
     let metric = "restarts: the weights equal those of a job that lost none";
-    report.row(metric, f64::from(u8::from(same)), "1", Mark::AtLeast(1.0))
+    report.row(metric, f64::from(u8::from(same)), "1", Threshold::AtLeast(1.0))
 }
 
 fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
@@ -129,7 +129,7 @@ fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
          --checkpoint-every 100000 {SETTINGS}"
     );
     let mut launcher = Launcher::start(folder, &args)?;
-    let is = |folder: &Path, count| Ok((told(folder).0 == count).then_some(()));
+    let is = |folder: &Path, count| Ok((last_change(folder).0 == count).then_some(()));
     let (host, other) = (folder.join("run"), folder.join("run/members/2"));
     wait("three members", || is(&host, 3))?;
     launcher.kill("run/members/1")?;
@@ -147,13 +147,13 @@ fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         "elastic: exit code of a job whose host was killed as well",
         code.into(),
         "1",
-        Mark::AtMost(0.0),
+        Threshold::AtMost(0.0),
     )?;
     report.row(
         "elastic: longest time from a fault to the others' next step",
         slowest,
         "s",
-        Mark::AtMost(6.0),
+        Threshold::AtMost(6.0),
     )?;
     let all: Vec<Vec<u8>> =
         (0..3).map(|n| weights(&folder.join(format!("run/members/{n}")), 6_000)).collect::<Result<_>>()?;
@@ -162,7 +162,7 @@ fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         "elastic: all members end with the same weights",
         f64::from(u8::from(same)),
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )
 }
 
@@ -181,17 +181,17 @@ fn notice(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         "notice: the exit code says that the job can continue elsewhere",
         says_so,
         "1",
-        Mark::AtLeast(1.0),
+        Threshold::AtLeast(1.0),
     )?;
     report.row(
         "notice: time until the job has saved and left",
         begun.elapsed().as_secs_f64(),
         "s",
-        Mark::AtMost(5.0),
+        Threshold::AtMost(5.0),
     )?;
     let saved = fs::read_dir(folder.join("noticed"))?.filter_map(Result::ok);
     let saved = saved.filter(|entry| entry.file_name().to_string_lossy().starts_with("step-")).count();
-    report.row("notice: checkpoints that it left", saved as f64, "1", Mark::AtLeast(1.0))
+    report.row("notice: checkpoints that it left", saved as f64, "1", Threshold::AtLeast(1.0))
 }
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {

@@ -11,7 +11,7 @@ use farflung::base::Philox;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::binary::farflung;
-use crate::harness::{Mark, Options, Report};
+use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
 
 /// Longest time that any wait may take.
@@ -33,8 +33,8 @@ impl Member {
 
     /// Returns the number of members after the last change that it reported, and the number of changes that it
     /// has reported.
-    pub(super) fn told(&self) -> (u64, usize) {
-        told(&self.folder)
+    pub(super) fn last_change(&self) -> (u64, usize) {
+        last_change(&self.folder)
     }
 }
 
@@ -46,7 +46,7 @@ impl Drop for Member {
 }
 
 /// Returns the number of members after the last change in a folder's events, and the number of changes there.
-pub(super) fn told(folder: &Path) -> (u64, usize) {
+pub(super) fn last_change(folder: &Path) -> (u64, usize) {
     let text = fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default();
     let changes: Vec<serde_json::Value> = text
         .lines()
@@ -89,13 +89,13 @@ fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
 pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
     let begun = now();
     while begun.elapsed() < PATIENCE {
-        let (count, changes) = member.told();
+        let (count, changes) = member.last_change();
         if changes > before && count == members {
             return Ok(begun.elapsed().as_secs_f64());
         }
         sleep(LOOK);
     }
-    bail!("{} reported no change to {members} members: {:?}", member.folder.display(), member.told())
+    bail!("{} reported no change to {members} members: {:?}", member.folder.display(), member.last_change())
 }
 
 /// Waits until the host has written a ticket, so that others can join.
@@ -122,7 +122,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut started = 1;
     let mut add = |members: &mut Vec<Member>| -> Result<()> {
         let oldest = &members[0];
-        let (.., before) = oldest.told();
+        let (.., before) = oldest.last_change();
         let newcomer = join(folder, started, &oldest.folder.join("run.ticket"))?;
         started += 1;
         wait(oldest, members.len() as u64 + 1, before)?;
@@ -139,12 +139,12 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let freeze = random.below(3 * loss + 1, 2) == 1;
         sleep(Duration::from_micros(random.below(3 * loss + 2, 50_000)));
         let watcher = usize::from(victim == 0);
-        let (.., before) = members[watcher].told();
+        let (.., before) = members[watcher].last_change();
         members[victim].send(if freeze { Signal::STOP } else { Signal::KILL })?;
         slowest = slowest.max(wait(&members[watcher], 4, before)?);
         if freeze {
             frozen += 1;
-            let (.., before) = members[watcher].told();
+            let (.., before) = members[watcher].last_change();
             members[victim].send(Signal::CONT)?;
             wait(&members[watcher], 5, before)?;
             came_back += 1;
@@ -158,10 +158,10 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         report.progress(&format!("{} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
     }
-    report.row("processes: members killed", f64::from(killed), "1", Mark::None)?;
-    report.row("processes: members frozen", f64::from(frozen), "1", Mark::None)?;
+    report.row("processes: members killed", f64::from(killed), "1", Threshold::None)?;
+    report.row("processes: members frozen", f64::from(frozen), "1", Threshold::None)?;
     let metric = "processes: frozen members that woke and joined again";
-    report.row(metric, f64::from(came_back), "1", Mark::AtLeast(f64::from(frozen)))?;
+    report.row(metric, f64::from(came_back), "1", Threshold::AtLeast(f64::from(frozen)))?;
     let metric = "processes: longest time from the fault to the others' next step";
-    report.row(metric, slowest, "s", Mark::AtMost(DEADLINE + 1.0))
+    report.row(metric, slowest, "s", Threshold::AtMost(DEADLINE + 1.0))
 }

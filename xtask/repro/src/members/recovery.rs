@@ -6,7 +6,7 @@ use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
 use super::{DEADLINE, Notes, job, report as report_of, run as run_once, times, watched};
-use crate::harness::{Bench, Mark, Options, Report};
+use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "recovery-time",
@@ -85,19 +85,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             &format!("{name}: state that was moved, relative to {name}"),
             bytes / nominal,
             "1",
-            Mark::AtLeast(0.8),
+            Threshold::AtLeast(0.8),
         )?;
-        report.row(&format!("{name}: detection"), detection, "s", Mark::None)?;
-        report.row(&format!("{name}: view"), view, "s", Mark::None)?;
-        report.row(&format!("{name}: transfer"), transfer, "s", Mark::None)?;
-        report.row(&format!("{name}: step"), step, "s", Mark::None)?;
-        report.row(&format!("{name}: time from the loss to the next step"), measured, "s", Mark::None)?;
+        report.row(&format!("{name}: detection"), detection, "s", Threshold::None)?;
+        report.row(&format!("{name}: view"), view, "s", Threshold::None)?;
+        report.row(&format!("{name}: transfer"), transfer, "s", Threshold::None)?;
+        report.row(&format!("{name}: step"), step, "s", Threshold::None)?;
+        report.row(
+            &format!("{name}: time from the loss to the next step"),
+            measured,
+            "s",
+            Threshold::None,
+        )?;
         let off = (measured / closed - 1.0).abs() * 100.0;
         report.row(
             &format!("{name}: time from the loss to the next step, difference from the sum of its parts"),
             off,
             "%",
-            Mark::AtMost(5.0),
+            Threshold::AtMost(5.0),
         )?;
     }
     Ok(())

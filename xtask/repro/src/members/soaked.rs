@@ -9,7 +9,7 @@ use farflung::parallel::churn::{Change, Trace, daly};
 use farflung::train::Job;
 
 use super::{Ended, job, report as report_of, run as run_once, times};
-use crate::harness::{Mark, Options, Report};
+use crate::harness::{Options, Report, Threshold};
 
 const MACHINES: u32 = 16;
 /// Mean life of a machine in seconds, and mean time until another replaces it.
@@ -215,19 +215,19 @@ pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "trainer: seeds, each with equal digests and every sample in one step",
         seeds as f64,
         "",
-        Mark::None,
+        Threshold::None,
     )?;
-    report.row("trainer: machines that joined", came as f64, "", Mark::None)?;
-    report.row("trainer: machines that were lost", lost as f64, "", Mark::None)?;
+    report.row("trainer: machines that joined", came as f64, "", Threshold::None)?;
+    report.row("trainer: machines that were lost", lost as f64, "", Threshold::None)?;
     let all = (time.as_secs_f64() / STEP).floor();
-    report.row("trainer: steps done, fewest", steps as f64, "", Mark::AtLeast(all))?;
-    report.row("trainer: virtual time, longest", longest, "h", Mark::AtMost(1.15 * hours))?;
-    report.row("trainer: goodput of living machines, worst seed", least, "%", Mark::AtLeast(90.0))?;
+    report.row("trainer: steps done, fewest", steps as f64, "", Threshold::AtLeast(all))?;
+    report.row("trainer: virtual time, longest", longest, "h", Threshold::AtMost(1.15 * hours))?;
+    report.row("trainer: goodput of living machines, worst seed", least, "%", Threshold::AtLeast(90.0))?;
 
     let trace = spot(report.seed() + 7, time);
     let soaked = soak(report.seed(), &trace)?;
     let (goodput, restarts) = (100.0 * soaked.tokens / soaked.ideal, 100.0 * restarting(&trace));
-    report.row("spot trace: machines that were lost", soaked.lost as f64, "", Mark::None)?;
-    report.row("spot trace: goodput of restarting from checkpoints", restarts, "%", Mark::None)?;
-    report.row("spot trace: goodput of the trainer", goodput, "%", Mark::AtLeast(restarts))
+    report.row("spot trace: machines that were lost", soaked.lost as f64, "", Threshold::None)?;
+    report.row("spot trace: goodput of restarting from checkpoints", restarts, "%", Threshold::None)?;
+    report.row("spot trace: goodput of the trainer", goodput, "%", Threshold::AtLeast(restarts))
 }

@@ -15,8 +15,8 @@ use farflung::parallel::pipeline::Method;
 use farflung::train::{Job, Trainer, step_memory};
 
 use crate::allocations::{by_rank, this_is_rank};
-use crate::harness::{Mark, Report};
-use crate::workers::{Over, config, in_seats, job};
+use crate::harness::{Report, Threshold};
+use crate::workers::{JobTransport, config, job, on_connections};
 
 /// Optimizer steps of a run. The second step reuses all buffers of the first, so no third is needed.
 const STEPS: u64 = 2;
@@ -110,13 +110,13 @@ fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
 }
 
 /// Returns the largest memory that each rank of a job held: its device's buffers plus its own allocations.
-fn held(job: &Job) -> Result<Vec<usize>> {
+fn peak_memory(job: &Job) -> Result<Vec<usize>> {
     let cut = Mutex::new(vec![0; job.world]);
     let (ran, counts) = by_rank(job.world, || {
-        in_seats(job, |seat| {
-            let rank = seat.comm.rank().index();
+        on_connections(job, |connection| {
+            let rank = connection.comm.rank().index();
             this_is_rank(rank);
-            let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
+            let mut trainer = Trainer::new(job, connection.comm, job.config.threads)?;
             // The peak is reset, since the memory to make a trainer is not measured.
             this_is_rank(rank);
             for _ in 0..STEPS {
@@ -144,9 +144,9 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
         plans.retain(|plan| matches!(plan.name, "one rank" | "2 stages, gpipe"));
     }
     for Planned { name, config } in plans {
-        let job = job(config, Over::Memory)?;
+        let job = job(config, JobTransport::Memory)?;
         let runs = if job.world == 1 { 1 } else { RUNS };
-        let mut held: Vec<_> = (0..runs).map(|_| held(&job)).collect::<Result<_>>()?;
+        let mut held: Vec<_> = (0..runs).map(|_| peak_memory(&job)).collect::<Result<_>>()?;
         let (mut worst, mut most, mut spread) = (0.0_f64, 0.0_f64, 0.0_f64);
         for (rank, predicted) in step_memory(&job)?.iter().enumerate() {
             held.sort_unstable_by_key(|run| run[rank]);
@@ -158,12 +158,12 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
             }
             (most, spread) = (most.max(mean), spread.max((largest - least) / mean));
         }
-        report.row(&format!("{name}: memory of the fullest rank"), most / 1e6, "MB", Mark::None)?;
+        report.row(&format!("{name}: memory of the fullest rank"), most / 1e6, "MB", Threshold::None)?;
         if runs > 1 {
-            report.row(&format!("{name}: variation between runs"), spread, "", Mark::None)?;
+            report.row(&format!("{name}: variation between runs"), spread, "", Threshold::None)?;
         }
         let off = format!("{name}: relative error of the prediction, worst rank");
-        report.row(&off, worst.abs(), "", Mark::AtMost(0.05))?;
+        report.row(&off, worst.abs(), "", Threshold::AtMost(0.05))?;
     }
     Ok(())
 }

@@ -9,14 +9,14 @@ use farflung::base::{Link, Nanos};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::BalanceKind;
-use farflung::optim::sync::{METHODS, Missing, SyncMethod};
+use farflung::optim::sync::{METHODS, OnMemberLoss, SyncMethod};
 use farflung::parallel::Plan;
-use farflung::train::{Failure, Job, Moment, Quiet, Report as Ended, elastic, run_seats, seats};
+use farflung::train::{Failure, Job, Moment, Quiet, Report as Ended, connections, elastic, run_workers};
 use farflung::{Error, Existing, RunDir, TrainConfig};
 
 use super::{ROUNDED, STEPS, Shared, UNEVEN, all};
-use crate::harness::{Mark, Report};
-use crate::workers::{Over, again, on_all, relative_l2};
+use crate::harness::{Report, Threshold};
+use crate::workers::{JobTransport, again, on_all, relative_l2};
 
 /// The rank that is lost, before it has contributed to the first round.
 const LOST: u32 = 1;
@@ -29,7 +29,7 @@ fn link() -> Result<Link> {
 }
 
 /// Returns the microbatches of the remaining members in the round in which one is lost.
-fn left() -> Vec<u32> {
+fn remaining_microbatches() -> Vec<u32> {
     let stays = |(rank, count): (usize, u32)| (rank != LOST as usize).then_some(count);
     UNEVEN.into_iter().enumerate().filter_map(stays).collect()
 }
@@ -42,7 +42,7 @@ fn job(base: &Job, config: TrainConfig, microbatches: &[u32]) -> Result<Job> {
     let (workers, balance) = (microbatches.len(), BalanceKind::Equal);
     let deadline = Nanos::from_millis(2000);
     let config = TrainConfig { workers, balance, deadline, eval_batches: 1, ..config };
-    let job = again(base, config, Over::Simulated(link()?));
+    let job = again(base, config, JobTransport::Simulated(link()?));
     let plan = Plan { microbatches: microbatches.to_vec(), ..job.plan.clone() };
     Ok(job.with_plan(plan)?)
 }
@@ -53,12 +53,12 @@ fn without(job: &Job, folder: &Path) -> Result<Fates> {
     let job = Job { failure: Some(Failure { rank: LOST, step: 1, moment: Moment::Begun }), ..job.clone() };
     let ends = cluster_with(&job.topology()?, &Faults::new());
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    let mut seats = elastic::seats(&job, ends, &[], true)?;
-    for (rank, seat) in seats.iter_mut().enumerate() {
+    let mut connections = elastic::connections(&job, ends, &[], true)?;
+    for (rank, connection) in connections.iter_mut().enumerate() {
         let run = RunDir::open(&folder.join(rank.to_string()), Existing::Refuse)?;
-        seat.place = seat.place.take().map(|place| place.saves_in(run));
+        connection.place = connection.place.take().map(|place| place.saves_in(run));
     }
-    Ok(run_seats(&job, seats, &mut Quiet))
+    Ok(run_workers(&job, connections, &mut Quiet))
 }
 
 /// Returns the hashes of the remaining members' parameters.
@@ -78,15 +78,15 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
     for (number, flags) in all().iter().enumerate() {
         let config = shared.config(flags)?;
         let (row, folder) = (config.sync.row(), folder.join(number.to_string()));
-        match row.missing {
-            Missing::Refused(reason) => refused(report, (base, config), (flags, reason), &folder)?,
-            Missing::MeanOfOthers if row.each_step => each_step(report, (base, config), flags, &folder)?,
+        match row.on_member_loss {
+            OnMemberLoss::Unsupported(reason) => refused(report, (base, config), (flags, reason), &folder)?,
+            OnMemberLoss::MeanOfOthers if row.each_step => each_step(report, (base, config), flags, &folder)?,
             // Codecs and outer steps after the mean are the same as in any round. The mean itself is checked
             // below.
-            Missing::MeanOfOthers => {}
+            OnMemberLoss::MeanOfOthers => {}
         }
     }
-    let local = |row: &&SyncMethod| row.missing == Missing::MeanOfOthers && !row.each_step;
+    let local = |row: &&SyncMethod| row.on_member_loss == OnMemberLoss::MeanOfOthers && !row.each_step;
     let names: Vec<&str> = METHODS.iter().filter(local).map(|row| row.name).collect();
     ensure!(
         names == ["diloco", "des-loc"],
@@ -106,12 +106,12 @@ fn refused(
     (flags, reason): (&str, &str),
     folder: &Path,
 ) -> Result<()> {
-    let fates = without(&again(base, config, Over::Simulated(link()?)), folder)?;
+    let fates = without(&again(base, config, JobTransport::Simulated(link()?)), folder)?;
     let says = |error: &Error| error.to_string().contains(reason);
     let taken = fates.iter().filter(|fate| !fate.as_ref().is_err_and(says)).count();
     let metric =
         format!("{flags}: members that train in a run whose members join and leave, although {reason}");
-    report.row(&metric, taken as f64, "of 4", Mark::AtMost(0.0))
+    report.row(&metric, taken as f64, "of 4", Threshold::AtMost(0.0))
 }
 
 /// Checks a method that averages at each step: after the loss, the run equals one that had only the other three
@@ -123,7 +123,7 @@ fn each_step(
     folder: &Path,
 ) -> Result<()> {
     let others = job(base, config.clone(), &AFTER)?;
-    let others = run_seats(&others, seats(&others, None)?, &mut Quiet);
+    let others = run_workers(&others, connections(&others, None)?, &mut Quiet);
     let others = others.into_iter().next().context("the job has no ranks")??;
     let others = others.context("the first rank has no report")?.hash;
     let fates = without(&job(base, config, &UNEVEN)?, folder)?;
@@ -132,7 +132,7 @@ fn each_step(
         "{flags}: members whose bits after the loss of one replica of {UNEVEN:?} microbatches differ from a \
          run of {AFTER:?} alone"
     );
-    report.row(&metric, apart as f64, "of 3", Mark::AtMost(0.0))
+    report.row(&metric, apart as f64, "of 3", Threshold::AtMost(0.0))
 }
 
 /// Parameters and gradients of a replica that trained alone.
@@ -167,7 +167,7 @@ fn mean_of_others(
         };
         Ok(Alone { params: by_name(rank.params())?, grads: by_name(rank.grads())? })
     })?;
-    let weights: f64 = left().into_iter().map(f64::from).sum();
+    let weights: f64 = remaining_microbatches().into_iter().map(f64::from).sum();
     let mean = |of: &dyn Fn(&Alone, usize) -> f64, count: usize| -> Vec<f32> {
         let others = || alone.iter().enumerate().filter(|(rank, _)| *rank != LOST as usize);
         let sum = |i| others().map(|(rank, own)| f64::from(UNEVEN[rank]) * of(own, i)).sum::<f64>();
@@ -208,7 +208,7 @@ fn mean_of_others(
             "{flags}: {what} after a round without one replica of {UNEVEN:?} microbatches compared with the \
              others' mean by tokens"
         );
-        report.row(&metric, relative_l2(&found, &expected), "", Mark::AtMost(ROUNDED))?;
+        report.row(&metric, relative_l2(&found, &expected), "", Threshold::AtMost(ROUNDED))?;
     }
     Ok(())
 }

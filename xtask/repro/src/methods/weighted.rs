@@ -8,8 +8,8 @@ use farflung::parallel::Plan;
 use farflung::train::Job;
 
 use super::{ROUNDED, STEPS, Shared, UNEVEN, ends, timed};
-use crate::harness::{Mark, Report};
-use crate::workers::{Over, again, on_all, relative_l2};
+use crate::harness::{Report, Threshold};
+use crate::workers::{JobTransport, again, on_all, relative_l2};
 
 /// After one step of plain SGD, the common model of the replicas under these methods is the mean by tokens,
 /// which is a step of ddp.
@@ -41,7 +41,7 @@ const PLAIN: &str = "--optimizer sgd --momentum 0 --weight-decay 0 --clip 0 --lr
 /// Returns a job with some flags and an uneven plan.
 fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Job> {
     let config = TrainConfig { steps, ..shared.config(&format!("{flags} --accumulate 2"))? };
-    let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
+    let over = if timed(flags) { JobTransport::Simulated(Link::FREE) } else { JobTransport::Memory };
     let job = again(base, config, over);
     let plan = Plan { microbatches: UNEVEN.to_vec(), ..job.plan.clone() };
     Ok(job.with_plan(plan)?)
@@ -71,7 +71,7 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
     for flags in BY_TOKENS {
         let off = relative_l2(&trained(base, shared, &format!("{flags} {PLAIN}"), 1)?, &ddp);
         let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches compared with ddp");
-        report.row(&metric, off, "", Mark::AtMost(ROUNDED))?;
+        report.row(&metric, off, "", Threshold::AtMost(ROUNDED))?;
     }
     by_loops(report, base, shared)?;
     let adam = trained(base, shared, "--optimizer onebit-adam --codec none --codec-warmup 8", STEPS)?;
@@ -80,7 +80,7 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
         "--optimizer zero-one-adam --codec-warmup 8: replicas with unequal microbatches compared with \
          onebit-adam, {STEPS} steps"
     );
-    report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
+    report.row(&metric, relative_l2(&zero_one, &adam), "", Threshold::AtMost(ROUNDED))
 }
 
 /// Compares methods whose first step is not a mean by tokens with plain loops over the replicas' own results.
@@ -115,7 +115,7 @@ fn by_loops(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<
         let flags = format!("{flags} --outer-lr 1 --outer-momentum 0");
         let found = trained(base, shared, &format!("{flags} {PLAIN}"), 1)?;
         let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches compared with {what}");
-        report.row(&metric, relative_l2(&found, &expected), "", Mark::AtMost(ROUNDED))?;
+        report.row(&metric, relative_l2(&found, &expected), "", Threshold::AtMost(ROUNDED))?;
     }
     Ok(())
 }

@@ -10,18 +10,18 @@ use farflung::parallel::{Plan, Recompute};
 use farflung::train::Job;
 
 use super::one_period;
-use crate::harness::{Mark, Report};
+use crate::harness::{Report, Threshold};
 use crate::plan_exact::in_two_levels;
-use crate::workers::{Over, again, with_transport};
+use crate::workers::{JobTransport, again, with_transport};
 
 /// A set of machines and links.
-struct Place {
+struct Network {
     name: &'static str,
     text: &'static str,
 }
 
-const PLACES: [Place; 4] = [
-    Place {
+const NETWORKS: [Network; 4] = [
+    Network {
         name: "homes with slow uplinks",
         text: r#"
 default = "1gbit,15ms"
@@ -43,7 +43,7 @@ up = "80mbit"
 down = "80mbit"
 "#,
     },
-    Place {
+    Network {
         name: "two regions with a shared line each",
         text: r#"
 [[region]]
@@ -71,7 +71,7 @@ flops = "2 GFLOPS"
 region = "south"
 "#,
     },
-    Place {
+    Network {
         name: "speeds of 8 to 1 on equal links",
         text: r#"
 default = "200mbit,2ms"
@@ -89,7 +89,7 @@ name = "phone"
 flops = "500 MFLOPS"
 "#,
     },
-    Place {
+    Network {
         name: "an office and two homes",
         text: r#"
 default = "100mbit,20ms"
@@ -118,14 +118,14 @@ down = "250mbit"
 ];
 
 /// A way to train on four machines: settings, and a change to the plan that they make.
-struct Way {
+struct TrainingSetup {
     name: &'static str,
     config: TrainConfig,
     change: fn(&mut Plan),
 }
 
-const fn way(name: &'static str, config: TrainConfig) -> Way {
-    Way { name, config, change: |_| {} }
+const fn setup(name: &'static str, config: TrainConfig) -> TrainingSetup {
+    TrainingSetup { name, config, change: |_| {} }
 }
 
 /// Cuts the model into parts of unequal length.
@@ -136,7 +136,7 @@ fn unevenly_cut(plan: &mut Plan) {
     }
 }
 
-fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
+fn setups(base: &TrainConfig) -> Result<Vec<TrainingSetup>> {
     let pipeline = TrainConfig { stages: 4, microbatches: Some(8), ..base.clone() };
     let two = TrainConfig { stages: 2, microbatches: Some(4), ..base.clone() };
     let replicas = TrainConfig { accumulate: 2, ..base.clone() };
@@ -157,77 +157,80 @@ fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
     let recomputed =
         |plan: &mut Plan| plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Full);
     Ok(vec![
-        way("4 replicas", replicas.clone()),
-        way("4 replicas, averages in int8", averages(&replicas, "int8+ef")?),
-        way("4 replicas, averages in int4", averages(&replicas, "int4+ef")?),
-        way("4 replicas, averages by PowerSGD", averages(&replicas, "powersgd:4")?),
-        way("2 x 2, 1f1b, averages by PowerSGD", averages(&two, "powersgd:4")?),
-        Way {
+        setup("4 replicas", replicas.clone()),
+        setup("4 replicas, averages in int8", averages(&replicas, "int8+ef")?),
+        setup("4 replicas, averages in int4", averages(&replicas, "int4+ef")?),
+        setup("4 replicas, averages by PowerSGD", averages(&replicas, "powersgd:4")?),
+        setup("2 x 2, 1f1b, averages by PowerSGD", averages(&two, "powersgd:4")?),
+        TrainingSetup {
             name: "4 replicas, averages in buckets of 300 kB",
             change: |plan| plan.levels[0].bucket_bytes = 300_000,
-            ..way("", replicas.clone())
+            ..setup("", replicas.clone())
         },
-        Way {
+        TrainingSetup {
             name: "4 replicas, averages in int8 in buckets of 300 kB, all at the end",
             change: |plan| (plan.levels[0].bucket_bytes, plan.levels[0].overlap) = (300_000, false),
-            ..way("", averages(&replicas, "int8+ef")?)
+            ..setup("", averages(&replicas, "int8+ef")?)
         },
-        Way {
+        TrainingSetup {
             name: "4 replicas of 1, 2, 1 and 4 microbatches within 1.3 MB of activations",
             change: |plan| {
                 plan.microbatches = vec![1, 2, 1, 4];
                 plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Within(Bytes(1_300_000)));
             },
-            ..way("", replicas.clone())
+            ..setup("", replicas.clone())
         },
-        Way {
+        TrainingSetup {
             name: "4 replicas, averages in f32 in two levels",
             change: |plan| in_two_levels(plan, &[&[0, 1], &[2, 3]]),
-            ..way("", replicas.clone())
+            ..setup("", replicas.clone())
         },
-        Way {
+        TrainingSetup {
             name: "4 replicas, averages in int8 in two levels",
             change: |plan| in_two_levels(plan, &[&[0, 1], &[2, 3]]),
-            ..way("", averages(&replicas, "int8+ef")?)
+            ..setup("", averages(&replicas, "int8+ef")?)
         },
-        way("4 replicas, DiLoCo", diloco(&replicas)),
-        way("4 replicas, DiLoCo in int8", averages(&diloco(&replicas), "int8+ef")?),
-        way("4 stages of 1f1b", by(&pipeline, Method::OneFOneB)),
-        Way {
+        setup("4 replicas, DiLoCo", diloco(&replicas)),
+        setup("4 replicas, DiLoCo in int8", averages(&diloco(&replicas), "int8+ef")?),
+        setup("4 stages of 1f1b", by(&pipeline, Method::OneFOneB)),
+        TrainingSetup {
             name: "4 stages of 1f1b, of 1, 2, 4 and 3 layers that are recomputed",
             change: |plan| {
                 unevenly_cut(plan);
                 plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Full);
             },
-            ..way("", pipeline.clone())
+            ..setup("", pipeline.clone())
         },
-        way("4 stages of zb-h1, boundaries in int8", by(&crossing(&pipeline, "int8", "int8")?, Method::ZbH1)),
-        way("4 stages of 1f1b, boundaries in int4 and e4m3", crossing(&pipeline, "int4", "e4m3")?),
-        way("4 stages of pipedream", by(&pipeline, Method::PipeDream)),
-        way("4 stages of gpipe", by(&pipeline, Method::GPipe)),
-        way("4 stages of terapipe", by(&pipeline, Method::TeraPipe)),
-        way("4 stages of varuna", by(&pipeline, Method::Varuna)),
-        way("2 x 2, 1f1b", two.clone()),
-        Way {
+        setup(
+            "4 stages of zb-h1, boundaries in int8",
+            by(&crossing(&pipeline, "int8", "int8")?, Method::ZbH1),
+        ),
+        setup("4 stages of 1f1b, boundaries in int4 and e4m3", crossing(&pipeline, "int4", "e4m3")?),
+        setup("4 stages of pipedream", by(&pipeline, Method::PipeDream)),
+        setup("4 stages of gpipe", by(&pipeline, Method::GPipe)),
+        setup("4 stages of terapipe", by(&pipeline, Method::TeraPipe)),
+        setup("4 stages of varuna", by(&pipeline, Method::Varuna)),
+        setup("2 x 2, 1f1b", two.clone()),
+        TrainingSetup {
             name: "2 x 2, zb-h1, of 6 and 2 microbatches",
             change: |plan| plan.microbatches = vec![6, 2],
-            ..way("", by(&two, Method::ZbH1))
+            ..setup("", by(&two, Method::ZbH1))
         },
-        way("2 x 2, zbv, averages in int8", by(&averages(&two, "int8+ef")?, Method::ZbV)),
-        way(
+        setup("2 x 2, zbv, averages in int8", by(&averages(&two, "int8+ef")?, Method::ZbV)),
+        setup(
             "2 x 2, interleaved, boundaries in int8, averages in int8",
             by(&averages(&crossing(&two, "int8", "int8")?, "int8+ef")?, Method::Interleaved),
         ),
-        Way {
+        TrainingSetup {
             name: "2 x 2, zbv, averages in int8 in buckets of 300 kB",
             change: |plan| plan.levels[0].bucket_bytes = 300_000,
-            ..way("", by(&averages(&two, "int8+ef")?, Method::ZbV))
+            ..setup("", by(&averages(&two, "int8+ef")?, Method::ZbV))
         },
-        way("2 x 2, chimera", by(&two, Method::Chimera)),
-        way("2 x 2, pipedream", by(&two, Method::PipeDream)),
-        way("2 x 2, DiLoCo", diloco(&two)),
-        Way { change: recomputed, ..way("2 x 2, DiLoCo with recompute", diloco(&two)) },
-        way(
+        setup("2 x 2, chimera", by(&two, Method::Chimera)),
+        setup("2 x 2, pipedream", by(&two, Method::PipeDream)),
+        setup("2 x 2, DiLoCo", diloco(&two)),
+        TrainingSetup { change: recomputed, ..setup("2 x 2, DiLoCo with recompute", diloco(&two)) },
+        setup(
             "2 x 2, DiLoCo in int8, boundaries in int8",
             averages(&diloco(&crossing(&two, "int8", "int8")?), "int8+ef")?,
         ),
@@ -237,13 +240,15 @@ fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
 /// Tests all ways in all places. With `quick`, it tests every fourth way in each place.
 pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
-    for (i, Place { name: place, text }) in PLACES.iter().enumerate() {
+    for (i, Network { name: place, text }) in NETWORKS.iter().enumerate() {
         let file = folder.path().join(format!("place{i}.toml"));
         std::fs::write(&file, text).context("failed to write the topology")?;
         let base = TrainConfig { topology: Some(file), stages: 1, ..first.config.clone() };
-        let wanted = |(j, _): &(usize, Way)| !quick || (i + j).is_multiple_of(4);
-        for (_, Way { name, config, change }) in ways(&base)?.into_iter().enumerate().filter(wanted) {
-            let over = Over::Simulated(config.link);
+        let wanted = |(j, _): &(usize, TrainingSetup)| !quick || (i + j).is_multiple_of(4);
+        for (_, TrainingSetup { name, config, change }) in
+            setups(&base)?.into_iter().enumerate().filter(wanted)
+        {
+            let over = JobTransport::Simulated(config.link);
             let job = again(first, config, over);
             let mut plan = job.plan.clone();
             change(&mut plan);
@@ -251,8 +256,13 @@ pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<(
             job.config = with_transport(job.config, over);
             let (_, taken) = one_period(&job)?;
             let row = |what: &str| format!("{place}: {name}: {what}");
-            report.row(&row("predicted"), taken.predicted.as_secs_f64() * 1e3, "ms", Mark::None)?;
-            report.row(&row("error of the prediction"), taken.off(), "%", Mark::AtMost(1.0))?;
+            report.row(&row("predicted"), taken.predicted.as_secs_f64() * 1e3, "ms", Threshold::None)?;
+            report.row(
+                &row("error of the prediction"),
+                taken.percent_error(),
+                "%",
+                Threshold::AtMost(1.0),
+            )?;
         }
     }
     Ok(())

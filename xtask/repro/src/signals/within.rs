@@ -1,5 +1,5 @@
-//! Signals a run that cannot end its step in time: the step is long, another rank does not respond, or the run
-//! still waits for its data.
+//! Sends INT, TERM or HUP to a run that cannot end its step soon (the step is long, another rank does not
+//! respond, or the run still waits for its data), and checks its checkpoint, its exit code and the time to end.
 
 use std::fs;
 use std::path::Path;
@@ -11,14 +11,14 @@ use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Outcome, PATIENCE, Running, left};
+use super::{Outcome, PATIENCE, Running, last_step_and_checkpoint};
 use crate::binary::farflung;
-use crate::harness::{Mark, Options, Report};
+use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
 
 /// Reason why a run cannot end its step.
 #[derive(Clone, Copy)]
-enum Held {
+enum BlockedBy {
     /// A step takes seconds.
     LongStep,
     /// One rank is stopped, and the launcher gets the signal.
@@ -29,7 +29,7 @@ enum Held {
     Loading,
 }
 
-impl Held {
+impl BlockedBy {
     const ALL: [Self; 4] = [Self::LongStep, Self::Launched, Self::Alone, Self::Loading];
 
     fn name(self) -> &'static str {
@@ -45,37 +45,39 @@ impl Held {
 pub(super) fn run(report: &mut Report<'_>, options: &Options, text: &Path) -> Result<()> {
     let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
     let times = if options.quick { 2 } else { 10 };
-    for (stream, held) in (1..).zip(Held::ALL) {
+    for (stream, blocked_by) in (1..).zip(BlockedBy::ALL) {
         let random = Philox::new(report.seed(), stream);
         let (mut lost, mut wrong, mut slowest) = (0_u32, 0_u32, 0.0_f64);
         for time in 0..times {
             let (signal, code) = signals[time as usize % signals.len()];
-            let late = Duration::from_millis(random.below(time * 2, 800));
-            let stands = random.below(time * 2 + 1, 3) as usize;
-            let outcome = stop(held, text, late, stands, (signal, code))
-                .with_context(|| format!("{}, signal {time}", held.name()))?;
+            let delay = Duration::from_millis(random.below(time * 2, 800));
+            let stopped_rank = random.below(time * 2 + 1, 3) as usize;
+            let outcome = stop(blocked_by, text, delay, stopped_rank, (signal, code))
+                .with_context(|| format!("{}, signal {time}", blocked_by.name()))?;
             lost += u32::from(!outcome.saved);
             wrong += u32::from(!outcome.right_code);
             slowest = slowest.max(outcome.took);
         }
-        let name = held.name();
-        report.row(&format!("{name}: checkpoints lost"), f64::from(lost), "1", Mark::AtMost(0.0))?;
-        report.row(&format!("{name}: wrong exit codes"), f64::from(wrong), "1", Mark::AtMost(0.0))?;
-        report.row(&format!("{name}: longest time to end"), slowest, "s", Mark::AtMost(2.0))?;
+        let name = blocked_by.name();
+        report.row(&format!("{name}: checkpoints lost"), f64::from(lost), "1", Threshold::AtMost(0.0))?;
+        report.row(&format!("{name}: wrong exit codes"), f64::from(wrong), "1", Threshold::AtMost(0.0))?;
+        report.row(&format!("{name}: longest time to end"), slowest, "s", Threshold::AtMost(2.0))?;
     }
     Ok(())
 }
 
-fn command(held: Held, text: &Path, out: &Path) -> Result<Command> {
+fn command(blocked_by: BlockedBy, text: &Path, out: &Path) -> Result<Command> {
     let model =
         ["train", "--layers", "2", "--heads", "2", "--warmup", "0", "--threads", "1", "--steps", "1000000"];
-    let mut command = match held {
-        Held::LongStep | Held::Loading => farflung(&model)?,
-        Held::Launched | Held::Alone => farflung(&[&["launch", "-n", "3", "--"][..], &model].concat())?,
+    let mut command = match blocked_by {
+        BlockedBy::LongStep | BlockedBy::Loading => farflung(&model)?,
+        BlockedBy::Launched | BlockedBy::Alone => {
+            farflung(&[&["launch", "-n", "3", "--"][..], &model].concat())?
+        }
     };
-    match held {
+    match blocked_by {
         // With these sizes a step takes one or two seconds on two cores.
-        Held::LongStep => {
+        BlockedBy::LongStep => {
             command.args(["--dim", "64", "--context", "128", "--batch", "192", "--workers", "2"])
         }
         _ => command.args(["--dim", "16", "--context", "16", "--batch", "2"]),
@@ -86,24 +88,25 @@ fn command(held: Held, text: &Path, out: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Starts a run, makes it unable to end its step, signals it after `late`, and checks the files that it leaves.
+/// Starts a run, makes it unable to end its step, signals it after `delay`, and checks the files that it leaves.
 fn stop(
-    held: Held,
+    blocked_by: BlockedBy,
     text: &Path,
-    late: Duration,
-    stands: usize,
+    delay: Duration,
+    stopped_rank: usize,
     (signal, code): (Signal, i32),
 ) -> Result<Outcome> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let out = folder.path().join("run");
     let mut data = text.to_owned();
-    if let Held::Loading = held {
+    if let BlockedBy::Loading = blocked_by {
         data = folder.path().join("pipe");
         ensure!(Command::new("mkfifo").arg(&data).status()?.success(), "failed to make a pipe");
     }
-    let mut running = Running(command(held, &data, &out)?.spawn().context("failed to start `farflung`")?);
-    if let Held::Loading = held {
-        thread::sleep(Duration::from_millis(200) + late);
+    let mut running =
+        Running(command(blocked_by, &data, &out)?.spawn().context("failed to start `farflung`")?);
+    if let BlockedBy::Loading = blocked_by {
+        thread::sleep(Duration::from_millis(200) + delay);
         let start = now();
         running.signal(signal)?;
         let status = running.end()?;
@@ -115,44 +118,47 @@ fn stop(
             saved: !out.join("latest").exists(),
         });
     }
-    wait_for(&mut running, || Ok((left(&out)?.0 >= 1).then_some(())))?;
-    thread::sleep(late);
+    wait_for(&mut running, || Ok((last_step_and_checkpoint(&out)?.0 >= 1).then_some(())))?;
+    thread::sleep(delay);
     let ranks = children(&running)?;
     let own = |rank: usize| match rank {
         0 => out.clone(),
         rank => out.join(format!("ranks/rank-{rank:05}")),
     };
-    match held {
-        Held::LongStep | Held::Loading => {}
-        Held::Launched | Held::Alone => {
+    match blocked_by {
+        BlockedBy::LongStep | BlockedBy::Loading => {}
+        BlockedBy::Launched | BlockedBy::Alone => {
             ensure!(ranks.len() == 3, "the launcher has {} ranks", ranks.len());
-            kill_process(ranks[stands], Signal::STOP)?;
+            kill_process(ranks[stopped_rank], Signal::STOP)?;
             // The other ranks need this time to reach the point where they wait for the stopped one.
             thread::sleep(Duration::from_millis(200));
         }
     }
     let start = now();
-    let Held::Alone = held else {
+    let BlockedBy::Alone = blocked_by else {
         running.signal(signal)?;
         let status = running.end()?;
         let took = start.elapsed().as_secs_f64();
-        let (logged, saved) = left(&out)?;
+        let (logged, saved) = last_step_and_checkpoint(&out)?;
         let saved = saved == Some(logged)
-            && (ranks.len() < 3 || left(&own(1))?.1 == saved && left(&own(2))?.1 == saved);
+            && (ranks.len() < 3
+                || last_step_and_checkpoint(&own(1))?.1 == saved
+                    && last_step_and_checkpoint(&own(2))?.1 == saved);
         return Ok(Outcome { took, right_code: status.is_some_and(|s| s.code() == Some(code)), saved });
     };
-    let others: Vec<usize> = (0..3).filter(|&rank| rank != stands).collect();
+    let others: Vec<usize> = (0..3).filter(|&rank| rank != stopped_rank).collect();
     for &rank in &others {
         kill_process(ranks[rank], signal)?;
     }
     wait_for(&mut running, || Ok(others.iter().all(|&rank| has_ended(ranks[rank])).then_some(())))?;
     let took = start.elapsed().as_secs_f64();
-    kill_process(ranks[stands], Signal::KILL)?;
+    kill_process(ranks[stopped_rank], Signal::KILL)?;
     // The stopped rank was killed, so the launcher reports that the job can be started again (75).
     let right_code = running.end()?.is_some_and(|status| status.code() == Some(75));
-    let steps = others.iter().map(|&rank| Ok(left(&own(rank))?.1)).collect::<Result<Vec<_>>>()?;
+    let steps =
+        others.iter().map(|&rank| Ok(last_step_and_checkpoint(&own(rank))?.1)).collect::<Result<Vec<_>>>()?;
     // A step that only one of the two has saved is enough, since the others can continue from it.
-    let logged = if stands == 0 { 1 } else { left(&out)?.0 };
+    let logged = if stopped_rank == 0 { 1 } else { last_step_and_checkpoint(&out)?.0 };
     let saved = steps.iter().all(Option::is_some) && steps.iter().flatten().any(|&step| step >= logged);
     Ok(Outcome { took, right_code, saved })
 }

@@ -43,7 +43,7 @@ fn exchange(ours: &mut Session, theirs: &mut Connection) -> Result<Vec<u8>, Sess
             return Ok(came);
         }
         for part in bytes.chunks(999) {
-            ours.room()[..part.len()].copy_from_slice(part);
+            ours.receive_buffer()[..part.len()].copy_from_slice(part);
             ours.received(part.len())?;
             came.extend(take(ours)?);
         }
@@ -172,7 +172,7 @@ fn pair() -> (Session, Session) {
 
 fn carry(from: &mut Session, to: &mut Session) {
     let count = from.to_send().len();
-    to.room()[..count].copy_from_slice(from.to_send());
+    to.receive_buffer()[..count].copy_from_slice(from.to_send());
     from.sent(count);
     to.received(count).unwrap();
     take(to).unwrap();
@@ -187,7 +187,7 @@ fn sealed(from: &mut Session, plain: &[u8]) -> Vec<u8> {
 }
 
 fn hear(to: &mut Session, record: &[u8]) -> Result<Vec<u8>, SessionError> {
-    to.room()[..record.len()].copy_from_slice(record);
+    to.receive_buffer()[..record.len()].copy_from_slice(record);
     to.received(record.len())?;
     take(to)
 }
@@ -196,7 +196,7 @@ fn hear(to: &mut Session, record: &[u8]) -> Result<Vec<u8>, SessionError> {
 fn what_is_changed_repeated_or_left_out_is_foreign_and_the_session_stays_broken() {
     let (mut client, mut server) = pair();
     let record = sealed(&mut client, b"some bytes");
-    assert_eq!((record.len(), record.len() % STEP), (STEP, 0));
+    assert_eq!((record.len(), record.len() % RECORD_ALIGNMENT), (RECORD_ALIGNMENT, 0));
     for at in 0..record.len() {
         let (mut client, mut server) = pair();
         let mut record = sealed(&mut client, b"some bytes");
@@ -231,7 +231,7 @@ fn halves() -> (Records, Records) {
     let (mut a, mut b) = (ours.take_records(), other.take_records());
     let half = |byte| {
         let key = UnboundKey::new(&AES_128_GCM, &[byte; 16]).unwrap();
-        Half { key: LessSafeKey::new(key), iv: [byte; NONCE_LEN], next: 0 }
+        DirectionKey { key: LessSafeKey::new(key), iv: [byte; NONCE_LEN], next: 0 }
     };
     (a.tx, b.rx) = (half(1), half(1));
     (a.rx, b.tx) = (half(2), half(2));
@@ -246,7 +246,7 @@ fn messages_that_may_not_come_are_named() {
         let used = a.seal_message(&mut room, kind, message).unwrap();
         assert_eq!(Records::whole(&room[..used]), Ok(Some(used)));
         assert_eq!(Records::whole(&room[..used - 1]), Ok(None));
-        b.open(&mut room[..used]).map(|opened| opened == Opened::Done)
+        b.open(&mut room[..used]).map(|opened| opened == RecordContent::Done)
     };
     assert_eq!(whole(HANDSHAKE, &[KEY_UPDATE, 0, 0, 1, 1]), Ok(true));
     assert_eq!(whole(HANDSHAKE, &[NEW_TICKET, 0, 0, 0]), Ok(true));

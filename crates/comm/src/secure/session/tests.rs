@@ -11,8 +11,8 @@ fn tls(number: u8) -> tls::Tls {
 
 /// Carries the pending encrypted bytes from one session to the other. Returns their number.
 fn carry(from: &mut Session, to: &mut Session) -> Result<usize, SessionError> {
-    let count = from.to_send().len().min(to.room().len());
-    to.room()[..count].copy_from_slice(&from.to_send()[..count]);
+    let count = from.to_send().len().min(to.receive_buffer().len());
+    to.receive_buffer()[..count].copy_from_slice(&from.to_send()[..count]);
     from.sent(count);
     to.received(count)?;
     Ok(count)
@@ -56,7 +56,7 @@ fn the_exporter_is_the_one_of_rustls() {
         while server.wants_write() {
             server.write_tls(&mut bytes).unwrap();
         }
-        client.room()[..bytes.len()].copy_from_slice(&bytes);
+        client.receive_buffer()[..bytes.len()].copy_from_slice(&bytes);
         client.received(bytes.len()).unwrap();
     }
     let theirs = server.export_keying_material([0; 32], LABEL.as_bytes(), Some(&[])).unwrap();
@@ -97,26 +97,26 @@ fn a_stranger_may_say_little_and_nothing_panics() {
         let mut server = Session::server(&tls(2)).unwrap();
         let mut rest = bytes;
         loop {
-            let count = rest.len().min(server.room().len()).min(700);
+            let count = rest.len().min(server.receive_buffer().len()).min(700);
             if count == 0 {
-                return Err(SessionError::TooMuch(STRANGER));
+                return Err(SessionError::TooMuch(MAX_UNPROVEN_BYTES));
             }
-            server.room()[..count].copy_from_slice(&rest[..count]);
+            server.receive_buffer()[..count].copy_from_slice(&rest[..count]);
             rest = &rest[count..];
             server.received(count)?;
             let mut place = [0; 64];
             server.open(&mut [IoSliceMut::new(&mut place)])?;
             if rest.is_empty() {
-                return Ok(server.heard);
+                return Ok(server.total_received);
             }
         }
     };
     assert_eq!(hear(&hello), Ok(hello.len()));
-    assert_eq!(hear(b"FFLC\x04"), Err(SessionError::Clear));
+    assert_eq!(hear(b"FFLC\x04"), Err(SessionError::NotEncrypted));
     assert_eq!(hear(b"GET / HTTP/1.1\r\n"), Err(SessionError::NotTls));
     // The beginning of a record of the largest length, whose end is beyond the limit.
     let long = [&[0x16, 3, 1, 0x40, 0][..], &[1; 5000]].concat();
-    assert_eq!(hear(&long), Err(SessionError::TooMuch(STRANGER)));
+    assert_eq!(hear(&long), Err(SessionError::TooMuch(MAX_UNPROVEN_BYTES)));
     let rng = farflung_base::Philox::new(19, 3);
     for i in 0..3000 {
         let mut bytes = hello.clone();
@@ -127,7 +127,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
         }
         bytes.truncate(rng.word(8 * i + 7) as usize % (2 * bytes.len()));
         // Whatever bytes a stranger sends, the session does not panic, and accepts fewer than the limit.
-        assert!(hear(&bytes).is_ok_and(|heard| heard < STRANGER) || hear(&bytes).is_err());
+        assert!(hear(&bytes).is_ok_and(|heard| heard < MAX_UNPROVEN_BYTES) || hear(&bytes).is_err());
     }
 }
 
@@ -138,7 +138,7 @@ fn much_may_come_right_behind_the_proof() {
     let sent = vec![7; 60_000];
     assert_eq!(server.seal(&[IoSlice::new(&sent)]), Ok(sent.len()));
     // As many bytes as fit arrive at once. The first of them stand for the proof of the join secret.
-    assert!(carry(&mut server, &mut client).unwrap() <= STRANGER);
+    assert!(carry(&mut server, &mut client).unwrap() <= MAX_UNPROVEN_BYTES);
     let mut got = vec![0; 64];
     while client.open(&mut [IoSliceMut::new(&mut got)]).unwrap() == 0 {
         // A full record is longer than the limit that holds before the proof. A real proof is in a short
@@ -163,7 +163,7 @@ fn the_proof_may_come_with_the_end_of_the_handshake() {
     client.sent(all.len());
     client.seal(&[IoSlice::new(b"proof")]).unwrap();
     all.extend(client.to_send());
-    server.room()[..all.len()].copy_from_slice(&all);
+    server.receive_buffer()[..all.len()].copy_from_slice(&all);
     server.received(all.len()).unwrap();
     let mut got = [0; 5];
     assert_eq!(server.open(&mut [IoSliceMut::new(&mut got)]), Ok(5));

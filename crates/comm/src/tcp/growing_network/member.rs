@@ -2,7 +2,7 @@
 
 use farflung_base::PeerId;
 
-use crate::beside::with_key;
+use crate::second_network::with_key;
 use crate::secure::PublicKey;
 
 /// A peer that is, or has been, connected.

@@ -15,11 +15,11 @@ use super::super::acceptor::{Acceptor, AuthenticatedConnection};
 use super::super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::super::stream::Stream;
 use super::member::Connected;
-use crate::beside::{Beside, Called, Host, Way, of_sockets};
 use crate::control::{BoundedVec, Control};
+use crate::deadline::Deadline;
 use crate::error::Refusal;
+use crate::second_network::{ConnectTarget, GreetingHandler, SecondNetwork, SecondNetworkAccess, of_sockets};
 use crate::secure::{JoinSecret, PublicKey, Security};
-use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, Transport as _};
 
@@ -30,14 +30,14 @@ pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
 const CONNECT_ATTEMPTS: u32 = 4;
 /// A member cannot know in advance whether ranks on its machine will outnumber the cores.
-pub(super) const CROWDED: bool = false;
+pub(super) const OVERSUBSCRIBED: bool = false;
 
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) tcp: Arc<Tcp>,
     /// The second network, if there is one.
-    pub(super) way: Option<Arc<dyn Way>>,
-    pub(super) beside: Option<Arc<dyn Beside>>,
+    pub(super) second_network_access: Option<Arc<dyn SecondNetworkAccess>>,
+    pub(super) second_network: Option<Arc<dyn SecondNetwork>>,
     pub(super) job: String,
     pub(super) slots: u32,
     pub(super) sockets: bool,
@@ -48,14 +48,14 @@ pub(super) struct Shared {
     pub(super) address: String,
     /// This member, and all peers that have connected.
     pub(super) known: Mutex<BTreeMap<u32, Connected>>,
-    pub(super) meeting: Mutex<Meeting>,
+    pub(super) connecting: Mutex<Connecting>,
     pub(super) welcome: Mutex<Vec<u8>>,
     pub(super) closed: AtomicBool,
 }
 
 /// Peers whose connection is being made. Two peers may call each other at the same time.
 #[derive(Debug, Default)]
-pub(super) struct Meeting {
+pub(super) struct Connecting {
     /// Peers that this one calls.
     calling: BTreeSet<u32>,
     /// Peers that have called this one and were accepted.
@@ -76,28 +76,28 @@ impl Shared {
     }
 
     /// Connects to a member as a member, unless it has connected to this one.
-    pub(super) fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
+    pub(super) fn reach(&self, member: &Connected, until: Deadline) -> Result<(), CommError> {
         {
-            let mut meeting = lock(&self.meeting);
+            let mut meeting = lock(&self.connecting);
             if self.tcp.driver().is_connected(member.peer) || meeting.called.contains(&member.peer.0) {
                 return Ok(());
             }
             meeting.calling.insert(member.peer.0);
         }
         let reached = self.call(member, until);
-        lock(&self.meeting).calling.remove(&member.peer.0);
+        lock(&self.connecting).calling.remove(&member.peer.0);
         match reached {
             // The connection that the member made to this one is kept.
-            Err(CommError::Refused { reason: Refusal::Crossed, .. }) => Ok(()),
+            Err(CommError::Refused { reason: Refusal::SimultaneousConnect, .. }) => Ok(()),
             reached => reached,
         }
     }
 
-    fn call(&self, member: &Connected, until: Until) -> Result<(), CommError> {
+    fn call(&self, member: &Connected, until: Deadline) -> Result<(), CommError> {
         let until = until.at_most(CONNECT_TIMEOUT);
         let sockets = of_sockets(&member.address);
-        let way = self.way.as_ref().filter(|way| way.has_address(&member.address));
-        let beside = way.and(self.beside.as_ref());
+        let way = self.second_network_access.as_ref().filter(|way| way.has_address(&member.address));
+        let beside = way.and(self.second_network.as_ref());
         let mut failed = None;
         for _ in 0..CONNECT_ATTEMPTS {
             if self.sockets && !sockets.is_empty() {
@@ -112,7 +112,7 @@ impl Shared {
                 }
             }
             if let (Some(beside), Some(key)) = (beside, member.key) {
-                let to = Called { address: &member.address, key, security: &self.security, until };
+                let to = ConnectTarget { address: &member.address, key, security: &self.security, until };
                 match beside.call(member.peer, &to, self.hello()?) {
                     Ok(()) => {
                         lock(&self.known).insert(member.peer.0, member.clone());
@@ -122,7 +122,7 @@ impl Shared {
                     Err(error) => return Err(error),
                 }
             }
-            if until.left().is_none() {
+            if until.remaining().is_none() {
                 break;
             }
             std::thread::sleep(POLL_INTERVAL);
@@ -147,7 +147,7 @@ impl Shared {
     }
 
     /// Connects to a member over TCP; false if it was not reached.
-    fn call_over_tcp(&self, member: &Connected, address: &str, until: Until) -> Result<bool, CommError> {
+    fn call_over_tcp(&self, member: &Connected, address: &str, until: Deadline) -> Result<bool, CommError> {
         let addresses = resolve("address of a member", address)?;
         let stream = match attempt(&self.security, &addresses, member.key, until) {
             Ok(Some(stream)) => stream,
@@ -170,7 +170,7 @@ impl Shared {
 
     fn connect(&self, peer: Connected, stream: Stream) -> std::io::Result<()> {
         let mut known = lock(&self.known);
-        self.tcp.driver().connect(peer.peer, vec![stream], CROWDED)?;
+        self.tcp.driver().connect(peer.peer, vec![stream], OVERSUBSCRIBED)?;
         known.insert(peer.peer.0, peer);
         Ok(())
     }
@@ -190,7 +190,7 @@ impl Shared {
                     let (peer, key) = (PeerId(rank), stream.peer_key());
                     // If the socket breaks now, the peer connects again.
                     let _ = self.connect(Connected { peer, address: listen.to_owned(), key }, stream);
-                    lock(&self.meeting).called.remove(&rank);
+                    lock(&self.connecting).called.remove(&rank);
                 }
             }
         }
@@ -220,13 +220,13 @@ impl Shared {
                 if rank >= self.slots {
                     return Err(Refusal::Rank(rank));
                 }
-                let mut meeting = lock(&self.meeting);
+                let mut meeting = lock(&self.connecting);
                 if peer == me || self.tcp.driver().is_connected(peer) || meeting.called.contains(&rank) {
                     return Err(Refusal::Taken(rank));
                 }
                 // If two peers call each other, the call of the peer with the greater number is kept.
                 if me > peer && meeting.calling.contains(&rank) {
-                    return Err(Refusal::Crossed);
+                    return Err(Refusal::SimultaneousConnect);
                 }
                 meeting.called.insert(rank);
                 Ok(wire::framed_bytes(&Control::Welcome(me.0).encode()))
@@ -255,7 +255,7 @@ impl Shared {
     }
 }
 
-impl Host for Shared {
+impl GreetingHandler for Shared {
     fn answer(&self, greeting: &Control<'_>, key: PublicKey) -> Result<Vec<u8>, Refusal> {
         // A process is reached by its key there.
         if self.security.own_key() == Some(key) {
@@ -263,11 +263,11 @@ impl Host for Shared {
         }
         self.answer_to(greeting, Some(key))
     }
-    fn came(&self, peer: PeerId, listen: &str, key: PublicKey) {
+    fn peer_accepted(&self, peer: PeerId, listen: &str, key: PublicKey) {
         let connected = Connected { peer, address: listen.to_owned(), key: Some(key) };
         lock(&self.known).insert(peer.0, connected);
     }
-    fn settled(&self, peer: PeerId) {
-        lock(&self.meeting).called.remove(&peer.0);
+    fn connect_ended(&self, peer: PeerId) {
+        lock(&self.connecting).called.remove(&peer.0);
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{In, Link, Out, lock};
+use super::{Link, ReceiveState, SendState, lock};
 use crate::control::{Control, SharedMemoryMessage};
 use crate::inbox::Inbox;
 use crate::shared::Consumer;
@@ -13,7 +13,7 @@ use crate::wire::{self, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 
 /// Number of frames taken from shared memory before it is the turn of other links.
-const TURN: usize = 32;
+const FRAMES_PER_TURN: usize = 32;
 
 impl Link {
     /// Returns whether this side sends through shared memory.
@@ -23,105 +23,106 @@ impl Link {
 
     /// Returns `true` if both sides send through shared memory, `false` if one has declined, and `None` while
     /// that is open.
-    pub(in crate::tcp) fn is_together(&self) -> Option<bool> {
+    pub(in crate::tcp) fn negotiation_outcome(&self) -> Option<bool> {
         lock(&self.incoming).negotiation.outcome()
     }
 
     /// Offers shared memory to the peer.
     pub(in crate::tcp) fn offer(&self, pool: &Arc<Pool>) {
         if let Some(offer) = lock(&self.incoming).negotiation.offer() {
-            self.say_near(&mut lock(&self.out), offer, pool);
+            self.send_negotiation(&mut lock(&self.out), offer, pool);
         }
     }
 
     /// Handles a message of the negotiation about shared memory.
-    pub(super) fn approach(
+    pub(super) fn negotiate(
         &self,
-        incoming: &mut In,
+        incoming: &mut ReceiveState,
         near: SharedMemoryMessage,
         pool: &Arc<Pool>,
     ) -> Result<(), WireError> {
-        let reply = incoming.negotiation.hear(near)?;
+        let reply = incoming.negotiation.receive(near)?;
         let mut out = lock(&self.out);
-        if let Some(say) = reply.say {
-            self.say_near(&mut out, say, pool);
+        if let Some(say) = reply.message {
+            self.send_negotiation(&mut out, say, pool);
         }
         if let Some(producer) = reply.producer {
-            out.near = Some(SharedMemorySender::new(producer));
+            out.shared_sender = Some(SharedMemorySender::new(producer));
             self.shares.store(true, Ordering::Release);
         }
         if let Some(consumer) = reply.consumer {
-            incoming.near = Some(consumer);
+            incoming.shared_consumer = Some(consumer);
         }
         Ok(())
     }
 
     /// Sends a message of the negotiation, always over the socket.
-    fn say_near(&self, out: &mut Out, near: SharedMemoryMessage, pool: &Arc<Pool>) {
-        let frame = pool.copy_of(&Control::Near(near).encode(), 0);
+    fn send_negotiation(&self, out: &mut SendState, near: SharedMemoryMessage, pool: &Arc<Pool>) {
+        let frame = pool.copy_of(&Control::SharedMemory(near).encode(), 0);
         let header = self.header(Kind::Control, NO_TAG, 0, frame.bytes());
         self.enqueue(out, header, Some(frame));
     }
 
     /// Hands a frame over, or queues it until there is room.
-    pub(super) fn share(&self, out: &mut Out, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
-        let Some(near) = &mut out.near else { return };
+    pub(super) fn share(&self, out: &mut SendState, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
+        let Some(near) = &mut out.shared_sender else { return };
         if !near.put(&header, frame.as_ref().map_or(&[], Frame::bytes)) {
             near.wait(header, frame);
-            self.hungry.store(true, Ordering::SeqCst);
+            self.waits_for_memory.store(true, Ordering::SeqCst);
             near.flush();
         }
     }
 
     /// Returns whether frames are queued for room in shared memory.
     pub(in crate::tcp) fn has_queued(&self) -> bool {
-        self.hungry.load(Ordering::SeqCst)
-            && lock(&self.out).near.as_ref().is_some_and(|near| !near.is_empty())
+        self.waits_for_memory.load(Ordering::SeqCst)
+            && lock(&self.out).shared_sender.as_ref().is_some_and(|near| !near.is_empty())
     }
 
     /// Hands over queued frames; returns whether there is room again for operations that found none.
-    pub(in crate::tcp) fn feed(&self) -> bool {
-        if !self.hungry.load(Ordering::SeqCst) {
+    pub(in crate::tcp) fn flush_shared(&self) -> bool {
+        if !self.waits_for_memory.load(Ordering::SeqCst) {
             return false;
         }
         let mut out = lock(&self.out);
-        let fed = out.near.as_mut().is_some_and(SharedMemorySender::flush);
+        let fed = out.shared_sender.as_mut().is_some_and(SharedMemorySender::flush);
         if fed {
-            self.hungry.store(false, Ordering::SeqCst);
+            self.waits_for_memory.store(false, Ordering::SeqCst);
         }
         fed
     }
 
     /// Announces that this side is about to block. Returns false if a frame has arrived.
     pub(in crate::tcp) fn sleep(&self) -> bool {
-        lock(&self.incoming).near.as_ref().is_none_or(Consumer::sleep)
+        lock(&self.incoming).shared_consumer.as_ref().is_none_or(Consumer::sleep)
     }
 
     /// Announces that this side does not block any more.
     pub(in crate::tcp) fn wake(&self) {
-        if let Some(consumer) = &lock(&self.incoming).near {
+        if let Some(consumer) = &lock(&self.incoming).shared_consumer {
             consumer.wake();
         }
     }
 
-    /// Moves at most [`TURN`] frames from shared memory to the inbox; returns whether there were any.
+    /// Moves at most [`FRAMES_PER_TURN`] frames from shared memory to the inbox; returns whether there were
+    /// any.
     pub(in crate::tcp) fn take_shared(&self, inbox: &Inbox, pool: &Arc<Pool>) -> bool {
         self.take_turn(&mut lock(&self.incoming), inbox, pool)
     }
 
     /// Takes all remaining frames of a peer that has gone.
-    pub(super) fn take_all_shared(&self, incoming: &mut In, inbox: &Inbox, pool: &Arc<Pool>) {
+    pub(super) fn take_all_shared(&self, incoming: &mut ReceiveState, inbox: &Inbox, pool: &Arc<Pool>) {
         while self.take_turn(incoming, inbox, pool) {}
     }
 
-    fn take_turn(&self, incoming: &mut In, inbox: &Inbox, pool: &Arc<Pool>) -> bool {
-        for taken in 0..TURN {
+    fn take_turn(&self, incoming: &mut ReceiveState, inbox: &Inbox, pool: &Arc<Pool>) -> bool {
+        for taken in 0..FRAMES_PER_TURN {
             match self.take_next(incoming, taken == 0, inbox, pool) {
                 Ok(true) => {}
                 Ok(false) => return taken > 0,
                 Err(error) => {
                     // Frames behind a malformed one cannot be read.
-                    incoming.near = None;
+                    incoming.shared_consumer = None;
                     self.end(inbox, DownReason::Protocol(error));
                     return false;
                 }
@@ -134,16 +135,16 @@ impl Link {
     /// `copies` is set: operations first look at frames that can stay in shared memory.
     fn take_next(
         &self,
-        incoming: &mut In,
+        incoming: &mut ReceiveState,
         copies: bool,
         inbox: &Inbox,
         pool: &Arc<Pool>,
     ) -> Result<bool, WireError> {
-        let Some(consumer) = &mut incoming.near else { return Ok(false) };
+        let Some(consumer) = &mut incoming.shared_consumer else { return Ok(false) };
         let wrong = |_| WireError::Malformed("position, slot or length in shared memory");
         let Some(entry) = consumer.peek().map_err(wrong)? else { return Ok(false) };
         let header = wire::decode(&entry.header)?;
-        let stays = consumer.stays(&entry);
+        let stays = consumer.can_stay(&entry);
         if !stays && !copies {
             return Ok(false);
         }

@@ -9,11 +9,15 @@ use super::super::stream::Stream;
 use super::{Config, Streams, answer, hello, pairwise};
 use crate::CommError;
 use crate::control::Control;
-use crate::until::Until;
+use crate::deadline::Deadline;
 
 /// Opens as many streams to each peer as the configuration requires. The existing stream comes first; there are
 /// none to this rank itself.
-pub(super) fn multiply(config: &Config, met: Streams, until: Until) -> Result<Vec<Vec<Stream>>, CommError> {
+pub(super) fn multiply(
+    config: &Config,
+    met: Streams,
+    until: Deadline,
+) -> Result<Vec<Vec<Stream>>, CommError> {
     let mut rounds = Vec::new();
     for _ in 1..config.streams {
         rounds.push(another(config, &met, until)?);
@@ -27,7 +31,7 @@ pub(super) fn multiply(config: &Config, met: Streams, until: Until) -> Result<Ve
     Ok(all)
 }
 
-fn another(config: &Config, met: &Streams, until: Until) -> Result<Streams, CommError> {
+fn another(config: &Config, met: &Streams, until: Deadline) -> Result<Streams, CommError> {
     let at = config.listen.unwrap_or_else(|| common_address(met));
     let listening = |e: std::io::Error| CommError::io("listen at", &at, &e);
     let listener = TcpListener::bind((at, 0)).map_err(listening)?;
@@ -35,7 +39,7 @@ fn another(config: &Config, met: &Streams, until: Until) -> Result<Streams, Comm
     let (lower, higher) = met.split_at(config.rank as usize);
     // The first entry of `higher` is this rank itself, to which there is no stream.
     for (rank, stream) in (config.rank + 1..).zip(higher.iter().flatten()) {
-        hello(config, &own, |hello| stream.say(hello))
+        hello(config, &own, |hello| stream.send_message(hello))
             .map_err(|e| CommError::io("send the greeting to", &Rank(rank), &e))?;
     }
     let mut addresses = Vec::new();

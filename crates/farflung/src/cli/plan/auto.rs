@@ -4,12 +4,12 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use farflung::base::{Bytes, Nanos, Rank};
-use farflung::parallel::churn::Checkpoints;
+use farflung::parallel::churn::CheckpointedJob;
 use farflung::parallel::{Cluster, ParallelError, Plan, render};
 use farflung::terminal::print;
 use farflung::train::auto::{
-    Bottleneck, Candidate, FileChange, Improvement, Ranking, RunningCosts, Wanted, Way, auto, bottleneck,
-    by_region, improvements, renamed, running_costs, sent,
+    Bottleneck, Candidate, FileChange, Improvement, PlanKind, Ranking, RunningCosts, Wanted, auto,
+    bottleneck, by_region, improvements, renamed, running_costs, sent,
 };
 use farflung::train::{PipelineSizes, Prediction, StepMemory};
 use farflung::zoo::GptConfig;
@@ -88,11 +88,11 @@ enum Only {
 }
 
 impl Only {
-    const fn way(self) -> Way {
+    const fn kind(self) -> PlanKind {
         match self {
-            Self::Pipeline => Way::Pipeline,
-            Self::Data => Way::Data,
-            Self::Both => Way::Both,
+            Self::Pipeline => PlanKind::Pipeline,
+            Self::Data => PlanKind::Data,
+            Self::Both => PlanKind::Both,
         }
     }
 }
@@ -107,7 +107,7 @@ struct Chosen<'a> {
     costs: RunningCosts,
     what_if: Vec<Answer>,
     /// Interval between checkpoints, if a mean time between losses is given.
-    checkpoints: Option<Checkpoints>,
+    checkpoints: Option<CheckpointedJob>,
 }
 
 /// The fastest plan after a change of the file.
@@ -126,7 +126,7 @@ impl AutoCommand {
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<Ranking> {
-        let wanted = Wanted { only: self.only.map(Only::way), keep, each_kind: false };
+        let wanted = Wanted { only: self.only.map(Only::kind), keep, each_kind: false };
         auto(&self.planned.model, model, cluster, sizes, wanted)
     }
 
@@ -295,7 +295,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize) -> serde
         serde_json::json!({
             "interval_s": every.every, "every_steps": every_steps(every, candidate.step),
             "checkpoint_s": every.save, "goodput": lost.work, "saving": lost.saving, "lost": lost.failures,
-            "lost_per_failure_s": every.vain(),
+            "lost_per_failure_s": every.lost_per_failure(),
         })
     });
     serde_json::json!({
@@ -386,7 +386,7 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
             text,
             "On average a loss costs {} of work. With `farflung train --checkpoint-every {}`, which saves at \
              this interval, {:.0} tokens/s are useful.",
-            Nanos::from_secs_f64(every.vain()),
+            Nanos::from_secs_f64(every.lost_per_failure()),
             every_steps(every, candidate.step),
             every.expected().work * rate(*tokens, candidate.step)
         );
@@ -395,6 +395,6 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
 }
 
 /// Returns an interval in steps, at least one.
-fn every_steps(every: &Checkpoints, step: Nanos) -> u64 {
+fn every_steps(every: &CheckpointedJob, step: Nanos) -> u64 {
     (every.every / step.as_secs_f64().max(1e-9)).round().max(1.0) as u64
 }

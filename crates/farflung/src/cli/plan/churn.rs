@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use farflung::base::{Bandwidth, Nanos};
 use farflung::parallel::churn::{
-    Checkpoints, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
+    CheckpointedJob, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
     daly, replay,
 };
 use farflung::terminal::print;
@@ -20,8 +20,8 @@ use super::file::write;
 /// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all with the same trace.
 ///
 /// All machines of the file are treated as equal: as slow as the slowest, with the least memory, joined by the
-/// slowest link. The trainer restarts from checkpoints with the remaining machines; the other methods are only
-/// simulated, to show what they would gain.
+/// slowest link. `train` restarts from checkpoints with the remaining machines, and `host` re-routes as
+/// ReCycle does; the other methods are only simulated, to show what they would gain.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan churn spot --model gpt2-xl --mtbf 4h --absence 20min
@@ -124,15 +124,15 @@ pub(super) fn positive(text: &str) -> std::result::Result<Nanos, String> {
 }
 
 /// The results that are printed.
-struct Found<'a> {
+struct ChurnResults<'a> {
     trace: &'a Trace,
-    every: Checkpoints,
+    every: CheckpointedJob,
     stages: u32,
     absence: Nanos,
     mtbf: Nanos,
     /// Tokens per step.
     tokens: u64,
-    ways: Vec<(&'static PolicyRow, Replay)>,
+    policies: Vec<(&'static PolicyRow, Replay)>,
 }
 
 impl ChurnCommand {
@@ -157,28 +157,28 @@ impl ChurnCommand {
         let state = prices.state(stages).unwrap_or_default();
         let SavingTimes { save, restart } = self.losses.costs.times(state);
         let recovery = Recovery { save, restart, regroup: self.regroup, lifetime: mtbf };
-        let mut ways = Vec::new();
+        let mut policies = Vec::new();
         for row in &POLICIES {
-            ways.push((row, replay(row, &trace, &recovery, &mut prices)?));
+            policies.push((row, replay(row, &trace, &recovery, &mut prices)?));
         }
-        let found = Found {
+        let found = ChurnResults {
             trace: &trace,
             every: checkpoints(mtbf, machines, save, restart),
             stages,
             absence: self.absence,
             mtbf,
             tokens: u64::from(self.batch) * u64::from(self.microbatches) * model.context as u64,
-            ways,
+            policies,
         };
         print(&if self.json { format!("{}\n", found.json()) } else { found.text() })
     }
 }
 
 /// Returns checkpoints at Daly's interval, if the loss of any machine ends the job.
-pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nanos) -> Checkpoints {
+pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nanos) -> CheckpointedJob {
     let between = mtbf.as_secs_f64() / f64::from(machines.max(1));
     let (save, restart) = (save.as_secs_f64(), restart.as_secs_f64());
-    Checkpoints { every: daly(save, between), save, restart, between }
+    CheckpointedJob { every: daly(save, between), save, restart, mtbf: between }
 }
 
 /// Reads a trace and checks its number of machines.
@@ -199,14 +199,14 @@ fn given(path: &PathBuf, machines: u32) -> Result<Trace> {
     Ok(trace)
 }
 
-impl Found<'_> {
+impl ChurnResults<'_> {
     fn rate(&self, done: &Replay) -> f64 {
         (done.steps * self.tokens) as f64 / self.trace.time.as_secs_f64()
     }
 
     fn json(&self) -> serde_json::Value {
         let lost = self.every.expected();
-        let ways = self.ways.iter().map(|(row, done)| {
+        let policies = self.policies.iter().map(|(row, done)| {
             serde_json::json!({
                 "name": row.name, "steps": done.steps, "tokens_per_s": self.rate(done), "share": done.share,
                 "steps_lost": done.lost, "restarts": done.restarts, "regroups": done.regroups,
@@ -218,7 +218,7 @@ impl Found<'_> {
             "machines": self.trace.machines, "mean_machines": self.trace.mean(),
             "losses": self.trace.losses(), "time_s": self.trace.time.as_secs_f64(),
             "interval_s": self.every.every, "checkpoint_s": self.every.save, "goodput": lost.work,
-            "ways": ways.collect::<Vec<_>>(),
+            "policies": policies.collect::<Vec<_>>(),
         })
     }
 
@@ -246,8 +246,8 @@ impl Found<'_> {
             "\n  {:<10} {:>10} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
             "", "tokens/s", "share", "restarts", "regroups", "lost", "saving", "paused", "idle"
         );
-        let best = self.ways.iter().map(|(_, done)| done.steps).max().unwrap_or(0);
-        for (row, done) in &self.ways {
+        let best = self.policies.iter().map(|(_, done)| done.steps).max().unwrap_or(0);
+        for (row, done) in &self.policies {
             let mark = if done.steps == best { '>' } else { ' ' };
             let part = |time: Nanos| 100.0 * time.as_secs_f64() / trace.time.as_secs_f64();
             let all = (done.steps + done.lost).max(1);
@@ -269,7 +269,7 @@ impl Found<'_> {
             "\n`share`: relative to a job that always has the best plan and changes it in no time. `lost`: \
              steps whose work was lost.\n\n",
         );
-        for (row, _) in &self.ways {
+        for (row, _) in &self.policies {
             let _ = writeln!(text, "{:<10} {}", row.name, row.summary);
         }
         text
@@ -277,13 +277,13 @@ impl Found<'_> {
 }
 
 /// Returns a text on the interval between checkpoints, and the time that saving and losses take.
-pub(super) fn interval(every: &Checkpoints) -> String {
+pub(super) fn interval(every: &CheckpointedJob) -> String {
     let lost = every.expected();
     let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();
     format!(
         "A machine is lost every {}: with a checkpoint that takes {} every {} (Daly's formula), {:.1}% of \
          the time is useful work, {:.1}% saving, {:.1}% lost work and restarts.\n",
-        time(every.between),
+        time(every.mtbf),
         time(every.save),
         time(every.every),
         100.0 * lost.work,

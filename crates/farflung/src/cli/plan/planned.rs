@@ -11,7 +11,7 @@ use farflung::zoo::GptConfig;
 #[derive(Debug, clap::Args)]
 pub(super) struct PlannedArgs {
     /// TOML file with devices, links and regions, or the name of a shipped topology: dtfm-1 to dtfm-5, one-box,
-    /// lan, home, spot, world-4096.
+    /// lan, home, spot, straggler, two-regions, two-regions-straggler, world-4096.
     #[arg(value_name = "FILE")]
     topology: PathBuf,
     /// Model preset.

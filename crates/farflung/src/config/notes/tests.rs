@@ -382,7 +382,7 @@ const CASES: &[Case] = &[
 fn notes(text: &str, world: usize, simulated: bool) -> Vec<String> {
     let config = TrainConfig::fill(TrainArgs::from_toml(text, Path::new("run.toml")).unwrap());
     let model = GptConfig::preset("nano").unwrap();
-    config.notes(&Circumstances { model, world, simulated, elastic: false })
+    config.notes(&NoteContext { model, world, simulated, elastic: false })
 }
 
 #[test]
@@ -415,7 +415,7 @@ fn what_was_not_given_has_no_note_and_what_matters_has_none() {
         assert_eq!(notes("", world, simulated), [""; 0], "{world} {simulated}");
     }
     let model = GptConfig::preset("nano").unwrap();
-    let run = Circumstances { model, world: 4, simulated: true, elastic: false };
+    let run = NoteContext { model, world: 4, simulated: true, elastic: false };
     assert_eq!(TrainConfig::default().notes(&run), [""; 0]);
     // In a config made in code, the settings that differ from their defaults count as given.
     let chunks = TrainConfig { chunks: Some(2), ..TrainConfig::default() };

@@ -12,7 +12,7 @@ use crate::train::memory::StepMemory;
 
 /// Kind of a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
+pub enum PlanKind {
     /// One pipeline.
     Pipeline,
     /// Replicas on one machine each.
@@ -21,7 +21,7 @@ pub enum Way {
     Both,
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for PlanKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Pipeline => "pipeline",
@@ -34,7 +34,7 @@ impl fmt::Display for Way {
 /// A plan that may be simulated.
 #[derive(Debug, Clone)]
 pub(super) struct Draft {
-    pub(super) way: Way,
+    pub(super) kind: PlanKind,
     pub(super) what: String,
     pub(super) plan: Plan,
     pub(super) is_baseline: bool,
@@ -51,7 +51,7 @@ impl Draft {
 #[derive(Debug, Clone)]
 pub struct Candidate {
     /// The plan's kind.
-    pub way: Way,
+    pub kind: PlanKind,
     /// Description of how the plan was made.
     pub what: String,
     /// The plan.
@@ -74,7 +74,7 @@ pub struct Candidate {
 /// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each stage
 /// holds as many as there are stages; with any other schedule a stage may hold all.
 #[must_use]
-pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
+pub fn rank_memory(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
     let layers = layers(model, plan.batch);
     let stages = plan.parts.len();
     let of = |rank: usize| {
@@ -88,10 +88,10 @@ pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
         };
         let microbatches = u64::from(plan.microbatches[replica]).min(most as u64);
         let range = &plan.parts[stage].layers;
-        let held = layers[range.start as usize..range.end as usize]
+        let rank_memory = layers[range.start as usize..range.end as usize]
             .iter()
             .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
-        Bytes(held.fold(0, u64::saturating_add))
+        Bytes(rank_memory.fold(0, u64::saturating_add))
     };
     (0..plan.machines.len()).map(of).collect()
 }

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::train::Prediction;
 use crate::train::costs::Machines;
 
-/// A change of the file, and the step time of the same plan after it.
+/// A change of the topology file, and the step time of the same plan after it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Improvement {
     /// Description of the change.

@@ -8,7 +8,7 @@ use farflung_base::{Bandwidth, Bytes, Nanos, Rank};
 use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;
 
-use super::candidate::{Candidate, Draft, Way};
+use super::candidate::{Candidate, Draft, PlanKind};
 use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::Prediction;
@@ -20,7 +20,7 @@ use crate::train::memory::{StepMemory, planned_memory};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
     /// The only kind of plan to consider; `None` considers all.
-    pub only: Option<Way>,
+    pub only: Option<PlanKind>,
     /// Number of fastest plans to return. The fastest baseline is returned in addition.
     pub keep: usize,
     /// Whether to also return the fastest plan and the fastest baseline of each kind.
@@ -68,9 +68,9 @@ pub(super) fn ranked(
             return Ok(Outcome::TooLarge(step, at, error));
         }
         best.lock().unwrap_or_else(PoisonError::into_inner).add(draft, step);
-        let Draft { way, what, plan, is_baseline } = draft.clone();
+        let Draft { kind, what, plan, is_baseline } = draft.clone();
         let (bubble, compute) = (predicted.bubble, predicted.compute);
-        let candidate = Candidate { way, what, plan, step, bubble, compute, held, is_baseline };
+        let candidate = Candidate { kind, what, plan, step, bubble, compute, held, is_baseline };
         Ok(Outcome::Fits(at, Box::new(candidate)))
     })?;
     let (mut fitting, mut too_large) = (Vec::new(), Vec::new());
@@ -104,7 +104,7 @@ struct Best {
     wanted: Wanted,
     /// Sorted, the shortest first.
     all: Vec<Nanos>,
-    of_kind: BTreeMap<(Option<Way>, bool), Nanos>,
+    of_kind: BTreeMap<(Option<PlanKind>, bool), Nanos>,
 }
 
 impl Best {
@@ -129,9 +129,9 @@ impl Best {
 
     /// Returns the key of the plan's kind in `of_kind`; `None` if the fastest plan of this kind is not
     /// requested.
-    fn kind(&self, draft: &Draft) -> Option<(Option<Way>, bool)> {
+    fn kind(&self, draft: &Draft) -> Option<(Option<PlanKind>, bool)> {
         let each = self.wanted.each_kind;
-        (each || draft.is_baseline).then_some((Some(draft.way).filter(|_| each), draft.is_baseline))
+        (each || draft.is_baseline).then_some((Some(draft.kind).filter(|_| each), draft.is_baseline))
     }
 }
 
@@ -156,9 +156,9 @@ fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Resul
         let sends = Bytes(gradients / replicas as u64 * (replicas as u64 - 1));
         let others =
             (0..replicas).map(|replica| replica * stages + rank % stages).filter(|&other| other != rank);
-        let links = others.map(|other| topology.between(Rank(rank as u32), Rank(other as u32)));
+        let links = others.map(|other| topology.bandwidth_between(Rank(rank as u32), Rank(other as u32)));
         let all = Bandwidth(links.map(|link| link.0).fold(0, u64::saturating_add));
-        longest = longest.max(topology.port(Rank(rank as u32)).up.min(all).transfer(sends));
+        longest = longest.max(topology.access_link(Rank(rank as u32)).up.min(all).transfer(sends));
     }
     Ok(longest)
 }

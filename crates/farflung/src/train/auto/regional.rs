@@ -48,7 +48,7 @@ pub fn by_region(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> 
             Ok(found) => {
                 priced += found.priced;
                 plans.extend(found.plans.into_iter().map(|found| RegionalCandidate {
-                    held: held(&chain, &found),
+                    held: peak_memory(&chain, &found),
                     found,
                     is_recomputed,
                 }));
@@ -95,7 +95,7 @@ fn regional_chain(
 }
 
 /// Returns the memory of the rank that holds the most, under 1F1B.
-fn held(chain: &RegionalChain, plan: &RegionalPlan) -> Bytes {
+fn peak_memory(chain: &RegionalChain, plan: &RegionalPlan) -> Bytes {
     let most = plan.microbatches.iter().copied().max().unwrap_or(0) as usize;
     let stages = plan.stages.len();
     let of = |(at, layers): (usize, &std::ops::Range<usize>)| {

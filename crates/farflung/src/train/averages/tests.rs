@@ -4,7 +4,7 @@
 use super::*;
 use crate::Stop;
 use crate::config::choice::LrScheduleKind;
-use crate::train::{Job, Quiet, run_job, seats};
+use crate::train::{Job, Quiet, connections, run_job};
 
 /// Two regions of two machines, with a line of 20 Mbit/s and 20 ms between them.
 const REGIONS: &str = r#"
@@ -62,7 +62,7 @@ fn job(config: TrainConfig) -> Result<Job> {
 }
 
 fn loss(job: &Job) -> f64 {
-    let report = run_job(job, seats(job, None).unwrap(), &mut Quiet).unwrap().unwrap();
+    let report = run_job(job, connections(job, None).unwrap(), &mut Quiet).unwrap().unwrap();
     report.train_loss.unwrap()
 }
 

@@ -23,25 +23,25 @@ impl Boundaries {
         for (end, coded) in self.ends.iter_mut().filter(|(_, coded)| coded.remembers) {
             let sums: Vec<u8> =
                 coded.codec.checksums(&ids)?.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-            held.push(Held { end: *end, coded, sums });
+            held.push(EndChecksums { end: *end, coded, sums });
         }
-        let digest = |Held { end, coded, sums }: &Held<'_>| Told {
+        let digest = |EndChecksums { end, coded, sums }: &EndChecksums<'_>| EndMessage {
             end: *end,
             to: coded.other,
             bytes: blake3::hash(sums).as_bytes().to_vec(),
         };
-        let digests: Vec<Told> = held.iter().map(digest).collect();
+        let digests: Vec<EndMessage> = held.iter().map(digest).collect();
         let theirs = exchange(comm, first, &digests)?;
         let mut same = digests.iter().zip(&theirs).map(|(mine, theirs)| mine.bytes == *theirs);
         held.retain(|_| !same.next().expect("a digest for each end"));
 
-        let sums: Vec<Told> = held
+        let sums: Vec<EndMessage> = held
             .iter()
-            .map(|held| Told { end: held.end, to: held.coded.other, bytes: held.sums.clone() })
+            .map(|held| EndMessage { end: held.end, to: held.coded.other, bytes: held.sums.clone() })
             .collect();
         let theirs = exchange(comm, first, &sums)?;
         let mut forgotten = 0;
-        for (Held { coded, sums, .. }, theirs) in held.into_iter().zip(theirs) {
+        for (EndChecksums { coded, sums, .. }, theirs) in held.into_iter().zip(theirs) {
             let pairs = sums.as_chunks::<4>().0.iter().zip(theirs.as_chunks().0);
             let differ: Vec<u64> =
                 ids.iter().zip(pairs).filter(|(_, (here, there))| here != there).map(|(id, _)| *id).collect();
@@ -54,24 +54,24 @@ impl Boundaries {
 }
 
 /// An end with the checksums of its samples.
-struct Held<'a> {
+struct EndChecksums<'a> {
     end: End,
     coded: &'a mut Coded,
     sums: Vec<u8>,
 }
 
 /// A message to the holder of an end's other side.
-struct Told {
+struct EndMessage {
     end: End,
     to: Rank,
     bytes: Vec<u8>,
 }
 
 /// Sends a message for each end, and returns the messages of the other sides, which must have the same lengths.
-fn exchange(comm: &Communicator, first: u32, mine: &[Told]) -> Result<Vec<Vec<u8>>> {
+fn exchange(comm: &Communicator, first: u32, mine: &[EndMessage]) -> Result<Vec<Vec<u8>>> {
     let mut sending = Vec::new();
     let mut coming = Vec::new();
-    for Told { end, to, bytes } in mine {
+    for EndMessage { end, to, bytes } in mine {
         let (other, tag) = (Rank(first + to.0), tag(*end));
         coming.push(comm.start_recv(other, tag));
         sending.push(comm.start_send(other, tag, bytes.clone()));

@@ -10,7 +10,7 @@ use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::{Record, Source, all_gather_u64, beside, folder, lost};
+use super::{CheckpointRecord, Source, all_gather_u64, beside, folder, lost};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
 
@@ -209,11 +209,11 @@ fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
 /// `layers` layers.
 ///
 /// Errors: [`Error::PartsElsewhere`] if some layers are in none of them.
-fn of_view(first: Checkpoint, record: &Record, layers: usize) -> Result<Vec<Checkpoint>> {
+fn of_view(first: Checkpoint, record: &CheckpointRecord, layers: usize) -> Result<Vec<Checkpoint>> {
     let path = first.path().to_owned();
     let here = path.parent().unwrap_or(&path);
     let mut left: BTreeSet<usize> = (0..layers).collect();
-    let mut without = |record: &Record| {
+    let mut without = |record: &CheckpointRecord| {
         let before = left.len();
         record.parts.iter().for_each(|&(start, end)| left.retain(|layer| !(start..end).contains(layer)));
         left.len() < before

@@ -5,14 +5,14 @@ use farflung_comm::Communicator;
 
 use super::super::job::Job;
 use super::super::meet::{model_facts, same_facts};
-use super::{Record, Source};
+use super::{CheckpointRecord, Source};
 use crate::config::dashed;
-use crate::config::shared::{Fact, is_planned};
+use crate::config::shared::{NamedValue, is_planned};
 use crate::{Error, Result, TrainArgs};
 
 /// Checks that the run can continue from the checkpoint. Each step must have the same sequences, but the model
 /// and the batch may be divided differently among ranks.
-pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
+pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {
             Ok(())
@@ -41,11 +41,11 @@ pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
 /// Checks that all ranks continue from the same step. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
-pub(super) fn same_step(record: &Record, comm: &Communicator) -> Result<()> {
+pub(super) fn same_step(record: &CheckpointRecord, comm: &Communicator) -> Result<()> {
     let facts = [
-        Fact::new("step", record.step),
-        Fact::new("outer step", record.outer_step),
-        Fact::new("rounds of averaging", record.rounds),
+        NamedValue::new("step", record.step),
+        NamedValue::new("outer step", record.outer_step),
+        NamedValue::new("rounds of averaging", record.rounds),
     ];
     same_facts("checkpoint's", &facts, comm, |_| false)
 }
@@ -58,7 +58,7 @@ pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     };
     let was = |name: &str| table.get(name).map_or_else(|| "none".to_owned(), ToString::to_string);
     let (mut training, mut others) = (Vec::new(), Vec::new());
-    for Fact { name, value } in job.config.shared() {
+    for NamedValue { name, value } in job.config.shared() {
         let before = was(&name);
         // A plan file replaced the settings that it decides.
         if before == value || table.contains_key("plan") && is_planned(&name) {

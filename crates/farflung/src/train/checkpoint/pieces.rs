@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-use farflung_parallel::membership::Place;
+use farflung_parallel::membership::ViewId;
 
 use super::super::job::Job;
 use super::super::meet::model_facts;
-use super::super::trainer::{Counted, Pieces};
-use super::Record;
+use super::super::trainer::{NamedTensors, RunCounters};
+use super::CheckpointRecord;
 use super::source::{Files, Residuals, Source};
 use crate::{Checkpoint, Result};
 
@@ -16,11 +16,12 @@ use crate::{Checkpoint, Result};
 #[derive(Debug, Clone, PartialEq)]
 pub(in super::super) struct Saved {
     /// The view in which it was saved: the checkpoints of the same step and view are parts of one model.
-    pub(in super::super) view: Place,
-    pub(in super::super) pieces: Pieces,
+    pub(in super::super) view: ViewId,
+    pub(in super::super) pieces: NamedTensors,
 }
 
-/// Reads the checkpoint of any member of a run with pipelines; `None` if it belongs to another run.
+/// Reads the checkpoint that one member of a run with pipelines has saved. `None` if its model, seed, method or
+/// data is not that of `job`.
 ///
 /// Errors: a damaged checkpoint.
 pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
@@ -31,7 +32,7 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     };
     let source = Source::new(job.model, vec![files], Residuals::None)?;
     let (states, tensors) = source.tensors();
-    let counted = Counted {
+    let counted = RunCounters {
         step: record.step,
         // There is one update per step: pipelines whose members join and leave have a flush.
         updates: record.step,
@@ -40,10 +41,10 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
         scale: source.loss_scale().to_vec(),
         states,
     };
-    Ok(Some(Saved { view, pieces: Pieces { counted, tensors } }))
+    Ok(Some(Saved { view, pieces: NamedTensors { counted, tensors } }))
 }
 
-fn is_of(record: &Record, job: &Job) -> bool {
+fn is_of(record: &CheckpointRecord, job: &Job) -> bool {
     record.model == model_facts(job)
         && record.seed == job.config.seed
         && record.sync == job.plan.outermost().method

@@ -8,14 +8,14 @@ use farflung_tensor::ParamLayout;
 use farflung_zoo::{GptConfig, Stage};
 use safetensors::SafeTensors;
 
-use super::{CHAIN, LOSS_SCALE, MODEL, OPTIMIZER, Record, SAMPLES, SETTINGS, TRAINER};
+use super::{CHAIN, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
 use crate::{Checkpoint, Error, Result, finite};
 
 /// The files of one checkpoint, in memory.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Files {
     path: PathBuf,
-    pub(super) record: Record,
+    pub(super) record: CheckpointRecord,
     /// The run's settings; empty if the checkpoint has none.
     settings: String,
     model: Vec<u8>,
@@ -99,7 +99,7 @@ pub(in super::super) enum Residuals {
 /// Weights and states by their names.
 pub(in super::super) struct Source {
     /// The counters of rank 0, or of this rank.
-    pub(super) record: Record,
+    pub(super) record: CheckpointRecord,
     pub(in super::super) residuals: Residuals,
     path: PathBuf,
     settings: String,
@@ -111,7 +111,7 @@ pub(in super::super) struct Source {
 }
 
 /// Reads the counters of a checkpoint.
-pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
+pub(super) fn record(checkpoint: &Checkpoint) -> Result<CheckpointRecord> {
     serde_json::from_slice(&checkpoint.read(TRAINER)?).map_err(|_| Error::Damaged {
         path: checkpoint.path().join(TRAINER),
         what: "it does not contain the trainer's counters",

@@ -8,7 +8,7 @@ use farflung_optim::sync::{DDP, DILOCO};
 
 use super::*;
 use crate::config::choice::{LrScheduleKind, SyncKind};
-use crate::train::{Quiet, run, run_job, seats};
+use crate::train::{Quiet, connections, run, run_job};
 use crate::transports::{MEMORY, SIMULATED, TCP};
 use crate::{Stop, TrainConfig};
 
@@ -45,7 +45,7 @@ fn does_not_work(config: &TrainConfig) {
     let time = slowest(&at_once, &at_once.topology().unwrap()).unwrap().unwrap().time;
     let job = job(config, time.saturating_sub(Nanos(1)));
     assert_eq!(check(&job, TransportName::of(&SIMULATED)).unwrap_err().exit_code(), 2);
-    let result = run_job(&job, seats(&job, None).unwrap(), &mut Quiet);
+    let result = run_job(&job, connections(&job, None).unwrap(), &mut Quiet);
     let lost = result.as_ref().is_err_and(|error| matches!(error, Error::PeerLost { .. }));
     let settings = config.to_toml();
     assert!(lost, "{time}: {:?} for\n{settings}", result.map(|report| report.map(|report| report.time_s)));
@@ -144,7 +144,7 @@ fn a_run_that_works_over_a_slow_link_is_not_refused() {
     let slow = TrainConfig { link: link("20kbit,1s"), codec: "int8".parse().unwrap(), ..base };
     let job = job(&slow, slow.deadline);
     check(&job, TransportName::of(&SIMULATED)).unwrap();
-    run_job(&job, seats(&job, None).unwrap(), &mut Quiet).unwrap().unwrap();
+    run_job(&job, connections(&job, None).unwrap(), &mut Quiet).unwrap().unwrap();
     // Other links than simulated ones are not checked.
     let never = TrainConfig { link: link("1kbit,10s"), ..slow };
     let job = self::job(&never, never.deadline);

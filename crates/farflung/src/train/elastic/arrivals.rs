@@ -8,8 +8,8 @@ use farflung_comm::secure::PublicKey;
 use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
 use farflung_parallel::membership::{Member, MemberId};
 
+use super::newcomer_info::NewcomerInfo;
 use super::status::Status;
-use super::welcome::Welcome;
 
 /// A connected peer: a member or a possible member.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,7 +48,7 @@ impl From<&Connected> for Newcomer {
 /// Source of the list of connected peers.
 pub trait Arrivals: std::fmt::Debug + Send + Sync {
     /// Returns all peers that are connected at time `now` of the transport's clock, members included.
-    fn here(&self, now: Nanos) -> Vec<Newcomer>;
+    fn connected(&self, now: Nanos) -> Vec<Newcomer>;
 
     /// Returns the time of the transport's clock at which this peer appears.
     fn begins(&self, _me: PeerId) -> Nanos {
@@ -67,7 +67,7 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
     }
 
     /// Publishes the status that peers get when they ask about the run.
-    fn tell(&self, _status: Status) {}
+    fn publish_status(&self, _status: Status) {}
 
     /// Connects a waiting newcomer to peers that have connected to the network since it did.
     fn meet(&self) {}
@@ -81,11 +81,11 @@ pub struct AtGate {
     /// Settings with which the gate was opened.
     pub config: GateConfig,
     /// Answer to a newcomer that asks about the run.
-    pub(super) welcome: Welcome,
+    pub(super) welcome: NewcomerInfo,
 }
 
 impl Arrivals for AtGate {
-    fn here(&self, _: Nanos) -> Vec<Newcomer> {
+    fn connected(&self, _: Nanos) -> Vec<Newcomer> {
         self.gate.connected().iter().map(Newcomer::from).collect()
     }
 
@@ -98,8 +98,8 @@ impl Arrivals for AtGate {
         self.gate.connected().iter().map(|peer| (peer.peer, peer.to_reach())).collect()
     }
 
-    fn tell(&self, status: Status) {
-        let welcome = Welcome { status: Some(status), ..self.welcome.clone() };
+    fn publish_status(&self, status: Status) {
+        let welcome = NewcomerInfo { status: Some(status), ..self.welcome.clone() };
         if let Err(error) = self.gate.set_welcome(welcome.to_bytes()) {
             tracing::warn!(%error, "failed to publish the status of the run");
         }
@@ -117,7 +117,7 @@ impl Arrivals for AtGate {
 pub struct Scripted(pub Vec<(PeerId, Nanos)>);
 
 impl Arrivals for Scripted {
-    fn here(&self, now: Nanos) -> Vec<Newcomer> {
+    fn connected(&self, now: Nanos) -> Vec<Newcomer> {
         let come = self.0.iter().filter(|(_, from)| *from <= now);
         come.map(|&(peer, _)| Newcomer::new(peer, None)).collect()
     }

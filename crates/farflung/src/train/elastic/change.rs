@@ -12,26 +12,26 @@ use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::{Agreed, Agreement, Loss, Next, suspect};
-use super::fetching::Store;
-use super::follow::{Alone, Followed, Follower};
+use super::decide::{Agreed, Agreement, Loss, NextView, suspect};
+use super::fetching::ChunkStore;
+use super::follow::{Followed, Follower, Replayer};
 use super::idle::Idle;
-use super::lent::Lent;
 use super::measure::measured;
 use super::place::{Logs, Place};
 use super::pool_speeds::PoolSpeeds;
 use super::repeats::Repeats;
-use super::share::{Holds, Shared, share};
+use super::state_transfer::{LocalState, TransferStats, transfer_state};
+use super::status_publisher::StatusPublisher;
 use super::step_log::StepLog;
+use super::step_records::StepRecords;
 use super::stoppable::stoppable;
 use super::team::Team;
-use super::teller::Teller;
-use super::view::{Brings, stand};
-use super::watchman::Watchman;
+use super::view::{EnteringRank, form_view};
+use super::watchdog::Watchdog;
 use crate::events::{EventKind, causes};
 use crate::train::job::Job;
 use crate::train::links;
-use crate::train::steps::Last;
+use crate::train::steps::LastDone;
 use crate::train::trainer::{Trainer, needs};
 use crate::{Error, Result};
 
@@ -41,9 +41,9 @@ pub struct Changed {
     /// Number of the new view.
     pub epoch: u64,
     /// Endpoints that have joined.
-    pub came: Vec<PeerId>,
+    pub joined: Vec<PeerId>,
     /// Endpoints that have left or were lost.
-    pub went: Vec<PeerId>,
+    pub left: Vec<PeerId>,
     /// Number of members now.
     pub members: usize,
     /// Number of steps done, the same on all members.
@@ -62,8 +62,8 @@ pub struct Changed {
     pub lost_sequences: u64,
     /// Number of times that the step in flight has failed although all members answered.
     pub repeated: u32,
-    /// Number of steps that were done and must be done again, because the remaining members do not have the
-    /// whole model after them.
+    /// Number of steps that were done and must be done again, because the remaining members together do not have
+    /// all parts of the model as it was after those steps.
     pub lost_steps: u64,
     /// Whether the members continue from their checkpoints, because they do not have the whole model in memory.
     pub from_checkpoints: bool,
@@ -82,7 +82,7 @@ pub struct Changed {
 
 impl fmt::Display for Changed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { came, went, members, step, reason, state, donors, took, .. } = self;
+        let Self { joined: came, left: went, members, step, reason, state, donors, took, .. } = self;
         let names = |peers: &[PeerId]| {
             let names: Vec<String> = peers.iter().map(|peer| format!("member {}", peer.0)).collect();
             names.join(", ")
@@ -143,7 +143,7 @@ impl fmt::Display for Changed {
 impl Changed {
     /// Returns whether the members are the same as before and only repeat a step.
     fn is_repeat(&self) -> bool {
-        self.repeated > 0 && self.came.is_empty() && self.went.is_empty()
+        self.repeated > 0 && self.joined.is_empty() && self.left.is_empty()
     }
 
     /// Returns the entry for `events.jsonl`. `deadline` is the time for which ranks now wait for each other.
@@ -158,8 +158,8 @@ impl Changed {
         EventKind::Members {
             epoch: self.epoch,
             members: self.members,
-            came: numbers(&self.came),
-            went: numbers(&self.went),
+            joined: numbers(&self.joined),
+            left: numbers(&self.left),
             lost_sequences: self.lost_sequences,
             lost_steps: self.lost_steps,
             from_checkpoints: self.from_checkpoints,
@@ -176,11 +176,11 @@ pub(in crate::train) struct Member<'a> {
     /// Whether the transport's clock is virtual.
     pub(in crate::train) simulated: bool,
     /// Publishes the status of the run.
-    pub(super) teller: Teller,
+    pub(super) publisher: StatusPublisher,
     /// Speeds of the replicas.
     pub(super) balance: Balance,
     /// Detects silent members before the deadline; `None` on a virtual clock.
-    pub(super) watchman: Option<Watchman>,
+    pub(super) watchdog: Option<Watchdog>,
     /// Which member has which rank, where members form pipelines.
     pub(super) team: Option<Team>,
     /// Copies of its own part and of another rank's, of earlier steps.
@@ -194,7 +194,7 @@ pub(in crate::train) struct Member<'a> {
     /// Speeds of the members, if stages are pools.
     pub(super) pools: PoolSpeeds,
     /// Chunks received of a state that is not complete yet.
-    pub(super) store: Store,
+    pub(super) store: ChunkStore,
     /// Records of its steps, if a newcomer follows them.
     pub(super) log: StepLog,
 }
@@ -203,7 +203,7 @@ impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
         let wants = self.place.wants_change(self.logs())?;
-        Ok(wants || !self.idle.look(self.place, self.team.as_ref()).is_empty())
+        Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
     /// Returns whether this rank keeps a log of its steps.
@@ -227,7 +227,7 @@ impl Member<'_> {
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Agreement> {
         let working = self.working();
-        let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
+        let silent = self.idle.check(self.place, self.team.as_ref()).to_vec();
         let own = (trainer.steps_done(), trainer.state_bytes(), self.logs());
         self.place.agree((trainer.comm(), &working), (leaves, &silent), own)
     }
@@ -238,14 +238,14 @@ impl Member<'_> {
     /// Errors: [`Error::Removed`] on a member that leaves.
     pub(super) fn between_steps(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         (agreed, begun): (Agreed, Nanos),
     ) -> Result<Option<Changed>> {
         let start = start(self.place, job, trainer)?;
         match self.place.between_steps(agreed, start) {
             Ok(None) => Ok(None),
-            Ok(Some(Next { view, reason })) => {
+            Ok(Some(NextView { view, reason })) => {
                 self.repeats = Repeats::default();
                 self.go_over((job, last), trainer, view, (begun, reason)).map(Some)
             }
@@ -259,7 +259,7 @@ impl Member<'_> {
     /// Errors: [`Error::Removed`] if this rank must not continue.
     pub(in crate::train) fn after_loss(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         error: &Error,
     ) -> Result<Changed> {
@@ -270,7 +270,7 @@ impl Member<'_> {
         trainer.comm().abort();
         trainer.drop_step();
         let start = start(self.place, job, trainer)?;
-        let silent = self.watchman.as_ref().map_or_else(Vec::new, Watchman::given_up);
+        let silent = self.watchdog.as_ref().map_or_else(Vec::new, Watchdog::given_up);
         let view = self.next_view(error, silent, (trainer.steps_done(), start))?;
         self.go_over((job, last), trainer, view, (begun, reason))
     }
@@ -303,7 +303,7 @@ impl Member<'_> {
     /// continues with the next view.
     fn go_over(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         view: View,
         (begun, reason): (Nanos, Option<String>),
@@ -331,8 +331,8 @@ impl Member<'_> {
                     let sequences = unaveraged(&plan, &lost, trainer.steps_done());
                     return Ok(Changed {
                         epoch,
-                        came: fresh(&now, &before),
-                        went,
+                        joined: fresh(&now, &before),
+                        left: went,
                         caught_up: trainer.progress() != stood,
                         lost_sequences: if reason.is_some() { sequences } else { 0 },
                         repeated: self.repeats.times(stood.step),
@@ -362,13 +362,13 @@ impl Member<'_> {
 
     fn try_view(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         view: &View,
         before: &[u32],
-    ) -> Result<Shared> {
+    ) -> Result<TransferStats> {
         let comm = stoppable(job, self.place.enter(view.clone())?);
-        let brings = Brings {
+        let brings = EnteringRank {
             job,
             before: before.to_vec(),
             progress: Some(trainer.progress()),
@@ -376,14 +376,14 @@ impl Member<'_> {
             measured: self.balance.measured(),
             speed: None,
         };
-        let stood = stand(view, &comm, brings);
+        let stood = form_view(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
-        let comm = links::seat(&stood.job, comm, self.simulated)?;
-        // `share` runs before `carry_over`: the trainer's steps so far belong to the old plan.
-        self.log.check(&mut self.place.shelf(), trainer);
-        let lent = Lent::new(self.log.records(), &self.place.shelf());
-        let holds = Holds::Member(trainer, lent);
-        let done = share(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);
+        let comm = links::view_communicator(&stood.job, comm, self.simulated)?;
+        // `transfer_state` runs before `carry_over`: the trainer's steps so far belong to the old plan.
+        self.log.check(&mut self.place.offered_blobs(), trainer);
+        let lent = StepRecords::new(self.log.records(), &self.place.offered_blobs());
+        let holds = LocalState::Member(trainer, lent);
+        let done = transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);
         let done = done.and_then(|(shared, taken)| {
             if let Some(taken) = taken {
                 trainer.take_snapshot(&taken.shared, None)?;
@@ -406,7 +406,7 @@ impl Member<'_> {
         alone: &Communicator,
         patience: Nanos,
         tell: &mut dyn FnMut(&str),
-    ) -> Result<(Trainer, Last)> {
+    ) -> Result<(Trainer, LastDone)> {
         let expects = (patience, expected(job)?);
         if job.pipelines.is_some() {
             return self.come_into_pipelines(job, expects, tell);
@@ -418,7 +418,7 @@ impl Member<'_> {
         let (threads, simulated) = (self.threads, self.simulated);
         let follows = job.averages_each_step() && !job.barrier;
         let mut follower =
-            follows.then(|| Follower::new(Alone { job, comm: alone, slot, threads, simulated }));
+            follows.then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
         let followed = follower.and_then(Follower::into_followed);
         self.first_place(job, view, speed, followed)
@@ -432,15 +432,16 @@ impl Member<'_> {
         mut view: View,
         speed: Option<Nanos>,
         mut followed: Option<Followed>,
-    ) -> Result<(Trainer, Last)> {
+    ) -> Result<(Trainer, LastDone)> {
         loop {
             let comm = stoppable(job, self.place.enter(view.clone())?);
-            let (before, last) = (Vec::new(), Last::at(0));
-            let brings = Brings { job, before, progress: None, last, measured: &[], speed };
-            let came = stand(&view, &comm, brings).and_then(|stood| {
-                let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
-                let holds = Holds::Newcomer(followed.as_mut());
-                let (_, taken) = share(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
+            let (before, last) = (Vec::new(), LastDone::at(0));
+            let brings = EnteringRank { job, before, progress: None, last, measured: &[], speed };
+            let came = form_view(&view, &comm, brings).and_then(|stood| {
+                let comm = links::view_communicator(&stood.job, comm.clone(), self.simulated)?;
+                let holds = LocalState::Newcomer(followed.as_mut());
+                let (_, taken) =
+                    transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
                 // Its memory is needed for the rank's own trainer.
                 followed = None;
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
@@ -475,7 +476,7 @@ impl Member<'_> {
         let own = trainer.replica();
         let plan = job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?;
         let next = job.with_plan_after(trainer.steps_done(), plan)?;
-        let comm = links::seat(&next, comm, self.simulated)?;
+        let comm = links::view_communicator(&next, comm, self.simulated)?;
         trainer.carry_over(&next, comm)?;
         *job = next;
         Ok(())

@@ -7,7 +7,7 @@ use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
 
 use crate::train::job::Job;
-use crate::train::trainer::{Pieces, Trainer};
+use crate::train::trainer::{NamedTensors, Trainer};
 use crate::{Error, Result};
 
 /// Tag of the messages with copies.
@@ -19,7 +19,7 @@ const KEPT: usize = 2;
 
 /// An outgoing copy, to the next rank.
 #[derive(Debug)]
-struct Leaving {
+struct OutgoingCopy {
     bytes: Vec<u8>,
     at: usize,
     sending: Option<Pending<Result<(), CommError>>>,
@@ -30,7 +30,7 @@ struct Leaving {
 
 /// An incoming copy, from the previous rank.
 #[derive(Debug)]
-struct Coming {
+struct IncomingCopy {
     bytes: Vec<u8>,
     receiving: Pending<Result<Vec<u8>, CommError>>,
 }
@@ -39,28 +39,28 @@ struct Coming {
 #[derive(Debug, Default)]
 pub(super) struct Copies {
     /// Its own values, oldest first.
-    own: Vec<Pieces>,
+    own: Vec<NamedTensors>,
     /// The previous rank's values, oldest first.
-    held: Vec<Pieces>,
-    leaving: Option<Leaving>,
-    coming: Option<Coming>,
+    held: Vec<NamedTensors>,
+    outgoing: Option<OutgoingCopy>,
+    incoming: Option<IncomingCopy>,
 }
 
 impl Copies {
     /// Returns all values that are kept.
-    pub(super) fn kept(&self) -> impl Iterator<Item = &Pieces> {
+    pub(super) fn kept(&self) -> impl Iterator<Item = &NamedTensors> {
         self.own.iter().chain(&self.held)
     }
 
     /// Returns whether a copy is still being sent or received by this rank.
     pub(super) const fn is_under_way(&self) -> bool {
-        self.leaving.is_some() || self.coming.is_some()
+        self.outgoing.is_some() || self.incoming.is_some()
     }
 
     /// Drops unfinished copies and the values of steps after `step`. Called after a change of members, which
     /// continue from `step`.
     pub(super) fn begin_anew(&mut self, step: u64) {
-        (self.leaving, self.coming) = (None, None);
+        (self.outgoing, self.incoming) = (None, None);
         self.own.retain(|kept| kept.counted.step <= step);
         self.held.retain(|kept| kept.counted.step <= step);
     }
@@ -87,22 +87,22 @@ impl Copies {
         let bytes = pieces.to_bytes();
         keep(&mut self.own, pieces);
         let now = comm.now();
-        self.leaving = Some(Leaving { bytes, at: 0, sending: None, credit: 0.0, credited: now });
+        self.outgoing = Some(OutgoingCopy { bytes, at: 0, sending: None, credit: 0.0, credited: now });
         let receiving = receive(comm);
-        self.coming = Some(Coming { bytes: Vec::new(), receiving });
+        self.incoming = Some(IncomingCopy { bytes: Vec::new(), receiving });
         Ok(())
     }
 
     fn go_on(&mut self, comm: &Communicator, job: &Job) -> Result<()> {
-        if let Some(leaving) = &mut self.leaving {
+        if let Some(leaving) = &mut self.outgoing {
             let next = Rank((comm.rank().0 + 1) % comm.size() as u32);
             let rate = job.topology()?.rate(comm.rank(), next).0.min(job.config.up.0);
             leaving.go_on(comm, next, job.config.copy_share * rate as f64 / 8.0);
             if leaving.is_done() {
-                self.leaving = None;
+                self.outgoing = None;
             }
         }
-        if let Some(coming) = &mut self.coming {
+        if let Some(coming) = &mut self.incoming {
             while coming.receiving.is_ready() {
                 let receiving = std::mem::replace(&mut coming.receiving, receive(comm));
                 // The next step detects a lost rank.
@@ -114,9 +114,9 @@ impl Copies {
                         message: "the copy of another member's part".to_owned(),
                         problem: "cannot be parsed",
                     };
-                    let pieces = Pieces::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
+                    let pieces = NamedTensors::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
                     keep(&mut self.held, pieces);
-                    self.coming = None;
+                    self.incoming = None;
                     break;
                 }
             }
@@ -125,7 +125,7 @@ impl Copies {
     }
 }
 
-fn keep(kept: &mut Vec<Pieces>, pieces: Pieces) {
+fn keep(kept: &mut Vec<NamedTensors>, pieces: NamedTensors) {
     kept.push(pieces);
     if kept.len() > KEPT {
         kept.remove(0);
@@ -144,7 +144,7 @@ fn length(bytes: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(*len).saturating_add(8))
 }
 
-impl Leaving {
+impl OutgoingCopy {
     /// Sends as many bytes as are allowed by now, at `rate` bytes a second.
     fn go_on(&mut self, comm: &Communicator, to: Rank, rate: f64) {
         let now = comm.now();

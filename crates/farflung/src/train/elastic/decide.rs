@@ -8,29 +8,29 @@ use farflung_comm::Communicator;
 use farflung_parallel::membership::{Event, Member, MemberId, Reason, Start, View};
 use serde::{Deserialize, Serialize};
 
+use super::all_gather::all_gather;
 use super::arrivals::Newcomer;
-use super::keeper::Outcome;
+use super::membership_service::Outcome;
 use super::place::{Logs, Place};
 use super::ready::{Admission, Cost};
-use super::tell_all::tell_all;
-use super::watchman::ROLL_CALL;
+use super::watchdog::ROLL_CALL;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
 use crate::{Error, Result};
 
 /// Time between two checks while waiting for others.
-pub(super) const LOOK: Nanos = Nanos::from_millis(50);
+pub(super) const POLL_INTERVAL: Nanos = Nanos::from_millis(50);
 /// Time after a change that was requested but not reached, before the next change may be requested.
 const PAUSE: Nanos = Nanos::from_millis(1000);
 
 /// Message that each member sends to the others when they agree on a change between two steps.
 #[derive(Debug, Serialize, Deserialize)]
-struct Standing {
+struct ChangeMessage {
     leaves: bool,
     /// Ids of members without a part that do not answer.
     silent: Vec<[u8; 32]>,
     /// The newcomers that are connected to this member and are ready, or ask for a copy of the state.
-    here: Vec<Caller>,
+    here: Vec<KnownNewcomer>,
     /// Whether the sender keeps a log of its steps for newcomers.
     logs: bool,
     /// Sizes of the sender's state in memory.
@@ -39,7 +39,7 @@ struct Standing {
 
 /// A newcomer of which a member has heard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-struct Caller {
+struct KnownNewcomer {
     /// Its endpoint's number.
     slot: u32,
     id: [u8; 32],
@@ -47,11 +47,11 @@ struct Caller {
     is_ready: bool,
 }
 
-impl Caller {
+impl KnownNewcomer {
     /// Returns the first newcomer that every member has heard of, of those that are ready or of those that are
     /// not, by what rank 0 has heard. A newcomer must be connected to all members, so that one that comes after
     /// another is connected to that one, too.
-    fn first_of(told: &[Standing], is_ready: bool) -> Option<Self> {
+    fn first_of(told: &[ChangeMessage], is_ready: bool) -> Option<Self> {
         let (first, others) = told.split_first()?;
         let met =
             |here: &[Self], caller: &Self| here.iter().any(|h| (h.slot, h.id) == (caller.slot, caller.id));
@@ -70,7 +70,7 @@ pub(super) fn suspect(error: &Error) -> Option<PeerId> {
 }
 
 /// A view on which members agree between two steps.
-pub(super) struct Next {
+pub(super) struct NextView {
     pub(super) view: View,
     /// Reason for the change, if a member does not answer.
     pub(super) reason: Option<String>,
@@ -105,7 +105,7 @@ pub(super) struct Loss {
 }
 
 /// A round of pings to the other members.
-struct RollCall {
+struct PingRound {
     at: Nanos,
     asked: Vec<(PeerId, MemberId)>,
 }
@@ -136,9 +136,9 @@ impl Place {
         patience: Nanos,
     ) -> Result<Option<View>> {
         self.renew();
-        self.keeper().awaited = true;
+        self.membership().awaited = true;
         let decided = self.wait_for_outcome(events, (suspect, again), patience);
-        self.keeper().awaited = false;
+        self.membership().awaited = false;
         decided
     }
 
@@ -158,10 +158,10 @@ impl Place {
         let until = self.transport().now().saturating_add(patience);
         // Time at which the suspect is reported as silent. It is later if the step may first be repeated.
         let mut names = Nanos::ZERO;
-        let mut calling = RollCall { at: self.transport().now(), asked: self.others() };
+        let mut calling = PingRound { at: self.transport().now(), asked: self.others() };
         let mut _asking = self.ping(&calling.asked);
         loop {
-            let outcome = self.keeper().outcome();
+            let outcome = self.membership().outcome();
             match outcome {
                 Some(Outcome::Installed(view)) => return Ok(Some(view)),
                 Some(Outcome::Stopped(reason)) => return Err(stopped(reason)),
@@ -174,7 +174,7 @@ impl Place {
             self.renew();
             let mut silent = self.lost();
             // A member that was pinged and has not answered in time is silent, too.
-            let quiet = |id: &MemberId| !self.keeper().has_heard(id, calling.at);
+            let quiet = |id: &MemberId| !self.membership().has_heard(id, calling.at);
             let unheard: Vec<MemberId> = calling.asked.iter().map(|(_, id)| *id).filter(quiet).collect();
             let is_over = now >= calling.at.saturating_add(self.roll_call());
             if is_over || unheard.iter().all(|id| silent.contains(id)) {
@@ -195,7 +195,7 @@ impl Place {
                 }
             }
             if is_over {
-                calling = RollCall { at: now, asked: self.others() };
+                calling = PingRound { at: now, asked: self.others() };
                 _asking = self.ping(&calling.asked);
             }
             silent.retain(|id| !told.contains(id));
@@ -203,11 +203,12 @@ impl Place {
                 self.tell(Event::Silent(id))?;
                 told.push(id);
             }
-            let wake = self.keeper().wake().unwrap_or(Nanos::MAX);
+            let wake = self.membership().wake().unwrap_or(Nanos::MAX);
             if wake <= now {
                 self.tell(Event::Tick)?;
             }
-            let next = until.min(calling.at.saturating_add(self.roll_call())).min(now.saturating_add(LOOK));
+            let next =
+                until.min(calling.at.saturating_add(self.roll_call())).min(now.saturating_add(POLL_INTERVAL));
             let next = if wake > now { next.min(wake) } else { next };
             self.wait(next.saturating_sub(now))?;
         }
@@ -246,12 +247,12 @@ impl Place {
         self.renew();
         let caller = |&(ref peer, is_ready): &(Newcomer, bool)| {
             let Newcomer { peer, id } = peer;
-            Caller { slot: peer.0, id: id.0, is_ready }
+            KnownNewcomer { slot: peer.0, id: id.0, is_ready }
         };
         let here = self.callers(logs).iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let standing = Standing { leaves, silent, here, logs: logs == Logs::Yes, state };
-        let told = tell_all(comm, &standing)?;
+        let standing = ChangeMessage { leaves, silent, here, logs: logs == Logs::Yes, state };
+        let told = all_gather(comm, &standing)?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
         // A member without a part is needed by no step, so its loss must be reported here.
@@ -263,13 +264,13 @@ impl Place {
         events.extend(idle.map(Event::Silent));
         let mut admission = None;
         if events.is_empty() {
-            if let Some(Caller { slot, id, .. }) = Caller::first_of(&told, true) {
+            if let Some(KnownNewcomer { slot, id, .. }) = KnownNewcomer::first_of(&told, true) {
                 let id = MemberId(id);
                 events.push(Event::Ready(Member::new(id, slot)));
                 let sizes: Vec<_> = working.iter().copied().zip(told.iter().map(|told| told.state)).collect();
-                let cost = self.keeper().ready(&id).map(|ready| Cost::new(ready, &sizes, step));
+                let cost = self.membership().ready(&id).map(|ready| Cost::new(ready, &sizes, step));
                 admission = cost.map(|cost| Admission { peer: PeerId(slot), cost });
-            } else if let Some(Caller { slot, .. }) = Caller::first_of(&told, false)
+            } else if let Some(KnownNewcomer { slot, .. }) = KnownNewcomer::first_of(&told, false)
                 && !told.iter().any(|told| told.logs)
             {
                 return Ok(Agreement::Log(PeerId(slot)));
@@ -289,14 +290,14 @@ impl Place {
     /// Returns the next view after members have agreed on a change; `None` if they did not reach one.
     ///
     /// Errors: as [`Place::decide`].
-    pub(super) fn between_steps(&mut self, agreed: Agreed, start: Option<Start>) -> Result<Option<Next>> {
+    pub(super) fn between_steps(&mut self, agreed: Agreed, start: Option<Start>) -> Result<Option<NextView>> {
         let Agreed { events, reason, .. } = agreed;
         let events = start.map(Event::Starts).into_iter().chain(events).collect();
         let view = self.decide(events, (None, false), self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
         }
-        Ok(view.map(|view| Next { view, reason }))
+        Ok(view.map(|view| NextView { view, reason }))
     }
 
     /// Returns a new view of the same members after a step that all have done, for a change that does not

@@ -6,55 +6,55 @@ use std::sync::{Arc, Mutex};
 use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator, ServiceTags, WaitMode};
 
-use super::fetching::{Fetching, Store, Wanted};
-use super::shelf::Shelf;
+use super::blobs::OfferedBlobs;
+use super::fetching::{ChunkStore, Fetching, Wanted};
 use crate::{Error, Result};
 
-/// Tags of requests to a shelf and of its answers.
+/// Tags of requests for blobs and of their answers.
 pub(super) const TAGS: ServiceTags = ServiceTags { ask: u32::MAX / 2 - 8, answer: u32::MAX / 2 - 9 };
 /// Tag by which a fetching rank reports its progress.
 const PROGRESS: u32 = u32::MAX / 2 - 10;
 /// Time to wait for an answer before the fetching rank looks for late chunks.
-const LOOK: Nanos = Nanos::from_millis(250);
+const LATE_CHECK_INTERVAL: Nanos = Nanos::from_millis(250);
 /// Number of progress messages within a deadline, as long as chunks arrive.
-const SAYS: u64 = 4;
+const PROGRESS_MESSAGES: u64 = 4;
 
 /// Progress messages: `DONE` is the last one of a fetching rank, `GOES_ON` any earlier one.
 const DONE: u8 = 1;
 const GOES_ON: u8 = 0;
 
 /// The role of one rank in a fetch.
-pub(super) struct Part<'a> {
+pub(super) struct FetchRole<'a> {
     /// All ranks that fetch something.
     pub(super) takers: &'a [Rank],
     /// Blobs that this rank fetches; empty for a rank that only gives.
     pub(super) wanted: Vec<Wanted>,
     /// Blobs that this rank offers to others.
-    pub(super) shelf: Shelf,
+    pub(super) blobs: OfferedBlobs,
     /// Receives the chunks. It keeps them if the fetch is interrupted.
-    pub(super) store: &'a mut Store,
+    pub(super) store: &'a mut ChunkStore,
     /// Called once this rank has all that it wanted. Returns what it wants beside that.
-    pub(super) then: Option<&'a mut Then<'a>>,
+    pub(super) follow_up: Option<&'a mut FollowUp<'a>>,
 }
 
 /// What a rank does with the blobs that it has received, before it reports that it has all.
-pub(super) type Then<'a> = dyn FnMut(&mut Store) -> Result<Vec<Wanted>> + 'a;
+pub(super) type FollowUp<'a> = dyn FnMut(&mut ChunkStore) -> Result<Vec<Wanted>> + 'a;
 
 /// Fetches blobs for all ranks in `takers`. All ranks of the communicator call it, and it returns once every
 /// taker has reported that it has its blobs. Returns the number of donors that sent chunks to this rank.
 ///
 /// Errors: [`Error::PeerLost`] for a taker that falls silent, or for a donor that does not send a blob that no
 /// other donor has; [`Error::Message`] if all holders of a blob have sent wrong data or no longer have it.
-pub(super) fn fetch(comm: &Communicator, part: Part<'_>) -> Result<usize> {
-    let Part { takers, wanted, shelf, store, then } = part;
-    let shelf = Arc::new(Mutex::new(shelf));
-    let serving = comm.start_service(TAGS, &shelf);
+pub(super) fn fetch(comm: &Communicator, part: FetchRole<'_>) -> Result<usize> {
+    let FetchRole { takers, wanted, blobs, store, follow_up: then } = part;
+    let blobs = Arc::new(Mutex::new(blobs));
+    let serving = comm.start_service(TAGS, &blobs);
     let me = comm.rank();
-    let mut gave = if wanted.is_empty() { 0 } else { take(comm, Fetching::new(wanted, store))? };
+    let mut gave = if wanted.is_empty() { 0 } else { fetch_chunks(comm, Fetching::new(wanted, store))? };
     if let Some(then) = then {
         let more = then(store)?;
         if !more.is_empty() {
-            gave = take(comm, Fetching::new(more, store))?;
+            gave = fetch_chunks(comm, Fetching::new(more, store))?;
         }
     }
     let mut telling = Vec::new();
@@ -82,7 +82,7 @@ fn tell(comm: &Communicator, word: u8, telling: &mut Vec<Sending>) {
 }
 
 /// Asks donors for chunks until all blobs are complete. Returns the number of donors that sent some.
-fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
+fn fetch_chunks(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
     let nobody = |_| Error::Message {
         message: "the state of the run".to_owned(),
         problem: "does not have the hashes that its members reported",
@@ -106,7 +106,7 @@ fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
         }
         asking.retain(|asking| !asking.is_ready());
         let mut next = arriving.take().unwrap_or_else(|| patient.start_recv_any(&donors, TAGS.answer));
-        let patience = LOOK.min(deadline);
+        let patience = LATE_CHECK_INTERVAL.min(deadline);
         let arrived = if comm.first(&mut [&mut next], WaitMode::Within(patience)).is_some() {
             Some(next.wait()?)
         } else if comm.now().saturating_sub(came) >= deadline {
@@ -122,7 +122,7 @@ fn take(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize> {
         let Some((donor, bytes)) = arrived else { continue };
         fetching.arrived(donor, &bytes, now).map_err(nobody)?;
         came = now;
-        if now.saturating_sub(told) >= Nanos(deadline.0 / SAYS) {
+        if now.saturating_sub(told) >= Nanos(deadline.0 / PROGRESS_MESSAGES) {
             tell(comm, GOES_ON, &mut telling);
             told = now;
         }

@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use farflung_base::{Nanos, Rank};
 
-use super::shelf::{Hash, Item, Label, Reply, chunk_range, chunk_size, chunks_of, hash_of, root_of};
+use super::blobs::{
+    BlobReply, BlobRequest, Hash, Label, chunk_range, chunk_size, chunks_of, hash_of, root_of,
+};
 
 /// Minimum and maximum number of open requests to one donor.
 const WINDOW: std::ops::RangeInclusive<usize> = 2..=64;
@@ -37,7 +39,7 @@ pub(super) struct Wanted {
 
 /// Received and verified chunks of each blob. They are kept if a fetch is interrupted.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Store(BTreeMap<Hash, Stored>);
+pub(super) struct ChunkStore(BTreeMap<Hash, Stored>);
 
 #[derive(Debug, Clone, Default)]
 struct Stored {
@@ -46,7 +48,7 @@ struct Stored {
     chunks: BTreeMap<u32, Vec<u8>>,
 }
 
-impl Store {
+impl ChunkStore {
     /// Drops chunks of all other blobs.
     pub(super) fn keep(&mut self, wanted: &[Wanted]) {
         self.0.retain(|root, _| wanted.iter().any(|wanted| wanted.label.root == *root));
@@ -64,7 +66,7 @@ impl Store {
 #[derive(Debug, Default)]
 struct Donor {
     window: usize,
-    asked: VecDeque<(Item, Nanos)>,
+    asked: VecDeque<(BlobRequest, Nanos)>,
     /// Time that its last answer took.
     latency: Option<Nanos>,
     /// Bytes a second, measured between its answers.
@@ -81,14 +83,14 @@ struct Donor {
 #[derive(Debug)]
 struct Blob {
     wanted: Wanted,
-    queue: VecDeque<Item>,
+    queue: VecDeque<BlobRequest>,
     is_whole: bool,
 }
 
 /// A fetch in progress.
 #[derive(Debug)]
 pub(super) struct Fetching<'a> {
-    store: &'a mut Store,
+    store: &'a mut ChunkStore,
     blobs: Vec<Blob>,
     donors: BTreeMap<Rank, Donor>,
     /// Number of chunks still to be received.
@@ -103,14 +105,14 @@ pub(super) struct NoHolder;
 
 impl<'a> Fetching<'a> {
     /// Starts a fetch. `store` may already contain some chunks of the blobs.
-    pub(super) fn new(wanted: Vec<Wanted>, store: &'a mut Store) -> Self {
+    pub(super) fn new(wanted: Vec<Wanted>, store: &'a mut ChunkStore) -> Self {
         store.keep(&wanted);
         let chunk = wanted.iter().map(|wanted| chunk_size(wanted.label.len)).max().unwrap_or(1);
         let holders = wanted.iter().flat_map(|wanted| &wanted.holders);
         let donor = |&rank: &Rank| (rank, Donor { window: *WINDOW.start(), ..Donor::default() });
         let donors = holders.map(donor).collect();
         let blobs = wanted.into_iter().map(|wanted| Blob {
-            queue: VecDeque::from([Item::Hashes { root: wanted.label.root }]),
+            queue: VecDeque::from([BlobRequest::Hashes { root: wanted.label.root }]),
             wanted,
             is_whole: false,
         });
@@ -133,7 +135,7 @@ impl<'a> Fetching<'a> {
         let Label { root, len } = blob.wanted.label;
         let Some(stored) = self.store.0.get(&root) else { return };
         let numbers = (0..chunks_of(len) as u32).filter(|number| !stored.chunks.contains_key(number));
-        blob.queue = numbers.map(|number| Item::Chunk { root, number }).collect();
+        blob.queue = numbers.map(|number| BlobRequest::Chunk { root, number }).collect();
         blob.is_whole = blob.queue.is_empty();
     }
 
@@ -148,20 +150,22 @@ impl<'a> Fetching<'a> {
     }
 
     /// Returns the bytes of the answer to a request.
-    pub(super) fn size_of(&self, item: &Item) -> u64 {
+    pub(super) fn size_of(&self, item: &BlobRequest) -> u64 {
         let Some(number) = self.number_of(item) else { return 0 };
         let len = self.blobs[number].wanted.label.len;
         match *item {
-            Item::Chunk { number, .. } => chunk_range(len, number).map_or(0, |range| range.len() as u64),
-            Item::Hashes { .. } => chunks_of(len) * size_of::<Hash>() as u64,
-            Item::Probe { len, .. } => u64::from(len),
+            BlobRequest::Chunk { number, .. } => {
+                chunk_range(len, number).map_or(0, |range| range.len() as u64)
+            }
+            BlobRequest::Hashes { .. } => chunks_of(len) * size_of::<Hash>() as u64,
+            BlobRequest::Probe { len, .. } => u64::from(len),
         }
     }
 
     /// Returns whether a donor was asked for what it has sent. An answer to an earlier fetch was not.
     pub(super) fn is_asked(&self, rank: Rank, bytes: &[u8]) -> bool {
         let asked = self.donors.get(&rank).map(|donor| &donor.asked);
-        Reply::from_bytes(bytes)
+        BlobReply::from_bytes(bytes)
             .is_none_or(|reply| asked.is_some_and(|asked| asked.iter().any(|(item, _)| *item == reply.item)))
     }
 
@@ -183,7 +187,7 @@ impl<'a> Fetching<'a> {
 
     /// Returns the next item to request from a donor, and records the request. `None` if the donor has enough
     /// open requests, or if the other donors will send the rest sooner.
-    pub(super) fn next(&mut self, rank: Rank, now: Nanos) -> Option<Item> {
+    pub(super) fn next(&mut self, rank: Rank, now: Nanos) -> Option<BlobRequest> {
         let donor = self.donors.get(&rank).filter(|donor| !donor.is_wrong)?;
         if donor.asked.len() >= donor.window {
             return None;
@@ -219,12 +223,12 @@ impl<'a> Fetching<'a> {
     }
 
     /// Returns an item that another donor is late with and that this donor has.
-    fn late(&self, rank: Rank, now: Nanos) -> Option<Item> {
-        let holds = |item: &Item| {
+    fn late(&self, rank: Rank, now: Nanos) -> Option<BlobRequest> {
+        let holds = |item: &BlobRequest| {
             let blob = self.number_of(item).map(|number| &self.blobs[number]);
             blob.is_some_and(|blob| !blob.is_whole && blob.wanted.holders.contains(&rank))
         };
-        let is_asked = |item: &Item| self.donors[&rank].asked.iter().any(|(asked, _)| asked == item);
+        let is_asked = |item: &BlobRequest| self.donors[&rank].asked.iter().any(|(asked, _)| asked == item);
         let others = self.donors.iter().filter(|&(&other, _)| other != rank);
         // An item is also late if this donor could have sent it twice by now, since this donor has nothing else
         // to do.
@@ -235,17 +239,19 @@ impl<'a> Fetching<'a> {
     }
 
     /// Returns the index of the blob to which an item belongs.
-    fn number_of(&self, item: &Item) -> Option<usize> {
+    fn number_of(&self, item: &BlobRequest) -> Option<usize> {
         let root = item.root()?;
         self.blobs.iter().position(|blob| blob.wanted.label.root == *root)
     }
 
-    fn is_missing(&self, item: &Item) -> bool {
+    fn is_missing(&self, item: &BlobRequest) -> bool {
         let stored = item.root().and_then(|root| self.store.0.get(root));
         match item {
-            Item::Probe { .. } => false,
-            Item::Hashes { .. } => stored.is_none_or(|stored| stored.hashes.is_none()),
-            Item::Chunk { number, .. } => stored.is_none_or(|stored| !stored.chunks.contains_key(number)),
+            BlobRequest::Probe { .. } => false,
+            BlobRequest::Hashes { .. } => stored.is_none_or(|stored| stored.hashes.is_none()),
+            BlobRequest::Chunk { number, .. } => {
+                stored.is_none_or(|stored| !stored.chunks.contains_key(number))
+            }
         }
     }
 
@@ -254,7 +260,7 @@ impl<'a> Fetching<'a> {
     /// Errors: [`NoHolder`] if a blob has no holder left that can be asked.
     pub(super) fn arrived(&mut self, rank: Rank, bytes: &[u8], now: Nanos) -> Result<(), NoHolder> {
         let Some(donor) = self.donors.get_mut(&rank) else { return Ok(()) };
-        let reply = Reply::from_bytes(bytes);
+        let reply = BlobReply::from_bytes(bytes);
         let place =
             reply.as_ref().and_then(|reply| donor.asked.iter().position(|(item, _)| *item == reply.item));
         let (Some(reply), Some(place)) = (reply, place) else {
@@ -274,9 +280,9 @@ impl<'a> Fetching<'a> {
             return Ok(());
         }
         let right = match reply.item {
-            Item::Hashes { .. } => self.take_hashes(number, &bytes),
-            Item::Chunk { number: chunk, .. } => self.take_chunk(number, chunk, bytes, rank),
-            Item::Probe { .. } => true,
+            BlobRequest::Hashes { .. } => self.take_hashes(number, &bytes),
+            BlobRequest::Chunk { number: chunk, .. } => self.take_chunk(number, chunk, bytes, rank),
+            BlobRequest::Probe { .. } => true,
         };
         if right {
             return Ok(());
@@ -321,7 +327,7 @@ impl<'a> Fetching<'a> {
         right
     }
 
-    fn ask_again(&mut self, number: usize, item: Item) {
+    fn ask_again(&mut self, number: usize, item: BlobRequest) {
         let is_asked = self.donors.values().flat_map(|donor| &donor.asked).any(|(asked, _)| *asked == item);
         if self.is_missing(&item) && !is_asked && !self.blobs[number].queue.contains(&item) {
             self.blobs[number].queue.push_front(item);

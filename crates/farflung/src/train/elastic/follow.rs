@@ -5,10 +5,10 @@ use farflung_base::{Bytes, Nanos};
 use farflung_comm::Communicator;
 use farflung_parallel::plan::Replica;
 
-use super::fetching::Store;
+use super::blobs::Label;
+use super::fetching::ChunkStore;
 use super::offers::{Growth, Logged, Offer, Offered, Offers};
-use super::ready::{Follows, Ready};
-use super::shelf::Label;
+use super::ready::{FollowProgress, Ready};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::trainer::{Snapshot, Trainer};
@@ -22,7 +22,7 @@ const OTHERS: Nanos = Nanos::from_millis(100);
 /// Number of copies of the state that may be lost on the way before the newcomer takes it while all wait.
 const TRIES: u32 = 3;
 /// Number of times in a row that the steps to replay may have become more before the newcomer gives up.
-const LAPS: u32 = 2;
+const MAX_LAPS: u32 = 2;
 
 /// The state of a run on a rank that is not a member yet.
 pub(super) struct Followed {
@@ -66,7 +66,7 @@ fn wrong(problem: &'static str) -> Error {
 }
 
 /// The rank that replays steps: alone, with the settings of the run.
-pub(super) struct Alone<'a> {
+pub(super) struct Replayer<'a> {
     pub(super) job: &'a Job,
     /// Contains this rank only.
     pub(super) comm: &'a Communicator,
@@ -75,13 +75,13 @@ pub(super) struct Alone<'a> {
     pub(super) simulated: bool,
 }
 
-impl Alone<'_> {
+impl Replayer<'_> {
     fn with(&self, snapshot: &Snapshot) -> Result<Followed> {
         let each = self.job.plan.microbatches.first().copied().unwrap_or(1);
         let machines = vec![format!("member.{}", self.slot)];
         let plan = self.job.plan.with_replicas(&[Replica::New { machines, microbatches: each }])?;
         let job = Job { failure: None, departure: None, fault: None, ..self.job.with_plan(plan)? };
-        let comm = links::seat(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
+        let comm = links::view_communicator(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
         let mut trainer = Trainer::new(&job, comm, self.threads)?;
         trainer.take_snapshot(snapshot, None)?;
         Ok(Followed { trainer, counters: snapshot.without_values() })
@@ -98,15 +98,15 @@ enum Phase {
     /// Replays steps: those that are being fetched.
     Replays(Vec<Logged>),
     /// Takes the state while all wait.
-    Gave(Follows),
+    Gave(FollowProgress),
 }
 
 /// A newcomer that follows the run.
 pub(super) struct Follower<'a> {
-    alone: Alone<'a>,
+    replayer: Replayer<'a>,
     phase: Phase,
     /// Chunks received so far.
-    pub(super) store: Store,
+    pub(super) store: ChunkStore,
     followed: Option<Followed>,
     tries: u32,
     /// Number of steps that were to be replayed last, and how often it has grown since.
@@ -118,9 +118,9 @@ pub(super) type Want = Offered<Label>;
 
 impl<'a> Follower<'a> {
     /// Creates a newcomer that follows; `alone` is where it replays steps.
-    pub(super) fn new(alone: Alone<'a>) -> Self {
-        let (phase, store) = (Phase::Asks(None), Store::default());
-        Self { alone, phase, store, followed: None, tries: 0, lap: (u64::MAX, 0) }
+    pub(super) fn new(alone: Replayer<'a>) -> Self {
+        let (phase, store) = (Phase::Asks(None), ChunkStore::default());
+        Self { replayer: alone, phase, store, followed: None, tries: 0, lap: (u64::MAX, 0) }
     }
 
     /// Returns the state that it has, once it is a member.
@@ -129,19 +129,19 @@ impl<'a> Follower<'a> {
     }
 
     /// Returns what it says to the members. `left` is the number of bytes of the copy still to be received.
-    pub(super) fn says(&self, offers: &Offers, left: u64) -> Follows {
+    pub(super) fn says(&self, offers: &Offers, left: u64) -> FollowProgress {
         match (&self.phase, &self.followed) {
-            (Phase::Asks(_), _) | (Phase::Replays(_), None) => Follows::Asks,
+            (Phase::Asks(_), _) | (Phase::Replays(_), None) => FollowProgress::Asks,
             (Phase::Fetches(Offer { step, label }), _) => {
-                Follows::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
+                FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
             (Phase::Replays(lap), Some(followed)) => {
                 let (step, newest) = (followed.step(), offers.newest().unwrap_or(0));
                 // One step is always under way while the newest one is being fetched.
                 if lap.len() <= 1 && newest <= step + 1 {
-                    Follows::Stands { step }
+                    FollowProgress::Stands { step }
                 } else {
-                    Follows::Replays { step, newest }
+                    FollowProgress::Replays { step, newest }
                 }
             }
             (Phase::Gave(follows), _) => *follows,
@@ -159,7 +159,7 @@ impl<'a> Follower<'a> {
                         "the members' links to this one do not carry {} in the time of a step",
                         Bytes(growth.bytes)
                     );
-                    self.phase = Phase::Gave(Follows::TooSlow);
+                    self.phase = Phase::Gave(FollowProgress::TooSlow);
                     return Vec::new();
                 }
                 if now < since.get_or_insert(now).saturating_add(OTHERS) {
@@ -189,8 +189,8 @@ impl<'a> Follower<'a> {
                 if count > 0 {
                     let grown = if count > 1 && count >= self.lap.0 { self.lap.1 + 1 } else { 0 };
                     self.lap = (count, grown);
-                    if grown >= LAPS {
-                        self.phase = Phase::Gave(Follows::TooSlow);
+                    if grown >= MAX_LAPS {
+                        self.phase = Phase::Gave(FollowProgress::TooSlow);
                         return Vec::new();
                     }
                 }
@@ -213,7 +213,7 @@ impl<'a> Follower<'a> {
                     self.lost();
                     return Ok(());
                 };
-                self.followed = Some(self.alone.with(&snapshot)?);
+                self.followed = Some(self.replayer.with(&snapshot)?);
                 self.phase = Phase::Replays(Vec::new());
             }
             Phase::Replays(lap) => {
@@ -233,7 +233,8 @@ impl<'a> Follower<'a> {
         self.tries += 1;
         self.lap = (u64::MAX, 0);
         self.followed = None;
-        self.phase = if self.tries >= TRIES { Phase::Gave(Follows::TooSlow) } else { Phase::Asks(None) };
+        self.phase =
+            if self.tries >= TRIES { Phase::Gave(FollowProgress::TooSlow) } else { Phase::Asks(None) };
     }
 
     /// Returns whether it needs the members' copies of the state anew.

@@ -16,11 +16,11 @@ const SILENCE: u64 = 2;
 /// The current round of pings, and the result of the rounds before.
 #[derive(Default)]
 pub(super) struct Idle {
-    asked: Option<Asked>,
+    pending: Option<PendingPings>,
     silent: Vec<MemberId>,
 }
 
-struct Asked {
+struct PendingPings {
     at: Nanos,
     whom: Vec<(PeerId, MemberId)>,
     /// Pings being sent.
@@ -35,22 +35,22 @@ impl Idle {
 
     /// Returns the members without a part that have not answered. Only rank 0 of the team pings; other ranks
     /// return an empty list. Called between two steps.
-    pub(super) fn look(&mut self, place: &mut Place, team: Option<&Team>) -> &[MemberId] {
+    pub(super) fn check(&mut self, place: &mut Place, team: Option<&Team>) -> &[MemberId] {
         let Some(team) = team.filter(|team| team.leads()) else { return &[] };
         let (now, roll_call) = (place.transport().now(), place.roll_call());
         let after = |at: Nanos, calls: u64| at.saturating_add(Nanos(roll_call.0.saturating_mul(calls)));
-        if let Some(asked) = &self.asked
+        if let Some(asked) = &self.pending
             && now >= after(asked.at, SILENCE)
         {
-            let quiet = |id: &MemberId| !place.keeper().has_heard(id, asked.at);
+            let quiet = |id: &MemberId| !place.membership().has_heard(id, asked.at);
             self.silent = asked.whom.iter().map(|(_, id)| *id).filter(quiet).collect();
         }
-        if self.asked.as_ref().is_none_or(|asked| now >= after(asked.at, EVERY)) {
+        if self.pending.as_ref().is_none_or(|asked| now >= after(asked.at, EVERY)) {
             let working = team.working();
             let mut whom = place.others();
             whom.retain(|(_, id)| !working.contains(id));
             let sending = place.ping(&whom);
-            self.asked = Some(Asked { at: now, whom, _sending: sending });
+            self.pending = Some(PendingPings { at: now, whom, _sending: sending });
         }
         &self.silent
     }

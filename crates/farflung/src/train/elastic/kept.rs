@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung_comm::tcp::{GateConfig, GrowingNetwork};
-use farflung_parallel::membership::{Kept, Place};
+use farflung_parallel::membership::{DurableState, ViewId};
 
 use crate::train::run::RunObserver;
 use crate::{Error, Result, run_dir};
@@ -41,7 +41,7 @@ fn text(folder: &Path, name: &str) -> Result<Option<String>> {
 /// Reads the promises saved in a folder; `None` if no member has run there.
 ///
 /// Errors: a file that is too long or cannot be parsed.
-pub(super) fn read(folder: &Path) -> Result<Option<Kept>> {
+pub(super) fn read(folder: &Path) -> Result<Option<DurableState>> {
     let Some(text) = text(folder, PROMISES)? else { return Ok(None) };
     let kept = serde_json::from_str(&text).map_err(|error| Error::Setting {
         field: "out",
@@ -58,8 +58,8 @@ pub(super) fn is_there(folder: &Path) -> bool {
 
 /// Returns the position of the first view of a host that continues the run of a folder. `before` is what the
 /// folder contains.
-pub(super) fn next(before: Option<&Kept>) -> Place {
-    before.map_or(Place { incarnation: 1, epoch: 1 }, |kept| Place {
+pub(super) fn next(before: Option<&DurableState>) -> ViewId {
+    before.map_or(ViewId { incarnation: 1, epoch: 1 }, |kept| ViewId {
         incarnation: kept.view.incarnation.saturating_add(1),
         epoch: kept.view.epoch.saturating_add(1),
     })

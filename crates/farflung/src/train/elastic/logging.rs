@@ -5,8 +5,8 @@ use farflung_base::PeerId;
 use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
-use super::ready::Follows;
-use super::share::spoils;
+use super::ready::FollowProgress;
+use super::state_transfer::spoils;
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
@@ -17,7 +17,7 @@ impl Member<'_> {
     /// Errors: those of the device.
     pub(super) fn begin_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let spoils = spoils(job, trainer.comm().rank(), trainer.steps_done());
-        self.log.begin(&mut self.place.shelf(), trainer, spoils)?;
+        self.log.begin(&mut self.place.offered_blobs(), trainer, spoils)?;
         self.look_at_log(trainer);
         Ok(())
     }
@@ -25,16 +25,16 @@ impl Member<'_> {
     /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. Called between
     /// two steps.
     pub(super) fn look_at_log(&mut self, trainer: &Trainer) {
-        self.log.check(&mut self.place.shelf(), trainer);
+        self.log.check(&mut self.place.offered_blobs(), trainer);
         if !self.log.is_kept() {
             return;
         }
         let followers = self.place.followers();
         if followers.is_empty() {
-            self.log.drop_log(&mut self.place.shelf());
+            self.log.drop_log(&mut self.place.offered_blobs());
             return;
         }
-        let asking = followers.into_iter().filter(|(.., follows)| *follows == Follows::Asks);
+        let asking = followers.into_iter().filter(|(.., follows)| *follows == FollowProgress::Asks);
         let asking: Vec<(PeerId, MemberId)> = asking.map(|(peer, id, _)| (peer, id)).collect();
         for words in self.log.offers(trainer) {
             self.log.sends(self.place.tell_others(&asking, &words));
@@ -46,7 +46,7 @@ impl Member<'_> {
     /// Errors: those of the device.
     pub(super) fn log_step(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let now = self.place.transport().now();
-        let words = self.log.after_step(&mut self.place.shelf(), now, (trainer, job))?;
+        let words = self.log.after_step(&mut self.place.offered_blobs(), now, (trainer, job))?;
         if let Some(words) = words {
             let followers: Vec<_> =
                 self.place.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();

@@ -32,7 +32,7 @@ fn measure(job: &Job, (comm, slot): (&Communicator, u32), threads: usize, simula
     let machines = vec![format!("member.{}", slot)];
     let plan = job.plan.with_replicas(&[Replica::New { machines, microbatches: each }])?;
     let job = Job { failure: None, departure: None, fault: None, ..job.with_plan(plan)? };
-    let comm = links::seat(&job, stoppable(&job, comm.clone()), simulated)?;
+    let comm = links::view_communicator(&job, stoppable(&job, comm.clone()), simulated)?;
     let mut trainer = Trainer::new(&job, comm, threads)?;
     for _ in 0..2 {
         trainer.step(false)?;

@@ -8,16 +8,16 @@ use farflung_comm::tcp::{GateConfig, GrowingNetwork, MemberList};
 use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};
+use super::connections::{first_view, settings};
 use super::kept;
+use super::newcomer_info::NewcomerInfo;
 use super::place::Place;
-use super::seats::{first_view, settings};
 use super::status::Status;
-use super::welcome::Welcome;
 use crate::config::choice::{Resume, TransportKind};
 use crate::config::value::Setting as _;
 use crate::train::claim::Claim;
 use crate::train::job::{Job, plan_of};
-use crate::train::links::{Seat, pace, seat, shared_memory};
+use crate::train::links::{WorkerConnection, pace, shared_memory, view_communicator};
 use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{RunObserver, run_job};
@@ -121,7 +121,7 @@ pub fn host(
     let gate = &gate;
     let opened = Arc::new(GrowingNetwork::found(gate)?);
     opened.transport().keep_pace(pace(&job.config))?;
-    let welcome = Welcome::of(&job);
+    let welcome = NewcomerInfo::of(&job);
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
     let at = kept::next(before.as_ref());
@@ -129,10 +129,10 @@ pub fn host(
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
     let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
-    let comm = seat(&job, place.enter(view)?, false)?;
+    let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
-    let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
-    match run_job(&job, vec![seat], watch) {
+    let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
+    match run_job(&job, vec![connection], watch) {
         Err(Error::Removed { reason }) if stop.requested().is_none() => {
             watch.note(&format!("{reason}: this member joins again as a newcomer"));
             let given = TrainArgs::from_toml(&job.config.to_toml(), Path::new("the host's settings"))?;
@@ -173,7 +173,7 @@ fn come_in(
     open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     loop {
-        let welcome = Welcome::read(&asked.welcome)?;
+        let welcome = NewcomerInfo::read(&asked.welcome)?;
         welcome.check_version()?;
         let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
         let mut job = founder(TrainConfig::merge(given.clone(), file)?, stop)?;
@@ -190,15 +190,15 @@ fn come_in(
         watch.note(&format!("connecting to the run's {} known members", asked.members().len()));
         let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
         opened.transport().keep_pace(pace(&job.config))?;
-        let welcome = Welcome { status: None, ..welcome };
+        let welcome = NewcomerInfo { status: None, ..welcome };
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
         let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;
-        let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
-        match run_job(&job, vec![seat], watch) {
+        let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
+        match run_job(&job, vec![connection], watch) {
             Err(Error::Removed { reason }) if stop.requested().is_none() => {
                 watch.note(&format!("{reason}: this member joins again as a newcomer"));
                 asked = opened.ask_again(gate)?;
@@ -210,7 +210,7 @@ fn come_in(
 }
 
 fn place(
-    (gate, config, welcome): (&Arc<GrowingNetwork>, &GateConfig, Welcome),
+    (gate, config, welcome): (&Arc<GrowingNetwork>, &GateConfig, NewcomerInfo),
     me: Newcomer,
     (state, run): (State, RunDir),
     job: &Job,
@@ -224,7 +224,7 @@ fn place(
 /// Errors: no member answers at these addresses, or one rejects the connection.
 pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>> {
     let asked = ask(gate, addresses)?;
-    Ok(Welcome::read(&asked.welcome)?.status)
+    Ok(NewcomerInfo::read(&asked.welcome)?.status)
 }
 
 fn ask(gate: &GateConfig, addresses: &[String]) -> Result<MemberList> {

@@ -7,7 +7,7 @@ use farflung_base::Nanos;
 use farflung_parallel::membership::MemberId;
 use serde::{Deserialize, Serialize};
 
-use super::shelf::Label;
+use super::blobs::Label;
 
 /// Number of the newest records that a member lists after each step, so that a lost message leaves no gap.
 pub(super) const LISTED: usize = 16;

@@ -6,12 +6,12 @@ use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::plan::Move;
 
-use super::fetch::{Part, fetch};
-use super::fetching::{Store, Wanted};
-use super::shelf::{Label, Shelf};
-use super::tell_all::tell_all;
+use super::all_gather::all_gather;
+use super::blobs::{Label, OfferedBlobs};
+use super::fetch::{FetchRole, fetch};
+use super::fetching::{ChunkStore, Wanted};
 use crate::train::floats::floats;
-use crate::train::trainer::Pieces;
+use crate::train::trainer::NamedTensors;
 use crate::{Error, Result};
 
 /// Tensors that move, by name: the blob with the values, and the ranks that have it.
@@ -25,23 +25,27 @@ fn bytes_of(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// Puts the moving tensors that this member has on a shelf. Returns the shelf, and which ranks hold each
+/// Offers the moving tensors that this member has. Returns the offered blobs, and which ranks hold each
 /// tensor. All members call it.
 ///
 /// Errors: [`Error::Message`] if members have different values of the same tensor.
-pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move]) -> Result<(Shelf, Holders)> {
-    let (mut shelf, mut mine) = (Shelf::default(), BTreeMap::new());
+pub(super) fn offered(
+    all: &Communicator,
+    own: Option<&NamedTensors>,
+    moving: &[Move],
+) -> Result<(OfferedBlobs, Holders)> {
+    let (mut blobs, mut mine) = (OfferedBlobs::default(), BTreeMap::new());
     if moving.is_empty() {
-        return Ok((shelf, Holders::new()));
+        return Ok((blobs, Holders::new()));
     }
     for name in moving.iter().map(|moving| &moving.name) {
         if let Some(values) = own.and_then(|own| own.tensors.get(name))
             && !mine.contains_key(name)
         {
-            mine.insert(name.clone(), shelf.put(bytes_of(values)));
+            mine.insert(name.clone(), blobs.put(bytes_of(values)));
         }
     }
-    let told: Vec<BTreeMap<String, Label>> = tell_all(all, &mine)?;
+    let told: Vec<BTreeMap<String, Label>> = all_gather(all, &mine)?;
     let mut held = Holders::new();
     for (rank, told) in (0..).map(Rank).zip(told) {
         for (name, label) in told {
@@ -54,7 +58,7 @@ pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move])
             wanted.holders.insert(rank);
         }
     }
-    Ok((shelf, held))
+    Ok((blobs, held))
 }
 
 /// Transfers tensors and returns those that this member received. Each tensor comes from all members that have
@@ -63,9 +67,9 @@ pub(super) fn offered(all: &Communicator, own: Option<&Pieces>, moving: &[Move])
 /// Errors: [`Error::Message`] if no remaining holder sends values with the announced hash; [`Error::PeerLost`].
 pub(super) fn exchange(
     all: &Communicator,
-    (shelf, held): (Shelf, &Holders),
+    (blobs, held): (OfferedBlobs, &Holders),
     moving: &[Move],
-    store: &mut Store,
+    store: &mut ChunkStore,
 ) -> Result<BTreeMap<String, Vec<f32>>> {
     if moving.is_empty() {
         return Ok(BTreeMap::new());
@@ -81,7 +85,7 @@ pub(super) fn exchange(
     // Tensors with equal values are the same blob, which is fetched once.
     let unlike: BTreeMap<Label, &Wanted> = coming.values().map(|wanted| (wanted.label, *wanted)).collect();
     let wanted = unlike.values().map(|&wanted| wanted.clone()).collect();
-    fetch(all, Part { takers: &takers, wanted, shelf, store: &mut *store, then: None })?;
+    fetch(all, FetchRole { takers: &takers, wanted, blobs, store: &mut *store, follow_up: None })?;
     let mut blobs = BTreeMap::new();
     for label in unlike.into_keys() {
         blobs.insert(label, store.take(&label).ok_or_else(|| wrong("does not have the reported length"))?);

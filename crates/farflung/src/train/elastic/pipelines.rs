@@ -5,24 +5,24 @@ use farflung_base::{Nanos, PeerId};
 use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
+use super::all_gather::all_gather;
 use super::change::{Changed, Member, start};
 use super::repeats::Repeats;
-use super::spare::Waited;
+use super::spare::SpareEvent;
 use super::stoppable::stoppable;
-use super::team::{Brings, Formed, Team, form};
-use super::tell_all::tell_all;
+use super::team::{EnteringMember, FormedTeam, Team, form_team};
 use crate::train::job::Job;
 use crate::train::links;
-use crate::train::steps::Last;
-use crate::train::trainer::{Committed, Counted, Pieces, Trainer};
+use crate::train::steps::LastDone;
+use crate::train::trainer::{Committed, NamedTensors, RunCounters, Trainer};
 use crate::{Error, Result};
 
 /// A member that has a place in a view, with all that it needs to continue.
 struct Placed {
     job: Job,
     trainer: Trainer,
-    last: Last,
-    counted: Counted,
+    last: LastDone,
+    counted: RunCounters,
     moved: (u64, usize),
     lost_steps: u64,
     from_checkpoints: bool,
@@ -35,7 +35,7 @@ impl Member<'_> {
     /// Errors: [`Error::OverForSpare`] if the run ends first; [`Error::PartLost`].
     pub(super) fn go_over_in_pipelines(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         view: View,
         (begun, reason): (Nanos, Option<String>),
@@ -51,8 +51,8 @@ impl Member<'_> {
         let spares = self.team.as_ref().map_or(0, |team| team.spares().count());
         Ok(Changed {
             epoch: self.team.as_ref().map_or(0, |team| team.epoch),
-            came: fresh(&now, &before),
-            went: fresh(&before, &now),
+            joined: fresh(&now, &before),
+            left: fresh(&before, &now),
             members: now.len(),
             step: placed.counted.step,
             reason,
@@ -80,9 +80,9 @@ impl Member<'_> {
         job: &mut Job,
         expects: (Nanos, u64),
         tell: &mut dyn FnMut(&str),
-    ) -> Result<(Trainer, Last)> {
+    ) -> Result<(Trainer, LastDone)> {
         let view = self.place.wait_for_view(expects, None, tell)?;
-        let placed = self.place_in((&*job, Last::at(0)), None, view)?;
+        let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))
     }
@@ -93,7 +93,7 @@ impl Member<'_> {
 
     fn place_in(
         &mut self,
-        (job, last): (&Job, Last),
+        (job, last): (&Job, LastDone),
         mut trainer: Option<&mut Trainer>,
         mut view: View,
     ) -> Result<Placed> {
@@ -111,8 +111,8 @@ impl Member<'_> {
                     let waited = self.place.wait_as_spare(&team, job)?;
                     self.repeats = Repeats::default();
                     match waited {
-                        Waited::View(view) => view,
-                        Waited::Over => return Err(Error::OverForSpare),
+                        SpareEvent::View(view) => view,
+                        SpareEvent::Over => return Err(Error::OverForSpare),
                     }
                 }
                 Err(error) if Self::survives(&error) => {
@@ -134,32 +134,32 @@ impl Member<'_> {
     /// Tries to take a place in a view's pipelines. `None` if this member is a spare.
     fn try_pipelines(
         &mut self,
-        (job, last): (&Job, Last),
+        (job, last): (&Job, LastDone),
         mut trainer: Option<&mut Trainer>,
         view: &View,
     ) -> Result<Option<Placed>> {
         let change = Cancel::new();
         let all = stoppable(job, self.place.enter(view.clone())?).with_other_cancel(&change);
-        self.place.keeper().ends(view.epoch, change.clone());
+        self.place.membership().ends(view.epoch, change.clone());
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
             let committed = trainer.as_deref().map(Trainer::committed);
-            let told: Vec<Option<Committed>> = tell_all(&all, &committed)?;
+            let told: Vec<Option<Committed>> = all_gather(&all, &committed)?;
             let newest = told.into_iter().flatten().max_by_key(|committed| committed.step);
             if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
-                trainer.settle_vote(newest)?;
+                trainer.resolve_vote(newest)?;
             }
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
-            let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
+            let held: Vec<NamedTensors> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
-            let brings = Brings { job, last, team, held, folder, pools, store };
-            let formed = form(view, &all, brings)?;
+            let brings = EnteringMember { job, last, team, held, folder, pools, store };
+            let formed = form_team(view, &all, brings)?;
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
-        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
+        let FormedTeam { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
         let from_checkpoints = formed.from_checkpoints;
         self.pools.begin_anew(&formed.speeds);
         let works = team.rank().is_some();
@@ -169,9 +169,9 @@ impl Member<'_> {
         if !works {
             return Ok(None);
         }
-        (next.change, next.view) = (Some(change), Some(view.place()));
+        (next.change, next.view) = (Some(change), Some(view.id()));
         let made = (|| {
-            let comm = links::seat(&next, comm.clone(), self.simulated)?;
+            let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
             let get = |name: &str| tensors.get(name).map(Vec::as_slice);
             if let Some(trainer) = trainer.as_deref() {
                 return trainer.moved_to(&next, comm, &counted, &get);

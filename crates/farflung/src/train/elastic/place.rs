@@ -9,11 +9,11 @@ use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport, 
 use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
-use super::keeper::{Keeper, event};
+use super::blobs::OfferedBlobs;
 use super::kept;
-use super::ready::{Admission, Follows, Ready, measured};
-use super::shelf::Shelf;
-use super::watchman::{Caller, numbered};
+use super::membership_service::{MembershipService, event};
+use super::ready::{Admission, FollowProgress, Ready, measured};
+use super::watchdog::{Pinger, numbered};
 use crate::{Result, RunDir};
 
 /// Context number of the communicator for messages about members; it exists in all views.
@@ -44,8 +44,8 @@ pub struct Place {
     transport: Arc<dyn Transport>,
     me: Newcomer,
     pub(super) arrivals: Arc<dyn Arrivals>,
-    keeper: Arc<Mutex<Keeper>>,
-    shelf: Arc<Mutex<Shelf>>,
+    membership: Arc<Mutex<MembershipService>>,
+    offered_blobs: Arc<Mutex<OfferedBlobs>>,
     control: Option<Control>,
     /// The view in force on this rank; `None` for a newcomer.
     view: Option<View>,
@@ -63,12 +63,12 @@ pub struct Place {
     pub(super) run: Option<RunDir>,
 }
 
-/// The communicator of the keepers of all connected peers.
+/// The communicator of the membership services of all connected peers.
 struct Control {
     comm: Communicator,
     peers: Vec<Newcomer>,
     serving: Pending<std::result::Result<(), CommError>>,
-    /// Answers requests to the shelf for probes.
+    /// Answers requests for offered blobs, and probes.
     _shelf: Pending<std::result::Result<(), CommError>>,
 }
 
@@ -93,15 +93,15 @@ impl Place {
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
         let promises = run.as_ref().map(|run| kept::path(run.path()));
-        let keeper = Arc::new(Mutex::new(Keeper::new(state, promises)?));
+        let membership = Arc::new(Mutex::new(MembershipService::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
-        let shelf = Arc::default();
+        let blobs = Arc::default();
         Ok(Self {
             transport,
             me,
             arrivals,
-            keeper,
-            shelf,
+            membership: membership,
+            offered_blobs: blobs,
             control,
             view,
             gone,
@@ -131,13 +131,13 @@ impl Place {
         &self.transport
     }
 
-    pub(super) fn keeper(&self) -> MutexGuard<'_, Keeper> {
-        self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn membership(&self) -> MutexGuard<'_, MembershipService> {
+        self.membership.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the shelf from which all connected peers can fetch.
-    pub(super) fn shelf(&self) -> MutexGuard<'_, Shelf> {
-        self.shelf.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns the blobs that all connected peers can fetch.
+    pub(super) fn offered_blobs(&self) -> MutexGuard<'_, OfferedBlobs> {
+        self.offered_blobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes which connections have broken since the last call, and returns the ids of all peers that were
@@ -184,7 +184,7 @@ impl Place {
             comm.first(&mut [serving], WaitMode::Now);
         }
         let now = self.transport.now();
-        let due = self.keeper().wake().is_some_and(|at| at <= now);
+        let due = self.membership().wake().is_some_and(|at| at <= now);
         if due {
             self.tell(Event::Tick)?;
         }
@@ -193,11 +193,11 @@ impl Place {
     }
 
     /// Returns the newcomers that have announced themselves and were heard within `within`.
-    fn announced(&self, within: Nanos) -> Vec<(Newcomer, Follows)> {
+    fn announced(&self, within: Nanos) -> Vec<(Newcomer, FollowProgress)> {
         let since = self.transport.now().saturating_sub(within);
-        let keeper = self.keeper();
-        let newcomers = self.newcomers().into_iter().filter(|peer| keeper.has_heard(&peer.id, since));
-        newcomers.filter_map(|peer| keeper.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
+        let membership = self.membership();
+        let newcomers = self.newcomers().into_iter().filter(|peer| membership.has_heard(&peer.id, since));
+        newcomers.filter_map(|peer| membership.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
     }
 
     /// Returns the newcomers that are ready, or ask for a copy of the state, and whether they are ready. A
@@ -206,27 +206,28 @@ impl Place {
     pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
         let never = logs == Logs::Never;
         let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();
-        let calls = |(peer, follows): (Newcomer, Follows)| {
-            (follows.is_ready() || follows == Follows::Asks).then_some((peer, follows.is_ready() || never))
+        let calls = |(peer, follows): (Newcomer, FollowProgress)| {
+            (follows.is_ready() || follows == FollowProgress::Asks)
+                .then_some((peer, follows.is_ready() || never))
         };
         announced.filter_map(calls).collect()
     }
 
     /// Returns the newcomers that need a log of this member's steps.
-    pub(super) fn followers(&self) -> Vec<(PeerId, MemberId, Follows)> {
+    pub(super) fn followers(&self) -> Vec<(PeerId, MemberId, FollowProgress)> {
         let newcomers = self.announced(GONE).into_iter().filter(|(_, follows)| follows.needs_log());
         newcomers.map(|(peer, follows)| (peer.peer, peer.id, follows)).collect()
     }
 
     /// Returns how far each newcomer is, as text, by endpoint.
     pub(super) fn coming(&self) -> BTreeMap<u32, String> {
-        let keeper = self.keeper();
-        let line = |peer: Newcomer| Some((peer.peer.0, keeper.ready(&peer.id)?.follows.to_string()));
+        let membership = self.membership();
+        let line = |peer: Newcomer| Some((peer.peer.0, membership.ready(&peer.id)?.follows.to_string()));
         self.newcomers().into_iter().filter_map(line).collect()
     }
 
-    /// Returns the communicator of the keepers, and the ids of its members by rank.
-    pub(super) fn keepers(&self) -> (Communicator, Vec<MemberId>) {
+    /// Returns the communicator of the membership services, and the ids of its members by rank.
+    pub(super) fn membership_comm(&self) -> (Communicator, Vec<MemberId>) {
         let Control { comm, peers, .. } = self.control();
         (comm.clone(), peers.iter().map(|peer| peer.id).collect())
     }
@@ -244,7 +245,7 @@ impl Place {
     pub(super) fn tell_ready(&self, ready: &Ready) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let others = self.control().peers.iter().filter(|peer| peer.peer != self.me.peer);
         let others: Vec<(PeerId, MemberId)> = others.map(|peer| (peer.peer, peer.id)).collect();
-        self.tell_others(&others, &Keeper::is_ready(ready))
+        self.tell_others(&others, &MembershipService::is_ready(ready))
     }
 
     /// Sends a newcomer the cost of its state for the members.
@@ -253,7 +254,7 @@ impl Place {
         Admission { peer, cost }: Admission,
     ) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let Some(id) = self.name(peer) else { return Vec::new() };
-        self.tell_others(&[(peer, id)], &Keeper::costing(cost))
+        self.tell_others(&[(peer, id)], &MembershipService::costing(cost))
     }
 
     /// Returns the number of connected peers, this one included.
@@ -273,11 +274,11 @@ impl Place {
         members.filter(|id| lost.contains(id)).collect()
     }
 
-    /// Updates the communicator of the keepers to the peers that are connected now, and restarts the services
+    /// Updates the communicator of the membership services to the peers that are connected now, and restarts the services
     /// on it if the peers have changed. The services answer while the rank computes.
     pub(in crate::train) fn renew(&mut self) {
         self.lost();
-        let mut peers: Vec<Newcomer> = self.arrivals.here(self.transport.now());
+        let mut peers: Vec<Newcomer> = self.arrivals.connected(self.transport.now());
         peers.retain(|peer| !self.gone.contains(&peer.peer) && peer.peer != self.me.peer);
         peers.push(self.me.clone());
         peers.sort_by_key(|peer| peer.peer);
@@ -286,31 +287,31 @@ impl Place {
         }
         self.control = None;
         self.names.extend(peers.iter().map(|peer| (peer.peer, peer.id)));
-        self.keeper().reaches(peers.iter().map(|peer| peer.id).collect());
+        self.membership().reaches(peers.iter().map(|peer| peer.id).collect());
         let members: Vec<PeerId> = peers.iter().map(|peer| peer.peer).collect();
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, CONTROL);
         let comm = comm.expect("this endpoint is among the peers, and all of them are in its network");
-        let serving = comm.start_service(TAGS, &self.keeper);
-        let shelf = comm.start_service(super::fetch::TAGS, &self.shelf);
-        self.control = Some(Control { comm, peers, serving, _shelf: shelf });
+        let serving = comm.start_service(TAGS, &self.membership);
+        let blobs = comm.start_service(super::fetch::TAGS, &self.offered_blobs);
+        self.control = Some(Control { comm, peers, serving, _shelf: blobs });
     }
 
     fn control(&self) -> &Control {
         self.control.as_ref().expect("it was renewed")
     }
 
-    /// Sends an event to the own keeper.
+    /// Sends an event to this member's own service.
     pub(super) fn tell(&self, happened: Event) -> Result<()> {
         let comm = &self.control().comm;
         Ok(comm.send(comm.rank(), TAGS.ask, &event(happened))?)
     }
 
-    /// Pings other members. The answers go to the own keeper.
+    /// Pings other members. The answers go to this member's own service.
     pub(super) fn ping(
         &self,
         others: &[(PeerId, MemberId)],
     ) -> Vec<Pending<std::result::Result<(), CommError>>> {
-        self.caller(others).call()
+        self.pinger(others).ping()
     }
 
     /// Notifies the other members that the steps of the view in force have failed, so that they do not wait for
@@ -318,7 +319,7 @@ impl Place {
     pub(super) fn give_up(&mut self) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let Some(epoch) = self.view.as_ref().map(|view| view.epoch) else { return Vec::new() };
         self.renew();
-        self.tell_others(&self.others(), &Keeper::gives_up(epoch))
+        self.tell_others(&self.others(), &MembershipService::gives_up(epoch))
     }
 
     /// Sends the events on which the working members have agreed to members without a part.
@@ -330,10 +331,10 @@ impl Place {
         let Some(view) = &self.view else { return Vec::new() };
         let mut idle = self.others();
         idle.retain(|(_, id)| !working.contains(id));
-        self.tell_others(&idle, &Keeper::agreed(view.epoch, events))
+        self.tell_others(&idle, &MembershipService::agreed(view.epoch, events))
     }
 
-    /// Sends a message to the keepers of these peers.
+    /// Sends a message to the membership services of these peers.
     pub(super) fn tell_others(
         &self,
         others: &[(PeerId, MemberId)],
@@ -344,14 +345,14 @@ impl Place {
         told.map(|(rank, _)| comm.start_send(rank, TAGS.ask, word.to_vec())).collect()
     }
 
-    /// Returns a [`Caller`] that can ping these members from any thread.
-    pub(super) fn caller(&self, others: &[(PeerId, MemberId)]) -> Caller {
+    /// Returns a [`Pinger`] that can ping these members from any thread.
+    pub(super) fn pinger(&self, others: &[(PeerId, MemberId)]) -> Pinger {
         let Control { comm, peers, .. } = self.control();
-        let (comm, keeper) = (comm.clone(), Arc::clone(&self.keeper));
-        Caller { comm, keeper, others: numbered(peers, others), tag: TAGS.ask }
+        let (comm, membership) = (comm.clone(), Arc::clone(&self.membership));
+        Pinger { comm, membership: membership, others: numbered(peers, others), tag: TAGS.ask }
     }
 
-    /// Waits until a message reaches the own keeper, at most for `patience`.
+    /// Waits until a message reaches this member's own service, at most for `patience`.
     pub(super) fn wait(&self, patience: Nanos) -> Result<()> {
         let comm = self.control().comm.clone().with_deadline(patience.max(Nanos(1)));
         match comm.recv(comm.rank(), TAGS.answer) {

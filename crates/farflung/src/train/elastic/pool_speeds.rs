@@ -6,7 +6,7 @@ use farflung_base::Nanos;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::View;
 use farflung_parallel::pipeline::Pools;
-use farflung_parallel::plan::{Lineup, PoolAdvice, PoolBalance, Pooling, rates_of};
+use farflung_parallel::plan::{Assignment, PoolAdvice, PoolBalance, Pooling, rates_of};
 use farflung_zoo::GptConfig;
 
 use crate::train::costs::Work;
@@ -78,12 +78,12 @@ impl PoolSpeeds {
 }
 
 /// Returns the rate of each rank of some pools, relative to the others of its pool.
-pub(super) fn rates(lineup: &Lineup, pooling: &Pooling) -> Vec<u32> {
-    let pools = Pools::equal(lineup.pools.clone());
+pub(super) fn rates(assignment: &Assignment, pooling: &Pooling) -> Vec<u32> {
+    let pools = Pools::equal(assignment.pools.clone());
     let time = |(rank, &member): (u32, &usize)| {
         let stage = pools.stage_of(rank).unwrap_or(0) as usize;
         Nanos::from_secs_f64(pooling.work[stage] / pooling.speeds[member])
     };
-    let times: Vec<Nanos> = (0..).zip(&lineup.ranks).map(time).collect();
+    let times: Vec<Nanos> = (0..).zip(&assignment.ranks).map(time).collect();
     rates_of(&pools, &times)
 }

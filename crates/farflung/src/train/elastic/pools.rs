@@ -12,7 +12,7 @@ use super::team::Team;
 use crate::Result;
 use crate::events::EventKind;
 use crate::train::job::Job;
-use crate::train::steps::Last;
+use crate::train::steps::LastDone;
 use crate::train::trainer::Trainer;
 
 /// Returns the entry for `events.jsonl` on a plan's pools; `None` if it has none.
@@ -64,7 +64,7 @@ impl Member<'_> {
     /// Errors: as [`Member::between_steps`].
     pub(super) fn change_stage(
         &mut self,
-        (job, last): (&mut Job, &mut Last),
+        (job, last): (&mut Job, &mut LastDone),
         trainer: &mut Trainer,
         (rank, to): (u32, u32),
     ) -> Result<Option<Changed>> {

@@ -10,8 +10,8 @@ use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 use serde::{Deserialize, Serialize};
 
+use super::blobs::{BlobReply, BlobRequest, PROBE as MOST};
 use super::fetch::TAGS;
-use super::shelf::{Item, PROBE as MOST, Reply};
 use crate::train::trainer::StateBytes;
 
 /// Number of probes requested from each member, all at once.
@@ -25,7 +25,7 @@ const PART: u64 = 16;
 
 /// How far a newcomer is with the state of the run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Follows {
+pub(super) enum FollowProgress {
     /// It takes the state while all members wait. It is ready.
     #[default]
     Barrier,
@@ -56,7 +56,7 @@ pub(super) enum Follows {
     },
 }
 
-impl Follows {
+impl FollowProgress {
     /// Returns whether the newcomer may be admitted.
     pub(super) const fn is_ready(self) -> bool {
         matches!(self, Self::Barrier | Self::TooSlow | Self::Stands { .. })
@@ -68,7 +68,7 @@ impl Follows {
     }
 }
 
-impl fmt::Display for Follows {
+impl fmt::Display for FollowProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Barrier => write!(f, "is ready, and takes the state while all wait"),
@@ -90,7 +90,7 @@ pub(super) struct Ready {
     /// answered are missing.
     rates: BTreeMap<MemberId, u64>,
     /// How far it is with the state.
-    pub(super) follows: Follows,
+    pub(super) follows: FollowProgress,
 }
 
 impl Ready {
@@ -139,7 +139,7 @@ impl Cost {
         let at_most = sizes().any(|sizes| sizes.is_part);
         let shared = sizes().map(|sizes| sizes.shared).max().unwrap_or(0);
         let own = sizes().map(|sizes| sizes.own).max().unwrap_or(0);
-        if let Follows::Stands { step: at } = ready.follows {
+        if let FollowProgress::Stands { step: at } = ready.follows {
             let record = sizes().map(|sizes| sizes.record).max().unwrap_or(0);
             let behind = step.saturating_sub(at);
             // If the steps are more than the state, it takes the state.
@@ -214,7 +214,7 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
     let mut sending: Vec<Pending<Result<(), CommError>>> = Vec::new();
     for number in 0..PROBES {
         // Request one probe from each member in turn.
-        let asked = Item::Probe { len, number }.to_bytes();
+        let asked = BlobRequest::Probe { len, number }.to_bytes();
         sending.extend(others.iter().map(|&rank| comm.start_send(rank, TAGS.ask, asked.clone())));
     }
     let until = comm.now().saturating_add(PATIENCE);
@@ -231,16 +231,16 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
         }
         // A lost rank gets no rate.
         let Ok((rank, bytes)) = next.wait() else { break };
-        let is_probe = |reply: &Reply| {
+        let is_probe = |reply: &BlobReply| {
             let right = reply.bytes.as_ref().is_some_and(|bytes| bytes.len() as u64 == u64::from(len));
-            matches!(reply.item, Item::Probe { .. }) && right
+            matches!(reply.item, BlobRequest::Probe { .. }) && right
         };
-        if Reply::from_bytes(&bytes).as_ref().is_some_and(is_probe) {
+        if BlobReply::from_bytes(&bytes).as_ref().is_some_and(is_probe) {
             seen.entry(rank).or_default().push(comm.now());
         }
     }
     let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((*ids.get(rank.index())?, rate(seen, len)?));
-    Ready { rates: seen.iter().filter_map(rate).collect(), follows: Follows::default() }
+    Ready { rates: seen.iter().filter_map(rate).collect(), follows: FollowProgress::default() }
 }
 
 #[cfg(test)]
@@ -293,7 +293,7 @@ mod tests {
     fn one_that_has_followed_costs_the_steps_that_it_lacks() {
         let mut ready = rates(&[10_000_000, 5_000_000, 5_000_000]);
         let mut cost = |at| {
-            ready.follows = Follows::Stands { step: at };
+            ready.follows = FollowProgress::Stands { step: at };
             Cost::new(&ready, &told(60_000_000, 0, false), 9)
         };
         assert_eq!((cost(8).state, cost(8).predicted), (20_000_000, Some(Nanos::from_millis(1_000))));

@@ -47,7 +47,7 @@ impl Repeats {
 
 #[cfg(test)]
 mod tests {
-    use farflung_parallel::membership::{Member, MemberId, Place, Start};
+    use farflung_parallel::membership::{Member, MemberId, Start, ViewId};
     use farflung_parallel::plan::Digest;
 
     use super::*;
@@ -56,7 +56,7 @@ mod tests {
     fn a_step_is_done_again_three_times_and_the_next_one_as_often() {
         let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
         let members: Vec<Member> = (0..3).map(|n| Member::new(MemberId::number(n), n)).collect();
-        let first = View::first(Place { incarnation: 1, epoch: 1 }, &members, start).unwrap();
+        let first = View::first(ViewId { incarnation: 1, epoch: 1 }, &members, start).unwrap();
         let same = first.again(start).unwrap();
         let mut repeats = Repeats::default();
         for times in 0..MOST {

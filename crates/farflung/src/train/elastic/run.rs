@@ -10,7 +10,7 @@ use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
 use super::decide::Agreement;
-use super::fetching::Store;
+use super::fetching::ChunkStore;
 use super::idle::Idle;
 use super::kept;
 use super::place::Place;
@@ -18,18 +18,18 @@ use super::pool_speeds::{Moving, PoolSpeeds};
 use super::pools;
 use super::ready::Admission;
 use super::repeats::Repeats;
+use super::status_publisher::StatusPublisher;
 use super::step_log::StepLog;
 use super::team::Team;
-use super::teller::Teller;
-use super::watchman::Watchman;
+use super::watchdog::Watchdog;
 use crate::events::{EventKind, EventLog, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
-use crate::train::links::{self, Seat};
-use crate::train::record::{Clock, Record};
+use crate::train::links::{self, WorkerConnection};
+use crate::train::record::{Clock, RunRecorder};
 use crate::train::report::{Report, sample};
 use crate::train::run::{RunObserver, announce};
-use crate::train::steps::{Last, Next, Steps, evaluated};
+use crate::train::steps::{AfterStep, LastDone, Steps, evaluated};
 use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
@@ -44,11 +44,11 @@ const PATIENCE: Nanos = Nanos::from_millis(600_000);
 /// checkpoint; any error of this rank itself.
 pub(in crate::train) fn work(
     job: &Job,
-    seat: Seat,
+    connection: WorkerConnection,
     local: usize,
     mut watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
-    let Seat { comm, simulated, link, place } = seat;
+    let WorkerConnection { comm, simulated, link, place } = connection;
     let mut place = place.expect("each seat of a run with members has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
@@ -59,27 +59,27 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
-    let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
+    let watchdog = (!simulated).then(|| Watchdog::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
     let mut member = Member {
         place: &mut place,
         threads,
         simulated,
-        teller: Teller::default(),
+        publisher: StatusPublisher::default(),
         balance: Balance::default(),
-        watchman,
+        watchdog,
         team,
         copies: Copies::default(),
         idle: Idle::default(),
         folder: run.as_ref().map(|run| run.path().to_owned()),
         repeats: Repeats::default(),
         pools: PoolSpeeds::default(),
-        store: Store::default(),
+        store: ChunkStore::default(),
         log: StepLog::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
-            Some(team) => links::seat(&job, team.split(job.config.deadline, 0)?, simulated)?,
+            Some(team) => links::view_communicator(&job, team.split(job.config.deadline, 0)?, simulated)?,
             None => comm,
         };
         (Trainer::new(&job, comm, threads)?, None)
@@ -97,8 +97,8 @@ pub(in crate::train) fn work(
         None => None,
     };
     if let Some(resumed) = &resumed {
-        job.base = resumed.base;
-        trainer.begin_at(job.base);
+        job.plan_start = resumed.base;
+        trainer.begin_at(job.plan_start);
     }
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
@@ -122,8 +122,8 @@ pub(in crate::train) fn work(
         let from = resumed.from.display().to_string();
         events.write(begun, EventKind::Resumed { from, notes: resumed.notes });
     }
-    let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (run, last) = (run.as_ref(), shared_last.unwrap_or(Last::at(begun)));
+    let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
+    let (run, last) = (run.as_ref(), shared_last.unwrap_or(LastDone::at(begun)));
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
     if matches!(done, Err(Error::OverForSpare)) {
@@ -164,9 +164,9 @@ fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
 fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let view = place.view().filter(|_| job.pipelines.is_some())?;
     let change = Cancel::new();
-    place.keeper().ends(view.epoch, change.clone());
+    place.membership().ends(view.epoch, change.clone());
     let team = Team::founded(view, comm.clone().with_other_cancel(&change), job);
-    (job.change, job.view) = (Some(change), Some(view.place()));
+    (job.change, job.view) = (Some(change), Some(view.id()));
     Some(team)
 }
 
@@ -188,7 +188,7 @@ fn train(
     }
     steps.last_loss = first_loss;
     // If the average after the last step has failed, it must still be repeated.
-    while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
+    while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         let leaves = leaving(&steps.job, trainer);
         member.look_at_log(trainer);
         trainer.ask_for_change(member.wants_change()? || leaves.is_some());
@@ -208,16 +208,16 @@ fn train(
         // After the last step no change is worthwhile.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
         let pooled = member.pool_advice(&steps.job, trainer);
-        if pooled != PoolAdvice::Stay && matches!(next, Next::Step) && !is_over {
+        if pooled != PoolAdvice::Stay && matches!(next, AfterStep::Step) && !is_over {
             follow_pools(member, trainer, steps, events, pooled)?;
             continue;
         }
         let advice = member.balance.advice(&steps.job, trainer);
         match (next, if is_over { Advice::Stay } else { advice }) {
-            (Next::Step, Advice::Stay) => {
-                member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
+            (AfterStep::Step, Advice::Stay) => {
+                member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
             }
-            (Next::Step, Advice::Shares(shares)) => {
+            (AfterStep::Step, Advice::Shares(shares)) => {
                 match member.balance.reshare(&mut steps.job, trainer, shares) {
                     Ok(reshared) => note_shares(trainer, steps, events, reshared)?,
                     Err(error) => go_on_without(member, trainer, steps, events, error)?,
@@ -321,22 +321,22 @@ fn announce_admission(
         trainer.steps_done(),
         EventKind::Admitting { member: member_number, state, predicted_ms, at_most },
     );
-    member.teller.announce(format!("after step {}: {text}", trainer.steps_done()));
-    member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
+    member.publisher.announce(format!("after step {}: {text}", trainer.steps_done()));
+    member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
 }
 
 impl Member<'_> {
-    /// Executes a step while the watchman checks for silent members.
+    /// Executes a step while the watchdog checks for silent members.
     fn watched<T>(
         &mut self,
         trainer: &mut Trainer,
         step: impl FnOnce(&mut Trainer) -> Result<T>,
     ) -> Result<T> {
-        let Some(watchman) = &mut self.watchman else { return step(trainer) };
-        let caller = self.place.caller(&self.place.others());
-        let begun = watchman.begin(trainer.comm(), caller);
+        let Some(watchdog) = &mut self.watchdog else { return step(trainer) };
+        let caller = self.place.pinger(&self.place.others());
+        let begun = watchdog.begin(trainer.comm(), caller);
         let done = step(trainer);
-        watchman.end(begun, done.is_ok());
+        watchdog.end(begun, done.is_ok());
         done
     }
 }
@@ -424,10 +424,10 @@ fn note(
     events: &mut EventLog,
     changed: &Changed,
 ) -> Result<()> {
-    steps.record_settled(trainer)?;
+    steps.record_resolved(trainer)?;
     let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
     // A step whose average is still missing gets its row after the average.
-    if changed.caught_up || !trainer.is_unmet() && behind() {
+    if changed.caught_up || !trainer.lacks_average() && behind() {
         // This rank does not know the losses of steps that it received from others.
         steps.record.rows.truncate(steps.record.told);
     }
@@ -440,7 +440,7 @@ fn note(
         }
     }
     let text = changed.to_string();
-    member.teller.changed(text.clone(), changed.took);
+    member.publisher.changed(text.clone(), changed.took);
     tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
     if steps.job.is_pooled()
         && let moved = changed.moved.map(|(peer, to)| Moving { slot: peer.0, to })

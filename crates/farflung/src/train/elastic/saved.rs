@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
 use farflung_comm::Communicator;
-use farflung_parallel::membership::Place;
+use farflung_parallel::membership::ViewId;
 use farflung_parallel::plan::{Holding, Needed, newest_whole};
 use serde::{Deserialize, Serialize};
 
-use super::held::Held;
-use super::tell_all::tell_all;
+use super::all_gather::all_gather;
+use super::held_tensors::HeldTensors;
 use crate::Result;
 use crate::events::causes;
 use crate::train::checkpoint::{Saved, beside, saved};
 use crate::train::job::Job;
-use crate::train::trainer::Pieces;
+use crate::train::trainer::NamedTensors;
 
 /// The slowest disk for which the others wait while a member reads a checkpoint: 20 MB a second.
 const SLOWEST: Link = Link { bandwidth: Bandwidth(160_000_000), latency: Nanos::ZERO };
@@ -27,16 +27,16 @@ pub(super) struct Whole {
     /// Which member has which tensors.
     pub(super) holdings: Vec<Holding>,
     /// The run's counters at that step, and names of the tensors that one member has.
-    pub(super) held: Held,
+    pub(super) held: HeldTensors,
     /// The tensors of this step that this member has.
-    pub(super) own: Option<Pieces>,
+    pub(super) own: Option<NamedTensors>,
 }
 
 /// Description of a readable checkpoint, for the other members.
 #[derive(Debug, Serialize, Deserialize)]
 struct Readable {
-    view: Place,
-    held: Held,
+    view: ViewId,
+    held: HeldTensors,
 }
 
 /// Returns the newest step up to `newest` for which the members' checkpoints contain all `needed` tensors;
@@ -52,18 +52,18 @@ pub(super) fn newest(
     let steps = folder.map(|folder| steps(&beside(folder))).unwrap_or_default();
     let sizes: BTreeMap<u64, u64> = steps.iter().map(|(&step, found)| (step, bytes_of(found))).collect();
     let mut largest: BTreeMap<u64, u64> = BTreeMap::new();
-    for (step, bytes) in tell_all(all, &sizes)?.into_iter().flatten() {
+    for (step, bytes) in all_gather(all, &sizes)?.into_iter().flatten() {
         let most = largest.entry(step).or_default();
         *most = bytes.max(*most);
     }
     for (step, bytes) in largest.into_iter().rev().filter(|(step, _)| *step <= newest) {
         let here: Vec<Saved> =
             steps.get(&step).into_iter().flatten().filter_map(|path| read(path, job)).collect();
-        let readable = |saved: &Saved| Readable { view: saved.view, held: Held::of(&saved.pieces) };
+        let readable = |saved: &Saved| Readable { view: saved.view, held: HeldTensors::of(&saved.pieces) };
         let mine: Vec<Readable> = here.iter().map(readable).collect();
         let patience = job.deadline().saturating_add(SLOWEST.time(Bytes(bytes)));
-        let told: Vec<Vec<Readable>> = tell_all(&all.clone().with_deadline(patience), &mine)?;
-        let views: BTreeSet<Place> = told.iter().flatten().map(|readable| readable.view).collect();
+        let told: Vec<Vec<Readable>> = all_gather(&all.clone().with_deadline(patience), &mine)?;
+        let views: BTreeSet<ViewId> = told.iter().flatten().map(|readable| readable.view).collect();
         for view in views.into_iter().rev() {
             let of_view = || {
                 let all =
@@ -75,7 +75,7 @@ pub(super) fn newest(
             let most = of_view().map(|(_, readable)| &readable.held).max_by_key(|held| held.counted.states);
             let Some(held) = most.filter(|_| newest_whole(&holdings, needed) == Ok(step)) else { continue };
             let own = here.into_iter().filter(|saved| saved.view == view).map(|saved| saved.pieces);
-            return Ok(Some(Whole { holdings, held: held.clone(), own: Pieces::together(own) }));
+            return Ok(Some(Whole { holdings, held: held.clone(), own: NamedTensors::merge(own) }));
         }
     }
     Ok(None)

@@ -3,8 +3,8 @@
 use farflung_base::Nanos;
 use farflung_parallel::membership::{Event, Start, View};
 
-use super::decide::{LOOK, Loss, stopped};
-use super::keeper::Outcome;
+use super::decide::{Loss, POLL_INTERVAL, stopped};
+use super::membership_service::Outcome;
 use super::place::Place;
 use super::team::Team;
 use crate::train::job::Job;
@@ -14,7 +14,7 @@ use crate::{Error, Result, Signal};
 const OVER: u32 = u32::MAX / 2 - 11;
 
 /// The event that ended a spare's waiting.
-pub(super) enum Waited {
+pub(super) enum SpareEvent {
     /// There is a new view.
     View(View),
     /// The run is over.
@@ -38,7 +38,7 @@ impl Place {
     /// Waits as a spare of a team for a new view or the end of the run.
     ///
     /// Errors: [`Error::Removed`], [`Error::NoMajority`]; [`Error::Stopped`] after a signal.
-    pub(super) fn wait_as_spare(&mut self, team: &Team, job: &Job) -> Result<Waited> {
+    pub(super) fn wait_as_spare(&mut self, team: &Team, job: &Job) -> Result<SpareEvent> {
         let over = team.all.clone().with_deadline(Nanos::MAX).start_recv(team.lead(), OVER);
         let mut told = Vec::new();
         self.renew();
@@ -49,16 +49,16 @@ impl Place {
         }
         loop {
             self.renew();
-            self.keeper().awaited = true;
-            let outcome = self.keeper().outcome();
+            self.membership().awaited = true;
+            let outcome = self.membership().outcome();
             let waited = match outcome {
-                Some(Outcome::Installed(view)) => Some(Ok(Waited::View(view))),
+                Some(Outcome::Installed(view)) => Some(Ok(SpareEvent::View(view))),
                 Some(Outcome::Stopped(reason)) => Some(Err(stopped(reason))),
                 None => None,
             };
             let signal = || job.stop.requested().map(|signal: Signal| Err(Error::Stopped(signal)));
             if let Some(waited) = waited.or_else(signal) {
-                self.keeper().awaited = false;
+                self.membership().awaited = false;
                 return waited;
             }
             for id in self.lost() {
@@ -68,23 +68,23 @@ impl Place {
                 }
             }
             if over.is_ready() {
-                self.keeper().awaited = false;
+                self.membership().awaited = false;
                 // The member at rank 0 may be lost. Then a new view follows.
                 return match over.wait() {
-                    Ok(_) => Ok(Waited::Over),
+                    Ok(_) => Ok(SpareEvent::Over),
                     Err(error) => {
                         tracing::debug!(%error, "the leading member will not report the end of the run");
                         // Or the others' step has failed: they decide whether to repeat it.
                         let loss = Loss { suspect: None, silent: Vec::new(), again: true };
-                        self.after_loss(loss, None).map(Waited::View)
+                        self.after_loss(loss, None).map(SpareEvent::View)
                     }
                 };
             }
             let now = self.transport().now();
-            if self.keeper().wake().is_some_and(|at| at <= now) {
+            if self.membership().wake().is_some_and(|at| at <= now) {
                 self.tell(Event::Tick)?;
             }
-            self.wait(LOOK)?;
+            self.wait(POLL_INTERVAL)?;
         }
     }
 }

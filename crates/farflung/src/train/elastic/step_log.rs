@@ -1,12 +1,12 @@
 //! What a member keeps for newcomers while it trains: a copy of its state after a certain step, and a record of
-//! each step since. Both are on its shelf, so newcomers fetch them in the background.
+//! each step since. Both are among its offered blobs, so newcomers fetch them in the background.
 
 use farflung_base::{Bytes, Nanos};
 
+use super::blobs::OfferedBlobs;
 use super::fetch::Sending;
-use super::keeper::Keeper;
+use super::membership_service::MembershipService;
 use super::offers::{Growth, LISTED, Logged, Offer};
-use super::shelf::Shelf;
 use crate::Result;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
@@ -50,11 +50,11 @@ impl StepLog {
     /// Starts a log after the steps that the trainer has done.
     ///
     /// Errors: those of the device.
-    pub(super) fn begin(&mut self, shelf: &mut Shelf, trainer: &Trainer, spoils: bool) -> Result<()> {
-        self.drop_log(shelf);
+    pub(super) fn begin(&mut self, blobs: &mut OfferedBlobs, trainer: &Trainer, spoils: bool) -> Result<()> {
+        self.drop_log(blobs);
         let step = trainer.steps_done();
-        let label = shelf.put(trainer.shared_snapshot()?.to_bytes());
-        shelf.spoils = spoils;
+        let label = blobs.put(trainer.shared_snapshot()?.to_bytes());
+        blobs.spoils = spoils;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
         self.log = Some(Log { offer, last: step, records: Vec::new(), bytes: 0, most });
@@ -67,7 +67,7 @@ impl StepLog {
     /// Errors: those of the device.
     pub(super) fn after_step(
         &mut self,
-        shelf: &mut Shelf,
+        blobs: &mut OfferedBlobs,
         now: Nanos,
         (trainer, job): (&Trainer, &Job),
     ) -> Result<Option<Vec<u8>>> {
@@ -81,31 +81,31 @@ impl StepLog {
             }
         }
         let Some(log) = self.log.as_mut().filter(|log| log.last + 1 == step) else {
-            self.check(shelf, trainer);
+            self.check(blobs, trainer);
             return Ok(None);
         };
         let mut record = trainer.step_record()?;
         let rank = trainer.comm().rank().0;
         if let Some(fault) = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record)) {
-            record.suffer(fault);
+            record.inject_fault(fault);
         }
-        let label = shelf.put(record.to_bytes());
+        let label = blobs.put(record.to_bytes());
         log.records.push(Logged { step, label });
         (log.last, log.bytes) = (step, log.bytes + label.len);
         if log.bytes > log.most {
             let bytes = Bytes(log.bytes);
             tracing::info!("no newcomer has caught up within {bytes} of recorded steps: they are dropped");
-            self.drop_log(shelf);
+            self.drop_log(blobs);
             return Ok(None);
         }
         let newest = log.records.len().saturating_sub(LISTED);
-        Ok(Some(Keeper::logging(&log.records[newest..])))
+        Ok(Some(MembershipService::logging(&log.records[newest..])))
     }
 
     /// Drops the log if it lacks a step: this rank has received a later state from another member.
-    pub(super) fn check(&mut self, shelf: &mut Shelf, trainer: &Trainer) {
+    pub(super) fn check(&mut self, blobs: &mut OfferedBlobs, trainer: &Trainer) {
         if self.log.as_ref().is_some_and(|log| log.last != trainer.steps_done()) {
-            self.drop_log(shelf);
+            self.drop_log(blobs);
         }
     }
 
@@ -113,7 +113,7 @@ impl StepLog {
     pub(super) fn offers(&self, trainer: &Trainer) -> Vec<Vec<u8>> {
         let Some(log) = &self.log else { return Vec::new() };
         let growth = Growth { bytes: trainer.record_bytes(), every: self.every };
-        vec![Keeper::offering(log.offer, growth), Keeper::logging(&log.records)]
+        vec![MembershipService::offering(log.offer, growth), MembershipService::logging(&log.records)]
     }
 
     /// Keeps messages until they are sent.
@@ -123,9 +123,9 @@ impl StepLog {
     }
 
     /// Drops the copy and the records.
-    pub(super) fn drop_log(&mut self, shelf: &mut Shelf) {
+    pub(super) fn drop_log(&mut self, blobs: &mut OfferedBlobs) {
         if self.log.take().is_some() {
-            shelf.clear();
+            blobs.clear();
         }
     }
 

@@ -2,10 +2,10 @@
 //! of them still needs for its part.
 //!
 //! All members of a new view send each other a description of the tensors that they hold. From these
-//! descriptions pure functions compute the places ([`Lineup::new`]), the step ([`newest_whole`]) and the
+//! descriptions pure functions compute the places ([`Assignment::new`]), the step ([`newest_whole`]) and the
 //! tensors to be moved ([`moves`]). If a pipeline has lost a rank and there is no replacement, each stage
-//! becomes the pool of all members that hold its part ([`Lineup::rerouted`]). With `pooled`, stages are always
-//! pools ([`Lineup::pooled`]). The remaining members are spares: members without a part.
+//! becomes the pool of all members that hold its part ([`Assignment::rerouted`]). With `pooled`, stages are
+//! always pools ([`Assignment::pooled`]). The remaining members are spares: members without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -15,22 +15,22 @@ use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
 use farflung_parallel::pipeline::Pools;
-use farflung_parallel::plan::{Holding, Lineup, Needed, Pooling, Stood, moves, newest_whole};
+use farflung_parallel::plan::{Assignment, Holding, Needed, PlanPosition, Pooling, moves, newest_whole};
 use serde::{Deserialize, Serialize};
 
-use super::fetching::Store;
-use super::held::Held;
+use super::all_gather::all_gather;
+use super::fetching::ChunkStore;
+use super::held_tensors::HeldTensors;
 use super::pieces::{exchange, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
-use super::share::spoils;
-use super::tell_all::tell_all;
+use super::state_transfer::spoils;
 use crate::config::pools::Numbers;
 use crate::train::combination;
-use crate::train::job::{Base, Job};
+use crate::train::job::{Job, PlanStart};
 use crate::train::planned;
-use crate::train::steps::Last;
-use crate::train::trainer::{Counted, Pieces, needs};
+use crate::train::steps::LastDone;
+use crate::train::trainer::{NamedTensors, RunCounters, needs};
 use crate::{Error, Result, TrainConfig};
 
 /// The slowest link for which the others wait while tensors are moved: 1 Mbit/s.
@@ -43,17 +43,17 @@ pub(super) struct Team {
     pub(super) epoch: u64,
     /// Communicator of all members, in the view's order.
     pub(super) all: Communicator,
-    pub(super) lineup: Lineup,
+    pub(super) assignment: Assignment,
     ids: Vec<MemberId>,
     slots: Vec<u32>,
 }
 
 impl Team {
     /// Creates the team of a view with these places.
-    pub(super) fn new(view: &View, all: Communicator, lineup: Lineup) -> Self {
+    pub(super) fn new(view: &View, all: Communicator, assignment: Assignment) -> Self {
         let ids = view.members.iter().map(|member| member.id).collect();
         let slots = view.members.iter().map(|member| member.slot).collect();
-        Self { epoch: view.epoch, all, lineup, ids, slots }
+        Self { epoch: view.epoch, all, assignment, ids, slots }
     }
 
     /// Creates the team with which a run begins: member `n` has rank `n`.
@@ -61,32 +61,32 @@ impl Team {
         let ranks = (0..view.members.len()).collect();
         let pools = job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone());
         let stages = job.plan.pools().map_or(job.plan.stages(), Pools::stages);
-        Self::new(view, all, Lineup { stages, pools, ranks, spares: Vec::new() })
+        Self::new(view, all, Assignment { stages, pools, ranks, spares: Vec::new() })
     }
 
     /// Returns this member's rank in the plan; `None` for a spare.
     pub(super) fn rank(&self) -> Option<u32> {
-        self.lineup.rank_of(self.all.rank().index())
+        self.assignment.rank_of(self.all.rank().index())
     }
 
     /// Returns the ids of the members that take steps, by rank.
     pub(super) fn working(&self) -> Vec<MemberId> {
-        self.lineup.ranks.iter().map(|&member| self.ids[member]).collect()
+        self.assignment.ranks.iter().map(|&member| self.ids[member]).collect()
     }
 
     /// Returns the endpoints of the members that take steps, by rank.
     pub(super) fn slots(&self) -> Vec<u32> {
-        self.lineup.ranks.iter().map(|&member| self.slots[member]).collect()
+        self.assignment.ranks.iter().map(|&member| self.slots[member]).collect()
     }
 
     /// Returns the members without a part, by their ranks in [`Team::all`].
     pub(super) fn spares(&self) -> impl Iterator<Item = Rank> + '_ {
-        self.lineup.spares.iter().map(|&member| Rank(member as u32))
+        self.assignment.spares.iter().map(|&member| Rank(member as u32))
     }
 
     /// Returns the member at rank 0 of the plan, by its rank in [`Team::all`].
     pub(super) fn lead(&self) -> Rank {
-        Rank(self.lineup.ranks.first().copied().unwrap_or(0) as u32)
+        Rank(self.assignment.ranks.first().copied().unwrap_or(0) as u32)
     }
 
     /// Creates a communicator of the members that take steps, in the order of the plan's ranks. All members
@@ -103,44 +103,44 @@ impl Team {
 
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
-struct Standing {
+struct MemberDescription {
     /// Number of the view in which its plan was made; `None` for a member without a part.
     made: Option<u64>,
     plan: String,
     /// Endpoints of that plan's ranks.
     ranks: Vec<u32>,
     /// Steps at which that plan's ranks last evaluated, saved and checked.
-    last: Last,
+    last: LastDone,
     /// Sets of tensors that it holds, of one or more steps.
-    held: Vec<Held>,
+    held: Vec<HeldTensors>,
     /// With pools: speeds of the members, and the member that moves to another stage.
     speeds: BTreeMap<u32, f64>,
     moving: Option<Moving>,
 }
 
 /// Data of a member that enters a view.
-pub(super) struct Brings<'a> {
+pub(super) struct EnteringMember<'a> {
     pub(super) job: &'a Job,
-    pub(super) last: Last,
+    pub(super) last: LastDone,
     /// Its team so far, if it has one.
     pub(super) team: Option<&'a Team>,
     /// Its tensors: the newest first, then copies of earlier steps.
-    pub(super) held: Vec<Pieces>,
+    pub(super) held: Vec<NamedTensors>,
     /// Folder of its checkpoints.
     pub(super) folder: Option<&'a Path>,
     /// Speeds of the members, if stages are pools.
     pub(super) pools: &'a PoolSpeeds,
     /// Chunks of a state that were received earlier.
-    pub(super) store: &'a mut Store,
+    pub(super) store: &'a mut ChunkStore,
 }
 
-/// Result of [`form`]: the plan, step and tensors with which a view's members continue.
-pub(super) struct Formed {
+/// Result of [`form_team`]: the plan, step and tensors with which a view's members continue.
+pub(super) struct FormedTeam {
     pub(super) team: Team,
     /// The job under the new plan.
     pub(super) job: Job,
-    pub(super) last: Last,
-    pub(super) counted: Counted,
+    pub(super) last: LastDone,
+    pub(super) counted: RunCounters,
     /// Tensors that this member needs for its place.
     pub(super) tensors: BTreeMap<String, Vec<f32>>,
     /// Bytes moved, and number of members that sent them.
@@ -168,43 +168,43 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 ///
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] if no remaining member has some part of the
 /// model.
-pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
-    let Brings { job, last, team, held, folder, pools, store } = brings;
+pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<'_>) -> Result<FormedTeam> {
+    let EnteringMember { job, last, team, held, folder, pools, store } = brings;
     let works = team.filter(|team| team.rank().is_some());
-    let mine = Standing {
+    let mine = MemberDescription {
         made: works.map(|team| team.epoch),
         plan: job.plan.to_string(),
         ranks: works.map_or_else(Vec::new, Team::slots),
         last,
-        held: held.iter().map(Held::of).collect(),
+        held: held.iter().map(HeldTensors::of).collect(),
         speeds: pools.known.clone(),
         moving: pools.moving,
     };
-    let told: Vec<Standing> = tell_all(all, &mine)?;
+    let told: Vec<MemberDescription> = all_gather(all, &mine)?;
     // The plan so far is that of the newest view that any member has reached.
-    let newest = |told: &&Standing| (told.made, told.held.first().map(|held| held.counted.step));
+    let newest = |told: &&MemberDescription| (told.made, told.held.first().map(|held| held.counted.step));
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;
-    let stood: Vec<Option<Stood>> = (view.members.iter().zip(&told))
+    let stood: Vec<Option<PlanPosition>> = (view.members.iter().zip(&told))
         .map(|(member, told)| {
             let same = told.made == reference.made;
             let rank = reference.ranks.iter().position(|&slot| slot == member.slot).filter(|_| same)? as u32;
-            stood_in(&before, rank)
+            replica_and_position(&before, rank)
         })
         .collect();
     let wished = wished(job)?;
     let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
     let cut = before.pools().map_or(before.stages(), Pools::stages);
-    let whole = || Lineup::new(&stood, cut, stages);
+    let whole = || Assignment::new(&stood, cut, stages);
     let pooling = wished.is_pooled().then(|| pooling(job, view, reference)).transpose()?;
-    let lineup = match &pooling {
-        Some(pooling) => Lineup::pooled(&stood, cut, pooling),
-        None if can_be_rerouted(wished) => Lineup::rerouted(&stood, cut, stages),
+    let assignment = match &pooling {
+        Some(pooling) => Assignment::pooled(&stood, cut, pooling),
+        None if can_be_rerouted(wished) => Assignment::rerouted(&stood, cut, stages),
         None => whole(),
     };
-    let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&lineup, pooling));
-    let mut team = Team::new(view, all.clone(), lineup);
+    let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
+    let mut team = Team::new(view, all.clone(), assignment);
     let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
         // Settings that do not work with pools: train in whole pipelines only.
@@ -215,7 +215,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
 
-    let holding = |(member, told): (usize, &Standing)| {
+    let holding = |(member, told): (usize, &MemberDescription)| {
         told.held.iter().map(|held| held.holding(member)).collect::<Vec<_>>()
     };
     let holdings: Vec<Holding> = told.iter().enumerate().flat_map(holding).collect();
@@ -237,21 +237,21 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
             (saved::newest(all, (folder, job), &whole, done)?.ok_or_else(lost)?, true)
         }
     };
-    let Whole { holdings, held: Held { counted, .. }, own } = from;
+    let Whole { holdings, held: HeldTensors { counted, .. }, own } = from;
     let step = counted.step;
     let place = |(rank, &member): (usize, &usize)| (member, &by_position[rank % by_position.len()][..]);
-    let places: Vec<(usize, &[Needed])> = team.lineup.ranks.iter().enumerate().map(place).collect();
+    let places: Vec<(usize, &[Needed])> = team.assignment.ranks.iter().enumerate().map(place).collect();
     let moving = moves(&holdings, step, &places);
 
-    let (mut shelf, held) = offered(all, own.as_ref(), &moving)?;
-    shelf.spoils = spoils(job, all.rank(), step);
-    let came = exchange(all, (shelf, &held), &moving, store)?;
+    let (mut blobs, held) = offered(all, own.as_ref(), &moving)?;
+    blobs.spoils = spoils(job, all.rank(), step);
+    let came = exchange(all, (blobs, &held), &moving, store)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);
     tensors.extend(came);
     let donors: BTreeSet<usize> = moving.iter().map(|moving| moving.from).collect();
     let moved = (moving.iter().map(|moving| moving.bytes).sum(), donors.len());
-    next.base = Base { step, microbatches: counted.microbatches };
-    Ok(Formed {
+    next.plan_start = PlanStart { step, microbatches: counted.microbatches };
+    Ok(FormedTeam {
         job: next,
         last: reference.last.up_to(step),
         counted,
@@ -267,20 +267,20 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
 /// Selects the tensors of a step of which the members have the whole model in memory.
 fn in_memory_at(
     step: u64,
-    told: &[Standing],
-    (holdings, held): (Vec<Holding>, Vec<Pieces>),
+    told: &[MemberDescription],
+    (holdings, held): (Vec<Holding>, Vec<NamedTensors>),
 ) -> Result<Whole> {
     let at_step = told.iter().flat_map(|told| &told.held).find(|held| held.counted.step == step);
     let at_step = at_step.ok_or_else(|| wrong("is lost: no member is at the step to continue from"))?.clone();
-    let own = Pieces::together(held.into_iter().filter(|held| held.counted.step == step));
+    let own = NamedTensors::merge(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })
 }
 
 /// Returns the replica and position of a rank of a plan.
-fn stood_in(plan: &Plan, rank: u32) -> Option<Stood> {
+fn replica_and_position(plan: &Plan, rank: u32) -> Option<PlanPosition> {
     match plan.pools() {
-        Some(pools) => Stood::in_pools(&pools.sizes, rank),
-        None => Some(Stood { replica: rank / plan.stages(), position: rank % plan.stages() }),
+        Some(pools) => PlanPosition::in_pools(&pools.sizes, rank),
+        None => Some(PlanPosition { replica: rank / plan.stages(), position: rank % plan.stages() }),
     }
 }
 
@@ -294,7 +294,7 @@ fn can_be_rerouted(wished: &TrainConfig) -> bool {
 
 /// Returns the input from which the pools of a view are formed, according to the speeds that one member has
 /// sent.
-fn pooling(job: &Job, view: &View, told: &Standing) -> Result<Pooling> {
+fn pooling(job: &Job, view: &View, told: &MemberDescription) -> Result<Pooling> {
     let wished = wished(job)?;
     let mut speeds = PoolSpeeds::default();
     speeds.begin_anew(&told.speeds);
@@ -314,8 +314,8 @@ fn plan_for(
     rates: Option<Vec<u32>>,
 ) -> Result<Plan> {
     let wished = wished(job)?;
-    let (stages, workers) = (team.lineup.stages as usize, team.lineup.ranks.len());
-    let pools = &team.lineup.pools;
+    let (stages, workers) = (team.assignment.stages as usize, team.assignment.ranks.len());
+    let pools = &team.assignment.pools;
     let settings = TrainConfig {
         stages: if pools.is_empty() { stages } else { workers },
         workers,

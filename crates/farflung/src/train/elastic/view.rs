@@ -10,16 +10,16 @@ use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
 use super::balance;
-use super::share::Exchange;
+use super::state_transfer::StateTransfer;
 use crate::config::choice::BalanceKind;
-use crate::train::job::{Base, Job};
-use crate::train::steps::Last;
+use crate::train::job::{Job, PlanStart};
+use crate::train::steps::LastDone;
 use crate::train::trainer::Progress;
 use crate::{Error, Result};
 
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Standing {
+struct ReplicaDescription {
     /// Its progress; `None` for a newcomer.
     progress: Option<Progress>,
     /// The plan that it has executed so far, and the endpoints of that plan's replicas in `members`.
@@ -30,7 +30,7 @@ struct Standing {
     /// Local steps of each replica since replicas last met.
     local: LocalSteps,
     /// Steps at which it last evaluated, saved and checked: the same on all replicas.
-    last: Last,
+    last: LastDone,
     /// Time of a microbatch on each of those replicas, in nanoseconds; empty if not measured.
     speeds: Vec<u64>,
     /// Time of a microbatch on a newcomer, in nanoseconds, measured before it joined.
@@ -38,49 +38,50 @@ struct Standing {
 }
 
 /// Data of a rank that enters a view.
-pub(super) struct Brings<'a> {
+pub(super) struct EnteringRank<'a> {
     /// The run's settings, data and the plan so far.
     pub(super) job: &'a Job,
     /// Endpoints of the members of the previous view, by rank; empty for a newcomer.
     pub(super) before: Vec<u32>,
     /// Its progress; `None` for a newcomer.
     pub(super) progress: Option<Progress>,
-    pub(super) last: Last,
+    pub(super) last: LastDone,
     /// Measured times of the replicas of the plan so far; empty if not known.
     pub(super) measured: &'a [Measured],
     /// Time of a microbatch on a newcomer, if it has measured that.
     pub(super) speed: Option<Nanos>,
 }
 
-/// Result of [`stand`].
-pub(super) struct Stood {
+/// Result of [`form_view`].
+pub(super) struct FormedView {
     /// The job under the new plan.
     pub(super) job: Job,
     /// Which ranks send the state, and which receive it.
-    pub(super) exchange: Exchange,
+    pub(super) exchange: StateTransfer,
     /// Steps at which the member that has done the most steps last evaluated, saved and checked.
-    pub(super) last: Last,
+    pub(super) last: LastDone,
 }
 
 /// Exchanges the members' progress and makes the plan of the view. All members call it.
 ///
 /// Errors: a member that is lost meanwhile; a number of members for which there is no plan.
-pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
-    let Brings { job, before, progress, last, measured, speed } = brings;
+pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'_>) -> Result<FormedView> {
+    let EnteringRank { job, before, progress, last, measured, speed } = brings;
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
     let speeds = measured.iter().map(|measured| measured.microbatch.0).collect();
     let speed = speed.map(|speed| speed.0);
     let (plan, local) = (job.plan.to_string(), job.local_steps());
-    let standing = Standing { progress, plan, members: before, microbatches, local, last, speeds, speed };
+    let standing =
+        ReplicaDescription { progress, plan, members: before, microbatches, local, last, speeds, speed };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
-    let told: Vec<Standing> = told
+    let told: Vec<ReplicaDescription> = told
         .iter()
         .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("cannot be parsed")))
         .collect::<Result<_>>()?;
     let standing: Vec<Option<Progress>> = told.iter().map(|told| told.progress).collect();
-    let exchange = Exchange::new(&standing, job.averages_each_step())
+    let exchange = StateTransfer::new(&standing, job.averages_each_step())
         .ok_or_else(|| wrong("is lost: no member has the run's state"))?;
     let furthest = &told[exchange.furthest.index()];
     let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
@@ -101,8 +102,8 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     }
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
-    next.base = Base { step: exchange.progress.step, microbatches: furthest.microbatches };
-    Ok(Stood { job: next, exchange, last: furthest.last })
+    next.plan_start = PlanStart { step: exchange.progress.step, microbatches: furthest.microbatches };
+    Ok(FormedView { job: next, exchange, last: furthest.last })
 }
 
 /// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
@@ -110,7 +111,7 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
 /// shorter. `newcomers` has the times that newcomers measured themselves.
 fn plan_for(
     view: &View,
-    furthest: &Standing,
+    furthest: &ReplicaDescription,
     (balance, newcomers): (BalanceKind, &[Option<u64>]),
 ) -> Result<Plan> {
     let plan = Plan::from_str(&furthest.plan)?;
@@ -147,7 +148,7 @@ fn plan_for(
 
 #[cfg(test)]
 mod tests {
-    use farflung_parallel::membership::{Member, MemberId, Place, Start};
+    use farflung_parallel::membership::{Member, MemberId, Start, ViewId};
     use farflung_parallel::plan::Digest;
 
     use super::*;
@@ -161,14 +162,14 @@ mod tests {
     fn shares(balance: BalanceKind, speed: Option<u64>) -> Vec<u32> {
         let members: Vec<Member> = (0..3).map(|n| Member::new(MemberId::number(n), n)).collect();
         let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
-        let view = View::first(Place { incarnation: 1, epoch: 1 }, &members, start).unwrap();
-        let furthest = Standing {
+        let view = View::first(ViewId { incarnation: 1, epoch: 1 }, &members, start).unwrap();
+        let furthest = ReplicaDescription {
             progress: None,
             plan: PLAN.to_owned(),
             members: vec![0, 1],
             microbatches: 0,
             local: LocalSteps::new(1, vec![1, 1], vec![6, 6]),
-            last: Last::at(0),
+            last: LastDone::at(0),
             speeds: vec![10_000_000, 10_000_000],
             speed: None,
         };

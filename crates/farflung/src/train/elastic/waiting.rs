@@ -7,33 +7,33 @@ use farflung_base::{Nanos, Rank};
 use farflung_comm::{CommError, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 
-use super::decide::LOOK;
+use super::decide::POLL_INTERVAL;
 use super::fetch::{self, Sending};
-use super::fetching::{Fetching, Store, Wanted};
+use super::fetching::{ChunkStore, Fetching, Wanted};
 use super::follow::{Follower, SHARE, Want};
-use super::keeper::Outcome;
+use super::membership_service::Outcome;
 use super::place::{Place, TAGS};
-use super::ready::{Follows, Ready};
+use super::ready::{FollowProgress, Ready};
 use crate::{Error, Result};
 
 /// Time between two attempts of a newcomer to connect to other newcomers.
-const MEETS: Nanos = Nanos::from_millis(1_000);
+const CONNECT_INTERVAL: Nanos = Nanos::from_millis(1_000);
 /// Time between two announcements of a newcomer.
-const SAYS: Nanos = Nanos::from_millis(250);
+const ANNOUNCE_INTERVAL: Nanos = Nanos::from_millis(250);
 /// Time without any answer after which open requests are forgotten and made again.
-const STALLS: Nanos = Nanos::from_millis(3_000);
+const STALL_TIMEOUT: Nanos = Nanos::from_millis(3_000);
 /// Rate of a member that has not been measured, in bytes a second.
 const UNKNOWN: u64 = 64 << 10;
 /// Time between two messages about the progress to the newcomer's user.
-const TELLS: Nanos = Nanos::from_millis(5_000);
+const REPORT_INTERVAL: Nanos = Nanos::from_millis(5_000);
 
 /// What a newcomer has announced, and when.
 struct Waiting {
     patience: Nanos,
     until: Nanos,
     ready: Ready,
-    said: Option<(Follows, Nanos)>,
-    told: Option<(Follows, Nanos)>,
+    said: Option<(FollowProgress, Nanos)>,
+    told: Option<(FollowProgress, Nanos)>,
     connected: usize,
     meets: Nanos,
     telling: Vec<Sending>,
@@ -69,9 +69,9 @@ impl Place {
         let (connected, meets) = (0, Nanos::ZERO);
         let (said, told, telling) = (None, None, Vec::new());
         let mut waiting = Waiting { patience, until, ready, said, told, connected, meets, telling };
-        self.keeper().awaited = true;
+        self.membership().awaited = true;
         let view = self.wait_with(&mut waiting, &mut follower, tell);
-        self.keeper().awaited = false;
+        self.membership().awaited = false;
         view
     }
 
@@ -83,47 +83,47 @@ impl Place {
     ) -> Result<View> {
         loop {
             let Some(follower) = follower else {
-                if let Some(view) = self.attend(waiting, Follows::Barrier, tell)? {
+                if let Some(view) = self.announce_progress(waiting, FollowProgress::Barrier, tell)? {
                     return Ok(view);
                 }
-                self.wait(LOOK)?;
+                self.wait(POLL_INTERVAL)?;
                 continue;
             };
-            let offers = self.keeper().offers().clone();
+            let offers = self.membership().offers().clone();
             let wants = follower.next(&offers, &waiting.ready, self.transport().now());
-            if let Some(view) = self.attend(waiting, follower.says(&offers, u64::MAX), tell)? {
+            if let Some(view) = self.announce_progress(waiting, follower.says(&offers, u64::MAX), tell)? {
                 return Ok(view);
             }
             if wants.is_empty() {
-                self.wait(LOOK)?;
+                self.wait(POLL_INTERVAL)?;
                 continue;
             }
-            match self.fetch_behind(&wants, waiting, follower, tell)? {
+            match self.fetch_in_background(&wants, waiting, follower, tell)? {
                 Ended::Whole => follower.fetched()?,
                 Ended::In(view) => return Ok(*view),
                 // A little later, so that a broken connection is not tried without a pause.
-                Ended::Again => self.wait(LOOK)?,
+                Ended::Again => self.wait(POLL_INTERVAL)?,
                 Ended::Gone => follower.lost(),
             }
             if follower.asks() {
-                self.keeper().forget_copies();
+                self.membership().forget_copies();
             }
         }
     }
 
     /// Announces how far this newcomer is, if that is due. Returns the view that contains it, if there is one.
-    fn attend(
+    fn announce_progress(
         &mut self,
         waiting: &mut Waiting,
-        follows: Follows,
+        follows: FollowProgress,
         tell: &mut dyn FnMut(&str),
     ) -> Result<Option<View>> {
         self.renew();
-        let costs = self.keeper().costs();
+        let costs = self.membership().costs();
         if let Some(cost) = costs {
             tell(&format!("this member is ready to join: it receives {cost}"));
         }
-        let outcome = self.keeper().outcome();
+        let outcome = self.membership().outcome();
         if let Some(Outcome::Installed(view)) = outcome {
             return Ok(Some(view));
         }
@@ -136,21 +136,22 @@ impl Place {
             if waiting.connected > 0 {
                 self.arrivals.meet();
             }
-            waiting.meets = now.saturating_add(MEETS);
+            waiting.meets = now.saturating_add(CONNECT_INTERVAL);
             waiting.connected = 0;
         }
-        let kind = std::mem::discriminant::<Follows>;
-        let is_due = |(before, at): (Follows, Nanos), every| {
+        let kind = std::mem::discriminant::<FollowProgress>;
+        let is_due = |(before, at): (FollowProgress, Nanos), every| {
             kind(&before) != kind(&follows) || before != follows && now >= at.saturating_add(every)
         };
-        if waiting.told.is_none_or(|told| is_due(told, TELLS)) {
+        if waiting.told.is_none_or(|told| is_due(told, REPORT_INTERVAL)) {
             if follows.needs_log() {
                 tell(&format!("this member {follows}"));
             }
             waiting.told = Some((follows, now));
         }
-        let repeats =
-            waiting.said.is_none_or(|said| is_due(said, SAYS) || now >= said.1.saturating_add(SAYS));
+        let repeats = waiting.said.is_none_or(|said| {
+            is_due(said, ANNOUNCE_INTERVAL) || now >= said.1.saturating_add(ANNOUNCE_INTERVAL)
+        });
         if repeats || waiting.connected != self.connected() {
             // Announced again and again, for peers that have connected since, and so that all hear that this
             // newcomer is not frozen.
@@ -164,14 +165,14 @@ impl Place {
     }
 
     /// Fetches blobs from members that train. Each member is asked for no more than its share.
-    fn fetch_behind(
+    fn fetch_in_background(
         &mut self,
         wants: &[Want],
         waiting: &mut Waiting,
         follower: &mut Follower<'_>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<Ended> {
-        let (comm, ids) = self.keepers();
+        let (comm, ids) = self.membership_comm();
         let rank = |id: &MemberId| ids.iter().position(|peer| peer == id).map(|rank| Rank(rank as u32));
         let wanted = wants
             .iter()
@@ -189,7 +190,7 @@ impl Place {
     fn fetch_from(
         &mut self,
         (comm, ids): (&farflung_comm::Communicator, &[MemberId]),
-        (wanted, store): (Vec<Wanted>, &mut Store),
+        (wanted, store): (Vec<Wanted>, &mut ChunkStore),
         waiting: &mut Waiting,
         follower: &Follower<'_>,
         tell: &mut dyn FnMut(&str),
@@ -201,11 +202,13 @@ impl Place {
         let mut asking: Vec<Sending> = Vec::new();
         let mut came = comm.now();
         while !fetching.is_done() {
-            let offers = self.keeper().offers().clone();
-            if let Some(view) = self.attend(waiting, follower.says(&offers, fetching.left()), tell)? {
+            let offers = self.membership().offers().clone();
+            if let Some(view) =
+                self.announce_progress(waiting, follower.says(&offers, fetching.left()), tell)?
+            {
                 return Ok(Ended::In(Box::new(view)));
             }
-            if self.keepers().1 != ids || comm.now().saturating_sub(came) >= STALLS {
+            if self.membership_comm().1 != ids || comm.now().saturating_sub(came) >= STALL_TIMEOUT {
                 return Ok(Ended::Again);
             }
             let donors = fetching.donors();
@@ -219,7 +222,7 @@ impl Place {
             asking.retain(|asking| !asking.is_ready());
             let mut answer = patient.start_recv_any(&donors, fetch::TAGS.answer);
             let mut word = patient.start_recv_any(&[me], TAGS.answer);
-            let look = LOOK.min(paces.next(&donors, comm.now()));
+            let look = POLL_INTERVAL.min(paces.next(&donors, comm.now()));
             match comm.first(&mut [&mut answer, &mut word], WaitMode::Within(look)) {
                 Some(0) => match answer.wait() {
                     // Answers to requests of an earlier fetch are skipped.
@@ -232,7 +235,7 @@ impl Place {
                     Ok(_) | Err(CommError::CancelledBy { .. }) => {}
                     Err(_) => return Ok(Ended::Again),
                 },
-                // The keeper has a message; it is read in `attend`.
+                // There is a message about members; it is read in `announce_progress`.
                 Some(_) => drop(word.wait()),
                 None => {}
             }
@@ -272,6 +275,6 @@ impl Paces {
     /// Returns the time until the next of these donors may be asked that may not be asked now.
     fn next(&self, donors: &[Rank], now: Nanos) -> Nanos {
         let ats = donors.iter().filter_map(|donor| self.0.get(donor)).map(|pace| pace.at);
-        ats.filter(|&at| at > now).min().map_or(LOOK, |at| at.saturating_sub(now))
+        ats.filter(|&at| at > now).min().map_or(POLL_INTERVAL, |at| at.saturating_sub(now))
     }
 }

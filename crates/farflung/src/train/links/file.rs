@@ -3,8 +3,8 @@
 use farflung_base::Topology;
 use serde::{Deserialize, Serialize};
 
+use crate::train::connection::declared_of;
 use crate::train::job::Job;
-use crate::train::seat::declared_of;
 use crate::{Result, RunDir};
 
 /// The file's name in a run's folder.

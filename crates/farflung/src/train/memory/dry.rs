@@ -265,7 +265,7 @@ fn part(
         let count = planned.layers.end - planned.layers.start;
         let steps = within_budget(planned, model, plan.batch as usize)?.map(|plan| plan.steps.into());
         // Offloading has no effect here, since a CPU's memory is the host's memory.
-        built.set_keeping(ActivationPolicy {
+        built.set_activation_policy(ActivationPolicy {
             recompute: planned.recompute.of(count) as usize,
             offload: 0,
             steps,

@@ -10,7 +10,7 @@ use farflung_tensor::Precision;
 use super::*;
 use crate::Stop;
 use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKind, TransportKind};
-use crate::train::{Trainer, seats};
+use crate::train::{Trainer, connections};
 use crate::transports::MEMORY;
 
 /// Returns settings of a small GPT without replicas.
@@ -46,14 +46,17 @@ fn job(mut config: TrainConfig) -> Job {
 /// Returns the bytes that each rank's device holds after two steps.
 fn measured(job: &Job) -> Vec<u64> {
     std::thread::scope(|scope| {
-        let held = |seat: crate::train::Seat| {
-            let mut trainer = Trainer::new(job, seat.comm, 1).unwrap();
+        let held = |connection: crate::train::WorkerConnection| {
+            let mut trainer = Trainer::new(job, connection.comm, 1).unwrap();
             trainer.step(false).unwrap();
             trainer.step(false).unwrap();
             trainer.stage().device().memory().1 as u64
         };
-        let ranks: Vec<_> =
-            seats(job, None).unwrap().into_iter().map(|seat| scope.spawn(move || held(seat))).collect();
+        let ranks: Vec<_> = connections(job, None)
+            .unwrap()
+            .into_iter()
+            .map(|connection| scope.spawn(move || held(connection)))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -114,8 +117,8 @@ fn samples_of_boundaries_are_predicted() {
     let predicted = step_memory(&in_memory).unwrap();
     let in_files = step_memory(&with(StoreKind::File)).unwrap();
     std::thread::scope(|scope| {
-        let saved = |seat: crate::train::Seat| {
-            let mut trainer = Trainer::new(&in_memory, seat.comm, 1).unwrap();
+        let saved = |connection: crate::train::WorkerConnection| {
+            let mut trainer = Trainer::new(&in_memory, connection.comm, 1).unwrap();
             trainer.step(false).unwrap();
             trainer.step(false).unwrap();
             let state = trainer.boundaries().save().unwrap();
@@ -125,10 +128,10 @@ fn samples_of_boundaries_are_predicted() {
             };
             state.values().map(bytes).sum::<u64>()
         };
-        let ranks: Vec<_> = seats(&in_memory, None)
+        let ranks: Vec<_> = connections(&in_memory, None)
             .unwrap()
             .into_iter()
-            .map(|seat| scope.spawn(move || saved(seat)))
+            .map(|connection| scope.spawn(move || saved(connection)))
             .collect();
         for (rank, saved) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
             // The samples of two steps in memory; with files, the samples that one step changed.

@@ -192,9 +192,9 @@ fn messages(ways: impl Iterator<Item = (Rank, Rank)>, bytes: Bytes) -> Operation
     let mut ways = ways.map(|(from, to)| message_operation(from, to, bytes));
     let Some(mut all) = ways.next() else { return Operation::default() };
     for way in ways {
-        for (rank, side) in way.sides {
-            let Some(mine) = all.sides.get_mut(&rank) else {
-                all.sides.insert(rank, side);
+        for (rank, side) in way.parts {
+            let Some(mine) = all.parts.get_mut(&rank) else {
+                all.parts.insert(rank, side);
                 continue;
             };
             for turn in side.lanes.into_iter().flatten() {

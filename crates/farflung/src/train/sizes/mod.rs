@@ -7,7 +7,7 @@
 mod available;
 mod buckets;
 mod data;
-mod held;
+mod rank_memory;
 mod need;
 mod order;
 
@@ -22,7 +22,7 @@ use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
 use available::{Available, available};
 pub(super) use buckets::averaging;
-use need::{Need, RankGroup, size};
+use need::{MemoryNeed, RankGroup, size};
 use order::Pipeline;
 
 /// A run is refused if four fifths of its estimate exceed the available memory. `tests/it/sizes.rs` checks that
@@ -45,8 +45,9 @@ pub struct TooLarge {
     pub processes: usize,
     /// Available bytes; `None` if unknown.
     pub available: Option<u64>,
-    /// Alternatives that would fit: each changes one setting to its largest possible value, or several settings
-    /// if one is not enough. Empty if nothing fits.
+    /// Alternatives that would fit, each a list of settings: one setting at the largest value that fits, or, if
+    /// no single one is enough, the other settings at their minimum with the largest batch that fits then.
+    /// Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
     /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
     /// fits.
@@ -166,8 +167,8 @@ impl Case {
 
     /// Estimates the memory of these ranks. `config` may differ from the original in the settings of
     /// [`AdjustableSetting`].
-    fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
-        let whole = [held::whole(config, &model)];
+    fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> MemoryNeed {
+        let whole = [rank_memory::whole(config, &model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);
         let (positions, actions) = match &self.pipeline {
             Some(pipeline) => (&pipeline.positions[..], pipeline.actions(config, world)),
@@ -187,7 +188,7 @@ impl Case {
             let all = local
                 .clone()
                 .map(|local| (self.need(config, model, local.clone()), local.len(), available.total));
-            let over = |(need, _, bytes): &(Need, usize, u64)| {
+            let over = |(need, _, bytes): &(MemoryNeed, usize, u64)| {
                 need.total().saturating_mul(SLACK.0) / SLACK.1 > u128::from(*bytes)
             };
             [Some(mine), all].into_iter().flatten().find(over)

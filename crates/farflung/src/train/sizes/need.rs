@@ -15,7 +15,7 @@ use farflung_zoo::GptConfig;
 use super::super::boundary::held_bytes;
 use super::buckets::averaging;
 use super::data::Data;
-use super::held::Position;
+use super::rank_memory::RankMemory;
 use crate::TrainConfig;
 use crate::config::choice::{StoreKind, TokenizerKind};
 
@@ -25,7 +25,7 @@ const F32: u128 = size_of::<f32>() as u128;
 /// Purposes of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
-pub(super) enum Part {
+pub(super) enum MemoryPurpose {
     Parameters,
     Gradients,
     Optimizer,
@@ -46,7 +46,7 @@ pub(super) enum Part {
     Workers,
 }
 
-impl Part {
+impl MemoryPurpose {
     const ALL: [Self; 18] = [
         Self::Parameters,
         Self::Gradients,
@@ -94,10 +94,10 @@ impl Part {
 
 /// Bytes for each purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Need([u128; Part::ALL.len()]);
+pub(super) struct MemoryNeed([u128; MemoryPurpose::ALL.len()]);
 
-impl Need {
-    pub(super) fn add(&mut self, part: Part, bytes: u128) {
+impl MemoryNeed {
+    pub(super) fn add(&mut self, part: MemoryPurpose, bytes: u128) {
         let sum = &mut self.0[part as usize];
         *sum = sum.saturating_add(bytes);
     }
@@ -108,7 +108,7 @@ impl Need {
     }
 
     fn and(mut self, other: &Self) -> Self {
-        for part in Part::ALL {
+        for part in MemoryPurpose::ALL {
             self.add(part, other.0[part as usize]);
         }
         self
@@ -117,7 +117,7 @@ impl Need {
     /// Returns purposes and their bytes, largest first, without those below one percent of the total.
     pub(super) fn largest_first(&self) -> Vec<(&'static str, u128)> {
         let least = self.total() / 100;
-        let mut parts: Vec<_> = Part::ALL.map(|part| (part.name(), self.0[part as usize])).into();
+        let mut parts: Vec<_> = MemoryPurpose::ALL.map(|part| (part.name(), self.0[part as usize])).into();
         parts.retain(|&(_, bytes)| bytes > least);
         parts.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
         parts
@@ -143,7 +143,7 @@ pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) model: GptConfig,
     /// Memory that each rank of a pipeline needs; without a pipeline, one entry for every rank.
-    pub(super) positions: &'a [Position],
+    pub(super) positions: &'a [RankMemory],
     /// Number of workers in all processes.
     pub(super) world: usize,
     pub(super) ranks: Range<usize>,
@@ -176,46 +176,46 @@ const ENTRY: u128 = 32;
 
 impl RankGroup<'_> {
     /// Returns the peak memory of the ranks.
-    pub(super) fn need(&self) -> Need {
-        let mut all = Need::default();
+    pub(super) fn need(&self) -> MemoryNeed {
+        let mut all = MemoryNeed::default();
         for rank in self.ranks.clone() {
             all = all.and(&self.of_rank(rank));
         }
         let (ranks, processes) = (self.ranks.len() as u128, self.processes as u128);
         let world = self.world as u128;
-        all.add(Part::Workers, PROGRAM * processes + WORKER * ranks + PAIR * ranks * world);
+        all.add(MemoryPurpose::Workers, PROGRAM * processes + WORKER * ranks + PAIR * ranks * world);
         if priced(self.config.algorithm) {
-            all.add(Part::Plans, STEP * ranks * world * world);
+            all.add(MemoryPurpose::Plans, STEP * ranks * world * world);
         }
         if self.data.tokenizer {
-            all.add(Part::Workers, VOCABULARY * processes);
+            all.add(MemoryPurpose::Workers, VOCABULARY * processes);
         }
-        all.add(Part::Schedule, self.actions.saturating_mul(ACTION).saturating_mul(ranks));
+        all.add(MemoryPurpose::Schedule, self.actions.saturating_mul(ACTION).saturating_mul(ranks));
         // Text is tokenized before workers exist, so its peak counts only as far as it exceeds everything else.
         let times = |bytes: u64| u128::from(bytes).saturating_mul(processes);
         let before = times(self.data.reading).saturating_sub(all.total());
-        all.add(Part::Data, before.max(times(self.data.tokens)));
+        all.add(MemoryPurpose::Data, before.max(times(self.data.tokens)));
         all
     }
 
     /// Returns the memory that one rank needs, without the data and its share of the process.
-    fn of_rank(&self, rank: usize) -> Need {
+    fn of_rank(&self, rank: usize) -> MemoryNeed {
         let config = self.config;
         let position = &self.positions[rank % self.positions.len()];
         let replicas = (self.world / self.positions.len()).max(1);
-        let mut need = Need::default();
+        let mut need = MemoryNeed::default();
         let model = position.parameters.saturating_mul(F32);
         let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
         let (states, work) = (local.states as u128, local.work as u128);
-        let outer = (config.sync.buffers)(&config.kept());
+        let outer = (config.sync.buffers)(&config.buffer_settings());
         let apart = u128::from(config.sync.overlaps);
         let here = in_host_memory(config.device.of(rank));
         if here {
-            need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
-            need.add(Part::Gradients, model);
-            need.add(Part::Optimizer, model.saturating_mul(states + work));
+            need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
+            need.add(MemoryPurpose::Gradients, model);
+            need.add(MemoryPurpose::Optimizer, model.saturating_mul(states + work));
             // The replica's own parameters are kept aside while the common ones are in use.
-            need.add(Part::Outer, model.saturating_mul(outer.held as u128 + apart));
+            need.add(MemoryPurpose::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
 
         // The copy of the state for a stop within a step. It is on the rank's device if each step makes one,
@@ -225,39 +225,39 @@ impl RankGroup<'_> {
             (true, false) if here => model.saturating_mul(states + 1),
             _ => 0,
         };
-        need.add(Part::Mark, mark);
+        need.add(MemoryPurpose::Mark, mark);
 
         // Number of ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;
         let saved = self.averaging(&mut need, model, holders, here);
         self.activations(&mut need, position, here);
 
-        need.add(Part::Samples, self.samples(replicas));
+        need.add(MemoryPurpose::Samples, self.samples(replicas));
 
         let batch = config.batch as u128;
         let tokens = batch.saturating_mul(self.model.context as u128);
         let losses = if self.positions.len() == 1 { tokens.saturating_mul(F32) } else { 0 };
         let microbatches = super::super::planned::microbatches(config) as u128;
-        need.add(Part::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
+        need.add(MemoryPurpose::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
         let offsets =
             (u128::from(config.eval_batches)).next_multiple_of(replicas as u128).saturating_mul(batch);
-        need.add(Part::Evaluation, offsets.saturating_mul(size_of::<i64>() as u128));
+        need.add(MemoryPurpose::Evaluation, offsets.saturating_mul(size_of::<i64>() as u128));
         // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors.
-        need.add(Part::Losses, tokens.saturating_mul(4 * F32));
+        need.add(MemoryPurpose::Losses, tokens.saturating_mul(4 * F32));
 
         // Saving copies the weights (for a moment twice), then all states.
         let states = model.saturating_mul(states + outer.saved as u128).saturating_add(saved);
-        need.add(Part::Checkpoint, model.saturating_add(states.max(model)));
+        need.add(MemoryPurpose::Checkpoint, model.saturating_add(states.max(model)));
         if position.gathers && rank == 0 {
             let whole = F32.saturating_mul(u128::from(self.model.parameters()));
-            need.add(Part::Checkpoint, whole.saturating_mul(3));
+            need.add(MemoryPurpose::Checkpoint, whole.saturating_mul(3));
         }
         need
     }
 
     /// Adds the buckets, messages and residuals of a part of the model that `holders` ranks average. Returns
     /// the bytes of the residuals in a checkpoint.
-    fn averaging(&self, need: &mut Need, model: u128, holders: usize, here: bool) -> u128 {
+    fn averaging(&self, need: &mut MemoryNeed, model: u128, holders: usize, here: bool) -> u128 {
         let config = self.config;
         if holders == 1 {
             return 0;
@@ -268,8 +268,8 @@ impl RankGroup<'_> {
         let bytes = averaging(&codec, model, holders, bucket);
         // Buffers and residuals of codecs are on the rank's device.
         let (buckets, residuals) = if coded && !here { (0, 0) } else { (bytes.buckets, bytes.residuals) };
-        need.add(Part::Averaging, buckets.saturating_add(bytes.messages));
-        need.add(Part::Residuals, residuals);
+        need.add(MemoryPurpose::Averaging, buckets.saturating_add(bytes.messages));
+        need.add(MemoryPurpose::Residuals, residuals);
         bytes.saved
     }
 
@@ -294,21 +294,21 @@ impl RankGroup<'_> {
     }
 
     /// Adds the activations and logits of the microbatches between their forward and backward passes.
-    fn activations(&self, need: &mut Need, position: &Position, here: bool) {
+    fn activations(&self, need: &mut MemoryNeed, position: &RankMemory, here: bool) {
         let config = self.config;
         let tokens = (config.batch as u128).saturating_mul(self.model.context as u128);
         if !here {
-            need.add(Part::Activations, tokens.saturating_mul(position.away).saturating_mul(F32));
+            need.add(MemoryPurpose::Activations, tokens.saturating_mul(position.away).saturating_mul(F32));
             return;
         }
-        need.add(Part::Activations, tokens.saturating_mul(position.held).saturating_mul(F32));
-        need.add(Part::Logits, tokens.saturating_mul(position.logits).saturating_mul(F32));
+        need.add(MemoryPurpose::Activations, tokens.saturating_mul(position.held).saturating_mul(F32));
+        need.add(MemoryPurpose::Logits, tokens.saturating_mul(position.logits).saturating_mul(F32));
         if config.precision != Precision::F32 {
             // `round.rs` keeps rounded copies of both operands, each as large as the largest so far.
             let (dim, vocab) = (self.model.dim as u128, self.model.vocab as u128);
             let widest = if position.logits > 0 { vocab.max(4 * dim) } else { 4 * dim };
             let rounded = tokens.saturating_mul(widest).saturating_add(widest.saturating_mul(dim));
-            need.add(Part::Rounded, rounded.saturating_mul(F32));
+            need.add(MemoryPurpose::Rounded, rounded.saturating_mul(F32));
         }
     }
 }

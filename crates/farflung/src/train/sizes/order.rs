@@ -5,7 +5,7 @@ use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Upd
 use farflung_zoo::GptConfig;
 
 use super::super::planned::{check_pools, microbatches, read_schedule};
-use super::held::{self, Position};
+use super::rank_memory::{self, RankMemory};
 use crate::{Error, Result, TrainConfig};
 use farflung_parallel::Recompute;
 
@@ -17,7 +17,7 @@ const MOST_CELLS: u128 = 1 << 18;
 #[derive(Debug)]
 pub(super) struct Pipeline {
     /// Memory that each rank needs.
-    pub(super) positions: Vec<Position>,
+    pub(super) positions: Vec<RankMemory>,
     /// Number of actions in a step.
     step: u128,
     /// Number of stages of the model.
@@ -51,7 +51,7 @@ impl Pipeline {
             let order = again(read_schedule(path)?);
             let step = order.actions().count() as u128;
             let depth = order.placement().depth().into();
-            return Ok(Self { positions: held::pipeline(config, model, &order)?, step, depth });
+            return Ok(Self { positions: rank_memory::pipeline(config, model, &order)?, step, depth });
         }
         if let Some(pools) = config.pools() {
             check_pools(config, &pools, world)?;
@@ -64,7 +64,7 @@ impl Pipeline {
             let order = again(order.map_err(Error::schedule)?);
             let step = order.actions().count() as u128 * u128::from(all) / u128::from(few.min(all).max(1));
             let depth = pools.stages().into();
-            return Ok(Self { positions: held::pipeline(config, model, &order)?, step, depth });
+            return Ok(Self { positions: rank_memory::pipeline(config, model, &order)?, step, depth });
         }
         let method = config.schedule;
         let ranks = number("stages", config.stages)?;
@@ -85,13 +85,14 @@ impl Pipeline {
         let step = cells.saturating_mul(4);
         // Above the second limit `order` returns an error without making lists.
         if cells <= MOST_CELLS || cells > ComputeOrder::MAX_CELLS as u128 {
-            let positions = held::pipeline(config, model, &order(all)?)?;
+            let positions = rank_memory::pipeline(config, model, &order(all)?)?;
             return Ok(Self { positions, step, depth: stages });
         }
         let fewer = (MOST_CELLS / stages / (2 * u128::from(ranks)) * (2 * u128::from(ranks))) as u32;
-        let mut positions = vec![Position { copies: 1, gathers: true, ..Position::default() }; config.stages];
+        let mut positions =
+            vec![RankMemory { copies: 1, gathers: true, ..RankMemory::default() }; config.stages];
         if let Some(order) = order(fewer.min(all)).ok().filter(|_| fewer > 0) {
-            positions = held::pipeline(config, model, &order)?;
+            positions = rank_memory::pipeline(config, model, &order)?;
             for (rank, position) in (0..).map(Rank).zip(&mut positions) {
                 position.scale(bound(method, &settings(all), rank), bound(method, &settings(fewer), rank));
             }

@@ -128,7 +128,7 @@ fn processes_of_one_machine_are_held_to_all_of_it_together() {
         master_port: 1,
         source: "a test",
         more_addresses: Vec::new(),
-        security: farflung_comm::secure::Security::clear(),
+        security: farflung_comm::secure::Security::unencrypted(),
     };
     let config = TrainConfig { batch: 100, ..small() };
     let admit = |local, free, all| {
@@ -205,7 +205,7 @@ fn a_budget_of_memory_is_kept() {
         let plan = activations::within_budget(&part, &model, 4).unwrap().unwrap();
         let keeping = ActivationPolicy { steps: Some(plan.steps.into()), ..ActivationPolicy::default() };
         let measured = measured(model, keeping);
-        let position = held::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);
+        let position = rank_memory::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);
         let estimated = (position.held + position.logits) as usize * 4 * 4 * 64;
         assert!(measured <= estimated, "{blocks} blocks: {measured} of {estimated} bytes");
         assert!(measured * 10 > estimated * 7, "{blocks} blocks: {measured} of {estimated} bytes");
@@ -219,7 +219,7 @@ fn a_budget_of_memory_is_kept() {
 fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
     let cpu = Device::cpu(1).unwrap();
     let mut stage = Stage::whole(model, &cpu).unwrap();
-    stage.set_keeping(keeping);
+    stage.set_activation_policy(keeping);
     let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
     let before = cpu.memory().1;
     let ids: Vec<u32> = (0..4 * 64).map(|i| i % 50).collect();
@@ -237,7 +237,7 @@ fn activations_are_what_a_device_allocates() {
     for recompute in [0, 2, 5] {
         let cpu = Device::cpu(1).unwrap();
         let mut stage = Stage::whole(model, &cpu).unwrap();
-        stage.set_keeping(ActivationPolicy { recompute, ..ActivationPolicy::default() });
+        stage.set_activation_policy(ActivationPolicy { recompute, ..ActivationPolicy::default() });
         let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
         let before = cpu.memory().1;
         let ids: Vec<u32> = (0..4 * 64).collect();
@@ -247,7 +247,7 @@ fn activations_are_what_a_device_allocates() {
         stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
         let measured = (cpu.memory().1 - before) as f64;
         let recompute = if recompute == 0 { Recompute::None } else { Recompute::Layers(recompute as u32) };
-        let position = held::whole(&TrainConfig { recompute, ..small() }, &model);
+        let position = rank_memory::whole(&TrainConfig { recompute, ..small() }, &model);
         let estimated = ((position.held + position.logits) * 4 * 4 * 64) as f64;
         assert!((0.95..1.05).contains(&(estimated / measured)), "{recompute:?}: {estimated} of {measured}");
         assert_eq!(position.parameters, stage.layout().len() as u128);

@@ -15,7 +15,7 @@ pub(super) struct Vote {
     /// Mean loss over all tokens of the voters' replicas.
     pub(super) loss: f64,
     /// Union of the requests of all voters.
-    pub(super) wish: Wish,
+    pub(super) requests: StepRequests,
     /// Sum of the squares of the gradients of all parts; `None` if the model has only one part.
     pub(super) squares: Option<f64>,
     /// Measured step times of each replica (of each rank in pools); empty if not all of them vote or if they
@@ -25,7 +25,7 @@ pub(super) struct Vote {
 
 /// Requests of a rank that take effect after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Wish {
+pub(super) struct StepRequests {
     /// Whether the run stops.
     pub(super) stop: bool,
     /// Whether the members change, because one has come or leaves.
@@ -34,7 +34,7 @@ pub(super) struct Wish {
     pub(super) copies: bool,
 }
 
-impl Wish {
+impl StepRequests {
     /// Weight of a request for change relative to one to stop, and of one against copies relative to one for
     /// change. The requests of 4096 ranks sum to less than one of the next higher kind.
     const CHANGE: f64 = 1.0 / (1 << 20) as f64;
@@ -45,7 +45,7 @@ impl Wish {
         one(self.stop) + (one(self.change) + one(self.copies) * Self::CHANGE) * Self::CHANGE
     }
 
-    /// Decodes the union of the requests from the sum of [`Wish::weigh`] over ranks.
+    /// Decodes the union of the requests from the sum of [`StepRequests::weigh`] over ranks.
     fn of_sum(sum: f64) -> Self {
         let changes = sum.fract() / Self::CHANGE;
         Self { stop: sum >= 1.0, change: changes >= 1.0, copies: changes.fract() > 0.0 }
@@ -54,11 +54,11 @@ impl Wish {
 
 /// Result of the vote when replicas meet after local steps, the same on all ranks.
 #[derive(Debug)]
-pub(super) struct Met {
+pub(super) struct SyncVote {
     /// Mean loss over all replicas of each step since they last met.
     pub(super) losses: Vec<f64>,
     /// Union of the requests of all ranks.
-    pub(super) wish: Wish,
+    pub(super) requests: StepRequests,
     /// Measured step times of each replica (of each rank in pools); empty if they are not measured.
     pub(super) speeds: Vec<Measured>,
 }
@@ -94,7 +94,7 @@ impl Trainer {
         let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
-        let told = if self.each_step { self.told_speeds() } else { Vec::new() };
+        let told = if self.each_step { self.own_speeds() } else { Vec::new() };
         mine.extend(&told);
         let told = told.len();
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
@@ -102,7 +102,7 @@ impl Trainer {
             let (sums, speeds) = sums.split_at(sums.len() - told);
             Vote {
                 loss: sums[0] / f64::from(replicas),
-                wish: Wish::of_sum(sums[1]),
+                requests: StepRequests::of_sum(sums[1]),
                 squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
                 speeds: Speedometer::read(speeds),
             }
@@ -110,18 +110,18 @@ impl Trainer {
         Voting { sums, read: Box::new(read) }
     }
 
-    const fn wish(&self, stop: bool) -> Wish {
-        Wish { stop, change: self.told.wants_change, copies: self.told.copies }
+    const fn wish(&self, stop: bool) -> StepRequests {
+        StepRequests { stop, change: self.told.wants_change, copies: self.told.copies }
     }
 
     /// Returns this replica's or rank's step times at its own index and zeros elsewhere, to be summed over all
     /// ranks; empty if step times are not measured.
-    fn told_speeds(&self) -> Vec<f64> {
+    fn own_speeds(&self) -> Vec<f64> {
         let Some(speed) = &self.speed else { return Vec::new() };
         if speed.by_rank {
-            return speed.told(self.position.0, self.schedule.placement().ranks(), true);
+            return speed.contribution(self.position.0, self.schedule.placement().ranks(), true);
         }
-        speed.told(self.replica, self.replicas, self.position.0 == 0)
+        speed.contribution(self.replica, self.replicas, self.position.0 == 0)
     }
 
     /// Adds the step that was just done to the measured step times. `meets` says whether all replicas agreed on
@@ -156,7 +156,7 @@ impl Trainer {
     }
 
     /// Starts the vote of all replicas on the steps since they last voted, and clears the list of their losses.
-    pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<Met> {
+    pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<SyncVote> {
         // All ranks of a pipeline have its losses; only its first rank sends them, so that they count once.
         let tells = self.position.0 == 0;
         let window = std::mem::take(&mut self.window);
@@ -164,15 +164,15 @@ impl Trainer {
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
         mine.push(self.wish(stop).weigh());
-        let told = self.told_speeds();
+        let told = self.own_speeds();
         mine.extend(&told);
         let told = told.len();
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);
         let read = move |mut sums: Vec<f64>| {
             let speeds = Speedometer::read(&sums.split_off(sums.len() - told));
-            let wish = Wish::of_sum(sums.pop().unwrap_or(0.0));
-            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), wish, speeds }
+            let wish = StepRequests::of_sum(sums.pop().unwrap_or(0.0));
+            SyncVote { losses: sums.iter().map(|sum| sum / replicas).collect(), requests: wish, speeds }
         };
         Voting { sums, read: Box::new(read) }
     }
@@ -185,13 +185,13 @@ mod tests {
     #[test]
     fn a_sum_of_wishes_says_what_any_rank_wishes() {
         for number in 0..8_u8 {
-            let wish = Wish { stop: number & 1 > 0, change: number & 2 > 0, copies: number & 4 > 0 };
+            let wish = StepRequests { stop: number & 1 > 0, change: number & 2 > 0, copies: number & 4 > 0 };
             for ranks in [1, 3, 4000] {
                 let sum = (0..ranks).map(|_| wish.weigh()).sum();
-                assert_eq!(Wish::of_sum(sum), wish, "{ranks} ranks");
+                assert_eq!(StepRequests::of_sum(sum), wish, "{ranks} ranks");
             }
-            let others = Wish { stop: false, change: false, copies: true }.weigh() * 4000.0;
-            assert_eq!(Wish::of_sum(wish.weigh() + others), Wish { copies: true, ..wish });
+            let others = StepRequests { stop: false, change: false, copies: true }.weigh() * 4000.0;
+            assert_eq!(StepRequests::of_sum(wish.weigh() + others), StepRequests { copies: true, ..wish });
         }
     }
 }

@@ -110,7 +110,7 @@ impl Trainer {
             replica,
             first_microbatch: plan.first_microbatch(replica),
             all_microbatches: plan.all_microbatches(),
-            base: job.base,
+            base: job.plan_start,
             replicas: plan.replicas(),
             local: job.local_steps(),
             every: plan.outermost().every.into(),
@@ -173,7 +173,7 @@ fn build_part(
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
         let steps =
             within_budget(planned, &job.model, job.plan.batch as usize)?.map(|plan| plan.steps.into());
-        model.set_keeping(ActivationPolicy { recompute, offload, steps });
+        model.set_activation_policy(ActivationPolicy { recompute, offload, steps });
     }
     let params = match &job.config.init_from {
         Some(folder) => model.load(&mut Weights::open(folder)?)?,

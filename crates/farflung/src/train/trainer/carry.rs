@@ -2,7 +2,7 @@
 
 use farflung_base::StageId;
 use farflung_comm::Communicator;
-use farflung_optim::sync::{METHODS, Missing, SyncMethod};
+use farflung_optim::sync::{METHODS, OnMemberLoss, SyncMethod};
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Placement, Updates};
 
@@ -10,7 +10,7 @@ use super::Trainer;
 use super::speed::Speedometer;
 use crate::train::averages;
 use crate::train::executor::Pass;
-use crate::train::job::{Base, Job};
+use crate::train::job::{Job, PlanStart};
 use crate::train::part::Part;
 use crate::{Error, Result};
 
@@ -29,7 +29,7 @@ impl Trainer {
             let expected = format!("{} in a run whose members may join and leave: {reason}", survivors());
             Err(Error::Setting { field: "sync", value: level.method.clone(), expected })
         };
-        if let Some(Missing::Refused(reason)) = method.map(|method| method.missing) {
+        if let Some(OnMemberLoss::Unsupported(reason)) = method.map(|method| method.on_member_loss) {
             return refuse(reason);
         }
         // The table allows the method to continue without a member, but replicas that can differ after an
@@ -47,12 +47,12 @@ impl Trainer {
     }
 
     /// Sets where the plan's numbers of steps and microbatches begin.
-    pub(in crate::train) const fn begin_at(&mut self, base: Base) {
+    pub(in crate::train) const fn begin_at(&mut self, base: PlanStart) {
         self.base = base;
     }
 
     /// Drops the step in flight, so that the rank is at its last committed step. A step of a pipeline that
-    /// others may have committed is kept until [`Trainer::settle_vote`].
+    /// others may have committed is kept until [`Trainer::resolve_vote`].
     pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         if self.undecided.is_open() {
@@ -127,7 +127,7 @@ impl Trainer {
 
 /// Returns the names of the methods that can continue without a member, as a list in words.
 fn survivors() -> String {
-    let goes_on = |row: &&SyncMethod| row.missing == Missing::MeanOfOthers;
+    let goes_on = |row: &&SyncMethod| row.on_member_loss == OnMemberLoss::MeanOfOthers;
     let names: Vec<&str> = METHODS.iter().filter(goes_on).map(|row| row.name).collect();
     match names.split_last() {
         Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
@@ -158,7 +158,7 @@ fn take_over(into: &mut Part, from: Part, rounds: u64) -> Result<()> {
     let Part { params, chain, sync, .. } = from;
     if let Some(next) = &mut into.sync {
         let agreed = sync.as_ref().and_then(|sync| sync.agreed()).unwrap_or(&params);
-        next.moved(agreed)?;
+        next.on_params_set(agreed)?;
         if let Some(before) = &sync {
             let mut states = std::collections::BTreeMap::new();
             for (name, state) in before.states() {

@@ -19,15 +19,15 @@ use crate::{Error, Result};
 
 /// Copy of a rank's state at the last step after which all replicas were equal.
 #[derive(Debug)]
-pub(super) struct Mark {
+pub(super) struct RollbackPoint {
     step: u64,
     scale: Vec<f32>,
-    parts: BTreeMap<StageId, Marked>,
+    parts: BTreeMap<StageId, PartSnapshot>,
 }
 
 /// Copy of the state of one part.
 #[derive(Debug)]
-struct Marked {
+struct PartSnapshot {
     /// `None` if the part's method of synchronisation keeps these parameters itself.
     params: Option<Tensor>,
     updates: u64,
@@ -37,7 +37,7 @@ struct Marked {
     gradients: Option<(u64, BTreeMap<String, Vec<f32>>)>,
 }
 
-impl Marked {
+impl PartSnapshot {
     /// Copies the state of a part: to `host` if it is given (for copies that are rare), else on the part's
     /// device (for copies at each step).
     fn new(part: &Part, each_step: bool, host: Option<&Device>) -> Result<Self> {
@@ -86,7 +86,7 @@ impl Trainer {
     /// Records the current state, to which a stop within a later step returns. Called when all replicas are
     /// equal. Does nothing if replicas stay equal after each step and no step changes parameters before its
     /// commit.
-    pub(in crate::train) fn mark(&mut self) -> Result<()> {
+    pub(in crate::train) fn set_rollback_point(&mut self) -> Result<()> {
         let parts = &self.executor.parts;
         let within = self.schedule.updates() != Updates::Flush;
         let apart = !self.each_step && parts.values().any(|part| part.sync.is_some());
@@ -95,16 +95,16 @@ impl Trainer {
         }
         let host = if apart { Some(Device::cpu(1)?) } else { None };
         let marked = |(&stage, part): (&StageId, &Part)| {
-            Ok((stage, Marked::new(part, self.each_step, host.as_ref())?))
+            Ok((stage, PartSnapshot::new(part, self.each_step, host.as_ref())?))
         };
         let parts = parts.iter().map(marked).collect::<Result<_>>()?;
-        self.mark = Some(Mark { step: self.step, scale: self.scale.save().to_vec(), parts });
+        self.mark = Some(RollbackPoint { step: self.step, scale: self.scale.save().to_vec(), parts });
         Ok(())
     }
 
-    fn return_to_mark(&mut self) -> Result<()> {
+    fn restore_rollback_point(&mut self) -> Result<()> {
         let half_done = std::mem::take(&mut self.half_done);
-        let gone_on = |mark: &Mark| half_done || mark.step != self.step;
+        let gone_on = |mark: &RollbackPoint| half_done || mark.step != self.step;
         let Some(mut mark) = self.mark.take().filter(gone_on) else { return Ok(()) };
         for (stage, part) in &mut self.executor.parts {
             mark.parts.remove(stage).expect("a rank's parts do not change").restore(part)?;
@@ -119,13 +119,13 @@ impl Trainer {
     /// Afterwards this trainer works only with those at the same step, and can only save its state. Returns the
     /// ranks that do not answer or are at another step.
     ///
-    /// A collective of all ranks that still run. They must have called [`Trainer::mark`] after the steps on
-    /// which they agreed.
+    /// A collective of all ranks that still run. They must have called [`Trainer::set_rollback_point`] after
+    /// the steps on which they agreed.
     pub(in crate::train) fn retreat(&mut self, job: &Job, answer: Nanos) -> Result<Vec<Rank>> {
         let world = self.members.len();
         if world > 1 {
             // Other ranks may still commit a step that this rank has committed: they need frames that it sends.
-            self.stop.wait_until_abandoned();
+            self.stop.wait_until_step_cancelled();
         }
         self.voting = None;
         // If this rank has voted but does not have the result, the ranks that have the result decide below.
@@ -141,18 +141,18 @@ impl Trainer {
         let telling = if job.processes > 1 { start_to_tell(&comm, &ExitNotice::Stopped) } else { Vec::new() };
         let comm = comm.shrink()?;
         drop(telling);
-        let own = Standing { rank: self.rank(), open, committed: self.committed() };
+        let own = StopPosition { rank: self.rank(), open, committed: self.committed() };
         let told = comm.all_gather_bytes(own.to_bytes())?;
-        let mut standing: Vec<_> = told.iter().filter_map(|bytes| Standing::of_bytes(bytes)).collect();
+        let mut standing: Vec<_> = told.iter().filter_map(|bytes| StopPosition::of_bytes(bytes)).collect();
         let all = standing.iter().map(|other| other.committed);
         let newest = all.max_by_key(|committed| committed.step).unwrap_or(own.committed);
         for other in &mut standing {
-            other.settle(newest);
+            other.commit_newest(newest);
         }
         if open {
-            if own.settled(newest) {
-                self.settle_vote(newest)?;
-                self.mark()?;
+            if own.can_commit(newest) {
+                self.resolve_vote(newest)?;
+                self.set_rollback_point()?;
             }
             self.drop_in_flight()?;
         }
@@ -180,33 +180,33 @@ impl Trainer {
             }
             part.rollback();
         }
-        self.return_to_mark()
+        self.restore_rollback_point()
     }
 }
 
 /// Position of a rank that stops, as sent to the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Standing {
+struct StopPosition {
     rank: Rank,
     /// Whether this rank has voted on the next step and has not received the result.
     open: bool,
     committed: Committed,
 }
 
-impl Standing {
+impl StopPosition {
     const BYTES: usize = 29;
 
     /// Returns whether the newest step that any rank has committed is the one on which this rank has voted.
     ///
     /// A rank commits a step only after it has received every rank's vote, and a rank votes only once its
     /// gradients are averaged. So every rank can still commit that step.
-    fn settled(&self, newest: Committed) -> bool {
+    fn can_commit(&self, newest: Committed) -> bool {
         self.open && newest.step == self.committed.step + 1 && newest.squares.is_some()
     }
 
     /// Moves to the newest step, if this rank has voted on that step.
-    fn settle(&mut self, newest: Committed) {
-        if self.settled(newest) {
+    fn commit_newest(&mut self, newest: Committed) {
+        if self.can_commit(newest) {
             *self = Self { open: false, committed: newest, ..*self };
         }
     }
@@ -221,7 +221,7 @@ impl Standing {
         bytes
     }
 
-    /// Decodes the output of [`Standing::to_bytes`]. Returns `None` if the length is wrong.
+    /// Decodes the output of [`StopPosition::to_bytes`]. Returns `None` if the length is wrong.
     fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
         let (rank, rest) = bytes.split_first_chunk::<4>()?;
@@ -249,17 +249,17 @@ mod tests {
     fn what_ranks_tell_is_read_again_and_other_lengths_are_not() {
         for (open, squares) in [(true, None), (false, Some(2.5))] {
             let committed = Committed { step: 1 << 40, loss: 5.25, squares };
-            let told = Standing { rank: Rank(3), open, committed };
-            assert_eq!(Standing::of_bytes(&told.to_bytes()), Some(told));
-            assert_eq!(Standing::of_bytes(&told.to_bytes()[1..]), None);
+            let told = StopPosition { rank: Rank(3), open, committed };
+            assert_eq!(StopPosition::of_bytes(&told.to_bytes()), Some(told));
+            assert_eq!(StopPosition::of_bytes(&told.to_bytes()[1..]), None);
         }
-        assert_eq!(Standing::of_bytes(&[]), None);
+        assert_eq!(StopPosition::of_bytes(&[]), None);
     }
 
     #[test]
     fn an_open_vote_is_settled_by_the_step_that_it_was_about() {
         let committed = |step, squares| Committed { step, loss: 5.0, squares };
-        let voted = Standing { rank: Rank(0), open: true, committed: committed(6, Some(1.0)) };
+        let voted = StopPosition { rank: Rank(0), open: true, committed: committed(6, Some(1.0)) };
         for (newest, expected) in [
             (committed(7, Some(4.0)), 7),
             (committed(6, Some(1.0)), 6),
@@ -267,10 +267,10 @@ mod tests {
             (committed(7, None), 6),
         ] {
             let mut settled = voted;
-            settled.settle(newest);
+            settled.commit_newest(newest);
             assert_eq!(settled.committed.step, expected);
-            let mut closed = Standing { open: false, ..voted };
-            closed.settle(newest);
+            let mut closed = StopPosition { open: false, ..voted };
+            closed.commit_newest(newest);
             assert_eq!(closed.committed.step, 6);
         }
     }

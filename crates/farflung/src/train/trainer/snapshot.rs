@@ -77,8 +77,8 @@ impl Snapshot {
     }
 
     /// Flips the bit that a test requests, in the last tensor.
-    pub(in crate::train) fn suffer(&mut self, fault: Fault) {
-        self.tensors.values_mut().next_back().into_iter().for_each(|values| fault.strike_values(values));
+    pub(in crate::train) fn inject_fault(&mut self, fault: Fault) {
+        self.tensors.values_mut().next_back().into_iter().for_each(|values| fault.flip_bit_in_values(values));
     }
 
     /// Returns the state of the loss scale.
@@ -129,7 +129,7 @@ impl Trainer {
 
     /// Returns whether the average after the last step failed. The next call of [`Trainer::step`] then repeats
     /// only that average.
-    pub(in crate::train) const fn is_unmet(&self) -> bool {
+    pub(in crate::train) const fn lacks_average(&self) -> bool {
         self.unmet
     }
 
@@ -245,7 +245,7 @@ impl Trainer {
                 part.chain.restore(updates, |name| get(&named(stage, "chain", name)))?;
             }
             if let Some(sync) = &mut part.sync {
-                sync.moved(&part.params)?;
+                sync.on_params_set(&part.params)?;
                 let state = |name: &str| get(&named(stage, "sync", name)).map(<[f32]>::to_vec);
                 sync.restore(shared.counters.progress.outer_step, &state)?;
                 // Residuals are not sent to other ranks: a new member begins without any, in the same round as

@@ -76,7 +76,7 @@ impl Speedometer {
 
     /// Returns the vector that this replica contributes to the sum: its own two times in seconds at its index,
     /// and zeros elsewhere. All are zero unless `tells`.
-    pub(super) fn told(&self, replica: u32, replicas: u32, tells: bool) -> Vec<f64> {
+    pub(super) fn contribution(&self, replica: u32, replicas: u32, tells: bool) -> Vec<f64> {
         let mut told = vec![0.0; 2 * replicas as usize];
         if tells {
             let own = &mut told[2 * replica as usize..][..2];
@@ -114,14 +114,14 @@ mod tests {
     fn steps_become_times_and_the_first_is_left_out() {
         let mut speed = Speedometer::default();
         speed.step(4, MS(4_000), MS(9_000), true);
-        assert_eq!(speed.told(1, 2, true), [0.0; 4]);
+        assert_eq!(speed.contribution(1, 2, true), [0.0; 4]);
         speed.step(4, MS(40), MS(100), false);
         speed.step(4, MS(40), MS(300), true);
-        let told = speed.told(1, 2, true);
+        let told = speed.contribution(1, 2, true);
         let all = Speedometer::read(&told);
         assert_eq!(all[0], Measured { microbatch: Nanos::ZERO, rest: Nanos::ZERO });
         assert_eq!(all[1], Measured { microbatch: MS(10), rest: MS(160) });
-        assert_eq!(speed.told(1, 2, false), [0.0; 4]);
+        assert_eq!(speed.contribution(1, 2, false), [0.0; 4]);
     }
 
     #[test]
@@ -129,10 +129,10 @@ mod tests {
         let mut speed = Speedometer::default();
         (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
         speed.step(1, MS(10_000), MS(10_010), true);
-        let [hurt] = Speedometer::read(&speed.told(0, 1, true))[..] else { unreachable!() };
+        let [hurt] = Speedometer::read(&speed.contribution(0, 1, true))[..] else { unreachable!() };
         assert!(hurt.microbatch <= Nanos::from_secs_f64(0.0126), "{hurt:?}");
         (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
-        let [healed] = Speedometer::read(&speed.told(0, 1, true))[..] else { unreachable!() };
+        let [healed] = Speedometer::read(&speed.contribution(0, 1, true))[..] else { unreachable!() };
         assert!(healed.microbatch < Nanos::from_secs_f64(0.0103), "{healed:?}");
     }
 

@@ -58,7 +58,7 @@ impl Trainer {
 
     /// Waits for exchanges between replicas that are in flight, since their results belong to the saved state.
     /// A collective: all ranks must call it.
-    pub(in crate::train) fn settle(&mut self) -> Result<()> {
+    pub(in crate::train) fn wait_in_flight(&mut self) -> Result<()> {
         let Executor { parts, placement, .. } = &mut self.executor;
         let syncs = by_number(parts, placement).into_iter().filter_map(|(_, part)| part.sync.as_mut());
         syncs.into_iter().try_for_each(|sync| Ok(sync.wait_in_flight()?))
@@ -164,7 +164,7 @@ impl Trainer {
             part.params.write(&from.weights(&layout)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
-            sync.moved(&part.params)?;
+            sync.on_params_set(&part.params)?;
             // If the checkpoint was written under another division of the model, state that differs between
             // replicas and exchanges in flight cannot be assigned to ranks. Only the shared state is restored
             // then.

@@ -6,8 +6,8 @@ use farflung_parallel::pipeline::Method;
 
 use super::*;
 use crate::config::choice::{LrScheduleKind, TransportKind};
+use crate::train::connections;
 use crate::train::job::Job;
-use crate::train::seats;
 use crate::transports::MEMORY;
 use crate::{Stop, TrainConfig};
 
@@ -45,9 +45,11 @@ fn job(schedule: Method, stages: usize, workers: usize) -> Job {
 fn on_all<T: Send>(job: &Job, work: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {
-        let seats = seats(job, None).unwrap();
-        let start = |seat: crate::train::Seat| work(Trainer::new(job, seat.comm, 1).unwrap());
-        let ranks: Vec<_> = seats.into_iter().map(|seat| scope.spawn(move || start(seat))).collect();
+        let connections = connections(job, None).unwrap();
+        let start =
+            |connection: crate::train::WorkerConnection| work(Trainer::new(job, connection.comm, 1).unwrap());
+        let ranks: Vec<_> =
+            connections.into_iter().map(|connection| scope.spawn(move || start(connection))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }

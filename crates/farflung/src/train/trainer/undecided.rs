@@ -71,9 +71,9 @@ impl Trainer {
         Committed { step: self.step, loss: self.undecided.loss, squares: self.undecided.squares }
     }
 
-    /// Returns the last step if [`Trainer::settle_vote`] has committed it since the last call: no call of
+    /// Returns the last step if [`Trainer::resolve_vote`] has committed it since the last call: no call of
     /// [`Trainer::step`] has returned it.
-    pub(in crate::train) fn take_settled(&mut self) -> Option<StepDone> {
+    pub(in crate::train) fn take_resolved(&mut self) -> Option<StepDone> {
         let settled = std::mem::take(&mut self.undecided.settled);
         settled.then(|| StepDone::of_all(self.step, self.undecided.loss))
     }
@@ -92,7 +92,7 @@ impl Trainer {
     /// The step in flight is committed if it is that step, and dropped otherwise.
     ///
     /// Errors: those of the optimizer.
-    pub(in crate::train) fn settle_vote(&mut self, newest: Committed) -> Result<()> {
+    pub(in crate::train) fn resolve_vote(&mut self, newest: Committed) -> Result<()> {
         if !self.undecided.is_open() {
             return Ok(());
         }

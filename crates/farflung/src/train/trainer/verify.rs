@@ -8,7 +8,7 @@ use farflung_tensor::{ParamLayout, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use crate::config::shared::Fact;
+use crate::config::shared::NamedValue;
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
 use crate::{Error, Result, finite};
@@ -27,7 +27,7 @@ pub enum Thoroughness {
 #[serde(deny_unknown_fields)]
 struct ChecksumMessage {
     /// Hashes of values that other ranks may hold too, by name.
-    copies: Vec<Fact>,
+    copies: Vec<NamedValue>,
     /// Message of the failure, if a value is not finite or cannot be read.
     broken: Option<String>,
 }
@@ -42,7 +42,7 @@ impl Trainer {
     ///
     /// Errors: on all ranks together, [`Error::NotFinite`] or [`Error::OnRank`]; [`Error::Diverged`].
     pub fn verify(&self, thoroughness: Thoroughness) -> Result<()> {
-        let mine = self.told(thoroughness);
+        let mine = self.checksum_message(thoroughness);
         let (told, failed) = match mine {
             Ok(told) => (told, None),
             Err(error) => (
@@ -73,7 +73,7 @@ impl Trainer {
     /// Returns the hashes of the values that this rank holds.
     ///
     /// Errors: [`Error::NotFinite`].
-    fn told(&self, thoroughness: Thoroughness) -> Result<ChecksumMessage> {
+    fn checksum_message(&self, thoroughness: Thoroughness) -> Result<ChecksumMessage> {
         let (placement, unlike) = (&self.executor.placement, self.resync.is_unlike());
         let compared = !unlike || self.resync.is_done_at(self.step);
         let whole = placement.depth() == 1;
@@ -94,17 +94,17 @@ impl Trainer {
                 inner = None;
             }
             if compared {
-                copies.push(Fact::new(of("parameters"), params));
+                copies.push(NamedValue::new(of("parameters"), params));
                 let table = placement.is_first(stage) || placement.is_last(stage);
                 if table && !whole && !layout.is_empty() {
                     let values = part.params.view().part(part.table().start, part.table().len())?;
                     let mut hasher = Hasher::default();
                     hasher.update(&values.to_vec::<f32>()?);
-                    copies.push(Fact::new("token table", hasher.finish()));
+                    copies.push(NamedValue::new("token table", hasher.finish()));
                 }
             }
             for (what, hash) in [("optimizer state", inner), ("outer state", outer)] {
-                copies.extend(hash.filter(|_| !unlike).map(|hash| Fact::new(of(what), hash)));
+                copies.extend(hash.filter(|_| !unlike).map(|hash| NamedValue::new(of(what), hash)));
             }
         }
         Ok(ChecksumMessage { copies, broken: None })
@@ -131,7 +131,8 @@ impl Trainer {
                 }
             }
             if held.len() > 1 {
-                let Odd { ranks, majority } = odd(held.into_iter().map(|(_, ranks)| ranks).collect());
+                let SuspectRanks { ranks, majority } =
+                    odd(held.into_iter().map(|(_, ranks)| ranks).collect());
                 return Err(Error::Diverged { step: self.step, what: name.to_owned(), ranks, majority });
             }
         }
@@ -141,7 +142,7 @@ impl Trainer {
 
 /// Ranks whose copies may be wrong.
 #[derive(Debug, PartialEq, Eq)]
-struct Odd {
+struct SuspectRanks {
     ranks: Vec<Rank>,
     /// Whether more than half of all ranks agree with each other; `ranks` are then the others, else all ranks.
     majority: bool,
@@ -149,14 +150,14 @@ struct Odd {
 
 /// Returns the ranks outside the majority, or all ranks if there is no majority. Each of the `groups` has equal
 /// copies.
-fn odd(groups: Vec<Vec<Rank>>) -> Odd {
+fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
     let all: usize = groups.iter().map(Vec::len).sum();
     let most = groups.iter().position(|ranks| 2 * ranks.len() > all);
     let others = groups.into_iter().enumerate().filter(|(group, _)| Some(*group) != most);
     let mut ranks: Vec<Rank> = others.flat_map(|(_, ranks)| ranks).collect();
     ranks.sort_unstable();
     ranks.dedup();
-    Odd { ranks, majority: most.is_some() }
+    SuspectRanks { ranks, majority: most.is_some() }
 }
 
 /// Returns the hash of flat buffers, without padding.
@@ -205,7 +206,7 @@ mod tests {
     fn the_odd_ones_out_are_those_outside_a_majority() {
         let ranks = |numbers: &[u32]| numbers.iter().map(|&n| Rank(n)).collect::<Vec<_>>();
         let found = |groups: &[&[u32]]| odd(groups.iter().map(|group| ranks(group)).collect());
-        let of = |numbers: &[u32], majority| Odd { ranks: ranks(numbers), majority };
+        let of = |numbers: &[u32], majority| SuspectRanks { ranks: ranks(numbers), majority };
         assert_eq!(found(&[&[0, 1, 3], &[2]]), of(&[2], true));
         assert_eq!(found(&[&[2], &[0, 1, 3]]), of(&[2], true));
         assert_eq!(found(&[&[0], &[1]]), of(&[0, 1], false));

@@ -121,8 +121,8 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
     let change = |came: &[u32], went: &[u32], took_ms| EventKind::Members {
         epoch: 1,
         members: 2,
-        came: came.into(),
-        went: went.into(),
+        joined: came.into(),
+        left: went.into(),
         lost_sequences: 0,
         lost_steps: 0,
         from_checkpoints: false,
@@ -223,8 +223,8 @@ fn memory_is_bounded_whatever_is_told() {
         let change = EventKind::Members {
             epoch: step,
             members: 1,
-            came,
-            went,
+            joined: came,
+            left: went,
             lost_sequences: 0,
             lost_steps: 0,
             from_checkpoints: false,

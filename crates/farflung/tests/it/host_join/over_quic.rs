@@ -60,7 +60,7 @@ fn members_meet_over_quic_alone_one_is_killed_and_another_comes() {
     let again = format!("--steps 9 --out host --resume auto --transport iroh --relay {url}");
     let again = on(&run, "host").arg("host").args(run.flags(&again)).output().unwrap();
     assert_eq!(again.status.code(), Some(2), "{}", said(&again));
-    assert!(said(&again).contains("the run of this folder goes on"), "{}", said(&again));
+    assert!(said(&again).contains("the run of this folder is still running"), "{}", said(&again));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use farflung::config::choice::{LrScheduleKind, TransportKind};
-use farflung::train::{Job, Seat, seats};
+use farflung::train::{Job, WorkerConnection, connections};
 use farflung::transports::MEMORY;
 use farflung::{Stop, TrainConfig};
 
@@ -39,11 +39,14 @@ pub(crate) fn job(config: &TrainConfig) -> Job {
 }
 
 /// Runs `work` as each rank, one thread per rank.
-pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(WorkerConnection) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {
-        let threads: Vec<_> =
-            seats(job, None).unwrap().into_iter().map(|seat| scope.spawn(move || work(seat))).collect();
+        let threads: Vec<_> = connections(job, None)
+            .unwrap()
+            .into_iter()
+            .map(|connection| scope.spawn(move || work(connection)))
+            .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::LrScheduleKind;
-use farflung::train::{Job, Report, RunObserver, Seat, elastic};
+use farflung::train::{Job, Report, RunObserver, WorkerConnection, elastic};
 use farflung::{Result, StepMetrics, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
-/// The result of a seat.
+/// The result of a worker.
 pub(crate) type Ended = Result<Option<Report>>;
 
 /// Returns the settings with a tiny model of a text, which is written to the folder.
@@ -39,13 +39,18 @@ pub(crate) fn fox() -> String {
     "the quick brown fox ".repeat(500)
 }
 
-/// Returns seats in a network of `ends` endpoints, a millisecond apart; those in `come` join at the given
+/// Returns connections in a network of `ends` endpoints, a millisecond apart; those in `come` join at the given
 /// times.
-pub(crate) fn seats(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Seat> {
+pub(crate) fn connections(
+    job: &Job,
+    ends: usize,
+    come: &[(PeerId, Nanos)],
+    faults: &Faults,
+) -> Vec<WorkerConnection> {
     let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
     let ends = cluster_with(&Topology::uniform(ends, link), faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    elastic::seats(job, ends, come, true).unwrap()
+    elastic::connections(job, ends, come, true).unwrap()
 }
 
 /// The notes of a run, and the times of its steps.

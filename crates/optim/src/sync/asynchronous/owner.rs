@@ -15,7 +15,7 @@ pub(super) const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5
 
 /// Parameters at the time when a change was sent.
 #[derive(Debug)]
-struct Sent {
+struct SentChange {
     /// Number of the change, counted from 1.
     number: u64,
     /// Step of the worker.
@@ -25,7 +25,7 @@ struct Sent {
 
 /// A server's model that was not applied yet.
 #[derive(Debug)]
-struct Answered {
+struct ReceivedModel {
     model: Vec<f32>,
     /// The worker's parameters when it sent the newest change that the model includes.
     sent: Vec<f32>,
@@ -49,8 +49,8 @@ pub(in crate::sync) struct ServerHandle {
     /// Parameters from which the next change is measured.
     base: Vec<f32>,
     /// Changes that no answer includes yet.
-    sent: VecDeque<Sent>,
-    answered: Option<Answered>,
+    sent: VecDeque<SentChange>,
+    received: Option<ReceivedModel>,
     changes: u64,
     /// Codec of the changes, if there is one.
     packer: Option<Packer>,
@@ -82,7 +82,7 @@ impl ServerHandle {
             range,
             base: values.to_vec(),
             sent: VecDeque::new(),
-            answered: None,
+            received: None,
             changes: 0,
             packer: None,
             leaving: Vec::new(),
@@ -96,7 +96,7 @@ impl ServerHandle {
     }
 
     /// Sets the route of the messages.
-    pub(in crate::sync) fn by(self, route: Route) -> Self {
+    pub(in crate::sync) fn with_route(self, route: Route) -> Self {
         Self { route, ..self }
     }
 
@@ -135,7 +135,7 @@ impl ServerHandle {
         };
         self.base.copy_from_slice(&params);
         self.changes += 1;
-        self.sent.push_back(Sent { number: self.changes, step, params });
+        self.sent.push_back(SentChange { number: self.changes, step, params });
         Ok(message.to_bytes())
     }
 
@@ -156,11 +156,11 @@ impl ServerHandle {
     }
 
     pub(super) const fn has_answer(&self) -> bool {
-        self.answered.is_some()
+        self.received.is_some()
     }
 
     /// Receives what has arrived by now.
-    pub(super) fn look(&mut self, comm: &Communicator) -> Result<(), OptimError> {
+    pub(super) fn receive_ready(&mut self, comm: &Communicator) -> Result<(), OptimError> {
         while !self.sent.is_empty() {
             let next = self.next.get_or_insert_with(|| comm.start_recv(self.rank, TAGS.answer));
             if comm.first(&mut [next], WaitMode::Now).is_none() {
@@ -195,7 +195,7 @@ impl ServerHandle {
         match newest {
             Some(sent) if want == got => {
                 // The answer also includes the changes before this one.
-                self.answered = Some(Answered { model, sent: sent.params });
+                self.received = Some(ReceivedModel { model, sent: sent.params });
                 Ok(())
             }
             _ => Err(refused(self.rank, 9 + 4 * want, 9 + 4 * got)),
@@ -204,7 +204,7 @@ impl ServerHandle {
 
     /// Waits until all workers have synchronised at the server. Returns the number of changes at the server,
     /// and its values.
-    pub(super) fn met(&mut self, comm: &Communicator) -> Result<(u64, Vec<f32>), OptimError> {
+    pub(super) fn wait_for_sync(&mut self, comm: &Communicator) -> Result<(u64, Vec<f32>), OptimError> {
         loop {
             match self.message(comm)? {
                 FromServer::Moved { pushes, model } => self.answer(pushes, model)?,
@@ -216,30 +216,30 @@ impl ServerHandle {
 
     /// Applies the newest model. What the worker learned since it sent the change that the model includes is
     /// kept.
-    pub(super) fn take_up(&mut self, params: &mut [f32]) {
-        let Some(Answered { model, sent }) = self.answered.take() else { return };
+    pub(super) fn apply_model(&mut self, params: &mut [f32]) {
+        let Some(ReceivedModel { model, sent }) = self.received.take() else { return };
         shift(&mut params[self.range()], &sent, &model);
         shift(&mut self.base, &sent, &model);
         self.sent.iter_mut().for_each(|later| shift(&mut later.params, &sent, &model));
     }
 
     /// Measures the next change from these parameters. Drops what is in flight.
-    pub(super) fn stand_at(&mut self, params: &[f32]) {
+    pub(super) fn reset_base(&mut self, params: &[f32]) {
         self.base.copy_from_slice(&params[self.range.clone()]);
         self.sent.clear();
-        self.answered = None;
+        self.received = None;
     }
 
     /// Sets a model that is to be applied.
     pub(super) fn set_answer(&mut self, model: &[f32], sent: &[f32]) {
         let (model, sent) = (model[self.range()].to_vec(), sent[self.range()].to_vec());
-        self.answered = Some(Answered { model, sent });
+        self.received = Some(ReceivedModel { model, sent });
     }
 
     /// Returns three vectors: the base; the newest model; and the parameters when the worker sent the last
     /// change that this model includes. Without a model to apply, the last two are the base.
     pub(super) fn vectors(&self) -> [&[f32]; 3] {
-        let waits = self.answered.as_ref();
+        let waits = self.received.as_ref();
         [
             &self.base,
             waits.map_or(&self.base, |answered| &answered.model),

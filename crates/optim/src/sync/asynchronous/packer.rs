@@ -45,7 +45,7 @@ impl Packer {
                 self.codec.commit();
                 Ok(Some(payload.as_bytes().to_vec()))
             }
-            Err(error) if error.refuses_a_value() => Ok(None),
+            Err(error) if error.is_value_error() => Ok(None),
             Err(error) => Err(error.into()),
         }
     }

@@ -223,17 +223,17 @@ impl Asynchronous {
     }
 
     /// Applies the servers' models that have arrived. Waits for the answers to changes whose step is `due`.
-    fn take_up(&mut self, params: &mut Tensor, due: impl Fn(u64) -> bool) -> Result<(), OptimError> {
+    fn apply_models(&mut self, params: &mut Tensor, due: impl Fn(u64) -> bool) -> Result<(), OptimError> {
         self.check()?;
         for owner in &mut self.owners {
-            owner.look(&self.answers)?;
+            owner.receive_ready(&self.answers)?;
             while owner.awaits().is_some_and(&due) {
                 owner.receive(&self.answers)?;
             }
         }
         if self.owners.iter().any(ServerHandle::has_answer) {
             let mut values = self.packing.pack(params)?;
-            self.owners.iter_mut().for_each(|owner| owner.take_up(&mut values));
+            self.owners.iter_mut().for_each(|owner| owner.apply_model(&mut values));
             self.packing.unpack(&values, params)?;
         }
         Ok(())
@@ -241,7 +241,7 @@ impl Asynchronous {
 
     /// Synchronises all workers: each server then has all changes, and all workers have the model. For
     /// [`SyncRequest::All`] they also receive the servers' states.
-    fn meet(&mut self, wants: SyncRequest) -> Result<(), OptimError> {
+    fn synchronise(&mut self, wants: SyncRequest) -> Result<(), OptimError> {
         self.check()?;
         // A server that is alive answers, so a lost rank is noticed here: this wait has a deadline.
         self.comm.barrier()?;
@@ -251,7 +251,7 @@ impl Asynchronous {
         let parts = if wants == SyncRequest::All { 1 + self.remembered.len() } else { 1 };
         let mut all = vec![vec![0.0; self.packing.len()]; parts];
         for owner in &mut self.owners {
-            let (pushes, values) = owner.met(&self.answers)?;
+            let (pushes, values) = owner.wait_for_sync(&self.answers)?;
             let (range, rank) = (owner.range(), owner.rank());
             if values.len() != parts * range.len() {
                 return Err(refused(rank, 4 * parts * range.len(), 4 * values.len()));
@@ -270,13 +270,13 @@ impl Asynchronous {
     }
 
     /// Returns the servers' states that are the same on all ranks, or those that are not.
-    fn remembered_by(&self, shared: bool) -> impl Iterator<Item = (&str, &Tensor)> {
+    fn server_states(&self, shared: bool) -> impl Iterator<Item = (&str, &Tensor)> {
         let of = self.remembered.iter().filter(move |(remembered, _)| remembered.shared == shared);
         of.map(|(remembered, tensor)| (remembered.name, tensor))
     }
 
     /// Copies the vectors and residuals of all servers' views to flat buffers, for a checkpoint.
-    fn note_own(&mut self) -> Result<(), OptimError> {
+    fn collect_own_states(&mut self) -> Result<(), OptimError> {
         let mut all = [(); OWN.len()].map(|()| vec![0.0; self.packing.len()]);
         for owner in &self.owners {
             for (all, own) in all.iter_mut().zip(owner.vectors()) {
@@ -306,13 +306,13 @@ impl Synchroniser for Asynchronous {
     }
     fn mix(&mut self, params: &mut Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError> {
         let waits = self.pace.waits;
-        self.take_up(params, |step| waits.is_some_and(|delay| step + delay <= after.step))?;
+        self.apply_models(params, |step| waits.is_some_and(|delay| step + delay <= after.step))?;
         // A worker that took no local step has nothing to send.
         if after.step.is_multiple_of(self.every) && !after.last && weight > 0.0 {
             let values = self.packing.pack(params)?;
             self.push(&values, after.step, weight)?;
             if waits == Some(0) {
-                self.take_up(params, |_| true)?;
+                self.apply_models(params, |_| true)?;
             }
         }
         Ok(())
@@ -327,7 +327,7 @@ impl Synchroniser for Asynchronous {
                 let values = self.packing.pack(params)?;
                 self.push(&values, after.step, weight)?;
             }
-            self.meet(SyncRequest::End)?;
+            self.synchronise(SyncRequest::End)?;
         }
         Ok(())
     }
@@ -344,7 +344,7 @@ impl Synchroniser for Asynchronous {
         if std::mem::take(&mut self.last) {
             copy(&self.common, params)?;
             let values = self.packing.pack(params)?;
-            self.owners.iter_mut().for_each(|owner| owner.stand_at(&values));
+            self.owners.iter_mut().for_each(|owner| owner.reset_base(&values));
         }
         Ok(())
     }
@@ -352,14 +352,14 @@ impl Synchroniser for Asynchronous {
         true
     }
     fn gather_common(&mut self, _: &Tensor) -> Result<(), OptimError> {
-        self.meet(SyncRequest::Model)
+        self.synchronise(SyncRequest::Model)
     }
     fn common(&self) -> Option<&Tensor> {
         self.gathered.then_some(&self.common)
     }
     fn wait_in_flight(&mut self) -> Result<(), OptimError> {
-        self.meet(SyncRequest::All)?;
-        self.note_own()
+        self.synchronise(SyncRequest::All)?;
+        self.collect_own_states()
     }
     fn drop_in_flight(&mut self) {
         self.average.open();
@@ -367,12 +367,12 @@ impl Synchroniser for Asynchronous {
     fn rollback(&mut self) {
         self.last = false;
     }
-    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+    fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.common)?;
         let values = self.packing.pack(params)?;
-        self.owners.iter_mut().for_each(|owner| owner.stand_at(&values));
+        self.owners.iter_mut().for_each(|owner| owner.reset_base(&values));
         if let Some(range) = &self.held {
-            lock(&self.server).stand_at(&values[range.clone()]);
+            lock(&self.server).set_model(&values[range.clone()]);
         }
         Ok(())
     }
@@ -380,13 +380,13 @@ impl Synchroniser for Asynchronous {
         self.pushes
     }
     fn states(&self) -> Vec<(&str, &Tensor)> {
-        [("model", &self.common)].into_iter().chain(self.remembered_by(true)).collect()
+        [("model", &self.common)].into_iter().chain(self.server_states(true)).collect()
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
         let noted = if self.answered { OWN.len() } else { 1 };
         let own = self.own[..noted].iter().map(|(name, tensor)| (*name, tensor));
         let residual = self.residual.iter().map(|residual| (RESIDUAL, residual));
-        own.chain(residual).chain(self.remembered_by(false)).collect()
+        own.chain(residual).chain(self.server_states(false)).collect()
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.common.shape().len();
@@ -405,9 +405,9 @@ impl Synchroniser for Asynchronous {
             if let Some(residual) = &residual {
                 owner.set_residual(residual)?;
             }
-            owner.stand_at(&model);
+            owner.reset_base(&model);
             if let [base, rest @ ..] = &own[..] {
-                owner.stand_at(base);
+                owner.reset_base(base);
                 if let [answer, sent] = rest {
                     owner.set_answer(answer, sent);
                 }
@@ -416,7 +416,7 @@ impl Synchroniser for Asynchronous {
         let mut server = lock(&self.server);
         server.resume(steps);
         if let Some(range) = &self.held {
-            server.stand_at(&model[range.clone()]);
+            server.set_model(&model[range.clone()]);
             for (name, values) in &remembered {
                 server.restore(name, &values[range.clone()]);
             }

@@ -63,7 +63,7 @@ struct Packer {
 
 /// Names of a region's states that are not its rule's: `pending`, the number of changes, and the model.
 const PENDING: &str = "pending";
-const CAME: &str = "region-changes";
+const CHANGES: &str = "region-changes";
 const MODEL: &str = "region";
 
 /// Names of the rule's states: first the name in a region's checkpoints, then the name that the rule uses.
@@ -102,7 +102,7 @@ impl Region {
         let states = rule.states();
         let of = |name: &str| STATES.iter().find(|(_, of)| *of == name).map(|(own, _)| *own);
         let states = states.iter().filter_map(|state| of(state.name));
-        [MODEL].into_iter().chain(states).chain([PENDING, CAME]).collect()
+        [MODEL].into_iter().chain(states).chain([PENDING, CHANGES]).collect()
     }
 
     /// Returns its values in the order of [`Region::names`].
@@ -123,7 +123,7 @@ impl Region {
         match name {
             MODEL => self.server.model.copy_from_slice(values),
             PENDING => self.pending.copy_from_slice(values),
-            CAME => self.server.resume(values.first().map_or(0, |came| *came as u64)),
+            CHANGES => self.server.resume(values.first().map_or(0, |came| *came as u64)),
             name => {
                 if let Some((_, name)) = STATES.iter().find(|(own, _)| *own == name) {
                     self.server.restore(name, values);
@@ -142,7 +142,7 @@ impl Region {
     }
 
     /// Handles a worker's message.
-    fn hear(&mut self, from: Rank, at: Nanos, bytes: Vec<u8>) -> Vec<Answer> {
+    fn handle_message(&mut self, from: Rank, at: Nanos, bytes: Vec<u8>) -> Vec<Answer> {
         let place = self.members.iter().position(|member| *member == from);
         let Some((place, message)) = place.zip(self.server.read(&bytes)) else {
             return vec![Answer::new(from, FromServer::Refused.to_bytes())];
@@ -150,7 +150,7 @@ impl Region {
         match message {
             ToServer::Synchronise { wants } => {
                 self.meets[place] = Some(wants);
-                self.meet()
+                self.request_sync()
             }
             ToServer::Push { step, .. } | ToServer::Packed { step, .. } => {
                 self.step = self.step.max(step);
@@ -199,7 +199,7 @@ impl Region {
     }
 
     /// Asks the world to synchronise, once all members have asked.
-    fn meet(&mut self) -> Vec<Answer> {
+    fn request_sync(&mut self) -> Vec<Answer> {
         if self.meets.iter().any(Option::is_none) {
             return Vec::new();
         }
@@ -215,7 +215,7 @@ impl Region {
     }
 
     /// Handles the world's answer.
-    fn take_up(&mut self, bytes: &[u8]) -> Vec<Answer> {
+    fn handle_answer(&mut self, bytes: &[u8]) -> Vec<Answer> {
         let len = self.server.model.len();
         match FromServer::from_bytes(bytes) {
             Some(FromServer::Moved { model, .. }) if model.len() == len => {
@@ -266,7 +266,7 @@ impl World {
         rule.states().iter().map(|state| state.name).collect()
     }
 
-    fn hear(&mut self, from: Rank, at: Nanos, bytes: Vec<u8>) -> Vec<Answer> {
+    fn handle_message(&mut self, from: Rank, at: Nanos, bytes: Vec<u8>) -> Vec<Answer> {
         let Some(place) = self.regions.iter().position(|region| *region == from) else {
             return refused(from);
         };
@@ -307,9 +307,9 @@ impl Node {
                 }
                 _ => refused(from),
             },
-            (WORKER, Some(region), _) => region.hear(from, at, rest.to_vec()),
-            (WORLD, Some(region), _) if from == region.world => region.take_up(rest),
-            (REGION, _, Some(world)) => world.hear(from, at, rest.to_vec()),
+            (WORKER, Some(region), _) => region.handle_message(from, at, rest.to_vec()),
+            (WORLD, Some(region), _) if from == region.world => region.handle_answer(rest),
+            (REGION, _, Some(world)) => world.handle_message(from, at, rest.to_vec()),
             _ => refused(from),
         }
     }
@@ -333,13 +333,13 @@ impl Service for Node {
 }
 
 impl ModelService for Node {
-    fn stand_at(&mut self, model: &[f32]) {
+    fn set_model(&mut self, model: &[f32]) {
         if let Some(region) = &mut self.region {
-            region.server.stand_at(model);
+            region.server.set_model(model);
             region.pending.fill(0.0);
         }
         if let Some(world) = &mut self.world {
-            world.server.stand_at(model);
+            world.server.set_model(model);
         }
     }
     fn restore(&mut self, name: &str, values: &[f32]) {

@@ -58,7 +58,7 @@ impl QuorumMean {
 }
 
 impl ServerRule for QuorumMean {
-    fn reach(&mut self, model: &mut [f32], at: Nanos) -> Vec<u32> {
+    fn advance_to(&mut self, model: &mut [f32], at: Nanos) -> Vec<u32> {
         if self.due.is_some_and(|due| at > due) { self.merge(model) } else { Vec::new() }
     }
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32> {
@@ -122,9 +122,9 @@ mod tests {
         // This change arrives within the grace time.
         assert!(rule.push(&mut model, &push(2, 110, 1.0, 5.0)).is_empty());
         assert!(model[0].abs() < 1e-6);
-        assert!(rule.reach(&mut model, Nanos(120)).is_empty());
+        assert!(rule.advance_to(&mut model, Nanos(120)).is_empty());
         // The grace time has ended: a change that arrives now joins the next mean.
-        assert_eq!(rule.reach(&mut model, Nanos(121)), [0, 1, 2]);
+        assert_eq!(rule.advance_to(&mut model, Nanos(121)), [0, 1, 2]);
         assert!(rule.push(&mut model, &push(3, 121, 1.0, 7.0)).is_empty());
         assert!((model[0] + 3.0).abs() < 1e-6, "{model:?}");
         // A worker that pushes twice before it is answered counts once for the quorum.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::Nanos;
 
-use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
+use super::super::{Event, Member, MemberId, Message, Reason, Settings, Start, State, View, ViewId};
 use super::draw::EventRng;
 use super::history::Breach;
 use super::world::{Weather, World};
@@ -174,7 +174,7 @@ impl Day {
             (0..churn.machines).map(|n| Member::new(MemberId::number(n), day.world.slot())).collect();
         let zeros = Digest::new([0; 32]);
         let start = Start { weights: zeros, plan: zeros };
-        let Ok(first) = View::first(Place { incarnation: 1, epoch: 1 }, &members, start) else { return day };
+        let Ok(first) = View::first(ViewId { incarnation: 1, epoch: 1 }, &members, start) else { return day };
         for member in members {
             if let Ok(state) = State::first(member.id, first.clone(), day.world.settings) {
                 day.world.start(state);
@@ -296,7 +296,7 @@ impl Day {
             // Training frames carry the sender's epoch. They bring the view to members that missed it.
             if let (Some(one), Some(other)) =
                 (self.world.draw.one_of(&living), self.world.draw.one_of(&living))
-                && let Some(at) = self.world.view(one).map(View::place)
+                && let Some(at) = self.world.view(one).map(View::id)
             {
                 self.world.send(one, other, Message::Here { at });
             }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::Nanos;
 
-use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
+use super::super::{Event, Member, MemberId, Message, Reason, Settings, Start, State, View, ViewId};
 use super::draw::EventRng;
 use super::flaw::Flaw;
 use super::history::Breach;
@@ -122,7 +122,7 @@ impl Storm {
             (0..trial.members).map(|n| Member::new(MemberId::number(n), world.slot())).collect();
         let zeros = Digest::new([0; 32]);
         let first =
-            View::first(Place { incarnation: 1, epoch: 1 }, &members, Start { weights: zeros, plan: zeros });
+            View::first(ViewId { incarnation: 1, epoch: 1 }, &members, Start { weights: zeros, plan: zeros });
         let mut storm = Self {
             world,
             missed: BTreeMap::new(),
@@ -185,7 +185,7 @@ impl Storm {
             return;
         };
         let hears_enough = view.has_majority(&(&view.ids() - state.silent()));
-        let (at, members) = (view.place(), view.ids().into_iter().collect::<Vec<_>>());
+        let (at, members) = (view.id(), view.ids().into_iter().collect::<Vec<_>>());
         let others: Vec<Member> =
             view.members.iter().chain(state.ready()).filter(|member| member.id != who).copied().collect();
         let mut missed = self.missed.remove(&who).unwrap_or_default();
@@ -382,7 +382,7 @@ impl Storm {
     fn can_go_on(&self) -> bool {
         let world = &self.world;
         let states = || world.machines.values().filter_map(|machine| machine.state.as_ref());
-        let Some(newest) = states().filter_map(State::view).max_by_key(|view| view.place()) else {
+        let Some(newest) = states().filter_map(State::view).max_by_key(|view| view.id()) else {
             return false;
         };
         let is_majority = |view: &View| {
@@ -394,14 +394,14 @@ impl Storm {
                 .filter(|member| world.lives(member) && !world.leaves.contains(&member.id));
             view.has_majority(&living.map(|member| member.id).collect())
         };
-        let accepted = states().filter_map(|state| state.kept()?.accepted.as_ref()).map(|vote| &vote.view);
+        let accepted = states().filter_map(|state| state.durable()?.accepted.as_ref()).map(|vote| &vote.view);
         // Newcomers that have crashed may still be admitted.
         let dead: Vec<Member> =
             states().flat_map(State::ready).filter(|new| !world.lives(new)).copied().collect();
         let start = Start { weights: newest.weights, plan: newest.plan };
         let with_dead = newest.with(&dead, start);
         let mut later =
-            world.history.since(newest.place()).chain(accepted.filter(|view| view.epoch > newest.epoch));
+            world.history.since(newest.id()).chain(accepted.filter(|view| view.epoch > newest.epoch));
         is_majority(newest) && later.all(is_majority) && with_dead.as_ref().is_none_or(is_majority)
     }
 

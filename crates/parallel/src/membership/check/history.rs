@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{MemberId, Place, View, ViewFault};
+use super::super::{MemberId, View, ViewFault, ViewId};
 
 /// A violated guarantee.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -12,7 +12,7 @@ pub enum Breach {
     #[error("two different views of {at}, with members {first:?} and {second:?}")]
     Fork {
         /// Epoch and incarnation of both views.
-        at: Place,
+        at: ViewId,
         /// Members of the view that was seen first.
         first: Vec<MemberId>,
         /// Members of the other view.
@@ -22,7 +22,7 @@ pub enum Breach {
     #[error("the view of {at} does not follow the previous one: {fault}")]
     Chain {
         /// Epoch and incarnation of the view.
-        at: Place,
+        at: ViewId,
         /// The rule that the view breaks.
         fault: ViewFault,
     },
@@ -32,9 +32,9 @@ pub enum Breach {
         /// Id of the member.
         who: MemberId,
         /// Epoch and incarnation of the member's newer view.
-        from: Place,
+        from: ViewId,
         /// Epoch and incarnation of the older view to which it returned.
-        to: Place,
+        to: ViewId,
     },
     /// A member reported a fault of another, although all members follow the rules.
     #[error("{who} reports a fault of {peer}, although all members follow the rules: {fault}")]
@@ -54,7 +54,7 @@ pub enum Breach {
 /// All views that any member installed or kept.
 #[derive(Debug, Default)]
 pub(super) struct History {
-    views: BTreeMap<Place, View>,
+    views: BTreeMap<ViewId, View>,
     /// Violated guarantees, in order of detection.
     pub(super) breaches: Vec<Breach>,
 }
@@ -62,7 +62,7 @@ pub(super) struct History {
 impl History {
     /// Records a member's view and checks it.
     pub(super) fn record(&mut self, view: &View) {
-        let at = view.place();
+        let at = view.id();
         if let Some(known) = self.views.get(&at) {
             if known != view {
                 let members = |view: &View| view.members.iter().map(|member| member.id).collect();
@@ -70,7 +70,7 @@ impl History {
             }
             return;
         }
-        let before = at.epoch.checked_sub(1).map(|epoch| Place { epoch, ..at });
+        let before = at.epoch.checked_sub(1).map(|epoch| ViewId { epoch, ..at });
         if let Some(old) = before.and_then(|before| self.views.get(&before))
             && let Err(fault) = view.follows(old)
         {
@@ -85,7 +85,7 @@ impl History {
     }
 
     /// Returns the view with this epoch and incarnation, and all later views.
-    pub(super) fn since(&self, place: Place) -> impl Iterator<Item = &View> {
+    pub(super) fn since(&self, place: ViewId) -> impl Iterator<Item = &View> {
         self.views.range(place..).map(|(_, view)| view)
     }
 }

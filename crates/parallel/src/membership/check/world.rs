@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::Nanos;
 
-use super::super::{Action, Event, Kept, Member, MemberId, Message, Reason, Settings, Start, State, View};
+use super::super::{
+    Action, DurableState, Event, Member, MemberId, Message, Reason, Settings, Start, State, View,
+};
 use super::draw::EventRng;
 use super::history::{Breach, History};
 use crate::plan::Digest;
@@ -26,7 +28,7 @@ pub(super) struct Machine {
     /// State of the process; `None` if no process runs.
     pub(super) state: Option<State>,
     /// State that the process has written to disk.
-    pub(super) disk: Option<Kept>,
+    pub(super) disk: Option<DurableState>,
     /// Number of processes started on the machine so far.
     pub(super) life: u32,
     /// Time of the tick that the process has requested.
@@ -137,7 +139,7 @@ impl<T> World<T> {
     pub(super) fn start(&mut self, state: State) {
         let id = state.me().id;
         let machine = self.machines.entry(id).or_default();
-        machine.disk = state.kept().cloned();
+        machine.disk = state.durable().cloned();
         if let Some(kept) = &machine.disk {
             self.history.record(&kept.view);
         }
@@ -209,9 +211,9 @@ impl<T> World<T> {
         let Some(machine) = self.machines.get_mut(&who) else { return };
         match action {
             Action::Send { to, message } => self.send(who, to, message),
-            Action::Keep(kept) => {
-                let from = machine.disk.as_ref().map(|before| before.view.place());
-                let to = kept.view.place();
+            Action::Persist(kept) => {
+                let from = machine.disk.as_ref().map(|before| before.view.id());
+                let to = kept.view.id();
                 if let Some(from) = from.filter(|&from| from > to) {
                     self.history.breaches.push(Breach::Backwards { who, from, to });
                 }

@@ -7,14 +7,14 @@ use super::Step;
 
 impl Step<'_> {
     /// Sends the view to members that have not acknowledged it.
-    pub(super) fn tell(&mut self) {
-        let untold = std::mem::take(&mut self.state.untold);
-        self.state.untold = self.tell_round(untold);
+    pub(super) fn send_view_to_rest(&mut self) {
+        let untold = std::mem::take(&mut self.state.unacknowledged);
+        self.state.unacknowledged = self.send_round(untold);
         let former = std::mem::take(&mut self.state.former);
-        self.state.former = self.tell_round(former);
+        self.state.former = self.send_round(former);
     }
 
-    fn tell_round(&mut self, mut round: Round) -> Round {
+    fn send_round(&mut self, mut round: Round) -> Round {
         let retry = round.retry.unwrap_or(Retry::due(self.now));
         if round.to.is_empty() || !retry.is_due(self.now) {
             return round;
@@ -36,7 +36,7 @@ impl Step<'_> {
     /// Sends announcements to all members, lost ones included: which members this one considers lost, whether
     /// it is about to leave, and whether it asks for a view of the same members.
     pub(super) fn announce(&mut self) {
-        let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
+        let (Some(at), Some(retry)) = (self.view_id(), self.state.announcement) else { return };
         if !retry.is_due(self.now) {
             return;
         }
@@ -60,7 +60,7 @@ impl Step<'_> {
     pub(super) fn pass_on_newcomers(&mut self) {
         let coordinator: Option<MemberId> =
             self.view().and_then(|view| view.coordinator(&self.state.silent)).copied();
-        let (Some(at), Some(to)) = (self.place(), coordinator) else { return };
+        let (Some(at), Some(to)) = (self.view_id(), coordinator) else { return };
         if to != self.state.me.id {
             for member in self.state.ready.values().copied().collect::<Vec<_>>() {
                 self.send(to, Message::Newcomer { at, member });

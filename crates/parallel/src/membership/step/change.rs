@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use super::super::state::Round;
-use super::super::{Action, Kept, MemberId, Message, Reason, View, ViewFault};
-use super::{Step, Told};
+use super::super::{Action, DurableState, MemberId, Message, Reason, View, ViewFault};
+use super::{Step, ViewSource};
 
 impl Step<'_> {
     /// Announces a decided view to all members and enters it.
@@ -20,12 +20,12 @@ impl Step<'_> {
         }
         self.enter(view);
         if stays {
-            self.state.untold = Round::new(members);
+            self.state.unacknowledged = Round::new(members);
         }
     }
 
     /// Handles a view that a peer reports as decided.
-    pub(super) fn decided(&mut self, from: MemberId, view: View, told: Told) {
+    pub(super) fn decided(&mut self, from: MemberId, view: View, told: ViewSource) {
         if let Err(fault) = view.check() {
             self.actions.push(Action::Fault { peer: from, fault });
             return;
@@ -37,7 +37,7 @@ impl Step<'_> {
             }
             return;
         };
-        let (place, old) = (view.place(), mine.place());
+        let (place, old) = (view.id(), mine.id());
         if place.incarnation != old.incarnation {
             self.meet_view(from, view, told);
         } else if place > old {
@@ -51,16 +51,16 @@ impl Step<'_> {
             self.acknowledge(from);
         } else if place == old && view != *mine {
             self.actions.push(Action::Fault { peer: from, fault: ViewFault::Another(place) });
-        } else if told == Told::Decision && place == old {
+        } else if told == ViewSource::Decision && place == old {
             self.acknowledge(from);
-        } else if told == Told::Decision {
+        } else if told == ViewSource::Decision {
             self.send_view(from);
         }
     }
 
     /// Acknowledges the view.
     fn acknowledge(&mut self, to: MemberId) {
-        if let (Some(at), None) = (self.place(), &self.state.stopped) {
+        if let (Some(at), None) = (self.view_id(), &self.state.stopped) {
             self.send(to, Message::Here { at });
         }
     }
@@ -70,7 +70,7 @@ impl Step<'_> {
         let me = self.state.me;
         let Some(&me) = view.members.iter().find(|m| m.id == me.id && m.slot == me.slot) else {
             let left = self.state.leaving.contains(&me.id);
-            self.stop(if left { Reason::Left } else { Reason::Removed { by: view.place() } });
+            self.stop(if left { Reason::Left } else { Reason::Removed { by: view.id() } });
             return;
         };
         let state = &mut *self.state;
@@ -83,11 +83,11 @@ impl Step<'_> {
         state.ready.retain(|_, new| !view.members.iter().any(|m| m.id == new.id && m.slot == new.slot));
         state.suspicions.clear();
         state.repeats.clear();
-        state.untold = Round::default();
+        state.unacknowledged = Round::default();
         state.announcement = None;
         state.alone_since = None;
-        state.kept = Some(Kept::new(view.clone()));
-        self.keep();
+        state.durable = Some(DurableState::new(view.clone()));
+        self.persist();
         self.actions.push(Action::Install(view));
         if !self.state.silent.is_empty() || self.state.leaving.contains(&me.id) {
             self.announce_now();

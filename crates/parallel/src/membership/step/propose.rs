@@ -108,7 +108,7 @@ impl Step<'_> {
     /// Begins a new ballot.
     fn begin(&mut self, at_commit: bool, retry: Retry) {
         let me = self.state.me.id;
-        let Some(kept) = self.state.kept.as_mut() else { return };
+        let Some(kept) = self.state.durable.as_mut() else { return };
         let promised = kept.promised.map_or(0, |ballot| ballot.number);
         let number = self.state.highest.max(promised).saturating_add(1);
         let ballot = Ballot { number, proposer: me };
@@ -128,7 +128,7 @@ impl Step<'_> {
 
     /// Sends the request of the proposal's phase to all members that have not answered.
     fn ask(&mut self, proposal: &Proposal) {
-        let Some(at) = self.place() else { return };
+        let Some(at) = self.view_id() else { return };
         let ballot = proposal.ballot;
         let message = match &proposal.phase {
             Phase::Waiting => return,
@@ -187,7 +187,7 @@ impl Step<'_> {
             return;
         }
         let ballot = proposal.ballot;
-        match self.state.kept.as_mut().map(|kept| kept.accept(ballot, &view)) {
+        match self.state.durable.as_mut().map(|kept| kept.accept(ballot, &view)) {
             Some(Vote::Yes { changed }) => {
                 self.keep_if(changed, ballot);
                 proposal.phase = Phase::Accepting { view, own, votes: BTreeSet::from([me]) };

@@ -7,8 +7,8 @@ use super::Step;
 impl Step<'_> {
     /// Answers a request for a promise.
     pub(super) fn prepare(&mut self, from: MemberId, ballot: Ballot) {
-        let (Some(at), true) = (self.place(), ballot.proposer == from) else { return };
-        let Some(kept) = self.kept() else { return };
+        let (Some(at), true) = (self.view_id(), ballot.proposer == from) else { return };
+        let Some(kept) = self.durable() else { return };
         match kept.promise(ballot) {
             Vote::Yes { changed } => {
                 let accepted = kept.accepted.clone();
@@ -21,8 +21,8 @@ impl Step<'_> {
 
     /// Answers a request for a vote.
     pub(super) fn accept(&mut self, from: MemberId, ballot: Ballot, view: &View) {
-        let (Some(at), true) = (self.place(), ballot.proposer == from) else { return };
-        let Some(kept) = self.kept() else { return };
+        let (Some(at), true) = (self.view_id(), ballot.proposer == from) else { return };
+        let Some(kept) = self.durable() else { return };
         if let Err(fault) = view.follows(&kept.view) {
             self.actions.push(Action::Fault { peer: from, fault });
             return;
@@ -36,11 +36,11 @@ impl Step<'_> {
         }
     }
 
-    /// Notes the ballot's number, and requests a write if `Kept` has changed.
+    /// Notes the ballot's number, and requests a write if `DurableState` has changed.
     pub(super) fn keep_if(&mut self, changed: bool, ballot: Ballot) {
         self.state.highest = self.state.highest.max(ballot.number);
         if changed {
-            self.keep();
+            self.persist();
         }
     }
 }

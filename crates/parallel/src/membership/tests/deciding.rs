@@ -147,7 +147,7 @@ fn votes_survive_a_restart() {
     // The view that 0 and 1 may have decided is proposed again and decided: it removes 2. Member 1 has no
     // majority without the tie-breaker, so it waits for 0.
     assert_eq!(net.installed, [(id(1), voted.view.clone())]);
-    assert_eq!(net.stops[&id(2)], Reason::Removed { by: voted.view.place() });
+    assert_eq!(net.stops[&id(2)], Reason::Removed { by: voted.view.id() });
     net.add(State::restored(id(0), net.disks[&id(0)].clone(), Settings::default()).unwrap());
     net.event(1, Event::Heard(id(0)));
     net.pass(seconds(10));
@@ -262,11 +262,11 @@ fn a_member_that_wakes_is_told_the_view_and_stops() {
     net.pass(seconds(60));
     assert_eq!((net.members(0), net.stops.len()), (vec![0, 1], 0));
     net.cut.clear();
-    let at = net.view(2).place();
+    let at = net.view(2).id();
     net.step(id(1), Event::Message { from: id(2), message: Message::Here { at } });
     assert!(matches!(net.queue[0], (_, _, Message::Stale { .. })));
     net.settle();
-    let by = net.view(0).place();
+    let by = net.view(0).id();
     assert_eq!(net.stops, BTreeMap::from([(id(2), Reason::Removed { by })]));
     assert_eq!(net.stops[&id(2)].to_string(), "removed from the run by the view of epoch 2 of incarnation 1");
     // The stopped member ignores all events. Its machine joins as a newcomer.
@@ -354,7 +354,7 @@ fn who_hears_each_other_again_within_the_grace_stays() {
 /// Restarts the run from a checkpoint on member 0, as incarnation 2.
 fn start_again(net: &mut Net, former: &[u32]) {
     net.states.remove(&id(0));
-    let view = View::first(Place { incarnation: 2, epoch: 5 }, &[Member::new(id(0), 0)], START).unwrap();
+    let view = View::first(ViewId { incarnation: 2, epoch: 5 }, &[Member::new(id(0), 0)], START).unwrap();
     net.add(State::again(id(0), view, ids(former), Settings::default()).unwrap());
     net.event(0, Event::Tick);
 }
@@ -372,7 +372,7 @@ fn a_host_that_starts_again_is_refused_while_the_others_have_a_majority() {
         }
         start_again(&mut net, &[1, 2]);
         net.settle();
-        let older = net.view(1).place();
+        let older = net.view(1).id();
         assert_eq!(net.stops, BTreeMap::from([(id(0), Reason::StillRuns { older })]));
         let says = net.stops[&id(0)].to_string();
         assert!(
@@ -402,7 +402,7 @@ fn what_is_not_a_view_is_reported_and_ignored() {
     let next = first(3).without(&ids(&[2]), START).unwrap();
     let bad = View { tie_breaker: id(1), ..next.clone() };
     let ballot = Ballot { number: 1, proposer: id(0) };
-    let at = first(3).place();
+    let at = first(3).id();
     let other = View { weights: START.plan, ..first(3) };
     for (message, fault) in [
         (Message::Accept { at, ballot, view: bad.clone() }, ViewFault::TieBreaker(id(1))),
@@ -413,7 +413,7 @@ fn what_is_not_a_view_is_reported_and_ignored() {
         let before = state.clone();
         let actions = state.step(Event::Message { from: id(0), message }, Nanos(5));
         assert_eq!(actions[0], Action::Fault { peer: id(0), fault });
-        assert_eq!((state.view(), state.kept()), (before.view(), before.kept()));
+        assert_eq!((state.view(), state.durable()), (before.view(), before.durable()));
     }
     // A ballot whose proposer is not the sender is not answered.
     let forged = Message::Prepare { at, ballot: Ballot { number: 9, proposer: id(2) } };
@@ -421,18 +421,18 @@ fn what_is_not_a_view_is_reported_and_ignored() {
     // A sender that is not in the view is not answered.
     let message = Message::Prepare { at, ballot: Ballot { number: 9, proposer: id(9) } };
     assert_eq!(state.step(Event::Message { from: id(9), message }, Nanos(7)), []);
-    assert_eq!(state.kept().unwrap().promised, None);
+    assert_eq!(state.durable().unwrap().promised, None);
 }
 
 #[test]
 fn a_vote_is_kept_before_it_is_sent() {
     let mut state = State::first(id(1), first(3), Settings::default()).unwrap();
-    let at = first(3).place();
+    let at = first(3).id();
     let ballot = Ballot { number: 3, proposer: id(0) };
     let view = first(3).without(&ids(&[2]), START).unwrap();
     for message in [Message::Prepare { at, ballot }, Message::Accept { at, ballot, view }] {
         let actions = state.step(Event::Message { from: id(0), message }, Nanos::ZERO);
-        assert_eq!(actions[0], Action::Keep(state.kept().unwrap().clone()));
+        assert_eq!(actions[0], Action::Persist(state.durable().unwrap().clone()));
         assert!(matches!(actions[1], Action::Send { .. }));
     }
     // A lower ballot is rejected; the answer contains the promised ballot.
@@ -445,11 +445,11 @@ fn a_vote_is_kept_before_it_is_sent() {
 
 #[test]
 fn newcomers_do_not_ask_each_other_without_end() {
-    let at = Place { incarnation: 0, epoch: 0 };
+    let at = ViewId { incarnation: 0, epoch: 0 };
     let mut newcomer = State::newcomer(member(9), Settings::default());
     let message = Message::Here { at };
     assert_eq!(newcomer.step(Event::Message { from: id(8), message: message.clone() }, Nanos::ZERO), []);
-    let asked = Message::Leaving { at: first(2).place() };
+    let asked = Message::Leaving { at: first(2).id() };
     let actions = newcomer.step(Event::Message { from: id(0), message: asked }, Nanos::ZERO);
     assert_eq!(actions, [Action::Send { to: id(0), message }]);
 }

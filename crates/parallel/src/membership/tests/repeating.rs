@@ -16,7 +16,7 @@ fn once_all_members_ask_the_next_view_has_the_same() {
     let next = first(4).again(START).unwrap();
     next.follows(&first(4)).unwrap();
     for member in 0..4 {
-        assert_eq!(net.view(member).place(), next.place());
+        assert_eq!(net.view(member).id(), next.id());
         assert_eq!(net.members(member), [0, 1, 2, 3]);
     }
     // The new view clears the requests: no further view follows.
@@ -52,9 +52,9 @@ fn what_members_ask_is_said_again_where_it_was_lost() {
 #[test]
 fn strangers_and_members_of_other_views_do_not_count() {
     let mut net = Net::of(2);
-    let at = net.view(0).place();
+    let at = net.view(0).id();
     net.event(0, Event::Repeat);
-    for (from, at) in [(id(9), at), (id(1), Place { epoch: 0, ..at })] {
+    for (from, at) in [(id(9), at), (id(1), ViewId { epoch: 0, ..at })] {
         net.step(id(0), Event::Message { from, message: Message::Repeat { at } });
     }
     net.settle();

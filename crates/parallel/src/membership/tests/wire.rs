@@ -32,7 +32,7 @@ fn the_digest_is_of_every_field() {
 #[test]
 fn messages_are_read_back_and_their_sizes_are_bounded() {
     let view = first(3);
-    let at = view.place();
+    let at = view.id();
     let ballot = Ballot { number: u64::MAX, proposer: id(1) };
     let next = view.without(&ids(&[2]), START).unwrap();
     let accepted = Some(Accepted { ballot, view: next.clone() });
@@ -81,7 +81,7 @@ fn the_largest_message_fits_its_bound() {
     };
     let ballot = Ballot { number: u64::MAX, proposer: view.tie_breaker };
     let accepted = Some(Accepted { ballot, view: view.clone() });
-    let promised = Message::Promised { at: view.place(), ballot, accepted };
+    let promised = Message::Promised { at: view.id(), ballot, accepted };
     let bytes = postcard::to_stdvec(&promised).unwrap().len();
     assert!(bytes <= Message::most_bytes(View::MOST_MEMBERS), "{bytes}");
     assert!(Message::most_bytes(View::MOST_MEMBERS) < 128 << 10);

@@ -90,7 +90,7 @@ impl Sites {
 
     /// Returns the access link of a device entry.
     #[must_use]
-    pub fn port(&self, kind: usize) -> AccessLink {
+    pub fn access_link(&self, kind: usize) -> AccessLink {
         self.ports[kind]
     }
 

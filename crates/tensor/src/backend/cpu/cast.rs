@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use crate::backend::Part;
+use crate::backend::BufferRange;
 use crate::{DType, View, ViewMut};
 
 /// Computes `y = x`, with conversion of the type. The pair of types has been checked.
@@ -26,7 +26,7 @@ pub(super) fn cast(x: &View<'_>, y: ViewMut<'_>) {
     }
 }
 
-fn copy(from: &Part<'_>, y: ViewMut<'_>) {
+fn copy(from: &BufferRange<'_>, y: ViewMut<'_>) {
     let to = y.into_bytes().expect("a cpu tensor is in host memory");
     to.copy_from_slice(from.host().expect("a cpu tensor is in host memory"));
 }

@@ -37,15 +37,15 @@ pub(super) fn backward(
     d_positions: &mut [f32],
 ) {
     /// Number of table rows that one task writes.
-    const OWNED: usize = 1024;
+    const ROWS_PER_TASK: usize = 1024;
     let cols = dy.len().checked_div(tokens.len()).unwrap_or(0);
     let add = |to: &mut [f32], i: usize| {
         for (t, d) in to.iter_mut().zip(&dy[i * cols..][..cols]) {
             *t += d;
         }
     };
-    pool.for_chunks([(d_table, OWNED * cols)], |t, [rows]| {
-        let owned = t * OWNED..t * OWNED + rows.len() / cols;
+    pool.for_chunks([(d_table, ROWS_PER_TASK * cols)], |t, [rows]| {
+        let owned = t * ROWS_PER_TASK..t * ROWS_PER_TASK + rows.len() / cols;
         for (i, &token) in tokens.iter().enumerate() {
             if owned.contains(&(token as usize)) {
                 add(&mut rows[(token as usize - owned.start) * cols..][..cols], i);

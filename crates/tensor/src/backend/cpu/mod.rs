@@ -30,7 +30,7 @@ use self::matmul::{Fused, matmul};
 use self::pool::Pool;
 use self::storage::Buffers;
 pub(super) use self::storage::GRAIN;
-use super::{Backend, Downloaded, Part, Storage};
+use super::{Backend, BufferRange, Downloaded, Storage};
 use crate::op::{Fuse, Op};
 use crate::{DType, Precision, Result, Shape, TensorError, View, ViewMut};
 
@@ -91,7 +91,7 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
+    fn start_download(&self, from: BufferRange<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
         Pending::ready(Ok(Box::new(from.host().expect(IN_HOST).to_vec())))
     }
 

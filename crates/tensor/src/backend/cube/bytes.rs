@@ -108,7 +108,7 @@ fn from_f16(half: u32) -> f32 {
 
 /// Converts from the bits of bf16 or f16, exactly.
 #[cube]
-fn widened(half: u32, #[comptime] bf16: bool) -> f32 {
+fn half_to_f32(half: u32, #[comptime] bf16: bool) -> f32 {
     if comptime!(bf16) { f32::reinterpret(half << 16) } else { from_f16(half) }
 }
 
@@ -131,7 +131,7 @@ pub(super) fn narrow(x: &[f32], y: &mut [u32], scale: f32, len: u32, #[comptime]
 #[cube(launch)]
 pub(super) fn round(x: &[f32], y: &mut [f32], scale: f32, len: u32, #[comptime] bf16: bool) {
     if ABSOLUTE_POS < len as usize {
-        y[ABSOLUTE_POS] = widened(half(x[ABSOLUTE_POS] * scale, bf16), bf16) / scale;
+        y[ABSOLUTE_POS] = half_to_f32(half(x[ABSOLUTE_POS] * scale, bf16), bf16) / scale;
     }
 }
 
@@ -141,6 +141,6 @@ pub(super) fn widen(x: &[u32], y: &mut [f32], len: u32, #[comptime] bf16: bool) 
     let at = ABSOLUTE_POS as u32;
     if at < len {
         let half = (x[(at / 2) as usize] >> (at % 2 * 16)) & 0xffff;
-        y[ABSOLUTE_POS] = widened(half, bf16);
+        y[ABSOLUTE_POS] = half_to_f32(half, bf16);
     }
 }

@@ -10,7 +10,7 @@ use cubecl::client::Client;
 use cubecl::server::{Handle, ServerError};
 use farflung_base::{Pending, PendingOp};
 
-use super::said;
+use super::error_message;
 use crate::backend::Downloaded;
 use crate::{Result, TensorError};
 
@@ -52,8 +52,10 @@ impl Download {
 
     fn done(&self, read: std::result::Result<Vec<Bytes>, ServerError>) -> Result<Box<dyn Downloaded>> {
         let failed = |reason| TensorError::Device { device: self.device.clone(), op: "download", reason };
-        let words =
-            read.map_err(|e| failed(said(&e)))?.pop().unwrap_or_else(|| Bytes::from_bytes_vec(Vec::new()));
+        let words = read
+            .map_err(|e| failed(error_message(&e)))?
+            .pop()
+            .unwrap_or_else(|| Bytes::from_bytes_vec(Vec::new()));
         if words.len() < self.range.end {
             return Err(failed(format!(
                 "received {} bytes, expected at least {}",

@@ -30,7 +30,7 @@ use farflung_base::Pending;
 
 use self::download::Download;
 use self::storage::{ALIGN, Buffer, Pool};
-use super::{Backend, Downloaded, Part, Storage};
+use super::{Backend, BufferRange, Downloaded, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
@@ -99,7 +99,7 @@ impl Cube {
         TensorError::Device { device: self.name.clone(), op, reason }
     }
 
-    fn buffer<'a>(part: &Part<'a>) -> &'a Buffer {
+    fn buffer<'a>(part: &BufferRange<'a>) -> &'a Buffer {
         let any: &dyn Any = part.storage;
         any.downcast_ref().expect("operands were checked to be on this device")
     }
@@ -144,7 +144,7 @@ fn allocate(name: &str, client: &Client, pool: &Pool, bytes: usize) -> Result<Bu
         handle = client.empty(bytes);
         client.check([&handle]).map_err(|_| out_of_memory(bytes))?;
     }
-    pool.grew(bytes);
+    pool.count_allocated(bytes);
     Ok(Buffer { handle, bytes })
 }
 
@@ -185,7 +185,7 @@ impl Backend for Cube {
         Ok(())
     }
 
-    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
+    fn start_download(&self, from: BufferRange<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
         if from.range.is_empty() {
             return Pending::ready(Ok(Box::new(Vec::new())));
         }
@@ -207,8 +207,10 @@ impl Backend for Cube {
 
     fn fence(&self) -> Result<()> {
         // Reading the fault buffer waits for everything queued before.
-        let read =
-            self.client.read_one(self.fault.handle.clone()).map_err(|e| self.failed("fence", said(&e)))?;
+        let read = self
+            .client
+            .read_one(self.fault.handle.clone())
+            .map_err(|e| self.failed("fence", error_message(&e)))?;
         let words: Vec<u32> =
             read.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
         match *words {
@@ -227,7 +229,7 @@ impl Backend for Cube {
 }
 
 /// Returns the message of an error without the backtrace that cubecl appends.
-fn said(error: &impl std::fmt::Display) -> String {
+fn error_message(error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
     let lines: Vec<&str> = text
         .lines()

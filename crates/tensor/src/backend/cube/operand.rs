@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use super::bytes::copy_words;
 use super::storage::{ALIGN, Buffer};
 use super::{Cube, grid};
-use crate::backend::Part;
+use crate::backend::BufferRange;
 use crate::{Result, View, ViewMut};
 
 /// A kernel argument.
@@ -17,11 +17,11 @@ pub(super) struct Operand {
     /// Bytes from the start of `handle`, rounded up to whole words.
     bytes: usize,
     /// Temporary copy of an unaligned view, and the place to copy it back to if it is written.
-    stand_in: Option<(Buffer, Option<Place>)>,
+    staging_copy: Option<(Buffer, Option<WriteBack>)>,
 }
 
 #[derive(Debug)]
-struct Place {
+struct WriteBack {
     handle: Handle,
     start: usize,
     len: usize,
@@ -54,7 +54,7 @@ fn slice(handle: &Handle, buffer: usize, start: usize, bytes: usize) -> Operand 
     if tail > 0 {
         handle = handle.offset_end(tail as u64);
     }
-    Operand { handle, bytes, stand_in: None }
+    Operand { handle, bytes, staging_copy: None }
 }
 
 impl Cube {
@@ -68,12 +68,13 @@ impl Cube {
         self.bind(&view.raw(), false)
     }
 
-    /// Creates an operand to write, with its current contents. [`Cube::settle`] must be called after the op.
+    /// Creates an operand to write, with its current contents. [`Cube::write_back`] must be called after the
+    /// op.
     pub(super) fn write(&self, view: &ViewMut<'_>) -> Result<Operand> {
         self.bind(&view.as_view().raw(), true)
     }
 
-    fn bind(&self, part: &Part<'_>, written: bool) -> Result<Operand> {
+    fn bind(&self, part: &BufferRange<'_>, written: bool) -> Result<Operand> {
         let buffer = Self::buffer(part);
         let (start, len) = (part.range.start, part.range.len());
         if start.is_multiple_of(ALIGN) {
@@ -82,15 +83,16 @@ impl Cube {
         let copy = self.scratch(len)?;
         self.copy((&buffer.handle, buffer.bytes, start), (&copy.handle, copy.bytes, 0), len);
         let mut operand = slice(&copy.handle, copy.bytes, 0, len);
-        let back = written.then(|| Place { handle: buffer.handle.clone(), start, len, buffer: buffer.bytes });
-        operand.stand_in = Some((copy, back));
+        let back =
+            written.then(|| WriteBack { handle: buffer.handle.clone(), start, len, buffer: buffer.bytes });
+        operand.staging_copy = Some((copy, back));
         Ok(operand)
     }
 
     /// Ends the use of operands: copies written temporary buffers back and releases them.
-    pub(super) fn settle(&self, operands: impl IntoIterator<Item = Operand>) {
+    pub(super) fn write_back(&self, operands: impl IntoIterator<Item = Operand>) {
         for operand in operands {
-            if let Some((copy, back)) = operand.stand_in {
+            if let Some((copy, back)) = operand.staging_copy {
                 if let Some(to) = back {
                     self.copy((&copy.handle, copy.bytes, 0), (&to.handle, to.buffer, to.start), to.len);
                 }

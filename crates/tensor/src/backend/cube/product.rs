@@ -146,7 +146,7 @@ impl Cube {
             Fuse::Bias(bias) => {
                 let bias = self.read(&bias)?;
                 matmul::add_bias::launch(&self.client, count, dim, out.arg(), bias.arg(), len, cols);
-                self.settle([bias]);
+                self.write_back([bias]);
             }
             Fuse::BiasGelu { bias, slope } => {
                 let bias = self.read(&bias)?;
@@ -164,7 +164,7 @@ impl Cube {
                     cols,
                     keep,
                 );
-                self.settle([bias].into_iter().chain(slope));
+                self.write_back([bias].into_iter().chain(slope));
             }
             Fuse::BiasAdd { bias, residual } => {
                 let (bias, residual) = (self.read(&bias)?, self.read(&residual)?);
@@ -179,15 +179,15 @@ impl Cube {
                     len,
                     cols,
                 );
-                self.settle([bias, residual]);
+                self.write_back([bias, residual]);
             }
             Fuse::Times { factor } => {
                 let factor = self.read(&factor)?;
                 matmul::times::launch(&self.client, count, dim, out.arg(), factor.arg(), len);
-                self.settle([factor]);
+                self.write_back([factor]);
             }
         }
-        self.settle([x, y, out]);
+        self.write_back([x, y, out]);
         Ok(())
     }
 }

@@ -75,7 +75,7 @@ impl Cube {
             }
             _ => unreachable!("`Op::check` accepts no other pair of types"),
         }
-        self.settle([from, to]);
+        self.write_back([from, to]);
         Ok(())
     }
 
@@ -113,7 +113,7 @@ impl Cube {
             self.fill(&to, cols, 0.0);
         }
         self.pool.give(scratch);
-        self.settle([from, to]);
+        self.write_back([from, to]);
         Ok(())
     }
 
@@ -132,7 +132,7 @@ impl Cube {
                 self.fill(&gain, cols, 0.0);
                 self.fill(&bias, cols, 0.0);
             }
-            self.settle([gain, bias]);
+            self.write_back([gain, bias]);
             return Ok(());
         }
         let (x, stats, dy) = (self.read(x)?, self.read(stats)?, self.read(dy)?);
@@ -155,7 +155,7 @@ impl Cube {
         self.columns(&parts, &gain, [chunks, cols, 2 * cols, 0], chunks, accumulate);
         self.columns(&parts, &bias, [chunks, cols, 2 * cols, cols], chunks, accumulate);
         self.pool.give(scratch);
-        self.settle([x, stats, dy, gain, bias]);
+        self.write_back([x, stats, dy, gain, bias]);
         Ok(())
     }
 }
@@ -172,7 +172,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             }
             let to = cube.write(&y)?;
             cube.fill(&to, y.len(), value);
-            cube.settle([to]);
+            cube.write_back([to]);
         }
         Op::Cast { x, y } => {
             if !y.is_empty() {
@@ -211,7 +211,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 Op::LAYER_NORM_EPS,
                 cube.units,
             );
-            cube.settle([x, gain, bias, y, stats]);
+            cube.write_back([x, gain, bias, y, stats]);
         }
         Op::LayerNormInput { x, gain, stats, dy, residual, dx } => {
             let (rows, cols) = (x.shape().rows(), x.shape().cols());
@@ -239,7 +239,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 add,
                 cube.units,
             );
-            cube.settle([x, gain, stats, dy, dx].into_iter().chain(residual));
+            cube.write_back([x, gain, stats, dy, dx].into_iter().chain(residual));
         }
         Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
             if !d_gain.is_empty() {
@@ -254,7 +254,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
             let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
             cube.attend(h, &qkv, &kv, &y, Some(&lse));
-            cube.settle([qkv, y, lse]);
+            cube.write_back([qkv, y, lse]);
         }
         Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
             if y.is_empty() {
@@ -265,7 +265,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let d = cube.write(&d_qkv)?;
             let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
-            cube.settle([qkv, y, lse, dy, d]);
+            cube.write_back([qkv, y, lse, dy, d]);
         }
         Op::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
             if y.is_empty() {
@@ -279,7 +279,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
             let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
             cube.attend(h, &qkv, &kv, &y, lse.as_ref());
-            cube.settle([qkv, keys, values, y].into_iter().chain(lse));
+            cube.write_back([qkv, keys, values, y].into_iter().chain(lse));
         }
         Op::AttentionCachedGrad { heads, past, qkv, keys, values, y, lse, dy, d_qkv, d_keys, d_values } => {
             if y.is_empty() {
@@ -293,7 +293,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
             cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
-            cube.settle([qkv, keys, values, y, lse, dy, d, d_keys, d_values]);
+            cube.write_back([qkv, keys, values, y, lse, dy, d, d_keys, d_values]);
         }
         Op::Embed { tokens, start, tokens_table, positions_table, y } => {
             if y.is_empty() {
@@ -323,7 +323,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 u32_of(start),
                 u32_of(vocabulary),
             );
-            cube.settle([ids, table, positions, y]);
+            cube.write_back([ids, table, positions, y]);
         }
         Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
             if dy.is_empty() {
@@ -349,7 +349,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 c,
                 u32_of(length),
             );
-            cube.settle([ids, dy, table, positions]);
+            cube.write_back([ids, dy, table, positions]);
         }
         Op::CrossEntropy { logits, targets, losses, grad_scale } => {
             let (rows, cols) = (logits.shape().rows(), logits.shape().cols());
@@ -375,7 +375,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 grad_scale.is_some(),
                 cube.units,
             );
-            cube.settle([logits, ids, losses]);
+            cube.write_back([logits, ids, losses]);
         }
         Op::SumSquares { x, partials } => {
             if x.is_empty() {
@@ -395,7 +395,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 chunk,
                 cube.units,
             );
-            cube.settle([x, partials]);
+            cube.write_back([x, partials]);
         }
         Op::Map { program, scalars, reads, writes } => {
             let len = writes.first().map_or(0, ViewMut::len);
@@ -415,7 +415,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 u32_of(len),
                 map::Source::from(program),
             );
-            cube.settle(reads.into_iter().chain(writes));
+            cube.write_back(reads.into_iter().chain(writes));
         }
     }
     Ok(())

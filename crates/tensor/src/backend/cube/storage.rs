@@ -26,7 +26,7 @@ impl Storage for Buffer {
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct FreeBuffers {
     free: BTreeMap<usize, Vec<Handle>>,
     held: usize,
     peak: usize,
@@ -34,22 +34,22 @@ struct Kept {
 
 /// Buffers kept for reuse, and the total number of bytes allocated.
 #[derive(Debug, Default)]
-pub(super) struct Pool(Mutex<Kept>);
+pub(super) struct Pool(Mutex<FreeBuffers>);
 
 impl Pool {
-    fn kept(&self) -> std::sync::MutexGuard<'_, Kept> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, FreeBuffers> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns a kept buffer of exactly this size.
     pub(super) fn take(&self, bytes: usize) -> Option<Buffer> {
-        let handle = self.kept().free.get_mut(&bytes)?.pop()?;
+        let handle = self.lock().free.get_mut(&bytes)?.pop()?;
         Some(Buffer { handle, bytes })
     }
 
     /// Counts a buffer newly allocated by the driver.
-    pub(super) fn grew(&self, bytes: usize) {
-        let mut kept = self.kept();
+    pub(super) fn count_allocated(&self, bytes: usize) {
+        let mut kept = self.lock();
         kept.held += bytes;
         kept.peak = kept.peak.max(kept.held);
     }
@@ -57,19 +57,19 @@ impl Pool {
     /// Keeps a buffer for reuse. It may be reused at once, because work queued on it runs before work queued
     /// later.
     pub(super) fn give(&self, buffer: Buffer) {
-        self.kept().free.entry(buffer.bytes).or_default().push(buffer.handle);
+        self.lock().free.entry(buffer.bytes).or_default().push(buffer.handle);
     }
 
     /// Drops all kept buffers, to make room on a full device.
     pub(super) fn forget(&self) {
-        let mut kept = self.kept();
+        let mut kept = self.lock();
         let free: usize = kept.free.iter().map(|(bytes, handles)| bytes * handles.len()).sum();
         kept.held -= free;
         kept.free.clear();
     }
 
     pub(super) fn memory(&self) -> (usize, usize) {
-        let kept = self.kept();
+        let kept = self.lock();
         (kept.held, kept.peak)
     }
 }

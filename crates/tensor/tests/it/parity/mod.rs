@@ -1,6 +1,6 @@
 //! Every op as a test case that runs on any device, to compare its results with the CPU's. Shapes are drawn
-//! from a seed and are not multiples of any tile. The bench `device-parity` includes this file too: the
-//! including crate provides `base` and `tensor` as names of the crates.
+//! from a seed and are not multiples of any tile. The bench `device-parity` includes this file too, by
+//! `#[path]`: the parent module must import the crates under the names `base` and `tensor`.
 
 use half::{bf16, f16};
 

@@ -114,7 +114,7 @@ fn stage_cuts(
     left: usize,
 ) -> Result<Option<StageCuts>, ParallelError> {
     let (count, all) = (range.len() as u64, mesh.size());
-    let (state, activations) = facts.held(range.clone());
+    let (state, activations) = facts.memory(range.clone());
     let besides = |sum: u64, least: u64| sum.saturating_sub(least.saturating_mul(count));
     let under_way = (left as u64).min(u64::from(facts.microbatches));
     let other_state = besides(state.0, least.state);
@@ -226,7 +226,7 @@ fn copied_stage(
     left: usize,
 ) -> Option<Nanos> {
     let all = mesh.size();
-    let (state, activations) = facts.held(range.clone());
+    let (state, activations) = facts.memory(range.clone());
     let under_way = (left as u64).min(u64::from(facts.microbatches));
     let needs = state.0.saturating_add(activations.0.saturating_mul(under_way) / u64::from(all));
     let link = if mesh.nodes > 1 { devices.across } else { devices.inside };

@@ -53,7 +53,7 @@ fn with_counts(facts: &Facts, replicas: Vec<u32>) -> Result<Planned> {
     };
     let stage = |layers: Range<usize>, devices: &[u32]| PlannedStage::copies(layers, devices.to_vec());
     let cost = |layers: Range<usize>, devices: &[u32]| -> Option<PhaseCost> {
-        let (state, activations) = facts.held(layers.clone());
+        let (state, activations) = facts.memory(layers.clone());
         let needs = Bytes(state.0.saturating_add(activations.0 / devices.len() as u64));
         let fits = |&device: &u32| facts.devices[device as usize].memory.is_none_or(|has| needs <= has);
         devices.iter().all(fits).then(|| facts.phases(&stage(layers, devices)))

@@ -68,7 +68,7 @@ fn cost(facts: &Facts, devices: &EqualDevices, layer: usize, strategy: Strategy)
     let all = facts.devices.len() as u32;
     let copies = all / tensor;
     let range = layer..layer + 1;
-    let (state, activations) = facts.held(range.clone());
+    let (state, activations) = facts.memory(range.clone());
     let operations = facts.operations(range.clone());
     let operations = facts.cut(if recompute { operations / 3 * 4 } else { operations }, tensor);
     let sums = ring(Bytes(facts.hidden().0 / u64::from(copies)), tensor, devices.inside);

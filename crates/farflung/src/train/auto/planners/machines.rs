@@ -71,14 +71,14 @@ impl Facts {
 
     /// Returns two sums over the layers in bytes: weights, gradients and moments; and the activations of a
     /// microbatch.
-    pub(super) fn held(&self, layers: Range<usize>) -> (Bytes, Bytes) {
+    pub(super) fn memory(&self, layers: Range<usize>) -> (Bytes, Bytes) {
         let layers = &self.layers[layers];
         (layers.iter().map(|layer| layer.state).sum(), layers.iter().map(|layer| layer.activations).sum())
     }
 
     /// Returns the bytes of gradients of layers: a quarter of their state.
     pub(super) fn gradients(&self, layers: Range<usize>) -> Bytes {
-        Bytes(self.held(layers).0.0 / 4)
+        Bytes(self.memory(layers).0.0 / 4)
     }
 
     /// Returns the bytes of the hidden states of a microbatch.

@@ -59,7 +59,7 @@ fn with_shapes(facts: &Facts, devices: &EqualDevices, shapes: Vec<StageShape>) -
 /// a microbatch's share of the average.
 fn load(facts: &Facts, devices: &EqualDevices, layers: Range<usize>, shape: StageShape) -> StageLoad {
     let StageShape { tensor, data, recompute } = shape;
-    let (state, activations) = facts.held(layers.clone());
+    let (state, activations) = facts.memory(layers.clone());
     let (count, last) = (layers.len() as u64, layers.end == facts.layers.len());
     let operations = facts.operations(layers.clone());
     let operations = facts.cut(if recompute { operations / 3 * 4 } else { operations }, tensor);

@@ -17,7 +17,7 @@ fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> 
         for _ in 0..2 {
             done = Some(rank.step(false).unwrap());
         }
-        rank.mark().unwrap();
+        rank.set_rollback_point().unwrap();
         let run = RunDir::open(&folder(out, rank.rank()), Existing::Continue).unwrap();
         if rank.rank() == Rank(0) {
             run.metrics(0).unwrap();
@@ -30,7 +30,7 @@ fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> 
         } else {
             let third = rank.step(false).unwrap();
             assert_ne!(third.loss.to_bits(), done.unwrap().loss.to_bits());
-            rank.mark().unwrap();
+            rank.set_rollback_point().unwrap();
         }
         job.stop.request(Signal::Terminate);
         let kept = RunProgress::at(2, Some(&run), Totals::default(), clock);

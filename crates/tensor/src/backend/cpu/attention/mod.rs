@@ -78,13 +78,13 @@ impl Layout {
 
 /// Layout of heads in a buffer: token `t` of sequence `b` begins at `start + (b * tokens + t) * stride`.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct HeadLayout {
     start: usize,
     tokens: usize,
     stride: usize,
 }
 
-impl Place {
+impl HeadLayout {
     /// Returns the index of the first element of one head of one sequence.
     const fn of(self, l: Layout, b: usize, h: usize) -> usize {
         self.start + b * self.tokens * self.stride + h * l.head_dim
@@ -123,7 +123,7 @@ impl<'a> Output<'a> {
     /// # Safety
     /// No other code may use these rows during their lifetime.
     #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-    unsafe fn rows(&self, place: Place, l: Layout, (b, h): (usize, usize)) -> RowsMut<'a> {
+    unsafe fn rows(&self, place: HeadLayout, l: Layout, (b, h): (usize, usize)) -> RowsMut<'a> {
         assert!(place.end(l) <= self.len, "heads must lie within their buffers");
         let start = place.of(l, b, h);
         // SAFETY: within the buffer, which is borrowed exclusively for `'a`; the caller guarantees that the
@@ -156,16 +156,16 @@ struct Forward<'a> {
     layout: Layout,
     /// Number of keys of each sequence. The queries are those of the last tokens.
     keys: usize,
-    q: (&'a [f32], Place),
-    k: (&'a [f32], Place),
-    v: (&'a [f32], Place),
+    q: (&'a [f32], HeadLayout),
+    k: (&'a [f32], HeadLayout),
+    v: (&'a [f32], HeadLayout),
 }
 
 impl Forward<'_> {
     /// Writes `y` `[B, T, C]` and, if given, `lse` `[B, heads, T]`.
     fn run(&self, pool: &Pool, y: &mut [f32], lse: Option<&mut [f32]>) {
         let l = self.layout;
-        let place = Place { start: 0, tokens: l.tokens, stride: l.width() };
+        let place = HeadLayout { start: 0, tokens: l.tokens, stride: l.width() };
         for (len, place) in [
             (self.q.0.len(), self.q.1),
             (self.k.0.len(), self.k.1),
@@ -201,9 +201,9 @@ struct Backward<'a> {
     layout: Layout,
     /// Number of keys of each sequence, as in [`Forward`].
     keys: usize,
-    q: (&'a [f32], Place),
-    k: (&'a [f32], Place),
-    v: (&'a [f32], Place),
+    q: (&'a [f32], HeadLayout),
+    k: (&'a [f32], HeadLayout),
+    v: (&'a [f32], HeadLayout),
     /// Output of the forward pass: `[B, T, C]`.
     y: &'a [f32],
     /// Log-sum-exp of the forward pass: `[B, heads, T]`.
@@ -216,9 +216,9 @@ struct Backward<'a> {
 
 impl Backward<'_> {
     /// Writes the gradients of queries, keys and values.
-    fn run(&self, pool: &Pool, gradients: [(Output<'_>, Place); 3]) {
+    fn run(&self, pool: &Pool, gradients: [(Output<'_>, HeadLayout); 3]) {
         let l = self.layout;
-        let out = Place { start: 0, tokens: l.tokens, stride: l.width() };
+        let out = HeadLayout { start: 0, tokens: l.tokens, stride: l.width() };
         for (len, place) in [
             (self.q.0.len(), self.q.1),
             (self.k.0.len(), self.k.1),
@@ -248,13 +248,13 @@ impl Backward<'_> {
 }
 
 /// Returns the layouts of the three thirds (queries, keys, values) of a `[B, T, 3 C]` buffer.
-const fn thirds(l: Layout) -> [Place; 3] {
+const fn thirds(l: Layout) -> [HeadLayout; 3] {
     let (tokens, width) = (l.tokens, l.width());
     let stride = 3 * width;
     [
-        Place { start: 0, tokens, stride },
-        Place { start: width, tokens, stride },
-        Place { start: 2 * width, tokens, stride },
+        HeadLayout { start: 0, tokens, stride },
+        HeadLayout { start: width, tokens, stride },
+        HeadLayout { start: 2 * width, tokens, stride },
     ]
 }
 
@@ -301,8 +301,8 @@ pub(super) struct Cache {
 
 impl Cache {
     /// Returns the layout of heads in a cache.
-    const fn place(self, l: Layout) -> Place {
-        Place { start: 0, tokens: self.capacity, stride: l.width() }
+    const fn head_layout(self, l: Layout) -> HeadLayout {
+        HeadLayout { start: 0, tokens: self.capacity, stride: l.width() }
     }
 
     /// For each new token, returns the start of its row in `[B, T, 3 C]` and of its row in a cache.
@@ -342,7 +342,7 @@ fn forward_over(
         keys[to..to + c].copy_from_slice(&qkv[from + c..][..c]);
         values[to..to + c].copy_from_slice(&qkv[from + 2 * c..][..c]);
     }
-    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, cache.place(l)), (&*values, cache.place(l)));
+    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
     Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
@@ -372,11 +372,11 @@ fn backward_over(
     [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
     [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
 ) {
-    let (q, k, v) = ((qkv, thirds(l)[0]), (keys, cache.place(l)), (values, cache.place(l)));
+    let (q, k, v) = ((qkv, thirds(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
     let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, accumulate: true };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
-    pass.run(pool, [(dq, thirds(l)[0]), (dk, cache.place(l)), (dv, cache.place(l))]);
+    pass.run(pool, [(dq, thirds(l)[0]), (dk, cache.head_layout(l)), (dv, cache.head_layout(l))]);
     let c = l.width();
     for (to, from) in cache.rows(l) {
         d_qkv[to + c..][..c].copy_from_slice(&d_keys[from..][..c]);

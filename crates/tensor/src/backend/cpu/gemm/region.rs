@@ -72,7 +72,7 @@ fn even_block(whole: usize, most: usize, unit: usize) -> usize {
 }
 
 /// Division of a region into blocks, and layout of the packed blocks.
-struct Cut {
+struct Blocking {
     k_block: usize,
     m_block: usize,
     n_block: usize,
@@ -85,7 +85,7 @@ struct Cut {
     b_panels: usize,
 }
 
-impl Cut {
+impl Blocking {
     fn of<I: Registers>(a_strides: (usize, usize), k: usize, rows: usize, columns: usize) -> Self {
         // The blocks of k depend only on k, because they determine the order of the sums.
         let k_block = even_block(k, K_BLOCK, BLOCK);
@@ -135,7 +135,7 @@ pub(super) fn packed<I: Registers>(
     if keeps_b(a_strides, k, rows, columns) {
         return packed_b::<I>(k, columns);
     }
-    Cut::of::<I>(a_strides, k, rows, columns).packed()
+    Blocking::of::<I>(a_strides, k, rows, columns).packed()
 }
 
 /// Computes the given rows and columns of C.
@@ -156,8 +156,8 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     if keeps_b(p.a_strides, p.k, rows.len(), columns.len()) {
         return by_rows::<I, E>(p, rows, columns, epilogue);
     }
-    let cut = Cut::of::<I>(p.a_strides, p.k, rows.len(), columns.len());
-    let Cut { k_block, m_block, n_block, read, a_panel, a_len, b_panel, b_panels } = cut;
+    let cut = Blocking::of::<I>(p.a_strides, p.k, rows.len(), columns.len());
+    let Blocking { k_block, m_block, n_block, read, a_panel, a_len, b_panel, b_panels } = cut;
     let by_columns = read != Read::Rows;
     let mut scratch = Scratch::take(cut.packed());
     let a_packed = scratch.lines.as_mut_ptr().cast::<f32>();

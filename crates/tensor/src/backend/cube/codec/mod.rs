@@ -148,7 +148,7 @@ impl crate::backend::Codecs for Cube {
         let (count, dim) = self.each(blocks);
         pack::refuse::launch(client, count, dim, fits.arg(), out.arg(), u32_of(blocks));
         self.pool.give(scratch);
-        self.settle([x, out].into_iter().chain(before).chain(lost));
+        self.write_back([x, out].into_iter().chain(before).chain(lost));
         Ok(())
     }
 
@@ -160,11 +160,11 @@ impl crate::backend::Codecs for Cube {
         self.fill(&verdict, 1, 0.0);
         let (count, dim) = self.each(len);
         pack::decode::launch(&self.client, count, dim, body.arg(), y.arg(), verdict.arg(), u32_of(len), form);
-        self.settle([body, y, verdict]);
+        self.write_back([body, y, verdict]);
         Ok(())
     }
 
-    fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()> {
+    fn check_finite(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()> {
         let len = x.len();
         let (x, verdict) = (self.read(&x)?, self.write(&verdict)?);
         let minus = matches!(sum, Some(Sum::Minus(..)));
@@ -180,8 +180,8 @@ impl crate::backend::Codecs for Cube {
         let (len, adds) = (u32_of(len), sum.is_some());
         select::sums::launch(&self.client, count, dim, x.arg(), with, y, verdict.arg(), len, adds, minus);
         self.pool.give(scratch);
-        self.settle([x, verdict]);
-        self.settle(sum.into_iter().flat_map(|(with, y)| [with, y]));
+        self.write_back([x, verdict]);
+        self.write_back(sum.into_iter().flat_map(|(with, y)| [with, y]));
         Ok(())
     }
 
@@ -196,7 +196,7 @@ impl crate::backend::Codecs for Cube {
         } else {
             self.largest_in_tiles(&x, [len, chunk, kept], &indices)?;
         }
-        self.settle([x, indices]);
+        self.write_back([x, indices]);
         Ok(())
     }
 
@@ -225,7 +225,7 @@ impl crate::backend::Codecs for Cube {
             );
         }
         self.pool.give(scratch);
-        self.settle([x, matrix, y]);
+        self.write_back([x, matrix, y]);
         Ok(())
     }
 
@@ -250,7 +250,7 @@ impl crate::backend::Codecs for Cube {
             kept,
             pattern,
         );
-        self.settle([indices]);
+        self.write_back([indices]);
         Ok(())
     }
 
@@ -259,7 +259,7 @@ impl crate::backend::Codecs for Cube {
         let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
         let (count, dim) = self.each(kept as usize);
         select::gather::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
-        self.settle([x, indices, y]);
+        self.write_back([x, indices, y]);
         Ok(())
     }
 
@@ -268,7 +268,7 @@ impl crate::backend::Codecs for Cube {
         let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
         let (count, dim) = self.each(kept as usize);
         select::put::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
-        self.settle([x, indices, y]);
+        self.write_back([x, indices, y]);
         Ok(())
     }
 }

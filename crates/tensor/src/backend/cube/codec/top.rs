@@ -152,7 +152,8 @@ fn before(found: Found, unit: u32, shared: &mut Shared<[u32]>, #[comptime] units
     Found { above, equal }
 }
 
-/// Writes the kept indices of a range. `earlier` is what was found in the chunk before the range.
+/// Writes the indices of the elements of a range that are kept. `earlier`: the counts of that part of the same
+/// chunk that precedes the range.
 #[cube]
 fn write(
     x: &[u32],

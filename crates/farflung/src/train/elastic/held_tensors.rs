@@ -5,17 +5,17 @@ use std::collections::BTreeSet;
 use farflung_parallel::plan::Holding;
 use serde::{Deserialize, Serialize};
 
-use crate::train::trainer::{Counted, Pieces};
+use crate::train::trainer::{NamedTensors, RunCounters};
 
 /// Names of the tensors that a member holds, and the run's counters when they had these values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Held {
-    pub(super) counted: Counted,
+pub(super) struct HeldTensors {
+    pub(super) counted: RunCounters,
     names: BTreeSet<String>,
 }
 
-impl Held {
-    pub(super) fn of(pieces: &Pieces) -> Self {
+impl HeldTensors {
+    pub(super) fn of(pieces: &NamedTensors) -> Self {
         Self { counted: pieces.counted.clone(), names: pieces.names() }
     }
 

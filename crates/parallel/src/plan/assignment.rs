@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The position of a member in a plan: which pipeline, and which stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Stood {
+pub struct PlanPosition {
     /// Index of the member's pipeline; with pools, the member's index in its pool.
     pub replica: u32,
     /// The member's position in the pipeline: the stage.
@@ -19,7 +19,7 @@ pub struct Stood {
 /// remaining members are spares: they hold no part until another member is lost or more members join.
 /// Alternatively, if a pipeline is incomplete, each stage can be the pool of all members that hold its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lineup {
+pub struct Assignment {
     /// Number of stages of a pipeline.
     pub stages: u32,
     /// Number of members of each stage, if stages are pools of members. Empty if pipelines are whole.
@@ -31,7 +31,7 @@ pub struct Lineup {
     pub spares: Vec<usize>,
 }
 
-impl Lineup {
+impl Assignment {
     /// Assigns the members of a view. `members` has the position of each member in the current plan, whose
     /// pipelines have `before` stages; `None` for a member that holds no part. `stages` is the number of stages
     /// that the run's pipelines should have.
@@ -41,16 +41,16 @@ impl Lineup {
     /// arguments compute the same assignment.
     ///
     /// ```
-    /// use farflung_parallel::plan::{Lineup, Stood};
+    /// use farflung_parallel::plan::{Assignment, PlanPosition};
     ///
     /// // Of two pipelines of three, one has lost its second rank: the other goes on.
-    /// let at = |replica, position| Some(Stood { replica, position });
+    /// let at = |replica, position| Some(PlanPosition { replica, position });
     /// let members = [at(0, 0), at(0, 2), at(1, 0), at(1, 1), at(1, 2)];
-    /// let next = Lineup::new(&members, 3, 3);
+    /// let next = Assignment::new(&members, 3, 3);
     /// assert_eq!((next.stages, next.ranks, next.spares), (3, vec![2, 3, 4], vec![0, 1]));
     /// ```
     #[must_use]
-    pub fn new(members: &[Option<Stood>], before: u32, stages: u32) -> Self {
+    pub fn new(members: &[Option<PlanPosition>], before: u32, stages: u32) -> Self {
         let stages = stages.max(1).min(u32::try_from(members.len()).unwrap_or(u32::MAX)).max(1);
         let replicas = members.len() / stages as usize;
         let mut places: Vec<Option<usize>> = vec![None; replicas * stages as usize];
@@ -73,7 +73,7 @@ impl Lineup {
         Self { stages, pools: Vec::new(), ranks: places.into_iter().flatten().collect(), spares }
     }
 
-    /// Assigns members as [`Lineup::new`] does, but if whole pipelines would leave out members that hold a
+    /// Assigns members as [`Assignment::new`] does, but if whole pipelines would leave out members that hold a
     /// part, each stage becomes a pool of all members that hold its part. The members of a pool share the
     /// stage's microbatches. Members without a part fill the places of lost members. Whole pipelines are used
     /// again as soon as there are enough members. They are also used if the smallest pool would have fewer
@@ -83,24 +83,24 @@ impl Lineup {
     /// stage.
     ///
     /// ```
-    /// use farflung_parallel::plan::{Lineup, Stood};
+    /// use farflung_parallel::plan::{Assignment, PlanPosition};
     ///
     /// // Two pipelines of two have lost one: the three that are left go on, and no part moves.
-    /// let at = |replica, position| Some(Stood { replica, position });
-    /// let next = Lineup::rerouted(&[at(0, 0), at(0, 1), at(1, 1)], 2, 2);
+    /// let at = |replica, position| Some(PlanPosition { replica, position });
+    /// let next = Assignment::rerouted(&[at(0, 0), at(0, 1), at(1, 1)], 2, 2);
     /// assert_eq!((next.pools, next.ranks, next.spares), (vec![1, 2], vec![0, 1, 2], vec![]));
     /// ```
     #[must_use]
-    pub fn rerouted(members: &[Option<Stood>], before: u32, stages: u32) -> Self {
+    pub fn rerouted(members: &[Option<PlanPosition>], before: u32, stages: u32) -> Self {
         let whole = Self::new(members, before, stages);
         if before != stages || stages < 2 || whole.spares.is_empty() {
             return whole;
         }
-        let mut order: Vec<(Stood, usize)> =
+        let mut order: Vec<(PlanPosition, usize)> =
             members.iter().zip(0..).filter_map(|(stood, member)| Some(((*stood)?, member))).collect();
         order.sort_unstable();
         let mut pools: Vec<Vec<usize>> = vec![Vec::new(); stages as usize];
-        for (Stood { position, .. }, member) in order {
+        for (PlanPosition { position, .. }, member) in order {
             match pools.get_mut(position as usize) {
                 Some(pool) => pool.push(member),
                 None => return whole,
@@ -132,12 +132,12 @@ impl Lineup {
 
     /// Returns the place of a member, or `None` for a spare.
     #[must_use]
-    pub fn stands(&self, member: usize) -> Option<Stood> {
+    pub fn position_of(&self, member: usize) -> Option<PlanPosition> {
         let rank = self.rank_of(member)?;
         if self.pools.is_empty() {
-            return Some(Stood { replica: rank / self.stages, position: rank % self.stages });
+            return Some(PlanPosition { replica: rank / self.stages, position: rank % self.stages });
         }
-        Stood::in_pools(&self.pools, rank)
+        PlanPosition::in_pools(&self.pools, rank)
     }
 
     /// Returns the number of whole pipelines; with pools, the size of the smallest pool.
@@ -150,7 +150,7 @@ impl Lineup {
     }
 }
 
-impl Stood {
+impl PlanPosition {
     /// Returns the place of a rank in pools of these sizes: `position` is the stage and `replica` the index in
     /// its pool.
     #[must_use]
@@ -167,10 +167,15 @@ impl Stood {
 }
 
 /// Assigns places to members that already hold the part of the place.
-fn keep(members: &[Option<Stood>], stages: u32, places: &mut [Option<usize>], free: &mut BTreeSet<usize>) {
+fn keep(
+    members: &[Option<PlanPosition>],
+    stages: u32,
+    places: &mut [Option<usize>],
+    free: &mut BTreeSet<usize>,
+) {
     let mut pipelines: BTreeMap<u32, Vec<(u32, usize)>> = BTreeMap::new();
     for (member, stood) in members.iter().enumerate() {
-        let Some(Stood { replica, position }) = *stood else { continue };
+        let Some(PlanPosition { replica, position }) = *stood else { continue };
         if position < stages {
             pipelines.entry(replica).or_default().push((position, member));
         }
@@ -285,14 +290,14 @@ pub fn moves(holdings: &[Holding], step: u64, needs: &[(usize, &[Needed])]) -> V
 mod tests {
     use super::*;
 
-    const fn stood(replica: u32, position: u32) -> Stood {
-        Stood { replica, position }
+    const fn plan_position(replica: u32, position: u32) -> PlanPosition {
+        PlanPosition { replica, position }
     }
 
     /// Members of `replicas` whole pipelines of `stages` stages, in rank order.
-    fn whole(replicas: u32, stages: u32) -> Vec<Option<Stood>> {
+    fn whole(replicas: u32, stages: u32) -> Vec<Option<PlanPosition>> {
         (0..replicas)
-            .flat_map(|replica| (0..stages).map(move |position| Some(stood(replica, position))))
+            .flat_map(|replica| (0..stages).map(move |position| Some(plan_position(replica, position))))
             .collect()
     }
 
@@ -301,7 +306,7 @@ mod tests {
         for lost in 0..8 {
             let mut members = whole(2, 4);
             members.remove(lost);
-            let next = Lineup::new(&members, 4, 4);
+            let next = Assignment::new(&members, 4, 4);
             assert_eq!((next.stages, next.replicas(), next.spares.len()), (4, 1, 3));
             for (rank, &member) in next.ranks.iter().enumerate() {
                 assert_eq!(members[member].unwrap().position as usize, rank, "{lost} is lost");
@@ -315,7 +320,7 @@ mod tests {
         let mut members = whole(2, 4);
         members.remove(6);
         members.remove(1);
-        let next = Lineup::new(&members, 4, 4);
+        let next = Assignment::new(&members, 4, 4);
         let positions: Vec<u32> = next.ranks.iter().map(|&m| members[m].unwrap().position).collect();
         assert_eq!(positions, [0, 1, 2, 3]);
     }
@@ -325,33 +330,33 @@ mod tests {
         // Seven members form one pipeline and have three spares. An eighth member makes two pipelines.
         let members = [
             None,
-            Some(stood(0, 0)),
+            Some(plan_position(0, 0)),
             None,
-            Some(stood(0, 1)),
-            Some(stood(0, 2)),
-            Some(stood(0, 3)),
+            Some(plan_position(0, 1)),
+            Some(plan_position(0, 2)),
+            Some(plan_position(0, 3)),
             None,
             None,
         ];
-        let next = Lineup::new(&members, 4, 4);
+        let next = Assignment::new(&members, 4, 4);
         assert_eq!(next.ranks, [1, 3, 4, 5, 0, 2, 6, 7]);
         assert!(next.spares.is_empty());
-        assert_eq!(next.stands(2), Some(Stood { replica: 1, position: 1 }));
+        assert_eq!(next.position_of(2), Some(PlanPosition { replica: 1, position: 1 }));
         // A spare takes the part of a lost member.
-        let members = [Some(stood(0, 0)), Some(stood(0, 2)), Some(stood(0, 3)), None];
-        assert_eq!(Lineup::new(&members, 4, 4).ranks, [0, 3, 1, 2]);
+        let members = [Some(plan_position(0, 0)), Some(plan_position(0, 2)), Some(plan_position(0, 3)), None];
+        assert_eq!(Assignment::new(&members, 4, 4).ranks, [0, 3, 1, 2]);
     }
 
     #[test]
     fn fewer_members_than_stages_are_one_shorter_pipeline() {
-        let members = [Some(stood(0, 3)), Some(stood(0, 0)), Some(stood(0, 1))];
-        let next = Lineup::new(&members, 4, 4);
+        let members = [Some(plan_position(0, 3)), Some(plan_position(0, 0)), Some(plan_position(0, 1))];
+        let next = Assignment::new(&members, 4, 4);
         assert_eq!((next.stages, next.ranks), (3, vec![1, 2, 0]));
         // A new member makes the pipeline longer again.
-        let members = [Some(stood(0, 2)), Some(stood(0, 0)), Some(stood(0, 1)), None];
-        let next = Lineup::new(&members, 3, 4);
+        let members = [Some(plan_position(0, 2)), Some(plan_position(0, 0)), Some(plan_position(0, 1)), None];
+        let next = Assignment::new(&members, 3, 4);
         assert_eq!((next.stages, next.ranks), (4, vec![1, 2, 0, 3]));
-        assert_eq!(Lineup::new(&[Some(stood(0, 0))], 1, 4).ranks, [0]);
+        assert_eq!(Assignment::new(&[Some(plan_position(0, 0))], 1, 4).ranks, [0]);
     }
 
     #[test]
@@ -359,20 +364,20 @@ mod tests {
         for lost in 0..12 {
             let mut members = whole(3, 4);
             members.remove(lost);
-            let next = Lineup::rerouted(&members, 4, 4);
+            let next = Assignment::rerouted(&members, 4, 4);
             let sizes: Vec<u32> = (0..4).map(|stage| 3 - u32::from(stage == lost as u32 % 4)).collect();
             assert_eq!((&next.pools, next.spares.len()), (&sizes, 0));
             for (member, stood) in members.iter().enumerate() {
-                let now = next.stands(member).unwrap();
+                let now = next.position_of(member).unwrap();
                 assert_eq!(now.position, stood.unwrap().position, "no part moves");
             }
             // A newcomer makes all pipelines whole again. No other member changes its part.
-            let mut now: Vec<Option<Stood>> = (0..11).map(|member| next.stands(member)).collect();
+            let mut now: Vec<Option<PlanPosition>> = (0..11).map(|member| next.position_of(member)).collect();
             now.push(None);
-            let again = Lineup::rerouted(&now, 4, 4);
+            let again = Assignment::rerouted(&now, 4, 4);
             assert_eq!((again.pools.len(), again.replicas(), again.spares.len()), (0, 3, 0));
             for (member, stood) in now.iter().enumerate().take(11) {
-                assert_eq!(again.stands(member).unwrap().position, stood.unwrap().position);
+                assert_eq!(again.position_of(member).unwrap().position, stood.unwrap().position);
             }
         }
     }
@@ -380,27 +385,28 @@ mod tests {
     #[test]
     fn spares_fill_holes_and_parts_that_are_lost_are_not_rerouted() {
         // A spare takes the lost member's place, so both pipelines are whole.
-        let members = [Some(stood(0, 0)), Some(stood(0, 1)), Some(stood(1, 1)), None];
-        assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
+        let members = [Some(plan_position(0, 0)), Some(plan_position(0, 1)), Some(plan_position(1, 1)), None];
+        assert_eq!(Assignment::rerouted(&members, 2, 2), Assignment::new(&members, 2, 2));
         // Two members are lost and there is one spare.
         let mut three = whole(3, 2);
         three.remove(4);
         three.remove(2);
         three.push(None);
-        let next = Lineup::rerouted(&three, 2, 2);
+        let next = Assignment::rerouted(&three, 2, 2);
         assert_eq!((next.pools, next.spares), (vec![2, 3], vec![]));
         // One member of the first stage and four of the second are left. One of the four moves to make a second
         // pipeline.
-        let mut five: Vec<Option<Stood>> = (0..4).map(|replica| Some(stood(replica, 1))).collect();
-        five.push(Some(stood(0, 0)));
-        assert_eq!(Lineup::rerouted(&five, 2, 2).replicas(), 2);
+        let mut five: Vec<Option<PlanPosition>> =
+            (0..4).map(|replica| Some(plan_position(replica, 1))).collect();
+        five.push(Some(plan_position(0, 0)));
+        assert_eq!(Assignment::rerouted(&five, 2, 2).replicas(), 2);
         // No member holds the first part: the assignment is the one without pools.
-        let members = [Some(stood(0, 1)), Some(stood(1, 1)), Some(stood(2, 1))];
-        assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
+        let members = [Some(plan_position(0, 1)), Some(plan_position(1, 1)), Some(plan_position(2, 1))];
+        assert_eq!(Assignment::rerouted(&members, 2, 2), Assignment::new(&members, 2, 2));
         // The number of stages changes, or only newcomers would be left out.
-        let members = [Some(stood(0, 0)), Some(stood(0, 1)), None];
-        assert!(Lineup::rerouted(&members, 2, 2).pools.is_empty());
-        assert!(Lineup::rerouted(&whole(3, 1), 1, 2).pools.is_empty());
+        let members = [Some(plan_position(0, 0)), Some(plan_position(0, 1)), None];
+        assert!(Assignment::rerouted(&members, 2, 2).pools.is_empty());
+        assert!(Assignment::rerouted(&whole(3, 1), 1, 2).pools.is_empty());
     }
 
     #[test]
@@ -408,16 +414,18 @@ mod tests {
         for members in 1..14 {
             for stages in 1..6 {
                 for holds in 0..=members {
-                    let all: Vec<Option<Stood>> = (0..members)
-                        .map(|n| (n < holds).then_some(Stood { replica: n / stages, position: n % stages }))
+                    let all: Vec<Option<PlanPosition>> = (0..members)
+                        .map(|n| {
+                            (n < holds).then_some(PlanPosition { replica: n / stages, position: n % stages })
+                        })
                         .collect();
-                    let next = Lineup::new(&all, stages, stages);
+                    let next = Assignment::new(&all, stages, stages);
                     let mut found: Vec<usize> = next.ranks.iter().chain(&next.spares).copied().collect();
                     found.sort_unstable();
                     assert_eq!(found, (0..members as usize).collect::<Vec<_>>());
                     assert_eq!(next.ranks.len() % next.stages as usize, 0);
                     assert!(next.spares.len() < next.stages as usize);
-                    let next = Lineup::rerouted(&all, stages, stages);
+                    let next = Assignment::rerouted(&all, stages, stages);
                     let mut found: Vec<usize> = next.ranks.iter().chain(&next.spares).copied().collect();
                     found.sort_unstable();
                     assert_eq!(found, (0..members as usize).collect::<Vec<_>>());

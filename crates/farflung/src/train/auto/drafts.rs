@@ -13,7 +13,7 @@ use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
 
 use super::asked::PlanRequest;
-use super::candidate::{Draft, Way, held};
+use super::candidate::{Draft, PlanKind, rank_memory};
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
 use crate::train::chain::{chain, machines, pipeline_plan};
@@ -88,19 +88,19 @@ impl PlanRequest<'_> {
         drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let plan = pipeline_plan(self.name, self.model, self.cluster, order, planned, self.sizes)?;
-        self.schedules(Way::Pipeline, what, &plan, drafts);
+        self.schedules(PlanKind::Pipeline, what, &plan, drafts);
         Ok(())
     }
 
     /// Adds drafts of a plan, one for each schedule that supports its sizes.
-    fn schedules(&self, way: Way, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
+    fn schedules(&self, kind: PlanKind, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
             if plan.check().is_ok() && self.fits(&plan) {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
-                drafts.push(Draft { way, what, plan, is_baseline: false });
+                drafts.push(Draft { kind, what, plan, is_baseline: false });
             }
         }
     }
@@ -112,7 +112,7 @@ impl PlanRequest<'_> {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let needs = held(plan, self.model);
+        let needs = rank_memory(plan, self.model);
         plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has))
     }
 
@@ -155,7 +155,7 @@ impl PlanRequest<'_> {
                 let before = drafts.len();
                 let order = if equal { &machines } else { &around };
                 let rows: Vec<Vec<Rank>> = order.iter().map(|&rank| vec![rank]).collect();
-                self.replicas(Way::Data, &format!("{shares}{name}"), &rows, &whole, equal, drafts)?;
+                self.replicas(PlanKind::Data, &format!("{shares}{name}"), &rows, &whole, equal, drafts)?;
                 for draft in &mut drafts[before..] {
                     draft.is_baseline = equal && name.is_empty();
                 }
@@ -212,7 +212,7 @@ impl PlanRequest<'_> {
         let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
         let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
         let what = format!("{replicas} pipelines of {}, DT-FM{}", planned.stages.len(), pool.name);
-        self.replicas(Way::Both, &what, &rows, &planned.stages, false, drafts)
+        self.replicas(PlanKind::Both, &what, &rows, &planned.stages, false, drafts)
     }
 
     /// Drafts pipelines of `stages` stages with equal shares, with ranks numbered as in Megatron.
@@ -223,7 +223,7 @@ impl PlanRequest<'_> {
         let Some(even) = even(&self.slowest(topology, &rows)?) else { return Ok(()) };
         let before = drafts.len();
         let what = format!("{replicas} pipelines of {stages}, as listed");
-        self.replicas(Way::Both, &what, &rows, &even.stages, true, drafts)?;
+        self.replicas(PlanKind::Both, &what, &rows, &even.stages, true, drafts)?;
         for draft in &mut drafts[before..] {
             draft.is_baseline = draft.has_usual_schedule();
         }
@@ -300,7 +300,7 @@ impl PlanRequest<'_> {
     /// Drafts several pipelines with each schedule and algorithm.
     fn replicas(
         &self,
-        way: Way,
+        kind: PlanKind,
         what: &str,
         rows: &[Vec<Rank>],
         stages: &[ChainStage],
@@ -337,7 +337,7 @@ impl PlanRequest<'_> {
         plan.microbatches = microbatches;
         for algorithm in ALGORITHMS {
             plan.levels = vec![Level { algorithm, ..Level::default() }];
-            self.schedules(way, &format!("{what}, {algorithm}"), &plan, drafts);
+            self.schedules(kind, &format!("{what}, {algorithm}"), &plan, drafts);
         }
         Ok(())
     }
@@ -351,8 +351,8 @@ impl PlanRequest<'_> {
         drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let [row] = rows else {
-            let way = if stages.len() == 1 { Way::Data } else { Way::Both };
-            return self.replicas(way, what, rows, stages, false, drafts);
+            let kind = if stages.len() == 1 { PlanKind::Data } else { PlanKind::Both };
+            return self.replicas(kind, what, rows, stages, false, drafts);
         };
         let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
         self.pipeline(what, row, &planned, drafts)

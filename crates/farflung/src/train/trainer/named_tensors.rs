@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 /// Counters of a run at the step to which some values belong.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(in crate::train) struct Counted {
+pub(in crate::train) struct RunCounters {
     /// Number of steps done.
     pub(in crate::train) step: u64,
     /// Number of updates of the optimizer.
@@ -35,19 +35,19 @@ pub(in crate::train) struct Counted {
 
 /// Tensors by name: the parameters of each, followed by its optimizer states in the order of their names.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::train) struct Pieces {
-    pub(in crate::train) counted: Counted,
+pub(in crate::train) struct NamedTensors {
+    pub(in crate::train) counted: RunCounters,
     pub(in crate::train) tensors: BTreeMap<String, Vec<f32>>,
 }
 
-impl Pieces {
+impl NamedTensors {
     /// Returns the names of its tensors.
     pub(in crate::train) fn names(&self) -> BTreeSet<String> {
         self.tensors.keys().cloned().collect()
     }
 
     /// Merges pieces that belong to the same step; `None` if there are none.
-    pub(in crate::train) fn together(all: impl IntoIterator<Item = Self>) -> Option<Self> {
+    pub(in crate::train) fn merge(all: impl IntoIterator<Item = Self>) -> Option<Self> {
         all.into_iter().reduce(|mut all, more| {
             all.tensors.extend(more.tensors);
             all
@@ -55,7 +55,7 @@ impl Pieces {
     }
 }
 
-impl Pieces {
+impl NamedTensors {
     /// Encodes as bytes: the number of the bytes that follow (`u64`, little endian), the length of the head
     /// (`u64`), the head (counters, names and lengths), then all values as little-endian `f32`.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
@@ -73,12 +73,12 @@ impl Pieces {
         bytes
     }
 
-    /// Decodes the output of [`Pieces::to_bytes`], without its first 8 bytes. Returns `None` if the bytes are
-    /// not valid. Lengths in untrusted bytes are checked before anything is allocated.
+    /// Decodes the output of [`NamedTensors::to_bytes`], without its first 8 bytes. Returns `None` if the bytes
+    /// are not valid. Lengths in untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;
         let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
-        let (counted, names): (Counted, Vec<(String, u64)>) = postcard::from_bytes(head).ok()?;
+        let (counted, names): (RunCounters, Vec<(String, u64)>) = postcard::from_bytes(head).ok()?;
         let mut tensors = BTreeMap::new();
         for (name, count) in names {
             let count = usize::try_from(count).ok()?;
@@ -123,7 +123,7 @@ impl Trainer {
     /// Returns this rank's parameters and optimizer states by tensor.
     ///
     /// Errors: those of the device.
-    pub(in crate::train) fn pieces(&self, job: &Job) -> Result<Pieces> {
+    pub(in crate::train) fn pieces(&self, job: &Job) -> Result<NamedTensors> {
         let mut tensors = BTreeMap::new();
         for part in self.executor.parts.values() {
             let (params, states) = (part.params.to_vec::<f32>()?, states(part)?);
@@ -133,13 +133,13 @@ impl Trainer {
                 tensors.insert(param.name.clone(), values);
             }
         }
-        Ok(Pieces { counted: self.counted(job), tensors })
+        Ok(NamedTensors { counted: self.counted(job), tensors })
     }
 
     /// Returns the run's counters at this rank's last step.
-    pub(in crate::train) fn counted(&self, job: &Job) -> Counted {
+    pub(in crate::train) fn counted(&self, job: &Job) -> RunCounters {
         let parts = || self.executor.parts.values();
-        Counted {
+        RunCounters {
             step: self.step,
             updates: parts().map(|part| part.chain.step()).max().unwrap_or(0),
             rounds: self.counters().rounds,
@@ -155,7 +155,7 @@ impl Trainer {
     /// Errors: [`Error::Message`] if a tensor is missing or has another length; those of the optimizer.
     pub(in crate::train) fn take_pieces<'a>(
         &mut self,
-        counted: &Counted,
+        counted: &RunCounters,
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<()> {
         for part in self.executor.parts.values_mut() {
@@ -181,7 +181,7 @@ impl Trainer {
             write(&mut part.params, params)?;
             part.chain.restore(counted.updates, |name| by_name.get(name).map(|values| values.as_slice()))?;
             if let Some(sync) = &mut part.sync {
-                sync.moved(&part.params)?;
+                sync.on_params_set(&part.params)?;
                 sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?;
             }
         }
@@ -201,7 +201,7 @@ impl Trainer {
         &self,
         job: &Job,
         comm: farflung_comm::Communicator,
-        counted: &Counted,
+        counted: &RunCounters,
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<Self> {
         let device = (self.plain.clone(), self.executor.interrupt.clone());
@@ -226,16 +226,16 @@ mod tests {
     #[test]
     fn pieces_come_back_and_other_bytes_are_none() {
         let counted =
-            Counted { step: 7, updates: 7, rounds: 3, microbatches: 28, scale: vec![1.0], states: 1 };
+            RunCounters { step: 7, updates: 7, rounds: 3, microbatches: 28, scale: vec![1.0], states: 1 };
         let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
-        let pieces = Pieces { counted, tensors };
+        let pieces = NamedTensors { counted, tensors };
         let bytes = pieces.to_bytes();
         assert_eq!(bytes[..8], (bytes.len() as u64 - 8).to_le_bytes());
-        assert_eq!(Pieces::from_bytes(&bytes[8..]), Some(pieces));
+        assert_eq!(NamedTensors::from_bytes(&bytes[8..]), Some(pieces));
         for end in 8..bytes.len() {
-            assert_eq!(Pieces::from_bytes(&bytes[8..end]), None);
+            assert_eq!(NamedTensors::from_bytes(&bytes[8..end]), None);
         }
-        assert_eq!(Pieces::from_bytes(&[&bytes[8..], &[0]].concat()), None);
-        assert_eq!(Pieces::from_bytes(&[0xFF; 40]), None);
+        assert_eq!(NamedTensors::from_bytes(&[&bytes[8..], &[0]].concat()), None);
+        assert_eq!(NamedTensors::from_bytes(&[0xFF; 40]), None);
     }
 }

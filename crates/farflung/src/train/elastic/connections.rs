@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Transport;
-use farflung_parallel::membership::{Member, Place as At, Settings, Start, State, View};
+use farflung_parallel::membership::{Member, Settings, Start, State, View, ViewId as At};
 use farflung_parallel::plan::Digest;
 
 use super::arrivals::{Newcomer, Scripted};
 use super::place::Place;
 use crate::train::job::Job;
-use crate::train::links::{Seat, seat};
+use crate::train::links::{WorkerConnection, view_communicator};
 use crate::{Error, Result};
 
 /// Returns the first view of a run, with these members.
@@ -40,19 +40,19 @@ pub(super) fn settings(deadline: Nanos) -> Settings {
 /// in `come` join at their times, by the transport's clock. All other endpoints are left out.
 ///
 /// Errors: a topology that does not fit.
-pub fn seats(
+pub fn connections(
     job: &Job,
     ends: Vec<Arc<dyn Transport>>,
     come: &[(PeerId, Nanos)],
     simulated: bool,
-) -> Result<Vec<Seat>> {
+) -> Result<Vec<WorkerConnection>> {
     let founders: Vec<Newcomer> = (0..job.world as u32).map(|n| Newcomer::new(PeerId(n), None)).collect();
     let view = first_view(&founders, At { incarnation: 1, epoch: 1 }, job)?;
     let rules = settings(job.config.deadline);
     let mut all: Vec<(PeerId, Nanos)> = founders.iter().map(|peer| (peer.peer, Nanos::ZERO)).collect();
     all.extend_from_slice(come);
     let link = (simulated && job.config.topology.is_none()).then_some(job.config.link);
-    let mut seats = Vec::new();
+    let mut connections = Vec::new();
     for end in ends {
         let me = Newcomer::new(end.me(), None);
         let founds = founders.contains(&me);
@@ -67,8 +67,12 @@ pub fn seats(
             State::newcomer(Member::from(&me), rules)
         };
         let mut place = Place::new(end, me, arrivals, (state, None), job.config.deadline)?;
-        let comm = if founds { seat(job, place.enter(view.clone())?, simulated)? } else { place.alone()? };
-        seats.push(Seat { comm, simulated, link, place: Some(place) });
+        let comm = if founds {
+            view_communicator(job, place.enter(view.clone())?, simulated)?
+        } else {
+            place.alone()?
+        };
+        connections.push(WorkerConnection { comm, simulated, link, place: Some(place) });
     }
-    Ok(seats)
+    Ok(connections)
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::status::Status;
-use crate::config::shared::{Fact, is_own};
+use crate::config::shared::{NamedValue, is_own};
 use crate::train::job::Job;
 use crate::train::meet::model_facts;
 use crate::{Error, Result};
@@ -13,12 +13,12 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// Information for a newcomer before it connects to all members.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Welcome {
+pub(super) struct NewcomerInfo {
     pub(super) version: String,
     /// The settings that all members share, as TOML.
     pub(super) settings: String,
     /// Facts about the model and the data, which must be the same on all members.
-    pub(super) facts: Vec<Fact>,
+    pub(super) facts: Vec<NamedValue>,
     /// Status of the run, once it has begun.
     pub(super) status: Option<Status>,
 }
@@ -31,7 +31,7 @@ const DEADLINE: &str = "deadline";
 /// newcomer does not need them.
 const FILES: [&str; 2] = ["data", "init-from"];
 
-impl Welcome {
+impl NewcomerInfo {
     pub(super) fn of(job: &Job) -> Self {
         // In pipelines, these are the settings from which all plans are made.
         let settings = job.pipelines.as_deref().unwrap_or(&job.config).to_toml();
@@ -51,7 +51,11 @@ impl Welcome {
     ///
     /// Errors: [`Error::MemberDiffers`].
     pub(super) fn check_version(&self) -> Result<()> {
-        differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &self.version)])
+        differs(
+            "program's",
+            &[NamedValue::new("version", VERSION)],
+            &[NamedValue::new("version", &self.version)],
+        )
     }
 
     /// Checks that this machine has the same model and data as the members.
@@ -74,19 +78,19 @@ impl Welcome {
 }
 
 /// Returns the facts that must be the same on all members, beside their settings.
-fn facts(job: &Job) -> Vec<Fact> {
+fn facts(job: &Job) -> Vec<NamedValue> {
     let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
     if !job.config.own_data {
-        facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+        facts.push(NamedValue::new("data", format!("{tokens} tokens with hash {}", job.hash)));
     }
     facts
 }
 
 /// Fails if a value of this machine differs from the members'.
-fn differs(what: &'static str, own: &[Fact], theirs: &[Fact]) -> Result<()> {
+fn differs(what: &'static str, own: &[NamedValue], theirs: &[NamedValue]) -> Result<()> {
     let other = own.iter().find(|fact| !theirs.contains(fact));
-    let Some(Fact { name, value }) = other else { return Ok(()) };
+    let Some(NamedValue { name, value }) = other else { return Ok(()) };
     let found = theirs.iter().find(|fact| fact.name == *name).map_or("missing", |fact| &fact.value);
     Err(Error::MemberDiffers { what, field: name.clone(), own: value.clone(), theirs: found.to_owned() })
 }

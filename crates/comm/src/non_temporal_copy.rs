@@ -3,9 +3,9 @@
 
 /// Minimum size in bytes of a buffer that does not fit in the caches: its first parts are evicted before its
 /// last part is written.
-const COLD: usize = 8 << 20;
+const MIN_UNCACHED_BUFFER: usize = 8 << 20;
 /// Size of a copy in bytes below which bypassing the caches has no effect.
-const LEAST: usize = 16 << 10;
+const MIN_STREAMED_COPY: usize = 16 << 10;
 
 /// Copies `from` to `into`, which is a part of a buffer of `whole` bytes.
 ///
@@ -14,11 +14,11 @@ const LEAST: usize = 16 << 10;
 pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
     assert_eq!(into.len(), from.len(), "the source and the target of a copy have different lengths");
     #[cfg(target_arch = "x86_64")]
-    if whole >= COLD && into.len() >= LEAST && is_x86_feature_detected!("avx") {
+    if whole >= MIN_UNCACHED_BUFFER && into.len() >= MIN_STREAMED_COPY && is_x86_feature_detected!("avx") {
         // SAFETY: the check above has detected AVX.
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
         unsafe {
-            streamed(into, from);
+            copy_non_temporal(into, from);
         }
         return;
     }
@@ -28,7 +28,7 @@ pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
 /// Copies with stores that bypass the caches.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx")]
-fn streamed(into: &mut [u8], from: &[u8]) {
+fn copy_non_temporal(into: &mut [u8], from: &[u8]) {
     use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_stream_si256};
 
     let (first, words, last) = bytemuck::pod_align_to_mut::<u8, __m256i>(into);
@@ -54,11 +54,20 @@ mod tests {
 
     #[test]
     fn every_byte_is_copied_and_none_beside() {
-        let source: Vec<u8> = (0..3 * LEAST).map(|i| (i * 31 % 251) as u8).collect();
-        for whole in [0, COLD] {
-            for len in [0, 1, LEAST - 1, LEAST, LEAST + 1, LEAST + 63, LEAST + 64, 2 * LEAST + 17] {
+        let source: Vec<u8> = (0..3 * MIN_STREAMED_COPY).map(|i| (i * 31 % 251) as u8).collect();
+        for whole in [0, MIN_UNCACHED_BUFFER] {
+            for len in [
+                0,
+                1,
+                MIN_STREAMED_COPY - 1,
+                MIN_STREAMED_COPY,
+                MIN_STREAMED_COPY + 1,
+                MIN_STREAMED_COPY + 63,
+                MIN_STREAMED_COPY + 64,
+                2 * MIN_STREAMED_COPY + 17,
+            ] {
                 for at in [0, 1, 4, 16, 63, 64, 65] {
-                    let mut into = vec![0xEE; 3 * LEAST];
+                    let mut into = vec![0xEE; 3 * MIN_STREAMED_COPY];
                     copy_part(&mut into[at..at + len], &source[7..7 + len], whole);
                     assert_eq!(into[at..at + len], source[7..7 + len]);
                     assert!(into[..at].iter().chain(&into[at + len..]).all(|&b| b == 0xEE));

@@ -128,7 +128,7 @@ impl Chain {
 }
 
 /// Removes the last of `blocks` and returns its saved values.
-pub(super) fn bring_last(
+pub(super) fn restore_last(
     blocks: &mut Vec<StoredActivations>,
     chain: &mut Option<Chain>,
     mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, TransformerSaved)>,
@@ -138,7 +138,7 @@ pub(super) fn bring_last(
     let kept = blocks.pop().expect("there is a block left");
     match saved {
         Some(saved) => Ok(saved),
-        None => kept.bring(|x| forward(last, x)),
+        None => kept.restore(|x| forward(last, x)),
     }
 }
 
@@ -157,12 +157,12 @@ impl StoredActivations {
     }
 
     /// Applies `store` to values that are on the device.
-    pub(super) fn again(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
+    pub(super) fn map_on_device(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
         if let Self::OnDevice(saved) = self { keep(saved) } else { self }
     }
 
     /// Returns the saved values on the device. `again` is the block's forward pass.
-    pub(super) fn bring(
+    pub(super) fn restore(
         self,
         again: impl FnOnce(Tensor) -> Result<(Tensor, TransformerSaved)>,
     ) -> Result<TransformerSaved> {

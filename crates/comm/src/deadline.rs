@@ -6,12 +6,12 @@ use crate::memory::real_start;
 
 /// A deadline by the real clock: a start and a duration.
 #[derive(Clone, Copy)]
-pub(crate) struct Until {
+pub(crate) struct Deadline {
     start: Instant,
     limit: Duration,
 }
 
-impl Until {
+impl Deadline {
     pub(crate) fn after(limit: Duration) -> Self {
         Self { start: real_start(), limit }
     }
@@ -23,18 +23,18 @@ impl Until {
 
     /// Returns this deadline, or the one in `limit` from now if that is earlier.
     pub(crate) fn at_most(self, limit: Duration) -> Self {
-        match self.left() {
+        match self.remaining() {
             Some(left) if left < limit => self,
             _ => Self::after(limit),
         }
     }
 
     /// Returns this deadline plus `by`.
-    pub(crate) fn longer(self, by: Duration) -> Self {
+    pub(crate) fn extended_by(self, by: Duration) -> Self {
         Self { limit: self.limit + by, ..self }
     }
 
-    pub(crate) fn left(self) -> Option<Duration> {
+    pub(crate) fn remaining(self) -> Option<Duration> {
         self.limit.checked_sub(self.start.elapsed()).filter(|left| !left.is_zero())
     }
 

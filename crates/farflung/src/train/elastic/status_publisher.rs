@@ -18,13 +18,13 @@ const EVERY: Nanos = Nanos::from_millis(500);
 
 /// Data that a member keeps for the status of the run.
 #[derive(Debug, Default)]
-pub(super) struct Teller {
+pub(super) struct StatusPublisher {
     changes: Vec<String>,
     changing: Nanos,
-    told: Option<Nanos>,
+    last_published: Option<Nanos>,
 }
 
-impl Teller {
+impl StatusPublisher {
     /// Records a change of members, and the time that it took.
     pub(super) fn changed(&mut self, text: String, took: Nanos) {
         self.changing = self.changing.saturating_add(took);
@@ -36,23 +36,23 @@ impl Teller {
         self.changes.push(text);
         let excess = self.changes.len().saturating_sub(CHANGES);
         self.changes.drain(..excess);
-        self.told = None;
+        self.last_published = None;
     }
 
     /// Publishes the status, unless it was published less than `EVERY` ago.
-    pub(super) fn tell(
+    pub(super) fn publish(
         &mut self,
         (place, team): (&mut Place, Option<&Team>),
         trainer: &Trainer,
         steps: &Steps<'_, '_>,
     ) {
         let now = place.transport().now();
-        if self.told.is_some_and(|at| now < at.saturating_add(EVERY)) {
+        if self.last_published.is_some_and(|at| now < at.saturating_add(EVERY)) {
             return;
         }
-        self.told = Some(now);
+        self.last_published = Some(now);
         let status = self.status((place, team), trainer, steps);
-        place.arrivals.tell(status);
+        place.arrivals.publish_status(status);
     }
 
     fn status(
@@ -93,12 +93,12 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let members = place.view().into_iter().flat_map(|view| &view.members);
     // The replica of a member's pipeline; `None` for a spare.
     let replica = |member| match team {
-        Some(team) => team.lineup.stands(member).map(|stands| stands.replica as usize),
+        Some(team) => team.assignment.position_of(member).map(|stands| stands.replica as usize),
         None => Some(member),
     };
     let microbatches =
         |member| replica(member).and_then(|replica| job.plan.microbatches.get(replica).copied());
-    let pooled = |member| in_pool(job.plan.pools()?, team?.lineup.rank_of(member)?);
+    let pooled = |member| in_pool(job.plan.pools()?, team?.assignment.rank_of(member)?);
     let share = |member| f64::from(microbatches(member).unwrap_or(0)) / f64::from(all.max(1));
     members
         .enumerate()
@@ -111,7 +111,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
             stage: pooled.map(|(stage, _)| stage),
             answers: PeerId(member.slot) == me,
             waits_for: transport
-                .waits_of(PeerId(member.slot))
+                .awaited_by(PeerId(member.slot))
                 .map(|peer| peer.0)
                 .filter(|&peer| peer != member.slot),
             counters: (PeerId(member.slot) != me)

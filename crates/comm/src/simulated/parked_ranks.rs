@@ -12,9 +12,9 @@ use crate::endpoint::Wake;
 
 /// State of the sleeping threads of one rank.
 #[derive(Debug, Default)]
-struct Bell {
+struct ParkedRank {
     state: Mutex<Ring>,
-    rung: Condvar,
+    wakeup: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -25,13 +25,13 @@ struct Ring {
     /// Number of threads that sleep here.
     asleep: u32,
     /// Set while sleeping threads have been notified, but none of them has run yet.
-    told: bool,
+    notified: bool,
 }
 
 /// Sleep and wake-up of the threads of blocked ranks. Ranks are woken one after the other.
 #[derive(Debug)]
 pub(super) struct ParkedRanks {
-    bells: Vec<Bell>,
+    ranks: Vec<ParkedRank>,
     /// Ranks that are still to be notified.
     queue: Mutex<Queue>,
 }
@@ -49,19 +49,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl ParkedRanks {
     pub(super) fn new(ranks: usize) -> Self {
-        Self { bells: (0..ranks).map(|_| Bell::default()).collect(), queue: Mutex::default() }
+        Self { ranks: (0..ranks).map(|_| ParkedRank::default()).collect(), queue: Mutex::default() }
     }
 
     /// Returns the number of wake-ups of a rank so far. Call it before the rank blocks.
     pub(super) fn count(&self, rank: usize) -> u64 {
-        lock(&self.bells[rank].state).count
+        lock(&self.ranks[rank].state).count
     }
 
     /// Wakes these ranks, each with the given reason.
     pub(super) fn ring(&self, woken: &[(usize, Wake)]) {
         let mut asleep = Vec::with_capacity(woken.len());
         for &(rank, wake) in woken {
-            let mut ring = lock(&self.bells[rank].state);
+            let mut ring = lock(&self.ranks[rank].state);
             ring.count += 1;
             ring.wake = Some(wake);
             if ring.asleep > 0 {
@@ -72,40 +72,40 @@ impl ParkedRanks {
             let mut queue = lock(&self.queue);
             queue.waiting.extend(asleep);
             if !queue.under_way {
-                self.tell_next(queue);
+                self.notify_next(queue);
             }
         }
     }
 
     /// Notifies the next rank whose thread sleeps.
-    fn tell_next(&self, mut queue: MutexGuard<'_, Queue>) {
+    fn notify_next(&self, mut queue: MutexGuard<'_, Queue>) {
         queue.under_way = false;
         while let Some(rank) = queue.waiting.pop_front() {
-            let mut ring = lock(&self.bells[rank].state);
+            let mut ring = lock(&self.ranks[rank].state);
             // Skips ranks that are awake or have been notified already: they would not notify the next one.
-            if ring.asleep == 0 || ring.told {
+            if ring.asleep == 0 || ring.notified {
                 continue;
             }
-            ring.told = true;
+            ring.notified = true;
             queue.under_way = true;
             drop(queue);
             drop(ring);
-            self.bells[rank].rung.notify_all();
+            self.ranks[rank].wakeup.notify_all();
             return;
         }
     }
 
     /// Sleeps until the rank has been woken more than `count` times; returns the reason.
     pub(super) fn sleep(&self, rank: usize, count: u64) -> Wake {
-        let Bell { state, rung } = &self.bells[rank];
+        let ParkedRank { state, wakeup: rung } = &self.ranks[rank];
         let mut ring = lock(state);
         while ring.count == count {
             ring.asleep += 1;
             ring = rung.wait(ring).unwrap_or_else(PoisonError::into_inner);
             ring.asleep -= 1;
-            if std::mem::take(&mut ring.told) {
+            if std::mem::take(&mut ring.notified) {
                 drop(ring);
-                self.tell_next(lock(&self.queue));
+                self.notify_next(lock(&self.queue));
                 ring = lock(state);
             }
         }

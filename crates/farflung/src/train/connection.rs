@@ -1,4 +1,4 @@
-//! The seats of a job's workers: each worker's connection to the others.
+//! The connections of a job's workers: what each has to reach the others.
 
 use farflung_base::{Link, Topology};
 use farflung_comm::Communicator;
@@ -12,7 +12,7 @@ use crate::transports::{Connects, JoinSettings};
 
 /// A worker's connection to the job.
 #[derive(Debug)]
-pub struct Seat {
+pub struct WorkerConnection {
     /// The communicator with the other workers.
     pub comm: Communicator,
     /// Whether the communicator's clock is virtual.
@@ -29,25 +29,25 @@ pub(super) fn declared_of(job: &Job, simulates: bool) -> Result<Option<Topology>
 }
 
 /// Returns a communicator of a job's ranks with the declared links, the algorithm and the deadline.
-fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> Result<Communicator> {
+fn job_communicator(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> Result<Communicator> {
     if let Some(topology) = declared {
         comm = comm.with_topology(topology.clone())?;
     }
     Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.deadline()))
 }
 
-/// Like [`prepared`], for a new view of the members during a run.
+/// Like [`job_communicator`], for a new view of the members during a run.
 ///
 /// Errors: a topology that does not fit.
-pub(super) fn seat(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {
-    prepared(job, comm, declared_of(job, simulates)?.as_ref())
+pub(super) fn view_communicator(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {
+    job_communicator(job, comm, declared_of(job, simulates)?.as_ref())
 }
 
-/// Returns the seats of this process: all of the job's, or one of them under a launcher. `joined` is the
+/// Returns the connections of this process: all of the job's, or one of them under a launcher. `joined` is the
 /// communicator of a launched job, from [`join`].
 ///
 /// Errors: a topology that does not fit; [`Error::PeerLost`] if a job of one process cannot open its socket.
-pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
+pub fn connections(job: &Job, joined: Option<Communicator>) -> Result<Vec<WorkerConnection>> {
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);
     let world = job.world;
@@ -55,9 +55,9 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
     let simulates = transport.simulated;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
     let declared = declared_of(job, simulates)?;
-    let seat_of = |comm: Communicator| -> Result<Seat> {
-        let comm = prepared(job, comm, declared.as_ref())?;
-        Ok(Seat { comm, simulated: simulates, link, place: None })
+    let seat_of = |comm: Communicator| -> Result<WorkerConnection> {
+        let comm = job_communicator(job, comm, declared.as_ref())?;
+        Ok(WorkerConnection { comm, simulated: simulates, link, place: None })
     };
     match transport.ends {
         Connects::Threads(open) => {
@@ -70,7 +70,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 world_size: 1,
                 master: "127.0.0.1:0".to_owned(),
                 relays: Vec::new(),
-                security: Security::clear(),
+                security: Security::unencrypted(),
                 job: config.job.clone(),
                 deadline: config.deadline,
                 pace: pace(config),

@@ -7,7 +7,7 @@ use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 use super::Chain;
 use crate::OptimError;
 use crate::group::ParamGroup;
-use crate::transform::{Emit, Gathered, Transform};
+use crate::transform::{Accumulated, Emit, Transform};
 
 /// Builds the program of a synchronisation for parameters of one group. Rewritten buffer 0 holds the
 /// parameters; the link's states follow. The read-only buffers are the mean and the anchor.
@@ -15,14 +15,14 @@ pub(super) fn program(link: &dyn Transform, group: ParamGroup) -> Result<Program
     let mut program = ProgramBuilder::new();
     let (mean, param) = (program.read(0), program.read(1));
     let mut emit = Emit { program: &mut program, param, group, scalars: 0, states: 1 };
-    let next = link.emit_gathered(&mut emit, mean);
+    let next = link.emit_accumulated(&mut emit, mean);
     program.store(0, next);
     Ok(program.build()?)
 }
 
 /// Buffers and steps of a synchronisation.
 #[derive(Debug)]
-pub struct GatheredUpdate<'a> {
+pub struct AccumulatedUpdate<'a> {
     /// Mean over replicas of what they accumulated.
     pub mean: &'a Tensor,
     /// Anchor: the parameters at the previous synchronisation.
@@ -32,17 +32,18 @@ pub struct GatheredUpdate<'a> {
 }
 
 impl Chain {
-    /// Returns the link that accumulates, what it accumulates, and the index of its first state.
-    fn gathering(&self) -> Option<(&dyn Transform, Gathered, usize)> {
+    /// Returns the transform that accumulates a value over local steps, which value, and the index of its first
+    /// state among those of the chain. `None` if no transform does.
+    fn accumulating_link(&self) -> Option<(&dyn Transform, Accumulated, usize)> {
         let mut links = self.links.iter().zip(&self.first_states);
-        links.find_map(|(link, &first)| Some((&**link, link.gathers()?, first)))
+        links.find_map(|(link, &first)| Some((&**link, link.accumulates()?, first)))
     }
 
     /// Returns what was accumulated since the previous synchronisation, for replicas to average; `None` if no
     /// link accumulates.
     #[must_use]
-    pub fn gathered(&self) -> Option<&Tensor> {
-        let (_, gathered, states) = self.gathering()?;
+    pub fn accumulated(&self) -> Option<&Tensor> {
+        let (_, gathered, states) = self.accumulating_link()?;
         self.states.get(states + usize::from(gathered.state)).map(|(_, state)| state)
     }
 
@@ -50,19 +51,19 @@ impl Chain {
     /// same on all of them. Does nothing if no link accumulates.
     ///
     /// Errors: [`OptimError::Tensor`] if a buffer has another length.
-    pub fn take_gathered(
+    pub fn apply_accumulated(
         &mut self,
-        meets: GatheredUpdate<'_>,
+        meets: AccumulatedUpdate<'_>,
         params: &mut Tensor,
     ) -> Result<(), OptimError> {
-        let GatheredUpdate { mean, anchor, steps } = meets;
-        let Some((link, _, first)) = self.gathering() else { return Ok(()) };
+        let AccumulatedUpdate { mean, anchor, steps } = meets;
+        let Some((link, _, first)) = self.accumulating_link() else { return Ok(()) };
         let count = link.states().len();
         let device: Device = params.device().clone();
-        let classes = self.classes.iter().filter_map(|class| Some((class, class.gathered.as_ref()?)));
+        let classes = self.classes.iter().filter_map(|class| Some((class, class.accumulated.as_ref()?)));
         let runs = classes.map(|(class, program)| {
             let mut scalars = Vec::new();
-            link.gathered_scalars(class.group.lr, steps.clone(), &mut scalars);
+            link.accumulated_scalars(class.group.lr, steps.clone(), &mut scalars);
             (program, class.ranges.clone(), scalars)
         });
         for (program, ranges, scalars) in runs.collect::<Vec<_>>() {

@@ -7,17 +7,17 @@ use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Cancel, Question, Service};
-use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
+use farflung_parallel::membership::{Action, DurableState, Event, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
 use super::offers::{Growth, Logged, Offer, Offers};
 use super::ready::{Cost, Ready};
 use crate::Result;
 
-/// Message to a keeper.
+/// Message to a membership service.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-enum Word {
-    /// An event, from the keeper's own rank.
+enum MembershipMessage {
+    /// An event, from the service's own rank.
     Event(Event),
     /// A message of the membership rules, from another member.
     Message(Message),
@@ -53,14 +53,14 @@ pub(super) enum Outcome {
 
 /// A member's state in the membership rules, with its messages and promises.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct MembershipService {
     state: State,
-    /// Ids of the connected peers, by rank in the keepers' communicator.
+    /// Ids of the connected peers, by rank in the communicator of the membership services.
     ranks: Vec<MemberId>,
     outcome: Option<Outcome>,
     /// Time at which the rules need the next tick.
     wake: Option<Nanos>,
-    /// Whether the keeper's rank is waiting and must be notified of each message.
+    /// Whether the service's rank is waiting and must be notified of each message.
     pub(super) awaited: bool,
     /// Time of the last message from each peer.
     heard: BTreeMap<MemberId, Nanos>,
@@ -79,27 +79,27 @@ pub(super) struct Keeper {
 }
 
 /// Decodes a message. The connection proves who the sender is, but the content may be malformed: then `None`.
-fn decode(bytes: &[u8]) -> Option<Word> {
+fn decode(bytes: &[u8]) -> Option<MembershipMessage> {
     postcard::from_bytes(bytes).ok()
 }
 
-fn encode(word: &Word) -> Vec<u8> {
+fn encode(word: &MembershipMessage) -> Vec<u8> {
     postcard::to_stdvec(word).expect("messages can be serialized")
 }
 
-/// Encodes an event for the rank's own keeper.
+/// Encodes an event for the rank's own service.
 pub(super) fn event(event: Event) -> Vec<u8> {
-    encode(&Word::Event(event))
+    encode(&MembershipMessage::Event(event))
 }
 
-impl Keeper {
-    /// Creates a keeper, and writes the state's promises to the file.
+impl MembershipService {
+    /// Creates a service, and writes the state's promises to the file.
     ///
     /// Errors: [`Error::Io`](crate::Error::Io).
     pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
         let (ranks, heard) = (Vec::new(), BTreeMap::new());
         let (steps, given_up) = (None, 0);
-        let keeper = Self {
+        let membership = Self {
             state,
             ranks,
             outcome: None,
@@ -113,13 +113,13 @@ impl Keeper {
             costs: None,
             offers: Offers::default(),
         };
-        if let Some(kept) = keeper.state.kept() {
-            keeper.write(kept)?;
+        if let Some(kept) = membership.state.durable() {
+            membership.write(kept)?;
         }
-        Ok(keeper)
+        Ok(membership)
     }
 
-    /// Sets the ids of the connected peers, by rank in the keepers' communicator.
+    /// Sets the ids of the connected peers, by rank in the communicator of the membership services.
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
         self.ready.retain(|id, _| ranks.contains(id));
         self.offers.keep(&ranks);
@@ -148,37 +148,37 @@ impl Keeper {
 
     /// Encodes a ping.
     pub(super) fn ping(&self) -> Vec<u8> {
-        encode(&Word::Ping(self.here()))
+        encode(&MembershipMessage::Ping(self.here()))
     }
 
     /// Encodes the message that a step in the view of `epoch` has failed.
     pub(super) fn gives_up(epoch: u64) -> Vec<u8> {
-        encode(&Word::GivenUp { epoch })
+        encode(&MembershipMessage::GivenUp { epoch })
     }
 
     /// Encodes the events on which the working members have agreed, for members that take no steps.
     pub(super) fn agreed(epoch: u64, events: &[Event]) -> Vec<u8> {
-        encode(&Word::Agreed { epoch, events: events.to_vec() })
+        encode(&MembershipMessage::Agreed { epoch, events: events.to_vec() })
     }
 
     /// Encodes a newcomer's announcement that it is ready.
     pub(super) fn is_ready(ready: &Ready) -> Vec<u8> {
-        encode(&Word::Ready(ready.clone()))
+        encode(&MembershipMessage::Ready(ready.clone()))
     }
 
     /// Encodes the cost of a newcomer's state, for that newcomer.
     pub(super) fn costing(cost: Cost) -> Vec<u8> {
-        encode(&Word::Costs(cost))
+        encode(&MembershipMessage::Costs(cost))
     }
 
     /// Encodes the offer of a copy of the state, for a newcomer.
     pub(super) fn offering(offer: Offer, growth: Growth) -> Vec<u8> {
-        encode(&Word::Offers(offer, growth))
+        encode(&MembershipMessage::Offers(offer, growth))
     }
 
     /// Encodes a list of records of steps, for a newcomer.
     pub(super) fn logging(records: &[Logged]) -> Vec<u8> {
-        encode(&Word::Logged(records.to_vec()))
+        encode(&MembershipMessage::Logged(records.to_vec()))
     }
 
     /// Returns what members offer to this newcomer.
@@ -218,7 +218,7 @@ impl Keeper {
 
     /// Returns a message with this member's position in the sequence of views; `None` without a view.
     fn here(&self) -> Option<Message> {
-        self.state.view().map(|view| Message::Here { at: view.place() })
+        self.state.view().map(|view| Message::Here { at: view.id() })
     }
 
     fn rank(&self, id: &MemberId) -> Option<Rank> {
@@ -233,11 +233,13 @@ impl Keeper {
                 Action::Send { to, message } => {
                     // A peer that is not connected gets no message; the rules treat it like a silent one.
                     let to = self.rank(&to);
-                    leaving.extend(to.map(|to| Answer::to_service(to, encode(&Word::Message(message)))));
+                    leaving.extend(
+                        to.map(|to| Answer::to_service(to, encode(&MembershipMessage::Message(message)))),
+                    );
                 }
                 // Without the saved promise, the actions after it must not happen: send nothing, as if this
                 // member were lost.
-                Action::Keep(kept) => match self.write(&kept) {
+                Action::Persist(kept) => match self.write(&kept) {
                     Ok(()) => {}
                     Err(error) => {
                         tracing::error!(%error, "failed to write a promise of the membership rules");
@@ -255,7 +257,7 @@ impl Keeper {
     }
 
     /// Writes promises to the file.
-    fn write(&self, kept: &Kept) -> Result<()> {
+    fn write(&self, kept: &DurableState) -> Result<()> {
         let Some(path) = &self.promises else { return Ok(()) };
         let text = serde_json::to_vec_pretty(kept).expect("promises can be written as JSON");
         crate::run_dir::replace(path, &text)
@@ -267,17 +269,19 @@ impl Keeper {
         self.act(actions)
     }
 
-    fn receive_word(&mut self, word: Word, from: Rank, now: Nanos) -> Vec<Answer> {
+    fn receive_message(&mut self, word: MembershipMessage, from: Rank, now: Nanos) -> Vec<Answer> {
         let Some(&sender) = self.ranks.get(from.index()) else { return Vec::new() };
         let own = sender == self.state.me().id;
         self.heard.insert(sender, now);
         let (message, answers) = match word {
-            Word::Event(event) if own => return self.step(event, now),
-            Word::Event(_) => return Vec::new(),
-            Word::Message(message) | Word::Pong(Some(message)) => (Some(message), false),
-            Word::Pong(None) => (None, false),
-            Word::Ping(message) => (message, true),
-            Word::GivenUp { epoch } => {
+            MembershipMessage::Event(event) if own => return self.step(event, now),
+            MembershipMessage::Event(_) => return Vec::new(),
+            MembershipMessage::Message(message) | MembershipMessage::Pong(Some(message)) => {
+                (Some(message), false)
+            }
+            MembershipMessage::Pong(None) => (None, false),
+            MembershipMessage::Ping(message) => (message, true),
+            MembershipMessage::GivenUp { epoch } => {
                 // Only members take steps. This member may be one view behind the sender.
                 let view = self.state.view();
                 let steps = |view: &View| {
@@ -290,25 +294,25 @@ impl Keeper {
                 }
                 (None, false)
             }
-            Word::Ready(ready) => {
+            MembershipMessage::Ready(ready) => {
                 if ready.is_sound() {
                     self.ready.insert(sender, ready);
                 }
                 (None, false)
             }
-            Word::Costs(cost) => {
+            MembershipMessage::Costs(cost) => {
                 self.costs = Some(cost);
                 (None, false)
             }
-            Word::Offers(offer, growth) => {
+            MembershipMessage::Offers(offer, growth) => {
                 self.offers.offer(sender, offer, growth);
                 (None, false)
             }
-            Word::Logged(records) => {
+            MembershipMessage::Logged(records) => {
                 self.offers.log(sender, &records);
                 (None, false)
             }
-            Word::Agreed { epoch, events } => {
+            MembershipMessage::Agreed { epoch, events } => {
                 let view = self.state.view();
                 let members = || view.iter().flat_map(|view| &view.members).any(|member| member.id == sender);
                 if view.is_none_or(|view| view.epoch != epoch) || !members() {
@@ -319,7 +323,7 @@ impl Keeper {
         };
         let mut leaving = Vec::new();
         if answers {
-            leaving.push(Answer::to_service(from, encode(&Word::Pong(self.here()))));
+            leaving.push(Answer::to_service(from, encode(&MembershipMessage::Pong(self.here()))));
         }
         if let Some(message) = message {
             leaving.extend(self.step(Event::Message { from: sender, message }, now));
@@ -328,13 +332,13 @@ impl Keeper {
     }
 }
 
-impl Service for Keeper {
+impl Service for MembershipService {
     fn receive(&mut self, Question { from, at, bytes }: Question) -> Vec<Answer> {
         let Some(word) = decode(&bytes) else {
             tracing::warn!(from = from.0, "a message about members cannot be parsed");
             return Vec::new();
         };
-        let mut leaving = self.receive_word(word, from, at);
+        let mut leaving = self.receive_message(word, from, at);
         // Wakes the rank if it is waiting.
         let own = self.rank(&self.state.me().id).filter(|_| self.awaited);
         leaving.extend(own.map(|me| Answer::new(me, Vec::new())));

@@ -8,13 +8,13 @@ use std::sync::{Arc, Weak};
 use farflung_base::PeerId;
 
 use crate::control::Control;
+use crate::deadline::Deadline;
 use crate::error::Refusal;
 use crate::inbox::Inbox;
 use crate::rate::Budget;
 use crate::secure::{PublicKey, Security};
 use crate::shared::RingWaker;
 use crate::transport::Tag;
-use crate::until::Until;
 use crate::{CommError, DownReason, Frame, PathStats, Pool};
 
 /// Inbox of an endpoint, and the counter that wakes the thread that polls the endpoint's sockets.
@@ -95,7 +95,7 @@ pub(crate) fn with_key(address: &str, key: PublicKey) -> String {
 
 /// The endpoint that a network is opened for.
 #[derive(Debug)]
-pub(crate) struct Shore {
+pub(crate) struct EndpointParts {
     /// Greatest number of endpoints.
     pub(crate) size: usize,
     pub(crate) intake: Intake,
@@ -105,7 +105,7 @@ pub(crate) struct Shore {
 }
 
 /// Access of a process to a second network. It outlives the endpoints that use it.
-pub(crate) trait Way: Debug + Send + Sync {
+pub(crate) trait SecondNetworkAccess: Debug + Send + Sync {
     /// Returns the addresses at which other processes reach this one by it, separated by commas.
     fn address(&self) -> String;
     /// Returns whether an address has a part that this network uses.
@@ -115,34 +115,34 @@ pub(crate) trait Way: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`CommError::Io`] if it is not reached; other errors if it is another process, or refuses this one.
-    fn ask(self: Arc<Self>, to: &Called<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError>;
+    fn ask(self: Arc<Self>, to: &ConnectTarget<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError>;
     /// Opens the network for an endpoint.
-    fn open(self: Arc<Self>, shore: Shore) -> Arc<dyn Beside>;
+    fn open(self: Arc<Self>, shore: EndpointParts) -> Arc<dyn SecondNetwork>;
 }
 
 /// The process that a connection is made to.
 #[derive(Clone, Copy)]
-pub(crate) struct Called<'a> {
+pub(crate) struct ConnectTarget<'a> {
     /// Its addresses, separated by commas.
     pub(crate) address: &'a str,
     pub(crate) key: PublicKey,
     /// Security of the process that calls.
     pub(crate) security: &'a Security,
-    pub(crate) until: Until,
+    pub(crate) until: Deadline,
 }
 
 /// Answers the greetings of processes that connect over a second network.
-pub(crate) trait Host: Send + Sync {
+pub(crate) trait GreetingHandler: Send + Sync {
     /// Returns the frame that answers a greeting of the holder of `key`, or the reason to refuse it.
     fn answer(&self, greeting: &Control<'_>, key: PublicKey) -> Result<Vec<u8>, Refusal>;
     /// Called after the answer to a peer that is to be connected.
-    fn came(&self, peer: PeerId, listen: &str, key: PublicKey);
+    fn peer_accepted(&self, peer: PeerId, listen: &str, key: PublicKey);
     /// Called once that peer has been connected, or its connection was lost before.
-    fn settled(&self, peer: PeerId);
+    fn connect_ended(&self, peer: PeerId);
 }
 
 /// A network that carries the frames of some of an endpoint's peers.
-pub(crate) trait Beside: Debug + Send + Sync {
+pub(crate) trait SecondNetwork: Debug + Send + Sync {
     /// Sends a frame. Never blocks.
     fn submit(&self, to: PeerId, tag: Tag, frame: Frame);
     /// Returns whether the peer is connected and accepts another frame of this tag. If not, the inbox is
@@ -159,11 +159,11 @@ pub(crate) trait Beside: Debug + Send + Sync {
     /// Connects to a peer as a member; `hello` is the encoded greeting.
     ///
     /// # Errors
-    /// As [`Way::ask`]. A peer that has connected meanwhile is no error.
-    fn call(&self, peer: PeerId, to: &Called<'_>, hello: Vec<u8>) -> Result<(), CommError>;
-    /// Accepts connections until [`Beside::stop_listening`].
-    fn listen(&self, security: &Security, host: Weak<dyn Host>);
-    /// Ends [`Beside::listen`]; later connections are not answered.
+    /// As [`SecondNetworkAccess::ask`]. A peer that has connected meanwhile is no error.
+    fn call(&self, peer: PeerId, to: &ConnectTarget<'_>, hello: Vec<u8>) -> Result<(), CommError>;
+    /// Accepts connections until [`SecondNetwork::stop_listening`].
+    fn listen(&self, security: &Security, host: Weak<dyn GreetingHandler>);
+    /// Ends [`SecondNetwork::listen`]; later connections are not answered.
     fn stop_listening(&self);
     /// Says goodbye to the peers and closes their connections.
     fn close(&self);

@@ -36,7 +36,7 @@ impl RingWaker {
     }
 
     /// Resets the counter to 0.
-    pub(crate) fn quiet(&self) {
+    pub(crate) fn reset(&self) {
         // The error of a counter that is 0 is ignored.
         let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);
     }

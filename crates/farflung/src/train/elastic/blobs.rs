@@ -9,11 +9,11 @@ use farflung_comm::{Answer, FRAME_BYTES, Question, Service};
 use serde::{Deserialize, Serialize};
 
 /// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter. An answer with a chunk is one
-/// frame, so that it is never torn when a service is restarted.
-const SIZES: std::ops::RangeInclusive<u64> = 16 << 10..=FRAME_BYTES as u64 - 1024;
-/// Number of chunks of a blob, if the limits in `SIZES` allow it. It is large enough that donors of unequal
+/// frame, so that a service that is restarted cannot leave half of an answer behind.
+const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 16 << 10..=FRAME_BYTES as u64 - 1024;
+/// Number of chunks of a blob, if the limits in `CHUNK_BYTES` allow it. It is large enough that donors of unequal
 /// rates finish together.
-const COUNT: u64 = 256;
+const CHUNKS: u64 = 256;
 
 /// Maximum bytes of a probe.
 pub(super) const PROBE: u32 = 64 << 10;
@@ -32,7 +32,7 @@ pub(super) struct Label {
 
 /// Returns the bytes of each chunk of a blob of `len` bytes.
 pub(super) fn chunk_size(len: u64) -> u64 {
-    (len / COUNT).clamp(*SIZES.start(), *SIZES.end())
+    (len / CHUNKS).clamp(*CHUNK_BYTES.start(), *CHUNK_BYTES.end())
 }
 
 /// Returns the number of chunks of a blob of `len` bytes: at least one.
@@ -71,9 +71,9 @@ pub(super) fn root_of(hashes: &[Hash]) -> Hash {
     hash_of(hashes.as_flattened())
 }
 
-/// Request to another member's shelf.
+/// Request for a blob that another member offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) enum Item {
+pub(super) enum BlobRequest {
     /// The hashes of a blob's chunks.
     Hashes {
         /// Name of the blob.
@@ -95,7 +95,7 @@ pub(super) enum Item {
     },
 }
 
-impl Item {
+impl BlobRequest {
     /// Returns the name of the blob that is requested; `None` for a probe.
     pub(super) const fn root(&self) -> Option<&Hash> {
         match self {
@@ -110,17 +110,17 @@ impl Item {
     }
 }
 
-/// Answer of a shelf.
+/// Answer to a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Reply {
+pub(super) struct BlobReply {
     /// The item that was requested.
-    pub(super) item: Item,
-    /// Its bytes; `None` if the shelf does not have it.
+    pub(super) item: BlobRequest,
+    /// Its bytes; `None` if the member does not offer it.
     pub(super) bytes: Option<Vec<u8>>,
 }
 
-impl Reply {
-    /// Encodes the answer: a byte with the item's length, a byte that says whether the shelf has it, the item,
+impl BlobReply {
+    /// Encodes the answer: a byte with the item's length, a byte that says whether the member offers it, the item,
     /// and its bytes.
     fn to_bytes(&self) -> Vec<u8> {
         let head = self.item.to_bytes();
@@ -155,13 +155,13 @@ pub(super) struct Blob {
 
 /// All blobs that a member offers.
 #[derive(Debug, Default)]
-pub(super) struct Shelf {
+pub(super) struct OfferedBlobs {
     blobs: BTreeMap<Hash, Arc<Blob>>,
     /// For tests: flip a bit in the next chunk that is sent.
     pub(super) spoils: bool,
 }
 
-impl Shelf {
+impl OfferedBlobs {
     /// Adds a blob, and returns its name and length.
     pub(super) fn put(&mut self, bytes: Vec<u8>) -> Label {
         let hashes = hashes_of(&bytes);
@@ -170,13 +170,13 @@ impl Shelf {
         label
     }
 
-    /// Returns a blob, so that another shelf can offer it, too.
-    pub(super) fn lend(&self, label: &Label) -> Option<Arc<Blob>> {
+    /// Returns a blob, so that it can be offered in another set, too.
+    pub(super) fn get_shared(&self, label: &Label) -> Option<Arc<Blob>> {
         self.blobs.get(&label.root).cloned()
     }
 
-    /// Adds a blob of another shelf.
-    pub(super) fn borrow(&mut self, label: &Label, blob: Arc<Blob>) {
+    /// Adds a blob of another set.
+    pub(super) fn put_shared(&mut self, label: &Label, blob: Arc<Blob>) {
         self.blobs.insert(label.root, blob);
     }
 
@@ -185,11 +185,11 @@ impl Shelf {
         self.blobs.clear();
     }
 
-    fn get(&mut self, item: &Item) -> Option<Vec<u8>> {
+    fn get(&mut self, item: &BlobRequest) -> Option<Vec<u8>> {
         match *item {
-            Item::Probe { len, .. } => Some(vec![0; len.min(PROBE) as usize]),
-            Item::Hashes { root } => Some(self.blobs.get(&root)?.hashes.as_flattened().to_vec()),
-            Item::Chunk { root, number } => {
+            BlobRequest::Probe { len, .. } => Some(vec![0; len.min(PROBE) as usize]),
+            BlobRequest::Hashes { root } => Some(self.blobs.get(&root)?.hashes.as_flattened().to_vec()),
+            BlobRequest::Chunk { root, number } => {
                 let blob = self.blobs.get(&root)?;
                 let mut bytes = blob.bytes[chunk_range(blob.bytes.len() as u64, number)?].to_vec();
                 if std::mem::take(&mut self.spoils) {
@@ -201,14 +201,14 @@ impl Shelf {
     }
 }
 
-impl Service for Shelf {
+impl Service for OfferedBlobs {
     fn receive(&mut self, Question { from, bytes, .. }: Question) -> Vec<Answer> {
-        let Ok(item) = postcard::from_bytes::<Item>(&bytes) else {
+        let Ok(item) = postcard::from_bytes::<BlobRequest>(&bytes) else {
             tracing::warn!(from = from.0, "a message about the run's state cannot be parsed");
             return Vec::new();
         };
         let bytes = self.get(&item);
-        vec![Answer::new(from, Reply { item, bytes }.to_bytes())]
+        vec![Answer::new(from, BlobReply { item, bytes }.to_bytes())]
     }
 }
 
@@ -241,30 +241,30 @@ mod tests {
 
     #[test]
     fn an_answer_with_a_chunk_is_one_frame() {
-        let item = Item::Chunk { root: [0xFF; 32], number: u32::MAX };
-        let reply = Reply { item, bytes: Some(vec![0; LARGE]) };
+        let item = BlobRequest::Chunk { root: [0xFF; 32], number: u32::MAX };
+        let reply = BlobReply { item, bytes: Some(vec![0; LARGE]) };
         assert!(reply.to_bytes().len() < FRAME_BYTES);
     }
 
     #[test]
     fn a_shelf_gives_what_it_has_and_says_what_it_has_not() {
-        let mut shelf = Shelf::default();
+        let mut blobs = OfferedBlobs::default();
         let bytes: Vec<u8> = (0..CHUNK + 5).map(|n| (n % 251) as u8).collect();
-        let Label { root, len } = shelf.put(bytes.clone());
+        let Label { root, len } = blobs.put(bytes.clone());
         assert_eq!(len, bytes.len() as u64);
         let mut ask = |bytes: Vec<u8>| {
-            let answers = shelf.receive(Question { from: Rank(3), at: Nanos(0), bytes });
-            answers.into_iter().map(|answer| Reply::from_bytes(&answer.bytes).unwrap().bytes).next()
+            let answers = blobs.receive(Question { from: Rank(3), at: Nanos(0), bytes });
+            answers.into_iter().map(|answer| BlobReply::from_bytes(&answer.bytes).unwrap().bytes).next()
         };
-        let hashes = ask(Item::Hashes { root }.to_bytes()).unwrap().unwrap();
+        let hashes = ask(BlobRequest::Hashes { root }.to_bytes()).unwrap().unwrap();
         assert_eq!((hashes.len(), hash_of(&hashes)), (64, root));
-        let chunk = |number| Item::Chunk { root, number }.to_bytes();
+        let chunk = |number| BlobRequest::Chunk { root, number }.to_bytes();
         assert_eq!(ask(chunk(0)).unwrap().unwrap(), bytes[..CHUNK]);
         assert_eq!(ask(chunk(1)).unwrap().unwrap(), bytes[CHUNK..]);
         assert_eq!(ask(chunk(2)), Some(None));
-        assert_eq!(ask(Item::Hashes { root: [0; 32] }.to_bytes()), Some(None));
-        assert_eq!(ask(Item::Probe { len: 9, number: 1 }.to_bytes()), Some(Some(vec![0; 9])));
-        let most = ask(Item::Probe { len: u32::MAX, number: 1 }.to_bytes()).unwrap().unwrap();
+        assert_eq!(ask(BlobRequest::Hashes { root: [0; 32] }.to_bytes()), Some(None));
+        assert_eq!(ask(BlobRequest::Probe { len: 9, number: 1 }.to_bytes()), Some(Some(vec![0; 9])));
+        let most = ask(BlobRequest::Probe { len: u32::MAX, number: 1 }.to_bytes()).unwrap().unwrap();
         assert_eq!(most.len(), PROBE as usize);
         // A malformed request gets no answer.
         assert_eq!(ask(vec![0xFF; 50]), None);
@@ -272,16 +272,16 @@ mod tests {
 
     #[test]
     fn replies_come_back_and_other_bytes_are_none() {
-        let item = Item::Chunk { root: [7; 32], number: 300 };
+        let item = BlobRequest::Chunk { root: [7; 32], number: 300 };
         for bytes in [None, Some(Vec::new()), Some(vec![1, 2, 3])] {
-            let reply = Reply { item, bytes };
-            assert_eq!(Reply::from_bytes(&reply.to_bytes()), Some(reply));
+            let reply = BlobReply { item, bytes };
+            assert_eq!(BlobReply::from_bytes(&reply.to_bytes()), Some(reply));
         }
-        let whole = Reply { item, bytes: None }.to_bytes();
+        let whole = BlobReply { item, bytes: None }.to_bytes();
         for end in 0..whole.len() {
-            assert_eq!(Reply::from_bytes(&whole[..end]), None);
+            assert_eq!(BlobReply::from_bytes(&whole[..end]), None);
         }
-        assert_eq!(Reply::from_bytes(&[&whole[..], &[0]].concat()), None);
-        assert_eq!(Reply::from_bytes(&[0xFF; 400]), None);
+        assert_eq!(BlobReply::from_bytes(&[&whole[..], &[0]].concat()), None);
+        assert_eq!(BlobReply::from_bytes(&[0xFF; 400]), None);
     }
 }

@@ -16,22 +16,22 @@ const DEVIATIONS: u64 = 8;
 ///
 /// ```
 /// use farflung_base::Nanos;
-/// use farflung_parallel::membership::Patience;
+/// use farflung_parallel::membership::AdaptiveTimeout;
 ///
 /// let ms = Nanos::from_millis;
-/// let mut patience = Patience::new(ms(10), ms(60_000));
-/// assert_eq!(patience.limit(), ms(60_000));
-/// (0..20).for_each(|n| patience.observe(ms(100 + n % 3)));
-/// assert_eq!(patience.limit(), ms(109));
+/// let mut timeout = AdaptiveTimeout::new(ms(10), ms(60_000));
+/// assert_eq!(timeout.limit(), ms(60_000));
+/// (0..20).for_each(|n| timeout.observe(ms(100 + n % 3)));
+/// assert_eq!(timeout.limit(), ms(109));
 /// ```
 #[derive(Debug, Clone)]
-pub struct Patience {
+pub struct AdaptiveTimeout {
     least: Nanos,
     most: Nanos,
     waits: VecDeque<Nanos>,
 }
 
-impl Patience {
+impl AdaptiveTimeout {
     /// Creates a timeout. Until enough waits are observed, it is `most`.
     #[must_use]
     pub fn new(least: Nanos, most: Nanos) -> Self {
@@ -73,24 +73,24 @@ mod tests {
 
     #[test]
     fn a_few_long_waits_change_little_and_many_change_it() {
-        let mut patience = Patience::new(MS(1), MS(60_000));
-        (0..60).for_each(|n| patience.observe(MS(100 + n % 5)));
-        let usual = patience.limit();
+        let mut timeout = AdaptiveTimeout::new(MS(1), MS(60_000));
+        (0..60).for_each(|n| timeout.observe(MS(100 + n % 5)));
+        let usual = timeout.limit();
         assert_eq!(usual, MS(102 + 8));
-        (0..4).for_each(|_| patience.observe(MS(30_000)));
-        assert!(patience.limit() <= MS(102 + 2 * 8), "{}", patience.limit());
-        (0..64).for_each(|_| patience.observe(MS(3_000)));
-        assert_eq!(patience.limit(), MS(3_000));
+        (0..4).for_each(|_| timeout.observe(MS(30_000)));
+        assert!(timeout.limit() <= MS(102 + 2 * 8), "{}", timeout.limit());
+        (0..64).for_each(|_| timeout.observe(MS(3_000)));
+        assert_eq!(timeout.limit(), MS(3_000));
     }
 
     #[test]
     fn it_stays_within_its_bounds() {
-        let mut patience = Patience::new(MS(10), MS(1_000));
-        (0..7).for_each(|_| patience.observe(MS(1)));
-        assert_eq!(patience.limit(), MS(1_000));
-        patience.observe(MS(1));
-        assert_eq!(patience.limit(), MS(10));
-        (0..64).for_each(|_| patience.observe(Nanos::MAX));
-        assert_eq!(patience.limit(), MS(1_000));
+        let mut timeout = AdaptiveTimeout::new(MS(10), MS(1_000));
+        (0..7).for_each(|_| timeout.observe(MS(1)));
+        assert_eq!(timeout.limit(), MS(1_000));
+        timeout.observe(MS(1));
+        assert_eq!(timeout.limit(), MS(10));
+        (0..64).for_each(|_| timeout.observe(Nanos::MAX));
+        assert_eq!(timeout.limit(), MS(1_000));
     }
 }

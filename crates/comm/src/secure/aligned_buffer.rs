@@ -6,12 +6,12 @@ const LINE: usize = 64;
 
 /// A byte buffer whose first byte is at the start of a cache line. It never shrinks.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct AlignedBuffer {
     bytes: Vec<u8>,
     first: usize,
 }
 
-impl Room {
+impl AlignedBuffer {
     /// Grows the buffer to at least `len` bytes, and keeps its content.
     pub(super) fn grow(&mut self, len: usize) {
         if self.len() >= len {
@@ -27,14 +27,14 @@ impl Room {
     }
 }
 
-impl Deref for Room {
+impl Deref for AlignedBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         &self.bytes[self.first..]
     }
 }
 
-impl DerefMut for Room {
+impl DerefMut for AlignedBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.bytes[self.first..]
     }
@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn it_grows_and_keeps_what_it_has() {
-        let mut room = Room::default();
+        let mut room = AlignedBuffer::default();
         assert!(room.is_empty());
         for len in [5, 4096, 100_000] {
             let before = room.get(4).copied().unwrap_or(0);

@@ -9,24 +9,24 @@ use std::time::Duration;
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::{CommError, Communicator, Transport};
-use farflung_parallel::membership::{MemberId, Patience};
+use farflung_parallel::membership::{AdaptiveTimeout, MemberId};
 
-use super::keeper::Keeper;
+use super::membership_service::MembershipService;
 
 /// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
 /// world.
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Time between two checks of the current step.
-const LOOK: Nanos = Nanos::from_millis(100);
+const POLL_INTERVAL: Nanos = Nanos::from_millis(100);
 /// Minimum time without an answer after which a member is given up.
 const SILENCE: Nanos = Nanos(2 * ROLL_CALL.0);
 
 /// Pings other members.
 #[derive(Debug, Clone)]
-pub(super) struct Caller {
+pub(super) struct Pinger {
     /// Communicator of all connected peers.
     pub(super) comm: Communicator,
-    pub(super) keeper: Arc<Mutex<Keeper>>,
+    pub(super) membership: Arc<Mutex<MembershipService>>,
     /// Rank in `comm` and id of each member to ping.
     pub(super) others: Vec<(farflung_base::Rank, MemberId)>,
     pub(super) tag: u32,
@@ -34,21 +34,21 @@ pub(super) struct Caller {
 
 type Sent = Pending<Result<(), CommError>>;
 
-impl Caller {
-    fn keeper(&self) -> MutexGuard<'_, Keeper> {
-        self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
+impl Pinger {
+    fn membership(&self) -> MutexGuard<'_, MembershipService> {
+        self.membership.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts to ping all of them.
-    pub(super) fn call(&self) -> Vec<Sent> {
-        let ping = self.keeper().ping();
+    pub(super) fn ping(&self) -> Vec<Sent> {
+        let ping = self.membership().ping();
         self.others.iter().map(|&(rank, _)| self.comm.start_send(rank, self.tag, ping.clone())).collect()
     }
 
     /// Returns the members from which no message has arrived since `since`.
     fn silent(&self, since: Nanos) -> Vec<MemberId> {
-        let keeper = self.keeper();
-        self.others.iter().map(|(_, id)| *id).filter(|id| !keeper.has_heard(id, since)).collect()
+        let membership = self.membership();
+        self.others.iter().map(|(_, id)| *id).filter(|id| !membership.has_heard(id, since)).collect()
     }
 }
 
@@ -58,7 +58,7 @@ struct Step {
     number: u64,
     /// Communicator of the view's members. Its operations are cancelled if one of them is silent.
     comm: Communicator,
-    caller: Caller,
+    pinger: Pinger,
     /// Time at which the members are pinged.
     due: Nanos,
     /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
@@ -83,17 +83,17 @@ struct Shared {
 
 /// Watches a rank's steps from a thread, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Watchman {
+pub(super) struct Watchdog {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
-    patience: Patience,
+    patience: AdaptiveTimeout,
     steps: u64,
 }
 
 /// Start time of a step that is being watched.
-pub(super) struct Begun(Nanos);
+pub(super) struct StepStart(Nanos);
 
-impl Watchman {
+impl Watchdog {
     /// Starts the thread. `deadline` is the time after which operations of a step fail.
     pub(super) fn new(transport: &Arc<dyn Transport>, deadline: Nanos) -> Self {
         let shared = Arc::new(Shared {
@@ -106,22 +106,22 @@ impl Watchman {
         if let Err(error) = &thread {
             tracing::warn!(%error, "members that do not answer will only be noticed after the deadline");
         }
-        let patience = Patience::new(ROLL_CALL, deadline);
+        let patience = AdaptiveTimeout::new(ROLL_CALL, deadline);
         Self { shared, thread: thread.ok(), patience, steps: 0 }
     }
 
     /// Starts to watch a step of the members of `comm`.
-    pub(super) fn begin(&mut self, comm: &Communicator, caller: Caller) -> Begun {
+    pub(super) fn begin(&mut self, comm: &Communicator, caller: Pinger) -> StepStart {
         let now = self.shared.transport.now();
         self.steps += 1;
         let limit = self.patience.limit();
         let (due, silence) = (now.saturating_add(limit), limit.max(SILENCE));
-        self.shared.set(Some(Step { number: self.steps, comm: comm.clone(), caller, due, silence }));
-        Begun(now)
+        self.shared.set(Some(Step { number: self.steps, comm: comm.clone(), pinger: caller, due, silence }));
+        StepStart(now)
     }
 
     /// Stops watching a step. `done` tells whether it succeeded; if so, its time counts for later limits.
-    pub(super) fn end(&mut self, Begun(at): Begun, done: bool) {
+    pub(super) fn end(&mut self, StepStart(at): StepStart, done: bool) {
         self.shared.set(None);
         if done {
             self.patience.observe(self.shared.transport.now().saturating_sub(at));
@@ -134,7 +134,7 @@ impl Watchman {
     }
 }
 
-impl Drop for Watchman {
+impl Drop for Watchdog {
     fn drop(&mut self) {
         self.shared.watched().is_over = true;
         self.shared.bell.notify_all();
@@ -154,7 +154,7 @@ impl Shared {
         self.watched().step = step;
     }
 
-    /// Waits for `time`. Returns false if the watchman is being dropped.
+    /// Waits for `time`. Returns false if the watchdog is being dropped.
     fn pause(&self, time: Nanos) -> bool {
         let until = self.transport.now().saturating_add(time);
         let mut watched = self.watched();
@@ -179,7 +179,7 @@ impl Shared {
     }
 
     fn watch(&self) {
-        while self.pause(LOOK) {
+        while self.pause(POLL_INTERVAL) {
             let Some(step) = self.late() else { continue };
             let Some(silent) = self.ends(&step) else { continue };
             let mut watched = self.watched();
@@ -200,14 +200,14 @@ impl Shared {
         let mut silent: Option<Vec<MemberId>> = None;
         loop {
             let since = self.transport.now();
-            let _asking = step.caller.call();
+            let _asking = step.pinger.ping();
             if !self.pause(ROLL_CALL) || !self.goes_on(step) {
                 return None;
             }
-            if step.caller.keeper().has_outcome() {
+            if step.pinger.membership().has_outcome() {
                 return Some(Vec::new());
             }
-            let quiet = step.caller.silent(since);
+            let quiet = step.pinger.silent(since);
             let still = |silent: Vec<MemberId>| silent.into_iter().filter(|id| quiet.contains(id)).collect();
             let left = silent.take().map_or_else(|| quiet.clone(), still);
             if left.is_empty() {

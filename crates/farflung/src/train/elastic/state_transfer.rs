@@ -5,13 +5,13 @@ use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
 use serde::{Deserialize, Serialize};
 
-use super::fetch::{Part, fetch};
-use super::fetching::{Store, Wanted};
+use super::all_gather::all_gather;
+use super::blobs::{Label, OfferedBlobs, label_of};
+use super::fetch::{FetchRole, fetch};
+use super::fetching::{ChunkStore, Wanted};
 use super::follow::Followed;
-use super::lent::Lent;
 use super::offers::Logged;
-use super::shelf::{Label, Shelf, label_of};
-use super::tell_all::tell_all;
+use super::step_records::StepRecords;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
 use crate::train::trainer::{Progress, Snapshot, Trainer};
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 
 /// Which ranks send the state, and which receive it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Exchange {
+pub(super) struct StateTransfer {
     /// Ranks that have the newest state on which the ranks have agreed.
     pub(super) donors: Vec<Rank>,
     /// All other ranks.
@@ -30,7 +30,7 @@ pub(super) struct Exchange {
     pub(super) furthest: Rank,
 }
 
-impl Exchange {
+impl StateTransfer {
     /// Computes the exchange from each rank's progress, which is `None` for a rank without the state. With
     /// `each_step`, ranks agree at each step, and a rank that is a step behind receives it from the others.
     /// Otherwise steps are local: a rank that missed an average receives the state after that average, and then
@@ -51,7 +51,7 @@ impl Exchange {
 
 /// Statistics of a transfer of the state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Shared {
+pub(super) struct TransferStats {
     /// Bytes that a taker received; on a donor: those of the taker that receives most.
     pub(super) state: Bytes,
     /// Number of donors that sent chunks. On a donor: the number of all donors.
@@ -60,7 +60,7 @@ pub(super) struct Shared {
 
 /// State received by a rank that had none, or an older one.
 #[derive(Debug)]
-pub(super) struct Taken {
+pub(super) struct ReceivedState {
     /// The part of the state that is the same on all replicas.
     pub(super) shared: Snapshot,
     /// The first donor's own optimizer state, for a newcomer in a run with local steps.
@@ -69,7 +69,7 @@ pub(super) struct Taken {
 
 /// Labels of the state that a donor offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Has {
+struct StateLabels {
     shared: Label,
     /// The donor's own optimizer state; only the first donor offers it.
     own: Option<Label>,
@@ -79,17 +79,17 @@ struct Has {
 
 /// What a rank tells the others before the transfer.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct TransferOffer {
     /// What it offers; `None` if it is no donor.
-    has: Option<Has>,
+    has: Option<StateLabels>,
     /// Steps after which a newcomer has the state; `None` without a state.
     at: Option<u64>,
 }
 
 /// What a rank has before the transfer.
-pub(super) enum Holds<'a> {
+pub(super) enum LocalState<'a> {
     /// A member's state, and records of its newest steps.
-    Member(&'a Trainer, Lent),
+    Member(&'a Trainer, StepRecords),
     /// A newcomer's state, if it has followed the run.
     Newcomer(Option<&'a mut Followed>),
 }
@@ -102,36 +102,37 @@ pub(super) enum Holds<'a> {
 ///
 /// Errors: [`Error::Message`] if the donors' states differ, or if no remaining donor sends chunks with the
 /// announced hashes; [`Error::PeerLost`] for a lost rank.
-pub(super) fn share(
-    holds: Holds<'_>,
+pub(super) fn transfer_state(
+    holds: LocalState<'_>,
     comm: &Communicator,
-    (job, exchange): (&Job, &Exchange),
-    store: &mut Store,
-) -> Result<(Shared, Option<Taken>)> {
+    (job, exchange): (&Job, &StateTransfer),
+    store: &mut ChunkStore,
+) -> Result<(TransferStats, Option<ReceivedState>)> {
     let (me, donors) = (comm.rank(), &exchange.donors);
     let (trainer, lent, mut followed) = match holds {
-        Holds::Member(trainer, lent) => (Some(trainer), lent, None),
-        Holds::Newcomer(followed) => (None, Lent::default(), followed),
+        LocalState::Member(trainer, lent) => (Some(trainer), lent, None),
+        LocalState::Newcomer(followed) => (None, StepRecords::default(), followed),
     };
     if exchange.takers.is_empty() {
-        return Ok((Shared::default(), None));
+        return Ok((TransferStats::default(), None));
     }
     let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
-    let mut shelf = Shelf::default();
-    shelf.spoils = spoils(job, me, exchange.progress.step);
+    let mut blobs = OfferedBlobs::default();
+    blobs.spoils = spoils(job, me, exchange.progress.step);
     let mut has = None;
     if let Some((number, trainer)) = donor {
-        let shared = shelf.put(trainer.shared_snapshot()?.to_bytes());
+        let shared = blobs.put(trainer.shared_snapshot()?.to_bytes());
         // If ranks agree at each step, the shared state already contains the optimizer's.
         let gives_own = number == 0 && !job.averages_each_step();
         let own = gives_own.then(|| trainer.own_snapshot()).transpose()?;
-        let (own, records) = (own.map(|own| shelf.put(own.to_bytes())), lent.records());
-        lent.put_on(&mut shelf);
-        has = Some(Has { shared, own, records });
+        let (own, records) = (own.map(|own| blobs.put(own.to_bytes())), lent.records());
+        lent.offer_in(&mut blobs);
+        has = Some(StateLabels { shared, own, records });
     }
-    let told = tell_all(comm, &Told { has, at: followed.as_ref().map(|followed| followed.step()) })?;
+    let told =
+        all_gather(comm, &TransferOffer { has, at: followed.as_ref().map(|followed| followed.step()) })?;
     let at: Vec<Option<u64>> = told.iter().map(|told| told.at).collect();
-    let told: Vec<Option<Has>> = told.into_iter().map(|told| told.has).collect();
+    let told: Vec<Option<StateLabels>> = told.into_iter().map(|told| told.has).collect();
     let first = told[donors[0].index()].as_ref().ok_or_else(|| wrong("was reported by no member"))?;
     let of = |rank: &Rank| told[rank.index()].as_ref().map(|has| has.shared);
     if let Some(other) = donors.iter().find(|donor| of(donor) != Some(first.shared)) {
@@ -157,7 +158,7 @@ pub(super) fn share(
     }
     // The state that this newcomer has after the steps that it lacked, if it is that of the members.
     let mut caught = None;
-    let mut replay = |store: &mut Store| {
+    let mut replay = |store: &mut ChunkStore| {
         let (Some(followed), Some(lacks)) = (&mut followed, &lacks) else { return Ok(Vec::new()) };
         for record in lacks {
             followed.replay(&store.take(&record.label).ok_or_else(|| wrong("lacks a record"))?)?;
@@ -173,31 +174,35 @@ pub(super) fn share(
         Ok(vec![whole()])
     };
     let then = lacks.is_some().then_some(&mut replay as _);
-    let gave = fetch(comm, Part { takers: &exchange.takers, wanted, shelf, store: &mut *store, then })?;
+    let gave = fetch(
+        comm,
+        FetchRole { takers: &exchange.takers, wanted, blobs, store: &mut *store, follow_up: then },
+    )?;
     if is_taker && caught.is_none() {
         state = first.shared.len;
     }
-    let shared = Shared { state: Bytes(state), donors: if is_taker { gave } else { donors.len() } };
+    let shared = TransferStats { state: Bytes(state), donors: if is_taker { gave } else { donors.len() } };
     if !is_taker {
         return Ok((shared, None));
     }
     if let Some(shared_state) = caught {
-        return Ok((shared, Some(Taken { shared: shared_state, own: None })));
+        return Ok((shared, Some(ReceivedState { shared: shared_state, own: None })));
     }
     let mut read = |label: &Label| {
         let bytes = store.take(label).ok_or_else(|| wrong("does not have the reported length"))?;
         Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("cannot be parsed"))
     };
-    let taken = Taken { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
+    let taken = ReceivedState { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
     Ok((shared, Some(taken)))
 }
 
 /// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if
 /// one is missing.
-fn records(told: &[Option<Has>], step: u64, until: u64) -> Option<Vec<Wanted>> {
+fn records(told: &[Option<StateLabels>], step: u64, until: u64) -> Option<Vec<Wanted>> {
     let record = |step: u64| {
-        let label =
-            |has: &Has| has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label);
+        let label = |has: &StateLabels| {
+            has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label)
+        };
         let offered =
             || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, label(has.as_ref()?)?)));
         let (_, first) = offered().next()?;
@@ -227,17 +232,17 @@ mod tests {
     #[test]
     fn those_that_are_furthest_give() {
         let at = |step, outer_step| Some(Progress { step, outer_step });
-        let exchange = Exchange::new(&[at(7, 0), None, at(8, 0), at(8, 0)], true).unwrap();
+        let exchange = StateTransfer::new(&[at(7, 0), None, at(8, 0), at(8, 0)], true).unwrap();
         assert_eq!(exchange.donors, [Rank(2), Rank(3)]);
         assert_eq!(exchange.takers, [Rank(0), Rank(1)]);
         assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 8));
-        assert_eq!(Exchange::new(&[None, None], true), None);
+        assert_eq!(StateTransfer::new(&[None, None], true), None);
     }
 
     #[test]
     fn with_local_steps_those_give_that_have_the_last_average() {
         let at = |step, outer_step| Some(Progress { step, outer_step });
-        let exchange = Exchange::new(&[at(2, 0), at(2, 1), at(4, 1), None, at(4, 1)], false).unwrap();
+        let exchange = StateTransfer::new(&[at(2, 0), at(2, 1), at(4, 1), None, at(4, 1)], false).unwrap();
         assert_eq!(exchange.donors, [Rank(1), Rank(2), Rank(4)]);
         assert_eq!(exchange.takers, [Rank(0), Rank(3)]);
         assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 4));

@@ -1,4 +1,4 @@
-//! Local steps of a replica, and its meetings with the others, at which they average parameters or changes.
+//! Local steps of a replica, and its synchronisations with the others, at which they average parameters or changes.
 
 use farflung_optim::OptimError;
 use farflung_optim::sync::StepEnd;
@@ -15,13 +15,13 @@ impl Trainer {
     /// replicas if that is due after this step.
     pub(super) fn local_step(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
         let begun = self.executor.comm.now();
-        let done = self.meet_where_due(loss, stop);
+        let done = self.synchronise_where_due(loss, stop);
         let Executor { comm, spent, .. } = &mut self.executor;
         add_since(begun, comm, &mut spent.communicate);
         done
     }
 
-    fn meet_where_due(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
+    fn synchronise_where_due(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
         self.window.push(loss);
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
@@ -34,18 +34,18 @@ impl Trainer {
         // A single replica without a method of synchronisation is synchronised after each step.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if due || alone {
-            return self.meet_now(stop);
+            return self.synchronise_now(stop);
         }
-        self.depart(after, stop)?;
+        self.start_exchanges(after, stop)?;
         let (stop, change, losses, drift, skipped) = (false, false, Vec::new(), None, 0);
         Ok(StepDone { step, loss, losses, synced: Synced::No, stop, change, drift, skipped })
     }
 
     /// Averages over all replicas after the step that was done. If this fails, the next call of
     /// [`Trainer::step`] repeats only the average: local steps are not repeated.
-    pub(super) fn meet_now(&mut self, stop: bool) -> Result<StepDone> {
+    pub(super) fn synchronise_now(&mut self, stop: bool) -> Result<StepDone> {
         let window = self.window.clone();
-        let met = self.meet_after_step(stop);
+        let met = self.synchronise_after_step(stop);
         self.unmet = met.is_err();
         if self.unmet {
             self.window = window;
@@ -53,18 +53,18 @@ impl Trainer {
         met
     }
 
-    fn meet_after_step(&mut self, stop: bool) -> Result<StepDone> {
+    fn synchronise_after_step(&mut self, stop: bool) -> Result<StepDone> {
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
         // A vote that was started together with an exchange is completed together with it.
         let voting = self.voting.take();
         let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
-        let mut vote = self.meet(after, || voting.wait())?;
-        while self.take_up()? {
-            self.meet(after, || Ok(()))?;
+        let mut vote = self.synchronise(after, || voting.wait())?;
+        while self.commit_exchanged()? {
+            self.synchronise(after, || Ok(()))?;
         }
         self.tell_speeds(&vote.speeds);
-        self.depart(after, stop)?;
+        self.start_exchanges(after, stop)?;
         if last {
             vote.losses.extend(self.tell_losses()?);
         }
@@ -73,8 +73,8 @@ impl Trainer {
             loss: vote.losses.last().copied().unwrap_or(f64::NAN),
             losses: vote.losses,
             synced: Synced::Yes,
-            stop: vote.wish.stop,
-            change: vote.wish.change,
+            stop: vote.requests.stop,
+            change: vote.requests.change,
             drift: None,
             skipped: 0,
         })
@@ -90,7 +90,7 @@ impl Trainer {
 
     /// Averages over all replicas, then runs `beside`. If either fails, the average is rolled back and nothing
     /// has changed.
-    fn meet<T>(&mut self, after: StepEnd, beside: impl FnOnce() -> Result<T>) -> Result<T> {
+    fn synchronise<T>(&mut self, after: StepEnd, beside: impl FnOnce() -> Result<T>) -> Result<T> {
         let met = self.exchange(after).and_then(|()| beside());
         if met.is_err() {
             self.executor.parts.values_mut().for_each(Part::rollback);
@@ -100,11 +100,11 @@ impl Trainer {
 
     /// Commits the exchanged averages. Returns whether replicas meet once more after this step; the result is
     /// the same on all replicas.
-    fn take_up(&mut self) -> Result<bool> {
+    fn commit_exchanged(&mut self) -> Result<bool> {
         let mut goes_on = false;
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
-                sync.commit_gathered(&mut part.params, &mut part.chain)?;
+                sync.commit_accumulated(&mut part.params, &mut part.chain)?;
                 goes_on |= sync.needs_another_exchange();
             }
         }
@@ -113,7 +113,7 @@ impl Trainer {
 
     /// Starts exchanges whose results are applied in later steps, and with them the vote on the steps so far.
     /// Both have the time of the next steps to complete.
-    fn depart(&mut self, after: StepEnd, stop: bool) -> Result<()> {
+    fn start_exchanges(&mut self, after: StepEnd, stop: bool) -> Result<()> {
         let (weight, mut departs) = (self.weight_since(after), false);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {

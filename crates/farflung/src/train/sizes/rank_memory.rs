@@ -15,7 +15,7 @@ use farflung_parallel::Recompute;
 
 /// Memory that one rank needs: a rank of a pipeline, or a rank with the whole model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Position {
+pub(super) struct RankMemory {
     /// f32 values of its parameters, padding included.
     pub(super) parameters: u128,
     /// f32 values of older versions of its parameters and of the second gradient buffer that goes with them.
@@ -34,7 +34,7 @@ pub(super) struct Position {
     pub(super) gathers: bool,
 }
 
-impl Position {
+impl RankMemory {
     /// Scales the activations from `fewer` microbatches in flight to `more`.
     pub(super) fn scale(&mut self, more: u128, fewer: u128) {
         for sum in [&mut self.held, &mut self.logits, &mut self.away] {
@@ -65,7 +65,7 @@ fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128
 }
 
 /// Returns the memory that a rank with the whole model needs.
-pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
+pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> RankMemory {
     let each = PerToken::of(model);
     let layers = model.layers;
     let again = config.recompute.of(layers as u32) as usize;
@@ -82,13 +82,13 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
         }
         _ => again as u128 * each.hidden + here * each.block,
     };
-    Position {
+    RankMemory {
         parameters: parameters(model, layers, true, true),
         copies: 1,
         held: kept + each.while_back,
         logits: each.logits,
         away: away as u128 * each.block,
-        ..Position::default()
+        ..RankMemory::default()
     }
 }
 
@@ -97,7 +97,7 @@ pub(super) fn pipeline(
     config: &TrainConfig,
     model: &GptConfig,
     order: &ComputeOrder,
-) -> Result<Vec<Position>> {
+) -> Result<Vec<RankMemory>> {
     let placement = order.placement();
     let depth = placement.depth();
     let layers = cut(model.layers as u32, depth)?;
@@ -105,7 +105,7 @@ pub(super) fn pipeline(
     let position = |rank| {
         let of_part = |stage| placement.holders(placement.part(stage)).len() as u32;
         let copies = placement.homes_of(rank).map(of_part).max().unwrap_or(1);
-        let mut position = Position { copies, gathers: true, ..Position::default() };
+        let mut position = RankMemory { copies, gathers: true, ..RankMemory::default() };
         for stage in placement.homes_of(rank) {
             let part = placement.part(stage);
             let (first, last) = (placement.is_first(stage), placement.is_last(stage));
@@ -116,20 +116,20 @@ pub(super) fn pipeline(
             position.versions += size * u128::from(if versions > 1 { versions } else { 0 });
         }
         let list = &order.lists()[rank.index()];
-        held(config, model, order, list, &blocks, &mut position);
+        set_peak_activations(config, model, order, list, &blocks, &mut position);
         position
     };
     Ok((0..placement.ranks()).map(Rank).map(position).collect())
 }
 
 /// Sets the peak of activations of a rank by walking through its list of work.
-fn held(
+fn set_peak_activations(
     config: &TrainConfig,
     model: &GptConfig,
     order: &ComputeOrder,
     list: &[Op],
     blocks: &impl Fn(StageId) -> usize,
-    position: &mut Position,
+    position: &mut RankMemory,
 ) {
     let each = PerToken::of(model);
     let place = |action: &Action| (action.stage, action.microbatch, action.slice);

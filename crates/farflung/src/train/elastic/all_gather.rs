@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use crate::{Error, Result};
 
 /// Sends a value to all members, and returns the values of all, by rank.
-pub(super) fn tell_all<T: Serialize + DeserializeOwned>(all: &Communicator, mine: &T) -> Result<Vec<T>> {
+pub(super) fn all_gather<T: Serialize + DeserializeOwned>(all: &Communicator, mine: &T) -> Result<Vec<T>> {
     let bytes = postcard::to_stdvec(mine).expect("numbers and texts are plain data");
     let told = all.all_gather_bytes(bytes)?;
     told.iter().map(|bytes| postcard::from_bytes(bytes).map_err(|_| unreadable())).collect()

@@ -61,7 +61,7 @@ fn stage_time(chain: &RegionalChain, layers: &std::ops::Range<usize>, rank: Rank
 }
 
 /// Computes the plan and the time of a layout: divides microbatches by speed and uses closed forms.
-pub(super) fn priced(chain: &RegionalChain, sites: &Sites, layout: Layout) -> RegionalPlan {
+pub(super) fn with_time(chain: &RegionalChain, sites: &Sites, layout: Layout) -> RegionalPlan {
     let Layout { groups, direction, pipelines, stages } = layout;
     let crossings = hops(sites, &pipelines);
     // For each pipeline: time of one microbatch through all stages and hops, and time of each further one.
@@ -165,7 +165,7 @@ fn direct_alone(
     }
     let mut exchange = Exchange { ranks: n, slowest: Link::FREE, busiest: Nanos::ZERO };
     for (&a, &count) in &kinds {
-        let port = sites.port(a);
+        let port = sites.access_link(a);
         let sent = port.up.min(port.down).transfer(Bytes(shard.0.saturating_mul(n - 1)));
         exchange.busiest = exchange.busiest.max(sent);
         for &b in kinds.keys().filter(|b| **b != a || count > 1) {
