@@ -71,6 +71,13 @@ impl OuterOptimizer {
         &mut self.delta
     }
 
+    /// Returns the buffer of [`OuterOptimizer::delta`]. It keeps the average of the last step until the next
+    /// call of [`OuterOptimizer::delta`].
+    #[must_use]
+    pub const fn averaged(&self) -> &Tensor {
+        &self.delta
+    }
+
     /// Prepares a step with the averaged delta; changes nothing. See [`Chain::prepare`].
     pub fn prepare(&self) -> Result<Prepared, OptimError> {
         self.chain.prepare(&self.delta)

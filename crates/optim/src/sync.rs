@@ -126,6 +126,32 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
+    /// Returns what the last committed exchange averaged, by name: the same on all replicas. With these values
+    /// a replica that took no part in the exchange can repeat its commit; see [`Synchroniser::set_averaged`].
+    /// Valid until the next exchange begins. Empty if the method does not keep them.
+    fn averaged(&self) -> Vec<(String, &Tensor)> {
+        Vec::new()
+    }
+
+    /// Sets what other replicas have averaged, from their [`Synchroniser::averaged`], in place of an exchange.
+    /// [`Synchroniser::prepare`] and [`Synchroniser::commit_gathered`] then take the same step as on those
+    /// replicas, with the same bits on the same kind of device.
+    ///
+    /// Errors: [`OptimError::State`] if a buffer is missing or has another length.
+    fn set_averaged(
+        &mut self,
+        _chain: &Chain,
+        _get: &dyn Fn(&str) -> Option<Vec<f32>>,
+    ) -> Result<(), OptimError> {
+        Ok(())
+    }
+
+    /// Returns the numbers, in the order of [`Chain::states`], of the optimizer's states that were averaged
+    /// together with the parameters in the last committed exchange.
+    fn averaged_states(&self) -> &[usize] {
+        &[]
+    }
+
     /// Returns the other values that [`Synchroniser::exchange`] averaged, in the same order on all replicas.
     fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
         Vec::new()

@@ -20,6 +20,7 @@ mod idle;
 mod membership_service;
 mod kept;
 mod step_records;
+mod local_rounds;
 mod logging;
 mod measure;
 mod meet;

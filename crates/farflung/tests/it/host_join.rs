@@ -392,7 +392,7 @@ fn members_form_pipelines_that_survive_a_loss() {
     others.remove(2).send(Signal::KILL);
     let tells = |name: &str| {
         let events = fs::read_to_string(run.at(name).join("events.jsonl")).unwrap_or_default();
-        events.contains("\"members\":3,\"came\":[],\"went\":[")
+        events.contains("\"members\":3,\"joined\":[],\"left\":[")
     };
     wait_until_or(|| said_by(&host), || ["host", "a", "b"].iter().all(|name| tells(name)).then_some(()));
     goes_on(&host, 3);

@@ -15,12 +15,12 @@ use farflung::train::{Fault, FaultyValue, Job, RunObserver, run_workers};
 use farflung::{StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
-const MEMBERS: usize = 3;
-const NEW: PeerId = PeerId(MEMBERS as u32);
+pub(crate) const MEMBERS: usize = 3;
+pub(crate) const NEW: PeerId = PeerId(MEMBERS as u32);
 const STEPS: u64 = 14;
 /// Notes of the members.
 const BEGINS: &str = "of state while the others train on";
-const CAME: &str = "member 3 joined; ";
+pub(crate) const CAME: &str = "member 3 joined; ";
 
 /// Creates a job of three members with 1.4 MB of state each, on links of 10 Mbit/s. A step takes 6.1 s, and its
 /// record 0.75 s at half of a newcomer's rate.
@@ -45,13 +45,13 @@ fn ddp(codec: &str) -> TrainConfig {
 
 /// Notes of rank 0, each with the number of steps before it; and the times of the steps.
 #[derive(Debug, Default)]
-struct Noted {
-    notes: Vec<(usize, String)>,
-    times: Vec<f64>,
+pub(crate) struct Noted {
+    pub(crate) notes: Vec<(usize, String)>,
+    pub(crate) times: Vec<f64>,
 }
 
 impl Noted {
-    fn has(&self, text: &str) -> bool {
+    pub(crate) fn has(&self, text: &str) -> bool {
         self.notes.iter().any(|(_, note)| note.contains(text))
     }
 }
@@ -65,7 +65,7 @@ impl RunObserver for Noted {
     }
 }
 
-fn run(job: &Job, come: Nanos, faults: &Faults) -> (Vec<Ended>, Noted) {
+pub(crate) fn run(job: &Job, come: Nanos, faults: &Faults) -> (Vec<Ended>, Noted) {
     let mut told = Noted::default();
     let connections = connections(job, MEMBERS + 1, &[(NEW, come)], faults);
     let ended = run_workers(job, connections, &mut told);
@@ -73,7 +73,7 @@ fn run(job: &Job, come: Nanos, faults: &Faults) -> (Vec<Ended>, Noted) {
 }
 
 /// Returns the hash in all reports, which must be equal.
-fn hash(ended: &[Ended], count: usize, told: &Noted) -> String {
+pub(crate) fn hash(ended: &[Ended], count: usize, told: &Noted) -> String {
     let reports = ended.iter().filter_map(|ended| ended.as_ref().ok()?.as_ref());
     let hashes: Vec<String> = reports.map(|report| report.hash.clone()).collect();
     assert_eq!(hashes.len(), count, "{ended:?} {:?}", told.notes);
@@ -82,7 +82,7 @@ fn hash(ended: &[Ended], count: usize, told: &Noted) -> String {
 }
 
 /// Returns the steps after which a note with this text came.
-fn step_of(told: &Noted, text: &str) -> u64 {
+pub(crate) fn step_of(told: &Noted, text: &str) -> u64 {
     let note = told.notes.iter().find(|(_, note)| note.contains(text));
     note.ok_or_else(|| format!("{text} in {told:?}")).unwrap().0 as u64
 }
@@ -93,7 +93,7 @@ fn steps_of(told: &Noted) -> (u64, u64) {
 }
 
 /// Returns the time of the end of a step, in nanoseconds.
-fn end(told: &Noted, step: u64) -> u64 {
+pub(crate) fn end(told: &Noted, step: u64) -> u64 {
     (told.times[step as usize - 1] * 1e9) as u64
 }
 

@@ -5,6 +5,7 @@ use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
+use super::saved::optional;
 use super::{BufferSettings, Buffers, DiLoCo, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::StateKind;
@@ -62,6 +63,8 @@ pub struct DesLoc {
     means: Vec<Tensor>,
     /// Indices of the states whose means the next commit applies.
     due: Vec<usize>,
+    /// Indices of the states whose means the last commit applied.
+    applied: Vec<usize>,
 }
 
 impl MomentPeriods {
@@ -76,6 +79,11 @@ fn multiple(field: &'static str, value: u64, every: u64) -> Result<(), OptimErro
     let expected = "a multiple of the number of steps between averages of parameters";
     let refused = OptimError::Setting { transform: "sync", field, value: value as f64, expected };
     if value > 0 && value.is_multiple_of(every) { Ok(()) } else { Err(refused) }
+}
+
+/// Returns the name of the mean of an optimizer state.
+fn mean_of(state: usize) -> String {
+    format!("state{state}")
 }
 
 impl DesLoc {
@@ -95,7 +103,7 @@ impl DesLoc {
         };
         let plain = Average::new(settings.comm.clone(), settings.device, settings.layout, plain)?;
         let params = DiLoCo::new(SyncSettings { outer_lr: 1.0, outer_momentum: 0.0, ..settings })?;
-        Ok(Self { params, every, periods, plain, means: Vec::new(), due: Vec::new() })
+        Ok(Self { params, every, periods, plain, means: Vec::new(), due: Vec::new(), applied: Vec::new() })
     }
 
     /// Returns whether states of a kind are averaged after a step.
@@ -149,6 +157,30 @@ impl Synchroniser for DesLoc {
         let means = self.means.iter_mut().enumerate();
         means.filter(|(number, _)| self.due.contains(number)).map(|(_, mean)| mean).collect()
     }
+    fn averaged(&self) -> Vec<(String, &Tensor)> {
+        let means = self.applied.iter().map(|&number| (mean_of(number), &self.means[number]));
+        self.params.averaged().into_iter().chain(means).collect()
+    }
+    fn set_averaged(
+        &mut self,
+        chain: &Chain,
+        get: &dyn Fn(&str) -> Option<Vec<f32>>,
+    ) -> Result<(), OptimError> {
+        self.due.clear();
+        for (number, (_, state)) in chain.kinds().enumerate() {
+            if self.means.len() == number {
+                self.means.push(state.device().zeros(state.shape())?);
+            }
+            if let Some(values) = optional(get, &mean_of(number), state.shape().len())? {
+                self.means[number].write(&values)?;
+                self.due.push(number);
+            }
+        }
+        self.params.set_averaged(chain, get)
+    }
+    fn averaged_states(&self) -> &[usize] {
+        &self.applied
+    }
     fn prepare(&mut self) -> Result<(), OptimError> {
         for &state in &self.due {
             if !is_finite(self.means[state].view())? {
@@ -158,7 +190,7 @@ impl Synchroniser for DesLoc {
         self.params.prepare()
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
-        self.due.clear();
+        self.applied = std::mem::take(&mut self.due);
         self.params.commit(params)
     }
     fn commit_accumulated(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {

@@ -2,8 +2,12 @@
 
 use farflung_tensor::Tensor;
 
+use super::saved::required;
 use super::{BufferSettings, Buffers, OnMemberLoss, StepEnd, SyncMethod, SyncSettings, Synchroniser};
-use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
+use crate::{Average, Chain, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
+
+/// Name of the averaged change of the parameters.
+const DELTA: &str = "delta";
 
 /// Row of [`METHODS`](super::METHODS) for [`DiLoCo`].
 pub const DILOCO: SyncMethod = SyncMethod {
@@ -71,6 +75,14 @@ impl Synchroniser for DiLoCo {
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
         Some(self.outer.averaged_mut())
+    }
+    fn averaged(&self) -> Vec<(String, &Tensor)> {
+        vec![(DELTA.to_owned(), self.outer.averaged())]
+    }
+    fn set_averaged(&mut self, _: &Chain, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let delta = self.outer.averaged_mut();
+        let values = required(get, DELTA, delta.shape().len())?;
+        Ok(delta.write(&values)?)
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
         let prepared = self.outer.prepare()?;

@@ -11,7 +11,7 @@ use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::local::{Adam, Sgd, adam, sgd};
 use farflung_optim::sync::{
-    AsynchronousSettings, DES_LOC, MomentPeriods, StepEnd, SyncSettings, Synchroniser,
+    AsynchronousSettings, DES_LOC, DILOCO, MomentPeriods, StepEnd, SyncSettings, Synchroniser,
 };
 use farflung_optim::{AverageConfig, Chain, ChainBuilder, OptimError};
 use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor};
@@ -283,6 +283,52 @@ fn it_goes_on_from_any_meeting_with_the_same_bits() {
     let whole = on_ranks(|comm| trace(comm, None));
     for cut in (1..STEPS - 1).step_by(2) {
         assert!(on_ranks(|comm| trace(comm, Some(cut))) == whole, "cut after {cut}");
+    }
+}
+
+/// A replica alone that replays the synchronisations of three others has their parameters, and those states of
+/// the optimizer that they average.
+#[test]
+fn one_that_takes_no_part_replays_synchronisations_with_the_same_bits() {
+    let of = periods(2, 4, 8);
+    for method in [&DES_LOC, &DILOCO] {
+        let replayed = on_ranks(|comm| {
+            let build = |comm, params: &Tensor| (method.build)(settings(comm, of, params)).unwrap();
+            let mut replica = Replica::new(comm.clone(), of, adam_of());
+            replica.sync = build(comm, &replica.params);
+            let alone = Communicator::new(memory::cluster(1).remove(0));
+            let mut follower = Replica::new(alone.clone(), of, adam_of());
+            follower.sync = build(alone, &follower.params);
+            let mut moments = Vec::new();
+            for step in 0..STEPS {
+                if !replica.step(step) {
+                    continue;
+                }
+                let averaged = replica.sync.averaged();
+                moments.push(averaged.len() - 1);
+                let averaged: BTreeMap<String, Vec<f32>> =
+                    averaged.into_iter().map(|(name, x)| (name, x.to_vec().unwrap())).collect();
+                let cut = |name: &str| averaged.get(name).map(|values| values[1..].to_vec());
+                let refused = follower.sync.set_averaged(&follower.chain, &cut).unwrap_err();
+                assert!(matches!(refused, OptimError::State { .. }), "{refused}");
+                follower.sync.set_averaged(&follower.chain, &|name| averaged.get(name).cloned()).unwrap();
+                follower.sync.prepare().unwrap();
+                follower.sync.commit_accumulated(&mut follower.params, &mut follower.chain).unwrap();
+                assert_eq!(follower.values(), replica.values(), "{} after {step}", method.name);
+                let states = |replica: &Replica| -> Vec<Vec<f32>> {
+                    replica.chain.states().map(|(_, state)| state.to_vec().unwrap()).collect()
+                };
+                let (own, others) = (states(&follower), states(&replica));
+                assert_eq!(follower.sync.averaged_states(), replica.sync.averaged_states());
+                for &number in replica.sync.averaged_states() {
+                    assert_eq!(own[number], others[number], "state {number} after {step}");
+                }
+            }
+            moments
+        });
+        let expected = [0, 1, 0, 2].into_iter().cycle().take(15).chain([0]);
+        let expected: Vec<usize> = expected.map(|n| if method.name == "des-loc" { n } else { 0 }).collect();
+        assert_eq!(replayed[0], expected, "{}", method.name);
     }
 }
 

@@ -38,7 +38,8 @@ const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let moments = if options.quick { 6 } else { 60 };
-    followed(report, moments)?;
+    followed(report, moments, ("followed", 1))?;
+    followed(report, moments, ("followed diloco", 4))?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;
@@ -97,10 +98,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     homes(report)
 }
 
-/// A newcomer takes the state while the members train on, and replays the steps since.
-fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
+/// A newcomer takes the state while the members train on, and replays the steps since. With local steps,
+/// replicas meet after every `every` of them, and the newcomer replays these meetings.
+fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
         config.steps = 2 * STEPS;
+        if every > 1 {
+            config.sync = SyncKind::of(&DILOCO);
+            config.sync_every = every;
+        }
         // A step takes half a second, so that the links carry its record in the meantime.
         config.compute_rate = 1e6;
     })?;
@@ -111,6 +117,9 @@ fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
     let link = job.config.link;
     let transfer = |bytes: f64| bytes * 8.0 / link.bandwidth.0 as f64;
     let record = calm.parameters as f64 * 4.0;
+    let unit = if every > 1 { "round" } else { "step" };
+    let steps_of = |times: &[f64]| times.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<f64>>();
+    let calm_steps = steps_of(&calm_times);
     let (mut apart, mut waited, mut slowest, mut slowed) = (0_u32, 0_u32, 0.0_f64, 0.0_f64);
     for moment in 0..moments {
         let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
@@ -120,26 +129,36 @@ fn followed(report: &mut Report<'_>, moments: u32) -> Result<()> {
         let all: Vec<_> = ended.iter().filter_map(report_of).collect();
         let same = all.len() == MEMBERS + 1 && all.iter().all(|report| report.hash == all[0].hash);
         apart += u32::from(!same);
-        waited += u32::from(!notes.0.iter().any(|note| note.contains("of the last step")));
+        waited += u32::from(!notes.0.iter().any(|note| note.contains(&format!("of the last {unit}"))));
         let Some(first) = all.first() else { continue };
         slowest = slowest.max(longest_wait(first));
-        // The steps during which the newcomer fetches: up to the longest one, at whose begin it comes in.
+        // The steps during which the newcomer fetches: up to the one that it makes longest, at whose begin it
+        // comes in.
         let times = times(first);
-        let steps: Vec<f64> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        let came = (0..steps.len()).max_by(|&a, &b| steps[a].total_cmp(&steps[b])).unwrap_or(0);
+        let longer: Vec<f64> =
+            steps_of(&times).iter().zip(&calm_steps).map(|(step, calm)| step - calm).collect();
+        let came = (0..longer.len()).max_by(|&a, &b| longer[a].total_cmp(&longer[b])).unwrap_or(0);
         slowed = slowed.max(times[came] / calm_times[came] - 1.0);
     }
     let bound = usual + transfer(record) + MESSAGES * link.latency.as_secs_f64();
-    report.row("followed: newcomers", f64::from(moments), "1", Threshold::None)?;
-    report.row("followed: runs whose members differ", f64::from(apart), "1", Threshold::AtMost(0.0))?;
-    let metric = "followed: newcomers for which all waited for more than a step's record";
-    report.row(metric, f64::from(waited), "1", Threshold::AtMost(0.0))?;
-    report.row("followed: a step without newcomers", usual, "s", Threshold::None)?;
-    report.row("followed: the state on one link", transfer(3.0 * record), "s", Threshold::None)?;
-    report.row("followed: a step's record on one link", transfer(record), "s", Threshold::None)?;
-    report.row("followed: longest time between two steps", slowest, "s", Threshold::AtMost(bound))?;
-    let metric = "followed: members slower while the newcomer fetches";
-    report.row(metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
+    report.row(&format!("{name}: newcomers"), f64::from(moments), "1", Threshold::None)?;
+    report.row(
+        &format!("{name}: runs whose members differ"),
+        f64::from(apart),
+        "1",
+        Threshold::AtMost(0.0),
+    )?;
+    let metric = format!("{name}: newcomers for which all waited for more than a {unit}'s record");
+    report.row(&metric, f64::from(waited), "1", Threshold::AtMost(0.0))?;
+    let metric = if every > 1 { "longest step without newcomers" } else { "a step without newcomers" };
+    report.row(&format!("{name}: {metric}"), usual, "s", Threshold::None)?;
+    // With local steps: parameters, anchor, outer momentum and the optimizer's two moments.
+    let state = if every > 1 { 5.0 } else { 3.0 } * record;
+    report.row(&format!("{name}: the state on one link"), transfer(state), "s", Threshold::None)?;
+    report.row(&format!("{name}: a {unit}'s record on one link"), transfer(record), "s", Threshold::None)?;
+    report.row(&format!("{name}: longest time between two steps"), slowest, "s", Threshold::AtMost(bound))?;
+    let metric = format!("{name}: members slower while the newcomer fetches");
+    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
 }
 
 /// Uplinks of homes, in Mbit/s. All have ten times as much down.

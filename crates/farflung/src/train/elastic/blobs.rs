@@ -153,6 +153,13 @@ pub(super) struct Blob {
     hashes: Vec<Hash>,
 }
 
+impl Blob {
+    /// Returns its bytes.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 /// All blobs that a member offers.
 #[derive(Debug, Default)]
 pub(super) struct OfferedBlobs {
@@ -180,9 +187,9 @@ impl OfferedBlobs {
         self.blobs.insert(label.root, blob);
     }
 
-    /// Removes all blobs.
-    pub(super) fn clear(&mut self) {
-        self.blobs.clear();
+    /// Removes a blob.
+    pub(super) fn remove(&mut self, label: &Label) {
+        self.blobs.remove(&label.root);
     }
 
     fn get(&mut self, item: &BlobRequest) -> Option<Vec<u8>> {

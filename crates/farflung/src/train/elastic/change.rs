@@ -23,7 +23,6 @@ use super::repeats::Repeats;
 use super::state_transfer::{LocalState, TransferStats, transfer_state};
 use super::status_publisher::StatusPublisher;
 use super::step_log::StepLog;
-use super::step_records::StepRecords;
 use super::stoppable::stoppable;
 use super::team::Team;
 use super::view::{EnteringRank, form_view};
@@ -201,17 +200,15 @@ pub(in crate::train) struct Member<'a> {
 
 impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
-    pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
-        let wants = self.place.wants_change(self.logs())?;
+    pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {
+        let wants = self.place.wants_change(self.logs(trainer))? || self.wants_round(trainer);
         Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
     /// Returns whether this rank keeps a log of its steps.
-    fn logs(&self) -> Logs {
-        // On a virtual clock, a rank that is alone never waits, so it answers only between its steps.
-        let is_alone = self.place.view().is_none_or(|view| view.members.len() == 1);
+    fn logs(&self, trainer: &Trainer) -> Logs {
         match self.log.is_kept() {
-            _ if self.simulated && is_alone => Logs::Never,
+            _ if !trainer.keeps_averages() => Logs::Never,
             true => Logs::Yes,
             false => Logs::No,
         }
@@ -228,7 +225,7 @@ impl Member<'_> {
     pub(super) fn agree(&mut self, trainer: &Trainer, leaves: bool) -> Result<Agreement> {
         let working = self.working();
         let silent = self.idle.check(self.place, self.team.as_ref()).to_vec();
-        let own = (trainer.steps_done(), trainer.state_bytes(), self.logs());
+        let own = (trainer.steps_done(), trainer.state_bytes(), self.logs(trainer));
         self.place.agree((trainer.comm(), &working), (leaves, &silent), own)
     }
 
@@ -381,7 +378,7 @@ impl Member<'_> {
         let comm = links::view_communicator(&stood.job, comm, self.simulated)?;
         // `transfer_state` runs before `carry_over`: the trainer's steps so far belong to the old plan.
         self.log.check(&mut self.place.offered_blobs(), trainer);
-        let lent = StepRecords::new(self.log.records(), &self.place.offered_blobs());
+        let lent = self.log.lend(&self.place.offered_blobs(), trainer);
         let holds = LocalState::Member(trainer, lent);
         let done = transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);
         let done = done.and_then(|(shared, taken)| {
@@ -414,11 +411,9 @@ impl Member<'_> {
         self.place.wait_to_begin();
         let slot = self.place.transport().me().0;
         let speed = measured(job, (alone, slot), self.threads, self.simulated);
-        // With local steps the optimizers differ, so their state cannot be replayed.
         let (threads, simulated) = (self.threads, self.simulated);
-        let follows = job.averages_each_step() && !job.barrier;
         let mut follower =
-            follows.then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
+            (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
         let followed = follower.and_then(Follower::into_followed);
         self.first_place(job, view, speed, followed)

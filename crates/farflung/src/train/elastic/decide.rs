@@ -245,6 +245,7 @@ impl Place {
         (step, state, logs): (u64, StateBytes, Logs),
     ) -> Result<Agreement> {
         self.renew();
+        self.poll_services();
         let caller = |&(ref peer, is_ready): &(Newcomer, bool)| {
             let Newcomer { peer, id } = peer;
             KnownNewcomer { slot: peer.0, id: id.0, is_ready }

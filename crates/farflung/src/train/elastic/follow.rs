@@ -1,5 +1,7 @@
 //! A newcomer that takes the run's state while the members train on: what it fetches next, and the replay of
-//! the steps since. It has no clock and no network of its own (`waiting.rs` has).
+//! the steps since. With local steps, it takes the state after a synchronisation while the members take their
+//! local steps, replays the synchronisations since, and fetches the first member's optimizer. It has no clock
+//! and no network of its own (`waiting.rs` has).
 
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::Communicator;
@@ -29,6 +31,8 @@ pub(super) struct Followed {
     trainer: Trainer,
     /// Counters after the last step, as the members have them.
     counters: Snapshot,
+    /// With local steps: number of synchronisations replayed since the optimizer was taken; `None` without it.
+    optimizer: Option<u32>,
 }
 
 impl std::fmt::Debug for Followed {
@@ -50,7 +54,37 @@ impl Followed {
         let record = Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"))?;
         self.trainer.replay(&record)?;
         self.counters = record.without_values();
+        self.optimizer = self.optimizer.map(|since| since.saturating_add(1));
         Ok(())
+    }
+
+    /// Takes the optimizer that the first member has after the same synchronisation.
+    ///
+    /// Errors: [`Error::Message`] for bytes that are not that optimizer.
+    fn take_optimizer(&mut self, bytes: &[u8]) -> Result<()> {
+        let problem = "does not read as one";
+        let wrong = || Error::Message { message: "the optimizer of another member".to_owned(), problem };
+        self.trainer.take_optimizer(&Snapshot::from_bytes(bytes).ok_or_else(wrong)?)?;
+        self.optimizer = Some(0);
+        Ok(())
+    }
+
+    /// Returns the optimizer's state, without counters.
+    ///
+    /// Errors: those of the device.
+    pub(super) fn optimizer(&self) -> Result<Snapshot> {
+        self.trainer.optimizer()
+    }
+
+    /// Returns the optimizer that is to be fetched, if a member offers it and this newcomer lacks it.
+    fn lacks_optimizer(&self, offers: &Offers) -> Option<Offered<Offer>> {
+        if self.optimizer == Some(0) { None } else { offers.optimizer(self.step()) }
+    }
+
+    /// Returns whether the optimizer is that which a newcomer has after the next synchronisation. If no member
+    /// offers a newer one, the members have not begun the next round.
+    fn has_optimizer(&self, each_step: bool, offers: &Offers) -> bool {
+        each_step || self.optimizer.is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
     }
 
     /// Returns the state as a member would send it.
@@ -84,7 +118,7 @@ impl Replayer<'_> {
         let comm = links::view_communicator(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
         let mut trainer = Trainer::new(&job, comm, self.threads)?;
         trainer.take_snapshot(snapshot, None)?;
-        Ok(Followed { trainer, counters: snapshot.without_values() })
+        Ok(Followed { trainer, counters: snapshot.without_values(), optimizer: None })
     }
 }
 
@@ -97,6 +131,8 @@ enum Phase {
     Fetches(Offer),
     /// Replays steps: those that are being fetched.
     Replays(Vec<Logged>),
+    /// Fetches the first member's optimizer.
+    FetchesOptimizer(Offer),
     /// Takes the state while all wait.
     Gave(FollowProgress),
 }
@@ -111,6 +147,10 @@ pub(super) struct Follower<'a> {
     tries: u32,
     /// Number of steps that were to be replayed last, and how often it has grown since.
     lap: (u64, u32),
+    /// Number of times that a round ended before the optimizer was received.
+    late: u32,
+    /// Number of members that offered the copy of the state when it was last requested.
+    holders: usize,
 }
 
 /// A blob to be fetched, and the members that have it.
@@ -120,7 +160,16 @@ impl<'a> Follower<'a> {
     /// Creates a newcomer that follows; `alone` is where it replays steps.
     pub(super) fn new(alone: Replayer<'a>) -> Self {
         let (phase, store) = (Phase::Asks(None), ChunkStore::default());
-        Self { replayer: alone, phase, store, followed: None, tries: 0, lap: (u64::MAX, 0) }
+        Self {
+            replayer: alone,
+            phase,
+            store,
+            followed: None,
+            tries: 0,
+            lap: (u64::MAX, 0),
+            late: 0,
+            holders: 0,
+        }
     }
 
     /// Returns the state that it has, once it is a member.
@@ -132,13 +181,15 @@ impl<'a> Follower<'a> {
     pub(super) fn says(&self, offers: &Offers, left: u64) -> FollowProgress {
         match (&self.phase, &self.followed) {
             (Phase::Asks(_), _) | (Phase::Replays(_), None) => FollowProgress::Asks,
-            (Phase::Fetches(Offer { step, label }), _) => {
+            (Phase::Fetches(Offer { step, label }) | Phase::FetchesOptimizer(Offer { step, label }), _) => {
                 FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
             (Phase::Replays(lap), Some(followed)) => {
                 let (step, newest) = (followed.step(), offers.newest().unwrap_or(0));
                 // One step is always under way while the newest one is being fetched.
-                if lap.len() <= 1 && newest <= step + 1 {
+                let is_near =
+                    lap.len() <= 1 && offers.after(step).last().is_none_or(|last| last.what.after == step);
+                if is_near && followed.has_optimizer(self.replayer.job.averages_each_step(), offers) {
                     FollowProgress::Stands { step }
                 } else {
                     FollowProgress::Replays { step, newest }
@@ -166,25 +217,44 @@ impl<'a> Follower<'a> {
                     return Vec::new();
                 }
                 self.phase = Phase::Fetches(best.what);
+                self.holders = best.holders.len();
                 vec![Offered { what: best.what.label, holders: best.holders }]
             }
             Phase::Fetches(offer) => {
-                let offer = *offer;
-                let Some(best) = offers.best().filter(|best| best.what == offer) else {
+                let (what, holders) = (offer.label, offers.holders(*offer));
+                if holders.is_empty() {
                     self.lost();
                     return Vec::new();
-                };
-                vec![Offered { what: offer.label, holders: best.holders }]
+                }
+                self.holders = holders.len();
+                vec![Offered { what, holders }]
             }
             Phase::Replays(lap) => {
-                let Some(step) = self.followed.as_ref().map(Followed::step) else { return Vec::new() };
+                let Some(followed) = &self.followed else { return Vec::new() };
+                let step = followed.step();
                 let records = offers.after(step);
                 *lap = records.iter().map(|record| record.what).collect();
                 let count = lap.len() as u64;
-                if count == 0 && offers.newest().is_some_and(|newest| newest > step + 1) {
+                if count == 0 && offers.newest().is_some_and(|newest| newest > step) {
                     // The record of the next step is not offered any more.
                     self.lost();
                     return Vec::new();
+                }
+                let lacks =
+                    followed.lacks_optimizer(offers).filter(|_| !self.replayer.job.averages_each_step());
+                if let Some(optimizer) = lacks.filter(|_| count == 0) {
+                    let holder = optimizer.holders.first().and_then(|id| ready.rate(id)).unwrap_or(0);
+                    let growth =
+                        offers.growth().map(|growth| Growth { bytes: optimizer.what.label.len, ..growth });
+                    if self.late > MAX_LAPS || growth.is_some_and(|growth| !keeps_up(growth, holder)) {
+                        tracing::info!(
+                            "the first member's link does not carry its optimizer in the time of a round"
+                        );
+                        self.phase = Phase::Gave(FollowProgress::TooSlow);
+                        return Vec::new();
+                    }
+                    self.phase = Phase::FetchesOptimizer(optimizer.what);
+                    return vec![Offered { what: optimizer.what.label, holders: optimizer.holders }];
                 }
                 if count > 0 {
                     let grown = if count > 1 && count >= self.lap.0 { self.lap.1 + 1 } else { 0 };
@@ -196,7 +266,30 @@ impl<'a> Follower<'a> {
                 }
                 records.into_iter().map(|r| Offered { what: r.what.label, holders: r.holders }).collect()
             }
+            Phase::FetchesOptimizer(offer) => {
+                let offer = *offer;
+                let Some(now) = offers.optimizer(offer.step).filter(|now| now.what == offer) else {
+                    self.phase = Phase::Replays(Vec::new());
+                    return Vec::new();
+                };
+                if self.is_outdated(offers) {
+                    self.late += 1;
+                    self.phase = Phase::Replays(Vec::new());
+                    return Vec::new();
+                }
+                vec![Offered { what: offer.label, holders: now.holders }]
+            }
             Phase::Gave(_) => Vec::new(),
+        }
+    }
+
+    /// Returns whether what to fetch has changed since [`Follower::next`]: the members have begun another
+    /// round, or more of them offer the copy. With local steps they offer it at different times.
+    pub(super) fn is_outdated(&self, offers: &Offers) -> bool {
+        match self.phase {
+            Phase::FetchesOptimizer(offer) => !offers.after(offer.step).is_empty(),
+            Phase::Fetches(offer) => offers.holders(offer).len() > self.holders,
+            _ => false,
         }
     }
 
@@ -223,6 +316,13 @@ impl<'a> Follower<'a> {
                     followed.replay(&bytes)?;
                 }
             }
+            Phase::FetchesOptimizer(offer) => {
+                let bytes = self.store.take(&offer.label);
+                self.phase = Phase::Replays(Vec::new());
+                if let Some((followed, bytes)) = self.followed.as_mut().zip(bytes) {
+                    followed.take_optimizer(&bytes)?;
+                }
+            }
             Phase::Asks(_) | Phase::Gave(_) => {}
         }
         Ok(())
@@ -230,6 +330,12 @@ impl<'a> Follower<'a> {
 
     /// Notes that what it was fetching is not offered any more. It asks for another copy, a few times.
     pub(super) fn lost(&mut self) {
+        if let Phase::FetchesOptimizer(_) = self.phase {
+            // A member will offer its optimizer after the next round.
+            self.late += 1;
+            self.phase = Phase::Replays(Vec::new());
+            return;
+        }
         self.tries += 1;
         self.lap = (u64::MAX, 0);
         self.followed = None;

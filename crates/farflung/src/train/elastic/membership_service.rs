@@ -40,6 +40,8 @@ enum MembershipMessage {
     Offers(Offer, Growth),
     /// From a member to a newcomer: its newest records of steps.
     Logged(Vec<Logged>),
+    /// From a member to a newcomer, with local steps: its optimizer after the last synchronisation.
+    Optimizer(Offer),
 }
 
 /// Outcome of a decision about members.
@@ -181,6 +183,11 @@ impl MembershipService {
         encode(&MembershipMessage::Logged(records.to_vec()))
     }
 
+    /// Encodes the offer of a member's optimizer, for a newcomer.
+    pub(super) fn offering_optimizer(offer: Offer) -> Vec<u8> {
+        encode(&MembershipMessage::Optimizer(offer))
+    }
+
     /// Returns what members offer to this newcomer.
     pub(super) const fn offers(&self) -> &Offers {
         &self.offers
@@ -310,6 +317,10 @@ impl MembershipService {
             }
             MembershipMessage::Logged(records) => {
                 self.offers.log(sender, &records);
+                (None, false)
+            }
+            MembershipMessage::Optimizer(offer) => {
+                self.offers.offer_optimizer(sender, offer);
                 (None, false)
             }
             MembershipMessage::Agreed { epoch, events } => {

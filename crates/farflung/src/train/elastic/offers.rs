@@ -1,5 +1,6 @@
 //! What members offer to a newcomer while they train: a copy of the state after a certain step, and records
-//! from which the steps since can be replayed. Pure data, without clock or network.
+//! from which the steps since can be replayed. With local steps, a record is that of a round, and the first
+//! member also offers its optimizer. Pure data, without clock or network.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,10 +24,12 @@ pub(super) struct Offer {
     pub(super) label: Label,
 }
 
-/// The record of a step that a member offers.
+/// The record of a step, or of a round of local steps, that a member offers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) struct Logged {
-    /// Number of the step.
+    /// Number of steps done before it.
+    pub(super) after: u64,
+    /// Number of steps done after it.
     pub(super) step: u64,
     /// Name and length of the record.
     pub(super) label: Label,
@@ -37,7 +40,7 @@ pub(super) struct Logged {
 pub(super) struct Growth {
     /// Bytes of a record.
     pub(super) bytes: u64,
-    /// Time of a step; `None` before it was measured.
+    /// Time of a step or round; `None` before it was measured.
     pub(super) every: Option<Nanos>,
 }
 
@@ -53,7 +56,10 @@ pub(super) struct Offered<T> {
 pub(super) struct Offers {
     copies: BTreeMap<MemberId, Offer>,
     growth: Option<Growth>,
-    records: BTreeMap<MemberId, BTreeMap<u64, Label>>,
+    /// Records by the number of steps done before them.
+    records: BTreeMap<MemberId, BTreeMap<u64, Logged>>,
+    /// Optimizers of members.
+    optimizers: BTreeMap<MemberId, Offer>,
 }
 
 impl Offers {
@@ -66,16 +72,22 @@ impl Offers {
     /// Notes a member's records.
     pub(super) fn log(&mut self, from: MemberId, logged: &[Logged]) {
         let records = self.records.entry(from).or_default();
-        records.extend(logged.iter().map(|logged| (logged.step, logged.label)));
+        records.extend(logged.iter().map(|logged| (logged.after, *logged)));
         while records.len() > REMEMBERED {
             records.pop_first();
         }
+    }
+
+    /// Notes a member's optimizer.
+    pub(super) fn offer_optimizer(&mut self, from: MemberId, offer: Offer) {
+        self.optimizers.insert(from, offer);
     }
 
     /// Forgets the offers of members that are not connected any more.
     pub(super) fn keep(&mut self, connected: &[MemberId]) {
         self.copies.retain(|id, _| connected.contains(id));
         self.records.retain(|id, _| connected.contains(id));
+        self.optimizers.retain(|id, _| connected.contains(id));
     }
 
     /// Forgets all copies of the state.
@@ -98,26 +110,39 @@ impl Offers {
         best.map(|(what, holders)| Offered { what, holders })
     }
 
-    /// Returns the records of the steps that follow `step` without a gap. Of differing records of a step, the
-    /// one that most members offer.
-    pub(super) fn after(&self, step: u64) -> Vec<Offered<Logged>> {
-        (step + 1..).map_while(|step| self.record(step)).collect()
+    /// Returns the members that offer this copy of the state.
+    pub(super) fn holders(&self, offer: Offer) -> BTreeSet<MemberId> {
+        self.copies.iter().filter(|(_, copy)| **copy == offer).map(|(&id, _)| id).collect()
     }
 
-    fn record(&self, step: u64) -> Option<Offered<Logged>> {
-        let mut holders: BTreeMap<Label, BTreeSet<MemberId>> = BTreeMap::new();
+    /// Returns the records that follow `step` without a gap. Of differing records of a step, the one that most
+    /// members offer.
+    pub(super) fn after(&self, step: u64) -> Vec<Offered<Logged>> {
+        let first = self.record_after(step);
+        std::iter::successors(first, |record| self.record_after(record.what.step)).collect()
+    }
+
+    fn record_after(&self, step: u64) -> Option<Offered<Logged>> {
+        let mut holders: BTreeMap<Logged, BTreeSet<MemberId>> = BTreeMap::new();
         for (&id, records) in &self.records {
-            if let Some(&label) = records.get(&step) {
-                holders.entry(label).or_default().insert(id);
+            if let Some(&logged) = records.get(&step).filter(|logged| logged.step > step) {
+                holders.entry(logged).or_default().insert(id);
             }
         }
-        let (label, holders) = holders.into_iter().max_by_key(|(_, holders)| holders.len())?;
-        Some(Offered { what: Logged { step, label }, holders })
+        let (what, holders) = holders.into_iter().max_by_key(|(_, holders)| holders.len())?;
+        Some(Offered { what, holders })
     }
 
     /// Returns the newest step with a record.
     pub(super) fn newest(&self) -> Option<u64> {
-        self.records.values().filter_map(|records| records.last_key_value()).map(|(&step, _)| step).max()
+        let newest = |records: &BTreeMap<u64, Logged>| Some(records.last_key_value()?.1.step);
+        self.records.values().filter_map(newest).max()
+    }
+
+    /// Returns the optimizer that members have after `step` steps; of several, that of the first member by id.
+    pub(super) fn optimizer(&self, step: u64) -> Option<Offered<Offer>> {
+        let (&id, &what) = self.optimizers.iter().find(|(_, offer)| offer.step == step)?;
+        Some(Offered { what, holders: [id].into() })
     }
 }
 
@@ -143,6 +168,9 @@ mod tests {
         // After the loss of one of them, the newest one of equally many is taken.
         offers.keep(&[MemberId::number(1), MemberId::number(2)]);
         assert_eq!(offers.best().unwrap().what.step, 5);
+        // The other one can still be fetched from the member that has it.
+        let holders = |step, root| offers.holders(Offer { step, label: label(root) });
+        assert_eq!((holders(4, 1), holders(4, 2)), ([MemberId::number(1)].into(), [].into()));
         offers.forget_copies();
         assert_eq!(offers.best(), None);
     }
@@ -150,7 +178,7 @@ mod tests {
     #[test]
     fn records_follow_without_a_gap() {
         let mut offers = Offers::default();
-        let logged = |step, root| Logged { step, label: label(root) };
+        let logged = |step, root| Logged { after: step - 1, step, label: label(root) };
         offers.log(MemberId::number(0), &[logged(5, 5), logged(6, 6), logged(8, 8)]);
         offers.log(MemberId::number(1), &[logged(6, 6), logged(7, 9)]);
         offers.log(MemberId::number(2), &[logged(7, 7)]);
@@ -168,10 +196,29 @@ mod tests {
     }
 
     #[test]
+    fn rounds_follow_each_other_by_the_steps_between_them() {
+        let mut offers = Offers::default();
+        let logged = |after, step| Logged { after, step, label: label(step as u8) };
+        offers.log(MemberId::number(0), &[logged(4, 8), logged(8, 12), logged(16, 20)]);
+        // A record that leads nowhere is not followed.
+        offers.log(MemberId::number(1), &[logged(12, 12)]);
+        let after = |step| offers.after(step).iter().map(|record| record.what.step).collect::<Vec<_>>();
+        assert_eq!((after(4), after(5), after(16)), (vec![8, 12], vec![], vec![20]));
+        assert_eq!(offers.newest(), Some(20));
+        offers.offer_optimizer(MemberId::number(2), Offer { step: 8, label: label(1) });
+        offers.offer_optimizer(MemberId::number(2), Offer { step: 12, label: label(2) });
+        assert_eq!(offers.optimizer(8), None);
+        let found = offers.optimizer(12).unwrap();
+        assert_eq!((found.what.label, found.holders), (label(2), [MemberId::number(2)].into()));
+        offers.keep(&[MemberId::number(0)]);
+        assert_eq!(offers.optimizer(12), None);
+    }
+
+    #[test]
     fn a_member_makes_no_one_remember_without_limit() {
         let mut offers = Offers::default();
         for step in 0..2 * REMEMBERED as u64 {
-            offers.log(MemberId::number(0), &[Logged { step, label: label(1) }]);
+            offers.log(MemberId::number(0), &[Logged { after: step, step: step + 1, label: label(1) }]);
         }
         assert_eq!(offers.records[&MemberId::number(0)].len(), REMEMBERED);
     }

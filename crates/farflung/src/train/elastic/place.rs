@@ -34,7 +34,7 @@ pub(super) enum Logs {
     Yes,
     /// It keeps none now.
     No,
-    /// It cannot send anything while it trains.
+    /// It cannot keep one, because of its method of synchronisation.
     Never,
 }
 
@@ -179,10 +179,7 @@ impl Place {
     /// two steps.
     pub(super) fn wants_change(&mut self, logs: Logs) -> Result<bool> {
         self.renew();
-        // A rank that is alone never waits for messages, so its services must be polled here.
-        if let Some(Control { comm, serving, .. }) = &mut self.control {
-            comm.first(&mut [serving], WaitMode::Now);
-        }
+        self.poll_services();
         let now = self.transport.now();
         let due = self.membership().wake().is_some_and(|at| at <= now);
         if due {
@@ -190,6 +187,14 @@ impl Place {
         }
         let calls = self.callers(logs).iter().any(|(_, is_ready)| *is_ready || logs == Logs::No);
         Ok(now >= self.pause && (calls || !self.lost_members().is_empty()))
+    }
+
+    /// Lets the services answer all that has arrived. A rank that is alone never waits for messages, so they
+    /// must be polled between steps. On a virtual clock they answer each message at its own time.
+    pub(super) fn poll_services(&mut self) {
+        if let Some(Control { comm, serving, .. }) = &mut self.control {
+            comm.first(&mut [serving], WaitMode::Now);
+        }
     }
 
     /// Returns the newcomers that have announced themselves and were heard within `within`.
@@ -205,12 +210,17 @@ impl Place {
     /// keep a log, newcomers that ask also count as ready.
     pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
         let never = logs == Logs::Never;
-        let announced = self.announced(if never { Nanos::MAX } else { FRESH }).into_iter();
+        let announced = self.announced(FRESH).into_iter();
         let calls = |(peer, follows): (Newcomer, FollowProgress)| {
             (follows.is_ready() || follows == FollowProgress::Asks)
                 .then_some((peer, follows.is_ready() || never))
         };
         announced.filter_map(calls).collect()
+    }
+
+    /// Returns whether any newcomer has announced itself that is not gone.
+    pub(super) fn has_newcomers(&self) -> bool {
+        !self.announced(GONE).is_empty()
     }
 
     /// Returns the newcomers that need a log of this member's steps.

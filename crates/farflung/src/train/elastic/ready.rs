@@ -124,8 +124,28 @@ pub(in crate::train) struct Cost {
     pub(in crate::train) predicted: Option<Nanos>,
     /// Whether the values are upper bounds, because the newcomer's part of the model is decided later.
     pub(in crate::train) at_most: bool,
-    /// Number of steps that the newcomer still has to replay, if it has the state after an earlier step.
-    pub(in crate::train) replays: Option<u64>,
+    /// What the newcomer still has to replay, if it has the state after an earlier step.
+    pub(in crate::train) replays: Option<Replays>,
+}
+
+/// Number of steps or rounds that a newcomer still has to replay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::train) enum Replays {
+    /// Steps, if replicas agree at each step.
+    Steps(u64),
+    /// Rounds of local steps.
+    Rounds(u64),
+}
+
+impl fmt::Display for Replays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Steps(1) => write!(f, "the last step"),
+            Self::Steps(n) => write!(f, "the last {n} steps"),
+            Self::Rounds(1) => write!(f, "the last round"),
+            Self::Rounds(n) => write!(f, "the last {n} rounds"),
+        }
+    }
 }
 
 impl Cost {
@@ -141,10 +161,12 @@ impl Cost {
         let own = sizes().map(|sizes| sizes.own).max().unwrap_or(0);
         if let FollowProgress::Stands { step: at } = ready.follows {
             let record = sizes().map(|sizes| sizes.record).max().unwrap_or(0);
-            let behind = step.saturating_sub(at);
-            // If the steps are more than the state, it takes the state.
+            let every = sizes().map(|sizes| sizes.every).max().unwrap_or(1).max(1);
+            let behind = step.saturating_sub(at).div_ceil(every);
+            let replays = if every == 1 { Replays::Steps(behind) } else { Replays::Rounds(behind) };
+            // If the records are more than the state, it takes the state.
             let (records, whole) = (record.saturating_mul(behind), shared + own);
-            let (state, replays) = if records < whole { (records, Some(behind)) } else { (whole, None) };
+            let (state, replays) = if records < whole { (records, Some(replays)) } else { (whole, None) };
             let predicted = rates.map(|rates| seconds(state, rates.iter().sum::<u64>().max(1)));
             let predicted = predicted.map(Nanos::from_secs_f64);
             return Self { state, predicted, at_most: false, replays };
@@ -176,9 +198,8 @@ impl fmt::Display for Cost {
         let about = if self.at_most { "at most" } else { "about" };
         match self.replays {
             None => write!(f, "{} of state", Bytes(self.state))?,
-            Some(0) => return write!(f, "no state any more"),
-            Some(1) => write!(f, "{} of the last step", Bytes(self.state))?,
-            Some(n) => write!(f, "{} of the last {n} steps", Bytes(self.state))?,
+            Some(Replays::Steps(0) | Replays::Rounds(0)) => return write!(f, "no state any more"),
+            Some(replays) => write!(f, "{} of {replays}", Bytes(self.state))?,
         }
         match self.predicted {
             Some(time) => write!(f, ", {about} {time} during which all members wait"),
@@ -249,7 +270,7 @@ mod tests {
 
     fn told(shared: u64, own: u64, is_part: bool) -> Vec<(MemberId, StateBytes)> {
         (0..3)
-            .map(|n| (MemberId::number(n), StateBytes { shared, own, is_part, record: shared / 3 }))
+            .map(|n| (MemberId::number(n), StateBytes { shared, own, is_part, record: shared / 3, every: 1 }))
             .collect()
     }
 
@@ -301,5 +322,13 @@ mod tests {
         assert_eq!(cost(7).to_string(), "40 MB of the last 2 steps, about 2s during which all members wait");
         assert_eq!(cost(9).to_string(), "no state any more");
         assert_eq!(cost(6).to_string(), "60 MB of state, about 3s during which all members wait");
+        // With local steps, the records are those of rounds.
+        let mut rounds = told(60_000_000, 40_000_000, false);
+        for (_, sizes) in &mut rounds {
+            sizes.every = 4;
+        }
+        ready.follows = FollowProgress::Stands { step: 8 };
+        let cost = Cost::new(&ready, &rounds, 16);
+        assert_eq!(cost.to_string(), "40 MB of the last 2 rounds, about 2s during which all members wait");
     }
 }

@@ -191,7 +191,10 @@ fn train(
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         let leaves = leaving(&steps.job, trainer);
         member.look_at_log(trainer);
-        trainer.ask_for_change(member.wants_change()? || leaves.is_some());
+        trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
+        if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
+            announce_log(trainer, steps, events, newcomer);
+        }
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
         member.log_step(trainer, &steps.job)?;
         let next = match done {
@@ -293,8 +296,9 @@ fn change(
 fn announce_log(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, newcomer: PeerId) {
     let sizes = trainer.state_bytes();
     let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
+    let unit = if sizes.every > 1 { "round" } else { "step" };
     let text = format!(
-        "member {member} fetches {} of state while the others train on, and then {} for each step since",
+        "member {member} fetches {} of state while the others train on, and then {} for each {unit} since",
         Bytes(state),
         Bytes(record)
     );

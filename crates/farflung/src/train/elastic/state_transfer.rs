@@ -1,5 +1,6 @@
 //! Transfer of the run's state in memory to members without it: newcomers, and ranks that are one step behind
-//! after a loss. A newcomer that has followed the run takes only the records of the steps that it lacks.
+//! after a loss. A newcomer that has followed the run takes only the records of the steps that it lacks. With
+//! local steps, it also takes the first member's optimizer, unless it has fetched that before.
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
@@ -14,7 +15,7 @@ use super::offers::Logged;
 use super::step_records::StepRecords;
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
-use crate::train::trainer::{Progress, Snapshot, Trainer};
+use crate::train::trainer::{OptimizerCounters, Progress, Snapshot, Trainer};
 use crate::{Error, Result};
 
 /// Which ranks send the state, and which receive it.
@@ -68,13 +69,29 @@ pub(super) struct ReceivedState {
 }
 
 /// Labels of the state that a donor offers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct StateLabels {
     shared: Label,
-    /// The donor's own optimizer state; only the first donor offers it.
-    own: Option<Label>,
+    /// The donor's optimizer, with local steps; only the first donor offers it.
+    own: Option<OwnOptimizer>,
     /// Records of the newest steps.
     records: Vec<Logged>,
+}
+
+/// A replica's optimizer: its state without counters, and its counters.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct OwnOptimizer {
+    label: Label,
+    counters: OptimizerCounters,
+}
+
+/// Returns the optimizer that newcomers take from the first donor. Its state is that after the synchronisation
+/// before the last one, if the donor has kept it: newcomers that follow the run have fetched it meanwhile.
+fn optimizer_for_newcomers(trainer: &Trainer, lent: &StepRecords) -> Result<Snapshot> {
+    match lent.optimizer() {
+        Some(earlier) => trainer.with_averaged_states(earlier),
+        None => trainer.optimizer(),
+    }
 }
 
 /// What a rank tells the others before the transfer.
@@ -97,8 +114,8 @@ pub(super) enum LocalState<'a> {
 /// Transfers the run's state from the donors to the takers. Takers fetch chunks of the shared state from all
 /// donors, in proportion to their rates. If steps are local, a newcomer also fetches the optimizer state of the
 /// first donor. A newcomer that has followed the run fetches the records of the steps that it lacks, and the
-/// state only if its own then differs. All ranks call it. `store` keeps received chunks until the state is
-/// complete.
+/// state or the optimizer only if its own then differs. All ranks call it. `store` keeps received chunks until
+/// the state is complete.
 ///
 /// Errors: [`Error::Message`] if the donors' states differ, or if no remaining donor sends chunks with the
 /// announced hashes; [`Error::PeerLost`] for a lost rank.
@@ -124,8 +141,12 @@ pub(super) fn transfer_state(
         let shared = blobs.put(trainer.shared_snapshot()?.to_bytes());
         // If ranks agree at each step, the shared state already contains the optimizer's.
         let gives_own = number == 0 && !job.averages_each_step();
-        let own = gives_own.then(|| trainer.own_snapshot()).transpose()?;
-        let (own, records) = (own.map(|own| blobs.put(own.to_bytes())), lent.records());
+        let optimizer = gives_own.then(|| optimizer_for_newcomers(trainer, &lent)).transpose()?;
+        let own = optimizer.map(|optimizer| {
+            let label = blobs.put(optimizer.to_bytes());
+            OwnOptimizer { label, counters: trainer.optimizer_counters() }
+        });
+        let records = lent.records();
         lent.offer_in(&mut blobs);
         has = Some(StateLabels { shared, own, records });
     }
@@ -140,12 +161,14 @@ pub(super) fn transfer_state(
         return Err(wrong("differs between the members that have it"));
     }
     let is_taker = exchange.takers.contains(&me);
-    let own = first.own.filter(|_| trainer.is_none());
+    let own = first.own.clone().filter(|_| trainer.is_none());
+    let whole_optimizer = || own.as_ref().map(|own| Wanted { label: own.label, holders: [donors[0]].into() });
     let whole = || Wanted { label: first.shared, holders: donors.iter().copied().collect() };
+    let whole_bytes = first.shared.len + first.own.as_ref().map_or(0, |own| own.label.len);
     let lacks = |rank: &Rank| {
         let lacks = records(&told, at[rank.index()]?, exchange.progress.step)?;
         // The whole state is taken if that is less.
-        (bytes_of(&lacks) < first.shared.len).then_some(lacks)
+        (bytes_of(&lacks) < whole_bytes).then_some(lacks)
     };
     // What the taker that takes most takes.
     let takes = |rank: &Rank| lacks(rank).map_or(first.shared.len, |lacks| bytes_of(&lacks));
@@ -153,25 +176,35 @@ pub(super) fn transfer_state(
     let lacks = is_taker.then(|| lacks(&me)).flatten();
     let mut wanted = Vec::new();
     if is_taker {
-        wanted.extend(lacks.clone().unwrap_or_else(|| vec![whole()]));
-        wanted.extend(own.map(|label| Wanted { label, holders: [donors[0]].into() }));
+        wanted = lacks.clone().unwrap_or_else(|| [whole()].into_iter().chain(whole_optimizer()).collect());
     }
-    // The state that this newcomer has after the steps that it lacked, if it is that of the members.
-    let mut caught = None;
+    // The state and the optimizer that this newcomer has after the steps that it lacked, if they are those of
+    // the members.
+    let (mut caught, mut caught_optimizer) = (None, None);
     let mut replay = |store: &mut ChunkStore| {
         let (Some(followed), Some(lacks)) = (&mut followed, &lacks) else { return Ok(Vec::new()) };
         for record in lacks {
             followed.replay(&store.take(&record.label).ok_or_else(|| wrong("lacks a record"))?)?;
         }
+        let mut more = Vec::new();
         let snapshot = followed.snapshot()?;
         if label_of(&snapshot.to_bytes()) == first.shared {
             caught = Some(snapshot);
-            return Ok(Vec::new());
+        } else {
+            tracing::warn!(
+                "this newcomer's state differs from the members' after the same steps: it takes theirs"
+            );
+            more.push(whole());
         }
-        tracing::warn!(
-            "this newcomer's state differs from the members' after the same steps: it takes theirs"
-        );
-        Ok(vec![whole()])
+        if let Some(own) = &own {
+            let optimizer = followed.optimizer()?;
+            if label_of(&optimizer.to_bytes()) == own.label {
+                caught_optimizer = Some(optimizer);
+            } else {
+                more.extend(whole_optimizer());
+            }
+        }
+        Ok(more)
     };
     let then = lacks.is_some().then_some(&mut replay as _);
     let gave = fetch(
@@ -185,31 +218,39 @@ pub(super) fn transfer_state(
     if !is_taker {
         return Ok((shared, None));
     }
-    if let Some(shared_state) = caught {
-        return Ok((shared, Some(ReceivedState { shared: shared_state, own: None })));
-    }
-    let mut read = |label: &Label| {
+    let mut read = |label: &Label, caught: Option<Snapshot>| {
+        if let Some(caught) = caught {
+            return Ok(caught);
+        }
         let bytes = store.take(label).ok_or_else(|| wrong("does not have the reported length"))?;
         Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("cannot be parsed"))
     };
-    let taken = ReceivedState { shared: read(&first.shared)?, own: own.as_ref().map(&mut read).transpose()? };
-    Ok((shared, Some(taken)))
+    let state = read(&first.shared, caught)?;
+    let own = match own {
+        Some(OwnOptimizer { label, counters }) => {
+            Some(read(&label, caught_optimizer)?.with_optimizer_counters(counters))
+        }
+        None => None,
+    };
+    Ok((shared, Some(ReceivedState { shared: state, own })))
 }
 
 /// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if
 /// one is missing.
 fn records(told: &[Option<StateLabels>], step: u64, until: u64) -> Option<Vec<Wanted>> {
-    let record = |step: u64| {
-        let label = |has: &StateLabels| {
-            has.records.iter().find(|logged| logged.step == step).map(|logged| logged.label)
+    let (mut at, mut records) = (step, Vec::new());
+    while at < until {
+        let next = |has: &StateLabels| {
+            has.records.iter().find(|record| record.after == at && record.step > at).copied()
         };
         let offered =
-            || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, label(has.as_ref()?)?)));
+            || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, next(has.as_ref()?)?)));
         let (_, first) = offered().next()?;
-        let holders = offered().filter(|(_, label)| *label == first).map(|(rank, _)| rank).collect();
-        Some(Wanted { label: first, holders })
-    };
-    (step + 1..=until).map(record).collect()
+        let holders = offered().filter(|(_, record)| *record == first).map(|(rank, _)| rank).collect();
+        records.push(Wanted { label: first.label, holders });
+        at = first.step;
+    }
+    (at == until).then_some(records)
 }
 
 fn bytes_of(wanted: &[Wanted]) -> u64 {

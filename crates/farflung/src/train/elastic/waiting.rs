@@ -208,7 +208,8 @@ impl Place {
             {
                 return Ok(Ended::In(Box::new(view)));
             }
-            if self.membership_comm().1 != ids || comm.now().saturating_sub(came) >= STALL_TIMEOUT {
+            let stalls = comm.now().saturating_sub(came) >= STALL_TIMEOUT;
+            if self.membership_comm().1 != ids || stalls || follower.is_outdated(&offers) {
                 return Ok(Ended::Again);
             }
             let donors = fetching.donors();

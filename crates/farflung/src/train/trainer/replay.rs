@@ -1,5 +1,6 @@
 //! Replay of a committed step on a rank that took no part in it. The averaged gradient of the step is enough:
-//! the update is computed from it again, with the same bits on the same kind of device.
+//! the update is computed from it again, with the same bits on the same kind of device. With local steps, the
+//! synchronisation at the end of a round is replayed instead (`replay_round.rs`).
 
 use std::collections::BTreeMap;
 
@@ -15,23 +16,33 @@ const GRADS: &str = "grads";
 
 impl Trainer {
     /// Returns the record of the step that was just committed: its averaged gradient, and the counters after
-    /// it. Only valid if gradients are averaged at each step, and until the next step begins.
+    /// it. With local steps: the record of the synchronisation that was just committed. Only valid until the
+    /// next step begins.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn step_record(&self) -> Result<Snapshot> {
+        if !self.each_step {
+            return self.round_record();
+        }
         self.snapshot(|part, tensors, stage| tensors.push((named(stage, GRADS, ""), &part.grads)))
     }
 
-    /// Returns the bytes of the record of a step, without its counters.
+    /// Returns the bytes of the record of a step or of a synchronisation, without its counters.
     pub(in crate::train) fn record_bytes(&self) -> u64 {
+        if !self.each_step {
+            return self.round_record_bytes();
+        }
         let len = |x: &Tensor| (x.shape().len() * size_of::<f32>()) as u64;
         self.executor.parts.values().map(|part| len(&part.grads)).sum()
     }
 
-    /// Applies the update of the step that follows the last one done, from its record.
+    /// Applies the update of the step or synchronisation that follows the last one done, from its record.
     ///
     /// Errors: [`Error::Message`] for the record of another step or of other parts; those of the optimizer.
     pub(in crate::train) fn replay(&mut self, record: &Snapshot) -> Result<()> {
+        if !self.each_step {
+            return self.replay_round(record);
+        }
         let wrong = |problem| Error::Message { message: "the record of a step".to_owned(), problem };
         if record.step() != self.step + 1 {
             return Err(wrong("is not that of the next step"));

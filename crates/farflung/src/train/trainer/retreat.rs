@@ -25,6 +25,20 @@ pub(super) struct RollbackPoint {
     parts: BTreeMap<StageId, PartSnapshot>,
 }
 
+impl RollbackPoint {
+    /// Returns the number of steps after which the state was copied.
+    pub(super) const fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Returns the states of the optimizer by part and name.
+    pub(super) fn states(&self) -> impl Iterator<Item = (StageId, &str, &Tensor)> {
+        self.parts.iter().flat_map(|(&stage, part)| {
+            part.states.iter().map(move |(name, state)| (stage, name.as_str(), state))
+        })
+    }
+}
+
 /// Copy of the state of one part.
 #[derive(Debug)]
 struct PartSnapshot {

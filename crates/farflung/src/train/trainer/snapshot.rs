@@ -29,10 +29,21 @@ pub(in crate::train) struct StateBytes {
     pub(in crate::train) shared: u64,
     /// Bytes of the optimizer's state, if it differs between replicas; else 0.
     pub(in crate::train) own: u64,
-    /// Bytes from which a step can be replayed.
+    /// Bytes from which a step, or a round of local steps, can be replayed.
     pub(in crate::train) record: u64,
+    /// Number of local steps of a round; 1 if replicas agree at each step.
+    pub(in crate::train) every: u64,
     /// Whether the rank holds only a part of the model.
     pub(in crate::train) is_part: bool,
+}
+
+/// Counters of a replica's optimizer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::train) struct OptimizerCounters {
+    /// Number of updates, by part.
+    pub(super) updates: Vec<u64>,
+    /// State of the loss scale.
+    pub(super) scale: Vec<f32>,
 }
 
 /// Parameters and states after a certain step, by name.
@@ -69,6 +80,43 @@ impl Snapshot {
     /// Returns the number of steps after which it was taken.
     pub(in crate::train) const fn step(&self) -> u64 {
         self.counters.progress.step
+    }
+
+    /// Returns the numbers of steps and averages after which it was taken.
+    pub(super) const fn progress(&self) -> Progress {
+        self.counters.progress
+    }
+
+    /// Creates a snapshot of `parts` parts with these tensors, whose counters are all zero.
+    pub(super) fn without_counters(tensors: BTreeMap<String, Vec<f32>>, parts: usize) -> Self {
+        let counters = Counters {
+            progress: Progress { step: 0, outer_step: 0 },
+            rounds: 0,
+            updates: vec![0; parts],
+            scale: Vec::new(),
+            tensors: tensors.iter().map(|(name, values)| (name.clone(), values.len() as u64)).collect(),
+        };
+        Self { counters, tensors }
+    }
+
+    /// Sets the counters of the optimizer to zero: with local steps they differ between replicas.
+    pub(super) fn without_optimizer_counters(mut self) -> Self {
+        self.counters.updates.fill(0);
+        self.counters.scale.clear();
+        self
+    }
+
+    /// Returns this state with these counters of the optimizer.
+    pub(in crate::train) fn with_optimizer_counters(mut self, counters: OptimizerCounters) -> Self {
+        OptimizerCounters { updates: self.counters.updates, scale: self.counters.scale } = counters;
+        self
+    }
+
+    /// Replaces the values of a tensor that it has.
+    pub(super) fn set(&mut self, name: &str, values: Vec<f32>) {
+        if let Some(old) = self.tensors.get_mut(name).filter(|old| old.len() == values.len()) {
+            *old = values;
+        }
     }
 
     /// Returns the values of a tensor; `None` if it has no such tensor.
@@ -148,6 +196,7 @@ impl Trainer {
         let len = |x: &Tensor| (x.shape().len() * size_of::<f32>()) as u64;
         let is_part = self.schedule.placement().depth() > 1;
         let mut bytes = StateBytes { is_part, record: self.record_bytes(), ..StateBytes::default() };
+        bytes.every = if self.each_step { 1 } else { self.every };
         for part in self.executor.parts.values() {
             let chain: u64 = part.chain.states().map(|(_, state)| len(state)).sum();
             let sync: u64 =
@@ -174,21 +223,7 @@ impl Trainer {
             }
         })?;
         snapshot.counters.progress.step = self.agreed_step();
-        if !self.each_step {
-            // With local steps these counters differ between replicas.
-            snapshot.counters.updates.fill(0);
-            snapshot.counters.scale.clear();
-        }
-        Ok(snapshot)
-    }
-
-    /// Returns the state that differs between replicas if steps are local: that of the optimizer.
-    ///
-    /// Errors: those of the device.
-    pub(in crate::train) fn own_snapshot(&self) -> Result<Snapshot> {
-        self.snapshot(|part, tensors, stage| {
-            tensors.extend(part.chain.states().map(|(name, state)| (named(stage, "chain", name), state)));
-        })
+        Ok(if self.each_step { snapshot } else { snapshot.without_optimizer_counters() })
     }
 
     pub(super) fn snapshot<'a>(
