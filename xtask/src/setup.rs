@@ -84,7 +84,8 @@ const MPI: &[AptPackage] = &[
     AptPackage { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the feature `mpi`" },
     AptPackage {
         package: "libclang-dev",
-        probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang*.so* || ls /usr/lib*/libclang*.so*"],
+        // `libclang-cpp` is another library.
+        probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang.so* || ls /usr/lib*/libclang.so*"],
         what_for: "the Rust binding of MPI, generated from its headers",
     },
 ];

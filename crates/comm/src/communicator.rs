@@ -9,6 +9,7 @@ mod exchanges;
 mod membership;
 mod messages;
 mod meter;
+mod native;
 
 pub use arrivals::WaitMode;
 pub use exchanges::shift_one;
@@ -530,7 +531,13 @@ impl Communicator {
         }
         same.sort_unstable();
         let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
-        Ok(self.among(&ranks, mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color))))
+        let context = mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color));
+        let new = self.among(&ranks, context);
+        if let Some(library) = self.transport.native() {
+            // All ranks have entered this function, or this one would not have the colors of all.
+            library.add_group(context, &new.group.members);
+        }
+        Ok(new)
     }
 
     /// Creates a communicator of these ranks, in this order. This rank must be one of them.

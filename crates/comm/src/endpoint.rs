@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 use farflung_base::{Nanos, PeerId};
 
 use crate::inbox::{BlockedFor, Idle, Inbox};
+use crate::native::NativeCollectives;
 use crate::started::{Spawned, Started};
 use crate::transport::{PeerEvent, Port, Stats, Tag, Task, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
@@ -65,6 +66,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn has_background(&self) -> bool;
     /// See [`Transport::fixed`].
     fn fixed(&self) -> Option<&'static str> {
+        None
+    }
+    /// See [`Transport::native`].
+    fn native(&self) -> Option<&dyn NativeCollectives> {
         None
     }
     /// Says goodbye to the peers and closes the network.
@@ -478,6 +483,9 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
     fn fixed(&self) -> Option<&'static str> {
         self.shared().driver.fixed()
+    }
+    fn native(&self) -> Option<&dyn NativeCollectives> {
+        self.shared().driver.native()
     }
 }
 

@@ -12,6 +12,7 @@ mod endpoint;
 mod credit;
 mod inbox;
 pub mod memory;
+pub mod mixed;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 mod path;
@@ -48,6 +49,7 @@ mod communicator;
 mod element;
 mod interpret;
 mod message;
+mod native;
 mod operation;
 mod plain;
 mod plans;
@@ -95,6 +97,7 @@ pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, disseminati
 pub use endpoint::{Driver, Endpoint, Wake};
 pub use frame::{Frame, Pool};
 pub use inbox::{BlockedFor, Inbox, WINDOW};
+pub use native::{NativeCall, NativeCollectives, NativeKind};
 pub use sizes::{FRAME_BYTES, HEADER_BYTES};
 pub use transport::{Channel, MPI_IS_FIXED, Source, Tag};
 

@@ -8,9 +8,14 @@
 //!
 //! MPI ends all processes when one is lost, so the members of a communicator cannot change: `shrink` and
 //! `admit` return an error.
+//!
+//! By choice ([`Collectives::Native`]), all-reduce, reduce-scatter, all-gather and broadcast are MPI's own.
+//! Their sums may differ in rounding from those of other transports, and calls that differ between ranks are
+//! not noticed.
 
 mod life;
 mod messages;
+mod native;
 mod peer;
 
 use std::fmt;
@@ -22,12 +27,14 @@ use farflung_base::{Nanos, PeerId};
 use crate::endpoint::{Driver, Endpoint, Wake};
 use crate::inbox::{BlockedFor, Inbox, WINDOW};
 use crate::memory::real_start;
+use crate::native::{NativeCall, NativeCollectives};
 use crate::tcp::MAX_UNREAD_BYTES;
 use crate::transport::{MPI_IS_FIXED, Tag};
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{CommError, DownReason, Frame, Pool, WireError};
 use life::MpiThread;
 use messages::World;
+use native::Natives;
 use peer::Peer;
 
 /// Number of tests in `drive` before the first pause.
@@ -46,6 +53,21 @@ pub type Mpi = Endpoint<MpiDriver>;
 /// The job of this process. There is only one, because MPI can be initialised only once in a process.
 static JOB: OnceLock<Arc<Job>> = OnceLock::new();
 
+/// Which collectives a job runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Collectives {
+    /// Ours, with the same bits as on all transports.
+    #[default]
+    Ours,
+    /// MPI's for all-reduce, reduce-scatter, all-gather and broadcast, of sums, means and products of floats of
+    /// 32 and 64 bits and of integers; ours for the rest. Of communicators, those of [`Communicator::new`] and
+    /// [`Communicator::split`] use them.
+    ///
+    /// [`Communicator::new`]: crate::Communicator::new
+    /// [`Communicator::split`]: crate::Communicator::split
+    Native,
+}
+
 /// Driver of an endpoint over MPI messages to all processes of the job.
 pub struct MpiDriver(Arc<Job>);
 
@@ -53,6 +75,7 @@ pub struct MpiDriver(Arc<Job>);
 struct Job {
     start: Instant,
     me: PeerId,
+    collectives: Collectives,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     /// Lock under which all calls of MPI are made.
@@ -69,6 +92,7 @@ struct State {
     /// Present as long as MPI may be called.
     world: Option<World>,
     peers: Vec<Peer>,
+    natives: Natives,
     /// Set once goodbyes have been sent; frames that arrive later are dropped.
     closed: bool,
     /// Set when the MPI thread must end.
@@ -101,6 +125,14 @@ fn missing(reason: impl Into<String>) -> CommError {
 /// [`CommError::Mpi`] if the rank or the size differs, if MPI was initialised in this process before, or if it
 /// allows calls from one thread only.
 pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
+    join_by(rank, size, Collectives::Ours)
+}
+
+/// Does the same as [`join`], with a choice of collectives, which must be the same in all processes.
+///
+/// # Errors
+/// Those of [`join`].
+pub fn join_by(rank: u32, size: u32, collectives: Collectives) -> Result<Arc<Mpi>, CommError> {
     let (beginning, found) = life::begin()?;
     if (found.rank, found.size) != (rank, size) {
         return Err(missing(format!(
@@ -113,10 +145,16 @@ pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     let inbox = Arc::new(if crowded { inbox.without_polling() } else { inbox });
     let pool = Pool::new();
     let peers = (0..size).map(|_| Peer::default()).collect();
-    let state = State { world: Some(found.world), peers, closed: false, over: false, idle: false };
+    let mut natives = Natives::default();
+    if collectives == Collectives::Native {
+        let all: Vec<PeerId> = (0..size).map(PeerId).collect();
+        natives.add_group(&found.world, 0, &all);
+    }
+    let state = State { world: Some(found.world), peers, natives, closed: false, over: false, idle: false };
     let job = Arc::new(Job {
         start: real_start(),
         me: PeerId(rank),
+        collectives,
         inbox: Arc::clone(&inbox),
         pool: Arc::clone(&pool),
         state: Mutex::new(state),
@@ -155,8 +193,39 @@ enum Parting {
     /// All others have said goodbye and have received all that this process sent.
     All,
     Waits,
-    /// At least one peer has violated the protocol, and will not say goodbye.
+    /// At least one peer has violated the protocol and will not say goodbye, or a collective of MPI has
+    /// failed.
     Never,
+}
+
+impl State {
+    /// Returns whether messages or collectives of MPI are in progress.
+    fn has_work(&self) -> bool {
+        self.natives.is_running() || self.peers.iter().any(Peer::is_sending)
+    }
+}
+
+impl NativeCollectives for Job {
+    fn add_group(&self, context: u64, members: &[PeerId]) {
+        if let State { world: Some(world), natives, .. } = &mut *lock(&self.state) {
+            natives.add_group(world, context, members);
+        }
+    }
+    fn has(&self, call: &NativeCall) -> bool {
+        let state = lock(&self.state);
+        state.world.is_some() && state.natives.has(call)
+    }
+    fn start(&self, call: &NativeCall, data: &[u8]) -> Option<u64> {
+        let State { world: Some(world), natives, idle, .. } = &mut *lock(&self.state) else { return None };
+        let number = natives.start(world, call, data);
+        if *idle {
+            self.work.notify_one();
+        }
+        Some(number)
+    }
+    fn finish(&self, number: u64, data: &mut [u8]) -> bool {
+        lock(&self.state).natives.finish(number, data)
+    }
 }
 
 impl Job {
@@ -223,6 +292,12 @@ impl Job {
     fn turn(&self) -> bool {
         let mut state = lock(&self.state);
         let mut moved = false;
+        if let State { world: Some(world), natives, .. } = &mut *state
+            && natives.progress(world)
+        {
+            self.inbox.signal();
+            moved = true;
+        }
         for peer in self.others() {
             let State { world: Some(world), peers, .. } = &mut *state else { return moved };
             peers[peer.index()].forget_sent(world);
@@ -257,7 +332,7 @@ impl Job {
         loop {
             {
                 let mut state = lock(&self.state);
-                while !state.over && !state.peers.iter().any(Peer::is_sending) {
+                while !state.over && !state.has_work() {
                     state.idle = true;
                     state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                     state.idle = false;
@@ -284,7 +359,8 @@ impl Job {
     fn parting(&self) -> Parting {
         let state = lock(&self.state);
         let others = || self.others().map(|peer| &state.peers[peer.index()]);
-        if others().any(|peer| peer.is_broken) {
+        // MPI cannot end while a collective that has failed here is not complete.
+        if others().any(|peer| peer.is_broken) || state.natives.is_running() {
             Parting::Never
         } else if others().all(|peer| peer.said_goodbye && !peer.is_sending()) {
             Parting::All
@@ -354,6 +430,9 @@ impl Driver for MpiDriver {
     }
     fn fixed(&self) -> Option<&'static str> {
         Some(MPI_IS_FIXED)
+    }
+    fn native(&self) -> Option<&dyn NativeCollectives> {
+        (self.0.collectives == Collectives::Native).then_some(&*self.0 as _)
     }
     fn close(&self, _: &Inbox) {
         let job = &self.0;

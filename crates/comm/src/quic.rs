@@ -42,8 +42,9 @@ use pacer::Limits;
 pub use relay::{Relay, RelayConfig};
 pub use socket::Socket;
 
-/// Default time after which a silent peer counts as lost. QUIC cannot distinguish a killed process from an
-/// unreachable one, so this is a compromise. A relay that is away for 4 s interrupts for 8 s, since attempts to
+/// Default time after which a silent peer counts as lost. A killed process that is reached directly is noticed
+/// sooner, if its machine answers that its port is closed. Else QUIC cannot distinguish it from an unreachable
+/// one, so this is a compromise. A relay that is away for 4 s interrupts for 8 s, since attempts to
 /// reconnect to it are made at growing intervals.
 pub const IDLE_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -114,8 +115,9 @@ pub struct QuicDriver {
 /// Meets the other ranks and connects to each of them. Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline; [`CommError::Unsealed`] if
-/// `security` has no key of rank 0, by which it is reached; [`CommError::Argument`] for a setting out of range.
+/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline;
+/// [`CommError::NoEncryptedConnection`] if `security` has no key of rank 0, by which it is reached;
+/// [`CommError::Argument`] for a setting out of range.
 pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
     meet::check(config)?;
     let socket = Arc::new(Socket::new(&meet::opening(config)?)?);

@@ -128,7 +128,7 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
     let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
     let (start, turns) = (real_start(), AtomicU32::new(0));
     let (filled, leased) = (Arc::clone(&inbox), Arc::clone(&pool));
-    let beside = OnceLock::new();
+    let second_network = OnceLock::new();
     let driver = TcpDriver {
         me,
         start,
@@ -139,7 +139,7 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
         bell,
         shared_memory,
         turns,
-        second_network: beside,
+        second_network,
     };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
@@ -188,7 +188,8 @@ impl TcpDriver {
 
     /// Returns whether a peer has ever been connected.
     fn is_connected(&self, peer: PeerId) -> bool {
-        self.links.to(peer).is_some() || self.second_network().is_some_and(|beside| beside.is_connected(peer))
+        self.links.to(peer).is_some()
+            || self.second_network().is_some_and(|second_network| second_network.is_connected(peer))
     }
 
     /// Returns what a network for the other peers of this endpoint needs.
@@ -299,8 +300,8 @@ impl TcpDriver {
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
         let Some(link) = self.link(to, tag) else {
-            if let Some(beside) = self.second_network() {
-                beside.submit(to, tag, frame);
+            if let Some(second_network) = self.second_network() {
+                second_network.submit(to, tag, frame);
             }
             return;
         };
@@ -311,8 +312,8 @@ impl Driver for TcpDriver {
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         let Some(link) = self.link(to, tag) else {
-            if let Some(beside) = self.second_network() {
-                beside.submit(to, tag, pool.copy_of(bytes, check));
+            if let Some(second_network) = self.second_network() {
+                second_network.submit(to, tag, pool.copy_of(bytes, check));
             }
             return;
         };
@@ -326,13 +327,13 @@ impl Driver for TcpDriver {
         // would be taken for it.
         match self.link(to, tag) {
             Some(link) => link.has_room(tag),
-            None => self.second_network().is_some_and(|beside| beside.has_room(to, tag)),
+            None => self.second_network().is_some_and(|second_network| second_network.has_room(to, tag)),
         }
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
         let Some(link) = self.link(from, tag) else {
-            if let Some(beside) = self.second_network() {
-                beside.taken(from);
+            if let Some(second_network) = self.second_network() {
+                second_network.taken(from);
             }
             return;
         };
@@ -372,8 +373,8 @@ impl Driver for TcpDriver {
         while open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));
         }
-        if let Some(beside) = self.second_network() {
-            beside.close();
+        if let Some(second_network) = self.second_network() {
+            second_network.close();
         }
         self.pacer.close();
     }

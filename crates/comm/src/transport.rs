@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 
+use crate::native::NativeCollectives;
 use crate::started::Started;
 use crate::{CommError, DownReason, Frame, PathStats};
 
@@ -206,6 +207,10 @@ pub trait Transport: Debug + Send + Sync {
     /// Returns the reason why the members of this network cannot change. `None` if they can change: then a job
     /// continues after the loss of a member.
     fn fixed(&self) -> Option<&'static str> {
+        None
+    }
+    /// Returns the collectives of the network's own library, if they were chosen in place of ours.
+    fn native(&self) -> Option<&dyn NativeCollectives> {
         None
     }
     /// Returns a waker that makes waiting threads of this endpoint check whether their operations are

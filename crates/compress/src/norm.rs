@@ -127,8 +127,8 @@ impl Lanes {
     }
 }
 
-/// Returns the sum of all `n` lanes: adds lane `i + n/2` to lane `i` for each `i < n/2`, then does the same with
-/// half as many lanes, until one is left.
+/// Returns the sum of all `n` lanes: adds lane `i + n/2` to lane `i` for each `i < n/2`, then does the same
+/// with half as many lanes, until one is left.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
 
 pub use home::Home;
-pub use site::SiteArgs;
+pub use site::{SiteArgs, SiteMemberArgs};
 
 use crate::{Error, LaunchEnv, Result};
 
@@ -181,7 +181,7 @@ impl AccessArgs {
             return read_ticket(path).map(Some);
         }
         if let Some(path) = &self.secret_file {
-            return read_secret(path).map(Some);
+            return read_secret(path).map(|secret| Some(Proof::Secret(secret)));
         }
         if let Some(word) = env(TICKET).filter(|word| !word.is_empty()) {
             return ticket(&word, TICKET).map(Some);
@@ -189,13 +189,21 @@ impl AccessArgs {
         if let Some(path) = env(TICKET_FILE).filter(|path| !path.is_empty()) {
             return read_ticket(Path::new(&path)).map(Some);
         }
-        if let Some(text) = env(SECRET).filter(|text| !text.is_empty()) {
-            return Ok(Some(Proof::Secret(JoinSecret::from_text(text.as_bytes())?)));
-        }
-        match env(SECRET_FILE).filter(|path| !path.is_empty()) {
-            Some(path) => read_secret(Path::new(&path)).map(Some),
-            None => Ok(None),
-        }
+        Ok(secret_of(None, env)?.map(Proof::Secret))
+    }
+}
+
+/// Returns the secret of a file, else that of the variables, if there is one.
+fn secret_of(path: Option<&Path>, env: &impl Fn(&str) -> Option<String>) -> Result<Option<JoinSecret>> {
+    if let Some(path) = path {
+        return read_secret(path).map(Some);
+    }
+    if let Some(text) = env(SECRET).filter(|text| !text.is_empty()) {
+        return Ok(Some(JoinSecret::from_text(text.as_bytes())?));
+    }
+    match env(SECRET_FILE).filter(|path| !path.is_empty()) {
+        Some(path) => read_secret(Path::new(&path)).map(Some),
+        None => Ok(None),
     }
 }
 
@@ -259,9 +267,9 @@ fn read_ticket(path: &Path) -> Result<Proof> {
     ticket_of(path).map(|ticket| Proof::Ticket(Box::new(ticket)))
 }
 
-fn read_secret(path: &Path) -> Result<Proof> {
+fn read_secret(path: &Path) -> Result<JoinSecret> {
     let text = files::read_shared(path, LONGEST)?;
-    Ok(Proof::Secret(JoinSecret::from_text(&text)?))
+    Ok(JoinSecret::from_text(&text)?)
 }
 
 /// Reads the public keys of an allow list.

@@ -13,7 +13,7 @@ mod share;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::{TcpListener, UdpSocket};
 use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -30,6 +30,9 @@ pub use restarts::restarting;
 pub use share::serve;
 
 use crate::{Error, Result, Stop};
+
+/// Number of ports that are tried.
+const PORTS: usize = 16;
 
 /// The processes of a job on this machine.
 #[derive(Debug, Clone)]
@@ -113,12 +116,16 @@ impl Launch {
     /// Returns a port on which rank 0 can listen.
     fn free_port(&self) -> Result<u16> {
         let host = self.master.0.as_str();
-        let free = if self.over_quic {
-            UdpSocket::bind((host, 0)).and_then(|socket| socket.local_addr())
-        } else {
-            TcpListener::bind((host, 0)).and_then(|listener| listener.local_addr())
+        let free = || -> std::io::Result<u16> {
+            let listener = TcpListener::bind((host, 0))?;
+            let port = listener.local_addr()?.port();
+            // Over QUIC it listens at the same port of UDP.
+            let _udp = self.over_quic.then(|| UdpSocket::bind((host, port))).transpose()?;
+            Ok(port)
         };
-        free.map(|at: SocketAddr| at.port()).map_err(Error::io("find a free port at", host.as_ref()))
+        // A port that is free for TCP alone is rare.
+        let found = (0..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
+        found.map_err(Error::io("find a free port at", host.as_ref()))
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod iroh;
 mod memory;
+mod mixed;
 mod mpi;
 mod shared_memory;
 mod simulated;
@@ -16,9 +17,10 @@ use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
 
-pub use iroh::{IROH, Reach, is_beside};
+pub use iroh::{IROH, Reach};
 pub use memory::MEMORY;
-pub use mpi::MPI;
+pub use mixed::{is_second_network_address, meet_by_auto};
+pub use mpi::{MPI, MPI_NATIVE};
 pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
@@ -77,7 +79,7 @@ pub struct TransportMethod {
 
 /// All transports. The default between threads is the first row for threads; the default between processes is
 /// the first row for processes.
-pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH, MPI];
+pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH, MPI, MPI_NATIVE];
 
 impl TransportMethod {
     /// Returns whether ranks are processes, rather than threads of one process.

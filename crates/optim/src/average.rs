@@ -163,8 +163,8 @@ impl Average {
         Ok(average)
     }
 
-    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and `reductions`
-    /// is kept for later.
+    /// Sets how buckets are averaged from now on. During the warm-up they are averaged as plain f32, and
+    /// `reductions` is kept for later.
     fn take(&mut self, reductions: Vec<BucketReduction>) {
         let plain = |bucket: &Bucket| BucketReduction::Plain(bucket.len);
         (self.reductions, self.warm) = if self.round < self.config.warmup {

@@ -134,7 +134,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     }
 
     /// Sets what other replicas have averaged, from their [`Synchroniser::averaged`], in place of an exchange.
-    /// [`Synchroniser::prepare`] and [`Synchroniser::commit_gathered`] then take the same step as on those
+    /// [`Synchroniser::prepare`] and [`Synchroniser::commit_accumulated`] then take the same step as on those
     /// replicas, with the same bits on the same kind of device.
     ///
     /// Errors: [`OptimError::State`] if a buffer is missing or has another length.

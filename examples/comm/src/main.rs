@@ -107,7 +107,8 @@ fn on_threads<S: Send, T: Send>(
 ) -> Result<Vec<T>, CommError> {
     let rank = &rank;
     thread::scope(|scope| {
-        let threads: Vec<_> = endpoints.into_iter().map(|endpoint| scope.spawn(move || rank(endpoint))).collect();
+        let threads: Vec<_> =
+            endpoints.into_iter().map(|endpoint| scope.spawn(move || rank(endpoint))).collect();
         threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
     })
 }

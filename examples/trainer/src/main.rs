@@ -37,8 +37,10 @@ const TEXT: &str = "\
 
 fn main() -> Result<()> {
     let workers = thread::scope(|scope| {
-        let threads: Vec<_> =
-            memory::cluster(WORKERS).into_iter().map(|endpoint| scope.spawn(move || worker(endpoint))).collect();
+        let threads: Vec<_> = memory::cluster(WORKERS)
+            .into_iter()
+            .map(|endpoint| scope.spawn(move || worker(endpoint)))
+            .collect();
         threads.into_iter().map(|thread| thread.join().expect("no worker panics")).collect::<Result<Vec<_>>>()
     })?;
     let (first, last) = (workers[0].losses[0], workers[0].losses[STEPS as usize - 1]);

@@ -51,16 +51,69 @@ pub(crate) const NETWORK_KINDS: &[NetworkKind] = &[
     NetworkKind { name: "shared-memory", open: over_shared_memory },
     #[cfg(feature = "iroh")]
     NetworkKind { name: "iroh", open: over_quic },
+    #[cfg(feature = "iroh")]
+    NetworkKind { name: "mixed", open: over_several },
 ];
 
 /// Connects ranks over QUIC on the loopback interface, without a relay. Each rank has its own key.
 #[cfg(feature = "iroh")]
 pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
     use farflung::comm::quic;
+
+    with_tickets(n, &|rank, address, security| {
+        let config = quic::Config::new(rank, n as u32, address, security);
+        quic::join(&config).map(|end| end as Arc<dyn Transport>)
+    })
+}
+
+/// Connects ranks over several networks in one run: rank 1 over QUIC, the others over sockets and shared
+/// memory.
+#[cfg(feature = "iroh")]
+fn over_several(n: usize) -> Result<Cluster> {
+    use farflung::comm::mixed::{self, Config};
+    use farflung::comm::quic::{Socket, SocketConfig};
+    use farflung::comm::tcp::GateConfig;
+
+    with_tickets(n, &|rank, address, security| {
+        let listen = if rank == 0 { address } else { "" };
+        let mut gate = GateConfig::new(listen, "farflung", security.clone());
+        gate.shared_memory = tcp::SharedMemory::WherePossible;
+        let mut socket = SocketConfig::new(security);
+        socket.listen = Some(if rank == 0 { address } else { "127.0.0.1:0" }.to_owned());
+        let gate = gate.over_quic(&Socket::open(&socket)?, rank != 1);
+        let host = vec![address.to_owned(), format!("quic:{address}")];
+        mixed::join(&Config::new(rank, n as u32, host, gate)).map(|end| end as Arc<dyn Transport>)
+    })
+}
+
+/// Returns a port that was free for TCP and UDP a moment ago. It is below the ports that the system gives to
+/// outgoing connections (from 32768 on Linux): a rank that calls before rank 0 listens could otherwise get this
+/// very port for its call.
+#[cfg(feature = "iroh")]
+fn free_port() -> u16 {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let calls = CALLS.fetch_add(1, Ordering::Relaxed);
+        let at = std::process::id().wrapping_mul(7919).wrapping_add(calls.wrapping_mul(13)) % 12_000;
+        let address = ("127.0.0.1", 20_000 + at as u16);
+        if std::net::TcpListener::bind(address).is_ok() && std::net::UdpSocket::bind(address).is_ok() {
+            return address.1;
+        }
+    }
+}
+
+/// Connects ranks that each have a key, and a ticket of rank 0. `join` takes the rank, rank 0's address on the
+/// loopback interface, and the rank's protection.
+#[cfg(feature = "iroh")]
+fn with_tickets(
+    n: usize,
+    join: &(impl Fn(u32, &str, Security) -> Result<Arc<dyn Transport>, CommError> + Sync),
+) -> Result<Cluster> {
     use farflung::comm::secure::{Ticket, unix_seconds};
 
-    let port = std::net::UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port();
-    let address = format!("127.0.0.1:{port}");
+    let address = format!("127.0.0.1:{}", free_port());
     let (host, secret) = (Identity::generate()?, JoinSecret::generate()?);
     let expiry = unix_seconds() + 600;
     let ticket = Ticket {
@@ -69,15 +122,13 @@ pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
         secret: secret.until(expiry),
         expiry,
     };
-    let join = |rank: u32| {
+    at_once(n, &|rank| {
         let security = match rank {
             0 => Security::by_secret(&host, &secret),
             _ => Security::by_ticket(&Identity::generate()?, &ticket),
         };
-        let config = quic::Config::new(rank, n as u32, &*address, security);
-        quic::join(&config).map(|end| end as Arc<dyn Transport>)
-    };
-    at_once(n, &join)
+        join(rank, &address, security)
+    })
 }
 
 /// Connects ranks over sockets of the loopback interface, with these settings.

@@ -9,6 +9,7 @@ use super::{Communicator, check_word};
 use crate::CommError;
 use crate::element::{Element, ReduceOp};
 use crate::interpret::Interpreter;
+use crate::native::NativeKind;
 use crate::plain::Plain;
 use crate::plans::{Kind, Plan};
 use crate::reduction::Reduction;
@@ -20,12 +21,19 @@ pub(super) struct Call<T> {
     pub(super) op: Reduction<T>,
     /// Buffer length, which must be the same on all ranks; 0 if lengths may differ between ranks.
     pub(super) len: usize,
+    /// The collective of a network's own library that does the same, if libraries have one.
+    pub(super) native: Option<NativeKind>,
 }
 
 impl<T: Element> Call<T> {
     /// Creates the call of a collective that moves values and does not reduce.
     pub(super) fn moving(name: &'static str, plan: impl Into<Plan>, len: usize) -> Self {
-        Self { name, plan: plan.into(), op: ReduceOp::Sum.into(), len }
+        Self { name, plan: plan.into(), op: ReduceOp::Sum.into(), len, native: None }
+    }
+
+    /// Lets the network's own library run the call, if that was chosen.
+    pub(super) fn or_by(self, native: NativeKind) -> Self {
+        Self { native: Some(native), ..self }
     }
 }
 
@@ -35,7 +43,7 @@ impl Communicator {
         call: Call<T>,
         data: S,
     ) -> Result<Interpreter<Plain<T, S>>, CommError> {
-        let Call { name, plan, op, len } = call;
+        let Call { name, plan, op, len, native: _ } = call;
         op.is_defined(name)?;
         let Plan { program, algorithm, passing } = plan;
         let mut facts = vec![T::CODE];
@@ -55,8 +63,10 @@ impl Communicator {
     pub(super) fn in_place<T: Element>(&self, call: Call<T>, data: &mut [T]) -> Result<(), CommError> {
         let (name, bytes, rank) = (call.name, size_of_val(data), self.group.me);
         tracing::debug!(op = name, bytes, rank, "started");
-        let body = self.interpreter(call, &mut *data)?;
-        let result = self.run(name, body, true).map(|_| ());
+        let result = match self.native_call(&call, data.len()) {
+            Some(native) => self.run(name, self.native(native, call.op, &mut *data)?, true).map(|_| ()),
+            None => self.run(name, self.interpreter(call, &mut *data)?, true).map(|_| ()),
+        };
         if result.is_err() {
             data.fill(T::INVALID);
         }
@@ -69,15 +79,15 @@ impl Communicator {
         call: Result<Call<T>, CommError>,
         data: Vec<T>,
     ) -> Pending<Result<Vec<T>, CommError>> {
-        let body = call.and_then(|call| {
+        let started = call.and_then(|call| {
             let (name, bytes, rank) = (call.name, size_of_val(&data[..]), self.group.me);
             tracing::debug!(op = name, bytes, rank, "started");
-            Ok((name, self.interpreter::<T, Vec<T>>(call, data)?))
+            Ok(match self.native_call(&call, data.len()) {
+                Some(native) => self.start(name, self.native::<T, Vec<T>>(native, call.op, data)?, true),
+                None => self.start(name, self.interpreter::<T, Vec<T>>(call, data)?, true),
+            })
         });
-        match body {
-            Ok((name, body)) => self.start(name, body, true),
-            Err(e) => Pending::ready(Err(e)),
-        }
+        started.unwrap_or_else(|e| Pending::ready(Err(e)))
     }
 
     /// Returns this rank's program of a collective over `len` elements.

@@ -10,6 +10,7 @@ use crate::Algorithm;
 use crate::CommError;
 use crate::algorithm::AllReduce;
 use crate::element::Element;
+use crate::native::NativeKind;
 use crate::ordered::ordered_reduce_scatter;
 use crate::plans::Kind;
 use crate::reduction::Reduction;
@@ -33,11 +34,12 @@ impl Communicator {
         len: usize,
     ) -> Call<T> {
         let plan = self.plan::<T>(if op.commutes() { any } else { ordered }, len);
-        Call { name, plan, op, len }
+        Call { name, plan, op, len, native: None }
     }
 
     fn all_reducing<T: Element>(&self, op: Reduction<T>, len: usize) -> Call<T> {
-        self.reducing("all_reduce", [Kind::AllReduce, Kind::OrderedAllReduce], op, len)
+        let kinds = [Kind::AllReduce, Kind::OrderedAllReduce];
+        self.reducing("all_reduce", kinds, op, len).or_by(NativeKind::AllReduce)
     }
 
     /// Reduces `data` over all ranks, in place. All ranks get the same result, bit for bit.
@@ -65,7 +67,7 @@ impl Communicator {
             let (got, want) = (made_for.unwrap_or(0), len);
             return Err(CommError::Argument { op: "all_reduce", what: "length of the program", got, want });
         }
-        Ok(Call { name: "all_reduce", plan: program.into(), op, len })
+        Ok(Call { name: "all_reduce", plan: program.into(), op, len, native: None })
     }
 
     /// Runs an all-reduce by the caller's program. The program must leave the whole result on every rank, and
@@ -94,7 +96,8 @@ impl Communicator {
     }
 
     fn scattering<T: Element>(&self, op: Reduction<T>, len: usize) -> Call<T> {
-        self.reducing("reduce_scatter", [Kind::ReduceScatter, Kind::OrderedReduceScatter], op, len)
+        let kinds = [Kind::ReduceScatter, Kind::OrderedReduceScatter];
+        self.reducing("reduce_scatter", kinds, op, len).or_by(NativeKind::ReduceScatter)
     }
 
     /// Reduces `data` over all ranks, and returns the range of this rank's [shard](Self::shard), which then
@@ -127,7 +130,7 @@ impl Communicator {
         self.counts(name, counts, len)?;
         let program = if op.commutes() { ring_reduce_scatter } else { ordered_reduce_scatter };
         let program = program(self.rank(), self.size()).with_counts(counts);
-        Ok(Call { name, plan: program.into(), op, len })
+        Ok(Call { name, plan: program.into(), op, len, native: None })
     }
 
     /// Runs [`Communicator::reduce_scatter`] with shards of `counts[rank]` elements.
@@ -153,7 +156,7 @@ impl Communicator {
     }
 
     fn gathering<T: Element>(&self, len: usize) -> Call<T> {
-        Call::moving("all_gather", self.plan::<T>(Kind::AllGather, len), len)
+        Call::moving("all_gather", self.plan::<T>(Kind::AllGather, len), len).or_by(NativeKind::AllGather)
     }
 
     /// Fills `data` with the [shards](Self::shard) of all ranks. The input is this rank's own shard in `data`.
@@ -189,7 +192,8 @@ impl Communicator {
 
     fn broadcasting<T: Element>(&self, root: Rank, len: usize) -> Result<Call<T>, CommError> {
         self.root("broadcast", root)?;
-        Ok(Call::moving("broadcast", self.plan::<T>(Kind::Broadcast(root), len), len))
+        let call = Call::moving("broadcast", self.plan::<T>(Kind::Broadcast(root), len), len);
+        Ok(call.or_by(NativeKind::Broadcast(root)))
     }
 
     /// Overwrites `data` with that of the root, by a tree or a chain, whichever is cheaper on the declared
@@ -248,7 +252,7 @@ impl Communicator {
         if op.is_mean() {
             return Err(CommError::Unsupported { op: name, reduction: "mean", element: T::NAME });
         }
-        Ok(Call { name, plan: self.plan::<T>(kind, len), op, len })
+        Ok(Call { name, plan: self.plan::<T>(kind, len), op, len, native: None })
     }
 
     /// Overwrites `data` with the reduction over the ranks 0 to this one, in rank order; by recursive doubling

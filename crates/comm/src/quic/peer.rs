@@ -1,5 +1,6 @@
 //! One peer: its connection, the streams to it, and the streams read from it.
 
+mod closed_port;
 mod incoming;
 mod outgoing;
 
@@ -34,6 +35,8 @@ const MAX_UNREAD_BYTES: usize = WINDOW_OF_ALL as usize;
 const LEFT: u8 = 0;
 /// Error code with which a connection is closed after malformed data.
 const PROTOCOL: u8 = 2;
+/// Error code with which a connection to a process that has ended is closed.
+const ENDED: u8 = 3;
 
 /// The peer at the other end of a connection.
 #[derive(Debug)]
@@ -86,9 +89,20 @@ impl Peer {
         self.intake.inbox()
     }
 
-    /// Starts a task that reads the peer's streams and reports the end of the connection.
+    /// Starts tasks that read the peer's streams, and report the end of the connection or the process.
     pub(super) fn listen(self: &Arc<Self>, handle: &Handle, pool: &Arc<Pool>) {
         let (peer, pool) = (Arc::clone(self), Arc::clone(pool));
+        let watched = Arc::clone(self);
+        handle.spawn(async move {
+            tokio::select! {
+                _ = watched.connection.closed() => {}
+                () = closed_port::wait(&watched.connection) => {
+                    let reason = DownReason::Broken(ErrorKind::ConnectionRefused);
+                    watched.intake.peer_down(watched.id, reason);
+                    watched.connection.close(ENDED.into(), b"the process has ended");
+                }
+            }
+        });
         handle.spawn(async move {
             while let Ok((send, recv)) = peer.connection.accept_bi().await {
                 let (peer, pool) = (Arc::clone(&peer), Arc::clone(&pool));

@@ -198,8 +198,8 @@ impl Session {
     /// their number.
     pub(crate) fn receive_buffer(&mut self) -> &mut [u8] {
         let kept = if self.opened.is_empty() { self.from } else { self.opened.start };
-        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`: see the comment
-        // on `RECORD_ALIGNMENT`.
+        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`: see
+        // the comment on `RECORD_ALIGNMENT`.
         let place = (self.total_received - (self.to - kept)) % RECORD_ALIGNMENT;
         self.incoming.grow(place + if self.is_proven { INCOMING } else { self.limit });
         if kept > place {
@@ -324,7 +324,8 @@ impl Session {
             return Ok(0);
         }
         bytes.grow(if self.is_proven { OUTGOING } else { RECORD + KEY_UPDATE_SPACE });
-        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`, as in
+        // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`, as
+        // in
         // `Session::receive_buffer`.
         *sent = *said % RECORD_ALIGNMENT;
         *filled = *sent;

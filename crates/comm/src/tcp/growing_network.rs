@@ -5,6 +5,7 @@
 //! again. This module uses only the job's name, and does not decide who counts as a member.
 
 mod member;
+mod ranks;
 mod shared;
 
 use std::collections::BTreeMap;
@@ -55,6 +56,8 @@ pub struct GateConfig {
     pub shared_memory: SharedMemory,
     /// Whether members connect over TCP. By default they do.
     pub sockets: bool,
+    /// Whether more endpoints may be on this machine than it has cores. By default not.
+    pub(crate) crowded: bool,
     /// A second network, over which members connect where TCP does not reach them.
     pub(crate) second_network: Option<Arc<dyn SecondNetworkAccess>>,
 }
@@ -74,6 +77,7 @@ impl GateConfig {
             deadline: Duration::from_mins(1),
             shared_memory,
             sockets: true,
+            crowded: OVERSUBSCRIBED,
             second_network: None,
         }
     }
@@ -125,13 +129,13 @@ impl GrowingNetwork {
             }
             config.advertise.clone().unwrap_or_else(|| at.to_string())
         });
-        let beside = config.second_network.as_ref().map(|way| way.address());
-        let address: Vec<String> = own.into_iter().chain(beside).collect();
+        let second_network = config.second_network.as_ref().map(|access| access.address());
+        let address: Vec<String> = own.into_iter().chain(second_network).collect();
         let address = address.join(",");
-        let tcp = open(me, config.slots as usize, OVERSUBSCRIBED, config.shared_memory).map_err(io)?;
-        let beside = config.second_network.as_ref().map(|way| {
+        let tcp = open(me, config.slots as usize, config.crowded, config.shared_memory).map_err(io)?;
+        let second_network = config.second_network.as_ref().map(|access| {
             let shore = tcp.driver().endpoint_parts(config.slots as usize);
-            Arc::clone(tcp.driver().second_network.get_or_init(|| Arc::clone(way).open(shore)))
+            Arc::clone(tcp.driver().second_network.get_or_init(|| Arc::clone(access).open(shore)))
         });
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),
@@ -141,7 +145,7 @@ impl GrowingNetwork {
         let shared = Arc::new(Shared {
             tcp,
             second_network_access: config.second_network.clone(),
-            second_network: beside,
+            second_network,
             job: config.job.clone(),
             slots: config.slots,
             sockets: config.sockets,
@@ -153,9 +157,9 @@ impl GrowingNetwork {
             welcome: Mutex::default(),
             closed: AtomicBool::new(false),
         });
-        if let Some(beside) = &shared.second_network {
+        if let Some(second_network) = &shared.second_network {
             let host: Weak<Shared> = Arc::downgrade(&shared);
-            beside.listen(&shared.security, host);
+            second_network.listen(&shared.security, host);
         }
         let thread = listener.map(|listener| {
             let gate = Arc::clone(&shared);
@@ -283,8 +287,8 @@ impl GrowingNetwork {
 impl Drop for GrowingNetwork {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Release);
-        if let Some(beside) = &self.shared.second_network {
-            beside.stop_listening();
+        if let Some(second_network) = &self.shared.second_network {
+            second_network.stop_listening();
         }
         if let Some(thread) = self.thread.take() {
             // The runtime has already reported a panic in it.
@@ -324,8 +328,8 @@ impl MemberList {
                 Err(error) => return Err(error),
             }
         }
-        let way = config.second_network.as_ref().filter(|way| way.has_address(address));
-        let (Some(way), Some(key)) = (way, key_in(address).or(config.security.host())) else {
+        let access = config.second_network.as_ref().filter(|access| access.has_address(address));
+        let (Some(access), Some(key)) = (access, key_in(address).or(config.security.host())) else {
             return Ok(None);
         };
         if config.security.own_key() == Some(key) {
@@ -334,7 +338,7 @@ impl MemberList {
         let to = ConnectTarget { address, key, security: &config.security, until };
         let wrong = |source| CommError::Handshake { peer: key.to_string(), source };
         let question = wire::framed(&Control::Ask(&config.job)).map_err(wrong)?;
-        let answer = match Arc::clone(way).ask(&to, question) {
+        let answer = match Arc::clone(access).ask(&to, question) {
             Err(CommError::Io { what, kind, message, .. }) => {
                 tracing::debug!(address, what, ?kind, message, "a member is not reached");
                 return Ok(None);

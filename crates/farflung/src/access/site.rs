@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use farflung_comm::secure::{Certificates, Security};
 
-use super::{ACCESS, LONGEST, files, wrong};
+use super::{ACCESS, LONGEST, SECRET, SECRET_FILE, files, secret_of, wrong};
 use crate::{Error, Result};
 
 const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key must be given together";
@@ -50,21 +50,53 @@ impl SiteArgs {
             wrong(field, Some(path), &format!("a PEM file with the {}: {}", fault.what, fault.problem))
         })
     }
+}
 
-    /// Returns the security of the first member of a run that others join, if the files are given.
+/// How a process with a site's certificates takes part in a run that machines join and leave.
+#[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
+pub struct SiteMemberArgs {
+    /// The certificates.
+    #[command(flatten)]
+    pub site: SiteArgs,
+    /// File with a secret of at least 16 bytes that all members share, besides their certificates. It can also
+    /// be given by FARFLUNG_SECRET (the secret itself) or FARFLUNG_SECRET_FILE.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, requires = "tls_ca")]
+    pub secret_file: Option<PathBuf>,
+}
+
+impl SiteMemberArgs {
+    /// Returns the security of the first member of a run that others join, if certificates are given.
     ///
-    /// Errors: as [`SiteArgs::certificates`].
-    pub fn hosting(&self) -> Result<Option<Security>> {
-        let own = self.certificates()?;
-        Ok(own.map(|own| Security::by_certificates(&own, None, Vec::new())))
+    /// Errors: as [`SiteArgs::certificates`]; those of the secret's file.
+    pub fn hosting(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<Security>> {
+        self.security(Vec::new(), env)
     }
 
     /// Returns the security of a process that joins the members at `addresses`. The certificate of a member
-    /// must be valid for one of these names. `None` if the files are not given.
+    /// must be valid for one of these names. `None` if no certificates are given.
     ///
-    /// Errors: as [`SiteArgs::certificates`].
-    pub fn joining(&self, addresses: &[String]) -> Result<Option<Security>> {
-        let own = self.certificates()?;
-        Ok(own.map(|own| Security::by_certificates(&own, None, addresses.to_vec()).joining()))
+    /// Errors: as [`SiteMemberArgs::hosting`].
+    pub fn joining(
+        &self,
+        addresses: &[String],
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Security>> {
+        Ok(self.security(addresses.to_vec(), env)?.map(Security::joining))
+    }
+
+    /// Returns whether members also prove a secret.
+    pub fn has_secret(&self, env: impl Fn(&str) -> Option<String>) -> bool {
+        let is_set = |name: &&str| env(name).is_some_and(|value| !value.is_empty());
+        self.secret_file.is_some() || [SECRET, SECRET_FILE].iter().any(is_set)
+    }
+
+    fn security(
+        &self,
+        places: Vec<String>,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Security>> {
+        let Some(own) = self.site.certificates()? else { return Ok(None) };
+        let secret = secret_of(self.secret_file.as_deref(), &env)?;
+        Ok(Some(Security::by_certificates(&own, secret.as_ref(), places)))
     }
 }

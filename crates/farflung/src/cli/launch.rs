@@ -21,7 +21,7 @@ use super::train::TrainCommand;
 /// Everything after `--` is a farflung command. Each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one process fails, the others are ended. If other
 /// machines can reach --master, connections are encrypted with a secret that only these processes have. With
-/// train --transport iroh each process gets its own key, and all get a ticket.
+/// train --transport iroh, or auto with --relay, each process gets its own key, and all get a ticket.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- train --steps 200 --sync ddp
@@ -106,10 +106,11 @@ impl LaunchCommand {
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
         if TrainCommand::launched_over_quic(&self.command)? {
-            let expected = "tcp, because processes that are started over ssh connect over TCP; for iroh, \
+            let expected = "tcp, because processes that are started over ssh connect over TCP; for QUIC, \
                             start each rank by hand with RANK, WORLD_SIZE and --ticket-file, with a ticket \
                             that `farflung ticket` made on the machine of rank 0";
-            let (field, value, expected) = ("transport", "iroh".to_owned(), expected.to_owned());
+            let value = "iroh, or auto with --relay".to_owned();
+            let (field, expected) = ("transport", expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }
         let first = hosts.first().address().to_owned();

@@ -7,14 +7,14 @@ use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung::access::{self, Home, SiteArgs};
+use farflung::access::{self, Home, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::config::choice::TransportKind;
 use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
 use farflung::train::{Report, RunObserver, elastic};
-use farflung::transports::{IROH, Reach, TCP, is_beside};
+use farflung::transports::{IROH, Reach, TCP, is_second_network_address};
 use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
@@ -64,7 +64,7 @@ pub(crate) struct HostCommand {
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     #[command(flatten)]
-    site: SiteArgs,
+    site: SiteMemberArgs,
     #[command(flatten)]
     notice: NoticeArgs,
     #[command(flatten)]
@@ -108,7 +108,7 @@ impl HostCommand {
 
     /// Returns whether members show certificates, so that there is no ticket.
     pub(super) fn has_certificates(&self) -> bool {
-        self.site != SiteArgs::default()
+        self.site != SiteMemberArgs::default()
     }
 
     /// Returns the path of this machine's key, if it was given.
@@ -130,10 +130,11 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
-        let site = self.site.hosting()?;
+        let env = |name: &str| std::env::var(name).ok();
+        let site = self.site.hosting(env)?;
         let home = match site {
             Some(_) => None,
-            None => Some(Home::new(self.key_file.as_deref(), |name| std::env::var(name).ok())?),
+            None => Some(Home::new(self.key_file.as_deref(), env)?),
         };
         let own = home.map(|home| Ok::<_, Error>((home.identity()?, home.join_secret()?))).transpose()?;
         let security = match (site, &own) {
@@ -176,8 +177,9 @@ impl HostCommand {
                 let at: Vec<String> = addresses.iter().map(|at| format!("--at {at}")).collect();
                 farflung::terminal::write_stderr(format!(
                     "other machines join with their own certificates:\n  farflung join {} --tls-ca FILE \
-                     --tls-cert FILE --tls-key FILE\n",
+                     --tls-cert FILE --tls-key FILE{}\n",
                     at.join(" "),
+                    if self.site.has_secret(env) { " --secret-file FILE" } else { "" },
                 ));
                 return Ok(());
             };
@@ -225,7 +227,7 @@ pub(crate) struct JoinCommand {
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "ticket_file", requires = "tls_ca")]
     at: Vec<String>,
     #[command(flatten)]
-    site: SiteArgs,
+    site: SiteMemberArgs,
     /// The run's text on this machine, which must be the same as on the other members. Default: the default
     /// text.
     #[arg(long, value_name = "FILE")]
@@ -327,13 +329,13 @@ impl Membership {
     ///
     /// Errors: files that cannot be read; certificates without an address.
     pub(super) fn new(
-        site: &SiteArgs,
+        site: &SiteMemberArgs,
         at: &[String],
         ticket: Option<&Path>,
         key: Option<&Path>,
     ) -> Result<Self> {
         let env = |name: &str| std::env::var(name).ok();
-        if let Some(security) = site.joining(at)? {
+        if let Some(security) = site.joining(at, env)? {
             if at.is_empty() {
                 return Err(Error::Setting {
                     field: "at",
@@ -396,22 +398,23 @@ fn transport(text: &str) -> std::result::Result<TransportKind, String> {
 /// Returns the addresses of a member's ticket. `given` are those of the command line.
 fn addresses(gate: &GrowingNetwork, given: impl IntoIterator<Item = impl ToString> + Clone) -> Vec<String> {
     let parts = gate.address().split(',').map(str::to_owned);
-    let (beside, own): (Vec<String>, Vec<String>) = parts.partition(|one| is_beside(one));
+    let (second_network, own): (Vec<String>, Vec<String>) =
+        parts.partition(|one| is_second_network_address(one));
     let given: Vec<String> = given.into_iter().map(|one| one.to_string()).collect();
     let own = match own.first() {
         Some(first) if given.is_empty() => vec![reached(first)],
         Some(_) => given,
         None => Vec::new(),
     };
-    own.into_iter().chain(beside).take(ADDRESSES).collect()
+    own.into_iter().chain(second_network).take(ADDRESSES).collect()
 }
 
 /// Returns the addresses of a ticket as they are asked: those of TCP in turn, and those of QUIC at once.
 pub(super) fn to_ask(addresses: &[String]) -> Vec<String> {
-    let (beside, mut own): (Vec<String>, Vec<String>) =
-        addresses.iter().cloned().partition(|one| is_beside(one));
-    if !beside.is_empty() {
-        own.push(beside.join(","));
+    let (second_network, mut own): (Vec<String>, Vec<String>) =
+        addresses.iter().cloned().partition(|one| is_second_network_address(one));
+    if !second_network.is_empty() {
+        own.push(second_network.join(","));
     }
     own
 }
@@ -424,10 +427,10 @@ fn reached(listens: &str) -> String {
         return listens.to_owned();
     }
     // Connecting a UDP socket sends nothing; the system only chooses the local address.
-    let way = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+    let probe = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
         socket.connect("192.0.2.1:9")?;
         socket.local_addr()
     });
-    let ip = way.map_or(std::net::Ipv4Addr::LOCALHOST.into(), |way| way.ip());
+    let ip = probe.map_or(std::net::Ipv4Addr::LOCALHOST.into(), |own| own.ip());
     std::net::SocketAddr::new(ip, at.port()).to_string()
 }

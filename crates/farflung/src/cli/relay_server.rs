@@ -17,7 +17,7 @@ forwarded bytes when it ends. This command needs a build with the
 feature `iroh`: cargo build --release --features iroh
 ";
 
-/// Run your own relay for `--transport iroh`, through which processes behind routers reach each other. Runs
+/// Run your own relay (see `--relay`), through which processes behind routers reach each other. Runs
 /// until a signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]

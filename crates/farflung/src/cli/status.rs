@@ -5,12 +5,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung::access::SiteArgs;
+use farflung::access::SiteMemberArgs;
 use farflung::comm::secure::{Identity, Security};
 use farflung::comm::tcp::GateConfig;
 use farflung::config::choice::TransportKind;
 use farflung::train::elastic::{self, Status};
-use farflung::transports::{Reach, is_beside};
+use farflung::transports::{Reach, is_second_network_address};
 use farflung::{Result, TrainConfig};
 
 use super::members::{Membership, to_ask};
@@ -39,7 +39,7 @@ pub(crate) struct StatusCommand {
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "ticket_file", requires = "tls_ca")]
     at: Vec<String>,
     #[command(flatten)]
-    site: SiteArgs,
+    site: SiteMemberArgs,
     /// The run's name, if it is not the default.
     #[arg(long, value_name = "NAME")]
     job: Option<String>,
@@ -72,11 +72,11 @@ impl Asking {
 /// Errors: a ticket, a key or certificates that cannot be read.
 pub(super) fn asking(
     (ticket, key): (Option<&Path>, Option<&Path>),
-    (site, at): (&SiteArgs, &[String]),
+    (site, at): (&SiteMemberArgs, &[String]),
     job: Option<String>,
 ) -> Result<Asking> {
     let Membership { mut security, known, ticket } = Membership::new(site, at, ticket, key)?;
-    if let Some(ticket) = ticket.filter(|_| known.iter().any(|address| is_beside(address))) {
+    if let Some(ticket) = ticket.filter(|_| known.iter().any(|address| is_second_network_address(address))) {
         // Over QUIC a process is reached by its key, which must differ from that of a member on this machine.
         security = Security::by_ticket(&Identity::generate()?, &ticket);
     }

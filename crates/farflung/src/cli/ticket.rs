@@ -21,8 +21,8 @@ use farflung::{Error, Home, Result, access};
   farflung ticket --key >> allow")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub(crate) struct TicketCommand {
-    /// Address at which other machines reach rank 0; up to 16, which are tried in turn. For --transport iroh
-    /// also relays, as http://HOST:PORT.
+    /// Address at which other machines reach rank 0; up to 16, which are tried in turn. In a build with
+    /// the feature iroh also relays, as http://HOST:PORT.
     #[arg(long, value_name = "HOST:PORT", required_unless_present_any = ["show", "rotate", "key"])]
     address: Vec<String>,
     /// Time for which the ticket is valid, such as 90s, 30min, 24h or 7d.

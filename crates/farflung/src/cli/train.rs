@@ -125,14 +125,16 @@ impl TrainCommand {
             return Ok(false);
         };
         let Ok(config) = train.flags.clone().resolve() else { return Ok(false) };
-        if config.transport != TransportKind::of(&IROH) {
+        let by_auto = config.transport == TransportKind::Auto && !config.relays().is_empty();
+        if !by_auto && config.transport != TransportKind::of(&IROH) {
             return Ok(false);
         }
         if train.access != AccessArgs::default() {
             let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and \
                             --tls-*: `launch` creates a key for each process, and a ticket; to use these \
                             flags, start each rank by hand";
-            let (field, value, expected) = ("transport", IROH.name.to_owned(), expected.to_owned());
+            let value = if by_auto { "auto with --relay" } else { IROH.name };
+            let (field, value, expected) = ("transport", value.to_owned(), expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }
         Ok(true)

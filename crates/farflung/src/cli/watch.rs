@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use farflung::Result;
+use farflung::access::SiteMemberArgs;
 
 const EXAMPLES: &str = "Examples:
   farflung watch runs/nano-1
   farflung watch runs/nano-1 --listen 127.0.0.1:0
   farflung watch runs/gpt-1 --ticket-file runs/gpt-1/run.ticket
+  farflung watch runs/gpt-1 --at my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   ssh -L 8642:127.0.0.1:8642 far-machine farflung watch runs/nano-1
 
 The first line on stdout is the page's address. The page reads what the run writes into its folder, live or afterwards:
@@ -19,7 +21,7 @@ cargo build --release --features watch
 /// Show a run in a browser: members and links, shares, how each step's time is spent, loss, bytes, goodput,
 /// events.
 #[derive(Debug, clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, group = clap::ArgGroup::new("asks").args(["ticket_file", "at"]))]
 pub(crate) struct WatchCommand {
     /// The run's folder; the run may have ended.
     #[arg(value_name = "RUN")]
@@ -32,8 +34,14 @@ pub(crate) struct WatchCommand {
     /// are present, what their shares are and which ones they wait for.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
+    /// Address of a member, where processes have certificates and there is no ticket; several are tried in
+    /// turn.
+    #[arg(long, value_name = "HOST:PORT", requires = "tls_ca")]
+    at: Vec<String>,
+    #[command(flatten)]
+    site: SiteMemberArgs,
     /// The run's name, if it is not the default.
-    #[arg(long, value_name = "NAME", requires = "ticket_file")]
+    #[arg(long, value_name = "NAME", requires = "asks")]
     job: Option<String>,
     /// File with this machine's key, created on first use. Default: `key` in `FARFLUNG_HOME` or
     /// ~/.config/farflung.
@@ -67,14 +75,13 @@ impl WatchCommand {
         })
     }
 
-    /// Returns a function that asks a member of the run, if there is a ticket.
+    /// Returns a function that asks a member of the run, if there are a ticket or certificates.
     fn ask(&self) -> Result<Option<farflung::watch::Ask>> {
-        if self.ticket_file.is_none() {
+        if self.ticket_file.is_none() && self.site == SiteMemberArgs::default() {
             return Ok(None);
         }
         let proof = (self.ticket_file.as_deref(), self.key_file.as_deref());
-        let asking =
-            super::status::asking(proof, (&farflung::access::SiteArgs::default(), &[]), self.job.clone())?;
+        let asking = super::status::asking(proof, (&self.site, &self.at), self.job.clone())?;
         Ok(Some(Box::new(move || asking.ask())))
     }
 }

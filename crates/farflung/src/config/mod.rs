@@ -317,8 +317,8 @@ settings! {
         plan: PathBuf, "FILE" => "the path may differ; the file's contents are compared";
         /// Workers in this process. In a launched job each process has one worker.
         workers: usize, "N", 4usize => "in a job of several processes, each has one worker";
-        /// A published method that consists of several settings, such as demo or sparseloco; `farflung train --help` lists them.
-        /// Settings given beside it override it.
+        /// A published method that consists of several settings, such as demo or sparseloco; `farflung train
+        /// --help` lists them. Settings given beside it override it.
         recipe: RecipeKind, "NAME";
         /// What workers average, and when; `farflung train --help` lists the methods.
         sync: SyncKind, "KIND", SyncKind::default();
@@ -428,13 +428,16 @@ settings! {
         up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has its own connection";
         /// Name of the job, if several jobs use one port: ranks of another job are rejected.
         job: String, "NAME", "farflung" => "ranks with different names do not connect";
-        /// Transport between workers; `farflung train --help` lists them. auto is simulated in one process and tcp in several,
-        /// with shared memory between processes of one machine unless --up or --up-each is given. iroh reaches
-        /// processes behind routers, and needs a ticket.
+        /// Transport between workers; `farflung train --help` lists them. auto is simulated in one process and
+        /// tcp in several, with shared memory between processes of one machine unless --up or --up-each is
+        /// given. With relays (--relay, or in the ticket) auto uses QUIC between processes that TCP does not
+        /// connect. iroh is QUIC alone, and needs a ticket; a run may have ranks with auto and others with
+        /// iroh.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
-        /// Your own relays for --transport iroh, as http://HOST:PORT (`farflung relay` is one) or as https://
-        /// with a publicly trusted certificate, separated by commas. A ticket may also contain relays.
-        /// `farflung host` uses them with --transport auto as well, for members that TCP does not reach.
+        /// Your own relays for --transport auto and iroh, as http://HOST:PORT (`farflung relay` is one) or as
+        /// https:// with a publicly trusted certificate, separated by commas; for processes that TCP does not
+        /// connect. A ticket may also contain relays. Give them to all ranks. They need a build with the
+        /// feature iroh, and a ticket or a secret.
         relay: String, "URL" => "each process uses the relays that it can reach";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, which takes the cheapest
         /// on the links of --topology; an invalid name lists them. With a codec: direct (equal shards, the

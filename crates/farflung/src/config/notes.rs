@@ -13,7 +13,7 @@ use farflung_zoo::GptConfig;
 use super::TrainConfig;
 use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
 use super::local_steps::LocalStepsKind;
-use crate::transports::{IROH, MEMORY, MPI, SHARED_MEMORY};
+use crate::transports::{IROH, MEMORY, MPI, MPI_NATIVE, SHARED_MEMORY};
 
 /// Facts about a run that its settings do not contain.
 #[derive(Debug, Clone, Copy)]
@@ -134,9 +134,10 @@ impl TrainConfig {
         });
     }
 
-    /// Returns whether processes connect over QUIC: members whose number varies also do with `auto`.
+    /// Returns whether processes may connect over QUIC.
     fn uses_relays(&self, run: &NoteContext) -> bool {
-        let auto = run.elastic && self.transport == TransportKind::Auto;
+        let between_processes = run.elastic || !run.simulated;
+        let auto = between_processes && self.transport == TransportKind::Auto;
         auto || self.transport == TransportKind::of(&IROH)
     }
 
@@ -282,8 +283,12 @@ impl TrainConfig {
             &["up", "up-each"],
             "processes that share memory send nothing over sockets",
         );
-        notes.note_without_effect(!self.uses_relays(run), &["relay"], "only `transport` iroh uses relays");
-        let mpi = self.transport == TransportKind::of(&MPI);
+        notes.note_without_effect(
+            !self.uses_relays(run),
+            &["relay"],
+            "only processes with `transport` auto or iroh use relays",
+        );
+        let mpi = [MPI, MPI_NATIVE].iter().any(|row| self.transport == TransportKind::of(row));
         notes.note_without_effect(mpi, &["up", "up-each"], "the traffic of MPI cannot be limited");
         notes.note_without_effect(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";

@@ -87,8 +87,8 @@ pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine
         .collect()
 }
 
-/// Turns the stages that a planner has found into the plan of one pipeline. `order` is the list of ranks that the
-/// planner was given; its stages name machines by their index in that list.
+/// Turns the stages that a planner has found into the plan of one pipeline. `order` is the list of ranks that
+/// the planner was given; its stages name machines by their index in that list.
 ///
 /// Errors: as [`Plan::check`].
 pub fn pipeline_plan(

@@ -44,9 +44,10 @@ pub(super) fn view_communicator(job: &Job, comm: Communicator, simulates: bool) 
 }
 
 /// Returns the connections of this process: all of the job's, or one of them under a launcher. `joined` is the
-/// communicator of a launched job, from [`join`].
+/// communicator of a launched job, from [`join`](crate::train::join).
 ///
-/// Errors: a topology that does not fit; [`Error::PeerLost`] if a job of one process cannot open its socket.
+/// Errors: a topology that does not fit; [`Error::PeerLost`](crate::Error::PeerLost) if a job of one process
+/// cannot open its socket.
 pub fn connections(job: &Job, joined: Option<Communicator>) -> Result<Vec<WorkerConnection>> {
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);

@@ -16,7 +16,7 @@ use farflung_parallel::{Cluster, Plan, shipped};
 pub(super) use super::connection::view_communicator;
 pub use super::connection::{WorkerConnection, connections};
 use crate::config::choice::TransportKind;
-use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod};
+use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod, meet_by_auto};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
 
 /// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
@@ -112,6 +112,11 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         pace: pace(config),
         shared_memory: shared_memory(config),
     };
+    if config.transport == TransportKind::Auto
+        && let Some(met) = meet_by_auto(&meeting)?
+    {
+        return Ok(met);
+    }
     // If the setting is a transport within a process, meet anyway, so that the other ranks learn of the
     // difference.
     let meets = |row: &TransportMethod| match row.ends {

@@ -1,9 +1,11 @@
 //! QUIC between processes, including those behind address translation.
 
-use farflung_comm::Communicator;
 use farflung_comm::tcp::GateConfig;
 
-use super::{Connects, JoinSettings, TransportMethod};
+#[cfg(not(feature = "iroh"))]
+use super::mixed::missing;
+use super::mixed::{is_second_network_address, meet};
+use super::{Connects, TransportMethod};
 use crate::config::choice::TransportKind;
 use crate::{Error, Result};
 
@@ -14,40 +16,8 @@ pub const IROH: TransportMethod = TransportMethod {
               iroh)",
     simulated: false,
     fixed: None,
-    ends: Connects::Processes(meet),
+    ends: Connects::Processes(|meeting| meet(meeting, false)),
 };
-
-#[cfg(feature = "iroh")]
-fn meet(meeting: &JoinSettings) -> Result<Communicator> {
-    use farflung_comm::quic;
-
-    let JoinSettings { rank, world_size, master, security, job, deadline, pace, relays, .. } = meeting;
-    let mut join = quic::Config::new(*rank, *world_size, master.clone(), security.clone());
-    join.deadline = (*deadline).into();
-    join.pace = *pace;
-    join.job.clone_from(job);
-    join.relays.clone_from(relays);
-    let end = quic::join(&join)?;
-    for peer in (0..*world_size).map(farflung_base::PeerId).filter(|peer| peer.0 != *rank) {
-        let path = end.path_to(peer).unwrap_or_else(|| "path not known yet".to_owned());
-        tracing::info!(peer = peer.0, path, "connected over QUIC");
-    }
-    Ok(Communicator::new(end).with_deadline(*deadline))
-}
-
-#[cfg(not(feature = "iroh"))]
-fn meet(_: &JoinSettings) -> Result<Communicator> {
-    Err(missing(IROH.name))
-}
-
-#[cfg(not(feature = "iroh"))]
-fn missing(value: &str) -> Error {
-    Error::Setting {
-        field: "transport",
-        value: value.to_owned(),
-        expected: "a build with the feature `iroh`: cargo build --release --features iroh".to_owned(),
-    }
-}
 
 /// How a member of a run that machines join and leave is reached over QUIC.
 #[derive(Debug, Clone)]
@@ -64,7 +34,9 @@ impl Reach {
     /// Returns whether members connect over QUIC.
     fn over_quic(&self, known: &[String]) -> bool {
         match self.transport {
-            TransportKind::Auto => !self.relays.is_empty() || known.iter().any(|address| is_beside(address)),
+            TransportKind::Auto => {
+                !self.relays.is_empty() || known.iter().any(|address| is_second_network_address(address))
+            }
             TransportKind::Named(_) => self.transport == TransportKind::of(&IROH),
         }
     }
@@ -77,7 +49,7 @@ impl Reach {
         if !self.over_quic(known) {
             if self.transport != TransportKind::Auto
                 && !known.is_empty()
-                && known.iter().all(|one| is_beside(one))
+                && known.iter().all(|one| is_second_network_address(one))
             {
                 return Err(Error::Setting {
                     field: "transport",
@@ -107,16 +79,10 @@ impl Reach {
 
     #[cfg(not(feature = "iroh"))]
     fn open_quic(&self, gate: GateConfig, known: &[String]) -> Result<GateConfig> {
-        let by_tcp = known.iter().any(|address| !is_beside(address));
+        let by_tcp = known.iter().any(|address| !is_second_network_address(address));
         if self.transport == TransportKind::Auto && (by_tcp || known.is_empty()) && self.relays.is_empty() {
             return Ok(gate);
         }
         Err(missing(if self.transport == TransportKind::Auto { "auto with relays" } else { IROH.name }))
     }
-}
-
-/// Returns whether an address is that of a relay or of QUIC.
-#[must_use]
-pub fn is_beside(address: &str) -> bool {
-    address.contains("://") || address.starts_with("quic:")
 }

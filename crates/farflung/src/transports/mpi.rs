@@ -8,7 +8,16 @@ pub const MPI: TransportMethod = TransportMethod {
     summary: "processes that mpirun starts, over its MPI (feature mpi); if one is lost, the job ends",
     simulated: false,
     fixed: Some(farflung_comm::MPI_IS_FIXED),
-    ends: Connects::Processes(meet),
+    ends: Connects::Processes(|meeting| meet(meeting, MPI.name)),
+};
+
+/// The same with MPI's own collectives, as far as it has them.
+pub const MPI_NATIVE: TransportMethod = TransportMethod {
+    name: "mpi-native",
+    summary: "like mpi, with MPI's own all-reduce, reduce-scatter, all-gather and broadcast: bits may differ \
+              from those of other transports, and --algorithm does not apply to these",
+    ends: Connects::Processes(|meeting| meet(meeting, MPI_NATIVE.name)),
+    ..MPI
 };
 
 /// Environment variables of MPI launchers; each launcher sets one of them: OpenMPI's `mpirun`, PMI (MPICH,
@@ -17,38 +26,41 @@ pub const MPI: TransportMethod = TransportMethod {
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
 #[cfg(feature = "mpi")]
-fn meet(meeting: &super::JoinSettings) -> crate::Result<farflung_comm::Communicator> {
+fn meet(meeting: &super::JoinSettings, name: &str) -> crate::Result<farflung_comm::Communicator> {
+    use farflung_comm::mpi::Collectives;
+
     // Without a launcher, MPI would treat the process as a job of one, or end it with its own message.
     if STARTED.iter().all(|name| std::env::var_os(name).is_none()) {
         let n = meeting.world_size;
         return Err(crate::Error::Setting {
             field: "transport",
-            value: "mpi".to_owned(),
+            value: name.to_owned(),
             expected: format!(
                 "another transport, because mpirun has not started this process: start the job as `mpirun -n \
-                 {n} farflung train --transport mpi ...`"
+                 {n} farflung train --transport {name} ...`"
             ),
         });
     }
     if meeting.security.is_encrypted() {
         return Err(crate::Error::Setting {
             field: "transport",
-            value: "mpi".to_owned(),
+            value: name.to_owned(),
             expected:
                 "another transport with a secret, a ticket or a certificate, because MPI's messages are not \
                  encrypted; without these, confirm with --insecure that only you use the network"
                     .to_owned(),
         });
     }
-    let met = farflung_comm::mpi::join(meeting.rank, meeting.world_size)?;
+    let collectives = if name == MPI_NATIVE.name { Collectives::Native } else { Collectives::Ours };
+    let met = farflung_comm::mpi::join_by(meeting.rank, meeting.world_size, collectives)?;
     Ok(farflung_comm::Communicator::new(met).with_deadline(meeting.deadline))
 }
 
 #[cfg(not(feature = "mpi"))]
-fn meet(_: &super::JoinSettings) -> crate::Result<farflung_comm::Communicator> {
+fn meet(_: &super::JoinSettings, name: &str) -> crate::Result<farflung_comm::Communicator> {
     Err(crate::Error::Setting {
         field: "transport",
-        value: "mpi".to_owned(),
+        value: name.to_owned(),
         expected: "another transport, because this program was built without MPI: `cargo xtask setup mpi` \
                    installs on Debian what MPI needs, and `cargo build --release --features mpi` builds with \
                    it; under mpirun, auto and tcp work without it"

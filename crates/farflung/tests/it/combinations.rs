@@ -42,7 +42,8 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
     config
 }
 
-/// Returns one function per rank that opens its connection; ranks are threads of this process over any transport.
+/// Returns one function per rank that opens its connection; ranks are threads of this process over any
+/// transport.
 fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> WorkerConnection + Send + '_>> {
     let joins = matches!(job.config.transport, TransportKind::Named(row) if row.joins_processes());
     if !joins {

@@ -1,5 +1,6 @@
 //! A pipeline that loses a rank without a replacement. All remaining members continue: those that hold the same
-//! part form a pool. They train on the same sequences as a run that loses no rank, with the same training losses.
+//! part form a pool. They train on the same sequences as a run that loses no rank, with the same training
+//! losses.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -30,8 +30,10 @@ fn members_cannot_come_and_leave_over_mpi() {
 #[cfg(not(feature = "mpi"))]
 fn a_program_without_mpi_says_what_to_do() {
     let run = Run::new();
-    let said = refused(run.args("--steps 1 --sync ddp --transport mpi"), true);
-    assert!(said.contains("built without MPI") && said.contains("cargo xtask setup mpi"), "{said}");
+    for transport in ["mpi", "mpi-native"] {
+        let said = refused(run.args(&format!("--steps 1 --sync ddp --transport {transport}")), true);
+        assert!(said.contains("built without MPI") && said.contains("cargo xtask setup mpi"), "{said}");
+    }
 }
 
 #[cfg(feature = "mpi")]
@@ -40,7 +42,7 @@ mod with_mpi {
     use std::process::{Child, Command, Stdio};
     use std::time::Duration;
 
-    use super::tiny::{Run, farflung};
+    use crate::tiny::{Run, farflung};
 
     /// A job of ranks under `mpirun`.
     struct Job<'a> {
@@ -128,6 +130,18 @@ mod with_mpi {
             let sockets = trained(&run, "tcp", more);
             assert_eq!(sockets.0.len(), 5);
             assert!(trained(&run, "mpi", more) == sockets, "{more}");
+        }
+    }
+
+    #[test]
+    fn a_run_with_mpi_s_own_collectives_has_the_losses_of_ours_up_to_rounding() {
+        let run = Run::new();
+        let ours = trained(&run, "mpi", "").0;
+        let native = trained(&run, "mpi-native", "").0;
+        assert_eq!((ours.len(), native.len()), (5, 5));
+        for (ours, native) in ours.iter().zip(&native) {
+            let [ours, native]: [f64; 2] = [ours, native].map(|loss| loss.parse().unwrap());
+            assert!((ours - native).abs() <= 1e-4 * ours, "{ours} and {native}");
         }
     }
 

@@ -34,6 +34,9 @@ fn a_build_without_it_says_how_to_build_one_with_it() {
     let failed = on(&run, "home").args(["relay", "--listen", "127.0.0.1:0"]).output().unwrap();
     assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
     assert!(said(&failed).contains("--features iroh"), "{}", said(&failed));
+    let failed = launch(&run, "--relay http://127.0.0.1:1");
+    assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
+    assert!(said(&failed).contains("--features iroh"), "{}", said(&failed));
     for flags in [["--transport", "iroh"], ["--relay", "http://127.0.0.1:1"]] {
         let host = ["host", "--listen", "127.0.0.1:0", "--out", "hosted"];
         let failed = on(&run, "home").args(host).args(flags).output().unwrap();
@@ -131,6 +134,91 @@ mod with_it {
         let carried: u64 = rest.trim().strip_suffix(" bytes carried").unwrap().parse().unwrap();
         assert!(carried > 1000, "the ranks met elsewhere: {carried} bytes");
         assert!(trained(&run.at("quic")) == over_tcp(&run));
+    }
+
+    /// Starts a relay, which ends with the test; returns its URL.
+    fn relay(run: &Run) -> (Killed, String) {
+        let mut relay = on(run, "relay").args(["relay", "--listen", "127.0.0.1:0"]).spawn().unwrap();
+        let mut url = String::new();
+        BufReader::new(relay.stdout.take().unwrap()).read_line(&mut url).unwrap();
+        (Killed(relay), url.trim().to_owned())
+    }
+
+    /// A process that is killed at the end of the test.
+    struct Killed(Child);
+
+    impl Drop for Killed {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    /// Starts a rank of three, which logs by which network it is connected to each other one.
+    fn of_three(run: &Run, number: usize, more: &str) -> Child {
+        let mut command = on(run, &format!("machine-{number}"));
+        command.env("RANK", number.to_string()).env("WORLD_SIZE", "3").env("RUST_LOG", "farflung=info");
+        let args = format!("--steps 3 --sync ddp --workers 3 --out mixed {more}");
+        command.args(run.args(&args)).spawn().unwrap()
+    }
+
+    /// Returns for each rank the networks by which it is connected to the others, in their order.
+    fn networks(ranks: [Child; 3]) -> [Vec<String>; 3] {
+        ranks.map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            assert!(output.status.success(), "{}", said(&output));
+            let said = said(&output);
+            let connected = said.lines().filter_map(|line| line.split_once("connected over "));
+            connected.map(|(_, network)| network[..3].to_lowercase()).collect()
+        })
+    }
+
+    fn three_over_tcp(run: &Run) -> (Vec<String>, Vec<u8>) {
+        let args = run.args("--steps 3 --sync ddp --workers 3 --transport tcp --out tcp");
+        let output = on(run, "home").args(["launch", "-n", "3", "--"]).args(args).output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        trained(&run.at("tcp"))
+    }
+
+    #[test]
+    fn a_rank_that_tcp_does_not_reach_trains_over_quic_with_others_over_shared_memory() {
+        let run = Run::new();
+        let (_relay, url) = relay(&run);
+        let host = format!("127.0.0.1:{}", free());
+        // Where rank 2 runs, no process of the job listens at the address of its ticket, and rank 0 is reached
+        // over the relay.
+        ticket(&run, &["127.0.0.1:1", &url]);
+        fs::rename(run.at("ticket"), run.at("far")).unwrap();
+        ticket(&run, &[&host, &url]);
+        fs::rename(run.at("a"), run.at("machine-0")).unwrap();
+        let ranks = [(0, "ticket"), (1, "ticket"), (2, "far")];
+        let ranks = ranks.map(|(number, ticket)| of_three(&run, number, &format!("--ticket-file {ticket}")));
+        let found = networks(ranks);
+        assert_eq!(found, [vec!["tcp", "qui"], vec!["tcp", "tcp"], vec!["qui", "tcp"]]);
+        assert!(trained(&run.at("mixed")) == three_over_tcp(&run));
+    }
+
+    #[test]
+    fn ranks_with_auto_and_with_iroh_train_in_one_run() {
+        let run = Run::new();
+        let (_relay, url) = relay(&run);
+        ticket(&run, &[&format!("127.0.0.1:{}", free())]);
+        fs::rename(run.at("a"), run.at("machine-0")).unwrap();
+        let ranks = ["auto", "iroh", "auto"].into_iter().enumerate();
+        let ranks: Vec<Child> = ranks
+            .map(|(number, transport)| {
+                let more = format!("--transport {transport} --relay {url} --ticket-file ticket");
+                of_three(&run, number, &more)
+            })
+            .collect();
+        let found = networks(ranks.try_into().unwrap());
+        assert_eq!(found, [vec!["qui", "tcp"], vec!["qui", "qui"], vec!["tcp", "qui"]]);
+        assert!(trained(&run.at("mixed")) == three_over_tcp(&run));
+        // A ticket and a key for each process from `launch`.
+        let args = run.args(&format!("--steps 3 --sync ddp --workers 3 --relay {url} --out launched"));
+        let output = on(&run, "home").args(["launch", "-n", "3", "--"]).args(args).output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        assert!(trained(&run.at("launched")) == trained(&run.at("mixed")));
     }
 
     #[test]

@@ -126,7 +126,7 @@ fn a_text_of_ones_own_is_not_compared() {
 
 #[test]
 fn a_transport_that_only_one_rank_has_is_told_to_all() {
-    let expected = "tcp or shared-memory or iroh or mpi, since the job has 3 processes";
+    let expected = "tcp or shared-memory or iroh or mpi or mpi-native, since the job has 3 processes";
     let texts = ["`transport` is memory", expected];
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }

@@ -184,3 +184,56 @@ fn members_come_and_go_with_certificates_and_no_ticket() {
     send(a.0.id(), Signal::KILL);
     wait_until_or(said("b"), || has("b", 2));
 }
+
+#[test]
+fn members_prove_a_secret_beside_their_certificates_and_the_page_asks_them() {
+    let run = Run::new();
+    issue(&run, "site", 4000);
+    for (name, secret) in [("secret", "a secret of the site, 26 b"), ("other", "another secret, 26 bytes..")]
+    {
+        fs::write(run.at(name), secret).unwrap();
+        fs::set_permissions(run.at(name), fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (listen, at) = (format!("127.0.0.1:{port}"), format!("localhost:{port}"));
+    let flags = format!("--steps 1000000 --out host --listen {listen} --address {at} --secret-file secret");
+    let flags = run.flags(&flags);
+    let words: Vec<&str> = ["host"].into_iter().chain(flags.iter().map(String::as_str)).collect();
+    let log = |name: &str| fs::read_to_string(run.at(&format!("{name}.log"))).unwrap_or_default();
+    let _host = member(&run, "host", "site", &words);
+    wait_until_or(|| log("host"), || log("host").contains("--tls-key FILE --secret-file FILE").then_some(()));
+    for (name, more) in [("none", &[][..]), ("wrong", &["--secret-file", "other"])] {
+        let mut refused = member(&run, name, "site", &[&["status", "--at", &at][..], more].concat());
+        assert!(!refused.0.wait().unwrap().success(), "{name}");
+        assert!(log(name).contains("secret"), "{}", log(name));
+    }
+    let data = run.at("text.txt").display().to_string();
+    let asks = ["--at", &at, "--secret-file", "secret"];
+    let join = ["join", "--listen", "127.0.0.1:0", "--threads", "1", "--data", &data, "--out", "a"];
+    let _a = member(&run, "a", "site", &[&join[..], &asks].concat());
+    let said = || format!("{}\n{}", log("host"), log("a"));
+    wait_until_or(said, || run.at("a/metrics.jsonl").exists().then_some(()));
+    let mut status = member(&run, "status", "site", &[&["status"][..], &asks].concat());
+    assert!(status.0.wait().unwrap().success(), "{}", log("status"));
+    assert!(log("status").contains(" (answers)"), "{}", log("status"));
+    #[cfg(feature = "watch")]
+    {
+        use std::io::{Read as _, Write as _};
+        use std::net::TcpStream;
+
+        let words = ["watch", "host", "--listen", "127.0.0.1:0"];
+        let _page = member(&run, "page", "site", &[&words[..], &asks].concat());
+        let page = || log("page").lines().find_map(|line| line.strip_prefix("http://").map(str::to_owned));
+        let page = wait_until_or(|| log("page"), page);
+        let page = page.trim_end_matches('/');
+        let asked = || {
+            let mut stream = TcpStream::connect(page).unwrap();
+            let request = format!("GET /snapshot HTTP/1.1\r\nHost: {page}\r\nConnection: close\r\n\r\n");
+            stream.write_all(request.as_bytes()).unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            (answer.matches(&format!("\"{at}\"")).count() > 0).then_some(())
+        };
+        wait_until_or(|| log("page"), asked);
+    }
+}

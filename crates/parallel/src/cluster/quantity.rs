@@ -97,8 +97,8 @@ impl TensorEfficiency {
     }
 
     /// Returns the percentage of a device's speed that remains if `ranks` tensor ranks share a layer: the one
-    /// measured for the smallest power of two that is at least `ranks`, or the last one known. 100 for one rank,
-    /// or if nothing was measured.
+    /// measured for the smallest power of two that is at least `ranks`, or the last one known. 100 for one
+    /// rank, or if nothing was measured.
     #[must_use]
     pub fn percent(&self, ranks: u32) -> u8 {
         let Some(last) = self.0.len().checked_sub(1).filter(|_| ranks > 1) else { return 100 };

@@ -143,8 +143,8 @@ mod tests {
     fn recompute_holds_inputs_and_one_microbatch() {
         let order = Method::GPipe.order(&Settings::new(2, 4)).unwrap();
         assert_eq!(peak(&order), [40, 40]);
-        // Each stage holds the inputs of three microbatches, and all activations of the last one, whose backward
-        // pass follows its forward pass directly.
+        // Each stage holds the inputs of three microbatches, and all activations of the last one, whose
+        // backward pass follows its forward pass directly.
         let again = order.with_recompute();
         assert_eq!(peak(&again), [13, 13]);
         // With half of the layers recomputed, the activations of the other half are held from `F` on.

@@ -334,8 +334,8 @@ mod tests {
         longest
     }
 
-    /// Returns every way to place the layers from `layer` to the last as stages, if `used` devices of each machine
-    /// are taken already.
+    /// Returns every way to place the layers from `layer` to the last as stages, if `used` devices of each
+    /// machine are taken already.
     fn all_from(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
         if layer == size.layers {
             return vec![Vec::new()];

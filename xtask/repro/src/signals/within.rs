@@ -88,7 +88,8 @@ fn command(blocked_by: BlockedBy, text: &Path, out: &Path) -> Result<Command> {
     Ok(command)
 }
 
-/// Starts a run, makes it unable to end its step, signals it after `delay`, and checks the files that it leaves.
+/// Starts a run, makes it unable to end its step, signals it after `delay`, and checks the files that it
+/// leaves.
 fn stop(
     blocked_by: BlockedBy,
     text: &Path,

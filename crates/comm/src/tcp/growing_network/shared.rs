@@ -96,8 +96,8 @@ impl Shared {
     fn call(&self, member: &Connected, until: Deadline) -> Result<(), CommError> {
         let until = until.at_most(CONNECT_TIMEOUT);
         let sockets = of_sockets(&member.address);
-        let way = self.second_network_access.as_ref().filter(|way| way.has_address(&member.address));
-        let beside = way.and(self.second_network.as_ref());
+        let access = self.second_network_access.as_ref().filter(|access| access.has_address(&member.address));
+        let second_network = access.and(self.second_network.as_ref());
         let mut failed = None;
         for _ in 0..CONNECT_ATTEMPTS {
             if self.sockets && !sockets.is_empty() {
@@ -105,15 +105,15 @@ impl Shared {
                     Ok(true) => return Ok(()),
                     Ok(false) => {}
                     // At an address behind a router there may be another machine.
-                    Err(error) if beside.is_none() || matches!(error, CommError::Refused { .. }) => {
+                    Err(error) if second_network.is_none() || matches!(error, CommError::Refused { .. }) => {
                         return Err(error);
                     }
                     Err(error) => failed = Some(error),
                 }
             }
-            if let (Some(beside), Some(key)) = (beside, member.key) {
+            if let (Some(second_network), Some(key)) = (second_network, member.key) {
                 let to = ConnectTarget { address: &member.address, key, security: &self.security, until };
-                match beside.call(member.peer, &to, self.hello()?) {
+                match second_network.call(member.peer, &to, self.hello()?) {
                     Ok(()) => {
                         lock(&self.known).insert(member.peer.0, member.clone());
                         return Ok(());

@@ -9,6 +9,8 @@ use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
 
 #[cfg(feature = "iroh")]
+pub(crate) mod mixed;
+#[cfg(feature = "iroh")]
 pub(crate) mod quic;
 
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
@@ -17,7 +19,7 @@ pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, Make); 6 + cfg!(feature = "iroh") as usize] = [
+pub(crate) const TRANSPORTS: [(&str, Make); 6 + 2 * cfg!(feature = "iroh") as usize] = [
     ("memory", memory_cluster),
     ("simulated", simulated_cluster),
     ("tcp", tcp_cluster),
@@ -26,6 +28,8 @@ pub(crate) const TRANSPORTS: [(&str, Make); 6 + cfg!(feature = "iroh") as usize]
     ("shared memory", shared_memory_cluster),
     #[cfg(feature = "iroh")]
     ("iroh", quic::cluster),
+    #[cfg(feature = "iroh")]
+    ("mixed", mixed::cluster),
 ];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {

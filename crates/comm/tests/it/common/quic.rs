@@ -1,6 +1,7 @@
 //! Clusters over QUIC.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use farflung_comm::quic::{self, Config, Quic};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
@@ -53,9 +54,19 @@ impl Job {
     }
 }
 
-/// Returns a UDP port that was free a moment ago.
+/// Returns a port that was free for TCP and UDP a moment ago. It is below the ports that the system gives to
+/// outgoing connections (from 32768 on Linux): a rank that calls before rank 0 listens could otherwise get this
+/// very port for its call.
 pub(crate) fn free_port() -> u16 {
-    std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let calls = CALLS.fetch_add(1, Ordering::Relaxed);
+        let at = std::process::id().wrapping_mul(7919).wrapping_add(calls.wrapping_mul(13)) % 12_000;
+        let address = ("127.0.0.1", 20_000 + at as u16);
+        if std::net::TcpListener::bind(address).is_ok() && std::net::UdpSocket::bind(address).is_ok() {
+            return address.1;
+        }
+    }
 }
 
 pub(crate) fn cluster(n: usize) -> Cluster {

@@ -302,8 +302,9 @@ const CASES: &[Case] = &[
         "relay = 'http://10.0.0.1:3340'\ntransport = 'tcp'",
         4,
         false,
-        "`relay` changes nothing: only `transport` iroh uses relays",
+        "`relay` changes nothing: only processes with `transport` auto or iroh use relays",
     ),
+    ("relay = 'http://10.0.0.1:3340'", 4, true, "`relay` changes nothing: only processes with `transport`"),
     (
         "compute-rate = 1e9\ntransport = 'tcp'",
         4,

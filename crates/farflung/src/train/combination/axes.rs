@@ -10,7 +10,7 @@ use farflung_tensor::Precision;
 use crate::TrainConfig;
 use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName};
 use crate::config::value::Setting;
-use crate::transports::{IROH, MPI};
+use crate::transports::{IROH, MPI, MPI_NATIVE};
 
 /// An axis: a setting with one value per run.
 #[derive(Debug)]
@@ -135,7 +135,12 @@ pub const AXES: &[Axis] = &[
         name: "transport",
         // iroh and mpi are left out: they support the same choices as tcp, but their processes need keys, or
         // mpirun. The benches `nat` and `engines` test them.
-        values: || words(TransportName::all().filter(|row| ![IROH.name, MPI.name].contains(&row.name))),
+        values: || {
+            words(
+                TransportName::all()
+                    .filter(|row| ![IROH, MPI, MPI_NATIVE].iter().any(|other| other.name == row.name)),
+            )
+        },
         set: |config, value| config.transport = read(value),
     },
 ];

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 /// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter. An answer with a chunk is one
 /// frame, so that a service that is restarted cannot leave half of an answer behind.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 16 << 10..=FRAME_BYTES as u64 - 1024;
-/// Number of chunks of a blob, if the limits in `CHUNK_BYTES` allow it. It is large enough that donors of unequal
-/// rates finish together.
+/// Number of chunks of a blob, if the limits in `CHUNK_BYTES` allow it. It is large enough that donors of
+/// unequal rates finish together.
 const CHUNKS: u64 = 256;
 
 /// Maximum bytes of a probe.
@@ -120,8 +120,8 @@ pub(super) struct BlobReply {
 }
 
 impl BlobReply {
-    /// Encodes the answer: a byte with the item's length, a byte that says whether the member offers it, the item,
-    /// and its bytes.
+    /// Encodes the answer: a byte with the item's length, a byte that says whether the member offers it, the
+    /// item, and its bytes.
     fn to_bytes(&self) -> Vec<u8> {
         let head = self.item.to_bytes();
         let body = self.bytes.as_deref().unwrap_or_default();

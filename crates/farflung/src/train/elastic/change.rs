@@ -61,8 +61,8 @@ pub struct Changed {
     pub lost_sequences: u64,
     /// Number of times that the step in flight has failed although all members answered.
     pub repeated: u32,
-    /// Number of steps that were done and must be done again, because the remaining members together do not have
-    /// all parts of the model as it was after those steps.
+    /// Number of steps that were done and must be done again, because the remaining members together do not
+    /// have all parts of the model as it was after those steps.
     pub lost_steps: u64,
     /// Whether the members continue from their checkpoints, because they do not have the whole model in memory.
     pub from_checkpoints: bool,

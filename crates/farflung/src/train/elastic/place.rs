@@ -100,7 +100,7 @@ impl Place {
             transport,
             me,
             arrivals,
-            membership: membership,
+            membership,
             offered_blobs: blobs,
             control,
             view,
@@ -284,8 +284,8 @@ impl Place {
         members.filter(|id| lost.contains(id)).collect()
     }
 
-    /// Updates the communicator of the membership services to the peers that are connected now, and restarts the services
-    /// on it if the peers have changed. The services answer while the rank computes.
+    /// Updates the communicator of the membership services to the peers that are connected now, and restarts
+    /// the services on it if the peers have changed. The services answer while the rank computes.
     pub(in crate::train) fn renew(&mut self) {
         self.lost();
         let mut peers: Vec<Newcomer> = self.arrivals.connected(self.transport.now());
@@ -359,7 +359,7 @@ impl Place {
     pub(super) fn pinger(&self, others: &[(PeerId, MemberId)]) -> Pinger {
         let Control { comm, peers, .. } = self.control();
         let (comm, membership) = (comm.clone(), Arc::clone(&self.membership));
-        Pinger { comm, membership: membership, others: numbered(peers, others), tag: TAGS.ask }
+        Pinger { comm, membership, others: numbered(peers, others), tag: TAGS.ask }
     }
 
     /// Waits until a message reaches this member's own service, at most for `patience`.

@@ -136,20 +136,8 @@ pub(super) fn transfer_state(
     let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
     let mut blobs = OfferedBlobs::default();
     blobs.spoils = spoils(job, me, exchange.progress.step);
-    let mut has = None;
-    if let Some((number, trainer)) = donor {
-        let shared = blobs.put(trainer.shared_snapshot()?.to_bytes());
-        // If ranks agree at each step, the shared state already contains the optimizer's.
-        let gives_own = number == 0 && !job.averages_each_step();
-        let optimizer = gives_own.then(|| optimizer_for_newcomers(trainer, &lent)).transpose()?;
-        let own = optimizer.map(|optimizer| {
-            let label = blobs.put(optimizer.to_bytes());
-            OwnOptimizer { label, counters: trainer.optimizer_counters() }
-        });
-        let records = lent.records();
-        lent.offer_in(&mut blobs);
-        has = Some(StateLabels { shared, own, records });
-    }
+    let has =
+        donor.map(|(number, trainer)| offer(trainer, number == 0, job, lent, &mut blobs)).transpose()?;
     let told =
         all_gather(comm, &TransferOffer { has, at: followed.as_ref().map(|followed| followed.step()) })?;
     let at: Vec<Option<u64>> = told.iter().map(|told| told.at).collect();
@@ -233,6 +221,28 @@ pub(super) fn transfer_state(
         None => None,
     };
     Ok((shared, Some(ReceivedState { shared: state, own })))
+}
+
+/// Offers the state of a member, its optimizer if it is the `first` one and steps are local, and its records of
+/// steps.
+fn offer(
+    trainer: &Trainer,
+    first: bool,
+    job: &Job,
+    lent: StepRecords,
+    blobs: &mut OfferedBlobs,
+) -> Result<StateLabels> {
+    let shared = blobs.put(trainer.shared_snapshot()?.to_bytes());
+    // If ranks agree at each step, the shared state already contains the optimizer's.
+    let gives_own = first && !job.averages_each_step();
+    let optimizer = gives_own.then(|| optimizer_for_newcomers(trainer, &lent)).transpose()?;
+    let own = optimizer.map(|optimizer| {
+        let label = blobs.put(optimizer.to_bytes());
+        OwnOptimizer { label, counters: trainer.optimizer_counters() }
+    });
+    let records = lent.records();
+    lent.offer_in(blobs);
+    Ok(StateLabels { shared, own, records })
 }
 
 /// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if

@@ -1,4 +1,5 @@
-//! Local steps of a replica, and its synchronisations with the others, at which they average parameters or changes.
+//! Local steps of a replica, and its synchronisations with the others, at which they average parameters or
+//! changes.
 
 use farflung_optim::OptimError;
 use farflung_optim::sync::StepEnd;
