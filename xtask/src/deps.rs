@@ -1,5 +1,5 @@
-//! `deps`: checks the allowed dependencies between crates, from the manifests, and that the files of a crate
-//! have no dependency cycles.
+//! `deps`: checks, from the manifests, that crates have only allowed dependencies, on each other and on
+//! external crates, and that the files of each library have no dependency cycle.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -15,7 +15,7 @@ Check the dependencies between crates, and that files have no dependency cycle; 
 Usage: cargo xtask deps
 
 Checked for normal and build dependencies, including optional ones:
-  - every dependency between crates of the workspace is in the table ARROWS;
+  - every dependency between crates of the workspace is in the table ALLOWED_DEPENDENCIES;
   - optim depends on comm only with its feature `sync`;
   - base depends only on serde, with a feature;
   - only tensor depends on cubecl, cubek and wgpu; only comm and farflung on sockets and async runtimes.
@@ -155,7 +155,7 @@ fn violations(packages: &[Package]) -> Vec<String> {
     let mut found = Vec::new();
     for package in packages {
         let Some(arrow) = allowed_dependencies(&package.name) else {
-            found.push(format!("{} has no line in ARROWS (xtask/src/deps.rs)", package.name));
+            found.push(format!("{} has no line in ALLOWED_DEPENDENCIES (xtask/src/deps.rs)", package.name));
             continue;
         };
         for dependency in &package.dependencies {
@@ -353,7 +353,7 @@ mod tests {
     fn a_new_crate_needs_a_line() {
         refused(
             package("farflung-extra", &[], &[]),
-            "farflung-extra has no line in ARROWS (xtask/src/deps.rs)",
+            "farflung-extra has no line in ALLOWED_DEPENDENCIES (xtask/src/deps.rs)",
         );
     }
 

@@ -89,8 +89,9 @@ pub(crate) struct Shared<D> {
 #[derive(Default)]
 struct Jobs {
     next: u64,
-    /// Operations in the order of their start, thus sorted by number. The time is the next one at which the
-    /// operation must be polled even if no frame arrives: that of its warning or its deadline.
+    /// Operations in the order of their start, thus sorted by number. The time is the first one at which the
+    /// operation must be polled even if no frame arrives: that of its warning or its deadline. It is not
+    /// updated.
     live: Vec<(u64, Nanos, Arc<Cell>)>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -281,7 +282,8 @@ impl<D: Driver> Shared<D> {
         !lock(&self.jobs).live.is_empty()
     }
 
-    /// Returns the earliest time at which a started operation must be polled even if no frame arrives.
+    /// Returns the earliest time at which an unfinished operation, as planned when it was started, must be
+    /// polled even if no frame arrives. It is in the past if that operation has given its warning since.
     fn first_deadline(&self) -> Nanos {
         let jobs = lock(&self.jobs);
         jobs.live.iter().map(|&(_, acts, _)| acts).min().unwrap_or(Nanos::MAX)

@@ -8,7 +8,8 @@ use farflung_base::{Bytes, Nanos};
 pub struct PathStats {
     /// Smoothed round-trip time, if measured; the longest if there are several connections.
     pub round_trip: Option<Nanos>,
-    /// Shortest round-trip time of the last minutes, if measured.
+    /// Shortest round-trip time, if measured: over TCP, of the last minutes; over QUIC, of the measurements
+    /// since the connection began.
     pub least_round_trip: Option<Nanos>,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,

@@ -399,7 +399,7 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// The source text of our own dependencies is not on this machine.
+    /// The default training text, the source of some of our dependencies, is not on this machine.
     #[error("the default text is not on this machine ({what}): give `--data PATH`")]
     NoCorpus {
         /// Description of the file or folder that was not found.

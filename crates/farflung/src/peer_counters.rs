@@ -28,14 +28,14 @@ pub struct PeerCounters {
     pub path: Option<PathCounters>,
 }
 
-/// Measurements of a path by the system's TCP and by this process's send queues.
+/// Measurements of a path by the system's TCP or by QUIC, and by this process's send queues.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct PathCounters {
     /// Smoothed round-trip time in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub round_trip_s: Option<f64>,
-    /// Shortest round-trip time of the last minutes, in seconds. Time above it is spent in queues along the
-    /// path.
+    /// Shortest round-trip time in seconds: over TCP, of the last minutes; over QUIC, of the measurements since
+    /// the connection began. Time above it is spent in queues along the path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_round_trip_s: Option<f64>,
     /// Number of data packets sent, including retransmissions.

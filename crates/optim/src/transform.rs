@@ -200,7 +200,8 @@ pub trait Transform: Debug + Send {
     fn accumulated_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
 
     /// Emits the instructions that compute the parameters' next values from the mean of what replicas
-    /// accumulated. `e.param` holds the parameters at the previous synchronisation, and `e.scalars` is 0.
+    /// accumulated. `e.param` holds the parameters at the previous synchronisation, and the scalars of
+    /// [`Transform::accumulated_scalars`] begin at index 0 (`e.scalars`).
     fn emit_accumulated(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
         e.param
     }

@@ -71,7 +71,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Returns the instructions per element of `NAME encode` and `NAME decode`.
+/// Counts the instructions per element under valgrind. The keys are `NAME encode` and `NAME decode` for each
+/// codec.
 fn count(names: &[&str]) -> Result<BTreeMap<String, f64>> {
     let dir = tempfile::tempdir()?;
     let program = std::env::current_exe().context("failed to find this program")?;

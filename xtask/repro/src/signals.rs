@@ -1,5 +1,6 @@
-//! Sends signals at random moments of a run, with different kinds of stderr and in different situations. The
-//! run must be saved and end with the signal's exit code.
+//! Sends signals at random moments of a run, with a terminal, a file, a closed pipe or a full device as stderr,
+//! and also within long steps, with a stopped rank and while data loads. The run must be saved, and end within
+//! 2 s with the signal's exit code.
 
 mod within;
 

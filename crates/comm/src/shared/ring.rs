@@ -62,8 +62,8 @@ impl Producer {
         self.tail.wrapping_sub(self.ring().head.0.load(Ordering::Acquire)) < DEPTH as u64
     }
 
-    /// Returns whether a frame of any length would be accepted now. If not, the consumer wakes this side as
-    /// soon as a frame would be accepted.
+    /// Returns whether a frame of any length would be accepted now. If not, the consumer wakes this side when
+    /// it next frees a slot or takes an entry without a payload. There may still be no room then, so ask again.
     pub(crate) fn has_room(&self) -> bool {
         let has = || {
             self.has_entry() && self.free(0..SMALL_SLOTS).is_some() && self.free(SMALL_SLOTS..SLOTS).is_some()

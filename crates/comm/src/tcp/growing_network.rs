@@ -31,7 +31,7 @@ use crate::{CommError, FRAME_BYTES, Transport as _};
 pub use member::Connected;
 use shared::{CONNECT_TIMEOUT, OVERSUBSCRIBED, POLL_INTERVAL, Shared, lock};
 
-/// Number of attempts to draw a free number.
+/// Maximum number of random draws of a peer number that no other member has.
 const DRAWS: usize = 64;
 
 /// Where a member listens, and which processes it accepts.

@@ -25,8 +25,9 @@ pub(super) enum TiedTable {
     Across(TableExchange),
 }
 
-/// This rank's group for exchanging gradients of the token table: this rank and the one with the other part;
-/// or, with pools, a rank of the smaller pool and its partners in the larger pool.
+/// This rank's exchange of gradients of the token table with the holders of the other part. The group is this
+/// rank and the one with the other part; with pools (several ranks for one part), it is one rank of the smaller
+/// pool and its partners in the larger pool.
 #[derive(Debug)]
 pub(super) struct TableExchange {
     /// The ranks of the group.

@@ -96,7 +96,7 @@ pub struct Latest {
     pub train_loss: Option<f64>,
     /// Last computed loss on the held-out text, in nats.
     pub val_loss: Option<f64>,
-    /// Bytes sent by the process that writes the metrics.
+    /// Total bytes sent by the process that writes the metrics.
     pub bytes_sent: u64,
     /// Bytes received by that process.
     pub bytes_received: u64,

@@ -1,5 +1,6 @@
-//! Varuna's morphing: after each loss, chooses the best number of pipelines and stages for the remaining
-//! machines.
+//! Varuna's morphing: after the loss of a machine in use, restarts from the newest checkpoint with the best
+//! numbers of pipelines and stages for the machines that are present. After any other change of the machines,
+//! it takes the best numbers if this saves more time than the pause costs.
 
 use super::best_shape::best_shape;
 use super::policy::{CheckpointInterval, PolicyRow};

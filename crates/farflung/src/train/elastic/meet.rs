@@ -59,8 +59,8 @@ fn check_transport(transport: TransportKind) -> Result<()> {
 
 /// Returns the settings by which members form pipelines; `None` if each member holds the whole model.
 ///
-/// Errors: settings that make no valid pipeline, or a schedule whose parts are not all at the same step after
-/// each step.
+/// Errors: settings that make no valid pipeline; a method of synchronisation that does not average in each
+/// step, or a schedule without a flush, since the parts of the model are then not all at the same step.
 fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
     if config.stages == 1 {
         return Ok(None);

@@ -143,7 +143,8 @@ struct Day {
     members: BTreeMap<MemberId, Nanos>,
     round: u32,
     begun: Nanos,
-    /// Time when lost members were noticed in this round.
+    /// Time of the last notice of lost members in this round; `None` before one, and again once a view has
+    /// removed a member.
     noticed: Option<Nanos>,
     machines: u32,
     /// Total lifetime of all machines that ended, in nanoseconds.

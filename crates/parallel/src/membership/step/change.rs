@@ -12,8 +12,9 @@ impl Step<'_> {
         let others = self.state.others();
         let mut members = view.ids();
         members.remove(&self.state.me.id);
-        // Removed members are notified once. One that misses the message gets an answer when it next sends
-        // something.
+        // Members that the view removes are notified once: one that misses the message gets an answer when it
+        // next sends something. Those that stay are notified until they answer (`unacknowledged`). If this
+        // member is itself removed, it stops now, so it notifies all others here, once.
         let stays = view.has(&self.state.me.id);
         for id in if stays { &others - &members } else { others } {
             self.send(id, Message::Decided { view: view.clone() });

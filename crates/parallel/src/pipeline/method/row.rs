@@ -10,7 +10,7 @@ pub(super) struct Row {
     pub(super) name: &'static str,
     /// One-line description.
     pub(super) summary: &'static str,
-    /// Numbers of stages of each copy of the model that a rank may hold.
+    /// How many stages a rank may hold, for each copy of the model.
     pub(super) chunks: Chunks,
     /// How stages are placed on ranks.
     pub(super) shape: Shape,
@@ -51,7 +51,7 @@ impl Row {
     pub(super) const VEE: Self = Self { chunks: Chunks::Exactly(2), shape: Shape::Wave, ..Self::PLAIN };
 }
 
-/// Numbers of stages of each copy of the model that a rank may hold.
+/// How many stages a rank may hold, for each copy of the model.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Chunks {
     /// Exactly this number of stages.
