@@ -3,7 +3,7 @@
 //! A new bench is a module here with one `pub(crate) const BENCH: Bench`, and a line in the list:
 //!
 //! ```
-//! use farflung_repro::harness::{Bench, Mark, Options, Report};
+//! use farflung_repro::harness::{Bench, Options, Report, Threshold};
 //!
 //! const BENCH: Bench = Bench {
 //!     name: "adds-up",
@@ -15,10 +15,10 @@
 //!
 //! fn run(report: &mut Report<'_>, options: &Options) -> anyhow::Result<()> {
 //!     let terms = if options.quick { 2 } else { 4 };
-//!     report.row("sum of ones", f64::from(terms), "1", Mark::AtLeast(2.0))?;
+//!     report.row("sum of ones", f64::from(terms), "1", Threshold::AtLeast(2.0))?;
 //!     // Present only with `--against FILE`, where the file has the figure.
 //!     let theirs = options.peers.best("adds", &[("terms", "2")], "per_s");
-//!     report.ratio("sums/s over theirs", 100.0, theirs, Mark::AtLeast(1.0))
+//!     report.ratio("sums/s over theirs", 100.0, theirs, Threshold::AtLeast(1.0))
 //! }
 //! # assert_eq!((BENCH.name, BENCH.seed), ("adds-up", 0));
 //! ```

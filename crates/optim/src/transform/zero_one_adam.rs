@@ -22,7 +22,7 @@ use crate::{LrSchedule, OptimError};
 ///
 /// let rounds = SyncSchedule { freeze: 12, variance_doubling: 2, local_doubling: 4, most: 4 };
 /// let varies: Vec<u64> = (0..20).filter(|&step| rounds.varies(step)).collect();
-/// let meets: Vec<u64> = (12..30).filter(|&step| rounds.meets(step)).collect();
+/// let meets: Vec<u64> = (12..30).filter(|&step| rounds.synchronises(step)).collect();
 /// assert_eq!(varies, [0, 1, 2, 4, 6, 10]);
 /// assert_eq!(meets, [12, 13, 14, 15, 17, 19, 23, 27]);
 /// ```
