@@ -3,6 +3,7 @@
 //! network.
 
 use std::fmt::Debug;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::{Arc, Weak};
 
 use farflung_base::PeerId;
@@ -70,6 +71,14 @@ impl Intake {
 pub(crate) fn ring(inbox: &Inbox, bell: &RingWaker) {
     if inbox.is_driven() {
         bell.ring();
+    }
+}
+
+/// Returns the address that stands for all addresses of this machine of the same kind as `ip`.
+pub(crate) const fn unspecified(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     }
 }
 

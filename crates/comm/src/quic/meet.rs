@@ -2,7 +2,7 @@
 //! they connect pairwise. All steps have deadlines. A connection that does not belong to the job is refused
 //! with the reason. The messages are the same as over TCP.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use ::iroh::endpoint::Connection;
@@ -19,6 +19,7 @@ use crate::CommError;
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
 use crate::error::Refusal;
+use crate::second_network::unspecified;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
 
 /// Pause between two attempts to reach a peer.
@@ -82,12 +83,8 @@ fn listening(config: &Config, places: &PeerAddresses) -> Option<SocketAddr> {
     }
     let first = places.sockets.first()?;
     let port = if config.rank == 0 { first.port() } else { 0 };
-    let everywhere = |ip: IpAddr| match ip {
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-    };
     let ip = first.ip();
-    Some(SocketAddr::new(if ip.is_loopback() { ip } else { everywhere(ip) }, port))
+    Some(SocketAddr::new(if ip.is_loopback() { ip } else { unspecified(ip) }, port))
 }
 
 /// Returns how this process's socket is opened.
@@ -310,7 +307,7 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, PeerA
         return None;
     }
     let between = (1..config.rank).map(|rank| Some((rank, PeerAddresses::read(addresses[rank as usize])?)));
-    let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
+    let members = keys.iter().map(|key| PublicKey::from_slice(key));
     let secret = JoinSecret::new((*secret).try_into().ok()?);
     Some((between.collect::<Option<_>>()?, Admission { members: members.collect::<Option<_>>()?, secret }))
 }

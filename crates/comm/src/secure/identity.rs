@@ -22,6 +22,11 @@ impl PublicKey {
         Self(bytes)
     }
 
+    /// Reads a key; `None` if it does not have 32 bytes.
+    pub(crate) fn from_slice(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self::new)
+    }
+
     /// Returns the bytes of the key, in the encoding of RFC 8032.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; 32] {

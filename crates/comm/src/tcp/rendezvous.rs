@@ -228,7 +228,7 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
     if !config.security.is_encrypted() {
         return Some((between, None));
     }
-    let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
+    let members = keys.iter().map(|key| PublicKey::from_slice(key));
     let members: Vec<PublicKey> = members.collect::<Option<_>>()?;
     let secret = JoinSecret::new((*secret).try_into().ok()?);
     (members.len() == size).then_some((between, Some(Admission { members, secret })))

@@ -9,16 +9,17 @@ use super::Record;
 const HEAD: &str = "\
 # Reproductions
 
-Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit. Most claims have
-their paper's figure, ours, the setting, and whether the claim holds in that setting. Times are those of a virtual
-clock, bytes are as counted by the transport. The trained models are small, so losses show how methods compare with
-each other, not how good a model is. Where a command says `--init-from PRETRAINED`, the model has 34 thousand
-parameters, and `PRETRAINED` is the folder of a checkpoint: [choosing.md](choosing.md) has the command that makes
-it.
+Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit. Most claims
+have their paper's figure, ours, the setting, and whether the claim holds in that setting. Times are those of
+a virtual clock, bytes are as counted by the transport. The trained models are small, so losses show how
+methods compare with each other, not how good a model is. Where a command says `--init-from PRETRAINED`, the
+model has 34 thousand parameters, and `PRETRAINED` is the folder of a checkpoint: [choosing.md](choosing.md)
+has the command that makes it.
 
-A claim is the paper's sentence; a mark in the tables is the bound that our own bench must keep. So a claim may not
-hold here while the mark is kept. `H`: local steps between two averages; f32: averages of gradients as 32-bit floats
-at each step, the method that the others are compared with; arm: one of the runs that a bench compares.
+A claim is the paper's sentence; a mark in the tables is the bound that our own bench must keep. So a claim
+may not hold here while the mark is kept. `H`: local steps between two averages; f32: averages of gradients as
+32-bit floats at each step, the method that the others are compared with; arm: one of the runs that a bench
+compares.
 
 ![Held-out loss against bytes sent](loss-by-bytes.svg)
 ![Held-out loss against simulated time](loss-by-time.svg)

@@ -3,7 +3,7 @@
 //! behind them is never taken for one that has ended.
 
 use std::io::ErrorKind;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ::iroh::TransportAddr;
@@ -11,6 +11,7 @@ use ::iroh::endpoint::{Connection, Path};
 use tokio::net::UdpSocket;
 
 use crate::memory::real_start;
+use crate::second_network::unspecified;
 
 /// Time between two checks whether the peer is silent.
 const INTERVAL: Duration = Duration::from_millis(500);
@@ -55,10 +56,7 @@ fn direct(connection: &Connection) -> Option<SocketAddr> {
 /// Returns whether the machine at this address answers that nothing listens at the port. The datagram is too
 /// short for QUIC, which ignores it.
 async fn is_closed(address: SocketAddr) -> bool {
-    let own: SocketAddr = match address {
-        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
-        SocketAddr::V6(_) => (Ipv6Addr::UNSPECIFIED, 0).into(),
-    };
+    let own = SocketAddr::new(unspecified(address.ip()), 0);
     let answered = async {
         let socket = UdpSocket::bind(own).await?;
         socket.connect(address).await?;

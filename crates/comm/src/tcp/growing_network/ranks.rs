@@ -2,7 +2,7 @@
 //! with number 0 tells the others of all.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 
 use farflung_base::{PeerId, Rank};
 
@@ -12,7 +12,7 @@ use super::{Connected, GateConfig, GrowingNetwork, MemberList, listen_at};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
 use crate::error::Refusal;
-use crate::second_network::of_sockets;
+use crate::second_network::{of_sockets, unspecified};
 use crate::secure::{JoinSecret, PublicKey, refused};
 use crate::{CommError, Transport as _};
 
@@ -79,18 +79,12 @@ impl GrowingNetwork {
             return None;
         }
         let member = |(rank, address): (usize, &&str)| {
-            let key = is_sealed.then(|| keys[rank].try_into().ok().map(PublicKey::new));
-            let key = match key {
-                Some(key) => Some(key?),
-                None => None,
-            };
+            let key = if is_sealed { Some(PublicKey::from_slice(keys[rank])?) } else { None };
             Some(Connected { peer: PeerId(rank as u32), address: (*address).to_owned(), key })
         };
         addresses.iter().enumerate().map(member).collect()
     }
-}
 
-impl GrowingNetwork {
     /// Returns an error if a rank that has connected has another key than in the table.
     pub(crate) fn check_connected(&self, table: &[Connected]) -> Result<(), CommError> {
         let known = super::lock(&self.shared.known);
@@ -171,11 +165,4 @@ fn own_address(others: &[String]) -> Option<IpAddr> {
     let socket = UdpSocket::bind(SocketAddr::new(unspecified(other.ip()), 0)).ok()?;
     socket.connect(other).ok()?;
     socket.local_addr().ok().map(|own| own.ip())
-}
-
-const fn unspecified(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-    }
 }

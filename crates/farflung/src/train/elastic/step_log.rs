@@ -1,7 +1,7 @@
 //! What a member keeps for newcomers while it trains: a copy of its state after a certain step, and a record of
 //! each step since. With local steps, the copy is of the state after a synchronisation, a record is that of a
-//! synchronisation, and the first member also keeps its optimizer after the last one. All of it is on its
-//! shelf, so newcomers fetch it in the background.
+//! synchronisation, and the first member also keeps its optimizer after the last one. All of it is among
+//! its offered blobs, so newcomers fetch it in the background.
 
 use farflung_base::{Bytes, Nanos};
 

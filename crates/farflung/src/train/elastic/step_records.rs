@@ -1,4 +1,4 @@
-//! What a member keeps on one shelf for newcomers and offers on another one, too.
+//! What a member offers newcomers in the background, and again in the transfer for which all wait.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(super) struct StepRecords {
 }
 
 impl StepRecords {
-    /// Takes these records and this optimizer from a shelf.
+    /// Takes these records and this optimizer from the offered blobs.
     pub(super) fn new(records: &[Logged], optimizer: Option<Label>, blobs: &OfferedBlobs) -> Self {
         let lend = |&logged: &Logged| Some((logged, blobs.get_shared(&logged.label)?));
         let records = records.iter().filter_map(lend).collect();
