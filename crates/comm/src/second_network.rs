@@ -22,12 +22,11 @@ use crate::{CommError, DownReason, Frame, PathStats, Pool};
 #[derive(Debug, Clone)]
 pub(crate) struct Intake {
     inbox: Arc<Inbox>,
-    /// `None` if the endpoint has no sockets to poll.
-    bell: Option<Arc<RingWaker>>,
+    bell: Arc<RingWaker>,
 }
 
 impl Intake {
-    pub(crate) const fn new(inbox: Arc<Inbox>, bell: Option<Arc<RingWaker>>) -> Self {
+    pub(crate) const fn new(inbox: Arc<Inbox>, bell: Arc<RingWaker>) -> Self {
         Self { inbox, bell }
     }
 
@@ -61,9 +60,7 @@ impl Intake {
     }
 
     fn ring(&self) {
-        if let Some(bell) = &self.bell {
-            ring(&self.inbox, bell);
-        }
+        ring(&self.inbox, &self.bell);
     }
 }
 

@@ -194,7 +194,7 @@ impl TcpDriver {
 
     /// Returns what a network for the other peers of this endpoint needs.
     fn endpoint_parts(&self, size: usize) -> EndpointParts {
-        let intake = Intake::new(Arc::clone(&self.inbox), Some(Arc::clone(&self.bell)));
+        let intake = Intake::new(Arc::clone(&self.inbox), Arc::clone(&self.bell));
         EndpointParts { size, intake, pool: Arc::clone(&self.pool), budget: Arc::clone(&self.pacer) as _ }
     }
 

@@ -1,4 +1,4 @@
-//! Limits the total rate of each rank, over TCP and TLS, and measures the rate and the time of an all-reduce.
+//! Limits the total rate of each rank, over TCP, TLS and, with the feature `iroh`, QUIC, and measures the rate and the time of an all-reduce.
 
 use anyhow::Result;
 use farflung::base::Bandwidth;
@@ -7,7 +7,7 @@ use farflung::comm::secure::{Identity, JoinSecret, Security};
 use farflung::comm::tcp::Pace;
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::ranks::{on_ranks, over_sockets};
+use crate::ranks::{Cluster, on_ranks, over_sockets};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pacing",
@@ -25,10 +25,9 @@ struct RankResult {
     bits: Vec<u32>,
 }
 
-/// Runs one all-reduce of `bytes` bytes on each of `n` ranks.
-fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Result<Vec<RankResult>> {
-    let pace = Pace { all: rate, ..Pace::default() };
-    on_ranks(over_sockets(n, security, pace)?, |comm| {
+/// Runs one all-reduce of `bytes` bytes on each rank of a cluster.
+fn reduced(cluster: Cluster, bytes: usize) -> Result<Vec<RankResult>> {
+    on_ranks(cluster, |comm| {
         let rank = comm.rank().0 as f32;
         let mut x: Vec<f32> = (0..bytes / 4).map(|i| (i as f32 * 0.37 + rank).sin()).collect();
         comm.barrier()?;
@@ -44,7 +43,16 @@ fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Resu
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let clear = Security::unencrypted();
     let sealed = Security::by_secret(&Identity::generate()?, &JoinSecret::generate()?);
+    let over_tcp = |n, pace| over_sockets(n, &clear, pace);
+    let over_tls = |n, pace| over_sockets(n, &sealed, pace);
+    let networks: &[(&str, &dyn Fn(usize, Pace) -> Result<Cluster>)] = &[
+        ("tcp", &over_tcp),
+        ("tls", &over_tls),
+        #[cfg(feature = "iroh")]
+        ("quic", &crate::ranks::over_paced_quic),
+    ];
     let rates: &[u64] = if options.quick { &[100] } else { &[20, 100, 500] };
     for &mbit in rates {
         let rate = Bandwidth(mbit * 1_000_000);
@@ -53,9 +61,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let seconds = if options.quick { 0.4 } else { 2.0 };
             let share = 2.0 * (n - 1) as f64 / n as f64;
             let bytes = (seconds * rate.0 as f64 / 8.0 / share) as usize / 4 * 4;
-            let free = reduced(n, bytes, &Security::unencrypted(), Bandwidth::UNLIMITED)?;
-            for (name, security) in [("tcp", &Security::unencrypted()), ("tls", &sealed)] {
-                let slow = reduced(n, bytes, security, rate)?;
+            let free = reduced(over_tcp(n, Pace::default())?, bytes)?;
+            for (name, open) in networks {
+                let slow = reduced(open(n, Pace { all: rate, ..Pace::default() })?, bytes)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
                 // A burst of 10 ms is not limited, because of the pause before it.
                 let closed = share * bytes as f64 * 8.0 / rate.0 as f64;

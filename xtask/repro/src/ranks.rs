@@ -57,19 +57,27 @@ pub(crate) const NETWORK_KINDS: &[NetworkKind] = &[
 
 /// Connects ranks over QUIC on the loopback interface, without a relay. Each rank has its own key.
 #[cfg(feature = "iroh")]
-pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
-    use farflung::comm::quic;
+fn over_quic(n: usize) -> Result<Cluster> {
+    over_paced_quic(n, tcp::Pace::default())
+}
 
-    with_tickets(n, &|rank, address, security| {
-        let config = quic::Config::new(rank, n as u32, address, security);
-        quic::join(&config).map(|end| end as Arc<dyn Transport>)
-    })
+/// Does the same as [`over_quic`], with limits of each rank's rate.
+#[cfg(feature = "iroh")]
+pub(crate) fn over_paced_quic(n: usize, pace: tcp::Pace) -> Result<Cluster> {
+    over_networks(n, pace, &|_| false)
 }
 
 /// Connects ranks over several networks in one run: rank 1 over QUIC, the others over sockets and shared
 /// memory.
 #[cfg(feature = "iroh")]
 fn over_several(n: usize) -> Result<Cluster> {
+    over_networks(n, tcp::Pace::default(), &|rank| rank != 1)
+}
+
+/// Connects ranks over sockets and shared memory if both ranks have sockets, and over QUIC otherwise.
+/// `has_sockets` takes a rank.
+#[cfg(feature = "iroh")]
+fn over_networks(n: usize, pace: tcp::Pace, has_sockets: &(impl Fn(u32) -> bool + Sync)) -> Result<Cluster> {
     use farflung::comm::mixed::{self, Config};
     use farflung::comm::quic::{Socket, SocketConfig};
     use farflung::comm::tcp::GateConfig;
@@ -80,9 +88,11 @@ fn over_several(n: usize) -> Result<Cluster> {
         gate.shared_memory = tcp::SharedMemory::WherePossible;
         let mut socket = SocketConfig::new(security);
         socket.listen = Some(if rank == 0 { address } else { "127.0.0.1:0" }.to_owned());
-        let gate = gate.over_quic(&Socket::open(&socket)?, rank != 1);
+        let gate = gate.over_quic(&Socket::open(&socket)?, has_sockets(rank));
         let host = vec![address.to_owned(), format!("quic:{address}")];
-        mixed::join(&Config::new(rank, n as u32, host, gate)).map(|end| end as Arc<dyn Transport>)
+        let mut config = Config::new(rank, n as u32, host, gate);
+        config.pace = pace;
+        mixed::join(&config).map(|end| end as Arc<dyn Transport>)
     })
 }
 

@@ -43,19 +43,6 @@ impl PeerAddresses {
         }
     }
 
-    /// Parses a string from a peer, in which host names are not allowed; `None` if it is invalid or empty.
-    pub(super) fn read(text: &str) -> Option<Self> {
-        let mut places = Self::default();
-        for one in text.split(',').filter(|one| !one.is_empty()) {
-            if is_relay(one) {
-                places.relays.push(relay(one).ok()?);
-            } else {
-                places.sockets.push(one.parse().ok()?);
-            }
-        }
-        (!places.is_empty()).then_some(places)
-    }
-
     /// Formats the relays, then the addresses, as many as fit into a greeting.
     pub(super) fn text(&self) -> String {
         let relays = self.relays.iter().map(|url| url.to_string().trim_end_matches('/').to_owned());
@@ -151,16 +138,17 @@ mod tests {
     #[test]
     fn places_are_text_and_come_back() {
         let text = "http://10.0.0.9:3340,10.0.0.1:29500,[::1]:9";
-        let places = PeerAddresses::read(text).unwrap();
+        let places = PeerAddresses::resolve(text).unwrap();
         assert_eq!((places.relays.len(), places.sockets.len(), places.text()), (1, 2, text.to_owned()));
-        for wrong in ["", ",", "host:1", "http://", "10.0.0.1", "ftp://a:1"] {
-            assert!(PeerAddresses::read(wrong).is_none(), "{wrong}");
+        for wrong in ["http://", "10.0.0.1", "ftp://a:1"] {
+            assert!(PeerAddresses::resolve(wrong).is_err(), "{wrong}");
         }
+        assert!(PeerAddresses::resolve(",").unwrap().is_empty());
         assert_eq!(places.for_member(), "http://10.0.0.9:3340,quic:10.0.0.1:29500,quic:[::1]:9");
         let member = PeerAddresses::of_member(&format!("10.0.0.2:7,key:ab,{}", places.for_member())).unwrap();
         assert_eq!((member.relays, member.sockets), (places.relays.clone(), places.sockets.clone()));
         assert!(PeerAddresses::of_member("10.0.0.2:7").unwrap().is_empty());
-        let usual = PeerAddresses::read("https://relay.example").unwrap();
+        let usual = PeerAddresses::resolve("https://relay.example").unwrap();
         assert_eq!(usual.for_member(), "https://relay.example:443");
         assert_eq!(PeerAddresses::of_member(&usual.for_member()).unwrap().relays, usual.relays);
         let many = PeerAddresses { sockets: vec!["[2001:db8::1]:29500".parse().unwrap(); 200], ..places };

@@ -8,7 +8,7 @@ use std::time::Duration;
 use super::IDLE_TIMEOUT;
 use super::address::{PeerAddresses, relay};
 use super::network::{Network, Shared, call};
-use super::socket::{RELAY, Socket, SocketOptions};
+use super::socket::{Socket, SocketOptions};
 use crate::CommError;
 use crate::second_network::{ConnectTarget, EndpointParts, SecondNetwork, SecondNetworkAccess};
 use crate::secure::Security;
@@ -49,13 +49,13 @@ impl Socket {
     /// If the port is in use or an address is wrong; [`CommError::NoEncryptedConnection`] without a key;
     /// [`CommError::Argument`] for a patience out of range.
     pub fn open(config: &SocketConfig) -> Result<Arc<Self>, CommError> {
-        if config.security.identity().is_none() {
+        let Some(identity) = config.security.identity() else {
             let reason = "over QUIC processes are named by their keys: it needs a ticket or a secret";
             return Err(CommError::NoEncryptedConnection {
                 peer: "this process".to_owned(),
                 reason: reason.to_owned(),
             });
-        }
+        };
         let got = config.patience.as_secs() as usize;
         if !(1..=30).contains(&got) {
             return Err(CommError::Argument { op: "QUIC", what: "seconds of patience", got, want: 30 });
@@ -70,13 +70,12 @@ impl Socket {
         }
         let listen = config.listen.as_ref().map(resolve).transpose()?;
         let opening = SocketOptions {
-            security: config.security.clone(),
+            identity: identity.clone(),
             relays: config.relays.iter().map(|url| relay(url)).collect::<Result<_, _>>()?,
             listen: listen.and_then(|found| found.first().copied()),
             advertise,
             direct: config.direct,
             patience: config.patience,
-            deadline: RELAY,
         };
         Self::new(&opening).map(Arc::new)
     }

@@ -42,10 +42,6 @@ impl Network {
         Self { socket, peers, intake, pool, pacer, listening }
     }
 
-    pub(super) const fn socket(&self) -> &Arc<Socket> {
-        &self.socket
-    }
-
     /// Adds the connection to a peer that has proven that it belongs to the job. Returns false if the peer has
     /// connected before.
     pub(super) fn connect(&self, id: PeerId, connection: Connection) -> bool {

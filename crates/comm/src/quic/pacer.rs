@@ -1,47 +1,15 @@
-//! Rate limits of an endpoint over QUIC: each writer asks for permission before it hands bytes to its stream.
+//! Rate limits over QUIC: each writer asks for permission before it hands bytes to its stream. The limits are
+//! those of the endpoint, which QUIC shares with the endpoint's sockets.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-use farflung_base::{Nanos, PeerId};
+use farflung_base::PeerId;
 
-use crate::memory::real_start;
-use crate::rate::{Budget, Pace, Rates};
+use crate::rate::Budget;
 
 /// Shortest sleep: tokio's timers have a resolution of a millisecond.
 const LEAST: Duration = Duration::from_millis(1);
-
-/// Rate limits of an endpoint that has no sockets of its own.
-#[derive(Debug)]
-pub(super) struct Limits {
-    start: Instant,
-    limited: bool,
-    rates: Mutex<Rates>,
-}
-
-impl Limits {
-    pub(super) fn new(pace: Pace, peers: usize) -> Self {
-        let (limited, rates) = (pace.is_limited(), Mutex::new(Rates::new(pace, peers)));
-        Self { start: real_start(), limited, rates }
-    }
-}
-
-impl Budget for Limits {
-    fn is_limited(&self) -> bool {
-        self.limited
-    }
-    fn ask(&self, peer: PeerId, wanted: u64) -> Result<u64, Nanos> {
-        let now = Nanos::from(self.start.elapsed());
-        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
-        match rates.admits(now, peer, wanted) {
-            0 if wanted > 0 => Err(rates.wait(now, peer)),
-            bytes => {
-                rates.spend(now, peer, bytes);
-                Ok(bytes)
-            }
-        }
-    }
-}
 
 /// The rate limits of an endpoint, and the writers that wait for them.
 #[derive(Debug)]

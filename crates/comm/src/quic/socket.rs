@@ -16,19 +16,20 @@ use super::acceptor::UNPROVEN;
 use super::address::{PeerAddresses, relay_map};
 use super::peer::{STREAM_WINDOW, WINDOW_OF_ALL};
 use crate::CommError;
-use crate::secure::{AnyCertificate, Identity, Security};
+use crate::secure::{AnyCertificate, Identity};
 
 /// Name of the protocol in the handshake (ALPN).
 pub(super) const PROTOCOL: &[u8] = b"farflung/1";
 /// Time to wait for the connection to a relay before this process announces its addresses.
-pub(super) const RELAY: Duration = Duration::from_secs(10);
+const RELAY: Duration = Duration::from_secs(10);
 /// Time limit for closing sockets and connections to relays.
 const CLOSING: Duration = Duration::from_secs(2);
 
 /// How a process is reached over QUIC.
 #[derive(Debug, Clone)]
 pub(super) struct SocketOptions {
-    pub(super) security: Security,
+    /// Key of this process.
+    pub(super) identity: Identity,
     pub(super) relays: Vec<RelayUrl>,
     /// UDP address to listen at; `None` for any port on all addresses.
     pub(super) listen: Option<SocketAddr>,
@@ -37,8 +38,6 @@ pub(super) struct SocketOptions {
     /// Whether peers may be reached directly; if not, only over relays.
     pub(super) direct: bool,
     pub(super) patience: Duration,
-    /// Time limit for the connection to a relay.
-    pub(super) deadline: Duration,
 }
 
 /// A process's UDP socket and its connections to relays. Dropping it closes them.
@@ -112,7 +111,16 @@ impl Socket {
 
     /// Returns the addresses and relays at which peers can reach this process.
     pub(super) fn peer_addresses(&self) -> PeerAddresses {
-        let mut places = own_addresses(&self.endpoint);
+        let own = self.endpoint.addr();
+        let mut places = PeerAddresses {
+            sockets: own.ip_addrs().copied().collect(),
+            relays: own.relay_urls().cloned().collect(),
+        };
+        for bound in self.endpoint.bound_sockets() {
+            if !bound.ip().is_unspecified() && !places.sockets.contains(&bound) {
+                places.sockets.push(bound);
+            }
+        }
         for &address in &self.advertise {
             places.sockets.retain(|own| *own != address);
             places.sockets.insert(0, address);
@@ -124,7 +132,7 @@ impl Socket {
     }
 
     /// Ends without notifying the peers, like a killed process.
-    pub(super) fn vanish(&self) {
+    pub fn vanish(&self) {
         let runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(runtime) = runtime {
             runtime.shutdown_background();
@@ -157,38 +165,16 @@ impl Drop for Socket {
     }
 }
 
-/// Returns the addresses and relays at which peers can reach this process.
-pub(super) fn own_addresses(endpoint: &Endpoint) -> PeerAddresses {
-    let own = endpoint.addr();
-    let mut places = PeerAddresses {
-        sockets: own.ip_addrs().copied().collect(),
-        relays: own.relay_urls().cloned().collect(),
-    };
-    for bound in endpoint.bound_sockets() {
-        if !bound.ip().is_unspecified() && !places.sockets.contains(&bound) {
-            places.sockets.push(bound);
-        }
-    }
-    places
-}
-
 async fn bind(opening: &SocketOptions) -> Result<Endpoint, CommError> {
     let io = |what, address: &dyn fmt::Display, e: &dyn fmt::Display| {
         CommError::io(what, &address.to_string(), &std::io::Error::other(e.to_string()))
-    };
-    let alone;
-    let identity = if let Some(identity) = opening.security.identity() {
-        identity
-    } else {
-        alone = Identity::generate()?;
-        &alone
     };
     let relays = match &opening.relays[..] {
         [] => RelayMode::Disabled,
         relays => RelayMode::Custom(relay_map(relays)),
     };
     let mut builder = Endpoint::builder(presets::Minimal)
-        .secret_key(SecretKey::from_bytes(identity.seed()))
+        .secret_key(SecretKey::from_bytes(opening.identity.seed()))
         .alpns(vec![PROTOCOL.to_vec()])
         .relay_mode(relays)
         .transport_config(transport(opening.patience)?);
@@ -209,7 +195,7 @@ async fn bind(opening: &SocketOptions) -> Result<Endpoint, CommError> {
     })?;
     if !opening.relays.is_empty() {
         // It may fail: the relay may become reachable later, or peers may be reached without it.
-        let _ = tokio::time::timeout(RELAY.min(opening.deadline), endpoint.online()).await;
+        let _ = tokio::time::timeout(RELAY, endpoint.online()).await;
     }
     Ok(endpoint)
 }

@@ -12,19 +12,19 @@ use std::time::{Duration, Instant};
 use crate::common::on_ranks;
 use crate::common::quic::Job;
 use farflung_base::{Bandwidth, Nanos, PeerId, Rank};
-use farflung_comm::quic::{self, Quic, Relay, RelayConfig};
+use farflung_comm::quic::{IDLE_TIMEOUT, Relay, RelayConfig, Socket};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket};
-use farflung_comm::tcp::Pace;
+use farflung_comm::tcp::{Pace, Tcp};
 use farflung_comm::{
     CommError, Communicator, DownReason, FRAME_BYTES, ReduceOp, Refusal, Source, Tag, Transport, VERSION,
     WINDOW,
 };
 
-fn transports(ends: &[Arc<Quic>]) -> crate::common::Cluster {
+fn transports(ends: &[Arc<Tcp>]) -> crate::common::Cluster {
     ends.iter().map(|end| Arc::clone(end) as Arc<dyn Transport>).collect()
 }
 
-fn together(job: &Job) -> Vec<Arc<Quic>> {
+fn together(job: &Job) -> Vec<Arc<Tcp>> {
     job.join(|_| {}).into_iter().map(Result::unwrap).collect()
 }
 
@@ -47,7 +47,7 @@ fn sums(comm: &Communicator, times: usize) {
 fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
     let ends = together(&Job::new(2));
     let limit = Nanos::from_millis(10_000);
-    let frame = |end: &Arc<Quic>, number: u32| {
+    let frame = |end: &Arc<Tcp>, number: u32| {
         let mut frame = end.lease(FRAME_BYTES);
         frame.bytes_mut().fill(number as u8);
         frame
@@ -77,7 +77,6 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
                 receiver.recv(Source::Peer(PeerId(0)), Tag::user(5, number), limit).wait().unwrap();
             assert!(got.bytes().iter().all(|&b| b == number as u8));
         }
-        assert_eq!(sender.streams_to(PeerId(1)), 11);
         for i in 0..all {
             let (_, got) = receiver.recv(Source::Peer(PeerId(0)), Tag::user(5, 1), limit).wait().unwrap();
             assert_eq!(got.bytes()[0], i as u8, "out of order");
@@ -100,8 +99,6 @@ fn frames_keep_their_order_where_streams_are_ended_and_opened_again() {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    let opened = ends[0].streams_to(PeerId(1));
-    assert!(opened > 2 * u64::from(tags), "{opened}");
     for number in 0..tags {
         for round in 0..rounds {
             let from = Source::Peer(PeerId(0));
@@ -117,9 +114,10 @@ fn peers_that_only_meet_at_a_relay_get_the_bits_of_all_others() {
     let url = relay.url();
     let mut job = Job::new(3);
     job.ticket.addresses = vec![url.clone()];
-    let ends: Vec<_> = job.join(|config| config.direct = false).into_iter().map(Result::unwrap).collect();
+    let ends: Vec<_> =
+        job.join(|config| config.socket.direct = false).into_iter().map(Result::unwrap).collect();
     on_ranks(transports(&ends), |comm| sums(&comm, 20));
-    assert_eq!(ends[0].path_to(PeerId(1)), Some(url));
+    assert_eq!(ends[0].second_network_path(PeerId(1)), Some(url));
     // Each rank sends its share at least once: 20 times 40 KB.
     assert!(relay.carried() > 3 * 20 * 40_000, "{}", relay.carried());
 }
@@ -131,9 +129,9 @@ fn peers_that_meet_at_a_relay_go_over_to_a_direct_path() {
     job.ticket.addresses = vec![relay.url()];
     let ends: Vec<_> = job.join(|_| {}).into_iter().map(Result::unwrap).collect();
     let start = Instant::now();
-    while ends[0].path_to(PeerId(1)).is_none_or(|path| path.starts_with("http")) {
+    while ends[0].second_network_path(PeerId(1)).is_none_or(|path| path.starts_with("http")) {
         on_ranks(transports(&ends), |comm| sums(&comm, 1));
-        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", ends[0].path_to(PeerId(1)));
+        assert!(start.elapsed() < Duration::from_secs(20), "{:?}", ends[0].second_network_path(PeerId(1)));
     }
     drop(relay);
     on_ranks(transports(&ends), |comm| sums(&comm, 5));
@@ -145,7 +143,8 @@ fn a_relay_that_dies_and_comes_back_loses_nothing() {
     let address = first.address();
     let mut job = Job::new(2);
     job.ticket.addresses = vec![first.url()];
-    let ends: Vec<_> = job.join(|config| config.direct = false).into_iter().map(Result::unwrap).collect();
+    let ends: Vec<_> =
+        job.join(|config| config.socket.direct = false).into_iter().map(Result::unwrap).collect();
     let kept = std::sync::Mutex::new(Some(first));
     on_ranks(transports(&ends), |comm| {
         let comm = comm.with_deadline(Nanos::from_millis(60_000));
@@ -169,7 +168,7 @@ fn a_relay_serves_the_keys_of_its_list_alone() {
     let relay = Relay::start(&config).unwrap();
     job.ticket.addresses = vec![relay.url()];
     let joined = job.join(|config| {
-        config.direct = false;
+        config.socket.direct = false;
         config.deadline = Duration::from_secs(3);
     });
     for error in joined.into_iter().map(Result::unwrap_err) {
@@ -212,7 +211,7 @@ fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
     }
     let mut slow = Job::new(2).config(0);
     slow.pace = Pace { all: Bandwidth(100), ..Pace::default() };
-    let error = quic::join(&slow).unwrap_err();
+    let error = slow.join().unwrap_err();
     assert!(
         matches!(error, CommError::Argument { what: "rate in bits per second (minimum)", got: 100, .. }),
         "{error}"
@@ -252,15 +251,31 @@ fn paths_tell_round_trips_and_packets_and_what_waits_for_the_rate() {
     });
 }
 
+/// Starts all ranks. Returns their sockets and endpoints, in order of ranks.
+fn with_sockets(job: &Job, patience: Duration) -> (Vec<Arc<Socket>>, Vec<Arc<Tcp>>) {
+    let mut configs: Vec<_> = (0..job.identities.len() as u32).map(|rank| job.config(rank)).collect();
+    for config in &mut configs {
+        config.socket.patience = patience;
+    }
+    let sockets: Vec<_> = configs.iter().map(|config| config.open().unwrap()).collect();
+    let ends = std::thread::scope(|scope| {
+        let joins: Vec<_> = configs
+            .iter()
+            .zip(&sockets)
+            .map(|(config, socket)| scope.spawn(|| config.join_by(socket).unwrap()))
+            .collect();
+        joins.into_iter().map(|join| join.join().unwrap()).collect()
+    });
+    (sockets, ends)
+}
+
 #[test]
 fn a_peer_that_vanishes_is_lost_after_the_patience() {
-    let job = Job::new(2);
-    let ends: Vec<_> =
-        job.join(|config| config.patience = Duration::from_secs(6)).into_iter().map(Result::unwrap).collect();
+    let (sockets, ends) = with_sockets(&Job::new(2), Duration::from_secs(6));
     let comm = Communicator::new(Arc::clone(&ends[0]) as Arc<dyn Transport>);
     let waits = comm.start_recv(Rank(1), 1);
     // Its port stays open, so that it could be a process that is cut off or frozen.
-    ends[1].vanish();
+    sockets[1].vanish();
     let start = Instant::now();
     let error = waits.wait().unwrap_err();
     let reason = DownReason::Broken(std::io::ErrorKind::TimedOut);
@@ -273,12 +288,12 @@ fn a_peer_that_vanishes_is_lost_after_the_patience() {
 
 #[test]
 fn a_peer_whose_process_has_ended_is_lost_before_the_patience() {
-    let mut ends = together(&Job::new(3));
+    let (mut sockets, mut ends) = with_sockets(&Job::new(3), IDLE_TIMEOUT);
     let comm = Communicator::new(Arc::clone(&ends[0]) as Arc<dyn Transport>);
     let waits = comm.start_recv(Rank(2), 1);
     // As if it was killed: it says nothing, and its port is closed.
-    ends[2].vanish();
-    drop(ends.pop());
+    sockets[2].vanish();
+    drop((ends.pop(), sockets.pop()));
     let error = waits.wait().unwrap_err();
     let reason = DownReason::Broken(std::io::ErrorKind::ConnectionRefused);
     assert!(
@@ -305,9 +320,9 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
             let mut config = job.config(1);
             config.rank = rank;
             config.world_size = config.world_size.max(rank + 1);
-            config.security = Security::by_ticket(&stranger, &ticket);
+            config.socket.security = Security::by_ticket(&stranger, &ticket);
             job_name.clone_into(&mut config.job);
-            quic::join(&config).unwrap_err()
+            config.join().unwrap_err()
         };
         let good = || job.ticket.secret.clone();
         let forged = join(JoinSecret::generate().unwrap(), job.ticket.expiry, "farflung", 1);
@@ -321,18 +336,19 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
         // The host has another key than the ranks expect.
         let mut config = job.config(1);
         let host = stranger.public();
-        config.security = Security::by_ticket(&job.identities[1], &Ticket { host, ..job.ticket.clone() });
+        config.socket.security =
+            Security::by_ticket(&job.identities[1], &Ticket { host, ..job.ticket.clone() });
         config.deadline = Duration::from_secs(1);
-        assert!(matches!(quic::join(&config), Err(CommError::Missing { .. })));
+        assert!(matches!(config.join(), Err(CommError::Missing { .. })));
     };
     std::thread::scope(|scope| {
         let host = scope.spawn(|| {
             let config = job.config(0);
-            let joined = quic::join(&config).unwrap();
-            (joined, config.security.refused().counts())
+            let joined = config.join().unwrap();
+            (joined, config.socket.security.refused().counts())
         });
         strangers();
-        let guest = quic::join(&job.config(1)).unwrap();
+        let guest = job.config(1).join().unwrap();
         let (host, refused) = host.join().unwrap();
         assert_eq!(
             (refused.get("wrong secret"), refused.get("expired ticket"), refused.get("another job")),
@@ -364,7 +380,7 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
     std::thread::scope(|scope| {
         let host = scope.spawn(|| {
             let config = job.config(0);
-            (quic::join(&config).unwrap(), config.security.refused().counts())
+            (config.join().unwrap(), config.socket.security.refused().counts())
         });
         let (endpoint, silent) = runtime.block_on(async {
             let builder = ::iroh::Endpoint::builder(::iroh::endpoint::presets::Minimal);
@@ -387,7 +403,7 @@ fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
             (endpoint, silent)
         });
         let start = Instant::now();
-        let guest = quic::join(&job.config(1)).unwrap();
+        let guest = job.config(1).join().unwrap();
         let (host, refused) = host.join().unwrap();
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
         assert_eq!((refused.get("another version"), refused.get("garbage")), (Some(&1), Some(&2)));
@@ -405,7 +421,8 @@ fn a_member_that_is_shut_out_by_the_list_does_not_join() {
     let joined = job.join(|config| {
         config.deadline = Duration::from_secs(3);
         if config.rank == 0 {
-            config.security = config.security.clone().allowing([Identity::generate().unwrap().public()]);
+            config.socket.security =
+                config.socket.security.clone().allowing([Identity::generate().unwrap().public()]);
         }
     });
     let [host, guest] = joined.try_into().unwrap();
@@ -417,23 +434,23 @@ fn a_member_that_is_shut_out_by_the_list_does_not_join() {
 fn what_cannot_work_says_what_to_do() {
     let job = Job::new(2);
     let mut config = job.config(1);
-    config.security = Security::by_secret(&job.identities[1], &job.secret);
-    let text = quic::join(&config).unwrap_err().to_string();
+    config.socket.security = Security::by_secret(&job.identities[1], &job.secret);
+    let text = config.join().unwrap_err().to_string();
     assert!(text.contains("a ticket"), "{text}");
-    config.security = Security::unencrypted();
-    assert!(quic::join(&config).unwrap_err().to_string().contains("a ticket"));
+    config.socket.security = Security::unencrypted();
+    assert!(config.join().unwrap_err().to_string().contains("a ticket"));
     let mut config = job.config(1);
-    config.relays = vec!["10.0.0.1:3340".to_owned()];
-    let text = quic::join(&config).unwrap_err().to_string();
+    config.socket.relays = vec!["10.0.0.1:3340".to_owned()];
+    let text = config.join().unwrap_err().to_string();
     assert!(text.contains("http://host:port"), "{text}");
     let mut config = job.config(1);
     config.deadline = Duration::from_millis(500);
-    let text = quic::join(&config).unwrap_err().to_string();
+    let text = config.join().unwrap_err().to_string();
     assert!(text.contains("still missing: rank 0"), "{text}");
     // The port of rank 0 is in use.
     let _taken = std::net::UdpSocket::bind(&job.ticket.addresses[0]).unwrap();
-    let text = quic::join(&job.config(0)).unwrap_err().to_string();
+    let text = job.config(0).join().unwrap_err().to_string();
     assert!(text.contains(&job.ticket.addresses[0]), "{text}");
-    let alone = quic::join(&quic::Config::new(0, 1, "127.0.0.1:0", Security::unencrypted())).unwrap();
+    let alone = Job::new(1).config(0).join().unwrap();
     on_ranks(transports(&[alone]), |comm| sums(&comm, 1));
 }

@@ -37,7 +37,7 @@ impl<'a> Job<'a> {
 
     /// Returns the protection of a rank that has the ticket, or made it.
     pub(crate) fn by_ticket(&self, rank: u32) -> Security {
-        self.keys.config(rank).security
+        self.keys.security(rank)
     }
 
     /// Returns the configuration of a rank.

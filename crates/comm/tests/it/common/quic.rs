@@ -1,10 +1,13 @@
-//! Clusters over QUIC.
+//! Clusters over QUIC alone.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
-use farflung_comm::quic::{self, Config, Quic};
+use farflung_comm::mixed;
+use farflung_comm::quic::{Socket, SocketConfig};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
+use farflung_comm::tcp::{GateConfig, Pace, Tcp};
 use farflung_comm::{CommError, Transport};
 
 use super::Cluster;
@@ -30,27 +33,78 @@ impl Job {
         Self { identities, secret, ticket }
     }
 
-    pub(crate) fn config(&self, rank: u32) -> Config {
+    /// Returns the protection of a rank that has the ticket, or made it.
+    pub(crate) fn security(&self, rank: u32) -> Security {
         let identity = &self.identities[rank as usize];
-        let security = match rank {
+        match rank {
             0 => Security::by_secret(identity, &self.secret),
             _ => Security::by_ticket(identity, &self.ticket),
-        };
-        Config::new(rank, self.identities.len() as u32, self.ticket.addresses.join(","), security)
+        }
+    }
+
+    pub(crate) fn config(&self, rank: u32) -> Config {
+        Config {
+            rank,
+            world_size: self.identities.len() as u32,
+            host: self.ticket.addresses.clone(),
+            job: "farflung".to_owned(),
+            deadline: Duration::from_mins(1),
+            pace: Pace::default(),
+            socket: SocketConfig::new(self.security(rank)),
+        }
     }
 
     /// Starts all ranks, with the settings changed by `set`.
-    pub(crate) fn join(&self, set: impl Fn(&mut Config) + Sync) -> Vec<Result<Arc<Quic>, CommError>> {
+    pub(crate) fn join(&self, set: impl Fn(&mut Config) + Sync) -> Vec<Result<Arc<Tcp>, CommError>> {
         std::thread::scope(|scope| {
             let joins: Vec<_> = (0..self.identities.len() as u32)
                 .map(|rank| {
                     let mut config = self.config(rank);
                     set(&mut config);
-                    scope.spawn(move || quic::join(&config))
+                    scope.spawn(move || config.join())
                 })
                 .collect();
             joins.into_iter().map(|join| join.join().unwrap()).collect()
         })
+    }
+}
+
+/// Settings of a rank that uses QUIC alone.
+pub(crate) struct Config {
+    pub(crate) rank: u32,
+    pub(crate) world_size: u32,
+    /// Addresses of rank 0: `host:port`, or URLs of relays.
+    pub(crate) host: Vec<String>,
+    pub(crate) job: String,
+    pub(crate) deadline: Duration,
+    pub(crate) pace: Pace,
+    pub(crate) socket: SocketConfig,
+}
+
+impl Config {
+    /// Opens the rank's socket: rank 0's at its address, the others' at any port.
+    pub(crate) fn open(&self) -> Result<Arc<Socket>, CommError> {
+        let is_relay = |one: &&String| one.contains("://");
+        let mut socket = self.socket.clone();
+        socket.relays.extend(self.host.iter().filter(is_relay).cloned());
+        let at = self.host.iter().find(|one| self.rank == 0 && !is_relay(one)).cloned();
+        socket.listen = Some(at.unwrap_or_else(|| "127.0.0.1:0".to_owned()));
+        Socket::open(&socket)
+    }
+
+    /// Meets the other ranks through a socket.
+    pub(crate) fn join_by(&self, socket: &Arc<Socket>) -> Result<Arc<Tcp>, CommError> {
+        let mut gate = GateConfig::new("", &*self.job, self.socket.security.clone()).over_quic(socket, false);
+        gate.deadline = self.deadline;
+        let quic = |one: &String| if one.contains("://") { one.clone() } else { format!("quic:{one}") };
+        let host = self.host.iter().map(quic).collect::<Vec<_>>().join(",");
+        let mut config = mixed::Config::new(self.rank, self.world_size, vec![host], gate);
+        config.pace = self.pace;
+        mixed::join(&config)
+    }
+
+    pub(crate) fn join(&self) -> Result<Arc<Tcp>, CommError> {
+        self.join_by(&self.open()?)
     }
 }
 
