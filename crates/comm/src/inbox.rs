@@ -503,10 +503,10 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter is greater than `seen`, for `timeout`, or until the endpoint ends. A thread that waits for a result
-    /// first polls a few times and yields in between, because the result is often about to arrive and waking up
-    /// takes longer. If `drive` is given and no other thread drives the network, this thread drives it instead
-    /// of sleeping.
+    /// Sleeps until the counter is greater than `seen`, for `timeout`, or until the endpoint ends. A thread
+    /// that waits for a result first polls a few times and yields in between, because the result is often
+    /// about to arrive and waking up takes longer. If `drive` is given and no other thread drives the network,
+    /// this thread drives it instead of sleeping.
     pub fn park(
         &self,
         seen: u64,
