@@ -23,8 +23,8 @@ const LEAST_CHUNK: u64 = 16 * 1024;
 /// each) instead of five.
 const PASSED: usize = FRAME_BYTES - 512;
 
-/// Number of chunks of a ring in flight at the same time that is so small that their data stays in the cache.
-/// This matters only on very fast links; the wider window of [`AHEAD`] is the alternative.
+/// Narrow window of a pipelined ring: so few chunks are in flight at the same time that their data stays in the
+/// cache. This matters only on very fast links. The alternative is the wider window of [`AHEAD`].
 const PACED: usize = 8;
 
 /// Approximate number of frames that a rank of a pipelined ring may send, with the wider window, before the

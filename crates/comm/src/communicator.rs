@@ -338,9 +338,10 @@ impl Communicator {
         Self { plans: Arc::new(plans), ..self }
     }
 
-    /// Returns the communicator with a declared topology. It decides the algorithm of [`Algorithm::Auto`], the
-    /// regions and shares of all-reduces, and whether broadcasts, reductions and scans use trees or chains. All
-    /// ranks must declare the same one.
+    /// Returns the communicator with a declared topology. Where a collective has several programs, the one with
+    /// the least predicted time on this topology is used: for [`Algorithm::Auto`], broadcast, reduce and scans,
+    /// for instance. The topology also gives the regions and shares of all-reduces. All ranks must declare the
+    /// same one.
     ///
     /// # Errors
     /// If the topology has a different number of ranks.
