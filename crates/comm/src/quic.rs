@@ -86,7 +86,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Creates the configuration of a member of the job `farflung`, with a minute for the rendezvous.
+    /// Creates the configuration of a rank of the job `farflung`, with a minute for the rendezvous.
     #[must_use]
     pub fn new(rank: u32, world_size: u32, host: impl Into<String>, security: Security) -> Self {
         Self {
@@ -115,7 +115,7 @@ pub struct QuicDriver {
 /// Meets the other ranks and connects to each of them. Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline;
+/// If an address is wrong, a rank refuses this one, or ranks are missing at the deadline;
 /// [`CommError::NoEncryptedConnection`] if `security` has no key of rank 0, by which it is reached;
 /// [`CommError::Argument`] for a setting out of range.
 pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {

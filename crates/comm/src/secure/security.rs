@@ -372,8 +372,8 @@ impl PartialEq for Security {
 impl Eq for Security {}
 
 impl Encryption {
-    /// Returns the secret of tickets that expire at `expiry`, if this side can compute it. For an expiry of 0 it
-    /// is the job's own secret, or the one that members prove to each other.
+    /// Returns the secret of tickets that expire at `expiry`, if this side can compute it. For 0 it returns the
+    /// job's own secret, or the one that members prove to each other.
     fn secret_of(&self, expiry: u64) -> Option<JoinSecret> {
         let (secret, own) = match &self.newcomers {
             Some((secret, own)) if expiry > 0 => (secret, *own),

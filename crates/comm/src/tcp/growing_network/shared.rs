@@ -29,7 +29,8 @@ pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
 const CONNECT_ATTEMPTS: u32 = 4;
-/// A member cannot know in advance whether ranks on its machine will outnumber the cores.
+/// Whether a member assumes that its machine has more endpoints than cores. It does not, because it cannot know
+/// this in advance.
 pub(super) const OVERSUBSCRIBED: bool = false;
 
 #[derive(Debug)]
@@ -70,7 +71,8 @@ impl Shared {
     /// Returns whether a member is this process, or has this process's address: a call to it would come back
     /// here.
     pub(super) fn is_here(&self, member: &Connected) -> bool {
-        // Members that are reached over a relay alone have the same address and different keys.
+        // Without sockets, members that are reached over a relay alone have the same address, and different
+        // keys.
         let is_one_place = self.sockets || member.key == self.security.own_key();
         member.peer == self.tcp.me() || member.address == self.address && is_one_place
     }
@@ -250,14 +252,14 @@ impl Shared {
             secret,
             welcome: &welcome,
         };
-        // So many members that they do not fit into a frame: the process asks in vain.
+        // If the members do not fit into one frame, the answer is empty, and the process cannot join.
         wire::framed(&members).unwrap_or_default()
     }
 }
 
 impl GreetingHandler for Shared {
     fn answer(&self, greeting: &Control<'_>, key: PublicKey) -> Result<Vec<u8>, Refusal> {
-        // A process is reached by its key there.
+        // Over the second network a process is reached by its key.
         if self.security.own_key() == Some(key) {
             return Err(Refusal::SameKey);
         }
