@@ -55,7 +55,7 @@ pub type Quic = Endpoint<QuicDriver>;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// Rank of this process. All ranks have the address and the key of rank 0.
+    /// Rank of this process. All other ranks need the address and the key of rank 0.
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,

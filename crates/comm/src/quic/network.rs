@@ -121,7 +121,7 @@ async fn receive(
     host.connect_ended(PeerId(rank));
 }
 
-/// A network of which there are several owners.
+/// A [`Network`] in an `Arc`: the tasks that accept peers and answer them hold weak references to it.
 #[derive(Debug)]
 pub(super) struct Shared(pub(super) Arc<Network>);
 

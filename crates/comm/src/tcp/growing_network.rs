@@ -99,7 +99,7 @@ fn listen_at(config: &GateConfig) -> Result<Option<TcpListener>, CommError> {
     let addresses = resolve("own address", &config.listen)?;
     let listener =
         TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    // The listening thread must also check whether the gate is closed, so it must not block in `accept`.
+    // The listening thread must also check whether the network was dropped, so it must not block in `accept`.
     listener.set_nonblocking(true).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
     Ok(Some(listener))
 }

@@ -200,7 +200,7 @@ impl Link {
         }
     }
 
-    /// Queues a frame and writes as much as the socket accepts.
+    /// Queues a frame and writes as much as the socket accepts. With shared memory, hands the frame over there.
     pub(super) fn push(&self, tag: Tag, frame: Frame) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -221,7 +221,8 @@ impl Link {
         self.enqueue(&mut out, header, Some(frame));
     }
 
-    /// Writes as much as the socket accepts directly from `bytes`, and queues a copy of the rest.
+    /// Writes as much as the socket accepts directly from `bytes`, and queues a copy of the rest. With shared
+    /// memory, hands the bytes over there as a frame.
     pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -398,7 +399,7 @@ impl Link {
         })
     }
 
-    /// Reads what has arrived, at most one turn's bytes, into the inbox.
+    /// Reads what has arrived into the inbox, until [`BYTES_PER_TURN`] bytes are read or no more are there.
     pub(super) fn read(&self, inbox: &Inbox, pool: &Arc<Pool>) {
         let mut incoming = lock(&self.incoming);
         incoming.enough = false;

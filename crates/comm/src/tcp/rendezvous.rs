@@ -332,7 +332,8 @@ pub(super) fn pairwise(
     Ok(streams)
 }
 
-/// Connects to all of the ranks, as soon as each is up and answers. The error names those that did not answer.
+/// Connects to the ranks in `lower`, each as soon as it is up and answers. The error names those that did not
+/// answer.
 fn reach(
     config: &Config,
     own: &str,

@@ -176,7 +176,7 @@ impl Shared {
         let own = Arc::clone(self);
         let thread = std::thread::Builder::new().name("farflung-store-client".to_owned());
         let serve = move || {
-            // A client that disconnects or sends an invalid request is dropped; the others go on.
+            // A client that disconnects or sends a malformed message is dropped; the others go on.
             let _ = own.serve(&stream);
             lock(&own.clients).remove(&number);
         };

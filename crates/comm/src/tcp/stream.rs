@@ -176,7 +176,8 @@ impl Stream {
         self.write_now(&[]).map(|_| ())
     }
 
-    /// Reads all bytes that are there now, into `first`, then `second`. The socket must be non-blocking.
+    /// Reads bytes that are there now into `first`, then `second`, as many as fit. The socket must be
+    /// non-blocking.
     pub(super) fn read_now(&self, first: &mut [u8], second: &mut [u8]) -> io::Result<usize> {
         match &self.encrypted {
             None => (&self.socket).read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]),

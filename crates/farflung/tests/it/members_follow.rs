@@ -250,8 +250,8 @@ fn a_wrong_chunk_in_the_background_is_taken_from_another() {
     }
 }
 
-/// The newcomer may take a wrong record of a step, if the member with that record is the first to report it. Its
-/// state then differs from that of the members, so it takes theirs.
+/// The newcomer may take a wrong record of a step, if the member with that record is the first to report it.
+/// The newcomer's state then differs from that of the members, so it takes theirs.
 #[test]
 fn a_wrong_record_is_found_out_by_the_state_after_it() {
     let folder = tempfile::tempdir().unwrap();

@@ -132,8 +132,8 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 
-/// Two jobs use one port: a rank of the other job is rejected, and this job's ranks wait for a rank of their own
-/// job until the deadline.
+/// Two jobs use one port: a rank of the other job is rejected, and this job's ranks wait for a rank of their
+/// own job until the deadline.
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();

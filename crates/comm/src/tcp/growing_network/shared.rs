@@ -23,7 +23,8 @@ use crate::secure::{JoinSecret, PublicKey, Security};
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, Transport as _};
 
-/// Time between two checks whether the gate is closed, and between two attempts to connect.
+/// Time between two checks whether the [`GrowingNetwork`](super::GrowingNetwork) was dropped, and between two
+/// attempts to connect.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Time limit for the connection to one member.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -177,7 +178,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Accepts connections until the gate closes.
+    /// Accepts connections until the [`GrowingNetwork`](super::GrowingNetwork) is dropped.
     pub(super) fn listen(&self, listener: &TcpListener) {
         let mut door = Acceptor::new(self.security.clone());
         while !self.closed.load(Ordering::Acquire) {
