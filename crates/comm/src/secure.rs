@@ -1,5 +1,6 @@
 //! Who may join a job, and how its connections are protected: keys, tickets, join secrets, and TLS 1.3 between
-//! peers that are identified by their keys. Uses neither sockets nor files.
+//! peers that are identified by their keys or certificates. Opens neither sockets nor files; `security.rs`
+//! resolves host names.
 
 mod certificates;
 mod clock;

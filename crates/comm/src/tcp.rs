@@ -5,7 +5,7 @@
 //! a peer has gone.
 //!
 //! Memory is bounded: a sender stops after [`WINDOW`] frames of a tag that the receiver has not taken, and a
-//! peer with more than [`MAX_UNREAD_BYTES`] unread bytes is not read any more. This module is independent of
+//! peer is not read while [`MAX_UNREAD_BYTES`] or more of its bytes are unread. This module is independent of
 //! the collectives.
 
 mod acceptor;
@@ -46,7 +46,7 @@ pub use shared_memory::SharedMemory;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
 
-/// Greatest number of unread bytes of a peer; beyond it, its socket is not read.
+/// Number of unread bytes of a peer from which nothing more is read from it.
 pub const MAX_UNREAD_BYTES: usize = 4 * WINDOW * crate::FRAME_BYTES;
 
 /// Number of rounds over shared memory alone, after which sockets are polled as well, since a peer may have
@@ -76,10 +76,12 @@ pub struct TcpDriver {
     second_network: OnceLock<Arc<dyn SecondNetwork>>,
 }
 
-/// Meets the other ranks at the master, and connects to each of them. Rank `r` becomes `PeerId(r)`.
+/// Meets the other ranks at the master or at the addresses of [`Config::peers`], and connects to each of them.
+/// Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address cannot be used, the master refuses this rank, or ranks are missing at the deadline.
+/// If a setting or an address cannot be used, a rank refuses this one, ranks are missing at the deadline, or a
+/// peer does not share memory with [`SharedMemory::Always`].
 pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let streams = rendezvous::meet(config)?;
@@ -192,7 +194,7 @@ impl TcpDriver {
             || self.second_network().is_some_and(|second_network| second_network.is_connected(peer))
     }
 
-    /// Returns what a network for the other peers of this endpoint needs.
+    /// Returns the parts of this endpoint that a second network needs, for the peers that sockets do not reach.
     fn endpoint_parts(&self, size: usize) -> EndpointParts {
         let intake = Intake::new(Arc::clone(&self.inbox), Arc::clone(&self.bell));
         EndpointParts { size, intake, pool: Arc::clone(&self.pool), budget: Arc::clone(&self.pacer) as _ }
@@ -202,13 +204,14 @@ impl TcpDriver {
         self.second_network.get()
     }
 
-    /// Returns the link that carries this tag; `None` if the peer has never connected.
+    /// Returns the link that carries this tag; `None` if the peer has never connected over sockets.
     fn link(&self, peer: PeerId, tag: Tag) -> Option<&Link> {
         let links = self.links.to(peer)?;
         links.get(tag.number as usize % links.len())
     }
 
-    /// Waits until all peers share memory with this process.
+    /// Waits until all peers share memory with this process. Fails if a peer declines or has gone, or after
+    /// `limit`.
     fn await_shared_memory(&self, limit: Nanos) -> Result<(), CommError> {
         let until = self.now().saturating_add(limit);
         loop {
@@ -222,7 +225,8 @@ impl TcpDriver {
         }
     }
 
-    /// Moves frames that have arrived through shared memory, and queued ones; returns whether there were any.
+    /// Moves frames that have arrived in shared memory to the inbox, and queued frames to shared memory.
+    /// Returns whether frames have arrived, or operations have room again.
     fn take_shared(&self) -> bool {
         let mut moved = false;
         for link in self.links.all().filter(|link| link.is_open()) {
@@ -259,7 +263,7 @@ impl TcpDriver {
     /// Waits for sockets and the doorbell for at most `timeout`, and moves frames from and to sockets.
     fn poll_sockets(&self, timeout: Nanos) {
         let may_read = |link: &Link| link.may_read(self.inbox.unread_bytes(link.peer));
-        // For bytes that a session has decrypted already, the socket does not become readable.
+        // For bytes that an encrypted session has already read, the socket does not become readable.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
         let links: Vec<&Link> = self.links.all().filter(|link| link.is_open()).collect();
         let waits = !links.iter().any(has_more);

@@ -30,7 +30,7 @@ pub(super) struct AuthenticatedConnection {
     pub(super) line: HandshakeStream,
     /// Frame with the greeting.
     pub(super) greeting: Vec<u8>,
-    /// End of its right to join, in seconds since 1970; the answer to its proof repeats it.
+    /// End of its right to join, in seconds since 1970 (0: no end). This side's proof repeats it.
     pub(super) expiry: u64,
 }
 
@@ -57,7 +57,7 @@ impl Acceptor {
                 let (security, coming) = (security.clone(), coming.clone());
                 tokio::spawn(async move {
                     if let Some(guest) = read_greeting(&security, incoming).await {
-                        // Fails once all ranks have connected and the door is dropped.
+                        // Fails if the acceptor has been dropped.
                         let _ = coming.send(guest).await;
                     }
                     drop(place);
@@ -67,7 +67,7 @@ impl Acceptor {
         Self { accepting, guests }
     }
 
-    /// Returns the next connection that belongs to the job.
+    /// Returns the next connection that has proven its right to join, with its greeting.
     pub(super) async fn next(&mut self) -> Option<AuthenticatedConnection> {
         self.guests.recv().await
     }

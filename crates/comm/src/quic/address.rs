@@ -103,7 +103,7 @@ fn is_relay(text: &str) -> bool {
 /// Parses the URL of a relay, `http://host:port` or `https://host:port`.
 ///
 /// # Errors
-/// [`CommError::Io`] with the expected format.
+/// [`CommError::Io`] if the text is not such a URL.
 pub(super) fn relay(text: &str) -> Result<RelayUrl, CommError> {
     let wrong = |e: String| CommError::io("relay", &text, &std::io::Error::other(e));
     if !is_relay(text) {

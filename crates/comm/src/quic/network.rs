@@ -79,7 +79,8 @@ pub(super) fn call(
     called.unwrap_or(Err(CommError::Ended { op: "call" }))
 }
 
-/// Answers a greeting, and connects the peer that a greeting comes from.
+/// Answers a greeting: the question of a process that wants to join, or the hello of a peer, which is then
+/// connected.
 async fn receive(
     network: &Weak<Network>,
     host: &Weak<dyn GreetingHandler>,
@@ -116,7 +117,7 @@ async fn receive(
     host.connect_ended(PeerId(rank));
 }
 
-/// A network of which there are several owners.
+/// A [`Network`] in an `Arc`: the tasks that accept peers and answer them hold weak references to it.
 #[derive(Debug)]
 pub(super) struct Shared(pub(super) Arc<Network>);
 
@@ -181,7 +182,7 @@ impl SecondNetwork for Shared {
 
     fn close(&self) {
         self.stop_listening();
-        // The inbox has ended, so no peer connects any more.
+        // The listener has stopped and the endpoint is closing, so no peer connects any more.
         let peers: Vec<Arc<Peer>> = self.0.peers.iter().filter_map(OnceLock::get).cloned().collect();
         let (told, closed) = mpsc::channel();
         self.0.socket.handle().spawn(async move {

@@ -28,7 +28,7 @@ pub(super) const STREAM_WINDOW: u32 = 2 << 20;
 pub(super) const WINDOW_OF_ALL: u32 = (4 * WINDOW * FRAME_BYTES) as u32;
 /// Greatest number of streams of a peer that may be open at the same time.
 pub(super) const STREAMS: u32 = 1024;
-/// Bytes of a peer in the inbox above which its streams are not read.
+/// Number of unread bytes of a peer in the inbox from which its streams are not read.
 const MAX_UNREAD_BYTES: usize = WINDOW_OF_ALL as usize;
 
 /// Error code with which a peer that leaves closes the connection.

@@ -40,7 +40,7 @@ pub struct Relay {
     address: SocketAddr,
 }
 
-/// Allows the keys of a list.
+/// Allows the keys of a list; without a list, all keys.
 #[derive(Debug)]
 struct Allowed(Option<BTreeSet<PublicKey>>);
 

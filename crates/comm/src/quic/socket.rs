@@ -103,7 +103,7 @@ impl Socket {
     ) -> Option<T> {
         let (told, done) = mpsc::channel();
         self.handle.spawn(async move {
-            // The receiver waits for it.
+            // Does not fail: the calling thread waits for the result.
             let _ = told.send(future.await);
         });
         done.recv().ok()
@@ -204,7 +204,8 @@ fn transport(patience: Duration) -> Result<QuicTransportConfig, CommError> {
     let limit = IdleTimeout::try_from(patience)
         .map_err(|e| CommError::io("idle timeout of", &"QUIC", &std::io::Error::other(e)))?;
     Ok(QuicTransportConfig::builder()
-        // These limits apply until the peer has proven that it belongs to the job; then they are raised.
+        // One stream, and a small window for the whole connection, until the peer has proven that it belongs to
+        // the job. Then `Network::connect` raises both.
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .max_concurrent_uni_streams(VarInt::from_u32(0))
         .receive_window(VarInt::from_u32(UNPROVEN))

@@ -1,4 +1,4 @@
-//! The machine's calendar clock, against which the expiry of a ticket is checked.
+//! The machine's calendar clock, by which the expiry of a ticket is set and checked.
 
 use std::time::UNIX_EPOCH;
 

@@ -31,8 +31,8 @@ impl KeyLog for ExporterSecret {
 }
 
 impl ExporterSecret {
-    /// Derives 32 bytes for this label and context. Returns `None` before the handshake is done, and after the
-    /// first call, which removes the secret.
+    /// Derives 32 bytes for this label and context. Returns `None` before rustls has passed the secret to
+    /// [`KeyLog::log`], and after the first successful call, which removes the secret.
     pub(super) fn export(&self, label: &str, context: &[u8]) -> Option<Zeroizing<[u8; 32]>> {
         let secret = self.0.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let derived = expand(&secret, label, &hash(b""));
@@ -44,7 +44,7 @@ fn hash(bytes: &[u8]) -> [u8; 32] {
     digest::digest(&digest::SHA256, bytes).as_ref().try_into().expect("SHA-256 has 32 bytes")
 }
 
-/// Computes HKDF-Expand-Label (RFC 8446, section 7.1) for 32 bytes, which are one block of SHA-256.
+/// Computes HKDF-Expand-Label (RFC 8446, section 7.1) for an output of 32 bytes, which takes one HMAC-SHA256.
 fn expand(secret: &[u8; 32], label: &str, context: &[u8; 32]) -> Zeroizing<[u8; 32]> {
     let mut info = vec![0, 32, (6 + label.len()) as u8];
     info.extend(b"tls13 ");

@@ -11,7 +11,8 @@ use zeroize::Zeroizing;
 use super::word;
 use crate::CommError;
 
-/// Name of a peer: its ed25519 public key, printed as 52 letters and digits.
+/// Name of a peer: its ed25519 public key, or the SHA-256 of a certificate's key of another kind. Printed as 52
+/// letters and digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey([u8; 32]);
 
@@ -38,7 +39,7 @@ impl PublicKey {
         info.strip_prefix(&INFO)?.try_into().ok().map(Self::new)
     }
 
-    /// Returns its `SubjectPublicKeyInfo`.
+    /// Returns the key's `SubjectPublicKeyInfo` (DER).
     pub(super) fn to_info(self) -> Vec<u8> {
         [&INFO[..], &self.0].concat()
     }

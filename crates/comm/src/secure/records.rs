@@ -15,7 +15,8 @@ use super::session_error::SessionError;
 pub(super) const HEAD: usize = 5;
 /// Bytes that a record adds to the plain bytes: header, content type and tag.
 pub(super) const OVERHEAD: usize = HEAD + 1 + TAG_BYTES;
-/// Length of a full record in bytes: whole pages, so that the next record begins at a page boundary as well.
+/// Length of a full record in bytes: four pages of 4 KiB, so that the next record begins at the same offset in
+/// its page.
 pub(super) const RECORD: usize = 16 * 1024;
 /// Maximum number of plain bytes that this side puts into one record.
 const PLAIN: usize = RECORD - OVERHEAD;
@@ -32,7 +33,7 @@ const TAG_BYTES: usize = 16;
 /// AES-GCM (2^24.5).
 const RECORDS_PER_KEY: u64 = 1 << 23;
 /// Bytes per call of `copy_from_slice`. For longer copies the C library uses `rep movsb`, which is up to thirty
-/// times slower if source and destination are at offsets in a page that differ by less than 32 bytes.
+/// times slower if source and destination are at offsets in a page that differ by 1 to 31 bytes.
 const BYTES_PER_COPY: usize = 1024;
 
 const ALERT: u8 = 21;
@@ -137,9 +138,9 @@ impl Records {
         self.limit = limit;
     }
 
-    /// Encrypts one record into `room`, which must have space for two records. `fill` writes the plain bytes
-    /// into the slice that it is given and returns their number. If the sending key is due for replacement, a
-    /// key update is written before the record. Returns the number of bytes written to `room`.
+    /// Encrypts one record into `room`, which must have space for a full record and a key update. `fill` writes
+    /// the plain bytes into the slice that it is given and returns their number. If the sending key is due for
+    /// replacement, a key update is written before the record. Returns the number of bytes written to `room`.
     ///
     /// Errors: those of the keys, which do not occur in practice.
     pub(super) fn seal(

@@ -11,8 +11,8 @@ use super::clock::unix_seconds;
 use crate::CommError;
 use crate::error::Refusal;
 
-/// Number of refusals of each kind of which every one is logged. After them, a refusal is logged only when
-/// their number has doubled.
+/// The first refusals of each kind, up to this number, are all logged. Later ones are logged only when the
+/// count of their kind is a power of two.
 const LOGGED: u64 = 4;
 
 /// Counts of refused connections by reason.
@@ -26,8 +26,8 @@ impl Refused {
         self.lock().clone()
     }
 
-    /// Counts a refused connection, and logs it if it is one of the first of its kind or their number has
-    /// doubled.
+    /// Counts a refused connection, and logs it if it is one of the first [`LOGGED`] of its kind, or if the new
+    /// count is a power of two.
     pub(crate) fn note(&self, from: Option<SocketAddr>, kind: &'static str, detail: &dyn Display) {
         let so_far = {
             let mut counts = self.lock();
@@ -46,7 +46,7 @@ impl Refused {
     }
 }
 
-/// Minimum difference in seconds between two clocks at which an error about an expired ticket says that the
+/// If two clocks differ by more than this number of seconds, the error about an expired ticket says that the
 /// clocks differ.
 const APART: u64 = 300;
 

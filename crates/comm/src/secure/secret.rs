@@ -13,7 +13,8 @@ use crate::CommError;
 /// Minimum length in bytes of a secret that a user chooses.
 pub const SECRET_BYTES: usize = 16;
 
-/// Secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.
+/// Secret by which a process proves that it may join a job or connect to its members: the job's own secret, a
+/// ticket's, or the one that members share. `Debug` does not print it, and its memory is wiped on drop.
 #[derive(Clone)]
 pub struct JoinSecret(Zeroizing<[u8; 32]>);
 

@@ -1,6 +1,6 @@
 //! How a process protects its connections, and which peers it accepts. Either connections are not encrypted and
-//! every peer is accepted, or they use TLS with the process's own key and a secret that both sides prove. Does
-//! not use sockets.
+//! every peer is accepted, or they use TLS with the process's own key or certificate, and a secret that both
+//! sides prove. Opens no sockets, but resolves host names.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
@@ -76,17 +76,18 @@ struct Encryption {
     tls: Tls,
     own: Own,
     secret: JoinSecret,
-    /// Kind of `secret`. 0: the job's own secret, from which the secrets of tickets are derived. Otherwise: the
-    /// secret of a ticket that expires at this time (seconds since 1970).
+    /// Kind of `secret`. 0: the job's own secret, from which the secrets of tickets are derived, or the secret
+    /// that members prove to each other. Otherwise: the secret of a ticket that expires at this time (seconds
+    /// since 1970).
     expiry: u64,
-    /// The host's key, if a ticket contains it.
+    /// The host's key, from the ticket. `None` without a ticket, and if any member may be the other side.
     host: Option<PublicKey>,
     /// Keys that may join; `None` if every peer with the secret may.
     allow: Option<Arc<BTreeSet<PublicKey>>>,
     /// Keys of the members by rank, once a host has sent them.
     members: Arc<Vec<PublicKey>>,
-    /// Secret and expiry that new members must prove. Set if `secret` is the one that members prove to each
-    /// other.
+    /// Secret that new members must prove, and its expiry. Set in a member of a growing network, where `secret`
+    /// is the one that members prove to each other.
     newcomers: Option<(JoinSecret, u64)>,
     /// Addresses (`host:port`) of other processes, whose host names may be in their certificates.
     places: Vec<String>,
@@ -135,8 +136,9 @@ impl Security {
         Self::encrypted_by(tls, own, secret, 0, None, places)
     }
 
-    /// Makes the setting of a process with certificates that joins a growing network. It proves the secret that
-    /// newcomers prove there, as the holder of a ticket does, without an expiry: certificates have their own.
+    /// Makes the setting of a process without a ticket that joins a growing network: with certificates of a
+    /// site, or with the job's own secret. It proves a secret derived from its own, as the holder of a ticket
+    /// does, with the expiry `u64::MAX`, which is never reached. With a ticket nothing changes.
     #[must_use]
     pub fn joining(mut self) -> Self {
         if let Some(sealed) = self.encryption.as_mut().filter(|sealed| sealed.expiry == 0) {
@@ -155,7 +157,8 @@ impl Security {
         self
     }
 
-    /// Accepts only peers with these keys, or with this process's own key. They must still prove the secret.
+    /// Accepts only peers with these keys, with this process's own key, with the key of the ticket's host, or
+    /// with the key of a member that the host has sent. They must still prove the secret.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
         if let Some(sealed) = &mut self.encryption {
@@ -211,7 +214,8 @@ impl Security {
         }
     }
 
-    /// Returns the names of which the certificate of a server at this address must have one.
+    /// Returns the names that a server at this address may have. If it shows a certificate, that must be valid
+    /// for one of them.
     pub(crate) fn names_at(&self, address: SocketAddr) -> Vec<ServerName<'static>> {
         let places = self.encryption.iter().flat_map(|sealed| &sealed.places);
         let is_there = |place: &&String| {
@@ -236,7 +240,8 @@ impl Security {
         self.encryption.as_ref().map(make).transpose()
     }
 
-    /// Returns the host's key, if a ticket contains it.
+    /// Returns the host's key, from the ticket. `None` without a ticket, and if any member may be the other
+    /// side.
     pub(crate) fn host(&self) -> Option<PublicKey> {
         self.encryption.as_ref().and_then(|sealed| sealed.host)
     }
@@ -367,8 +372,8 @@ impl PartialEq for Security {
 impl Eq for Security {}
 
 impl Encryption {
-    /// Returns the secret of tickets that expire at `expiry` (0: the job's own secret), if this side can
-    /// compute it.
+    /// Returns the secret of tickets that expire at `expiry`, if this side can compute it. For 0 it returns the
+    /// job's own secret, or the one that members prove to each other.
     fn secret_of(&self, expiry: u64) -> Option<JoinSecret> {
         let (secret, own) = match &self.newcomers {
             Some((secret, own)) if expiry > 0 => (secret, *own),

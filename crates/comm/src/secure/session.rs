@@ -27,10 +27,10 @@ const KEY_UPDATE_SPACE: usize = 4 * RECORD_ALIGNMENT;
 const OUTGOING: usize = 8 * RECORD + KEY_UPDATE_SPACE;
 /// Size in bytes of the buffer of received data: several full records, and the beginning of another.
 const INCOMING: usize = 9 * (RECORD + OVERHEAD);
-/// Maximum number of bytes that a peer may send in total before it has proven the join secret: twice the length
-/// of this program's own handshake.
+/// Maximum number of bytes that a peer with a raw key may send before it has proven the join secret. This
+/// program's own handshake is several times shorter. The bytes of the latest read do not count.
 pub(crate) const MAX_UNPROVEN_BYTES: usize = 4096;
-/// Maximum number of bytes before the proof from a peer that shows a chain of certificates.
+/// The same maximum for a peer that shows a chain of certificates.
 const MAX_UNPROVEN_CHAIN_BYTES: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";
@@ -92,7 +92,8 @@ pub(crate) struct Session {
     /// Maximum number of bytes that may be received before the other side has proven the join secret.
     limit: usize,
     ended: bool,
-    /// Error that ended the session; every later call of [`Session::open`] returns it.
+    /// Error of a record that ended the session after the handshake. Later calls of [`Session::open`] return
+    /// it.
     broken: Option<SessionError>,
     /// Whether the other side has proven that it may connect.
     is_proven: bool,
@@ -325,8 +326,7 @@ impl Session {
         }
         bytes.grow(if self.is_proven { OUTGOING } else { RECORD + KEY_UPDATE_SPACE });
         // The offset of a byte in the buffer equals its position in the stream, modulo `RECORD_ALIGNMENT`, as
-        // in
-        // `Session::receive_buffer`.
+        // in `Session::receive_buffer`.
         *sent = *said % RECORD_ALIGNMENT;
         *filled = *sent;
         while !source.is_empty() && bytes.len() - *filled >= RECORD + 2 * RECORD_ALIGNMENT {

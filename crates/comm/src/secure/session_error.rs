@@ -18,7 +18,7 @@ pub(crate) enum SessionError {
     /// A received record does not belong to this session.
     #[error("a record does not belong to this session: it was replayed or changed in transit")]
     Foreign,
-    /// The other side ended the session.
+    /// The other side ended the session with an alert that names an error.
     #[error("the other side ended the session: {0}")]
     Alert(String),
     /// The other side's certificate is not accepted.

@@ -17,7 +17,8 @@ pub const ADDRESSES: usize = 16;
 /// First characters of a ticket of this version.
 const PREFIX: &str = "fft1";
 
-/// Length of the longest ticket in characters: the largest number of addresses, each of the largest length.
+/// Upper bound of a ticket's length in characters: the largest number of addresses, each of the largest length
+/// (one byte of length and 255 of text), rounded up to a multiple of 8 characters after the prefix.
 const WORD: usize = PREFIX.len() + (FIXED + ADDRESSES * 256 + CHECKSUM).div_ceil(5) * 8;
 
 /// Length in bytes of the fields of fixed length: host key, secret, expiry, number of addresses.
@@ -40,7 +41,7 @@ pub enum TicketError {
     /// The word is longer than any ticket.
     #[error("it is {got} characters long, expected at most {max}")]
     Long {
-        /// Length of the longest ticket, in characters.
+        /// Upper bound of a ticket's length, in characters.
         max: usize,
         /// Length of the word, in bytes.
         got: usize,

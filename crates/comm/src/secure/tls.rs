@@ -1,6 +1,6 @@
-//! Settings of rustls: TLS 1.3 only, raw ed25519 public keys on both sides (RFC 7250), no server names, no
-//! session tickets, no early data. Whether a key is accepted is decided after the handshake, so that a refusal
-//! can be sent with its reason.
+//! Settings of rustls: TLS 1.3 only; on both sides raw ed25519 public keys (RFC 7250) or a site's certificates;
+//! server names are not sent; no session tickets, no early data. rustls checks certificates in the handshake.
+//! Whether a key is accepted is decided after the handshake, so that a refusal can be sent with its reason.
 
 use std::sync::Arc;
 
@@ -135,7 +135,7 @@ const fn has_aes() -> bool {
 }
 
 /// Returns a placeholder for the server name that rustls requires. It is not checked: servers are identified by
-/// their keys.
+/// their keys, and certificates are checked against the names in [`SiteServers`].
 pub(super) fn nobody() -> ServerName<'static> {
     ServerName::try_from("farflung").expect("`farflung` is a valid server name")
 }

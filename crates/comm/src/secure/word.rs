@@ -22,7 +22,7 @@ pub(super) fn encode(bytes: &[u8]) -> String {
 }
 
 /// Decodes a word in upper or lower case. Returns `None` if a character is not in the alphabet, or if the bits
-/// left over at the end are not a valid end.
+/// after the last whole byte are five or more, or are not all zero.
 pub(super) fn decode(word: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(word.len() * 5 / 8);
     let (mut bits, mut held) = (0_u32, 0);

@@ -1,9 +1,9 @@
 //! Connections that have not greeted yet: how many may wait and for how long, what they may send, and the check
 //! of their proof that they belong here. This module is independent of the job.
 //!
-//! A connection without proof costs at most: `MAX_UNPROVEN_BYTES` bytes read and one handshake if
+//! A connection without proof costs at most: about `Session::limit` bytes read and one handshake if
 //! connections are encrypted, a greeting of 1024 bytes if not; a time of [`GREETING`]; and one of
-//! [`MOST_OF_ONE`] places of its address. Nothing here blocks, so such a connection delays no other.
+//! [`MOST_OF_ONE`] places of its address. Nothing here waits for such a connection, so it delays no other.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;

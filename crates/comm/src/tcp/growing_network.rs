@@ -1,8 +1,9 @@
 //! A network that grows while it is used. Each member keeps listening. A new process asks any member for the
 //! addresses of all, then connects to all. Existing connections are not touched.
 //!
-//! Each endpoint has a number below [`GateConfig::slots`]. The process draws it at random, and it is never used
-//! again. This module uses only the job's name, and does not decide who counts as a member.
+//! Each endpoint has a number below [`GateConfig::slots`], which is never used again. The first one has 0; each
+//! later process draws its own at random, unless the numbers are ranks (`ranks.rs`). Of the job, this module
+//! uses only the name. It does not decide who counts as a member of the run.
 
 mod member;
 mod ranks;
@@ -98,7 +99,7 @@ fn listen_at(config: &GateConfig) -> Result<Option<TcpListener>, CommError> {
     let addresses = resolve("own address", &config.listen)?;
     let listener =
         TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    // The listening thread must also check whether the gate is closed, so it must not block in `accept`.
+    // The listening thread must also check whether the network was dropped, so it must not block in `accept`.
     listener.set_nonblocking(true).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
     Ok(Some(listener))
 }
@@ -183,7 +184,7 @@ impl GrowingNetwork {
     }
 
     /// Returns the address by which a peer is reached over the second network now, or that of a relay; `None`
-    /// for a peer that is connected over TCP.
+    /// for a peer that is connected over TCP, or before the address is known.
     #[must_use]
     pub fn second_network_path(&self, peer: PeerId) -> Option<String> {
         self.shared.second_network.as_ref()?.path_to(peer)
@@ -242,9 +243,9 @@ impl GrowingNetwork {
         Ok(())
     }
 
-    /// Asks all peers that this one has ever connected to for the members. It asks as a member, so it also
-    /// works if the member that let it in has gone. With the answer this process may join again; `config` must
-    /// be the one that it joined with.
+    /// Asks the peers that this one has ever been connected to, one after the other, for all members. It asks
+    /// as a member, so it also works if the member that let it in has gone. With the answer this process may
+    /// join again; `config` must be the one that it joined with.
     ///
     /// # Errors
     /// The same as for [`GrowingNetwork::ask`].
@@ -259,12 +260,12 @@ impl GrowingNetwork {
         Ok(MemberList { config: config.clone(), ..asked })
     }
 
-    /// Asks the members at these addresses, one after the other, for all members: the first step of a process
-    /// that wants to join.
+    /// Asks the members at these addresses, one after the other until one answers, for all members: the first
+    /// step of a process that wants to join.
     ///
     /// # Errors
-    /// The reason of the first member that refuses, or [`CommError::Missing`] if none was reached within the
-    /// deadline.
+    /// The error of the first member that is reached but refuses or answers wrongly, or [`CommError::Missing`]
+    /// if none was reached within the deadline.
     pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<MemberList, CommError> {
         let until = Deadline::after(config.deadline);
         loop {
@@ -389,8 +390,8 @@ impl MemberList {
         &self.members
     }
 
-    /// Sets whether members on this machine are reached through shared memory. [`MemberList::welcome`] may
-    /// decide it.
+    /// Sets whether members on this machine are reached through shared memory, for callers that learn it from
+    /// [`MemberList::welcome`].
     #[must_use]
     pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
         self.config.shared_memory = shared_memory;
@@ -401,7 +402,8 @@ impl MemberList {
     /// [`GrowingNetwork::connected`] returns those that were reached.
     ///
     /// # Errors
-    /// If it cannot listen, if a member refuses it, or if there are members and none was reached.
+    /// If it cannot listen, if a member refuses it, if no free number is found, or if there are members and
+    /// none was reached.
     pub fn join(self) -> Result<GrowingNetwork, CommError> {
         let config = &self.config;
         let taken: Vec<u32> = self.members.iter().map(|member| member.peer.0).collect();

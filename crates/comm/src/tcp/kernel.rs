@@ -79,7 +79,7 @@ mod tests {
             unsent: 77,
         };
         assert_eq!(read(&info), all);
-        // The struct of Linux 3 ends after the retransmissions.
+        // The struct of Linux 3.0 ends after the retransmissions.
         assert_eq!(read(&info[..104]), Connection { least_round_trip: None, packets: 0, unsent: 0, ..all });
         assert_eq!(read(&[]), Connection::default());
         // A round trip of 0 or `u32::MAX` means that none was measured yet.

@@ -28,12 +28,12 @@ use crate::{DownReason, Frame, PathStats, Pool, WireError};
 /// Bytes read from one socket before the others have their turn. Small enough that they are used while they are
 /// in cache.
 const BYTES_PER_TURN: usize = crate::FRAME_BYTES;
-/// Bytes of a turn that a small frame counts for.
+/// Smallest number of bytes that a frame counts for in a turn, however short it is.
 const MIN_FRAME_COST: usize = BYTES_PER_TURN / 16;
 /// Greatest number of frames written by one system call.
 const FRAMES_PER_WRITE: usize = 4;
-/// Length in bytes from which a received header is kept, so that a rank that forwards the frame need not
-/// compute its checksum.
+/// Length of a payload in bytes from which a received frame keeps its header, so that a rank that forwards the
+/// frame need not compute its checksum.
 const KEPT_HEADER_BYTES: usize = 4096;
 
 #[derive(Debug)]
@@ -69,7 +69,7 @@ struct SendState {
     waits_since: Option<Nanos>,
     /// Total time that the queue was not empty before `waits_since`.
     waited: Nanos,
-    /// Where new frames go instead of the queue, once both sides share memory.
+    /// Where new frames go instead of the queue, once this side sends through shared memory.
     shared_sender: Option<SharedMemorySender>,
 }
 
@@ -190,8 +190,8 @@ impl Link {
         near.has_room()
     }
 
-    /// Returns the header of a frame with this payload: with a checksum, unless the link is sealed, since
-    /// records have tags of their own.
+    /// Returns the header of a frame with this payload: with a checksum, unless the link is encrypted, since
+    /// TLS records have tags of their own.
     fn header(&self, kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
         if self.stream.is_encrypted() {
             wire::plain(kind, tag, check, payload.len())
@@ -200,7 +200,7 @@ impl Link {
         }
     }
 
-    /// Queues a frame and writes as much as the socket accepts.
+    /// Queues a frame and writes as much as the socket accepts. With shared memory, hands the frame over there.
     pub(super) fn push(&self, tag: Tag, frame: Frame) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -221,7 +221,8 @@ impl Link {
         self.enqueue(&mut out, header, Some(frame));
     }
 
-    /// Writes as much as the socket accepts directly from `bytes`, and queues a copy of the rest.
+    /// Writes as much as the socket accepts directly from `bytes`, and queues a copy of the rest. With shared
+    /// memory, hands the bytes over there as a frame.
     pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         if self.shares() {
             let mut out = lock(&self.out);
@@ -398,7 +399,7 @@ impl Link {
         })
     }
 
-    /// Reads what has arrived, at most one turn's bytes, into the inbox.
+    /// Reads what has arrived into the inbox, until [`BYTES_PER_TURN`] bytes are read or no more are there.
     pub(super) fn read(&self, inbox: &Inbox, pool: &Arc<Pool>) {
         let mut incoming = lock(&self.incoming);
         incoming.enough = false;

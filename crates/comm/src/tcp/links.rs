@@ -9,7 +9,7 @@ use farflung_base::PeerId;
 use super::link::Link;
 use super::pace::Pacer;
 
-/// Time between two attempts to write to sockets that have no room.
+/// Shortest time between two attempts of the pacing thread to write, since sockets may have no room.
 const FULL_SOCKET_POLL: Duration = Duration::from_micros(500);
 
 /// Links by peer. There are none for this endpoint itself and for peers that have not connected.

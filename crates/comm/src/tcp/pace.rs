@@ -69,7 +69,7 @@ impl Pacer {
         Ok(())
     }
 
-    /// Makes the thread end.
+    /// Makes the thread end that sends waiting frames, if there is one.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.moved.notify_all();

@@ -25,7 +25,7 @@ use streams::multiply;
 
 /// Greatest number of streams to one peer.
 const MOST_STREAMS: usize = 16;
-/// Time between two checks for new connections.
+/// Time between two checks for new connections. Attempts to connect are five times as far apart.
 const PAUSE: Duration = Duration::from_millis(2);
 /// Time limit of one attempt to connect, so that a host that drops packets does not use up the time of the
 /// others.
@@ -50,7 +50,8 @@ pub struct Config {
     /// Time limit of the whole rendezvous.
     pub deadline: Duration,
     /// Address at which this rank listens for its peers. By default the one from which it reaches the master,
-    /// or its own entry of `peers`. The port is always that of its entry.
+    /// or its own entry of `peers`. The port is that of its entry; without `peers` the system chooses it.
+    /// Without `peers`, rank 0 listens at `master`, and uses this address only if there are several streams.
     pub listen: Option<IpAddr>,
     /// Number of connections to each peer, 1 to 16, the same on all ranks. On a link with high bandwidth and
     /// latency, the window of one connection may be too small to fill it. Each message, and each lane of a
@@ -68,7 +69,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Returns the configuration of a member of the job `farflung`, with a deadline of one minute.
+    /// Returns the configuration of a rank of the job `farflung`, with a deadline of one minute.
     #[must_use]
     pub fn new(rank: u32, world_size: u32, master: impl Into<String>) -> Self {
         let (master, job) = (master.into(), "farflung".to_owned());
@@ -87,7 +88,8 @@ impl Config {
         }
     }
 
-    /// Returns the same configuration for ranks that have a list of all addresses and need no master.
+    /// Returns a configuration with the defaults of [`Config::new`], for ranks that have a list of all
+    /// addresses and need no master.
     #[must_use]
     pub fn with_peers(rank: u32, peers: Vec<String>) -> Self {
         let first = peers.first().cloned().unwrap_or_default();
@@ -258,7 +260,7 @@ fn ask(
     Ok(RankRequest { master, listener, own, between, admission })
 }
 
-/// Runs the rendezvous on another rank: asks the master, then connects to the other ranks.
+/// Runs the rendezvous on a rank other than 0: asks the master, then connects to the other ranks.
 fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     let addresses = resolve("master address", &config.master)?;
     // At its own deadline, the master sends which ranks are missing. One second more leaves time for that.
@@ -330,7 +332,8 @@ pub(super) fn pairwise(
     Ok(streams)
 }
 
-/// Connects to all of the ranks, as soon as each is up and answers. The error names those that did not answer.
+/// Connects to the ranks in `lower`, each as soon as it is up and answers. The error names those that did not
+/// answer.
 fn reach(
     config: &Config,
     own: &str,
@@ -355,8 +358,8 @@ fn reach(
                 }
                 Err(e) => return Err(e),
             };
-            // Sent at once, so that the peer does not report this rank as missing while it still waits for
-            // others. If this fails, so does the answer.
+            // Sent at once, so that the peer does not report this rank as missing while this rank connects to
+            // others. If this fails, so does the wait for the answer.
             let _ = hello(config, own, |hello| stream.send_message(hello));
             greeted.push((peer, stream));
         }
@@ -383,8 +386,8 @@ fn reach(
     }
 }
 
-/// Returns whether the other side ended the connection before it sent anything. A relay, a tunnel or a
-/// forwarded port does that while the peer behind it does not listen yet.
+/// Returns whether the error says that the other side ended the connection. A relay, a tunnel or a forwarded
+/// port does that while the peer behind it does not listen yet.
 pub(super) const fn hung_up(error: &CommError) -> bool {
     matches!(
         error,
@@ -461,7 +464,7 @@ fn check(
         return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
     }
     // The key in the hello must be the one that the peer has proven, and the one that the host has listed for
-    // this rank.
+    // the peer's rank.
     let proven = stream.peer_key();
     let known = config.security.member(rank as usize);
     if proven.is_some_and(|proven| key != proven.bytes() || known.is_some_and(|known| known != proven)) {
@@ -498,8 +501,8 @@ pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<
     say(&Control::Hello { rank, world_size, job, listen, epoch: 0, key, digest: &[] })
 }
 
-/// Tries to connect to each address once. An encrypted connection is greeted. Returns `None` if no address
-/// answers.
+/// Tries the addresses in turn, each once, until one can be connected to. If connections are encrypted, also
+/// does the handshake and sends this side's proof. Returns `None` if no address can be connected to.
 ///
 /// If nothing listens yet on a local port in the range of automatically chosen ports, the system may give the
 /// socket that same port and connect it to itself. Such a connection is closed and does not count, because it
@@ -539,7 +542,8 @@ pub(super) fn connect(
     }
 }
 
-/// Waits for a message that `wanted` accepts. Refusals and lost connections are errors.
+/// Waits for one message, and returns what `wanted` makes of it. Errors: a refusal, a list of missing ranks, a
+/// lost connection, the deadline, and a message that `wanted` does not accept.
 pub(super) fn answer<T>(
     config: &Config,
     from: &str,

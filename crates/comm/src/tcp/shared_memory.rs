@@ -23,7 +23,8 @@ pub enum SharedMemory {
     /// Shared memory with peers on this machine that belong to the same user and also allow it; sockets with
     /// others.
     WherePossible,
-    /// Shared memory with all peers; if that fails for one peer, the result is an error.
+    /// Shared memory with all peers: [`join`](super::join) fails if one of them does not share it. In a growing
+    /// network this is the same as [`SharedMemory::WherePossible`].
     Always,
 }
 

@@ -145,8 +145,8 @@ impl Drop for StoreHost {
 }
 
 impl Shared {
-    /// Accepts clients until the store ends. Those without proof wait at the door, where they delay no others;
-    /// each other client has a thread.
+    /// Accepts clients until the store ends. Those without proof wait in the acceptor, where they delay no
+    /// others; each other client has a thread.
     fn listen(self: &Arc<Self>, listener: &TcpListener) {
         let mut door = Acceptor::new(self.security.clone());
         let mut numbers = 0..;
@@ -176,7 +176,7 @@ impl Shared {
         let own = Arc::clone(self);
         let thread = std::thread::Builder::new().name("farflung-store-client".to_owned());
         let serve = move || {
-            // A client that disconnects or sends an invalid request is dropped; the others go on.
+            // A client that disconnects or sends a malformed message is dropped; the others go on.
             let _ = own.serve(&stream);
             lock(&own.clients).remove(&number);
         };
@@ -394,7 +394,7 @@ impl Store {
     /// little-endian.
     ///
     /// # Errors
-    /// [`CommError::Denied`] if the value there is not a number.
+    /// [`CommError::Denied`] if the value there does not have 8 bytes, or if the store is full.
     pub fn add(&self, key: &str, by: i64) -> Result<i64, CommError> {
         self.ask("add", key, &Control::Add { key, by }, self.deadline, |answer| match answer {
             Control::Sum(sum) => Some(*sum),

@@ -76,8 +76,8 @@ impl Stream {
         Ok(Self { socket, encrypted: sealed })
     }
 
-    /// Does the handshake as a client, and sends this side's proof. The server's proof comes before all else
-    /// that the server sends; [`Stream::read_message`] checks it.
+    /// Does the handshake as a client, and sends this side's proof. The server's first message is its own
+    /// proof, or a refusal; [`Stream::read_message`] checks the proof.
     pub(super) fn greet(&self, until: Deadline) -> Result<(), CommError> {
         let Some(sealed) = &self.encrypted else { return Ok(()) };
         let io = |e: io::Error| connection_error(&self.name(), &e);
@@ -176,7 +176,8 @@ impl Stream {
         self.write_now(&[]).map(|_| ())
     }
 
-    /// Reads all bytes that are there now, into `first`, then `second`. The socket must be non-blocking.
+    /// Reads bytes that are there now into `first`, then `second`, as many as fit. The socket must be
+    /// non-blocking.
     pub(super) fn read_now(&self, first: &mut [u8], second: &mut [u8]) -> io::Result<usize> {
         match &self.encrypted {
             None => (&self.socket).read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(second)]),
@@ -210,7 +211,7 @@ impl Stream {
             match self.receive(&mut session) {
                 Ok(0) => break Ok(taken),
                 Ok(_) => {}
-                // Returns the bytes decrypted so far; the next call finds the error again.
+                // Returns the bytes decrypted so far; the next call reads from the socket again.
                 Err(_) if taken > 0 => break Ok(taken),
                 Err(e) => break Err(e),
             }

@@ -54,8 +54,8 @@ fn a_collective_is_cancelled_by_another_thread_and_all_go_on_under_a_new_epoch()
             let me = comm.rank().0;
             let mut x = vec![1.0_f32; 200_000];
             if me == 2 {
-                // Cancels while one of the others is asleep in a wait and another has only started an
-                // operation.
+                // Cancels while the other ranks wait in their collectives, and this rank has not started its
+                // own.
                 started.wait();
                 std::thread::sleep(A_MOMENT);
                 cancel.cancel();

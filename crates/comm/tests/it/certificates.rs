@@ -17,8 +17,8 @@ use rcgen::{
     date_time_ymd,
 };
 
-/// A certificate authority, and its certificate as PEM. All authorities have the same name, as an impostor's
-/// would.
+/// A certificate authority, and its certificate as PEM. All authorities that `new` makes have the same name, as
+/// an impostor's would.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,

@@ -251,8 +251,7 @@ fn a_split_is_a_communicator_of_its_own() {
     }
 }
 
-/// A coder that rounds to multiples of 1/4 and carries the error over to the next round; records the phases
-/// that it was called with.
+/// A coder that rounds to multiples of 1/4, without error feedback; records the phases that it was called with.
 struct Quarters(Vec<Phase>);
 
 impl Coder for Quarters {

@@ -58,8 +58,8 @@ fn grows(host: &Security, others: &[Security; 3]) {
     let second = asked.join().unwrap();
     wait_for(&first, 1);
     assert_eq!(sums(&[&first, &second], 2), [2.0; 2]);
-    // A third process joins while the two are working, by asking the second member. That works as well as the
-    // first member, which leaves after this.
+    // A third process joins while the two are working. It asks the second member, since any member can be
+    // asked. The first member leaves after this.
     let third = thread::scope(|scope| {
         let coming = scope.spawn(|| ask(&second, &others[1]).unwrap().join().unwrap());
         for context in 3..40 {
@@ -98,8 +98,8 @@ fn ticket(host: &Identity, secret: &JoinSecret, expiry: u64) -> Ticket {
 fn whoever_has_the_ticket_is_let_in_by_any_member() {
     let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
     let ticket = ticket(&identity(1), &secret, unix_seconds() + 3600);
-    // A ticket identifies its host by its key, so processes that ask another member use only the ticket's
-    // secret.
+    // A ticket has the key of the member that is asked. So processes that ask another member use the same
+    // ticket with that member's key.
     let by_ticket = |number: u8, host: u8| {
         let ticket = Ticket { host: identity(host).public(), ..ticket.clone() };
         Security::by_ticket(&identity(number), &ticket)
@@ -192,7 +192,8 @@ fn two_that_come_at_the_same_time_meet() {
     }
 }
 
-/// The other members still list its old address, and may not notice at once that it has left.
+/// A process leaves, and joins again at its old address. The other members still list that address, and may not
+/// notice at once that the process has left.
 #[test]
 fn one_comes_anew_at_the_address_that_it_had() {
     let security = Security::unencrypted();

@@ -29,7 +29,8 @@ enum Over {
 /// A run that members join.
 struct Job {
     secret: JoinSecret,
-    /// That of all tickets: members know the secret of theirs alone.
+    /// Expiry of all tickets. It is the same for all, because a member can check only the secret of its own
+    /// ticket.
     expiry: u64,
     host: Identity,
     relay: Relay,
@@ -66,7 +67,7 @@ impl Job {
         let addresses: Vec<String> = own.address.split(',').map(str::to_owned).collect();
         let host = own.key.unwrap();
         let ticket = Ticket { addresses, host, secret: self.secret.until(expiry), expiry };
-        // Through the word that people pass on.
+        // Encodes the ticket as a word and parses it, as when people pass it on.
         let ticket: Ticket = ticket.word().unwrap().parse().unwrap();
         let security = Security::by_ticket(&Identity::generate().unwrap(), &ticket);
         GrowingNetwork::ask(&self.config(security, over), &[ticket.addresses.join(",")])?.join()
@@ -122,13 +123,13 @@ fn sums(gates: &[&GrowingNetwork], context: u64) {
     });
 }
 
-/// Three members join, one leaves without a word, another joins.
+/// One member founds the network, two join, the first leaves, and another joins.
 fn grows(over: Over, relayed: bool) {
     let job = Job::new();
     let first = job.found(over);
     let second = job.join(&first, over).unwrap();
     sums(&[&first, &second], 1);
-    // The third asks the second, with which it then trains; the first is not asked.
+    // The third asks the second; the first is not asked.
     let third = job.join(&second, over).unwrap();
     sums(&[&first, &second, &third], 2);
     let over_relay = || second.second_network_path(peer(&third)).is_none_or(|path| path.starts_with("http"));

@@ -29,7 +29,7 @@ fn summed(comm: &Communicator) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-/// Returns for each pair whether it is connected over QUIC, and checks that both agree.
+/// Returns the pairs that are connected over QUIC, and checks that both ranks of each pair agree.
 fn over_quic(ends: &[Arc<Tcp>]) -> Vec<(usize, usize)> {
     let mut pairs = Vec::new();
     for (i, end) in ends.iter().enumerate() {

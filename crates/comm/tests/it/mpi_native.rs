@@ -27,7 +27,8 @@ fn under_mpirun(test: &str, task: &str, ranks: usize) -> (String, bool) {
     (said, output.status.success())
 }
 
-/// Checks every collective among the ranks of a communicator. Sums of small integers are exact in any order.
+/// Checks the collectives that MPI runs, among the ranks of a communicator. Sums of small integers are exact in
+/// any order.
 fn check(comm: &Communicator) {
     let (n, me) = (comm.size(), comm.rank().index());
     for len in [0, 1, n, 1001, 300_007] {
@@ -50,7 +51,7 @@ fn check(comm: &Communicator) {
             assert!(x.iter().all(|&v| usize::from(v) == root));
         }
     }
-    // Many at a time, waited for in another order than they were started; among them some of ours.
+    // Many at a time, waited for in another order than they were started. Our own code runs those with `Max`.
     let started: Vec<_> = (0..30_u64)
         .map(|i| {
             let op = if i % 3 == 0 { ReduceOp::Max } else { ReduceOp::Sum };
@@ -78,7 +79,7 @@ fn mpi_runs_the_collectives_that_it_has_for_all_and_for_parts() {
         check(&comm);
         let half = comm.split(comm.rank().0 % 2, comm.rank().0).unwrap();
         check(&half);
-        // Collectives of both at the same time.
+        // Collectives of both communicators at the same time.
         let wide = comm.start_all_reduce(vec![1_u32; 200_000], ReduceOp::Sum);
         let narrow = half.start_all_reduce(vec![1_u32; 100_000], ReduceOp::Sum);
         assert!(narrow.wait().unwrap().iter().all(|&v| v as usize == half.size()));

@@ -9,7 +9,7 @@ use farflung_base::{AccessLink, Bandwidth, Nanos, PeerId, Philox, Rank, Topology
 use farflung_comm::simulated::{Faults, LinkNoise, Reached, Recorder, Recording, Simulated, record};
 use farflung_comm::{CommError, Communicator, ReduceOp, WireError};
 
-/// Runs a few collectives of three ranks under faults; rank 1 uses the value `spoilt` in the third.
+/// Runs a few collectives of three ranks under faults; rank 1 adds `spoilt` to one of its values in the third.
 fn program((ranks, recorder): (Vec<Arc<Simulated>>, Recorder), spoilt: f32, nap: u64) -> Recording {
     let threads: Vec<_> = ranks
         .into_iter()

@@ -34,7 +34,7 @@ fn ask(comm: &Communicator, first: u8, len: usize) -> u64 {
     u64::from_le_bytes(answer[..8].try_into().unwrap())
 }
 
-/// Each rank sends 20 requests, of one frame and of several.
+/// Each rank sends 20 requests, of 1 byte and of 100,000 bytes in turn.
 fn all_ask(comm: &Communicator) -> u64 {
     let adder = Arc::new(Mutex::new(Adder::default()));
     let serving = (comm.rank() == Rank(0)).then(|| comm.start_service(TAGS, &adder));

@@ -155,7 +155,8 @@ fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
     within(times[0][2], 0.58, 0.02, "the far one");
 }
 
-/// Two regions of two ranks, each with a line of 8 Mbit/s, and access links of 800 and 80 Mbit/s.
+/// Two regions of two ranks, each with a line of 8 Mbit/s up and 16 Mbit/s down. The access link of rank 1 has
+/// 80 Mbit/s, those of the other ranks have 800 Mbit/s.
 fn with_lines() -> Topology {
     let mut topology = uniform(4, "800mbit,1ms");
     topology.set_access_link(Rank(1), AccessLink { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });

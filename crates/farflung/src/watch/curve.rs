@@ -27,9 +27,9 @@ pub struct Point {
     pub greatest: Option<f64>,
     /// Last loss on the held-out text that was computed in its steps.
     pub val_loss: Option<f64>,
-    /// Tokens of the run after its last step.
+    /// Tokens of the run up to the point's last step.
     pub tokens: u64,
-    /// Bytes sent since the run's first step, after its last step.
+    /// Bytes sent since the run's first step, up to the point's last step.
     pub bytes_sent: u64,
     /// Number of the point's steps that have a loss.
     #[serde(skip)]
@@ -93,7 +93,7 @@ impl Default for Curve {
 }
 
 impl Curve {
-    /// Adds a step. If it was there already, it and all later steps are removed first.
+    /// Adds a step. If it was there already, the points with it or later steps are removed first.
     pub fn push(&mut self, row: &StepMetrics) {
         let before = self.points.len();
         while self.points.last().is_some_and(|last| last.step >= row.step) {

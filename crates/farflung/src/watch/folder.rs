@@ -11,7 +11,7 @@ use super::tail::{News, Tail};
 use super::who::MOST_MEMBERS;
 use crate::{Error, Result, RunDir, run_dir};
 
-/// Bytes read of a file in one call of [`Folder::look`].
+/// Maximum number of bytes read of a file in one call of [`Folder::look`].
 const BUDGET: usize = 4 << 20;
 /// Largest document that is read, in bytes.
 const LARGEST: u64 = 1 << 20;

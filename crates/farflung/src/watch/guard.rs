@@ -12,7 +12,7 @@ pub(super) enum Refusal {
     Method,
     /// The request has no valid `Host`.
     NoHost,
-    /// The `Host` is the name of another site, which resolves to this machine.
+    /// The `Host` is another name, perhaps of a site that makes its name resolve to this machine.
     OtherHost,
 }
 

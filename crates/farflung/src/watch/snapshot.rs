@@ -25,9 +25,9 @@ pub struct Summary {
     pub latest: Latest,
     /// Tokens of committed steps per second.
     pub goodput: Goodput,
-    /// The members by rank; in runs whose members come and go, also former members.
+    /// The members by rank; in runs whose members come and go, also those that wait to join or have left.
     pub members: Vec<MemberFacts>,
-    /// Number of ranks of the plan that are left out of `members`.
+    /// Number of members that are left out of `members`.
     pub more_members: usize,
     /// The links between neighbours; ends are positions in `members`.
     pub links: Vec<LinkFacts>,
@@ -106,8 +106,8 @@ pub struct Latest {
     pub step_s: Option<f64>,
 }
 
-/// Goodput: tokens of committed steps per second. Work lost in a crash or with a member does not count, but the
-/// time spent on it does.
+/// Goodput: tokens of committed steps per second. Work lost with a member does not count, but the time spent on
+/// it does. In a run that was resumed, neither the work after the checkpoint nor the time of that work counts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Goodput {
     /// Tokens per second of real time, over all steps.
@@ -162,12 +162,12 @@ pub enum Presence {
     Gone,
 }
 
-/// A link between two members, in its slower direction.
+/// A link between two members. Bandwidth and latency are those of its slower direction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LinkFacts {
-    /// Position of the sender in [`Summary::members`].
+    /// Position of one member in [`Summary::members`].
     pub from: usize,
-    /// Position of the receiver.
+    /// Position of the other member.
     pub to: usize,
     /// Kind of data that is sent over the link.
     pub carries: Carries,
@@ -229,7 +229,7 @@ pub struct EventFacts {
 /// A file with lines or content that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// Path of the file within the run's folder.
+    /// Path of the file within the run's folder; `--ticket-file` if no member answered.
     pub file: String,
     /// Number of lines of the wrong form.
     pub bad_lines: u64,

@@ -96,7 +96,8 @@ impl RateSample {
         Self { step, time_s, wall_s, tokens, bytes_sent }
     }
 
-    /// Returns the growth since an earlier mark per `per` seconds or steps; `None` if `per` is 0.
+    /// Returns the growth from `before` to `of`, divided by `per` seconds or steps; `None` if `per` is not
+    /// positive.
     fn rate(of: u64, before: u64, per: f64) -> Option<f64> {
         (per > 0.0).then(|| of.saturating_sub(before) as f64 / per)
     }
@@ -109,16 +110,17 @@ pub struct State {
     curve: Curve,
     latest: Option<StepMetrics>,
     val_loss: Option<f64>,
-    /// Values before the first known step.
+    /// Values from which rates over all steps are counted: 0 if the first known step is step 1, else those of
+    /// the first known step.
     base: RateSample,
-    /// Marks of the newest steps. The first mark is that of the step before them.
+    /// Values of the newest steps. The first are those of the step before them, or `base`.
     recent: VecDeque<RateSample>,
     timeline: Timeline,
     events: Vec<EventFacts>,
     more_events: u64,
-    /// Seconds during which members changed.
+    /// Seconds of the run's clock during which members changed; `None` before the first change.
     changing_s: Option<f64>,
-    /// The step after which the run ended, and why; `None` if it has continued since.
+    /// The step after which the run ended, and why; `None` if rank 0's last event is not the end of a run.
     ended: Option<(u64, String)>,
     who: Who,
     simulated: Option<bool>,
@@ -378,7 +380,7 @@ impl State {
         }
     }
 
-    /// Returns the first and the last of the newest marks.
+    /// Returns the first and the last of the samples in `recent`.
     fn recent(&self) -> Option<(RateSample, RateSample)> {
         self.recent.front().copied().zip(self.recent.back().copied())
     }

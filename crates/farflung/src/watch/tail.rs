@@ -50,7 +50,7 @@ impl Tail {
         &self.path
     }
 
-    /// Reads the next bytes, at most about `budget`. Returns whether the file has more bytes now.
+    /// Reads the next bytes, at most `budget`. Returns whether the file has more bytes now.
     ///
     /// A file that cannot be read, or is not a regular file, has no news. Text after the last newline is kept
     /// until its line is complete.

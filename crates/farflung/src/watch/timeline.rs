@@ -60,8 +60,9 @@ impl Timeline {
     /// while fewer ranks have reported it than the step before.
     ///
     /// An average ends for all ranks at about the same time. If a rank waits longer for an average than the
-    /// rank that reached it last, the difference is a wait for that last rank. If all ranks have reported a
-    /// step, the difference therefore counts as waiting, not as communication.
+    /// rank that reached it last, the difference is a wait for that last rank. So if all ranks have reported a
+    /// step, and replicas had equal parameters at its end, the difference counts as waiting, not as
+    /// communication.
     pub(super) fn facts(&self, ranks: Option<usize>) -> Vec<StepFacts> {
         let facts = |(&step, told): (&u64, &BTreeMap<u32, StepTimes>)| {
             let all = ranks.is_some_and(|ranks| ranks > 1 && told.len() == ranks);

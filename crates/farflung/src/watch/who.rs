@@ -60,7 +60,8 @@ impl Who {
         (self.roster, self.shares) = (None, None);
     }
 
-    /// Returns the number of ranks of the plan; `None` if members may change.
+    /// Returns the number of ranks of the plan; `None` without a plan, after a change of members, and if a
+    /// member has reported its status.
     pub(super) fn ranks(&self) -> Option<usize> {
         let fixed = self.roster.is_none() && self.status.is_none();
         self.plan.as_ref().filter(|_| fixed).map(|plan| plan.ranks() as usize)

@@ -103,8 +103,8 @@ fn a_run_goes_on_with_the_samples_that_it_held() {
     assert!(rows[11].train_loss < rows[0].train_loss, "{rows:?}");
 }
 
-/// The files of one machine are lost, those of another are from a later step: both ends drop the samples that
-/// differ, and train.
+/// The file of one end is damaged: a sample does not fit its checksum, and the second half is empty. Both ends
+/// drop the samples that differ, and train.
 #[test]
 fn ends_whose_files_differ_start_those_samples_anew() {
     let run = Run::new();

@@ -104,7 +104,8 @@ fn a_peer_that_is_lost_is_told_by_the_other() {
 #[test]
 fn steps_that_overflow_are_told_as_skipped() {
     let run = Run::new();
-    // Finds the smallest power of two with which the scaled gradients overflow, by halving the first one.
+    // Trains weights for a step, and sets all values of `ln_f.weight` to 300. Gradients are then so large that
+    // the first loss scale overflows.
     let weights = run.at("weights");
     assert!(train(&run, &[], "--steps 1").status.success());
     std::fs::create_dir(&weights).unwrap();

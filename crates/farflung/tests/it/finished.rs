@@ -7,7 +7,7 @@ use std::process::Output;
 use crate::tiny::{Run, farflung};
 use serde_json::Value;
 
-/// `farflung BEFORE train ... ARGS` in the folder `run`.
+/// Runs `farflung BEFORE train ... ARGS` in the folder `run`.
 fn train(run: &Run, before: &[&str], steps: u64, args: &str) -> Output {
     let args = format!("--steps {steps} --out {} {args}", run.at("run").display());
     farflung().args(before).args(run.args(&args)).output().unwrap()

@@ -191,7 +191,7 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
 #[test]
 fn newcomers_fetch_the_state_while_the_others_train() {
     let run = Run::new();
-    // Steps that are long beside what a newcomer does for each.
+    // Steps take much longer than a newcomer needs to replay them.
     let more = "--dim 64 --context 64 --batch 128 --deadline 20s --checkpoint-every 2 --keep-last 0";
     let host = host(&run, &format!("--steps 1000000 --out host {more}"));
     let mut names = ["a", "b"].map(|name| (name, 0));
@@ -209,7 +209,7 @@ fn newcomers_fetch_the_state_while_the_others_train() {
         assert_eq!(follows["member"], comes["joined"][0], "{follows} {comes}");
         assert!(step(&follows) < step(&comes), "steps while it fetches: {follows} {comes}");
         let admitting = newest("admitting");
-        // It takes the last steps only.
+        // When it is admitted, the newcomer takes only the last steps.
         assert!(admitting["state"].as_u64() < follows["state"].as_u64(), "{follows} {admitting}");
         let said = said_by(&member);
         assert!(
@@ -371,7 +371,7 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     members(&run, &host, 1);
 }
 
-/// Two pipelines of two: if any member is lost, the other three continue, and a new member completes the second
+/// Two pipelines of two: one member is lost, the other three continue, and a new member completes the second
 /// pipeline again.
 #[test]
 fn members_form_pipelines_that_survive_a_loss() {

@@ -89,8 +89,8 @@ fn a_signal_is_passed_on_and_children_may_save_first() {
     }
 }
 
-/// The exit code allows a restart for any signal that killed a rank and any order of ends, unless a rank was
-/// started with a usage error.
+/// The exit code allows a restart for any signal that killed a rank and any order of ends, unless a rank ended
+/// with exit code 1 or 2, which a restart does not mend.
 #[test]
 fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
     for (script, rank, code) in [

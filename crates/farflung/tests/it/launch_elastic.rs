@@ -62,7 +62,7 @@ fn with_fewer_than_the_least_the_job_ends() {
     assert_eq!(started.len(), 4);
 }
 
-/// No member is left that others could join.
+/// If all processes are lost, no member is left that a new process could join.
 #[test]
 fn where_all_are_lost_the_job_ends_however_many_restarts_there_are() {
     let (ended, started) = shells(&elastic(1, 3, 100), &Stop::manual(), |_| "sleep 0.2; exit 75".to_owned());
@@ -91,7 +91,7 @@ fn members(folder: &Path) -> Option<u64> {
     events.rfind(|event| event["event"] == "members")?["members"].as_u64()
 }
 
-/// Returns a process that this one has started, with these words on its command line.
+/// Returns a child of the process `parent` that has these words on its command line.
 fn child_of(parent: u32, words: &str) -> Option<u32> {
     let processes =
         fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());

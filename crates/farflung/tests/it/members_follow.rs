@@ -18,7 +18,7 @@ use farflung_base::{Nanos, PeerId};
 pub(crate) const MEMBERS: usize = 3;
 pub(crate) const NEW: PeerId = PeerId(MEMBERS as u32);
 const STEPS: u64 = 14;
-/// Notes of the members.
+/// Parts of the members' notes: when they begin to keep records for a newcomer, and when it has joined.
 const BEGINS: &str = "of state while the others train on";
 pub(crate) const CAME: &str = "member 3 joined; ";
 
@@ -81,13 +81,14 @@ pub(crate) fn hash(ended: &[Ended], count: usize, told: &Noted) -> String {
     hashes[0].clone()
 }
 
-/// Returns the steps after which a note with this text came.
+/// Returns the number of steps that were done when a note with this text came.
 pub(crate) fn step_of(told: &Noted, text: &str) -> u64 {
     let note = told.notes.iter().find(|(_, note)| note.contains(text));
     note.ok_or_else(|| format!("{text} in {told:?}")).unwrap().0 as u64
 }
 
-/// Returns the steps after which the members began a log and after which the newcomer came.
+/// Returns the numbers of steps that were done when the members began to keep records, and when the newcomer
+/// joined.
 fn steps_of(told: &Noted) -> (u64, u64) {
     (step_of(told, BEGINS), step_of(told, CAME))
 }
@@ -103,7 +104,7 @@ fn one_that_follows_has_the_bits_of_one_for_which_all_wait() {
     for config in [ddp("none"), ddp("int8"), sgd] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), config);
-        // The final hash of a run in which the newcomer comes after each step, while all wait.
+        // By the step after which the newcomer joins while all wait: the final hash.
         let waits = Job { barrier: true, ..job.clone() };
         let step = Nanos::from_millis(6_100);
         let mut waited: BTreeMap<u64, String> = BTreeMap::new();
@@ -249,8 +250,8 @@ fn a_wrong_chunk_in_the_background_is_taken_from_another() {
     }
 }
 
-/// The newcomer may take a wrong record of a step, if its member is the first to tell of it. Its state then
-/// differs from the members', so it takes theirs.
+/// The newcomer may take a wrong record of a step, if the member with that record is the first to report it.
+/// The newcomer's state then differs from that of the members, so it takes theirs.
 #[test]
 fn a_wrong_record_is_found_out_by_the_state_after_it() {
     let folder = tempfile::tempdir().unwrap();

@@ -17,7 +17,7 @@ use farflung_base::{Nanos, PeerId};
 
 const ROUND: u64 = 4;
 const STEPS: u64 = 7 * ROUND;
-/// A note of the members.
+/// Part of the members' note when they begin to keep records for a newcomer.
 const BEGINS: &str = "for each round since";
 
 /// Creates a job of three members on links of 10 Mbit/s. A local step takes 1.4 s and a round 6.1 s. At half of
@@ -58,7 +58,7 @@ fn one_that_follows_rounds_has_the_bits_of_one_for_which_all_wait() {
         let folder = tempfile::tempdir().unwrap();
         let is_des_loc = config.sync == SyncKind::of(&DES_LOC);
         let job = job(folder.path(), config);
-        // The final hash of a run in which the newcomer comes in each round, while all wait.
+        // By the step after which the newcomer joins while all wait: the final hash, and the time of the wait.
         let waits = Job { barrier: true, ..job.clone() };
         let round = 6_100;
         let mut waited: BTreeMap<u64, (String, u64)> = BTreeMap::new();

@@ -32,7 +32,7 @@ fn job(folder: &Path) -> Job {
     Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
 }
 
-/// The notes of a run, and the times of its steps.
+/// The notes of a run, each with the time of the last step before it in seconds; and the last step's time.
 #[derive(Default)]
 struct Told {
     notes: Vec<(f64, String)>,

@@ -90,8 +90,8 @@ fn processes_over_tcp_train_as_threads_over_simulated_links() {
 fn a_schedule_of_ones_own_trains_as_any_other() {
     let run = Run::new();
     let whole = run.done(&[], "whole", "--workers 1 --accumulate 4");
-    // This file has three parts on two ranks, and computes weight gradients last. A job with another number of
-    // ranks is rejected below.
+    // This file has three parts on two ranks, and computes weight gradients later than gradients of inputs. A
+    // job with another number of ranks is rejected below.
     let own = "r0: 0F0 0F1 2F0 2I0 2F1 2I1 0I0 2W0 0W0 0I1 2W1 0F2 0F3 2F2 0W1 2I2 2W2 2F3 2I3 0I2 0W2 0I3 2W3 0W3\n\
                r1: 1F0 1F1 1I0 1W0 1I1 1F2 1F3 1I2 1W1 1W2 1I3 1W3\n";
     std::fs::write(run.at("own.txt"), own).unwrap();
@@ -144,8 +144,8 @@ fn a_run_without_a_flush_resumes_on_other_stages() {
         same(schedule, &a, &b);
         assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{schedule}");
     }
-    // After three steps on four stages, the run continues in one process or on a V of two stages, with the same
-    // result.
+    // After three steps on four stages and one on two, the run continues in one process or on a V of two
+    // stages, with the same result.
     let others = ["--workers 1 --accumulate 8 --clip 0 --lr-schedule constant", &on(2, "zbv")];
     let [whole, vee] = others.map(|other| {
         let out = format!("cut {other}");
@@ -296,7 +296,8 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
 #[test]
 fn a_pipeline_says_how_many_replicas_there_are_and_what_a_step_takes() {
     let run = Run::new();
-    // With 2 P microbatches a step takes twice the sequences of the same four workers without stages.
+    // With P stages there are 2 P microbatches by default. A step then takes twice the sequences of the same
+    // four workers without stages.
     let without = run.done(&[], "without", "--steps 1 --workers 4");
     assert_eq!(without[0].tokens, 4 * 2 * 16);
     for (args, note, tokens) in [

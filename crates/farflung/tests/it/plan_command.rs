@@ -159,7 +159,7 @@ fn auto_refuses_a_plan_whose_machines_hold_its_state_but_not_its_averages() {
     }
 }
 
-/// Two machines that share a slow line, with prices.
+/// Two machines with prices and power, joined by a link of 300 Mbit/s.
 const PRICED: &str = r#"
 default = "20mbit,1ms"
 [[device]]

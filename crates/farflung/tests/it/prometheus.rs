@@ -86,7 +86,7 @@ fn each_process_serves_its_losses_bytes_times_peers_and_operations() {
         let loss = seen.get("farflung_now{rank=\"0\",what=\"train_loss\"}");
         assert_eq!(loss.is_some_and(|loss| (1.0..20.0).contains(loss)), rank == 0, "{seen:?}");
     }
-    // The name of another site resolves to this machine.
+    // A request with the name of another site, which could resolve to this machine, is refused.
     assert!(ask(port, "evil.example").unwrap().starts_with("HTTP/1.1 403"));
     assert!(ask(port, "localhost:9464").unwrap().starts_with("HTTP/1.1 200"));
     crate::child::send(job.id(), Signal::TERM);

@@ -214,7 +214,7 @@ mod with_it {
         let found = networks(ranks.try_into().unwrap());
         assert_eq!(found, [vec!["qui", "tcp"], vec!["qui", "qui"], vec!["tcp", "qui"]]);
         assert!(trained(&run.at("mixed")) == three_over_tcp(&run));
-        // A ticket and a key for each process from `launch`.
+        // `launch` gives each process a ticket and a key.
         let args = run.args(&format!("--steps 3 --sync ddp --workers 3 --relay {url} --out launched"));
         let output = on(&run, "home").args(["launch", "-n", "3", "--"]).args(args).output().unwrap();
         assert!(output.status.success(), "{}", said(&output));

@@ -51,7 +51,8 @@ fn settings_that_decide_the_result_are_refused_by_name() {
         ("--outer-lr 0.6", "outer-lr", "0.7 on ranks 0, 2 and 0.6 on rank 1"),
         ("--seed 7", "seed", "1337 on ranks 0, 2 and 7 on rank 1"),
         ("--heads 1", "heads", "2 on ranks 0, 2 and 1 on rank 1"),
-        // Before, such a job ended with code 75 and "peer was lost", so supervisors restarted it forever.
+        // Before settings were compared, such a job ended with code 75 and "peer was lost", so supervisors
+        // restarted it forever.
         ("--dim 16", "dim", "8 on ranks 0, 2 and 16 on rank 1"),
         ("--steps 3", "steps", "500 on ranks 0, 2 and 3 on rank 1"),
         ("--codec none", "codec", "\"int8\" on ranks 0, 2 and \"none\" on rank 1"),
@@ -97,7 +98,7 @@ fn a_text_of_ones_own_is_not_compared() {
     for (rank, output) in job(&run, all, &other).iter().enumerate() {
         assert!(output.status.success(), "rank {rank}: {}", stderr(output));
     }
-    // Copies of the model are equal, and differ from those trained on a single text.
+    // These weights are compared below with those of a job whose ranks have the same text.
     let weights =
         |folder: &str| std::fs::read(run.at(folder).join("step-00000002/model.safetensors")).unwrap();
     let own = weights("out-0");
@@ -131,8 +132,8 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 
-/// Two jobs use one port: a rank of the other job is rejected, and this job's rank keeps waiting for ranks of
-/// its own job.
+/// Two jobs use one port: a rank of the other job is rejected, and this job's ranks wait for a rank of their
+/// own job until the deadline.
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();

@@ -35,7 +35,8 @@ fn each_replica_has_files_of_its_own_with_stages_too() {
     let data = letters(folder.path());
     let base = TrainConfig { data: Some(data), shards: Sharding::Files, workers: 4, ..config };
     let flat = job(&base);
-    // The longest first; of d, less than 900 characters remain after the held-out part.
+    // The longest file goes to the first replica, and so on. Of d, fewer than 700 characters remain, since its
+    // end is held out.
     let all: Vec<_> = (0..4).map(|replica| seen(&flat, replica)).collect();
     assert_eq!(all, ["a", "b", "c", "d"]);
     let two = job(&TrainConfig { stages: 2, ..base.clone() });

@@ -14,8 +14,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 const ROLE: &str = "FARFLUNG_TEST_ROLE";
 
-/// Not a test by itself: the process to which the tests below send signals. It prints the signals it sees, and
-/// ends on SIGTERM.
+/// Not a test by itself: the process to which the tests below send signals. It prints the signals that it sees
+/// for ten seconds. A second signal ends it, unless the two come within a moment.
 #[test]
 fn a_process_that_waits() {
     if env::var_os(ROLE).is_none() {

@@ -175,7 +175,8 @@ fn members_come_and_go_with_certificates_and_no_ticket() {
     let mut status = member(&run, "status", "site", &["status", "--at", &at]);
     assert!(status.0.wait().unwrap().success(), "{}", log("status"));
     assert!(log("status").contains(" (answers)"), "{}", log("status"));
-    // The others go on without the host, so it joins again as a newcomer, by what it knows of them.
+    // The others go on without the host, so it joins again as a newcomer, at the addresses of the others that
+    // it knows.
     send(host.0.id(), Signal::STOP);
     wait_until_or(said("b"), || has("b", 2));
     send(host.0.id(), Signal::CONT);

@@ -269,7 +269,7 @@ fn the_ranks_of_a_launcher_that_is_killed_save_and_end() {
     assert_eq!(saved(&out.join("ranks/rank-00001")), saved(&out));
 }
 
-/// A run that loads weights and data for a while before it begins.
+/// A run that still loads its data ends at the first signal.
 #[test]
 fn a_run_that_is_loading_ends_at_once() {
     let run = Run::new();

@@ -119,6 +119,7 @@ fn ranks_of_a_job_have_folders_and_a_run_that_goes_on_says_from_where() {
         }
     }
     let own = records(&only_file(&events.join("rank-00001")));
-    // The second start begins with its first step: points of later steps are dropped.
+    // The file of the second start begins with an event of that start's first step, 3, so that viewers drop
+    // older points from that step on.
     assert_eq!((number(&own[1], 2), number(own.last().unwrap(), 2)), (3, 3));
 }

@@ -118,7 +118,7 @@ fn weights_that_are_not_finite_are_refused_by_name() {
     }
 }
 
-/// Trains six steps with a checkpoint every two steps, and this fault.
+/// Trains six steps with this fault.
 fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
     let mut job = six_steps(folder, config)?;
     job.fault = Some(fault);

@@ -1,6 +1,6 @@
 //! Notices that the process of a silent peer has ended: then the peer's machine answers a datagram to its port
-//! with "port unreachable" (ICMP). A slow link, a relay or a firewall gives no such answer, so a process
-//! behind them is never taken for one that has ended.
+//! with "port unreachable" (ICMP). A slow link, a relay or a firewall that drops packets gives no such answer,
+//! so a process behind them is never taken for one that has ended.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ const INTERVAL: Duration = Duration::from_millis(500);
 const SILENT: Duration = Duration::from_secs(2);
 /// Time limit for the answer to a probe.
 const ANSWER: Duration = Duration::from_millis(300);
-/// Number of answers in a row that say that the port is closed.
+/// Number of answers in a row, saying that the port is closed, after which the process counts as ended.
 const ANSWERS: u32 = 3;
 
 /// Waits until the peer has been silent and its port has been found closed.

@@ -224,7 +224,7 @@ fn what_is_changed_repeated_or_left_out_is_foreign_and_the_session_stays_broken(
     assert_eq!(hear(&mut server, &second), Err(SessionError::Foreign));
 }
 
-/// Returns the record layers of both ends of a session, with fixed keys.
+/// Returns two record layers with fixed keys, each of which decrypts what the other encrypts.
 fn halves() -> (Records, Records) {
     let (mut ours, _) = pair();
     let (mut other, _) = pair();

@@ -5,7 +5,7 @@ use farflung_base::PeerId;
 use crate::second_network::with_key;
 use crate::secure::PublicKey;
 
-/// A peer that is, or has been, connected.
+/// A member: its number, address and key. It need not be connected to this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connected {
     /// Number of the peer.

@@ -1,5 +1,5 @@
 //! A growing network whose members are the ranks of a job: numbers are given instead of drawn, and the member
-//! with number 0 tells the others of all.
+//! with number 0 sends the others the addresses and keys of all.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
@@ -36,8 +36,8 @@ impl GrowingNetwork {
         Self::open(config, listener, PeerId(0), secret, None)
     }
 
-    /// Asks the member with number 0 at these addresses, as [`GrowingNetwork::ask`] does. If it has another
-    /// number of ranks, it says so when this one connects.
+    /// Asks the member with number 0 at these addresses, as [`GrowingNetwork::ask`] does. If that member
+    /// expects another number of ranks, it refuses this process later, when this process connects.
     pub(crate) fn ask_for_ranks(config: &GateConfig, addresses: &[String]) -> Result<MemberList, CommError> {
         Self::ask(&GateConfig { slots: u32::MAX, ..config.clone() }, addresses)
     }

@@ -23,13 +23,15 @@ use crate::secure::{JoinSecret, PublicKey, Security};
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, Transport as _};
 
-/// Time between two checks whether the gate is closed, and between two attempts to connect.
+/// Time between two checks whether the [`GrowingNetwork`](super::GrowingNetwork) was dropped, and between two
+/// attempts to connect.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Time limit for the connection to one member.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of attempts to connect to a member. Members keep listening, so one that does not answer has left.
 const CONNECT_ATTEMPTS: u32 = 4;
-/// A member cannot know in advance whether ranks on its machine will outnumber the cores.
+/// Whether a member assumes that its machine has more endpoints than cores. It does not, because it cannot know
+/// this in advance.
 pub(super) const OVERSUBSCRIBED: bool = false;
 
 #[derive(Debug)]
@@ -70,7 +72,8 @@ impl Shared {
     /// Returns whether a member is this process, or has this process's address: a call to it would come back
     /// here.
     pub(super) fn is_here(&self, member: &Connected) -> bool {
-        // Members that are reached over a relay alone have the same address and different keys.
+        // Without sockets, members that are reached over a relay alone have the same address, and different
+        // keys.
         let is_one_place = self.sockets || member.key == self.security.own_key();
         member.peer == self.tcp.me() || member.address == self.address && is_one_place
     }
@@ -175,7 +178,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Accepts connections until the gate closes.
+    /// Accepts connections until the [`GrowingNetwork`](super::GrowingNetwork) is dropped.
     pub(super) fn listen(&self, listener: &TcpListener) {
         let mut door = Acceptor::new(self.security.clone());
         while !self.closed.load(Ordering::Acquire) {
@@ -250,14 +253,14 @@ impl Shared {
             secret,
             welcome: &welcome,
         };
-        // So many members that they do not fit into a frame: the process asks in vain.
+        // If the members do not fit into one frame, the answer is empty, and the process cannot join.
         wire::framed(&members).unwrap_or_default()
     }
 }
 
 impl GreetingHandler for Shared {
     fn answer(&self, greeting: &Control<'_>, key: PublicKey) -> Result<Vec<u8>, Refusal> {
-        // A process is reached by its key there.
+        // Over the second network a process is reached by its key.
         if self.security.own_key() == Some(key) {
             return Err(Refusal::SameKey);
         }

@@ -1,5 +1,5 @@
 //! Further streams between ranks that are already connected. In each round every rank opens a new listener and
-//! sends its address over the existing streams.
+//! sends its address to the higher ranks over the existing streams. Each rank connects to the lower ones.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 

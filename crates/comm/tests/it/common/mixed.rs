@@ -16,7 +16,8 @@ use super::{Cluster, quic};
 pub(crate) enum Over {
     /// Shared memory, TCP where it reaches the other rank, QUIC elsewhere.
     Both,
-    /// The same, but no rank reaches it over TCP: the address that it gives is another's.
+    /// TCP where this rank reaches the other one, QUIC elsewhere. No rank reaches this one over TCP, because
+    /// the address that it advertises is wrong.
     Unreached,
     Quic,
     /// QUIC over the relay alone.
@@ -75,7 +76,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Makes a cluster in which rank 1 is reached over QUIC alone, and rank 2 over TCP only where it calls.
+/// Makes a cluster in which rank 1 uses QUIC alone, and rank 2 uses TCP only where rank 2 makes the connection.
 pub(crate) fn cluster(n: usize) -> Cluster {
     let over = |rank| match rank {
         1 => Over::Quic,

@@ -18,7 +18,7 @@ pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 /// Makes a cluster of this number of endpoints.
 pub(crate) type Make = fn(usize) -> Cluster;
 
-/// Every transport, by name.
+/// Every transport except MPI, by name.
 pub(crate) const TRANSPORTS: [(&str, Make); 6 + 2 * cfg!(feature = "iroh") as usize] = [
     ("memory", memory_cluster),
     ("simulated", simulated_cluster),
