@@ -119,7 +119,8 @@ impl Group {
         let round = way.iter().skip_while(|&&(seen, _)| seen != at);
         let mut round: Vec<_> = round.copied().collect();
         round.extend(round.first().copied());
-        let ahead = |pair: &&[(PeerId, u32)]| i64::from(pair[1].1) - i64::from(pair[0].1);
+        // The numbers wrap around in long runs, and ranks are never half of their range apart.
+        let ahead = |pair: &&[(PeerId, u32)]| pair[1].1.wrapping_sub(pair[0].1).cast_signed();
         let broken = round.windows(2).filter(|pair| ahead(pair) >= 0).max_by_key(ahead);
         let me = self.members[self.me];
         broken.map_or(first, |pair| if pair[1].0 == me { pair[0].0 } else { pair[1].0 })

@@ -21,11 +21,11 @@ impl Deadline {
         Self::after(Duration::from_secs(u32::MAX.into()))
     }
 
-    /// Returns this deadline, or the one in `limit` from now if that is earlier or if this deadline has passed.
+    /// Returns this deadline, or the one in `limit` from now if that is earlier.
     pub(crate) fn at_most(self, limit: Duration) -> Self {
         match self.remaining() {
-            Some(left) if left < limit => self,
-            _ => Self::after(limit),
+            Some(left) if left > limit => Self::after(limit),
+            _ => self,
         }
     }
 
@@ -40,5 +40,19 @@ impl Deadline {
 
     pub(crate) const fn limit(&self) -> Duration {
         self.limit
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_earlier_of_two_deadlines_is_kept() {
+        let minute = Duration::from_mins(1);
+        assert_eq!(Deadline::after(minute).at_most(2 * minute).limit(), minute);
+        assert_eq!(Deadline::after(2 * minute).at_most(minute).limit(), minute);
+        // A deadline that has passed is not replaced by a later one.
+        assert_eq!(Deadline::after(Duration::ZERO).at_most(minute).remaining(), None);
     }
 }

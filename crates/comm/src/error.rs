@@ -457,8 +457,8 @@ fn list(ranks: &[Rank]) -> String {
     ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-fn or_end(happening: Option<&SimulatedEvent>) -> String {
-    happening.map_or_else(|| "the end".to_owned(), ToString::to_string)
+fn or_end(event: Option<&SimulatedEvent>) -> String {
+    event.map_or_else(|| "the end".to_owned(), ToString::to_string)
 }
 
 impl CommError {

@@ -167,7 +167,10 @@ impl<X: Transfers> Operation for Interpreter<X> {
 
     fn progress(&self) -> u32 {
         let waits = (0..self.cursors.len()).find(|&lane| !self.is_over(lane));
-        waits.map_or(u32::MAX, |lane| progress(self.tag(lane), self.cursors[lane]))
+        waits.map_or_else(
+            || progress(self.tag(self.cursors.len().saturating_sub(1)), usize::MAX),
+            |lane| progress(self.tag(lane), self.cursors[lane]),
+        )
     }
 
     fn finish(self) -> X::Output {

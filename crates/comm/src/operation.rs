@@ -35,7 +35,7 @@ pub(crate) trait Operation: Send {
 }
 
 /// Returns the position of a step of a collective (or of one of its lanes) in the order of all operations, as
-/// one increasing number.
+/// one increasing number. It wraps around after a million operations, so numbers are compared by their difference.
 pub(crate) fn progress(tag: Tag, step: usize) -> u32 {
     tag.number << 12 | step.min(0xFFF) as u32
 }

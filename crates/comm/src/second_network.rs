@@ -123,7 +123,7 @@ pub(crate) trait SecondNetworkAccess: Debug + Send + Sync {
     /// [`CommError::Io`] if it is not reached; other errors if it is another process, or refuses this one.
     fn ask(self: Arc<Self>, to: &ConnectTarget<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError>;
     /// Opens the network for an endpoint.
-    fn open(self: Arc<Self>, shore: EndpointParts) -> Arc<dyn SecondNetwork>;
+    fn open(self: Arc<Self>, parts: EndpointParts) -> Arc<dyn SecondNetwork>;
 }
 
 /// The process that a connection is made to.

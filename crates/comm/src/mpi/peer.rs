@@ -105,12 +105,16 @@ impl Peer {
         let header = *header;
         self.payload = None;
         if length != header.length {
-            return Err(WireError::Length { max: header.length, got: length });
+            return Err(OTHER_LENGTH);
         }
         frame.check = header.check;
         Ok(Some((header, frame)))
     }
 }
+
+/// Error of a payload whose length is not that in its header.
+const OTHER_LENGTH: WireError =
+    WireError::Malformed("MPI message: its payload has another length than its header says");
 
 /// Parses a message: a header, and its payload if that is short.
 fn read(message: &[u8], pool: &Arc<Pool>) -> Result<(Header, Option<Frame>), WireError> {
@@ -121,7 +125,7 @@ fn read(message: &[u8], pool: &Arc<Pool>) -> Result<(Header, Option<Frame>), Wir
     let is_short = HEADER_BYTES + header.length <= SHORT;
     let expected = if is_short { header.length } else { 0 };
     if payload.len() != expected {
-        return Err(WireError::Length { max: expected, got: payload.len() });
+        return Err(OTHER_LENGTH);
     }
     Ok((header, is_short.then(|| pool.copy_of(payload, header.check))))
 }
@@ -145,8 +149,8 @@ mod tests {
         assert_eq!(message(0, &[]), Ok((0, Some((vec![], 7)))));
         assert_eq!(message(most, &vec![3; most]), Ok((most, Some((vec![3; most], 7)))));
         assert_eq!(message(most + 1, &[]), Ok((most + 1, None)));
-        assert_eq!(message(2, &[1]), Err(WireError::Length { max: 2, got: 1 }));
-        assert_eq!(message(most + 1, &[1]), Err(WireError::Length { max: 0, got: 1 }));
+        assert_eq!(message(2, &[1]), Err(OTHER_LENGTH));
+        assert_eq!(message(most + 1, &[1]), Err(OTHER_LENGTH));
         assert!(matches!(message(crate::FRAME_BYTES + 1, &[]), Err(WireError::Length { .. })));
         assert!(matches!(read(&[0; 5], &pool), Err(WireError::Malformed(_))));
         assert!(matches!(read(&[0; HEADER_BYTES], &pool), Err(WireError::Magic)));

@@ -108,7 +108,7 @@ impl SecondNetworkAccess for Socket {
     fn ask(self: Arc<Self>, to: &ConnectTarget<'_>, question: Vec<u8>) -> Result<Vec<u8>, CommError> {
         call(&self, to, question).map(|(_, answer)| answer)
     }
-    fn open(self: Arc<Self>, shore: EndpointParts) -> Arc<dyn SecondNetwork> {
-        Arc::new(Shared(Arc::new(Network::new(self, shore))))
+    fn open(self: Arc<Self>, parts: EndpointParts) -> Arc<dyn SecondNetwork> {
+        Arc::new(Shared(Arc::new(Network::new(self, parts))))
     }
 }

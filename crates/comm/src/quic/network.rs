@@ -35,8 +35,8 @@ pub(super) struct Network {
 }
 
 impl Network {
-    pub(super) fn new(socket: Arc<Socket>, shore: EndpointParts) -> Self {
-        let EndpointParts { size, intake, pool, budget } = shore;
+    pub(super) fn new(socket: Arc<Socket>, parts: EndpointParts) -> Self {
+        let EndpointParts { size, intake, pool, budget } = parts;
         let peers = (0..size).map(|_| OnceLock::new()).collect();
         let (pacer, listening) = (Arc::new(Pacer::new(budget, size)), Mutex::default());
         Self { socket, peers, intake, pool, pacer, listening }

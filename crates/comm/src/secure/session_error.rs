@@ -13,7 +13,7 @@ pub(crate) enum SessionError {
     #[error("the other side does not use TLS")]
     NotTls,
     /// The other side offers only protocol versions or keys that are less secure than required.
-    #[error("the other side offers no TLS 1.3 with raw ed25519 keys")]
+    #[error("the other side offers no TLS 1.3 with keys or certificates of the kind that this side uses")]
     Downgrade,
     /// A received record does not belong to this session.
     #[error("a record does not belong to this session: it was replayed or changed in transit")]

@@ -24,7 +24,7 @@ const HEADER: usize = 9;
 pub struct Recording {
     topology: Topology,
     faults: Faults,
-    happenings: Vec<SimulatedEvent>,
+    events: Vec<SimulatedEvent>,
 }
 
 /// A recording in progress.
@@ -52,10 +52,10 @@ impl Recorder {
     /// Returns the recording. Must be called after all ranks have finished.
     #[must_use]
     pub fn finish(self) -> Recording {
-        let mut happenings = self.world.recorded();
+        let mut events = self.world.recorded();
         // Ranks that run in parallel record their events in any order.
-        happenings.sort_unstable();
-        Recording { topology: self.topology, faults: self.faults, happenings }
+        events.sort_unstable();
+        Recording { topology: self.topology, faults: self.faults, events }
     }
 }
 
@@ -74,8 +74,8 @@ impl Recording {
 
     /// Returns the events that reached the ranks, in the order of time.
     #[must_use]
-    pub fn happenings(&self) -> &[SimulatedEvent] {
-        &self.happenings
+    pub fn events(&self) -> &[SimulatedEvent] {
+        &self.events
     }
 
     /// Creates the same network with the same faults, and records it too. Run the program on it, and
@@ -89,7 +89,7 @@ impl Recording {
     /// # Errors
     /// [`CommError::Diverged`] with the first event in which they differ.
     pub fn compare(&self, other: &Self) -> Result<(), CommError> {
-        let (recorded, seen) = (&self.happenings, &other.happenings);
+        let (recorded, seen) = (&self.events, &other.events);
         let same = recorded.iter().zip(seen).take_while(|(a, b)| a == b).count();
         if same == recorded.len() && same == seen.len() {
             return Ok(());
@@ -105,7 +105,7 @@ impl Recording {
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
         let ports = ranks().map(|rank| self.topology.access_link(rank)).collect();
         let body: Body =
-            (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.happenings.clone()));
+            (BoundedVec(links), BoundedVec(ports), self.faults.clone(), BoundedVec(self.events.clone()));
         let plain = "numbers can always be serialized";
         let mut body = postcard::to_stdvec(&body).expect(plain);
         let mut version = 1;
@@ -145,7 +145,7 @@ impl Recording {
             1 => ((BoundedVec(Vec::new()), BoundedVec(Vec::new())), body),
             _ => postcard::take_from_bytes::<Lines>(body).map_err(|_| MALFORMED)?,
         };
-        let Ok(((links, ports, faults, happenings), [])) = postcard::take_from_bytes::<Body>(body) else {
+        let Ok(((links, ports, faults, events), [])) = postcard::take_from_bytes::<Body>(body) else {
             return Err(MALFORMED);
         };
         let (n, count) = (ports.0.len(), lines.0.len());
@@ -166,6 +166,6 @@ impl Recording {
             let members: Vec<Rank> = members.map(|(rank, _)| Rank(rank)).collect();
             topology.set_region(&members, port);
         }
-        Ok(Self { topology, faults, happenings: happenings.0 })
+        Ok(Self { topology, faults, events: events.0 })
     }
 }

@@ -135,8 +135,8 @@ impl GrowingNetwork {
         let address = address.join(",");
         let tcp = open(me, config.slots as usize, config.crowded, config.shared_memory).map_err(io)?;
         let second_network = config.second_network.as_ref().map(|access| {
-            let shore = tcp.driver().endpoint_parts(config.slots as usize);
-            Arc::clone(tcp.driver().second_network.get_or_init(|| Arc::clone(access).open(shore)))
+            let parts = tcp.driver().endpoint_parts(config.slots as usize);
+            Arc::clone(tcp.driver().second_network.get_or_init(|| Arc::clone(access).open(parts)))
         });
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),

@@ -192,7 +192,7 @@ fn every_form_sums_over_every_transport_and_all_ranks_have_the_same_bits() {
                 let results = on_ranks(cluster(n), |comm| {
                     let me = comm.rank().index();
                     // The buffer's length is not a multiple of 2 or 5.
-                    let exact: Vec<f32> = (0..40_003).map(|i| (i % 17 + me) as f32).collect();
+                    let exact: Vec<f32> = (0..140_003).map(|i| (i % 17 + me) as f32).collect();
                     let odd: Vec<f32> = (0..101).map(|i| ((i * 7 + me) as f32 * 0.61).sin()).collect();
                     let program = || programs[me].clone();
                     let sum = reduce(&comm, program(), exact.clone(), ReduceOp::Sum, false);

@@ -88,7 +88,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
 fn frames_keep_their_order_where_streams_are_ended_and_opened_again() {
     let ends = together(&Job::new(2));
     let limit = Nanos::from_millis(10_000);
-    // More tags than streams stay open, in many rounds; no frame is taken before the end.
+    // Uses more tags than there are streams that stay open, in many rounds; no frame is taken before the end.
     let (tags, rounds) = (150_u32, 20_u8);
     for round in 0..rounds {
         // One more tag, for which an idle stream must be closed.
@@ -118,7 +118,7 @@ fn peers_that_only_meet_at_a_relay_get_the_bits_of_all_others() {
         job.join(|config| config.socket.direct = false).into_iter().map(Result::unwrap).collect();
     on_ranks(transports(&ends), |comm| sums(&comm, 20));
     assert_eq!(ends[0].second_network_path(PeerId(1)), Some(url));
-    // Each rank sends its share at least once: 20 times 40 KB.
+    // Each rank sends at least one buffer of 40 KB for each of the 20 sums.
     assert!(relay.carried() > 3 * 20 * 40_000, "{}", relay.carried());
 }
 

@@ -57,11 +57,11 @@ fn network() -> (Topology, Faults) {
 fn a_replay_is_the_run_bit_for_bit_whatever_the_threads_do() {
     let (topology, faults) = network();
     let recording = program(record(&topology, &faults), 0.0, 0);
-    assert!(recording.happenings().iter().any(|h| h.what == Reached::Crash && h.to == 2));
-    assert!(recording.happenings().len() > 50, "{}", recording.happenings().len());
+    assert!(recording.events().iter().any(|h| h.what == Reached::Crash && h.to == 2));
+    assert!(recording.events().len() > 50, "{}", recording.events().len());
     let file = recording.encode();
     let read = Recording::decode(&file).unwrap();
-    assert!(read.happenings() == recording.happenings() && read.encode() == file);
+    assert!(read.events() == recording.events() && read.encode() == file);
     let uplink = |topology: &Topology| (topology.access_link(Rank(2)), topology.link(Rank(2), Rank(0)));
     assert_eq!(uplink(read.topology()), uplink(&topology));
     assert_eq!(read.topology(), &topology);

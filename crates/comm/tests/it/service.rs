@@ -34,13 +34,13 @@ fn ask(comm: &Communicator, first: u8, len: usize) -> u64 {
     u64::from_le_bytes(answer[..8].try_into().unwrap())
 }
 
-/// Each rank sends 20 requests, of 1 byte and of 100,000 bytes in turn.
+/// Each rank sends 20 requests, of 1 byte and of 600,000 bytes (three frames) in turn.
 fn all_ask(comm: &Communicator) -> u64 {
     let adder = Arc::new(Mutex::new(Adder::default()));
     let serving = (comm.rank() == Rank(0)).then(|| comm.start_service(TAGS, &adder));
     let mut last = 0;
     for round in 0..20 {
-        let sum = ask(comm, 1 + comm.rank().0 as u8, [1, 100_000][round % 2]);
+        let sum = ask(comm, 1 + comm.rank().0 as u8, [1, 600_000][round % 2]);
         assert!(sum > last);
         last = sum;
     }

@@ -32,7 +32,7 @@ impl Log {
 struct Trace {
     events: usize,
     last: Nanos,
-    happenings: u32,
+    recording: u32,
     logs: u32,
 }
 
@@ -58,9 +58,9 @@ fn trace(topology: &Topology, faults: &Faults, deadline: u64, work: Work) -> Tra
     let recording = recorder.finish();
     let text = seen.iter().fold(String::new(), |all, (clock, log)| format!("{all}{clock}\n{log}"));
     Trace {
-        events: recording.happenings().len(),
+        events: recording.events().len(),
         last: seen.iter().map(|(clock, _)| *clock).max().unwrap(),
-        happenings: crc32fast::hash(&recording.encode()),
+        recording: crc32fast::hash(&recording.encode()),
         logs: crc32fast::hash(text.as_bytes()),
     }
 }
@@ -156,7 +156,7 @@ fn unlike(n: usize) -> Topology {
 fn equal_links() {
     let topology = Topology::uniform(64, "100mbit,5ms".parse().unwrap());
     let expected =
-        Trace { events: 33_728, last: Nanos(1_655_075_120), happenings: 0x9afe_1623, logs: 0x6edd_d261 };
+        Trace { events: 33_728, last: Nanos(1_655_075_120), recording: 0x9afe_1623, logs: 0x6edd_d261 };
     assert_eq!(trace(&topology, &Faults::new(), 20_000, collectives), expected);
 }
 
@@ -169,7 +169,7 @@ fn regions_in_bad_weather() {
         retransmit: Nanos::from_millis(35),
     };
     let expected =
-        Trace { events: 42_532, last: Nanos(3_138_264_437), happenings: 0x9331_2bdb, logs: 0x74cb_1115 };
+        Trace { events: 42_532, last: Nanos(3_138_264_437), recording: 0x9331_2bdb, logs: 0x74cb_1115 };
     assert_eq!(trace(&regions(72), &Faults::new().weather(weather), 20_000, collectives), expected);
 }
 
@@ -186,7 +186,7 @@ fn unlike_links_of_which_some_fail() {
         .at(ms(5_000))
         .corrupt(PeerId(8), PeerId(60));
     let expected =
-        Trace { events: 50_826, last: Nanos(6_465_043_720), happenings: 0xd449_b854, logs: 0xb31e_f32e };
+        Trace { events: 50_826, last: Nanos(6_465_043_720), recording: 0xd449_b854, logs: 0xb31e_f32e };
     assert_eq!(trace(&unlike(66), &faults, 3_000, survivors), expected);
 }
 
@@ -196,6 +196,6 @@ fn a_latency_of_zero() {
     topology.set_link(Rank(9), Rank(22), Link::FREE);
     let faults = Faults::new().at(Nanos::from_millis(400)).crash(PeerId(30));
     let expected =
-        Trace { events: 44_547, last: Nanos(2_153_954_246), happenings: 0xba5c_b6a5, logs: 0x8fad_4329 };
+        Trace { events: 44_547, last: Nanos(2_153_954_246), recording: 0xba5c_b6a5, logs: 0x8fad_4329 };
     assert_eq!(trace(&topology, &faults, 3_000, survivors), expected);
 }
