@@ -61,7 +61,8 @@ impl ReplicaSchedule {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
             None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
         };
-        // All boundaries are assumed to have messages of the size that the first boundary has forward.
+        // The order of work is made as if all boundaries had the time of the slowest link, with messages of the
+        // size that the first boundary has forward.
         let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
             |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model.dim);
