@@ -31,9 +31,10 @@ pub struct Fault {
     pub step: u64,
     /// The values.
     pub value: FaultyValue,
-    /// Index of the element in the last tensor of a part, or in the chunk, modulo the number of elements.
+    /// Index of the element in the last tensor of a part or record, modulo the number of its elements. Not used
+    /// for [`FaultyValue::Chunk`]: there, the lowest bit of the first byte is flipped.
     pub element: usize,
-    /// Index of the bit; 0 is the least significant.
+    /// Index of the bit in the element; 0 is the least significant.
     pub bit: u32,
 }
 

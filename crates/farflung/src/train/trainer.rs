@@ -7,9 +7,9 @@
 //! unlike devices). With a flush, a failure or overflow before the commit changes nothing. Without a flush,
 //! updates happen within the pass.
 //!
-//! Copies of a part on several ranks are equal after each step, or after each synchronisation if steps are
-//! local; the two copies of the token table in a pipeline are equal after each step. If their devices round
-//! differently, copies are compared between steps, when the pipeline is empty and each copy has one version.
+//! Where gradients are averaged at each step, all copies of a part on several ranks get the same updates. So do
+//! the two copies of the token table in a pipeline. If their devices round differently, copies are compared
+//! between steps, when the pipeline is empty and each copy has one version.
 
 mod agree;
 mod build;
@@ -88,7 +88,7 @@ pub struct Trainer {
     voters: Communicator,
     /// Whether replicas have the same parameters after each step.
     each_step: bool,
-    /// Losses of this replica's steps since replicas last had the same parameters.
+    /// Losses of this replica's local steps that no vote of all replicas has contained yet.
     window: Vec<f64>,
     /// A vote that was sent together with an average.
     voting: Option<Voting<SyncVote>>,
@@ -136,7 +136,7 @@ struct StatusFlags {
     sound: bool,
     /// Whether it requests a change of members.
     wants_change: bool,
-    /// Whether a copy of a part is still being received.
+    /// Whether this rank is still sending or receiving a copy of a part.
     copies: bool,
 }
 
@@ -212,7 +212,7 @@ impl Trainer {
     }
 
     /// Returns the gradients of its first part in the last step: of all replicas if the method averages them,
-    /// else its own.
+    /// else its own. In steps in which an optimizer takes momentum in place of gradients, that momentum.
     #[must_use]
     pub fn grads(&self) -> &Tensor {
         &self.first().grads
@@ -243,7 +243,7 @@ impl Trainer {
         hash(self.stage(), self.params())
     }
 
-    /// Trains one step: one update of the optimizer; without a flush, several updates of each part.
+    /// Trains one step: one update of the optimizer; without a flush, one or more updates of each part.
     ///
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and a
     /// step that fails before all ranks agreed leaves parameters, moments and residuals unchanged.

@@ -35,7 +35,7 @@ pub(super) struct Undecided {
     settled: bool,
     /// Whether this rank of a pipeline has sent its vote on the step in flight and not received the result.
     open: bool,
-    /// Whether a copy of a part was being transferred to any rank at the vote on the last step.
+    /// Whether any rank was sending or receiving a copy of a part at the vote on the last step.
     copies: bool,
 }
 
@@ -79,12 +79,13 @@ impl Trainer {
         settled.then(|| StepDone::of_all(self.step, self.undecided.loss))
     }
 
-    /// Sets what this rank reports with the next vote: whether a copy of a part is still being received here.
+    /// Sets what this rank reports with the next vote: whether it is still sending or receiving a copy of a
+    /// part.
     pub(in crate::train) const fn tell_copying(&mut self, copies: bool) {
         self.told.copies = copies;
     }
 
-    /// Returns whether no copy of a part was being transferred to any rank at the vote on the last step.
+    /// Returns whether no rank was sending or receiving a copy of a part at the vote on the last step.
     pub(in crate::train) const fn all_have_copied(&self) -> bool {
         !self.undecided.copies
     }
