@@ -1,4 +1,4 @@
-//! Finds the fastest plan for given machines: makes plans of every kind that the trainer can run, and simulates
+//! Finds the fastest plan for given machines: makes plans of several kinds (see [`PlanKind`]), and simulates
 //! them.
 
 mod asked;

@@ -38,7 +38,8 @@ pub struct ReplicaSchedule {
 impl ReplicaSchedule {
     /// Makes the schedule of a replica of a job.
     ///
-    /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs.
+    /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs; [`Error::Parallel`] for
+    /// a memory budget into which a part does not fit.
     pub fn new(job: &Job, replica: u32) -> Result<Self> {
         Self::of(&job.plan, &job.model, &job.machines()?, replica)
     }

@@ -109,7 +109,7 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
 
 /// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
 /// follow speed, they are computed anew when shares were unequal before, or when unequal shares make steps
-/// shorter. `newcomers` has the times that newcomers measured themselves.
+/// shorter by enough ([`is_worth_it`]). `newcomers` has the times that newcomers measured themselves.
 fn plan_for(
     view: &View,
     furthest: &ReplicaDescription,
