@@ -84,7 +84,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     )
 }
 
-/// Returns a job of two replicas with some choices.
+/// Returns a job of two replicas with the choices of `config`.
 fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
     let workers = 2 * config.stages;
     config.workers = workers;
