@@ -220,7 +220,8 @@ fn flip(bytes: &mut [u8], draw: u64) {
     bytes[at] ^= 1 << (draw % 8);
 }
 
-/// Measures the cost of the comparisons, on nano with two workers and otherwise the default settings of `train`.
+/// Measures the cost of the comparisons, on nano with two workers of one thread each and otherwise the default
+/// settings of `train`.
 fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let default = TrainConfig::default();
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };

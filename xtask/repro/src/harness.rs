@@ -158,8 +158,8 @@ impl Report<'_> {
         }
     }
 
-    /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed at the
-    /// end, except in runs with `--beside` and without `--against`.
+    /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed at
+    /// the end, except in runs with `--beside` and without `--against`.
     ///
     /// Errors: stdout is closed.
     pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Threshold) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Feeds mutated frames, greetings and control messages to all code that reads from a socket.
+//! Feeds mutated frames, greetings, control messages, handshakes and tickets to the code that reads them.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};

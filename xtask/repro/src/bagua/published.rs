@@ -97,8 +97,8 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the seconds of a step: computation, a third of it forward and two thirds backward, and averaging. With
-/// `overlap`, each part's gradients are sent during the backward pass, as soon as they are final.
+/// Returns the seconds of a step: computation, a third of it forward and two thirds backward, and averaging.
+/// With `overlap`, each part's gradients are sent during the backward pass, as soon as they are final.
 fn step(model: &Model, codec: &str, gbit: u64, overlap: bool) -> Result<f64> {
     let bandwidth = Bandwidth(gbit * 1_000_000_000 / SCALE);
     let topology = Topology::uniform(MACHINES, Link { bandwidth, latency: Nanos::ZERO });
