@@ -49,8 +49,8 @@ fn align(comm: &Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Returns a topology for two pipelines of two machines. The links within a pipeline take almost no time, and
-/// each pair of replicas has a separate link.
+/// Returns a topology for two pipelines of two machines. The link within a pipeline takes almost no time. The two
+/// machines of each stage have a separate link.
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {
@@ -114,7 +114,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         anyhow::Ok(Some(path))
     };
     let base = TrainConfig {
-        // With ten layers over four or eight parts, and a head, no two parts take the same time.
+        // Ten layers over four or eight parts, and a head: parts take different times.
         layers: Some(10),
         batch: 2,
         workers: RANKS,

@@ -28,8 +28,7 @@ const MODEL: &str = "--layers 2 --heads 2 --dim 32 --context 64";
 const COMMON: &str = "--batch 4 --workers 8 --eval-batches 64 --transport simulated --link 100mbit,1us \
                       --codec none --threads 1";
 
-/// Flags of the pretraining, which is a third of all steps. Arms start from its result, as in the papers of
-/// `DiLoCo`.
+/// Flags of the pretraining. Arms start from its result, as in the papers of `DiLoCo`.
 const PRETRAINING: &str = "--lr 1e-2 --min-lr 3e-3 --warmup 100";
 const TRAINING: &str = "--lr 3e-3 --warmup 20";
 
