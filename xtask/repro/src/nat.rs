@@ -58,8 +58,8 @@ struct RunResult {
     trained: Trained,
     /// Times at which the steps were done, in seconds.
     done: Vec<f64>,
-    /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die; 0 if it did
-    /// not return.
+    /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die; 0 if it
+    /// did not return.
     carried: f64,
     /// Bytes that both ranks sent.
     sent: f64,

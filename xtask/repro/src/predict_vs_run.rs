@@ -49,8 +49,8 @@ fn align(comm: &Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Returns a topology for two pipelines of two machines. The link within a pipeline takes almost no time. The two
-/// machines of each stage have a separate link.
+/// Returns a topology for two pipelines of two machines. The link within a pipeline takes almost no time. The
+/// two machines of each stage have a separate link.
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {
