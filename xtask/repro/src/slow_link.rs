@@ -40,8 +40,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     chosen(report)
 }
 
-/// Compares makespans with published ones, for 4 ranks, 8 microbatches, and F, I and W of one unit each, or half a
-/// unit for methods with two chunks per rank.
+/// Compares makespans with published ones, for 4 ranks, 8 microbatches, and F, I and W of one unit each, or
+/// half a unit for methods with two chunks per rank.
 fn table(report: &mut Report<'_>) -> Result<()> {
     let hops = [0, 5, 10, 20, 40];
     for (method, third, expected) in [

@@ -29,7 +29,7 @@ pub(crate) const BENCH: Bench = Bench {
 const LINE: Bandwidth = Bandwidth(200_000_000);
 const STAGES: usize = 3;
 
-/// Speeds of the machines in each pool. This assignment is the fastest of all.
+/// Speeds of the machines in each pool, in GFLOPS. This assignment is the fastest of all.
 const POOLS: [&[f64]; STAGES] = [&[4.0], &[3.0, 1.0], &[2.0, 2.0, 1.0]];
 
 /// Speeds of the same machines as two pipelines: the three fastest, and the others.
