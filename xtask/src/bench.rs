@@ -83,8 +83,8 @@ fn reproductions(features: &[String]) -> Command {
     command
 }
 
-/// Benches that `ci` does not run: their result depends on the machine's speed and load, or they need a tool
-/// that may be missing.
+/// Listed benches that `ci` does not run: their result depends on the machine's speed and load, or they need a
+/// tool that may be missing.
 const BY_THE_CLOCK: [&str; 9] = [
     "gpt-step",
     "gemm",

@@ -1,4 +1,5 @@
-//! Trains every pair of choices in a run of real ranks, or checks that it is rejected with its reason.
+//! Trains runs that together contain every pair of choices that can be combined, and checks that each other
+//! pair is rejected with its reason.
 
 use anyhow::Result;
 use farflung::TrainConfig;

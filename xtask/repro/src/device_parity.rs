@@ -42,7 +42,8 @@ struct OpResult {
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // Uses CUDA if the build has it and the machine has such a GPU, otherwise the first device that wgpu lists.
+    // Uses CUDA if the build has it and the machine has such a GPU, otherwise the first device that wgpu can
+    // use.
     let name =
         Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);

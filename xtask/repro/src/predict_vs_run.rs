@@ -99,7 +99,8 @@ fn one_period(job: &Job) -> Result<(TimePair, TimePair)> {
 /// Codecs of boundaries, forward and backward, whose payloads have a fixed size.
 const CODED: [(&str, &str); 3] = [("f16", "int8"), ("int4", "e4m3"), ("direct:4", "direct:8")];
 
-/// Returns every schedule that trains, and `PipeDream` both with and without agreement on versions.
+/// Returns every schedule that the trainer supports, and `PipeDream` both with and without agreement on
+/// versions.
 fn schedules() -> impl Iterator<Item = (Method, VersionSync)> {
     let all = Method::ALL.into_iter().filter(|m| refusal(*m).is_none());
     let all = all.map(|schedule| (schedule, VersionSync::Vertical));

@@ -26,8 +26,8 @@ pub(crate) enum JobTransport {
 }
 
 /// Returns settings for a small GPT on the default text: 2 layers of width 64, a context of 32 tokens, 4
-/// sequences per worker and step, ddp, and a constant learning rate. With `nano`, the model has the shape of the
-/// preset `nano` and a context of 64 tokens instead.
+/// sequences per worker and step, ddp, and a constant learning rate. With `nano`, the model has the shape of
+/// the preset `nano` and a context of 64 tokens instead.
 pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     let small = |n| (!nano).then_some(n);
     TrainConfig {

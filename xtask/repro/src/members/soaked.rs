@@ -61,7 +61,7 @@ fn steady(seed: u64, trace: &Trace) -> Result<Job> {
             config.deadline = Nanos::from_millis(4 * (STEP * 1e3) as u64);
         })
     };
-    // Operations of a microbatch of one sequence.
+    // The operations of a step are those of one microbatch, which is one sequence.
     let first = change(1e9)?;
     let per_step = first.model.flops_per_token(first.model.context) as f64 * first.model.context as f64;
     change(per_step / STEP)
