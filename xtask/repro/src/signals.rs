@@ -1,6 +1,6 @@
 //! Sends signals at random moments of a run, with a terminal, a file, a closed pipe or a full device as stderr,
-//! and also within long steps, with a stopped rank and while data loads. What was trained must be saved, and the
-//! run must end within 2 s with the right exit code.
+//! and also within long steps, with a stopped rank and while data loads. What was trained must be saved, and
+//! the run must end within 2 s with the right exit code.
 
 mod within;
 
