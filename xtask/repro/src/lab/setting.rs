@@ -62,8 +62,8 @@ impl Setting {
         Self::on("straggler", options, share)
     }
 
-    /// Returns a setting on the machines of a shipped topology, with a fraction `share` of the steps of a quick or
-    /// a normal run. `--long` changes the pretraining alone.
+    /// Returns a setting on the machines of a shipped topology, with a fraction `share` of the steps of a
+    /// quick or a normal run. `--long` changes the pretraining alone.
     pub(crate) fn on(topology: &str, options: &Options, share: f64) -> Self {
         let common = COMMON.replace("--link 100mbit,1us", &format!("--topology {topology}"));
         let all = Self::of(options);
