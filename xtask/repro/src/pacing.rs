@@ -65,7 +65,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             for (name, open) in networks {
                 let slow = reduced(open(n, Pace { all: rate, ..Pace::default() })?, bytes)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
-                // A burst of 10 ms is not limited, because of the pause before it.
+                // The closed form leaves out that, after a pause, the bytes of 10 ms may be sent at once.
                 let closed = share * bytes as f64 * 8.0 / rate.0 as f64;
                 let off = slow.iter().map(|rank| {
                     let held = rank.sent as f64 * 8.0 / rank.seconds / rate.0 as f64;
