@@ -43,7 +43,7 @@ struct Entry {
     blake3: String,
 }
 
-/// Returns the name of a checkpoint's folder. Names sort by step.
+/// Returns the name of a checkpoint's folder. Names sort by step, up to step 99,999,999.
 pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
 }
@@ -104,7 +104,8 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Commits the checkpoint as `step-N`, atomically; replaces a checkpoint of the same step, if there is one.
+    /// Commits the checkpoint as `step-N`, by one atomic rename. If the step has a checkpoint already, it is
+    /// renamed before that and removed afterwards: a crash between the two renames loses both.
     pub(crate) fn commit(self) -> Result<PathBuf> {
         let path = self.run.join(folder(self.manifest.step));
         let finish = || {
@@ -114,7 +115,7 @@ impl CheckpointWriter {
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
-                // A restart removes a folder with this name, as a half-written checkpoint.
+                // A restart removes a folder with this name, as it removes half-written checkpoints.
                 let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
                 fs::rename(&path, &old)?;
                 fs::rename(&self.partial, &path)?;
@@ -152,7 +153,8 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens a `step-N` folder and verifies every file against the manifest.
     ///
-    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::FileName`] for a name in the manifest that
+    /// is not a plain file name, [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let mut text = Vec::new();

@@ -13,9 +13,9 @@ pub struct Difference {
     pub step: u64,
     /// The field of `metrics.jsonl`.
     pub field: &'static str,
-    /// The field's value in the first run; `None` if that run lacks it.
+    /// The field's value in the first run. Always `Some`: fields that one run lacks are not compared.
     pub left: Option<String>,
-    /// The field's value in the second run; `None` if that run lacks it.
+    /// The field's value in the second run. Always `Some`.
     pub right: Option<String>,
 }
 

@@ -31,7 +31,7 @@ pub use share::serve;
 
 use crate::{Error, Result, Stop};
 
-/// Number of ports that are tried.
+/// Number of ports that are tried, before a last one whose error is returned.
 const PORTS: usize = 16;
 
 /// The processes of a job on this machine.
@@ -123,7 +123,7 @@ impl Launch {
             let _udp = self.over_quic.then(|| UdpSocket::bind((host, port))).transpose()?;
             Ok(port)
         };
-        // A port that is free for TCP alone is rare.
+        // A port that is free for TCP but not for UDP is rare, so few tries suffice.
         let found = (0..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
         found.map_err(Error::io("find a free port at", host.as_ref()))
     }

@@ -127,7 +127,7 @@ impl Op {
     }
 
     /// Returns the factor of nccl-tests: bytes on each link divided by bytes of the buffer. nccl-tests has no
-    /// scans; in a scan each rank but the last sends one buffer.
+    /// scans; their factor is that of a scan along a chain, in which each rank but the last sends one buffer.
     fn factor(self, n: f64) -> f64 {
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,

@@ -303,7 +303,9 @@ impl ScheduleCommand {
         cost
     }
 
-    /// Returns the comparison, or an error if a flag is given that `compare` does not use.
+    /// Returns the comparison.
+    ///
+    /// Errors: [`Error::Setting`] for a format or for one of the flags below, which `compare` does not use.
     fn comparison(&self) -> Result<Comparison> {
         let refuse = |field, value: &dyn ToString, expected: &str| {
             let (value, expected) = (value.to_string(), format!("{expected} with `compare`"));

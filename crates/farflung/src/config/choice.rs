@@ -82,7 +82,7 @@ choice!(
         Constant = "constant",
         /// Warm-up, stable, decay: stays constant, then falls linearly to `min-lr` at the end.
         Wsd = "wsd",
-        /// Falls with the square root of the step, not below `min-lr`.
+        /// Falls in proportion to one over the square root of the step, not below `min-lr`.
         InverseSqrt = "inverse-sqrt",
     }
 );

@@ -24,7 +24,7 @@ pub struct NamedValue {
 }
 
 impl NamedValue {
-    /// Makes a fact from a name and a value.
+    /// Makes a named value; `value` is stored as text.
     #[expect(clippy::needless_pass_by_value, reason = "takes values and references alike")]
     pub fn new(name: impl Into<String>, value: impl ToString) -> Self {
         Self { name: name.into(), value: value.to_string() }
