@@ -153,8 +153,8 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens a `step-N` folder and verifies every file against the manifest.
     ///
-    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::FileName`] for a name in the manifest that
-    /// is not a plain file name, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::FileName`] for a name in the manifest
+    /// that is not a plain file name, [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let mut text = Vec::new();

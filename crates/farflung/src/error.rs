@@ -431,7 +431,7 @@ pub enum Error {
     /// A process of a launched job failed.
     #[error("rank {rank} failed: {status}")]
     Child {
-        /// The first rank that failed.
+        /// The rank whose failure ended the job.
         rank: usize,
         /// The exit status of that rank's process.
         status: std::process::ExitStatus,

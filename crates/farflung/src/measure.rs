@@ -145,8 +145,8 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
 /// Numbers of tensor ranks for which products are timed.
 const TENSOR_RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Number of rounds; each round measures every product once, so that variations of the machine affect all
-/// alike.
+/// Number of rounds that count, after one that does not. Each round measures every product once, so that
+/// variations of the machine affect all alike.
 const TURNS: usize = 15;
 
 /// Number of products per measurement.

@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one JSON object per step; each line is written as soon as the step is done.
+//! `metrics.jsonl`: one JSON object per step. A line is written as soon as the step's mean loss over all
+//! replicas is known: at the step's end, or with local steps at the next average.
 
 use std::fs::{self, File};
 use std::io::Write;

@@ -1,5 +1,5 @@
 //! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
-//! succeeds. The run is then asked to stop as by SIGTERM.
+//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};

@@ -39,7 +39,7 @@ pub struct RunDir {
 impl RunDir {
     /// Creates or opens a run's folder, locks it, and removes files that a crash left half-written.
     ///
-    /// Errors: [`Error::NotARun`] for a folder with other files in it, [`Error::RunExists`] under
+    /// Errors: [`Error::NotARun`] for a folder that has files but none of a run, [`Error::RunExists`] under
     /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;

@@ -173,8 +173,8 @@ fn range(text: &str) -> std::result::Result<Range, String> {
     }
 }
 
-/// Makes a secret if the processes meet at an address that others can reach, unless a variable gives a ticket or
-/// secret.
+/// Makes a secret if the processes meet at an address that others can reach, unless a variable gives a ticket
+/// or secret.
 fn secret(host: &str) -> Result<Option<JoinSecret>> {
     let given = [access::TICKET, access::TICKET_FILE, access::SECRET, access::SECRET_FILE];
     if launch_env::is_loopback(host) || given.iter().any(|name| env::var_os(name).is_some()) {

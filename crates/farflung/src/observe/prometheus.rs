@@ -170,7 +170,7 @@ impl Numbers {
     }
 
     fn record_row(&self, row: &StepMetrics) {
-        // Only rank 0 has rows.
+        // A row has losses of the whole run, so it is labelled with rank 0 wherever it is written.
         let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
         now("train_loss", row.train_loss);
         row.val_loss.into_iter().for_each(|loss| now("val_loss", loss));
@@ -257,8 +257,8 @@ impl Observer for Served {
     }
 }
 
-/// Returns whether a request names this machine. A page of another site can make its own name resolve to this
-/// machine.
+/// Returns whether a request's `Host` is `localhost` or an IP address. A page of another site can make its own
+/// name resolve to this machine (DNS rebinding); its requests have that name as `Host`.
 fn names_this_machine(host: Option<&[u8]>) -> bool {
     let Some(host) = host.and_then(|host| Authority::try_from(host).ok()) else { return false };
     let host = host.host().trim_matches(['[', ']']);

@@ -1,4 +1,5 @@
-//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on one of the paper's five networks or on that of a file.
+//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on one of the paper's five networks or on that of a
+//! file.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
