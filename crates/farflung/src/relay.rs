@@ -199,8 +199,8 @@ impl Direction {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
     }
 
-    /// Accepts this number of bytes. Returns when they arrive at the other end if nothing is lost, and how often
-    /// they are lost on the way.
+    /// Accepts this number of bytes. Returns when they arrive at the other end if nothing is lost, and how
+    /// often they are lost on the way.
     fn take(&self, bytes: usize) -> (Instant, u32) {
         let (out, number) = {
             let mut free = lock(&self.free);

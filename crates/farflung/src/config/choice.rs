@@ -233,7 +233,7 @@ row!(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportKind {
     /// The first suitable row of the table: one for threads in a single process, one for processes in a job of
-    /// several.
+    /// several. With relays, processes also use QUIC ([`transports::meet_by_auto`]).
     Auto,
     /// The transport of this name.
     Named(TransportName),

@@ -93,7 +93,7 @@ impl Default for Curve {
 }
 
 impl Curve {
-    /// Adds a step. If it was there already, it and all later steps are removed first.
+    /// Adds a step. If it was there already, its point and all later points are removed first.
     pub fn push(&mut self, row: &StepMetrics) {
         let before = self.points.len();
         while self.points.last().is_some_and(|last| last.step >= row.step) {

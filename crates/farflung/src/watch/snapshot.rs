@@ -27,7 +27,7 @@ pub struct Summary {
     pub goodput: Goodput,
     /// The members by rank; in runs whose members come and go, also former members.
     pub members: Vec<MemberFacts>,
-    /// Number of ranks of the plan that are left out of `members`.
+    /// Number of further members that are left out of `members`.
     pub more_members: usize,
     /// The links between neighbours; ends are positions in `members`.
     pub links: Vec<LinkFacts>,
@@ -229,7 +229,7 @@ pub struct EventFacts {
 /// A file with lines or content that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// Path of the file within the run's folder.
+    /// Path of the file within the run's folder; `--ticket-file` if no member could be asked.
     pub file: String,
     /// Number of lines of the wrong form.
     pub bad_lines: u64,

@@ -96,7 +96,8 @@ impl RateSample {
         Self { step, time_s, wall_s, tokens, bytes_sent }
     }
 
-    /// Returns the growth since an earlier mark per `per` seconds or steps; `None` if `per` is 0.
+    /// Returns the growth from `before` to `of`, divided by `per` seconds or steps; `None` unless `per` is above
+    /// 0.
     fn rate(of: u64, before: u64, per: f64) -> Option<f64> {
         (per > 0.0).then(|| of.saturating_sub(before) as f64 / per)
     }
@@ -109,9 +110,10 @@ pub struct State {
     curve: Curve,
     latest: Option<StepMetrics>,
     val_loss: Option<f64>,
-    /// Values before the first known step.
+    /// Values from which rates over all steps are counted: zeros if the first known step is step 1, else the
+    /// values of the first known step.
     base: RateSample,
-    /// Marks of the newest steps. The first mark is that of the step before them.
+    /// Values of the newest steps. The first entry is the step before them.
     recent: VecDeque<RateSample>,
     timeline: Timeline,
     events: Vec<EventFacts>,
@@ -244,7 +246,8 @@ impl State {
             self.recent.pop_back();
         }
         if self.latest.is_none() {
-            // A member that joined later did not train the tokens and time before its first step.
+            // If this is the folder of a member that joined later, the run's tokens and time before its first
+            // step do not count.
             self.base = if row.step == 1 { RateSample::default() } else { mark };
             self.recent.push_back(self.base);
         }
@@ -378,7 +381,7 @@ impl State {
         }
     }
 
-    /// Returns the first and the last of the newest marks.
+    /// Returns the first and the last entry of `recent`.
     fn recent(&self) -> Option<(RateSample, RateSample)> {
         self.recent.front().copied().zip(self.recent.back().copied())
     }

@@ -61,7 +61,7 @@ impl Timeline {
     ///
     /// An average ends for all ranks at about the same time. If a rank waits longer for an average than the
     /// rank that reached it last, the difference is a wait for that last rank. If all ranks have reported a
-    /// step, the difference therefore counts as waiting, not as communication.
+    /// step in which all replicas met, the difference therefore counts as waiting, not as communication.
     pub(super) fn facts(&self, ranks: Option<usize>) -> Vec<StepFacts> {
         let facts = |(&step, told): (&u64, &BTreeMap<u32, StepTimes>)| {
             let all = ranks.is_some_and(|ranks| ranks > 1 && told.len() == ranks);
@@ -78,7 +78,7 @@ impl Timeline {
             };
             StepFacts { step, ranks: told.values().map(time).collect() }
         };
-        // Some ranks have not reported the newest step yet.
+        // Then some ranks have not reported the newest step yet.
         let counts = self.steps.values().rev().map(BTreeMap::len).take(2).collect::<Vec<_>>();
         let half_told = matches!(counts[..], [newest, before] if newest < before);
         self.steps.iter().take(self.steps.len() - usize::from(half_told)).map(facts).collect()

@@ -60,7 +60,7 @@ impl Who {
         (self.roster, self.shares) = (None, None);
     }
 
-    /// Returns the number of ranks of the plan; `None` if members may change.
+    /// Returns the number of ranks of the plan; `None` if members change, or if the plan is not known.
     pub(super) fn ranks(&self) -> Option<usize> {
         let fixed = self.roster.is_none() && self.status.is_none();
         self.plan.as_ref().filter(|_| fixed).map(|plan| plan.ranks() as usize)
