@@ -40,8 +40,8 @@ pub fn write_stderr(text: impl Into<Vec<u8>>) {
     queue().put(text.into());
 }
 
-/// Queues a drawing for stderr, which the next drawing replaces. It is dropped if the queue is full, because the
-/// terminal is slow.
+/// Queues a drawing for stderr, which the next drawing replaces. It is dropped if the queue is full, because
+/// the terminal is slow.
 fn draw(text: String) {
     queue().offer(text.into_bytes());
 }

@@ -29,10 +29,11 @@ use crate::{Error, Result};
 /// Returns the fastest plans that fit.
 ///
 /// The candidates are: one pipeline over machines in order (`planner::uneven`); replicas with shares by speed;
-/// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; and
-/// the plans of DAPPLE's planner for every number of copies. Each is tried with the schedules and all-reduce
-/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change the
-/// result of training, so only `farflung plan` considers them.
+/// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; the
+/// plans of DAPPLE's planner for every number of copies that divides the number of machines; and baselines with
+/// equal shares. Each is tried with those of four schedules and three all-reduce algorithms that fit it.
+/// Replicas average gradients at each step: methods with local steps change the result of training, so only
+/// `farflung plan FILE` considers them.
 ///
 /// Errors: the missing memory, if no plan fits into the machines; [`Error::Setting`] if there are only plans of
 /// kinds that were not requested; those of [`Prediction::on`](super::prediction::Prediction::on).

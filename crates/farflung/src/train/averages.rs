@@ -39,8 +39,8 @@ pub(super) fn packs(level: &Level) -> bool {
     level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
 }
 
-/// Returns the algorithm for the few values that no codec encodes: a ring in place of all-gather, and in place
-/// of direct if the level has a codec; else the level's own algorithm.
+/// Returns the algorithm for values that no codec encodes, such as votes: a ring in place of all-gather, and in
+/// place of direct if the level has a codec; else the level's own algorithm.
 pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     match level.algorithm {
         Algorithm::AllGather => Algorithm::Ring,
@@ -116,7 +116,8 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
 }
 
 /// Replaces `auto`, in a plan that averages with a codec, by the algorithm with the smallest sum of times over
-/// all buckets of all parts. A payload whose size depends on the values is assumed to have its largest size.
+/// all buckets of all parts. The ring, which encodes again at each hop, is not considered. A payload whose size
+/// depends on the values is assumed to have its largest size.
 ///
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(

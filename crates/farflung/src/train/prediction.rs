@@ -52,7 +52,7 @@ impl Prediction {
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // For a single replica this is true too; its period is then one step.
+        // This is also true for a single replica, which has no one to meet; its period is one step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();

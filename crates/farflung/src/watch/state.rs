@@ -96,8 +96,8 @@ impl RateSample {
         Self { step, time_s, wall_s, tokens, bytes_sent }
     }
 
-    /// Returns the growth from `before` to `of`, divided by `per` seconds or steps; `None` unless `per` is above
-    /// 0.
+    /// Returns the growth from `before` to `of`, divided by `per` seconds or steps; `None` unless `per` is
+    /// above 0.
     fn rate(of: u64, before: u64, per: f64) -> Option<f64> {
         (per > 0.0).then(|| of.saturating_sub(before) as f64 / per)
     }

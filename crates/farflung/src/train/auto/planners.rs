@@ -37,7 +37,7 @@ pub struct Instance<'a> {
     /// Size of a step.
     pub sizes: PipelineSizes,
     /// Whether to choose only plans that the trainer can run: no tensor ranks, and equally many copies of each
-    /// stage.
+    /// stage. PipeDream ignores this.
     pub runnable: bool,
 }
 

@@ -243,7 +243,7 @@ impl<'a> DryRun<'a> {
     }
 }
 
-/// Returns the bytes of a flat f32 buffer.
+/// Returns the bytes of a flat f32 buffer: whole pages of 4096 bytes, at least one.
 fn buffer(elements: usize) -> u64 {
     ((elements * size_of::<f32>()).max(1) as u64).next_multiple_of(4096)
 }
