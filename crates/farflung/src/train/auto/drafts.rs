@@ -200,7 +200,8 @@ impl PlanRequest<'_> {
             gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
             activations: Bytes(self.hidden().0 * u64::from(each)),
         };
-        // Links that take more than an hour are not considered.
+        // A pair of machines without bandwidth, or that needs more than 73 minutes, is an error here: then no
+        // placement is drafted.
         let Ok(costs) = PairCosts::new(&topology.among(&pool.machines), stages, workload) else {
             return Ok(());
         };

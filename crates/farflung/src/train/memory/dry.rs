@@ -95,7 +95,7 @@ impl<'a> DryRun<'a> {
 
     /// Returns the bytes of messages between stages in the host's memory.
     pub(super) const fn messages(&self) -> u64 {
-        // One message being sent and one being received, as numbers and as bytes.
+        // One message, as numbers and as bytes.
         2 * self.message
     }
 
