@@ -40,8 +40,8 @@ pub struct StepMetrics {
     /// (`--digest-every`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Counters of what rank 0 and each of its peers have exchanged since they met, with measurements of the
-    /// paths between them.
+    /// Counters of what the rank that writes the row and each of its peers have exchanged since they met, with
+    /// measurements of the paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerCounters>,
 }

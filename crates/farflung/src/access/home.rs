@@ -7,7 +7,7 @@ use farflung_comm::secure::{Identity, JoinSecret, PublicKey, Ticket};
 use super::files;
 use crate::{Error, Result};
 
-/// The variable that names the folder.
+/// The variable with the folder of the key file.
 const HOME: &str = "FARFLUNG_HOME";
 
 /// Paths of the key file and of `join-secret` beside it.
