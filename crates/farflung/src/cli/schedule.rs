@@ -315,6 +315,10 @@ impl ScheduleCommand {
             Self { format: Format::Grid | Format::Json, .. } => {}
             _ => return refuse("format", &"a drawing or a list", "grid or json"),
         }
+        if !self.pools.is_empty() {
+            let pools = self.pools.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+            return refuse("pools", &pools, "no value (each stage has one rank)");
+        }
         match *self {
             Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's default"),
             Self { mu: Some(mu), .. } => refuse("mu", &mu, "the slope that is computed from the costs"),
