@@ -48,6 +48,35 @@ pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
+/// Returns the name of the folder in which a checkpoint is written.
+pub(crate) fn partial(step: u64) -> String {
+    format!(".{}.tmp", folder(step))
+}
+
+/// Returns the name of the folder of a checkpoint that a new one of the same step replaces.
+fn replaced(step: u64) -> String {
+    format!(".{}-old.tmp", folder(step))
+}
+
+/// Finishes the replacements of checkpoints that a crash interrupted between the two renames of
+/// [`CheckpointWriter::commit`]. The new checkpoint was complete and synced before the first rename, so it is put
+/// in place if all its files are valid, and else the old one. `names` are the names in the run's folder.
+pub(crate) fn finish_replacements(run: &Path, names: &[String]) -> Result<()> {
+    let step_of = |name: &String| name.strip_prefix(".step-")?.strip_suffix("-old.tmp")?.parse().ok();
+    for step in names.iter().filter_map(step_of) {
+        let (path, new, old) = (run.join(folder(step)), run.join(partial(step)), run.join(replaced(step)));
+        if path.exists() {
+            continue;
+        }
+        let is_valid = Checkpoint::open(&new).is_ok_and(|checkpoint| checkpoint.step() == step);
+        fs::rename(if is_valid { &new } else { &old }, &path)
+            .and_then(|()| File::open(run)?.sync_all())
+            .map_err(Error::io("restore the checkpoint", &path))?;
+        tracing::info!(path = %path.display(), is_valid, "finished an interrupted replacement of a checkpoint");
+    }
+    Ok(())
+}
+
 /// A checkpoint that is being written. If it is dropped without a commit, its files are removed.
 #[derive(Debug)]
 pub struct CheckpointWriter {
@@ -58,7 +87,7 @@ pub struct CheckpointWriter {
 
 impl CheckpointWriter {
     pub(crate) fn begin(run: &Path, step: u64, packing: Packing) -> Result<Self> {
-        let partial = run.join(format!(".{}.tmp", folder(step)));
+        let partial = run.join(partial(step));
         fs::create_dir(&partial).map_err(Error::io("create", &partial))?;
         let manifest = Manifest { version: 1, step, packing, files: BTreeMap::new() };
         Ok(Self { run: run.to_owned(), partial, manifest })
@@ -105,7 +134,8 @@ impl CheckpointWriter {
     }
 
     /// Commits the checkpoint as `step-N`, by one atomic rename. If the step has a checkpoint already, it is
-    /// renamed before that and removed afterwards: a crash between the two renames loses both.
+    /// renamed before that and removed afterwards: [`finish_replacements`] handles a crash between the two
+    /// renames.
     pub(crate) fn commit(self) -> Result<PathBuf> {
         let path = self.run.join(folder(self.manifest.step));
         let finish = || {
@@ -116,9 +146,12 @@ impl CheckpointWriter {
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
                 // A restart removes a folder with this name, as it removes half-written checkpoints.
-                let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
+                let old = self.run.join(replaced(self.manifest.step));
                 fs::rename(&path, &old)?;
-                fs::rename(&self.partial, &path)?;
+                if let Err(error) = fs::rename(&self.partial, &path) {
+                    fs::rename(&old, &path)?;
+                    return Err(error);
+                }
                 fs::remove_dir_all(&old)?;
             } else {
                 fs::rename(&self.partial, &path)?;
