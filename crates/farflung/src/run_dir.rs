@@ -176,7 +176,7 @@ fn is_of_run(name: &str) -> bool {
 /// Writes a file atomically: readers see the old file or the new one.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let folder = path.parent().unwrap_or_else(|| Path::new("."));
+    let folder = folder_of(path);
     let beside = folder.join(format!(".{name}.tmp"));
     let write = || {
         let mut file = File::create(&beside)?;
@@ -186,6 +186,11 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         File::open(folder)?.sync_all()
     };
     write().map_err(Error::io("write", path))
+}
+
+/// Returns the folder of a file. `Path::parent` of a bare name is the empty path, which cannot be opened.
+fn folder_of(file: &Path) -> &Path {
+    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 /// Returns the names in a folder, sorted.
@@ -237,6 +242,13 @@ mod tests {
         writer.write("weights", &[step as u8; 1000]).unwrap();
         writer.write("state.json", b"{}").unwrap();
         run.commit(writer).unwrap()
+    }
+
+    #[test]
+    fn a_bare_name_is_in_the_current_folder() {
+        for (file, folder) in [("a", "."), ("./a", "."), ("b/a", "b"), ("/a", "/")] {
+            assert_eq!(folder_of(Path::new(file)), Path::new(folder), "{file}");
+        }
     }
 
     #[test]
