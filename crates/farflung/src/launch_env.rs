@@ -175,9 +175,9 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         let wrong = |value| Error::Variable { name, value, expected: "a whole number" };
         env(name).map(|value| value.trim().parse::<u32>().map_err(|_| wrong(value))).transpose()
     };
-    let absent = |missing| Error::HalfSet { present: family.rank, missing };
-    let rank = number(family.rank)?.ok_or_else(|| absent(family.size))?;
-    let size = number(family.size)?.ok_or_else(|| absent(family.size))?;
+    let absent = |missing, present| Error::HalfSet { present, missing };
+    let rank = number(family.rank)?.ok_or_else(|| absent(family.rank, family.size))?;
+    let size = number(family.size)?.ok_or_else(|| absent(family.size, family.rank))?;
     if size > MOST_PROCESSES {
         let (name, value, expected) = (family.size, size.to_string(), "at most 2048 processes");
         return Err(Error::Variable { name, value, expected });
