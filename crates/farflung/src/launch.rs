@@ -31,7 +31,7 @@ pub use share::serve;
 
 use crate::{Error, Result, Stop};
 
-/// Number of ports that are tried, before a last one whose error is returned.
+/// Number of ports that are tried; the error of the last one is returned.
 const PORTS: usize = 16;
 
 /// The processes of a job on this machine.
@@ -124,7 +124,7 @@ impl Launch {
             Ok(port)
         };
         // A port that is free for TCP but not for UDP is rare, so few tries suffice.
-        let found = (0..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
+        let found = (1..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
         found.map_err(Error::io("find a free port at", host.as_ref()))
     }
 }
