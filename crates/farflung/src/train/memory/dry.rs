@@ -95,7 +95,8 @@ impl<'a> DryRun<'a> {
 
     /// Returns the bytes of messages between stages in the host's memory.
     pub(super) const fn messages(&self) -> u64 {
-        // One message, as numbers and as bytes.
+        // One message that is being sent or received, as numbers and as bytes. Messages that are in flight are
+        // buffered by the transport and are not counted.
         2 * self.message
     }
 
