@@ -41,7 +41,8 @@ and else over QUIC, so that they may be behind routers. With --transport iroh th
 
 /// Start a run that other machines may join and leave, and train.
 ///
-/// Prints a ticket, which `farflung join` needs, and begins to train alone.
+/// Writes a ticket, which `farflung join` needs, to a file, and begins to train alone. With certificates there
+/// is no ticket.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HOST_EXAMPLES)]
 pub(crate) struct HostCommand {
