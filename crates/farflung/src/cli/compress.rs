@@ -47,7 +47,7 @@ struct Analyze {
     /// Codec to measure; may be repeated. Default: a selection of all kinds.
     #[arg(long, value_name = "CODEC")]
     codec: Vec<CodecSpec>,
-    /// Highest number of values to measure, from the beginning of the file.
+    /// Highest number of values to measure. Tensors are taken in the order of their names.
     #[arg(long, value_name = "N", default_value_t = 1 << 24, value_parser = clap::value_parser!(u64).range(1..))]
     values: u64,
     /// Write a plot of ratio against error to this file, as SVG.
