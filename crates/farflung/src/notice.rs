@@ -13,10 +13,10 @@ use crate::{Error, Result, Signal, Stop, terminal};
 /// How the process detects a termination notice for its machine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NoticeArgs {
-    /// Stop the run after the current step, as after SIGTERM, once this file exists.
+    /// Stop the run once this file exists. The current step is always finished first.
     #[arg(long = "notice-file", value_name = "FILE", help_heading = NOTICE)]
     file: Option<PathBuf>,
-    /// Stop the run after the current step, as after SIGTERM, once this shell command succeeds. On an AWS spot
+    /// Stop the run once this shell command succeeds. The current step is always finished first. On an AWS spot
     /// machine, for example: `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action`.
     #[arg(long = "notice-command", value_name = "COMMAND", help_heading = NOTICE)]
     command: Option<String>,
