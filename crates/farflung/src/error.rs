@@ -414,7 +414,7 @@ pub enum Error {
         expected: &'static str,
     },
     /// A plot (of the loss, or of `farflung compress`) could not be drawn.
-    #[error("failed to draw the loss curve: {what}")]
+    #[error("failed to draw the plot: {what}")]
     Plot {
         /// The drawing library's error.
         what: String,
