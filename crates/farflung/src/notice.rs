@@ -1,7 +1,7 @@
 //! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
 //! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -31,7 +31,7 @@ impl NoticeArgs {
     /// Starts a thread that checks for a notice at the given interval and requests a stop from `stop` once
     /// there is one.
     ///
-    /// Errors: [`Error::Start`] if the system cannot start a thread.
+    /// Errors: [`Error::Io`] if the system cannot start a thread.
     pub fn watch(&self, stop: &Stop) -> Result<()> {
         if self.file.is_none() && self.command.is_none() {
             return Ok(());
@@ -49,7 +49,7 @@ impl NoticeArgs {
             }
         };
         let started = thread::Builder::new().name("farflung-notice".to_owned()).spawn(look);
-        started.map(drop).map_err(|source| Error::Start { rank: 0, source })
+        started.map(drop).map_err(Error::io("start", Path::new("a thread that checks for a notice")))
     }
 
     /// Returns a description of the notice, or `None` if there is none yet.

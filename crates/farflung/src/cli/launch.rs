@@ -81,7 +81,8 @@ pub(crate) struct LaunchCommand {
 
 impl LaunchCommand {
     pub(super) fn run(self) -> Result<()> {
-        let program = env::current_exe().map_err(|source| Error::Start { rank: 0, source })?;
+        let lost = |source| Error::Io { action: "find", path: "the path of this program".into(), source };
+        let program = env::current_exe().map_err(lost)?;
         if self.from_stdin {
             return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_passing()?);
         }
