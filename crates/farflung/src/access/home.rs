@@ -30,7 +30,7 @@ impl Home {
         let key = key.ok_or_else(|| Error::Setting {
             field: "key_file",
             value: "unknown".to_owned(),
-            expected: "a file, because FARFLUNG_HOME and HOME are not set".to_owned(),
+            expected: "a file, because FARFLUNG_HOME, XDG_CONFIG_HOME and HOME are not set".to_owned(),
         })?;
         let secret = key.with_file_name("join-secret");
         Ok(Self { key, secret })
