@@ -229,7 +229,7 @@ pub struct EventFacts {
 /// A file with lines or content that could not be read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// Path of the file within the run's folder; `--ticket-file` if no member could be asked.
+    /// Path of the file within the run's folder; `members` if no member answered.
     pub file: String,
     /// Number of lines of the wrong form.
     pub bad_lines: u64,

@@ -210,14 +210,14 @@ impl State {
 
     /// Takes the status that a member reported, or the reason why no member answered.
     pub fn asked(&mut self, answer: Result<Option<Status>, String>) {
-        const TICKET: &str = "--ticket-file";
+        const MEMBERS: &str = "members";
         self.version += 1;
-        self.problems.remove(TICKET);
+        self.problems.remove(MEMBERS);
         match answer {
             Ok(status) => self.who.status = status,
             Err(what) => {
                 self.who.status = None;
-                self.problem(TICKET, &what, |_| ());
+                self.problem(MEMBERS, &what, |_| ());
             }
         }
     }
