@@ -63,8 +63,8 @@ pub(super) fn share(
     let received = transfer(comm, &pairs, mine.as_ref())?;
     let note = |Pair { to, from }: &Pair| {
         format!(
-            "rank {} had lost its checkpoint: it received the weights and optimizer state of step {step} \
-             from rank {}, and starts without residuals of the codec",
+            "rank {} has no good checkpoint of step {step}: it received the weights and optimizer state from \
+             rank {}, and starts without residuals of the codec",
             to.0, from.0
         )
     };
