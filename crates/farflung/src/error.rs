@@ -307,6 +307,14 @@ pub enum Error {
         /// The loss.
         loss: f64,
     },
+    /// The training loss of the steps that measure a device is not finite.
+    #[error("after {steps} measured steps the training loss is {loss}, which is not finite")]
+    MeasuredLossNotFinite {
+        /// Number of steps done.
+        steps: u64,
+        /// The loss.
+        loss: f64,
+    },
     /// The gradients of a step were not finite in several attempts.
     #[error("step {step} was tried {tries} times: {cause}; {}", not_finite(ranks))]
     StepNotFinite {

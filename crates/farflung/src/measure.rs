@@ -78,7 +78,7 @@ pub struct Trial<'a> {
 
 /// Trains a model on arbitrary tokens and measures the steps. The caller sets [`Measured::memory`].
 ///
-/// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::LossNotFinite`].
+/// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::MeasuredLossNotFinite`].
 pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     let Trial { name, model, batch, time, seed } = *trial;
     if batch == 0 {
@@ -120,7 +120,7 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
         times.push(took);
     }
     if !loss.is_finite() {
-        return Err(Error::LossNotFinite { step: times.len() as u64, loss });
+        return Err(Error::MeasuredLossNotFinite { steps: times.len() as u64, loss });
     }
     let mut settled = times.split_off(1);
     settled.sort_by(f64::total_cmp);
