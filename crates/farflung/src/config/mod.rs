@@ -322,7 +322,8 @@ settings! {
         recipe: RecipeKind, "NAME";
         /// What workers average, and when; `farflung train --help` lists the methods.
         sync: SyncKind, "KIND", SyncKind::default();
-        /// Steps between DiLoCo's averages; for zero-one-adam the largest interval.
+        /// Steps between two averages over all workers, for methods with local steps; for async, decoupled and
+        /// halos, local steps between two changes that a worker sends; for zero-one-adam the largest interval.
         sync_every: u64, "STEPS", 20u64;
         /// Steps between des-loc's averages of first moments, a multiple of --sync-every. Default: 3 times
         /// --sync-every.
