@@ -343,7 +343,7 @@ settings! {
         /// run of members with a single pipeline (farflung host --stages). After a loss, the members go back to
         /// the newest step of which all parts were copied. 0 sends no copies.
         copy_share: f64, "X", 0.1;
-        /// Outer learning rate of DiLoCo.
+        /// Outer learning rate of diloco, streaming, noloco, eager, async, decoupled and halos.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one. Other defaults: 0.5 for noloco and async, 0.3 for
         /// decoupled, 0 for eager.
