@@ -541,7 +541,8 @@ settings! {
         check_every: u64, "STEPS", 50u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
-        /// Number of checkpoints to keep; 0 keeps all.
+        /// Number of checkpoints to keep; 0 keeps all. With 1, two are kept, because a rank may fail while it
+        /// writes the newest.
         keep_last: usize, "N", 2usize => "each rank has its own checkpoints";
         /// Compress checkpoints with zstd.
         compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";
