@@ -241,18 +241,18 @@ impl State {
         if [row.time_s, row.wall_s].iter().any(|time| !(0.0..1e12).contains(time)) {
             return Err("its times are negative or too large".to_owned());
         }
-        let mark = RateSample::of(&row);
+        let sample = RateSample::of(&row);
         while self.recent.back().is_some_and(|last| last.step >= row.step) {
             self.recent.pop_back();
         }
         if self.latest.is_none() {
             // If this is the folder of a member that joined later, the run's tokens and time before its first
             // step do not count.
-            self.base = if row.step == 1 { RateSample::default() } else { mark };
+            self.base = if row.step == 1 { RateSample::default() } else { sample };
             self.recent.push_back(self.base);
         }
         if self.recent.back().is_none_or(|last| last.step < row.step) {
-            self.recent.push_back(mark);
+            self.recent.push_back(sample);
         }
         if self.recent.len() > RECENT + 1 {
             self.recent.pop_front();
