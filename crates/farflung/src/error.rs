@@ -1,6 +1,6 @@
 //! The crate's error type: what failed, with the field, file or peer at fault, and the exit code of each error.
 
-mod sorts;
+mod classify;
 
 use std::io;
 use std::path::PathBuf;

@@ -12,8 +12,8 @@ use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainSt
 use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
 
-use super::asked::PlanRequest;
 use super::candidate::{Draft, PlanKind, rank_memory};
+use super::plan_request::PlanRequest;
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
 use crate::train::chain::{chain, machines, pipeline_plan};
