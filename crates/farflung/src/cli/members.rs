@@ -44,7 +44,7 @@ and else over QUIC, so that they may be behind routers. With --transport iroh th
 /// Writes a ticket, which `farflung join` needs, to a file, and begins to train alone. With certificates there
 /// is no ticket.
 #[derive(Debug, clap::Args)]
-#[command(after_help = HOST_EXAMPLES)]
+#[command(after_help = HOST_EXAMPLES, mut_arg("workers", |workers| workers.hide(true)))]
 pub(crate) struct HostCommand {
     /// Address at which this machine listens for others.
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:29500")]
