@@ -59,8 +59,8 @@ fn replaced(step: u64) -> String {
 }
 
 /// Finishes the replacements of checkpoints that a crash interrupted between the two renames of
-/// [`CheckpointWriter::commit`]. The new checkpoint was complete and synced before the first rename, so it is put
-/// in place if all its files are valid, and else the old one. `names` are the names in the run's folder.
+/// [`CheckpointWriter::commit`]. The new checkpoint was complete and synced before the first rename, so it is
+/// put in place if all its files are valid, and else the old one. `names` are the names in the run's folder.
 pub(crate) fn finish_replacements(run: &Path, names: &[String]) -> Result<()> {
     let step_of = |name: &String| name.strip_prefix(".step-")?.strip_suffix("-old.tmp")?.parse().ok();
     for step in names.iter().filter_map(step_of) {
