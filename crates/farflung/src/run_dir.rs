@@ -352,7 +352,7 @@ mod tests {
             let run = RunDir::open(dir.path(), Existing::Continue).unwrap();
             let checkpoint = run.latest().unwrap().expect("one of both is kept");
             assert_eq!(checkpoint.read("weights").unwrap(), kept, "{renamed} {lacks:?}");
-            assert!(names(dir.path()).unwrap().iter().all(|name| !name.ends_with(".tmp")));
+            assert!(names(dir.path()).unwrap().iter().all(|name| !name.starts_with('.')));
         }
     }
 }
