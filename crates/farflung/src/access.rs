@@ -1,6 +1,6 @@
-//! How this process proves that it belongs to a job: a ticket or join secret, its own key, and an allow list,
-//! from flags, files and variables. It does not depend on sockets. Secrets are never arguments of a command
-//! line, where other users could see them.
+//! How this process proves that it belongs to a job: a ticket, a join secret or a site's certificates, its own
+//! key, and an allow list, from flags, files and variables. It does not depend on sockets. Secrets are never
+//! arguments of a command line, where other users could see them.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
@@ -81,8 +81,8 @@ impl AccessArgs {
     /// how its connections are protected. Without a variable for it, the address of rank 0 is taken from the
     /// ticket.
     ///
-    /// Errors: those of `detect`; [`Error::Unprotected`] if ranks meet outside the loopback without a ticket or
-    /// secret; errors of the files, with advice.
+    /// Errors: those of `detect`; [`Error::Unprotected`] if ranks meet outside the loopback without a ticket, a
+    /// secret, certificates or `--insecure`; errors of the files, with advice.
     pub fn detect(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
         let proof = self.proof(&env)?;
         let addresses = match &proof {

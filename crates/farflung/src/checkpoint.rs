@@ -43,9 +43,38 @@ struct Entry {
     blake3: String,
 }
 
-/// Returns the name of a checkpoint's folder. Names sort by step.
+/// Returns the name of a checkpoint's folder. Names sort by step, up to step 99,999,999.
 pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
+}
+
+/// Returns the name of the folder in which a checkpoint is written.
+pub(crate) fn partial(step: u64) -> String {
+    format!(".{}.tmp", folder(step))
+}
+
+/// Returns the name of the folder of a checkpoint that a new one of the same step replaces.
+fn replaced(step: u64) -> String {
+    format!(".{}-old.tmp", folder(step))
+}
+
+/// Finishes the replacements of checkpoints that a crash interrupted between the two renames of
+/// [`CheckpointWriter::commit`]. The new checkpoint was complete and synced before the first rename, so it is
+/// put in place if all its files are valid, and else the old one. `names` are the names in the run's folder.
+pub(crate) fn finish_replacements(run: &Path, names: &[String]) -> Result<()> {
+    let step_of = |name: &String| name.strip_prefix(".step-")?.strip_suffix("-old.tmp")?.parse().ok();
+    for step in names.iter().filter_map(step_of) {
+        let (path, new, old) = (run.join(folder(step)), run.join(partial(step)), run.join(replaced(step)));
+        if path.exists() {
+            continue;
+        }
+        let is_valid = Checkpoint::open(&new).is_ok_and(|checkpoint| checkpoint.step() == step);
+        fs::rename(if is_valid { &new } else { &old }, &path)
+            .and_then(|()| File::open(run)?.sync_all())
+            .map_err(Error::io("restore the checkpoint", &path))?;
+        tracing::info!(path = %path.display(), is_valid, "finished an interrupted replacement of a checkpoint");
+    }
+    Ok(())
 }
 
 /// A checkpoint that is being written. If it is dropped without a commit, its files are removed.
@@ -58,7 +87,7 @@ pub struct CheckpointWriter {
 
 impl CheckpointWriter {
     pub(crate) fn begin(run: &Path, step: u64, packing: Packing) -> Result<Self> {
-        let partial = run.join(format!(".{}.tmp", folder(step)));
+        let partial = run.join(partial(step));
         fs::create_dir(&partial).map_err(Error::io("create", &partial))?;
         let manifest = Manifest { version: 1, step, packing, files: BTreeMap::new() };
         Ok(Self { run: run.to_owned(), partial, manifest })
@@ -104,7 +133,9 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Commits the checkpoint as `step-N`, atomically; replaces a checkpoint of the same step, if there is one.
+    /// Commits the checkpoint as `step-N`, by one atomic rename. If the step has a checkpoint already, it is
+    /// renamed before that and removed afterwards: [`finish_replacements`] handles a crash between the two
+    /// renames.
     pub(crate) fn commit(self) -> Result<PathBuf> {
         let path = self.run.join(folder(self.manifest.step));
         let finish = || {
@@ -114,10 +145,13 @@ impl CheckpointWriter {
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
             if path.exists() {
-                // A restart removes a folder with this name, as a half-written checkpoint.
-                let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
+                // A restart removes a folder with this name, as it removes half-written checkpoints.
+                let old = self.run.join(replaced(self.manifest.step));
                 fs::rename(&path, &old)?;
-                fs::rename(&self.partial, &path)?;
+                if let Err(error) = fs::rename(&self.partial, &path) {
+                    fs::rename(&old, &path)?;
+                    return Err(error);
+                }
                 fs::remove_dir_all(&old)?;
             } else {
                 fs::rename(&self.partial, &path)?;
@@ -152,7 +186,8 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens a `step-N` folder and verifies every file against the manifest.
     ///
-    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::Io`].
+    /// Errors: [`Error::Damaged`] with the file that differs, [`Error::FileName`] for a name in the manifest
+    /// that is not a plain file name, [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let mut text = Vec::new();

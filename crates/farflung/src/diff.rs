@@ -13,10 +13,10 @@ pub struct Difference {
     pub step: u64,
     /// The field of `metrics.jsonl`.
     pub field: &'static str,
-    /// The field's value in the first run; `None` if that run lacks it.
-    pub left: Option<String>,
-    /// The field's value in the second run; `None` if that run lacks it.
-    pub right: Option<String>,
+    /// The field's value in the first run.
+    pub left: String,
+    /// The field's value in the second run.
+    pub right: String,
 }
 
 /// Result of comparing two runs.
@@ -67,8 +67,8 @@ fn difference(a: &StepMetrics, b: &StepMetrics) -> Option<Difference> {
         number("val_loss", val_a, val_b),
         ("digest", digests.map(|(a, b)| (a.clone(), b.clone()))),
     ];
-    let (field, values) = fields.into_iter().find_map(|(field, values)| Some((field, values?)))?;
-    Some(Difference { step: a.step, field, left: Some(values.0), right: Some(values.1) })
+    let (field, (left, right)) = fields.into_iter().find_map(|(field, values)| Some((field, values?)))?;
+    Some(Difference { step: a.step, field, left, right })
 }
 
 #[cfg(test)]
@@ -98,7 +98,7 @@ mod tests {
         let mut c = b.clone();
         c[2].digest = Some("y".to_owned());
         let found = compare_rows(&b, &c).difference.unwrap();
-        assert_eq!((found.step, found.field, found.right.as_deref()), (3, "digest", Some("y")));
+        assert_eq!((found.step, found.field, &found.right[..]), (3, "digest", "y"));
         c[1].train_loss = 2.5_f64.next_up();
         let found = compare_rows(&b, &c);
         let difference = found.difference.unwrap();

@@ -1,6 +1,6 @@
 //! The crate's error type: what failed, with the field, file or peer at fault, and the exit code of each error.
 
-mod sorts;
+mod classify;
 
 use std::io;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::signals::Signal;
 /// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Every failure between the command line and the run's folder.
+/// The failures of this crate's functions and commands.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -232,10 +232,10 @@ pub enum Error {
         #[source]
         source: Box<toml::de::Error>,
     },
-    /// Some of a launcher's variables are set and a required one is not.
+    /// Some of a launcher's variables or a flag for joining a job are set, and a required variable is not.
     #[error("{present} is set but {missing} is not: both are needed to join a job")]
     HalfSet {
-        /// A variable that is set.
+        /// A variable or flag that is set.
         present: &'static str,
         /// The variable that is missing.
         missing: &'static str,
@@ -250,12 +250,12 @@ pub enum Error {
         /// The values that are allowed.
         expected: &'static str,
     },
-    /// A file or folder could not be read or written.
+    /// A file or folder could not be read or written, or another operation of the system failed.
     #[error("failed to {action} {path}")]
     Io {
         /// The operation, such as "read".
         action: &'static str,
-        /// The path of the file or folder.
+        /// The path of the file or folder, or what else the operation was about.
         path: PathBuf,
         /// The system's error.
         #[source]
@@ -304,6 +304,14 @@ pub enum Error {
     LossNotFinite {
         /// Number of steps done.
         step: u64,
+        /// The loss.
+        loss: f64,
+    },
+    /// The training loss of the steps that measure a device is not finite.
+    #[error("after {steps} measured steps the training loss is {loss}, which is not finite")]
+    MeasuredLossNotFinite {
+        /// Number of steps done.
+        steps: u64,
         /// The loss.
         loss: f64,
     },
@@ -405,7 +413,7 @@ pub enum Error {
         /// Description of the file or folder that was not found.
         what: String,
     },
-    /// The default text differs from the text on which all bounds were measured.
+    /// The default text on this machine does not have the expected hash.
     #[error("the default text has hash {found}, expected {expected}: give `--data PATH`")]
     CorpusHash {
         /// The hash of the text that was found.
@@ -413,8 +421,8 @@ pub enum Error {
         /// [`crate::corpus::EXPECTED`].
         expected: &'static str,
     },
-    /// The loss curve could not be drawn.
-    #[error("failed to draw the loss curve: {what}")]
+    /// A plot (of the loss, or of `farflung compress`) could not be drawn.
+    #[error("failed to draw the plot: {what}")]
     Plot {
         /// The drawing library's error.
         what: String,
@@ -431,7 +439,7 @@ pub enum Error {
     /// A process of a launched job failed.
     #[error("rank {rank} failed: {status}")]
     Child {
-        /// The first rank that failed.
+        /// The rank whose failure ended the job.
         rank: usize,
         /// The exit status of that rank's process.
         status: std::process::ExitStatus,
@@ -489,7 +497,7 @@ pub enum Error {
     /// An error of a model, its data or its weights.
     #[error(transparent)]
     Zoo(#[from] ZooError),
-    /// An error in a plan or a topology file.
+    /// An error of a plan, a schedule, a planner or a topology file.
     #[error(transparent)]
     Parallel(#[from] ParallelError),
     /// An error of a codec.
@@ -498,7 +506,7 @@ pub enum Error {
     /// An error of an optimizer.
     #[error(transparent)]
     Optim(OptimError),
-    /// An error of a collective that no peer caused.
+    /// An error of a transport or collective that names no peer.
     #[error(transparent)]
     Comm(CommError),
     /// A message between ranks of a pipeline is not the one that was expected.

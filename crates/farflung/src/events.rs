@@ -24,7 +24,7 @@ pub enum EventKind {
         /// Settings that differ from the checkpoint's, and folders that were lost.
         notes: Vec<String>,
     },
-    /// A checkpoint was saved on all ranks.
+    /// A checkpoint was saved on this rank, and on all others that answered.
     Saved {
         /// The path of this rank's checkpoint.
         path: String,

@@ -31,7 +31,7 @@ pub use share::serve;
 
 use crate::{Error, Result, Stop};
 
-/// Number of ports that are tried.
+/// Number of ports that are tried; the error of the last one is returned.
 const PORTS: usize = 16;
 
 /// The processes of a job on this machine.
@@ -70,7 +70,7 @@ impl Launch {
     ///
     /// Each process gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
     /// Lines of its stderr are shown with the prefix `[rank]`; its stdout passes through. Each signal of `stop`
-    /// is passed on, the third one as SIGKILL, also to stopped processes. After the first failure the others
+    /// is passed on, the third one as SIGKILL, also to suspended processes. After the first failure the others
     /// have `grace` to end by themselves, then get SIGTERM and again `grace`, then SIGKILL. On Linux they also
     /// get SIGTERM if the thread that runs this function ends first, however it ends.
     ///
@@ -123,8 +123,8 @@ impl Launch {
             let _udp = self.over_quic.then(|| UdpSocket::bind((host, port))).transpose()?;
             Ok(port)
         };
-        // A port that is free for TCP alone is rare.
-        let found = (0..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
+        // A port that is free for TCP but not for UDP is rare, so few tries suffice.
+        let found = (1..PORTS).map(|_| free()).find(Result::is_ok).unwrap_or_else(free);
         found.map_err(Error::io("find a free port at", host.as_ref()))
     }
 }

@@ -89,8 +89,8 @@ struct Family {
     local_size: &'static str,
 }
 
-/// The launchers' variables, in the order in which they are checked. `PMIX_RANK` has no variable for the number
-/// of processes; the variables of PMI or `OpenMPI` then contain it.
+/// The launchers' variables, in the order in which they are checked. `PMIx` has no variable for the number of
+/// processes: that of Slurm is read, and without it `PMIX_RANK` is ignored.
 const FAMILIES: [Family; 5] = [
     Family {
         source: "RANK",
@@ -131,16 +131,16 @@ const FAMILIES: [Family; 5] = [
 
 /// Finds this process's place in its job; `None` if no launcher's variables are set.
 ///
-/// `MASTER_ADDR` and `MASTER_PORT` are read for every launcher. Without them the master is Slurm's first host,
-/// or this machine if the job has one machine. Kubernetes' `JOB_COMPLETION_INDEX` also needs `WORLD_SIZE` and
+/// `MASTER_ADDR` and `MASTER_PORT` are read for every launcher. Without `MASTER_ADDR` the master is Slurm's
+/// first host, else this machine's loopback. Kubernetes' `JOB_COMPLETION_INDEX` also needs `WORLD_SIZE` and
 /// `MASTER_ADDR`.
 ///
 /// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be
 /// parsed.
 pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
     for family in &FAMILIES {
-        // Slurm sets its size also in a batch script, which is not a process of a job. The other launchers set
-        // both variables or neither.
+        // `WORLD_SIZE` without `RANK` is an error, unless Kubernetes sets the rank. The size alone of another
+        // launcher is ignored: Slurm sets it also in a batch script, which is not a process of a job.
         let size_alone_counts = family.source == "RANK" && env("JOB_COMPLETION_INDEX").is_none();
         match (env(family.rank), env(family.size)) {
             (Some(_), Some(_)) => return member(&env, family).map(Some),
@@ -175,9 +175,9 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         let wrong = |value| Error::Variable { name, value, expected: "a whole number" };
         env(name).map(|value| value.trim().parse::<u32>().map_err(|_| wrong(value))).transpose()
     };
-    let absent = |missing| Error::HalfSet { present: family.rank, missing };
-    let rank = number(family.rank)?.ok_or_else(|| absent(family.size))?;
-    let size = number(family.size)?.ok_or_else(|| absent(family.size))?;
+    let absent = |missing, present| Error::HalfSet { present, missing };
+    let rank = number(family.rank)?.ok_or_else(|| absent(family.rank, family.size))?;
+    let size = number(family.size)?.ok_or_else(|| absent(family.size, family.rank))?;
     if size > MOST_PROCESSES {
         let (name, value, expected) = (family.size, size.to_string(), "at most 2048 processes");
         return Err(Error::Variable { name, value, expected });

@@ -1,4 +1,4 @@
-//! The `farflung` binary: runs the command line of the library.
+//! The `farflung` binary: the command line, in `cli`, over the library of this crate.
 
 mod cli;
 

@@ -78,7 +78,7 @@ pub struct Trial<'a> {
 
 /// Trains a model on arbitrary tokens and measures the steps. The caller sets [`Measured::memory`].
 ///
-/// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::LossNotFinite`].
+/// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::MeasuredLossNotFinite`].
 pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     let Trial { name, model, batch, time, seed } = *trial;
     if batch == 0 {
@@ -120,7 +120,7 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
         times.push(took);
     }
     if !loss.is_finite() {
-        return Err(Error::LossNotFinite { step: times.len() as u64, loss });
+        return Err(Error::MeasuredLossNotFinite { steps: times.len() as u64, loss });
     }
     let mut settled = times.split_off(1);
     settled.sort_by(f64::total_cmp);
@@ -145,8 +145,8 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
 /// Numbers of tensor ranks for which products are timed.
 const TENSOR_RANKS: [usize; 4] = [1, 2, 4, 8];
 
-/// Number of rounds; each round measures every product once, so that variations of the machine affect all
-/// alike.
+/// Number of rounds that count, after one that does not. Each round measures every product once, so that
+/// variations of the machine affect all alike.
 const TURNS: usize = 15;
 
 /// Number of products per measurement.

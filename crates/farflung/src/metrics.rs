@@ -1,4 +1,5 @@
-//! `metrics.jsonl`: one JSON object per step; each line is written as soon as the step is done.
+//! `metrics.jsonl`: one JSON object per step. A line is written as soon as the step's mean loss over all
+//! replicas is known: at the step's end, or with local steps at the next average.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -39,8 +40,8 @@ pub struct StepMetrics {
     /// (`--digest-every`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Counters of what rank 0 and each of its peers have exchanged since they met, with measurements of the
-    /// paths between them.
+    /// Counters of what the rank that writes the row and each of its peers have exchanged since they met, with
+    /// measurements of the paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerCounters>,
 }

@@ -1,7 +1,7 @@
 //! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
-//! succeeds. The run is then asked to stop as by SIGTERM.
+//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use crate::{Error, Result, Signal, Stop, terminal};
 /// How the process detects a termination notice for its machine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NoticeArgs {
-    /// Stop the run after the current step, as after SIGTERM, once this file exists.
+    /// Stop the run once this file exists. The current step is always finished first.
     #[arg(long = "notice-file", value_name = "FILE", help_heading = NOTICE)]
     file: Option<PathBuf>,
-    /// Stop the run after the current step, as after SIGTERM, once this shell command succeeds. On an AWS spot
+    /// Stop the run once this shell command succeeds. The current step is always finished first. On an AWS spot
     /// machine, for example: `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action`.
     #[arg(long = "notice-command", value_name = "COMMAND", help_heading = NOTICE)]
     command: Option<String>,
@@ -31,7 +31,7 @@ impl NoticeArgs {
     /// Starts a thread that checks for a notice at the given interval and requests a stop from `stop` once
     /// there is one.
     ///
-    /// Errors: [`Error::Start`] if the system cannot start a thread.
+    /// Errors: [`Error::Io`] if the system cannot start a thread.
     pub fn watch(&self, stop: &Stop) -> Result<()> {
         if self.file.is_none() && self.command.is_none() {
             return Ok(());
@@ -49,7 +49,7 @@ impl NoticeArgs {
             }
         };
         let started = thread::Builder::new().name("farflung-notice".to_owned()).spawn(look);
-        started.map(drop).map_err(|source| Error::Start { rank: 0, source })
+        started.map(drop).map_err(Error::io("start", Path::new("a thread that checks for a notice")))
     }
 
     /// Returns a description of the notice, or `None` if there is none yet.

@@ -1,5 +1,5 @@
-//! Sends a run's metrics to other programs: Prometheus, TensorBoard, OpenTelemetry. Each is behind a feature of
-//! the same name; a build without the feature rejects the flag.
+//! Sends a run's metrics to other programs: Prometheus, TensorBoard, OpenTelemetry. Each needs a feature
+//! (`prometheus`, `tensorboard`, `otlp`); a build without the feature rejects the flag.
 
 #[cfg(feature = "otlp")]
 pub mod otlp;
@@ -44,8 +44,8 @@ impl ObserveArgs {
     /// Returns the observers of this process, whose place in a launched job is `env`. Calls `told` with lines
     /// to show to the user.
     ///
-    /// Errors: [`Error::Setting`] if this build lacks the feature; [`Error::Io`] for an address that cannot be
-    /// bound or a folder that cannot be made.
+    /// Errors: [`Error::Setting`] if this build lacks the feature, or for an invalid address; [`Error::Io`] for
+    /// an address that cannot be bound or a folder that cannot be made.
     pub fn observers(
         &self,
         env: Option<&LaunchEnv>,
@@ -101,7 +101,7 @@ pub fn lacks(feature: &'static str, value: String) -> Error {
     Error::Setting { field: feature, value, expected }
 }
 
-/// Passes all calls on to another [`RunObserver`] and to observers.
+/// Passes all calls on to another [`RunObserver`], and rows and observations also to observers.
 #[derive(Debug)]
 pub struct Observed<'a, W> {
     inner: &'a mut W,

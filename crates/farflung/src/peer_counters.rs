@@ -1,6 +1,7 @@
 //! Counts what a worker and each of its peers have exchanged, and records measurements of the network path
-//! between them. Rank 0's counters are in its rows of `metrics.jsonl`. On real networks, the other ranks write
-//! theirs to `peers.jsonl` in their folders, one JSON object per step.
+//! between them. A rank that writes `metrics.jsonl` (rank 0, or each member of `farflung host`) has its
+//! counters in the rows of that file. On real networks, the other ranks write theirs to `peers.jsonl` in their
+//! folders, one JSON object per step.
 
 use std::fmt;
 use std::path::Path;

@@ -19,7 +19,7 @@ use crate::Result;
 
 /// Bytes forwarded at a time over TCP.
 const CHUNK: usize = 8 * 1024;
-/// Highest number of chunks or datagrams of one connection in flight.
+/// Highest number of chunks or datagrams of one connection in flight, in each direction.
 const ON_THE_WAY: usize = 8192;
 /// Length of the link's queue, as the time that the link needs to send all queued bytes.
 const QUEUE: Duration = Duration::from_millis(50);
@@ -35,8 +35,8 @@ pub enum Carries {
     /// TCP streams, which keep their order: a loss stalls the stream until the retransmission.
     #[default]
     Tcp,
-    /// UDP datagrams, forwarded in order. A datagram that is lost, or that arrives while the queue is full, is
-    /// dropped.
+    /// UDP datagrams, forwarded in order. A datagram that is lost, or that arrives while the queue is full or
+    /// the link is cut, is dropped.
     Udp,
 }
 
@@ -199,8 +199,8 @@ impl Direction {
         lock(&self.free).0.saturating_duration_since(now()).saturating_sub(QUEUE)
     }
 
-    /// Accepts this number of bytes. Returns when they arrive at the other end, and how often they were lost on
-    /// the way.
+    /// Accepts this number of bytes. Returns when they arrive at the other end if nothing is lost, and how
+    /// often they are lost on the way.
     fn take(&self, bytes: usize) -> (Instant, u32) {
         let (out, number) = {
             let mut free = lock(&self.free);
@@ -348,7 +348,7 @@ impl Shared {
         }
     }
 
-    /// Accepts a datagram, unless it is lost or the queue is full.
+    /// Accepts a datagram, unless it is lost, the queue is full or the link is cut.
     fn pass(&self, way: &Direction, sender: &SyncSender<Load>, datagram: &[u8]) {
         if self.cut.load(Ordering::Relaxed) || way.full_for() > Duration::ZERO {
             return;

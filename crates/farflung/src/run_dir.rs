@@ -7,7 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{Checkpoint, CheckpointWriter, Packing, folder};
+use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
 use crate::metrics::MetricsWriter;
 use crate::{Error, Result};
 
@@ -37,9 +37,10 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Creates or opens a run's folder, locks it, and removes files that a crash left half-written.
+    /// Creates or opens a run's folder, locks it, and removes files that a crash left half-written. If a crash
+    /// interrupted the replacement of a checkpoint by a new one of the same step, it is finished.
     ///
-    /// Errors: [`Error::NotARun`] for a folder with other files in it, [`Error::RunExists`] under
+    /// Errors: [`Error::NotARun`] for a folder that has files but none of a run, [`Error::RunExists`] under
     /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
@@ -53,7 +54,8 @@ impl RunDir {
         if existing == Existing::Refuse && names.iter().any(|n| n != LOCK && n != RANKS) {
             return Err(Error::RunExists { path: path.to_owned() });
         }
-        for name in names
+        checkpoint::finish_replacements(path, &self::names(path)?)?;
+        for name in self::names(path)?
             .iter()
             .filter(|n| n.starts_with('.') && Path::new(n).extension().is_some_and(|e| e == "tmp"))
         {
@@ -132,7 +134,7 @@ impl RunDir {
             let path = self.path.join(folder(*step));
             // The folder is renamed first, so that a crash in between leaves a partial checkpoint rather than a
             // damaged one.
-            let partial = self.path.join(format!(".{}.tmp", folder(*step)));
+            let partial = self.path.join(checkpoint::partial(*step));
             fs::rename(&path, &partial)
                 .and_then(|()| fs::remove_dir_all(&partial))
                 .map_err(Error::io("remove the checkpoint", &path))?;
@@ -174,7 +176,7 @@ fn is_of_run(name: &str) -> bool {
 /// Writes a file atomically: readers see the old file or the new one.
 pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let folder = path.parent().unwrap_or_else(|| Path::new("."));
+    let folder = folder_of(path);
     let beside = folder.join(format!(".{name}.tmp"));
     let write = || {
         let mut file = File::create(&beside)?;
@@ -184,6 +186,11 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         File::open(folder)?.sync_all()
     };
     write().map_err(Error::io("write", path))
+}
+
+/// Returns the folder of a file. `Path::parent` of a bare name is the empty path, which cannot be opened.
+fn folder_of(file: &Path) -> &Path {
+    file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 /// Returns the names in a folder, sorted.
@@ -235,6 +242,13 @@ mod tests {
         writer.write("weights", &[step as u8; 1000]).unwrap();
         writer.write("state.json", b"{}").unwrap();
         run.commit(writer).unwrap()
+    }
+
+    #[test]
+    fn a_bare_name_is_in_the_current_folder() {
+        for (file, folder) in [("a", "."), ("./a", "."), ("b/a", "b"), ("/a", "/")] {
+            assert_eq!(folder_of(Path::new(file)), Path::new(folder), "{file}");
+        }
     }
 
     #[test]
@@ -307,5 +321,38 @@ mod tests {
         let run = RunDir::open(dir.path(), Existing::Continue).unwrap();
         assert!(!dir.path().join(".step-00000002.tmp").exists());
         assert_eq!(run.latest().unwrap().unwrap().step(), 1);
+    }
+
+    #[test]
+    fn a_crash_while_a_checkpoint_is_replaced_loses_none() {
+        const STEP: &str = "step-00000001";
+        // Whether the new checkpoint is in place already, the file that it lacks, and the one that is kept.
+        for (renamed, lacks, kept) in [
+            (false, None, b"new"),
+            (false, Some("weights"), b"old"),
+            (false, Some("manifest.json"), b"old"),
+            (true, None, b"new"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let at = |name: &str| dir.path().join(name);
+            let saved = |content: &[u8], name: &str| {
+                let run = RunDir::open(dir.path(), Existing::Continue).unwrap();
+                let mut writer = run.begin_checkpoint(1, Packing::Plain).unwrap();
+                writer.write("weights", content).unwrap();
+                fs::rename(run.commit(writer).unwrap(), at(name)).unwrap();
+            };
+            // Renamed to names that do not end with `.tmp`, which opening the folder would remove.
+            saved(b"old", "old");
+            saved(b"new", "new");
+            fs::rename(at("old"), at(".step-00000001-old.tmp")).unwrap();
+            fs::rename(at("new"), at(if renamed { STEP } else { ".step-00000001.tmp" })).unwrap();
+            if let Some(lacks) = lacks {
+                fs::remove_file(at(".step-00000001.tmp").join(lacks)).unwrap();
+            }
+            let run = RunDir::open(dir.path(), Existing::Continue).unwrap();
+            let checkpoint = run.latest().unwrap().expect("one of both is kept");
+            assert_eq!(checkpoint.read("weights").unwrap(), kept, "{renamed} {lacks:?}");
+            assert!(names(dir.path()).unwrap().iter().all(|name| !name.starts_with('.')));
+        }
     }
 }

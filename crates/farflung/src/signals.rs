@@ -145,8 +145,8 @@ impl Stop {
         Self::catch(Repeat::Passes, |_| {})
     }
 
-    /// Like [`Stop::install`], but the step in flight is always finished, however long that takes: for a member
-    /// that leaves while the other members go on.
+    /// Like [`Stop::install`], but after the first signal the step in flight is always finished, however long
+    /// that takes: for a member that leaves while the other members go on.
     pub fn install_leaving() -> Result<Self> {
         Self::catch(Repeat::ExitsPatiently, |_| {})
     }

@@ -40,8 +40,8 @@ pub fn write_stderr(text: impl Into<Vec<u8>>) {
     queue().put(text.into());
 }
 
-/// Queues a drawing for stderr, which the next drawing replaces. It is dropped if older text still waits for a
-/// slow terminal.
+/// Queues a drawing for stderr, which the next drawing replaces. It is dropped if the queue is full, because
+/// the terminal is slow.
 fn draw(text: String) {
     queue().offer(text.into_bytes());
 }
@@ -64,8 +64,8 @@ pub fn print_bytes(text: &[u8]) -> Result<()> {
     })
 }
 
-/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. Called at the end of
-/// the process.
+/// Waits until stderr has accepted all queued text, or has accepted nothing for a second. Called before results
+/// are printed, and at the end of the process.
 pub fn flush() {
     queue().flush();
 }

@@ -2,9 +2,9 @@
 
 use crate::{Error, Result};
 
-/// Number of threads of all workers together that any machine may start. Machines with more cores may start
-/// four threads per core. More threads would not run at the same time, and systems limit the threads of a user
-/// or container to a few thousand.
+/// Number of threads of all workers together that any machine may start. Machines with more than a quarter of
+/// this number of cores may start four threads per core. More threads would not run at the same time, and
+/// systems limit the threads of a user or container to a few thousand.
 const ENOUGH: usize = 1024;
 
 fn most(cores: usize, workers: usize) -> usize {

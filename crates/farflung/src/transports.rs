@@ -45,7 +45,7 @@ pub struct JoinSettings {
     pub deadline: Nanos,
     /// Limit on the rate at which this process sends over sockets.
     pub pace: Pace,
-    /// Whether processes of one machine share memory, for transports that support both.
+    /// Whether processes of one machine share memory, for transports over sockets.
     pub shared_memory: SharedMemory,
 }
 

@@ -1,5 +1,5 @@
-//! Files that hold secrets: created with access for their owner only, and rejected if other users can read
-//! them.
+//! Files that hold secrets: created with access for their owner only, and rejected if other users can access
+//! them. Files that users provide (tickets, secrets) may be accessible to their group.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -12,7 +12,8 @@ use crate::{Error, Result};
 
 /// Mode bits with which the group or others can access a file.
 const NOT_OWNER: u32 = 0o077;
-/// Mode bits with which others can access a file; for secrets that are mounted for a group.
+/// Mode bits with which users outside a file's group can access it. Tickets and secrets are checked for these
+/// alone, since they may be mounted for a group.
 const OTHERS: u32 = 0o007;
 
 /// Reads a private file of exactly `length` bytes; `None` if it does not exist.

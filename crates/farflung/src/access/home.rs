@@ -7,7 +7,7 @@ use farflung_comm::secure::{Identity, JoinSecret, PublicKey, Ticket};
 use super::files;
 use crate::{Error, Result};
 
-/// The variable that names the folder.
+/// The variable with the folder of the key file.
 const HOME: &str = "FARFLUNG_HOME";
 
 /// Paths of the key file and of `join-secret` beside it.
@@ -30,7 +30,7 @@ impl Home {
         let key = key.ok_or_else(|| Error::Setting {
             field: "key_file",
             value: "unknown".to_owned(),
-            expected: "a file, because FARFLUNG_HOME and HOME are not set".to_owned(),
+            expected: "a file, because FARFLUNG_HOME, XDG_CONFIG_HOME and HOME are not set".to_owned(),
         })?;
         let secret = key.with_file_name("join-secret");
         Ok(Self { key, secret })
@@ -40,14 +40,14 @@ impl Home {
     ///
     /// Errors: those of the file, with advice.
     pub fn identity(&self) -> Result<Identity> {
-        made_once(&self.key, || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
+        made_once(&self.key, "key", || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
     }
 
     /// Returns the secret from which this host's tickets are made. The secret is created on first use.
     ///
     /// Errors: those of the file, with advice.
     pub fn join_secret(&self) -> Result<JoinSecret> {
-        made_once(&self.secret, || Ok(**JoinSecret::generate()?.bytes())).map(JoinSecret::new)
+        made_once(&self.secret, "join secret", || Ok(**JoinSecret::generate()?.bytes())).map(JoinSecret::new)
     }
 
     /// Makes a new secret: jobs that start from now on reject all earlier tickets.
@@ -84,14 +84,14 @@ impl Home {
 }
 
 /// Returns the 32 bytes of a file, which is created if it does not exist. Processes that do so at the same time
-/// all get the same bytes.
-fn made_once(path: &Path, make: impl Fn() -> Result<[u8; 32]>) -> Result<[u8; 32]> {
+/// all get the same bytes. `what` names them in the log.
+fn made_once(path: &Path, what: &str, make: impl Fn() -> Result<[u8; 32]>) -> Result<[u8; 32]> {
     loop {
         if let Some(bytes) = files::read_own(path, 32)? {
             return Ok(bytes.try_into().expect("its length was checked"));
         }
         if files::create(path, &make()?)? {
-            tracing::info!(path = %path.display(), "created a new key");
+            tracing::info!(path = %path.display(), "created a new {what}");
         }
     }
 }

@@ -24,6 +24,15 @@ fn mode(path: &Path, mode: u32) {
 }
 
 #[test]
+fn a_process_without_a_home_is_told_each_variable_that_would_give_one() {
+    let text = Home::new(None, |_| None).unwrap_err().to_string();
+    for variable in ["FARFLUNG_HOME", "XDG_CONFIG_HOME", "HOME"] {
+        let env = |name: &str| Some("/a".to_owned()).filter(|_| name == variable);
+        assert!(text.contains(variable) && Home::new(None, env).is_ok(), "{variable}: {text}");
+    }
+}
+
+#[test]
 fn off_the_loopback_a_proof_or_leave_is_needed() {
     let home = tempfile::tempdir().unwrap();
     let none = AccessArgs::default();

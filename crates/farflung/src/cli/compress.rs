@@ -47,7 +47,7 @@ struct Analyze {
     /// Codec to measure; may be repeated. Default: a selection of all kinds.
     #[arg(long, value_name = "CODEC")]
     codec: Vec<CodecSpec>,
-    /// Highest number of values to measure, from the beginning of the file.
+    /// Highest number of values to measure. Tensors are taken in the order of their names.
     #[arg(long, value_name = "N", default_value_t = 1 << 24, value_parser = clap::value_parser!(u64).range(1..))]
     values: u64,
     /// Write a plot of ratio against error to this file, as SVG.
@@ -102,7 +102,8 @@ struct Row {
     cosine: f64,
     /// The largest absolute error of an element.
     largest: f64,
-    /// Speed in GB/s of f32 input. `feedback` is the speed of encoding with error feedback.
+    /// Speeds in GB/s, counted in bytes of f32 values. `feedback` is the speed of encoding with error feedback;
+    /// `None` if this changes nothing for the codec.
     encode: f64,
     feedback: Option<f64>,
     decode: f64,
@@ -165,7 +166,7 @@ impl Analyze {
     }
 }
 
-/// Appends a tensor's values as f32; tensors of other types are skipped.
+/// Appends a tensor's values as f32. A tensor that is not in f32, bf16 or f16 is skipped.
 fn append(x: &mut Vec<f32>, dtype: Dtype, data: &[u8]) {
     let halves = || data.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
     match dtype {
@@ -223,7 +224,8 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
 }
 
 /// Returns the minimum of several measurements, since other work of the machine only makes them slower; the
-/// first one also pays for touching new memory. Up to ten are made, fewer if they take more than 0.1 s.
+/// first one is also slower because it touches new memory. Up to ten are made, fewer if those after the first
+/// take more than 0.1 s together.
 fn fastest(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
     let (mut least, mut total) = (measure()?, 0.0);
     for _ in 0..9 {
@@ -275,7 +277,7 @@ fn json(rows: &[Row]) -> String {
 
 /// Draws one point per codec, with logarithmic axes.
 fn draw(svg: &mut String, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
-    // Lossless codecs are drawn at the lower edge.
+    // The lower edge of the plot. Codecs with smaller errors, such as lossless ones, are drawn there.
     const EXACT: f64 = 1e-5;
     let points = || rows.iter().map(|row| (row.ratio.max(0.1), row.relative.max(EXACT), &row.codec));
     let far = points().map(|(ratio, ..)| ratio).fold(2.0, f64::max) * 4.0;

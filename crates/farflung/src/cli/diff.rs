@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use farflung::diff::compare;
+use farflung::diff::{Difference, compare};
 use farflung::{Error, Result};
 
 /// Compare two runs step by step and print the first step and field that differ.
@@ -30,12 +30,7 @@ impl DiffCommand {
             super::print(&format!("{}\n", serde_json::json!(found)))?;
         }
         match found.difference {
-            Some(difference) => Err(Error::Differ {
-                step: difference.step,
-                field: difference.field,
-                left: difference.left.unwrap_or_default(),
-                right: difference.right.unwrap_or_default(),
-            }),
+            Some(Difference { step, field, left, right }) => Err(Error::Differ { step, field, left, right }),
             None if self.json => Ok(()),
             None => super::print(&format!("the same over {} steps\n", found.equal_steps)),
         }

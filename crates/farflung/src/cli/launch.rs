@@ -81,7 +81,8 @@ pub(crate) struct LaunchCommand {
 
 impl LaunchCommand {
     pub(super) fn run(self) -> Result<()> {
-        let program = env::current_exe().map_err(|source| Error::Start { rank: 0, source })?;
+        let lost = |source| Error::Io { action: "find", path: "the path of this program".into(), source };
+        let program = env::current_exe().map_err(lost)?;
         if self.from_stdin {
             return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_passing()?);
         }
@@ -173,8 +174,8 @@ fn range(text: &str) -> std::result::Result<Range, String> {
     }
 }
 
-/// Makes a secret if the processes meet at an address that others can reach, unless a ticket or secret is given
-/// already.
+/// Makes a secret if the processes meet at an address that others can reach, unless a variable gives a ticket
+/// or secret.
 fn secret(host: &str) -> Result<Option<JoinSecret>> {
     let given = [access::TICKET, access::TICKET_FILE, access::SECRET, access::SECRET_FILE];
     if launch_env::is_loopback(host) || given.iter().any(|name| env::var_os(name).is_some()) {

@@ -11,7 +11,7 @@ use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::members::{HostCommand, TICKET};
 
-/// Data shared by all processes of the job.
+/// What the launcher needs to make the commands of the job's processes.
 struct Members<'a> {
     program: &'a Path,
     /// The words of the command: `host` with its flags.
@@ -87,7 +87,7 @@ impl Members<'_> {
             command.args(self.words);
         } else {
             let ticket = running.iter().find_map(|&of| self.ticket(of))?;
-            // The ticket of the member's last start has the address that it had then.
+            // The ticket that this member wrote before it was restarted has its old address.
             let _ = fs::remove_file(self.folder(*member).join(TICKET));
             self.hosts &= *member != 0;
             command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));

@@ -41,9 +41,10 @@ and else over QUIC, so that they may be behind routers. With --transport iroh th
 
 /// Start a run that other machines may join and leave, and train.
 ///
-/// Prints a ticket, which `farflung join` needs, and begins to train alone.
+/// Writes a ticket, which `farflung join` needs, to a file, and begins to train alone. With certificates there
+/// is no ticket.
 #[derive(Debug, clap::Args)]
-#[command(after_help = HOST_EXAMPLES)]
+#[command(after_help = HOST_EXAMPLES, mut_arg("workers", |workers| workers.hide(true)))]
 pub(crate) struct HostCommand {
     /// Address at which this machine listens for others.
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:29500")]
@@ -83,7 +84,7 @@ enum Alone {
 impl HostCommand {
     /// Parses these words as a `host` command; `None` if they are another command.
     ///
-    /// Errors: flags that `host` does not have.
+    /// Errors: [`Error::Setting`] for flags or values that `host` does not accept.
     pub(super) fn read(words: &[OsString]) -> Option<Result<Self>> {
         words.first().filter(|word| *word == "host")?;
         Some(match <Alone as clap::Parser>::try_parse_from(words) {
@@ -149,7 +150,8 @@ impl HostCommand {
             Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
-        // Access to the members of an earlier run, if the folder contains that run's ticket.
+        // Access to the members of an earlier run in this folder: by the ticket that this run left there, or by
+        // the certificates.
         let former = match (&config.out, &own) {
             (Some(folder), Some((identity, _))) if folder.join(TICKET).exists() => {
                 let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;
@@ -372,7 +374,7 @@ fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result
     }
 }
 
-/// Runs with progress on the terminal and with the observers, and prints the report.
+/// Calls `run` with progress on the terminal and with the observers, and prints the report.
 fn watched(
     quiet: bool,
     json: bool,
@@ -419,8 +421,8 @@ pub(super) fn to_ask(addresses: &[String]) -> Vec<String> {
     own
 }
 
-/// Returns the address at which other machines reach this one. If it listens at all its addresses, that is the
-/// one from which it would reach others.
+/// Returns the address at which other machines reach this one. If this machine listens at all its addresses, it
+/// is the one from which the system would send to others; without a network, the loopback.
 fn reached(listens: &str) -> String {
     let Ok(at) = listens.parse::<std::net::SocketAddr>() else { return listens.to_owned() };
     if !at.ip().is_unspecified() {

@@ -1,7 +1,7 @@
 //! `farflung net`: measures the links between the processes of a job.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
@@ -24,17 +24,22 @@ use super::relay::RelayArgs;
   farflung net bench --peers peers.toml --rank 0 --secret-file ~/job-secret
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms")]
 pub(crate) struct NetCommand {
+    #[command(subcommand)]
+    command: Net,
+}
+
+/// How a process of `bench` or `probe` finds the others.
+#[derive(Debug, clap::Args)]
+struct JobArgs {
     /// TOML file with the address of each rank, instead of a launcher:
     /// `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`.
-    #[arg(long, value_name = "FILE", global = true, requires = "rank")]
+    #[arg(long, value_name = "FILE", requires = "rank")]
     peers: Option<PathBuf>,
     /// This process's rank among the peers.
-    #[arg(long, value_name = "N", global = true, requires = "peers")]
+    #[arg(long, value_name = "N", requires = "peers")]
     rank: Option<u32>,
     #[command(flatten)]
     access: AccessArgs,
-    #[command(subcommand)]
-    command: Net,
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -74,6 +79,8 @@ struct BenchArgs {
     /// Print one JSON object per line.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    job: JobArgs,
 }
 
 /// Measure latency and bandwidth of every pair of processes, one after the other, and print a topology file.
@@ -91,6 +98,8 @@ struct ProbeArgs {
     /// File that rank 0 writes. Default: standard output.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    #[command(flatten)]
+    job: JobArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -127,7 +136,7 @@ impl Op {
     }
 
     /// Returns the factor of nccl-tests: bytes on each link divided by bytes of the buffer. nccl-tests has no
-    /// scans; in a scan each rank but the last sends one buffer.
+    /// scans; their factor is that of a scan along a chain, in which each rank but the last sends one buffer.
     fn factor(self, n: f64) -> f64 {
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,
@@ -139,40 +148,48 @@ impl Op {
 
 impl NetCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let join = |up| {
-            let mut config = place(&self.access, self.peers.as_deref(), self.rank)?;
-            config.pace.all = up;
-            Ok::<_, Error>(Communicator::new(tcp::join(&config)?))
-        };
         match self.command {
             Net::Bench(args) => {
-                let comm = join(args.up)?;
+                let comm = args.job.join(args.up)?;
                 args.run(&comm)
             }
-            Net::Probe(args) => args.run(&join(Bandwidth::UNLIMITED)?),
+            Net::Probe(args) => {
+                let comm = args.job.join(Bandwidth::UNLIMITED)?;
+                args.run(&comm)
+            }
             Net::Relay(args) => args.run(),
         }
     }
 }
 
-/// Returns this process's place in its job: from a list of peers, or from a launcher's variables.
-fn place(access: &AccessArgs, peers: Option<&Path>, rank: Option<u32>) -> Result<tcp::Config> {
-    let variable = |name: &str| std::env::var(name).ok();
-    if let (Some(path), Some(rank)) = (peers, rank) {
-        let peers = farflung::peers::read(path)?;
-        let security = access.among_peers(&peers, variable)?;
-        let mut config = tcp::Config::with_peers(rank, peers);
-        config.security = security;
-        return Ok(config);
+impl JobArgs {
+    /// Connects to the other processes. `up` limits what this process sends to all others together.
+    fn join(&self, up: Bandwidth) -> Result<Communicator> {
+        let mut config = self.place()?;
+        config.pace.all = up;
+        Ok(Communicator::new(tcp::join(&config)?))
     }
-    let Some(env) = access.detect(variable)? else {
-        let expected =
-            "a launcher that starts it, such as `farflung launch -n 2 -- net bench`, or --peers".to_owned();
-        return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
-    };
-    let mut config = tcp::Config::new(env.rank.0, env.world_size as u32, env.meeting_place());
-    config.security = env.security;
-    Ok(config)
+
+    /// Returns this process's place in its job: from a list of peers, or from a launcher's variables.
+    fn place(&self) -> Result<tcp::Config> {
+        let variable = |name: &str| std::env::var(name).ok();
+        if let (Some(path), Some(rank)) = (&self.peers, self.rank) {
+            let peers = farflung::peers::read(path)?;
+            let security = self.access.among_peers(&peers, variable)?;
+            let mut config = tcp::Config::with_peers(rank, peers);
+            config.security = security;
+            return Ok(config);
+        }
+        let Some(env) = self.access.detect(variable)? else {
+            let expected =
+                "a launcher that starts it, such as `farflung launch -n 2 -- net bench`, or --peers"
+                    .to_owned();
+            return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
+        };
+        let mut config = tcp::Config::new(env.rank.0, env.world_size as u32, env.meeting_place());
+        config.security = env.security;
+        Ok(config)
+    }
 }
 
 #[expect(clippy::disallowed_methods, reason = "it measures real time")]

@@ -303,7 +303,9 @@ impl ScheduleCommand {
         cost
     }
 
-    /// Returns the comparison, or an error if a flag is given that `compare` does not use.
+    /// Returns the comparison.
+    ///
+    /// Errors: [`Error::Setting`] for a format or for one of the flags below, which `compare` does not use.
     fn comparison(&self) -> Result<Comparison> {
         let refuse = |field, value: &dyn ToString, expected: &str| {
             let (value, expected) = (value.to_string(), format!("{expected} with `compare`"));
@@ -312,6 +314,10 @@ impl ScheduleCommand {
         match self {
             Self { format: Format::Grid | Format::Json, .. } => {}
             _ => return refuse("format", &"a drawing or a list", "grid or json"),
+        }
+        if !self.pools.is_empty() {
+            let pools = self.pools.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+            return refuse("pools", &pools, "no value (each stage has one rank)");
         }
         match *self {
             Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's default"),

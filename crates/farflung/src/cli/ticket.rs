@@ -121,7 +121,7 @@ pub(super) fn seconds(text: &str) -> std::result::Result<u64, String> {
     })
 }
 
-/// Formats a time in its two longest units.
+/// Formats a time in its longest unit and, unless it is 0, the next shorter one.
 fn lasting(seconds: u64) -> String {
     let at = UNITS.iter().position(|(_, unit)| seconds >= *unit).unwrap_or(3);
     let (unit, of) = UNITS[at];

@@ -116,8 +116,9 @@ enum Alone {
 }
 
 impl TrainCommand {
-    /// Returns whether these words are a `train` command whose processes meet over QUIC. If flags are invalid
-    /// it returns false; the processes then report the error.
+    /// Returns whether these words are a `train` command whose processes may meet over QUIC: with transport
+    /// iroh, or with auto and relays. If flags are invalid it returns false; the processes then report the
+    /// error.
     ///
     /// Errors: flags that say who may join, since `launch` makes the keys and the ticket.
     pub(super) fn launched_over_quic(words: &[OsString]) -> Result<bool> {

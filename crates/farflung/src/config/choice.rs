@@ -82,7 +82,7 @@ choice!(
         Constant = "constant",
         /// Warm-up, stable, decay: stays constant, then falls linearly to `min-lr` at the end.
         Wsd = "wsd",
-        /// Falls with the square root of the step, not below `min-lr`.
+        /// Falls in proportion to one over the square root of the step, not below `min-lr`.
         InverseSqrt = "inverse-sqrt",
     }
 );
@@ -233,7 +233,7 @@ row!(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TransportKind {
     /// The first suitable row of the table: one for threads in a single process, one for processes in a job of
-    /// several.
+    /// several. With relays, processes also use QUIC ([`transports::meet_by_auto`]).
     Auto,
     /// The transport of this name.
     Named(TransportName),

@@ -19,7 +19,7 @@ pub enum LocalStepsKind {
 
 impl LocalStepsKind {
     /// Returns the number of local steps of each replica, for a plan with `every` steps between averages.
-    /// `speeds` are local steps per second by replica. Empty if all replicas do all steps.
+    /// `speeds` are local steps per second by replica. Empty for [`Self::Equal`].
     #[must_use]
     pub fn of(&self, every: u32, speeds: &[f64]) -> Vec<u32> {
         match self {

@@ -322,7 +322,8 @@ settings! {
         recipe: RecipeKind, "NAME";
         /// What workers average, and when; `farflung train --help` lists the methods.
         sync: SyncKind, "KIND", SyncKind::default();
-        /// Steps between DiLoCo's averages; for zero-one-adam the largest interval.
+        /// Steps between two averages over all workers, for methods with local steps; for async, decoupled and
+        /// halos, local steps between two changes that a worker sends; for zero-one-adam the largest interval.
         sync_every: u64, "STEPS", 20u64;
         /// Steps between des-loc's averages of first moments, a multiple of --sync-every. Default: 3 times
         /// --sync-every.
@@ -342,7 +343,7 @@ settings! {
         /// run of members with a single pipeline (farflung host --stages). After a loss, the members go back to
         /// the newest step of which all parts were copied. 0 sends no copies.
         copy_share: f64, "X", 0.1;
-        /// Outer learning rate of DiLoCo.
+        /// Outer learning rate of diloco, streaming, noloco, eager, async, decoupled and halos.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one. Other defaults: 0.5 for noloco and async, 0.3 for
         /// decoupled, 0 for eager.
@@ -540,7 +541,8 @@ settings! {
         check_every: u64, "STEPS", 50u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
-        /// Number of checkpoints to keep; 0 keeps all.
+        /// Number of checkpoints to keep; 0 keeps all. With 1, two are kept, because a rank may fail while it
+        /// writes the newest.
         keep_last: usize, "N", 2usize => "each rank has its own checkpoints";
         /// Compress checkpoints with zstd.
         compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";

@@ -1,7 +1,7 @@
 //! Finds the known name that is spelled most like a given one.
 
 /// Returns the known name with the smallest edit distance to `given`; on a tie, the one with the most similar
-/// length. `None` if more than a third of `given` differs.
+/// length. `None` if the distance is above a third of the length of `given`, rounded up.
 pub(crate) fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let names = known.into_iter().map(|name| (edits(given, name), name.len().abs_diff(given.len()), name));
     let (distance, _, name) = names.min()?;

@@ -43,7 +43,8 @@ impl TrainConfig {
     }
 
     /// Sets the numbers of stages and workers to the number of ranks in `pools`, unless other numbers were
-    /// given: a run with pools is one pipeline in which each rank counts as a stage.
+    /// given: a run with pools is one pipeline in which each rank counts as a stage. `stages` may be given as
+    /// the number of pools; it is replaced, too.
     pub(super) fn take_pools(&mut self) {
         let Some(Numbers(sizes)) = &self.pools else { return };
         let (stages, ranks) =

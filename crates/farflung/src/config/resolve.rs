@@ -42,8 +42,9 @@ impl TrainConfig {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// Returns all settings as a TOML file, which [`TrainConfig::read`] reads back unchanged. Settings that
-    /// were not given are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
+    /// Returns all settings as a TOML file, which [`TrainConfig::read`] reads back unchanged. Those that a plan
+    /// decides are left out. Settings that were not given are marked with [`BY_DEFAULT`], so that they do not
+    /// count as given when the file is read.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();

@@ -24,7 +24,7 @@ pub struct NamedValue {
 }
 
 impl NamedValue {
-    /// Makes a fact from a name and a value.
+    /// Makes a named value; `value` is stored as text.
     #[expect(clippy::needless_pass_by_value, reason = "takes values and references alike")]
     pub fn new(name: impl Into<String>, value: impl ToString) -> Self {
         Self { name: name.into(), value: value.to_string() }
@@ -60,10 +60,13 @@ impl TrainConfig {
     #[must_use]
     pub fn shared(&self) -> Vec<NamedValue> {
         let all = self.entries().into_iter().flat_map(|(_, entries)| entries);
-        let fact = |(name, value): (&str, Option<toml::Value>)| {
+        let named_value = |(name, value): (&str, Option<toml::Value>)| {
             NamedValue::new(dashed(name), value.map_or_else(|| "none".to_owned(), |value| value.to_string()))
         };
-        all.filter(|(name, _)| !self.is_decided(name)).map(fact).filter(|fact| !is_own(&fact.name)).collect()
+        all.filter(|(name, _)| !self.is_decided(name))
+            .map(named_value)
+            .filter(|value| !is_own(&value.name))
+            .collect()
     }
 }
 
@@ -77,12 +80,12 @@ mod tests {
         let shared = config.shared();
         for key in TrainArgs::KEYS {
             let name = dashed(key);
-            assert_ne!(shared.iter().any(|fact| fact.name == name), is_own(&name), "{name}");
+            assert_ne!(shared.iter().any(|value| value.name == name), is_own(&name), "{name}");
         }
         assert!(TrainArgs::PER_RANK.iter().all(|own| !own.why.is_empty()));
         // Settings that decide the result must be the same on all ranks.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
-            assert!(shared.iter().any(|fact| fact.name == name), "{name}");
+            assert!(shared.iter().any(|value| value.name == name), "{name}");
         }
     }
 
@@ -90,7 +93,7 @@ mod tests {
     fn what_a_plan_decides_is_left_out_where_there_is_one() {
         let config = TrainConfig { plan: Some("plan.toml".into()), ..TrainConfig::default() };
         let shared = config.shared();
-        assert!(shared.iter().all(|fact| !is_planned(&fact.name)));
-        assert!(shared.iter().any(|fact| fact.name == "lr"));
+        assert!(shared.iter().all(|value| !is_planned(&value.name)));
+        assert!(shared.iter().any(|value| value.name == "lr"));
     }
 }

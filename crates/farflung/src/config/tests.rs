@@ -149,3 +149,14 @@ fn the_transport_follows_the_number_of_processes() {
     assert_eq!(memory.transport_for(1).unwrap(), TransportName::of(&MEMORY));
     assert!(memory.transport_for(2).unwrap_err().to_string().contains("2 processes"));
 }
+
+#[test]
+fn the_help_of_the_outer_rate_names_the_methods_that_use_it() {
+    let command = <TrainArgs as clap::Args>::augment_args(clap::Command::new("train"));
+    let flag = command.get_arguments().find(|flag| flag.get_long() == Some("outer-lr")).unwrap();
+    let help = flag.get_help().unwrap().to_string();
+    let words: Vec<_> = help.split([' ', ',', '.']).collect();
+    for row in SyncKind::all() {
+        assert_eq!(words.contains(&row.name), row.reads.contains(&"outer-lr"), "{}: {help}", row.name);
+    }
+}

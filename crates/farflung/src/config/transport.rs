@@ -15,7 +15,7 @@ impl TrainConfig {
     /// Returns the transport of a job with this number of processes; resolves [`TransportKind::Auto`].
     ///
     /// Errors: [`Error::Setting`] for a transport between threads in a job of several processes, and for one
-    /// between processes if all workers are in one process.
+    /// between processes if several workers are in one process.
     pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
         let several = processes > 1;
         let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);

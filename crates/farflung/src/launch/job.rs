@@ -111,7 +111,7 @@ fn end_with_parent(command: &mut Command) {
     }
 }
 
-/// Other systems have no such call: there, ranks end when they lose a peer after their launcher's end.
+/// Other systems have no such call: there, ranks whose launcher was killed run on until they lose a peer.
 #[cfg(not(target_os = "linux"))]
 fn end_with_parent(_: &mut Command) {}
 
@@ -138,7 +138,7 @@ impl Job {
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
         // The child gets a process group of its own. A terminal's Ctrl-C goes to the whole group of the
-        // launcher; the child would then get each signal twice, and a second signal kills it.
+        // launcher; the child would then get the signal from the terminal and again from the launcher.
         let mut child = command.process_group(0).stderr(Stdio::piped()).spawn()?;
         let listens = child.stdin.take();
         let by = whose.clone();
@@ -211,7 +211,7 @@ impl Job {
             Signal::Terminate => SystemSignal::TERM,
             Signal::Hangup => SystemSignal::HUP,
         });
-        // A stopped process would neither save nor end.
+        // A suspended process would neither save nor end, so SIGCONT resumes it.
         self.signal(SystemSignal::CONT);
     }
 

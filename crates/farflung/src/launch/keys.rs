@@ -1,5 +1,5 @@
 //! Keys for the processes of a job on this machine, and a ticket for all of them, as needed to meet over QUIC.
-//! They are in a folder that is removed at the end of the job.
+//! The keys are in a folder that is removed at the end of the job.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;

@@ -46,7 +46,7 @@ pub struct Remote {
 impl Remote {
     /// Runs this program with `args` once per rank and waits for all of them, as
     /// [`Launch::run`](super::Launch::run) does. `variables` are this process's environment variables; those of
-    /// farflung are passed on.
+    /// farflung and `RUST_LOG` are passed on.
     ///
     /// Errors: [`Error::OnHost`] with the machine whose failure ended the job, [`Error::Ssh`] for one that
     /// cannot be reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than

@@ -31,6 +31,8 @@ pub struct Served {
 #[derive(Debug)]
 struct Numbers {
     registry: Registry,
+    /// The rank of the last observation, as a label; 0 before the first one.
+    rank: String,
     gauges: GaugeVec,
     seconds: CounterVec,
     tokens: CounterVec,
@@ -120,13 +122,15 @@ impl Numbers {
                 &["rank", "op", "algorithm", "peer"],
             )?,
             registry: registry.clone(),
+            rank: "0".to_owned(),
         };
         Ok(numbers)
     }
 
-    fn observe(&self, seen: &Observation<'_>) {
+    fn observe(&mut self, seen: &Observation<'_>) {
         let times = seen.times;
         let rank = times.rank.to_string();
+        self.rank.clone_from(&rank);
         let now = |what: &str, value: f64| self.gauges.with_label_values(&[&rank, what]).set(value);
         now("step", times.step as f64);
         now("learning_rate", seen.lr);
@@ -170,8 +174,9 @@ impl Numbers {
     }
 
     fn record_row(&self, row: &StepMetrics) {
-        // Only rank 0 has rows.
-        let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
+        // A row has losses of the whole run, but each member of `farflung host` writes one, so it is labelled
+        // with the rank that wrote it.
+        let now = |what: &str, value: f64| self.gauges.with_label_values(&[&self.rank[..], what]).set(value);
         now("train_loss", row.train_loss);
         row.val_loss.into_iter().for_each(|loss| now("val_loss", loss));
     }
@@ -257,8 +262,8 @@ impl Observer for Served {
     }
 }
 
-/// Returns whether a request names this machine. A page of another site can make its own name resolve to this
-/// machine.
+/// Returns whether a request's `Host` is `localhost` or an IP address. A page of another site can make its own
+/// name resolve to this machine (DNS rebinding); its requests have that name as `Host`.
 fn names_this_machine(host: Option<&[u8]>) -> bool {
     let Some(host) = host.and_then(|host| Authority::try_from(host).ok()) else { return false };
     let host = host.host().trim_matches(['[', ']']);
@@ -275,5 +280,32 @@ async fn answer(State(site): State<Site>, request: Request) -> Response {
     match encoder.encode(&site.registry.gather(), &mut text) {
         Ok(()) => ([(header::CONTENT_TYPE, encoder.format_type().to_owned())], text).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::StepTimes;
+
+    #[test]
+    fn losses_have_the_rank_that_wrote_them() {
+        let mut numbers = Numbers::new().unwrap();
+        let times = StepTimes { rank: 2, ..StepTimes::default() };
+        numbers.observe(&Observation {
+            times: &times,
+            bytes_received: 0,
+            tokens: 0,
+            tokens_per_s: 0.0,
+            lr: 0.0,
+            peers: &[],
+            operations: &[],
+        });
+        numbers.record_row(&StepMetrics { train_loss: 2.5, ..StepMetrics::default() });
+        let mut text = Vec::new();
+        TextEncoder::new().encode(&numbers.registry.gather(), &mut text).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.contains("farflung_now{rank=\"2\",what=\"train_loss\"} 2.5"), "{text}");
+        assert!(!text.contains("rank=\"0\""), "{text}");
     }
 }

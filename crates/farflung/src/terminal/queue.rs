@@ -93,7 +93,7 @@ impl Shared {
 }
 
 impl Queue {
-    /// Starts to write to `to`. If the system cannot start a thread, all texts are dropped.
+    /// Starts to write to `to`. If the system cannot start a thread, nothing is ever written.
     pub(super) fn new(to: impl Write + Send + 'static) -> Self {
         let shared = Arc::new(Shared::default());
         let own = Arc::clone(&shared);

@@ -1,7 +1,7 @@
 //! Finds the fastest plan for given machines: makes plans of several kinds (see [`PlanKind`]), and simulates
 //! them.
 
-mod asked;
+mod plan_request;
 mod candidate;
 mod cost;
 mod improve;
@@ -23,6 +23,8 @@ pub use what_if::{Factor, FileChange, renamed};
 use farflung_parallel::{Cluster, ParallelError};
 use farflung_zoo::GptConfig;
 
+use plan_request::PlanRequest;
+
 use super::chain::PipelineSizes;
 use crate::{Error, Result};
 
@@ -43,12 +45,12 @@ pub fn auto(
     sizes: PipelineSizes,
     wanted: Wanted,
 ) -> Result<Ranking> {
-    let asked = asked::PlanRequest { name, model, cluster, sizes };
+    let request = PlanRequest { name, model, cluster, sizes };
     let mut drafts = Vec::new();
-    let pipelines = asked.pipelines(&mut drafts);
-    asked.data(&mut drafts)?;
-    asked.both(&mut drafts)?;
-    asked.dapple(&mut drafts)?;
+    let pipelines = request.pipelines(&mut drafts);
+    request.data(&mut drafts)?;
+    request.both(&mut drafts)?;
+    request.dapple(&mut drafts)?;
     if drafts.is_empty() {
         pipelines?;
         return Err(ParallelError::NoDevices.into());

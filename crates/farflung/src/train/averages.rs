@@ -39,8 +39,8 @@ pub(super) fn packs(level: &Level) -> bool {
     level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
 }
 
-/// Returns the algorithm for the few values that no codec encodes: a ring in place of all-gather, and in place
-/// of direct if the level has a codec; else the level's own algorithm.
+/// Returns the algorithm for values that no codec encodes, such as votes: a ring in place of all-gather, and in
+/// place of direct if the level has a codec; else the level's own algorithm.
 pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     match level.algorithm {
         Algorithm::AllGather => Algorithm::Ring,

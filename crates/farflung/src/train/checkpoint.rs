@@ -99,7 +99,7 @@ const TRAINER: &str = "trainer.json";
 const SETTINGS: &str = "settings.toml";
 const PLAN: &str = "plan.toml";
 
-/// Number of steps done, and of the events that are counted separately.
+/// Numbers of steps, outer steps and rounds of averages done.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Counters {
     pub(super) step: u64,
@@ -119,8 +119,8 @@ fn write(
     write_tensors_to(out, &views, metadata)
 }
 
-/// Saves this rank's checkpoint and returns its path. All ranks must call it after the same step, when replicas
-/// have the same parameters. No rank makes its checkpoint the newest before all have written theirs.
+/// Saves this rank's checkpoint and returns its path. All ranks must call it after the same step. No rank makes
+/// its checkpoint the newest before all have written theirs.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.wait_in_flight()?;
     save_without(trainer, job, run, totals, &[])
@@ -212,8 +212,8 @@ pub(super) struct Resumed {
     pub(super) base: PlanStart,
 }
 
-/// Finds the newest step that every rank has, and restores it. `None` if the run starts at step 0. A
-/// collective.
+/// Finds the checkpoint that `--resume` selects (for `auto`, the newest step that every rank has), and restores
+/// it. `None` if the run starts at step 0. A collective.
 ///
 /// Errors: the same on all ranks.
 pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {

@@ -31,7 +31,7 @@ struct Choices {
     levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
     optimizer: &'static LocalMethod,
-    /// The schedule; `None` without stages.
+    /// The schedule. `None` without stages, and for a schedule file whose plan is not made yet.
     schedule: Option<Order>,
     /// Codecs of boundaries, forward.
     forward: Vec<LinkSpec>,

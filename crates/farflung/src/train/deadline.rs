@@ -11,7 +11,7 @@ use super::job::Job;
 use crate::config::choice::TransportName;
 use crate::{Error, Result};
 
-/// An operation of every step, and a lower bound of its time.
+/// An operation of a run's steps, and a lower bound of its time.
 struct Slowest {
     what: String,
     time: Nanos,

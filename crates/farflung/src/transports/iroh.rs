@@ -41,10 +41,12 @@ impl Reach {
         }
     }
 
-    /// Opens the networks over which a member connects. `known` is the addresses of the ticket, of which relays
-    /// are used as well. With `auto`, QUIC is used if there are relays, or addresses of QUIC, among them.
+    /// Opens the networks over which a member connects. `known` are the addresses of members; relays among them
+    /// are used, too. With `auto`, QUIC is used if this process has relays, or if relays or addresses of QUIC
+    /// are among `known`.
     ///
-    /// Errors: a port in use or a wrong address; without the feature `iroh`, if only QUIC can be used.
+    /// Errors: a port in use or a wrong address; transport tcp if `known` has no address of TCP; without the
+    /// feature `iroh`, transport iroh, relays of this process, or if `known` has only addresses of QUIC.
     pub fn open(&self, gate: GateConfig, known: &[String]) -> Result<GateConfig> {
         if !self.over_quic(known) {
             if self.transport != TransportKind::Auto

@@ -71,8 +71,9 @@ pub(super) fn meet(meeting: &JoinSettings, sockets: bool) -> Result<Communicator
     Ok(Communicator::new(end).with_deadline(*deadline))
 }
 
-/// Returns the UDP address at which a process listens, if rank 0 has this address: rank 0 at the same port, all
-/// on the loopback only if rank 0 is there.
+/// Returns the UDP address at which a process listens. `first` is the address of rank 0. Rank 0 takes its port,
+/// other ranks any port. The IP address is the loopback if rank 0 has that, else the unspecified one. `None` if
+/// there is no address, or if it cannot be resolved.
 #[cfg(feature = "iroh")]
 fn over_udp(first: Option<&String>, is_host: bool) -> Option<String> {
     use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};

@@ -11,7 +11,7 @@ pub const MPI: TransportMethod = TransportMethod {
     ends: Connects::Processes(|meeting| meet(meeting, MPI.name)),
 };
 
-/// The same with MPI's own collectives, as far as it has them.
+/// [`MPI`], but with MPI's own all-reduce, reduce-scatter, all-gather and broadcast.
 pub const MPI_NATIVE: TransportMethod = TransportMethod {
     name: "mpi-native",
     summary: "like mpi, with MPI's own all-reduce, reduce-scatter, all-gather and broadcast: bits may differ \
@@ -20,8 +20,8 @@ pub const MPI_NATIVE: TransportMethod = TransportMethod {
     ..MPI
 };
 
-/// Environment variables of MPI launchers; each launcher sets one of them: OpenMPI's `mpirun`, PMI (MPICH,
-/// Intel MPI, Slurm's `srun --mpi=pmi2`), and `PMIx`.
+/// Environment variables of MPI launchers; each launcher sets at least one of them: OpenMPI's `mpirun`, PMI
+/// (MPICH, Intel MPI, Slurm's `srun --mpi=pmi2`), and `PMIx`.
 #[cfg(feature = "mpi")]
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 

@@ -194,7 +194,8 @@ fn last_part(path: &str) -> &str {
     path.rsplit(['/', '\\']).next().unwrap_or(path)
 }
 
-/// Returns at most [`LONGEST`] characters of a text, with control characters replaced by spaces.
+/// Returns at most [`LONGEST`] characters of a text, with control characters replaced by spaces. A text that
+/// was cut ends with `…`.
 pub(super) fn cut(text: &str) -> String {
     let plain = |c: char| if c.is_control() { ' ' } else { c };
     let mut short: String = text.chars().take(LONGEST).map(plain).collect();

@@ -210,14 +210,14 @@ impl State {
 
     /// Takes the status that a member reported, or the reason why no member answered.
     pub fn asked(&mut self, answer: Result<Option<Status>, String>) {
-        const TICKET: &str = "--ticket-file";
+        const MEMBERS: &str = "members";
         self.version += 1;
-        self.problems.remove(TICKET);
+        self.problems.remove(MEMBERS);
         match answer {
             Ok(status) => self.who.status = status,
             Err(what) => {
                 self.who.status = None;
-                self.problem(TICKET, &what, |_| ());
+                self.problem(MEMBERS, &what, |_| ());
             }
         }
     }
@@ -241,17 +241,18 @@ impl State {
         if [row.time_s, row.wall_s].iter().any(|time| !(0.0..1e12).contains(time)) {
             return Err("its times are negative or too large".to_owned());
         }
-        let mark = RateSample::of(&row);
+        let sample = RateSample::of(&row);
         while self.recent.back().is_some_and(|last| last.step >= row.step) {
             self.recent.pop_back();
         }
         if self.latest.is_none() {
-            // A member that joined later did not train the tokens and time before its first step.
-            self.base = if row.step == 1 { RateSample::default() } else { mark };
+            // If this is the folder of a member that joined later, the run's tokens and time before its first
+            // step do not count.
+            self.base = if row.step == 1 { RateSample::default() } else { sample };
             self.recent.push_back(self.base);
         }
         if self.recent.back().is_none_or(|last| last.step < row.step) {
-            self.recent.push_back(mark);
+            self.recent.push_back(sample);
         }
         if self.recent.len() > RECENT + 1 {
             self.recent.pop_front();

@@ -79,7 +79,7 @@ impl Timeline {
             };
             StepFacts { step, ranks: told.values().map(time).collect() }
         };
-        // Some ranks have not reported the newest step yet.
+        // If fewer ranks have reported the newest step than the step before, the newest one is left out.
         let counts = self.steps.values().rev().map(BTreeMap::len).take(2).collect::<Vec<_>>();
         let half_told = matches!(counts[..], [newest, before] if newest < before);
         self.steps.iter().take(self.steps.len() - usize::from(half_told)).map(facts).collect()

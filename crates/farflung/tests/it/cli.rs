@@ -25,6 +25,25 @@ fn help_has_an_example_and_the_exit_codes() {
 }
 
 #[test]
+fn help_lists_only_flags_that_the_command_uses() {
+    for (command, flag, listed) in [
+        ("train", "--workers <N>", true),
+        ("host", "--workers <N>", false),
+        ("net bench", "--peers <FILE>", true),
+        ("net probe", "--rank <N>", true),
+        ("net probe", "--secret-file <FILE>", true),
+        ("net relay", "--peers <FILE>", false),
+        ("net relay", "--rank <N>", false),
+        ("net relay", "--secret-file <FILE>", false),
+    ] {
+        let args: Vec<_> = command.split(' ').chain(["--help"]).collect();
+        let help = farflung(&args);
+        assert!(help.status.success(), "{help:?}");
+        assert_eq!(text(&help.stdout).contains(flag), listed, "{command} {flag}");
+    }
+}
+
+#[test]
 fn wrong_usage_is_exit_code_2_on_stderr() {
     for args in [
         &["fly"][..],

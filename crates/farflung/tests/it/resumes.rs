@@ -141,7 +141,7 @@ fn a_rank_whose_folder_is_lost_takes_its_state_from_another() {
         let said = done(&run, ranks, &format!("--steps 6 {saves} --resume auto {args}"));
         for rank in lost {
             let note = format!(
-                "rank {rank} had lost its checkpoint: it received the weights and optimizer state of step 4"
+                "rank {rank} has no good checkpoint of step 4: it received the weights and optimizer state"
             );
             assert_eq!(said.matches(&note).count(), 1, "{args}: {said}");
         }
@@ -172,7 +172,10 @@ fn a_lost_folder_with_residuals_and_masks_trains_on() {
         }
     }
     let said = done(&run, 3, &format!("--steps 8 --resume auto {args}"));
-    assert!(said.contains("rank 2 had lost its checkpoint") && said.contains("resumed at step 6"), "{said}");
+    assert!(
+        said.contains("rank 2 has no good checkpoint of step 6") && said.contains("resumed at step 6"),
+        "{said}"
+    );
 }
 
 #[test]

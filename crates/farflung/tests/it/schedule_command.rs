@@ -106,6 +106,8 @@ fn what_makes_no_sense_is_refused_with_the_flag() {
         ("compare -p 0", "at least 1"),
         ("compare --chunks 2", "with `compare`"),
         ("compare --mu 2", "with `compare`"),
+        ("compare --pools 1,2", "`pools` is 1,2, expected no value (each stage has one rank) with `compare`"),
+        ("compare --pools 1,2 --pool-rates 1,2,1", "with `compare`"),
         ("compare --reduce 2", "with `compare`"),
         ("compare --gather 2", "with `compare`"),
         ("compare --offload 2", "with `compare`"),

@@ -174,7 +174,7 @@ impl ChurnCommand {
     }
 }
 
-/// Returns checkpoints at Daly's interval, if the loss of any machine ends the job.
+/// Returns a job that saves at Daly's interval, and that the loss of any machine ends.
 pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nanos) -> CheckpointedJob {
     let between = mtbf.as_secs_f64() / f64::from(machines.max(1));
     let (save, restart) = (save.as_secs_f64(), restart.as_secs_f64());

@@ -1,4 +1,5 @@
-//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on the paper's five networks or on those of a file.
+//! `farflung plan dtfm`: DT-FM's placement of GPT-3 XL, on one of the paper's five networks or on that of a
+//! file.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -139,8 +140,8 @@ impl DtfmCommand {
         }
     }
 
-    /// Returns layouts, the one of least cost first; how many were evaluated; and whether the first is proven
-    /// to be the best.
+    /// Returns layouts, first the one of least cost that the chosen method found; how many were evaluated; and
+    /// whether the first is proven to be the best. A search also returns the layouts by the file's order.
     fn layouts(&self, costs: &PairCosts) -> Result<(Vec<Layout>, u64, bool)> {
         let of = |groups: Vec<Vec<Rank>>| Ok((vec![Layout::of_groups(&groups, costs)?], 1, false));
         let found = match self.layout {

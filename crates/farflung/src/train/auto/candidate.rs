@@ -64,7 +64,7 @@ pub struct Candidate {
     pub compute: Nanos,
     /// Peak memory of each rank.
     pub held: Vec<StepMemory>,
-    /// Whether the plan is the one that Megatron would use: equal shares, machines in the file's order, 1F1B.
+    /// Whether the plan is one that Megatron could use: equal shares, machines in the file's order, 1F1B.
     pub is_baseline: bool,
 }
 

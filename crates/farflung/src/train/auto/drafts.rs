@@ -12,8 +12,8 @@ use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainSt
 use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
 
-use super::asked::PlanRequest;
 use super::candidate::{Draft, PlanKind, rank_memory};
+use super::plan_request::PlanRequest;
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
 use crate::train::chain::{chain, machines, pipeline_plan};
@@ -92,7 +92,7 @@ impl PlanRequest<'_> {
         Ok(())
     }
 
-    /// Adds drafts of a plan, one for each schedule that supports its sizes.
+    /// Adds drafts of a plan, one for each schedule that supports its sizes and fits into memory.
     fn schedules(&self, kind: PlanKind, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
         for &method in methods {
@@ -117,7 +117,7 @@ impl PlanRequest<'_> {
     }
 
     /// Returns the orders of machines that are tried: the file's order, and the shortest path by the time of a
-    /// microbatch's hidden states between two machines.
+    /// microbatch's hidden states between two machines, in both directions.
     fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
         let topology = self.cluster.topology()?;
         let size = topology.size();
@@ -175,7 +175,8 @@ impl PlanRequest<'_> {
         bottleneck_ring(&costs, n).ranks.into_iter().map(|i| machines[i]).collect()
     }
 
-    /// Drafts several pipelines, for every number of stages that divides the number of machines.
+    /// Drafts several pipelines, for every number of stages up to [`STAGES`] that divides the number of
+    /// machines.
     pub(super) fn both(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let topology = self.cluster.topology()?;
         for pool in self.pools() {
@@ -199,7 +200,8 @@ impl PlanRequest<'_> {
             gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
             activations: Bytes(self.hidden().0 * u64::from(each)),
         };
-        // Links that take more than an hour are not considered.
+        // A pair of machines without bandwidth, or that needs more than 73 minutes, is an error here: then no
+        // placement is drafted.
         let Ok(costs) = PairCosts::new(&topology.among(&pool.machines), stages, workload) else {
             return Ok(());
         };
@@ -358,7 +360,8 @@ impl PlanRequest<'_> {
         self.pipeline(what, row, &planned, drafts)
     }
 
-    /// Drafts the plans of DAPPLE's planner for every number of copies of a stage.
+    /// Drafts the plans of DAPPLE's planner, for every number of copies of a stage that divides the number of
+    /// machines, up to the number of microbatches.
     pub(super) fn dapple(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let all = self.cluster.size() as u32;
         for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {

@@ -17,8 +17,8 @@ use farflung_parallel::planner::uneven::ChainStage;
 use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;
 
-use super::asked::PlanRequest;
 use super::candidate::Candidate;
+use super::plan_request::PlanRequest;
 use super::ranking::{Wanted, ranked};
 use crate::train::chain::PipelineSizes;
 use crate::{Error, Result};
@@ -37,7 +37,7 @@ pub struct Instance<'a> {
     /// Size of a step.
     pub sizes: PipelineSizes,
     /// Whether to choose only plans that the trainer can run: no tensor ranks, and equally many copies of each
-    /// stage.
+    /// stage. PipeDream ignores this.
     pub runnable: bool,
 }
 
@@ -174,10 +174,10 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
         return not_built("microbatches that copies share; ask for as many as there are copies");
     }
     let Instance { name: model_name, model, cluster, sizes, .. } = *instance;
-    let asked = PlanRequest { name: model_name, model, cluster, sizes };
+    let request = PlanRequest { name: model_name, model, cluster, sizes };
     let rows = rows(stages, replicas);
     let mut drafts = Vec::new();
-    asked.rows(name, &rows, &chain_stages(stages), &mut drafts)?;
+    request.rows(name, &rows, &chain_stages(stages), &mut drafts)?;
     if drafts.is_empty() {
         return not_built("a schedule for these stages");
     }

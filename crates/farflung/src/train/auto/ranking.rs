@@ -198,7 +198,7 @@ fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<Para
 
 #[cfg(test)]
 mod tests {
-    use super::super::asked::PlanRequest;
+    use super::super::plan_request::PlanRequest;
     use super::*;
     use crate::train::PipelineSizes;
 
@@ -206,12 +206,12 @@ mod tests {
 
     fn drafts(cluster: &Cluster, model: &GptConfig) -> Vec<Draft> {
         let sizes = PipelineSizes { batch: 1, microbatches: 4 };
-        let asked = PlanRequest { name: "small", model, cluster, sizes };
+        let request = PlanRequest { name: "small", model, cluster, sizes };
         let mut drafts = Vec::new();
-        asked.pipelines(&mut drafts).unwrap();
-        asked.data(&mut drafts).unwrap();
-        asked.both(&mut drafts).unwrap();
-        asked.dapple(&mut drafts).unwrap();
+        request.pipelines(&mut drafts).unwrap();
+        request.data(&mut drafts).unwrap();
+        request.both(&mut drafts).unwrap();
+        request.dapple(&mut drafts).unwrap();
         drafts
     }
 

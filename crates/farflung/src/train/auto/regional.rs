@@ -28,7 +28,7 @@ pub struct ByRegion {
 pub struct RegionalCandidate {
     /// The pipelines and their predicted time.
     pub found: RegionalPlan,
-    /// Whether stages keep only their input and run forward again.
+    /// Whether each layer keeps only its input for a microbatch, and is recomputed.
     pub is_recomputed: bool,
     /// Memory of the rank that holds the most.
     pub held: Bytes,

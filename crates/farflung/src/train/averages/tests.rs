@@ -158,7 +158,7 @@ fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
     }
     let unless_told = Level { codec: "powersgd:2".to_owned(), ..Level::default() };
     assert_eq!(refusal(&unless_told), None);
-    // The report does not predict other codecs, and its bytes are those of PowerSGD's factors.
+    // Only a protocol has exchanges. Those of PowerSGD are its factors, which have few values.
     let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
     let exchanges = |codec| {
         let job = run(codec);

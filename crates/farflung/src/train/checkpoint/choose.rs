@@ -24,7 +24,7 @@ pub(super) struct Chosen {
 /// A rank's newest checkpoint of the parts that it holds now.
 enum OwnCheckpoint {
     There(Checkpoint),
-    /// The rank has no checkpoint yet, although the run has begun in its folder.
+    /// The run has begun in the rank's folder, but the rank has no checkpoint of its current parts.
     NotYet,
     /// The rank has no folder, or no valid checkpoint in it.
     Lost(Option<Error>),

@@ -1,5 +1,6 @@
-//! Compares a checkpoint with the run that continues from it: differences in the model are errors, differences
-//! in the training are reported.
+//! Compares a checkpoint with the run that continues from it. Differences in the model, the seed, the data, the
+//! sequences of a step, or the method of synchronisation are errors. A different codec is one, too, unless the
+//! number of ranks has changed. Other differences in settings are reported.
 
 use farflung_comm::Communicator;
 

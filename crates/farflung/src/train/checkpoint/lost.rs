@@ -63,8 +63,8 @@ pub(super) fn share(
     let received = transfer(comm, &pairs, mine.as_ref())?;
     let note = |Pair { to, from }: &Pair| {
         format!(
-            "rank {} had lost its checkpoint: it received the weights and optimizer state of step {step} \
-             from rank {}, and starts without residuals of the codec",
+            "rank {} has no good checkpoint of step {step}: it received the weights and optimizer state from \
+             rank {}, and starts without residuals of the codec",
             to.0, from.0
         )
     };
@@ -77,8 +77,8 @@ pub(super) fn share(
     Ok(Some(Shared { files, notes, residuals }))
 }
 
-/// Sends the copies in pieces, one piece of each at a time. All ranks take part, so that no rank waits longer
-/// than for one piece.
+/// Sends the copies in pieces. In each round, each copy advances by one piece and all ranks meet at a barrier,
+/// so that no wait is longer than a round.
 fn transfer(comm: &Communicator, pairs: &[Pair], mine: Option<&Files>) -> Result<Option<Files>> {
     let me = comm.rank();
     let sends = pairs.iter().any(|pair| pair.from == me);

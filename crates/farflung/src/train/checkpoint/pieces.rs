@@ -21,7 +21,7 @@ pub(in super::super) struct Saved {
 }
 
 /// Reads the checkpoint that one member of a run with pipelines has saved. `None` if its model, seed, method or
-/// data is not that of `job`.
+/// data is not that of `job`, or if no such member saved it.
 ///
 /// Errors: a damaged checkpoint.
 pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {

@@ -1,5 +1,5 @@
-//! The content of checkpoints: one rank's own, or those of all ranks of a run that divided the model
-//! differently.
+//! The content of checkpoints: one rank's own, a copy of another rank's, or those of all ranks of a run that
+//! divided the model differently.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ impl Files {
         })
     }
 
-    /// Encodes the files for another rank: each part preceded by its length.
+    /// Encodes the files, except the samples, for another rank: each part preceded by its length.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let record = serde_json::to_vec(&self.record).expect("numbers and names can be written as JSON");
         let path = self.path.display().to_string();
@@ -98,7 +98,7 @@ pub(in super::super) enum Residuals {
 
 /// Weights and states by their names.
 pub(in super::super) struct Source {
-    /// The counters of rank 0, or of this rank.
+    /// The counters of the first checkpoint.
     pub(super) record: CheckpointRecord,
     pub(in super::super) residuals: Residuals,
     path: PathBuf,
@@ -197,7 +197,7 @@ impl Source {
         self.states.get(name).map(Vec::as_slice)
     }
 
-    /// Returns the loss scale.
+    /// Returns the state of the loss scale; empty if the checkpoint has none.
     pub(super) fn loss_scale(&self) -> &[f32] {
         self.state(LOSS_SCALE).unwrap_or_default()
     }

@@ -17,7 +17,8 @@ use crate::transports::{IROH, MPI, MPI_NATIVE};
 pub struct Axis {
     /// The setting, as in `--name`.
     pub name: &'static str,
-    /// The axis's values, the default first; for codecs one of each method, with numbers filled in.
+    /// The axis's values; rules about other axes are checked with the first one. For codecs one of each method,
+    /// with numbers filled in.
     pub values: fn() -> Vec<String>,
     /// Sets the axis to one of these values.
     pub set: fn(&mut TrainConfig, &str),
@@ -145,8 +146,8 @@ pub const AXES: &[Axis] = &[
     },
 ];
 
-/// Returns the settings in which pairs are checked: the default value of each axis, in a pipeline of two
-/// stages.
+/// Returns the settings in which pairs are checked: the first value of each axis (no codec and no clipping, for
+/// example), in a pipeline of two stages.
 pub(super) fn base() -> TrainConfig {
     let mut config = TrainConfig { stages: 2, ..TrainConfig::default() };
     for axis in AXES.iter().filter(|axis| axis.name != "schedule") {

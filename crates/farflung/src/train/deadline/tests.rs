@@ -140,7 +140,7 @@ fn what_is_refused_would_not_have_worked_in_a_pipeline() {
 fn a_run_that_works_over_a_slow_link_is_not_refused() {
     let folder = tempfile::tempdir().unwrap();
     let base = config(&folder);
-    // A bucket takes seconds here, and a step has several of them.
+    // The average of a step takes seconds here.
     let slow = TrainConfig { link: link("20kbit,1s"), codec: "int8".parse().unwrap(), ..base };
     let job = job(&slow, slow.deadline);
     check(&job, TransportName::of(&SIMULATED)).unwrap();

@@ -95,7 +95,8 @@ impl<'a> DryRun<'a> {
 
     /// Returns the bytes of messages between stages in the host's memory.
     pub(super) const fn messages(&self) -> u64 {
-        // One message being sent and one being received, as numbers and as bytes.
+        // One message that is being sent or received, as numbers and as bytes. Messages that are in flight are
+        // buffered by the transport and are not counted.
         2 * self.message
     }
 
@@ -243,7 +244,7 @@ impl<'a> DryRun<'a> {
     }
 }
 
-/// Returns the bytes of a flat f32 buffer.
+/// Returns the bytes of a flat f32 buffer: whole pages of 4096 bytes, at least one.
 fn buffer(elements: usize) -> u64 {
     ((elements * size_of::<f32>()).max(1) as u64).next_multiple_of(4096)
 }

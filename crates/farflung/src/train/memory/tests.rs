@@ -43,7 +43,7 @@ fn job(mut config: TrainConfig) -> Job {
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 
-/// Returns the bytes that each rank's device holds after two steps.
+/// Returns the most bytes that each rank's device held during two steps.
 fn measured(job: &Job) -> Vec<u64> {
     std::thread::scope(|scope| {
         let held = |connection: crate::train::WorkerConnection| {
@@ -80,7 +80,7 @@ fn buffers_are_predicted_to_the_byte() {
     ];
     configs.extend(METHODS.iter().map(|method| TrainConfig {
         optimizer: OptimizerKind::of(method),
-        // The only method of synchronisation that works with its optimizer alone.
+        // zero-one-adam needs its own method of synchronisation; every other optimizer works with DDP.
         sync: SyncKind::of(if method.name == "zero-one-adam" { &ZERO_ONE } else { &DDP }),
         ..one()
     }));

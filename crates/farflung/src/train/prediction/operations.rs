@@ -25,7 +25,7 @@ use crate::train::tied::TiedGroup;
 pub(super) enum Key {
     /// A message between two stages of a replica.
     Message(u32, Message),
-    /// The average of a part's bucket, in an update.
+    /// An exchange of the average of a part's bucket, in an update.
     Bucket { part: u32, update: u32, bucket: usize, exchange: usize },
     /// The sum of the gradients of a replica's token table.
     Table { replica: u32, round: u32 },
@@ -35,7 +35,7 @@ pub(super) enum Key {
     Vote(Option<u32>),
     /// The vote on whether replicas can synchronise.
     Refusals,
-    /// The exchange of the losses of all replicas' steps.
+    /// The exchange of the losses of all replicas' steps since the last average.
     Window,
 }
 

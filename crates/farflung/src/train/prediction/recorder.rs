@@ -153,8 +153,8 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         }
     }
 
-    /// Records a whole backward pass. If one part is the whole model, the step's last backward starts the
-    /// average of each bucket as it becomes final.
+    /// Records a whole backward pass. If one part is the whole model and averages overlap with it, the step's
+    /// last backward pass starts the average of each bucket when the bucket is final.
     fn whole_backward(&mut self, action: Action) -> Result<()> {
         let (stage, cost) = (action.stage, self.cost(action));
         if self.placement().depth() > 1 {

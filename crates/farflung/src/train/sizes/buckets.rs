@@ -29,8 +29,8 @@ pub(in crate::train) fn averaging(
     let holders = holders.max(1) as u128;
     let share = model / holders;
     let Some(packs) = codec.codec().filter(|_| !codec.is_plain()) else {
-        // The shards of two buckets are in flight to all others. Measured: up to three if ranks are not in
-        // step.
+        // The shards of two buckets are in flight to all others. Measured: up to three buckets if some ranks
+        // are ahead of others.
         let messages = model.min(2 * bucket as u128) / holders * (holders - 1);
         let plain = AverageBytes { buckets: model, messages, ..AverageBytes::default() };
         if codec.is_plain() {

@@ -1,6 +1,5 @@
 //! Refuses runs that are too large for this machine before they allocate anything: estimates the host memory
-//! that a run needs, compares it with what is available, and names the largest batch and number of workers
-//! that would fit.
+//! that a run needs, compares it with what is available, and names the largest settings that would fit.
 //!
 //! The memory of GPUs is not checked, only the host memory of a run on GPUs.
 
@@ -39,7 +38,7 @@ const UNKNOWN: u64 = 4 << 40;
 pub struct TooLarge {
     /// Estimated peak in bytes.
     pub needed: u128,
-    /// The estimate split by purpose, largest first.
+    /// The estimate split by purpose, largest first, without purposes below 1%.
     pub parts: Vec<(&'static str, u128)>,
     /// Number of processes that the estimate is for: this one, or all processes of the job on this machine.
     pub processes: usize,

@@ -288,7 +288,7 @@ impl RankGroup<'_> {
         let windows = u128::from(self.data.tokens / width) / (self.model.context.max(1) * replicas) as u128;
         let microbatches = super::super::planned::microbatches(config) as u128;
         let seen = (config.batch as u128).saturating_mul(microbatches).saturating_mul(config.steps.into());
-        // A map needs a few words per sample.
+        // Each of the four maps of a boundary (two ends, two directions) needs a few words per sample.
         let each = if of_one == 0 { 0 } else { of_one + 4 * SAMPLE };
         windows.min(seen).saturating_mul(each).saturating_mul(boundaries) / stages
     }

@@ -214,8 +214,8 @@ fn a_budget_of_memory_is_kept() {
     }
 }
 
-/// Returns the bytes that a device allocates for a forward and backward pass of four sequences, and for their
-/// gradients.
+/// Returns the bytes that a device allocates for a forward and backward pass of four sequences, besides the
+/// parameters and their gradients.
 fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
     let cpu = Device::cpu(1).unwrap();
     let mut stage = Stage::whole(model, &cpu).unwrap();

@@ -192,6 +192,17 @@ fn garbage_is_counted_by_file_and_changes_nothing_else() {
 }
 
 #[test]
+fn members_that_do_not_answer_are_a_problem_until_one_does() {
+    let mut state = State::new("run");
+    state.asked(Err("no member answered".to_owned()));
+    let problems = state.snapshot().summary.problems;
+    assert_eq!((problems.len(), &problems[0].file[..]), (1, "members"));
+    assert_eq!(problems[0].what, "no member answered");
+    state.asked(Ok(None));
+    assert!(state.snapshot().summary.problems.is_empty());
+}
+
+#[test]
 fn plans_that_cannot_be_are_problems() {
     let mut state = State::new("a");
     for bad in [

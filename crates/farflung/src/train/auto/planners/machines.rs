@@ -18,8 +18,8 @@ pub(super) struct Facts {
     pub(super) layers: Vec<ChainLayer>,
     pub(super) devices: Vec<ChainMachine>,
     topology: Topology,
-    /// Number of machines, and of devices per machine: the entries of the file if all have the same count, else
-    /// a single machine.
+    /// Number of machines, and of devices per machine: the entries of the file if it has several and all have
+    /// the same count above 1, else a single machine.
     pub(super) machines: u32,
     pub(super) each: u32,
     pub(super) microbatches: u32,
@@ -195,7 +195,7 @@ pub(super) fn ring(bytes: Bytes, devices: u32, link: Link) -> Nanos {
 }
 
 /// Returns the numbers of tensor ranks that are tried for this number of devices: powers of two that divide it,
-/// within one machine.
+/// within one machine; if the plan must be `runnable`, only 1.
 pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32> {
     let most = if runnable { 1 } else { devices.min(each) };
     (0..32)

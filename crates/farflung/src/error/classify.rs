@@ -14,7 +14,8 @@ use super::Error;
 
 impl Error {
     /// Returns the process's exit code: 2 for wrong usage; 75 if a peer was lost and the job can be requeued;
-    /// 130, 143 or 129 after a signal; the child's own code for a launched child; else 1.
+    /// 130, 143 or 129 after a signal; the code that the error contains, if a launched process or another rank
+    /// failed; else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
@@ -109,7 +110,7 @@ impl Error {
         }
     }
 
-    /// Returns the rank that dropped a step on purpose, if one did. All peers of a run are its ranks.
+    /// Returns the rank that dropped a step on purpose, if one did. The number of a peer is taken as its rank.
     pub(crate) fn cancelled_by(&self) -> Option<farflung_base::Rank> {
         let Self::PeerLost { peer, source } = self else { return None };
         let cancelled = source.downcast_ref::<CommError>().is_some_and(CommError::is_cancelled);
