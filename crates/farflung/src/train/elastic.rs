@@ -16,6 +16,8 @@ mod decide;
 mod fetch;
 mod fetching;
 mod follow;
+mod followed;
+mod followed_parts;
 mod idle;
 mod membership_service;
 mod kept;

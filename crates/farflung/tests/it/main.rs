@@ -18,6 +18,7 @@ mod members;
 mod members_checkpoints;
 mod members_chunks;
 mod members_follow;
+mod members_follow_parts;
 mod members_follow_rounds;
 mod members_in_pipelines;
 mod members_repeat;

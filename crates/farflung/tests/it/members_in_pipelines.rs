@@ -161,7 +161,7 @@ fn spares_and_a_newcomer_make_a_second_pipeline() {
     for lost in [2, 6] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 8, TrainConfig::default());
-        let job = Job { config: TrainConfig { steps: 14, ..job.config.clone() }, ..job };
+        let job = Job { config: TrainConfig { steps: 24, ..job.config.clone() }, ..job };
         let faults = Faults::new().at(Nanos::from_millis(40)).crash(PeerId(lost));
         let mut told = Told::default();
         let results = run(&job, 9, &[(PeerId(8), Nanos::from_millis(100))], &faults, &mut told);
@@ -172,7 +172,7 @@ fn spares_and_a_newcomer_make_a_second_pipeline() {
         assert!(found("; stages of 2, 2, 1, 2 members, re-routed"), "{:?}", told.notes);
         assert!(found("8 members continue") && found("; 2 pipelines of 4"), "{:?}", told.notes);
         let left = report(&results);
-        assert_eq!((left.rows.last().unwrap().step, left.workers), (14, 8));
+        assert_eq!((left.rows.last().unwrap().step, left.workers), (24, 8));
     }
 }
 

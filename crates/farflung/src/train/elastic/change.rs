@@ -14,7 +14,8 @@ use super::balance::Balance;
 use super::copies::Copies;
 use super::decide::{Agreed, Agreement, Loss, NextView, suspect};
 use super::fetching::ChunkStore;
-use super::follow::{Followed, Follower, Replayer};
+use super::follow::{Follower, Replayer};
+use super::followed::Followed;
 use super::idle::Idle;
 use super::measure::measured;
 use super::place::{Logs, Place};
@@ -196,6 +197,10 @@ pub(in crate::train) struct Member<'a> {
     pub(super) store: ChunkStore,
     /// Records of its steps, if a newcomer follows them.
     pub(super) log: StepLog,
+    /// In pipelines: the position that a newcomer would take, if the others would keep their parts.
+    pub(super) newcomer_position: Option<u32>,
+    /// In pipelines: the parts that this newcomer has followed.
+    pub(super) followed: Option<Followed>,
 }
 
 impl Member<'_> {
@@ -209,6 +214,8 @@ impl Member<'_> {
     fn logs(&self, trainer: &Trainer) -> Logs {
         match self.log.is_kept() {
             _ if !trainer.keeps_averages() => Logs::Never,
+            _ if self.team.is_some() && self.newcomer_position.is_none() => Logs::Never,
+            _ if !self.holds_newcomers_part() => Logs::OfOthers,
             true => Logs::Yes,
             false => Logs::No,
         }
@@ -406,7 +413,7 @@ impl Member<'_> {
     ) -> Result<(Trainer, LastDone)> {
         let expects = (patience, expected(job)?);
         if job.pipelines.is_some() {
-            return self.come_into_pipelines(job, expects, tell);
+            return self.come_into_pipelines((job, alone), expects, tell);
         }
         self.place.wait_to_begin();
         let slot = self.place.transport().me().0;
@@ -434,7 +441,7 @@ impl Member<'_> {
             let brings = EnteringRank { job, before, progress: None, last, measured: &[], speed };
             let came = form_view(&view, &comm, brings).and_then(|stood| {
                 let comm = links::view_communicator(&stood.job, comm.clone(), self.simulated)?;
-                let holds = LocalState::Newcomer(followed.as_mut());
+                let holds = LocalState::Newcomer(followed.as_mut().and_then(Followed::as_whole));
                 let (_, taken) =
                     transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
                 // Frees the memory of the state that was followed: this rank's trainer needs it.

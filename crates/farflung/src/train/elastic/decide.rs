@@ -80,8 +80,14 @@ pub(super) struct NextView {
 pub(super) enum Agreement {
     /// Nothing.
     GoOn,
-    /// All begin a log of their steps, for this newcomer.
-    Log(PeerId),
+    /// Members begin a log of their steps for this newcomer: in pipelines those that hold its part, otherwise
+    /// all.
+    Log {
+        /// The newcomer's endpoint.
+        newcomer: PeerId,
+        /// Sizes of the members' states, by rank.
+        sizes: Vec<StateBytes>,
+    },
     /// Members change.
     Change(Agreed),
 }
@@ -158,7 +164,8 @@ impl Place {
         let until = self.transport().now().saturating_add(patience);
         // Time at which the suspect is reported as silent. It is later if the step may first be repeated.
         let mut names = Nanos::ZERO;
-        let mut calling = PingRound { at: self.transport().now(), asked: self.others() };
+        let begun = self.transport().now();
+        let mut calling = PingRound { at: begun, asked: self.others() };
         let mut _asking = self.ping(&calling.asked);
         loop {
             let outcome = self.membership().outcome();
@@ -177,8 +184,13 @@ impl Place {
             let quiet = |id: &MemberId| !self.membership().has_heard(id, calling.at);
             let unheard: Vec<MemberId> = calling.asked.iter().map(|(_, id)| *id).filter(quiet).collect();
             let is_over = now >= calling.at.saturating_add(self.roll_call());
-            if is_over || unheard.iter().all(|id| silent.contains(id)) {
-                if is_over {
+            // Answers may wait behind gradients in the queue of a slow link. So that this does not end the run,
+            // members whose loss would leave no majority are pinged again until the deadline.
+            let waits_longer = now < begun.saturating_add(self.deadline)
+                && !self.is_majority_without(silent.iter().chain(&told).chain(&unheard));
+            let names_unheard = is_over && !waits_longer;
+            if names_unheard || unheard.iter().all(|id| silent.contains(id)) {
+                if names_unheard {
                     silent.extend(&unheard);
                 }
                 let nobody = !silent.iter().chain(&told).any(|id| self.is_named(id));
@@ -212,6 +224,15 @@ impl Place {
             let next = if wake > now { next.min(wake) } else { next };
             self.wait(next.saturating_sub(now))?;
         }
+    }
+
+    /// Returns whether the members of the view other than these are a majority.
+    fn is_majority_without<'a>(&self, gone: impl Iterator<Item = &'a MemberId>) -> bool {
+        let gone: BTreeSet<MemberId> = gone.copied().collect();
+        self.view().is_some_and(|view| {
+            let left = view.members.iter().map(|member| member.id).filter(|id| !gone.contains(id));
+            view.has_majority(&left.collect())
+        })
     }
 
     /// Returns the next view after a failure. It has the same members if all of them answer and the step may be
@@ -274,7 +295,8 @@ impl Place {
             } else if let Some(KnownNewcomer { slot, .. }) = KnownNewcomer::first_of(&told, false)
                 && !told.iter().any(|told| told.logs)
             {
-                return Ok(Agreement::Log(PeerId(slot)));
+                let sizes = told.iter().map(|told| told.state).collect();
+                return Ok(Agreement::Log { newcomer: PeerId(slot), sizes });
             }
         }
         self.pause = self.transport().now().saturating_add(PAUSE);

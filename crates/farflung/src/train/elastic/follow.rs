@@ -9,12 +9,13 @@ use farflung_parallel::plan::Replica;
 
 use super::blobs::Label;
 use super::fetching::ChunkStore;
+use super::followed::Followed;
 use super::offers::{Growth, Logged, Offer, Offered, Offers};
 use super::ready::{FollowProgress, Ready};
+use crate::Result;
 use crate::train::job::Job;
 use crate::train::links;
-use crate::train::trainer::{Snapshot, Trainer};
-use crate::{Error, Result};
+use crate::train::trainer::{PartCopy, ReplayedParts, Snapshot, Trainer};
 
 /// A member is asked for at most this part of the rate that it was measured to send at while all members sent.
 /// The rest of its uplink is left for the steps.
@@ -27,79 +28,6 @@ const TRIES: u32 = 3;
 /// if more rounds than this have ended before it had the optimizer.
 const MAX_LAPS: u32 = 2;
 
-/// The state of a run on a rank that is not a member yet.
-pub(super) struct Followed {
-    trainer: Trainer,
-    /// Counters after the last step, as the members have them.
-    counters: Snapshot,
-    /// With local steps: number of synchronisations replayed since the optimizer was taken; `None` without it.
-    optimizer: Option<u32>,
-}
-
-impl std::fmt::Debug for Followed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Followed({})", self.step())
-    }
-}
-
-impl Followed {
-    /// Returns the number of steps done.
-    pub(super) const fn step(&self) -> u64 {
-        self.trainer.steps_done()
-    }
-
-    /// Replays the next step from its record.
-    ///
-    /// Errors: [`Error::Message`] for bytes that are not the record of that step.
-    pub(super) fn replay(&mut self, bytes: &[u8]) -> Result<()> {
-        let record = Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"))?;
-        self.trainer.replay(&record)?;
-        self.counters = record.without_values();
-        self.optimizer = self.optimizer.map(|since| since.saturating_add(1));
-        Ok(())
-    }
-
-    /// Takes the optimizer that the first member has after the same synchronisation.
-    ///
-    /// Errors: [`Error::Message`] for bytes that are not that optimizer.
-    fn take_optimizer(&mut self, bytes: &[u8]) -> Result<()> {
-        let problem = "does not read as one";
-        let wrong = || Error::Message { message: "the optimizer of another member".to_owned(), problem };
-        self.trainer.take_optimizer(&Snapshot::from_bytes(bytes).ok_or_else(wrong)?)?;
-        self.optimizer = Some(0);
-        Ok(())
-    }
-
-    /// Returns the optimizer's state, without counters.
-    ///
-    /// Errors: those of the device.
-    pub(super) fn optimizer(&self) -> Result<Snapshot> {
-        self.trainer.optimizer()
-    }
-
-    /// Returns the optimizer that is to be fetched, if a member offers it and this newcomer lacks it.
-    fn lacks_optimizer(&self, offers: &Offers) -> Option<Offered<Offer>> {
-        if self.optimizer == Some(0) { None } else { offers.optimizer(self.step()) }
-    }
-
-    /// Returns whether the optimizer is the one that a newcomer needs if it is admitted at the next
-    /// synchronisation. If no member offers a newer one, the members have not begun the next round.
-    fn has_optimizer(&self, each_step: bool, offers: &Offers) -> bool {
-        each_step || self.optimizer.is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
-    }
-
-    /// Returns the state as a member would send it.
-    ///
-    /// Errors: those of the device.
-    pub(super) fn snapshot(&self) -> Result<Snapshot> {
-        Ok(self.trainer.shared_snapshot()?.counted_as(&self.counters))
-    }
-}
-
-fn wrong(problem: &'static str) -> Error {
-    Error::Message { message: "the record of a step".to_owned(), problem }
-}
-
 /// The rank that replays steps: alone, with the settings of the run.
 pub(super) struct Replayer<'a> {
     pub(super) job: &'a Job,
@@ -111,6 +39,19 @@ pub(super) struct Replayer<'a> {
 }
 
 impl Replayer<'_> {
+    /// Takes a copy of the state after `step` steps. `None` for bytes that are not one.
+    ///
+    /// Errors: those of the device, and of the model for the layers of another one.
+    fn take(&self, bytes: &[u8], step: u64) -> Result<Option<Followed>> {
+        if self.job.pipelines.is_some() {
+            let copy = PartCopy::from_bytes(bytes).filter(|copy| copy.step() == step);
+            let parts = |copy| ReplayedParts::new(self.job, &self.job.device(0, self.threads)?, &copy);
+            return Ok(copy.map(parts).transpose()?.map(Followed::Parts));
+        }
+        let snapshot = Snapshot::from_bytes(bytes).filter(|snapshot| snapshot.step() == step);
+        snapshot.map(|snapshot| self.with(&snapshot)).transpose()
+    }
+
     fn with(&self, snapshot: &Snapshot) -> Result<Followed> {
         let each = self.job.plan.microbatches.first().copied().unwrap_or(1);
         let machines = vec![format!("member.{}", self.slot)];
@@ -119,7 +60,7 @@ impl Replayer<'_> {
         let comm = links::view_communicator(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
         let mut trainer = Trainer::new(&job, comm, self.threads)?;
         trainer.take_snapshot(snapshot, None)?;
-        Ok(Followed { trainer, counters: snapshot.without_values(), optimizer: None })
+        Ok(Followed::whole(trainer, snapshot))
     }
 }
 
@@ -207,7 +148,17 @@ impl<'a> Follower<'a> {
             Phase::Asks(since) => {
                 let Some(best) = offers.best() else { return Vec::new() };
                 let growth = offers.growth();
-                if let Some(growth) = growth.filter(|&growth| !keeps_up(growth, ready.sum())) {
+                // In pipelines, the members that hold the newcomer's part begin to offer it after the same step.
+                let rate = if self.replayer.job.pipelines.is_some() {
+                    best.holders.iter().filter_map(|id| ready.rate(id)).sum()
+                } else {
+                    ready.sum()
+                };
+                let waits = now < since.get_or_insert(now).saturating_add(OTHERS);
+                if waits && self.replayer.job.pipelines.is_some() {
+                    return Vec::new();
+                }
+                if let Some(growth) = growth.filter(|&growth| !keeps_up(growth, rate)) {
                     tracing::info!(
                         "the members' links to this one do not carry {} in the time of a step",
                         Bytes(growth.bytes)
@@ -215,7 +166,7 @@ impl<'a> Follower<'a> {
                     self.phase = Phase::Gave(FollowProgress::TooSlow);
                     return Vec::new();
                 }
-                if now < since.get_or_insert(now).saturating_add(OTHERS) {
+                if waits {
                     return Vec::new();
                 }
                 self.phase = Phase::Fetches(best.what);
@@ -237,7 +188,7 @@ impl<'a> Follower<'a> {
                 let records = offers.after(step);
                 *lap = records.iter().map(|record| record.what).collect();
                 let count = lap.len() as u64;
-                if count == 0 && offers.newest().is_some_and(|newest| newest > step) {
+                if count == 0 && (offers.is_empty() || offers.newest().is_some_and(|newest| newest > step)) {
                     // The record of the next step is not offered any more.
                     self.lost();
                     return Vec::new();
@@ -302,13 +253,16 @@ impl<'a> Follower<'a> {
         match &mut self.phase {
             Phase::Fetches(offer) => {
                 let (step, bytes) = (offer.step, self.store.take(&offer.label));
-                let snapshot = bytes.and_then(|bytes| Snapshot::from_bytes(&bytes));
-                let Some(snapshot) = snapshot.filter(|snapshot| snapshot.step() == step) else {
+                let followed = match bytes {
+                    Some(bytes) => self.replayer.take(&bytes, step)?,
+                    None => None,
+                };
+                if followed.is_none() {
                     tracing::error!(step, "the copy of the state does not read as one");
                     self.lost();
                     return Ok(());
-                };
-                self.followed = Some(self.replayer.with(&snapshot)?);
+                }
+                self.followed = followed;
                 self.phase = Phase::Replays(Vec::new());
             }
             Phase::Replays(lap) => {

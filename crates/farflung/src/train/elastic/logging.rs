@@ -5,21 +5,30 @@ use farflung_base::PeerId;
 use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
+use super::membership_service::MembershipService;
 use super::ready::FollowProgress;
 use super::state_transfer::spoils;
 use crate::Result;
 use crate::train::job::Job;
-use crate::train::trainer::Trainer;
+use crate::train::trainer::{StateBytes, Trainer};
 
 impl Member<'_> {
-    /// Starts a log of this member's steps.
+    /// Starts a log of this member's steps. In pipelines, only members that hold the newcomer's part keep one.
     ///
     /// Errors: those of the device.
     pub(super) fn begin_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
+        if !self.holds_newcomers_part() {
+            return Ok(());
+        }
         let spoils = spoils(job, trainer.comm().rank(), trainer.steps_done());
-        self.log.begin(&mut self.place.offered_blobs(), trainer, spoils)?;
+        self.log.begin(&mut self.place.offered_blobs(), (trainer, job), spoils)?;
         self.look_at_log(trainer);
         Ok(())
+    }
+
+    /// Returns whether this member holds what a newcomer needs; always true without pipelines.
+    pub(super) fn holds_newcomers_part(&self) -> bool {
+        self.team.as_ref().is_none_or(|team| team.position() == self.newcomer_position)
     }
 
     /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. Called between
@@ -27,11 +36,14 @@ impl Member<'_> {
     pub(super) fn look_at_log(&mut self, trainer: &Trainer) {
         self.log.check(&mut self.place.offered_blobs(), trainer);
         if !self.log.is_kept() {
+            self.tell_dropped();
             return;
         }
+        self.log.is_offered = true;
         let followers = self.place.followers();
         if followers.is_empty() {
             self.log.drop_log(&mut self.place.offered_blobs());
+            self.log.is_offered = false;
             return;
         }
         let asking = followers.into_iter().filter(|(.., follows)| *follows == FollowProgress::Asks);
@@ -39,6 +51,24 @@ impl Member<'_> {
         for words in self.log.offers(trainer) {
             self.log.sends(self.place.tell_others(&asking, &words));
         }
+    }
+
+    /// Tells newcomers that a log was dropped that they may follow, in pipelines: they must follow another one,
+    /// perhaps of another part. In other runs they take the whole state if they lack a record.
+    pub(super) fn tell_dropped(&mut self) {
+        if !std::mem::take(&mut self.log.is_offered) || self.team.is_none() {
+            return;
+        }
+        let followers: Vec<_> = self.place.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();
+        let telling = self.place.tell_others(&followers, &MembershipService::dropping());
+        self.log.sends(telling);
+    }
+
+    /// Returns the sizes of the state that a newcomer fetches, of the states of all members by rank.
+    pub(super) fn copied(&self, sizes: &[StateBytes]) -> Option<StateBytes> {
+        let Some(team) = &self.team else { return sizes.first().copied() };
+        let holds = |(rank, _): &(u32, &StateBytes)| team.position_of_rank(*rank) == self.newcomer_position;
+        (0..).zip(sizes).find(holds).map(|(_, sizes)| *sizes)
     }
 
     /// Records the step that was just done, and tells newcomers of it.

@@ -42,6 +42,8 @@ enum MembershipMessage {
     Logged(Vec<Logged>),
     /// From a member to a newcomer, with local steps: its optimizer after the last synchronisation.
     Optimizer(Offer),
+    /// From a member of pipelines to a newcomer: it does not offer its copy and its records any more.
+    Dropped,
 }
 
 /// Outcome of a decision about members.
@@ -188,6 +190,11 @@ impl MembershipService {
         encode(&MembershipMessage::Optimizer(offer))
     }
 
+    /// Encodes the message to newcomers that this member offers its copy and its records no more.
+    pub(super) fn dropping() -> Vec<u8> {
+        encode(&MembershipMessage::Dropped)
+    }
+
     /// Returns what members offer to this newcomer.
     pub(super) const fn offers(&self) -> &Offers {
         &self.offers
@@ -321,6 +328,10 @@ impl MembershipService {
             }
             MembershipMessage::Optimizer(offer) => {
                 self.offers.offer_optimizer(sender, offer);
+                (None, false)
+            }
+            MembershipMessage::Dropped => {
+                self.offers.forget(&sender);
                 (None, false)
             }
             MembershipMessage::Agreed { epoch, events } => {

@@ -90,6 +90,18 @@ impl Offers {
         self.optimizers.retain(|id, _| connected.contains(id));
     }
 
+    /// Forgets the offers of a member that has dropped what it offered.
+    pub(super) fn forget(&mut self, from: &MemberId) {
+        self.copies.remove(from);
+        self.records.remove(from);
+        self.optimizers.remove(from);
+    }
+
+    /// Returns whether no member offers anything.
+    pub(super) fn is_empty(&self) -> bool {
+        self.copies.is_empty() && self.records.is_empty()
+    }
+
     /// Forgets all copies of the state.
     pub(super) fn forget_copies(&mut self) {
         self.copies.clear();

@@ -2,11 +2,14 @@
 //! model; a member without one waits as a spare.
 
 use farflung_base::{Nanos, PeerId};
-use farflung_comm::Cancel;
+use farflung_comm::{Cancel, Communicator};
 use farflung_parallel::membership::View;
 
 use super::all_gather::all_gather;
 use super::change::{Changed, Member, start};
+use super::follow::{Follower, Replayer};
+use super::followed::Followed;
+use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
 use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
@@ -77,11 +80,15 @@ impl Member<'_> {
     /// `patience`.
     pub(super) fn come_into_pipelines(
         &mut self,
-        job: &mut Job,
+        (job, alone): (&mut Job, &Communicator),
         expects: (Nanos, u64),
         tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, LastDone)> {
-        let view = self.place.wait_for_view(expects, None, tell)?;
+        let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
+        let replayer = Replayer { job, comm: alone, slot, threads, simulated };
+        let mut follower = (!job.barrier).then(|| Follower::new(replayer));
+        let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        self.followed = follower.and_then(Follower::into_followed);
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))
@@ -149,20 +156,35 @@ impl Member<'_> {
             if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
                 trainer.resolve_vote(newest)?;
             }
+            let followed = match &mut self.followed {
+                Some(Followed::Parts(parts)) => Some(parts),
+                _ => None,
+            };
+            let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
+            let own = trainer.as_deref().map(|trainer| (trainer, job));
+            let before = BeforeCatchUp { trainer: own, lent: lent.unwrap_or_default(), followed };
+            let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
-            let held: Vec<NamedTensors> = live.into_iter().chain(self.copies.kept().cloned()).collect();
+            let live = live.into_iter().chain(tensors);
+            let held: Vec<NamedTensors> = live.chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
             let brings = EnteringMember { job, last, team, held, folder, pools, store };
-            let formed = form_team(view, &all, brings)?;
+            let mut formed = form_team(view, &all, brings)?;
+            formed.moved = (formed.moved.0 + taken.0, formed.moved.1.max(taken.1));
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
+        // The parts that a newcomer would follow may be others now.
+        self.log.drop_log(&mut self.place.offered_blobs());
+        self.tell_dropped();
+        self.followed = None;
         let FormedTeam { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
         let from_checkpoints = formed.from_checkpoints;
         self.pools.begin_anew(&formed.speeds);
         let works = team.rank().is_some();
+        self.newcomer_position = team.position_of_newcomer(&next);
         self.team = Some(team);
         self.copies.begin_anew(counted.step);
         self.idle.begin_anew();

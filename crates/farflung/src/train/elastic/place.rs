@@ -34,7 +34,10 @@ pub(super) enum Logs {
     Yes,
     /// It keeps none now.
     No,
-    /// It cannot keep one, because of its method of synchronisation.
+    /// It keeps none, because it does not hold the part of the model that the newcomer needs. Members that hold
+    /// it do.
+    OfOthers,
+    /// No member can keep one, because of the method of synchronisation or of the newcomer's place.
     Never,
 }
 
@@ -243,12 +246,11 @@ impl Place {
     }
 
     /// Measures how fast all connected peers send to this newcomer. `state` is the bytes of the state that it
-    /// will receive.
-    pub(super) fn measure_links(&mut self, state: u64) -> Ready {
+    /// will receive; `time` is the number of measurements before this one.
+    pub(super) fn measure_links(&mut self, state: u64, time: u32) -> Ready {
         self.renew();
         let Control { comm, peers, .. } = self.control();
-        let ids: Vec<MemberId> = peers.iter().map(|peer| peer.id).collect();
-        measured(comm, &ids, state)
+        measured(comm, peers, state, time)
     }
 
     /// Sends all connected peers the announcement that this newcomer is ready.

@@ -10,6 +10,7 @@ use farflung_comm::{CommError, Communicator, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 use serde::{Deserialize, Serialize};
 
+use super::arrivals::Newcomer;
 use super::blobs::{BlobReply, BlobRequest, PROBE as MOST};
 use super::fetch::TAGS;
 use crate::train::trainer::StateBytes;
@@ -167,9 +168,14 @@ impl Cost {
             // If the records are more than the state, it takes the state.
             let (records, whole) = (record.saturating_mul(behind), shared + own);
             let (state, replays) = if records < whole { (records, Some(replays)) } else { (whole, None) };
-            let predicted = rates.map(|rates| seconds(state, rates.iter().sum::<u64>().max(1)));
+            // In pipelines, only the members that hold the newcomer's part send: in the worst case the slowest.
+            let all = |rates: Vec<u64>| match at_most {
+                true => rates.iter().copied().min().unwrap_or(1),
+                false => rates.iter().sum::<u64>().max(1),
+            };
+            let predicted = rates.map(|rates| seconds(state, all(rates)));
             let predicted = predicted.map(Nanos::from_secs_f64);
-            return Self { state, predicted, at_most: false, replays };
+            return Self { state, predicted, at_most, replays };
         }
         let predicted = rates.map(|rates| {
             if at_most {
@@ -224,24 +230,26 @@ fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
     Some((span as f64 * f64::from(bytes) / least.as_secs_f64()) as u64)
 }
 
-/// Measures how fast all other ranks send to this one at the same time. The probes are small compared with a
-/// state of `state` bytes.
-pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Ready {
+/// Measures how fast all other ranks send to this one at the same time. `peers` are the processes by rank. The
+/// probes are small compared with a state of `state` bytes. `time` counts the measurements of this process: late
+/// answers to an earlier one are skipped.
+pub(super) fn measured(comm: &Communicator, peers: &[Newcomer], state: u64, time: u32) -> Ready {
     let others: Vec<Rank> = (0..comm.size() as u32).map(Rank).filter(|&rank| rank != comm.rank()).collect();
     let wished = state / (PART * u64::from(PROBES));
     let len = u32::try_from(wished).unwrap_or(MOST).clamp(LEAST, MOST);
     let comm = comm.clone().with_deadline(Nanos::MAX);
     let mut seen: BTreeMap<Rank, Vec<Nanos>> = others.iter().map(|&rank| (rank, Vec::new())).collect();
     let mut sending: Vec<Pending<Result<(), CommError>>> = Vec::new();
-    for number in 0..PROBES {
+    let first = time * PROBES;
+    for number in first..first + PROBES {
         // Request one probe from each member in turn.
         let asked = BlobRequest::Probe { len, number }.to_bytes();
         sending.extend(others.iter().map(|&rank| comm.start_send(rank, TAGS.ask, asked.clone())));
     }
     let until = comm.now().saturating_add(PATIENCE);
     loop {
-        let open: Vec<Rank> =
-            others.iter().copied().filter(|rank| seen[rank].len() < PROBES as usize).collect();
+        let is_open = |(_, seen): &(&Rank, &Vec<Nanos>)| seen.len() < PROBES as usize;
+        let open: Vec<Rank> = seen.iter().filter(is_open).map(|(&rank, _)| rank).collect();
         let left = until.saturating_sub(comm.now());
         if open.is_empty() || left == Nanos::ZERO {
             break;
@@ -250,17 +258,26 @@ pub(super) fn measured(comm: &Communicator, ids: &[MemberId], state: u64) -> Rea
         if comm.first(&mut [&mut next], WaitMode::Within(left)).is_none() {
             break;
         }
-        // A lost rank gets no rate.
-        let Ok((rank, bytes)) = next.wait() else { break };
+        let (rank, bytes) = match next.wait() {
+            Ok(answer) => answer,
+            // A lost rank gets no rate, and the others are measured without it.
+            Err(error) => {
+                let lost = peers.iter().position(|peer| Some(peer.peer) == error.peer());
+                match lost.and_then(|rank| seen.remove(&Rank(rank as u32))) {
+                    Some(_) => continue,
+                    None => break,
+                }
+            }
+        };
         let is_probe = |reply: &BlobReply| {
             let right = reply.bytes.as_ref().is_some_and(|bytes| bytes.len() as u64 == u64::from(len));
-            matches!(reply.item, BlobRequest::Probe { .. }) && right
+            matches!(reply.item, BlobRequest::Probe { number, .. } if number >= first) && right
         };
         if BlobReply::from_bytes(&bytes).as_ref().is_some_and(is_probe) {
             seen.entry(rank).or_default().push(comm.now());
         }
     }
-    let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((*ids.get(rank.index())?, rate(seen, len)?));
+    let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((peers.get(rank.index())?.id, rate(seen, len)?));
     Ready { rates: seen.iter().filter_map(rate).collect(), follows: FollowProgress::default() }
 }
 

@@ -31,7 +31,7 @@ use crate::train::report::{Report, sample};
 use crate::train::run::{RunObserver, announce};
 use crate::train::steps::{AfterStep, LastDone, Steps, evaluated};
 use crate::train::stop_in_step::{RunProgress, StopSummary};
-use crate::train::trainer::{Trainer, hash};
+use crate::train::trainer::{StateBytes, Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
 /// Minimum time for which a newcomer waits to be admitted before it gives up. Members admit newcomers between
@@ -76,7 +76,10 @@ pub(in crate::train) fn work(
         pools: PoolSpeeds::default(),
         store: ChunkStore::default(),
         log: StepLog::default(),
+        newcomer_position: None,
+        followed: None,
     };
+    member.newcomer_position = member.team.as_ref().and_then(|team| team.position_of_newcomer(&job));
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
             Some(team) => links::view_communicator(&job, team.split(job.config.deadline, 0)?, simulated)?,
@@ -193,7 +196,7 @@ fn train(
         member.look_at_log(trainer);
         trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
         if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
-            announce_log(trainer, steps, events, newcomer);
+            announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);
         }
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
         member.log_step(trainer, &steps.job)?;
@@ -274,9 +277,10 @@ fn change(
     let begun = trainer.comm().now();
     match member.agree(trainer, leaves) {
         Ok(Agreement::GoOn) => Ok(None),
-        Ok(Agreement::Log(newcomer)) => {
+        Ok(Agreement::Log { newcomer, sizes }) => {
             member.begin_log(trainer, &steps.job)?;
-            announce_log(trainer, steps, events, newcomer);
+            let copied = member.copied(&sizes).unwrap_or_else(|| trainer.state_bytes());
+            announce_log((trainer, copied), steps, events, newcomer);
             Ok(None)
         }
         Ok(Agreement::Change(agreed)) => {
@@ -292,9 +296,14 @@ fn change(
     }
 }
 
-/// Reports that a newcomer fetches the state while the members train on.
-fn announce_log(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, newcomer: PeerId) {
-    let sizes = trainer.state_bytes();
+/// Reports that a newcomer fetches the state while the members train on. `sizes` are those of a member whose
+/// state it fetches.
+fn announce_log(
+    (trainer, sizes): (&Trainer, StateBytes),
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    newcomer: PeerId,
+) {
     let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
     let unit = if sizes.every > 1 { "round" } else { "step" };
     let text = format!(

@@ -11,9 +11,9 @@ use super::all_gather::all_gather;
 use super::blobs::{Label, OfferedBlobs, label_of};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
-use super::follow::Followed;
+use super::followed::WholeState;
 use super::offers::Logged;
-use super::step_records::StepRecords;
+use super::step_records::{StepRecords, bytes_of, records_between};
 use crate::train::fault::FaultyValue;
 use crate::train::job::Job;
 use crate::train::trainer::{OptimizerCounters, Progress, Snapshot, Trainer};
@@ -109,7 +109,7 @@ pub(super) enum LocalState<'a> {
     /// A member's state, and records of its newest steps.
     Member(&'a Trainer, StepRecords),
     /// A newcomer's state, if it has followed the run.
-    Newcomer(Option<&'a mut Followed>),
+    Newcomer(Option<&'a mut WholeState>),
 }
 
 /// Transfers the run's state from the donors to the takers. Takers fetch chunks of the shared state from all
@@ -155,7 +155,10 @@ pub(super) fn transfer_state(
     let whole = || Wanted { label: first.shared, holders: donors.iter().copied().collect() };
     let whole_bytes = first.shared.len + first.own.as_ref().map_or(0, |own| own.label.len);
     let lacks = |rank: &Rank| {
-        let lacks = records(&told, at[rank.index()]?, exchange.progress.step)?;
+        let offered =
+            |has: &Option<StateLabels>| has.as_ref().map_or_else(Vec::new, |has| has.records.clone());
+        let offered: Vec<Vec<Logged>> = told.iter().map(offered).collect();
+        let lacks = records_between(&offered, at[rank.index()]?, exchange.progress.step)?;
         // The whole state is taken if that is less.
         (bytes_of(&lacks) < whole_bytes).then_some(lacks)
     };
@@ -244,28 +247,6 @@ fn offer(
     let records = lent.records();
     lent.offer_in(blobs);
     Ok(StateLabels { shared, own, records })
-}
-
-/// Returns the records of the steps after `step` up to `until`, each with the donors that offer it. `None` if
-/// one is missing.
-fn records(told: &[Option<StateLabels>], step: u64, until: u64) -> Option<Vec<Wanted>> {
-    let (mut at, mut records) = (step, Vec::new());
-    while at < until {
-        let next = |has: &StateLabels| {
-            has.records.iter().find(|record| record.after == at && record.step > at).copied()
-        };
-        let offered =
-            || (0..).map(Rank).zip(told).filter_map(|(rank, has)| Some((rank, next(has.as_ref()?)?)));
-        let (_, first) = offered().next()?;
-        let holders = offered().filter(|(_, record)| *record == first).map(|(rank, _)| rank).collect();
-        records.push(Wanted { label: first.label, holders });
-        at = first.step;
-    }
-    (at == until).then_some(records)
-}
-
-fn bytes_of(wanted: &[Wanted]) -> u64 {
-    wanted.iter().map(|wanted| wanted.label.len).sum()
 }
 
 /// Returns whether a test makes this rank send a wrong chunk of the state after `step` steps.

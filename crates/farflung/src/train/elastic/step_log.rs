@@ -57,6 +57,8 @@ pub(super) struct StepLog {
     every: Option<Nanos>,
     /// Messages being sent to newcomers.
     telling: Vec<Sending>,
+    /// Whether newcomers were told of a log.
+    pub(super) is_offered: bool,
 }
 
 impl StepLog {
@@ -68,10 +70,19 @@ impl StepLog {
     /// Starts a log after the last step at which all replicas agreed.
     ///
     /// Errors: those of the device.
-    pub(super) fn begin(&mut self, blobs: &mut OfferedBlobs, trainer: &Trainer, spoils: bool) -> Result<()> {
+    pub(super) fn begin(
+        &mut self,
+        blobs: &mut OfferedBlobs,
+        (trainer, job): (&Trainer, &Job),
+        spoils: bool,
+    ) -> Result<()> {
         self.drop_log(blobs);
         let (last, step) = (trainer.agreements(), trainer.agreed_step());
-        let label = blobs.put(trainer.shared_snapshot()?.to_bytes());
+        let copy = match job.pipelines {
+            Some(_) => trainer.part_copy(job)?.to_bytes(),
+            None => trainer.shared_snapshot()?.to_bytes(),
+        };
+        let label = blobs.put(copy);
         blobs.spoils = spoils;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
@@ -105,12 +116,21 @@ impl StepLog {
             self.check(blobs, trainer);
             return Ok(None);
         };
-        let mut record = trainer.step_record()?;
         let rank = trainer.comm().rank().0;
-        if let Some(fault) = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record)) {
-            record.inject_fault(fault);
-        }
-        let label = blobs.put(record.to_bytes());
+        let fault = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record));
+        let record = match job.pipelines {
+            Some(_) => {
+                let mut record = trainer.part_record(job)?;
+                fault.into_iter().for_each(|fault| record.inject_fault(fault));
+                record.to_bytes()
+            }
+            None => {
+                let mut record = trainer.step_record()?;
+                fault.into_iter().for_each(|fault| record.inject_fault(fault));
+                record.to_bytes()
+            }
+        };
+        let label = blobs.put(record);
         log.records.push(Logged { after: log.last_step, step, label });
         (log.last, log.last_step, log.bytes) = (count, step, log.bytes + label.len);
         if log.bytes > log.most {

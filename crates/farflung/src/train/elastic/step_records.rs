@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use farflung_base::Rank;
+
 use super::blobs::{Blob, Label, OfferedBlobs};
+use super::fetching::Wanted;
 use super::offers::Logged;
 use crate::train::trainer::Snapshot;
 
@@ -38,4 +41,26 @@ impl StepRecords {
             blobs.put_shared(&logged.label, blob);
         }
     }
+}
+
+/// Returns the records of the steps after `step` up to `until`, each with the ranks that offer it. `offered` has
+/// each rank's records. `None` if one is missing.
+pub(super) fn records_between(offered: &[Vec<Logged>], step: u64, until: u64) -> Option<Vec<Wanted>> {
+    let (mut at, mut records) = (step, Vec::new());
+    while at < until {
+        let next = |records: &Vec<Logged>| {
+            records.iter().find(|record| record.after == at && record.step > at).copied()
+        };
+        let found = || (0..).map(Rank).zip(offered).filter_map(|(rank, has)| Some((rank, next(has)?)));
+        let (_, first) = found().next()?;
+        let holders = found().filter(|(_, record)| *record == first).map(|(rank, _)| rank).collect();
+        records.push(Wanted { label: first.label, holders });
+        at = first.step;
+    }
+    (at == until).then_some(records)
+}
+
+/// Returns the bytes of these blobs together.
+pub(super) fn bytes_of(wanted: &[Wanted]) -> u64 {
+    wanted.iter().map(|wanted| wanted.label.len).sum()
 }

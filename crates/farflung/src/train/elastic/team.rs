@@ -69,6 +69,41 @@ impl Team {
         self.assignment.rank_of(self.all.rank().index())
     }
 
+    /// Returns this member's position in its pipeline; `None` for a spare.
+    pub(super) fn position(&self) -> Option<u32> {
+        Some(self.assignment.position_of(self.all.rank().index())?.position)
+    }
+
+    /// Returns the position of a rank of the plan in its pipeline.
+    pub(super) fn position_of_rank(&self, rank: u32) -> Option<u32> {
+        let &member = self.assignment.ranks.get(rank as usize)?;
+        Some(self.assignment.position_of(member)?.position)
+    }
+
+    /// Returns the position in a pipeline that a newcomer would take if it joined now. `None` if it would be a
+    /// spare, or if other members would then hold other parts than now. A pure function, so all members predict
+    /// the same.
+    pub(super) fn position_of_newcomer(&self, job: &Job) -> Option<u32> {
+        let wished = job.pipelines.as_deref().filter(|wished| !wished.is_pooled())?;
+        let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
+        let now = &self.assignment;
+        let mut stood: Vec<Option<PlanPosition>> =
+            (0..self.ids.len()).map(|member| now.position_of(member)).collect();
+        stood.push(None);
+        let next = if can_be_rerouted(wished) {
+            Assignment::rerouted(&stood, now.stages, stages)
+        } else {
+            Assignment::new(&stood, now.stages, stages)
+        };
+        let position = |of: &Assignment, member| of.position_of(member).map(|at: PlanPosition| at.position);
+        let keeps = |member| match position(now, member) {
+            Some(held) => position(&next, member).is_none_or(|then| then == held),
+            None => position(&next, member).is_none(),
+        };
+        let others_keep = next.stages == now.stages && (0..self.ids.len()).all(keeps);
+        position(&next, self.ids.len()).filter(|_| others_keep)
+    }
+
     /// Returns the ids of the members that take steps, by rank.
     pub(super) fn working(&self) -> Vec<MemberId> {
         self.assignment.ranks.iter().map(|&member| self.ids[member]).collect()

@@ -12,6 +12,7 @@ use super::fetch::{self, Sending};
 use super::fetching::{ChunkStore, Fetching, Wanted};
 use super::follow::{Follower, SHARE, Want};
 use super::membership_service::Outcome;
+use super::offers::Offers;
 use super::place::{Place, TAGS};
 use super::ready::{FollowProgress, Ready};
 use crate::{Error, Result};
@@ -31,7 +32,11 @@ const REPORT_INTERVAL: Nanos = Nanos::from_millis(5_000);
 struct Waiting {
     patience: Nanos,
     until: Nanos,
+    /// Bytes of the state.
+    state: u64,
     ready: Ready,
+    /// Whether the links were measured again.
+    is_measured_again: bool,
     said: Option<(FollowProgress, Nanos)>,
     told: Option<(FollowProgress, Nanos)>,
     connected: usize,
@@ -65,10 +70,22 @@ impl Place {
     ) -> Result<View> {
         self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
-        let ready = self.measure_links(state);
+        let ready = self.measure_links(state, 0);
         let (connected, meets) = (0, Nanos::ZERO);
         let (said, told, telling) = (None, None, Vec::new());
-        let mut waiting = Waiting { patience, until, ready, said, told, connected, meets, telling };
+        let is_measured_again = false;
+        let mut waiting = Waiting {
+            patience,
+            until,
+            state,
+            ready,
+            is_measured_again,
+            said,
+            told,
+            connected,
+            meets,
+            telling,
+        };
         self.membership().awaited = true;
         let view = self.wait_with(&mut waiting, &mut follower, tell);
         self.membership().awaited = false;
@@ -90,6 +107,7 @@ impl Place {
                 continue;
             };
             let offers = self.membership().offers().clone();
+            self.measure_again(&offers, waiting);
             let wants = follower.next(&offers, &waiting.ready, self.transport().now());
             if let Some(view) = self.announce_progress(waiting, follower.says(&offers, u64::MAX), tell)? {
                 return Ok(view);
@@ -108,6 +126,18 @@ impl Place {
             if follower.asks() {
                 self.membership().forget_copies();
             }
+        }
+    }
+
+    /// Measures the links once more if a member that offers the state has not answered the first time: it answers
+    /// newcomers only once its step has ended, which may take longer than the measurement.
+    fn measure_again(&mut self, offers: &Offers, waiting: &mut Waiting) {
+        let unknown = |id: &MemberId| waiting.ready.rate(id).is_none();
+        let lacks = offers.best().is_some_and(|best| best.holders.iter().any(unknown));
+        if lacks && !std::mem::replace(&mut waiting.is_measured_again, true) {
+            let follows = waiting.ready.follows;
+            waiting.ready = self.measure_links(waiting.state, 1);
+            waiting.ready.follows = follows;
         }
     }
 

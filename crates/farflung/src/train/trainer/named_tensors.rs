@@ -4,8 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::StageId;
+use farflung_optim::Chain;
 use farflung_parallel::pipeline::Placement;
-use farflung_tensor::{Device, ParamLayout, Tensor};
+use farflung_tensor::{Device, Param, ParamLayout, Tensor};
 use farflung_zoo::Stage;
 use serde::{Deserialize, Serialize};
 
@@ -90,9 +91,56 @@ impl NamedTensors {
     }
 }
 
-/// Returns a part's optimizer states by name. Each is as long as its parameters.
-fn states(part: &Part) -> Result<BTreeMap<String, Vec<f32>>> {
-    part.chain.states().map(|(name, state)| Ok((name.to_owned(), state.to_vec::<f32>()?))).collect()
+/// Returns a part's tensors by name: the parameters of each, followed by its optimizer states in the order of
+/// their names.
+///
+/// Errors: those of the device.
+pub(super) fn tensors_of(
+    layout: &ParamLayout,
+    params: &Tensor,
+    chain: &Chain,
+) -> Result<BTreeMap<String, Vec<f32>>> {
+    let params = params.to_vec::<f32>()?;
+    let mut states = BTreeMap::new();
+    for (name, state) in chain.states() {
+        states.insert(name.to_owned(), state.to_vec::<f32>()?);
+    }
+    let values = |param: &Param| {
+        let all = std::iter::once(&params).chain(states.values());
+        all.flat_map(|flat| &flat[param.range()]).copied().collect()
+    };
+    Ok(layout.params().iter().map(|param| (param.name.clone(), values(param))).collect())
+}
+
+/// Replaces a part's parameters and optimizer states by the tensors that `get` returns by name; the optimizer
+/// has taken `updates` updates.
+///
+/// Errors: [`Error::Message`] if a tensor is missing or has another length; those of the optimizer.
+pub(super) fn restore<'a>(
+    (layout, into, chain): (&ParamLayout, &mut Tensor, &mut Chain),
+    updates: u64,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+) -> Result<()> {
+    let names: Vec<String> = chain.states().map(|(name, _)| name.to_owned()).collect();
+    let mut flats = vec![vec![0.0_f32; layout.len()]; 1 + names.len()];
+    for param in layout.params() {
+        let len = param.shape.len();
+        let whole = get(&param.name).filter(|values| values.len() == len * flats.len());
+        let values = whole.ok_or_else(|| Error::Message {
+            message: format!("{} of the run's state", param.name),
+            problem: "is missing or has the wrong length",
+        })?;
+        for (flat, values) in flats.iter_mut().zip(values.chunks_exact(len.max(1))) {
+            flat[param.range()].copy_from_slice(values);
+        }
+    }
+    let (params, states) = flats.split_first().expect("there are parameters");
+    // [`tensors_of`] writes the states in the order of their names.
+    let mut sorted = names.clone();
+    sorted.sort_unstable();
+    let by_name: BTreeMap<&str, &Vec<f32>> = sorted.iter().map(String::as_str).zip(states).collect();
+    write(into, params)?;
+    Ok(chain.restore(updates, |name| by_name.get(name).map(|values| values.as_slice()))?)
 }
 
 fn names_of(layout: &ParamLayout) -> impl Iterator<Item = (String, usize)> {
@@ -126,12 +174,7 @@ impl Trainer {
     pub(in crate::train) fn pieces(&self, job: &Job) -> Result<NamedTensors> {
         let mut tensors = BTreeMap::new();
         for part in self.executor.parts.values() {
-            let (params, states) = (part.params.to_vec::<f32>()?, states(part)?);
-            for param in part.stage.layout().params() {
-                let all = std::iter::once(&params).chain(states.values());
-                let values = all.flat_map(|flat| &flat[param.range()]).copied().collect();
-                tensors.insert(param.name.clone(), values);
-            }
+            tensors.extend(tensors_of(part.stage.layout(), &part.params, &part.chain)?);
         }
         Ok(NamedTensors { counted: self.counted(job), tensors })
     }
@@ -159,27 +202,8 @@ impl Trainer {
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<()> {
         for part in self.executor.parts.values_mut() {
-            let layout = part.stage.layout().clone();
-            let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
-            let mut flats = vec![vec![0.0_f32; layout.len()]; 1 + names.len()];
-            for param in layout.params() {
-                let len = param.shape.len();
-                let whole = get(&param.name).filter(|values| values.len() == len * flats.len());
-                let values = whole.ok_or_else(|| Error::Message {
-                    message: format!("{} of the run's state", param.name),
-                    problem: "is missing or has the wrong length",
-                })?;
-                for (flat, values) in flats.iter_mut().zip(values.chunks_exact(len.max(1))) {
-                    flat[param.range()].copy_from_slice(values);
-                }
-            }
-            let (params, states) = flats.split_first().expect("there are parameters");
-            // [`Trainer::pieces`] writes the states in the order of their names.
-            let mut sorted = names.clone();
-            sorted.sort_unstable();
-            let by_name: BTreeMap<&str, &Vec<f32>> = sorted.iter().map(String::as_str).zip(states).collect();
-            write(&mut part.params, params)?;
-            part.chain.restore(counted.updates, |name| by_name.get(name).map(|values| values.as_slice()))?;
+            let Part { stage, params, chain, .. } = part;
+            restore((stage.layout(), params, chain), counted.updates, get)?;
             if let Some(sync) = &mut part.sync {
                 sync.on_params_set(&part.params)?;
                 sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?;

@@ -1,0 +1,113 @@
+//! The last records for newcomers that have followed their parts of the model: in the view that admits them,
+//! they catch up with the members before the parts are assigned.
+
+use farflung_base::Rank;
+use farflung_comm::Communicator;
+use serde::{Deserialize, Serialize};
+
+use super::all_gather::all_gather;
+use super::blobs::{Label, OfferedBlobs, label_of};
+use super::fetch::{FetchRole, fetch};
+use super::fetching::{ChunkStore, Wanted};
+use super::offers::Logged;
+use super::step_records::{StepRecords, bytes_of, records_between};
+use crate::Result;
+use crate::train::job::Job;
+use crate::train::trainer::{NamedTensors, ReplayedParts, Trainer};
+
+/// What a member of a view has before newcomers catch up.
+pub(super) struct BeforeCatchUp<'a> {
+    /// The member's own parts; `None` on a newcomer.
+    pub(super) trainer: Option<(&'a Trainer, &'a Job)>,
+    /// Records of the member's last steps.
+    pub(super) lent: StepRecords,
+    /// The parts that a newcomer has followed.
+    pub(super) followed: Option<&'a mut ReplayedParts>,
+}
+
+/// What newcomers have received.
+#[derive(Debug, Default)]
+pub(super) struct CaughtUp {
+    /// The tensors of the parts that this newcomer has followed, after the members' last step. `None` on others,
+    /// and if the newcomer must receive its parts as a whole.
+    pub(super) tensors: Option<NamedTensors>,
+    /// Bytes of the records of the newcomer that receives most, and number of members that sent them.
+    pub(super) taken: (u64, usize),
+}
+
+/// What a member tells the others before the transfer.
+#[derive(Debug, Serialize, Deserialize)]
+struct RecordsOffer {
+    /// Number of steps done; `None` on a newcomer.
+    step: Option<u64>,
+    records: Vec<Logged>,
+    /// The copy of its parts after the last step, if it has records.
+    copy: Option<Label>,
+}
+
+/// Sends newcomers the records of the steps that they lack, and replays them there. All members of a view call
+/// it. A newcomer whose parts then differ from the members' drops them.
+///
+/// Errors: [`Error::Message`](crate::Error::Message) if no remaining member sends a record with the announced
+/// hashes; [`Error::PeerLost`](crate::Error::PeerLost).
+pub(super) fn catch_up(
+    all: &Communicator,
+    holds: BeforeCatchUp<'_>,
+    store: &mut ChunkStore,
+) -> Result<CaughtUp> {
+    let BeforeCatchUp { trainer, lent, followed } = holds;
+    let at: Vec<Option<u64>> = all_gather(all, &followed.as_ref().map(|followed| followed.step()))?;
+    let takers: Vec<Rank> =
+        (0..).map(Rank).zip(&at).filter(|(_, at)| at.is_some()).map(|(rank, _)| rank).collect();
+    if takers.is_empty() {
+        return Ok(CaughtUp::default());
+    }
+    let records = lent.records();
+    let copy = match trainer.filter(|_| !records.is_empty()) {
+        Some((trainer, job)) => Some(label_of(&trainer.part_copy(job)?.to_bytes())),
+        None => None,
+    };
+    let step = trainer.map(|(trainer, _)| trainer.steps_done());
+    let told: Vec<RecordsOffer> = all_gather(all, &RecordsOffer { step, records, copy })?;
+    let until = told.iter().filter_map(|told| told.step).max().unwrap_or(0);
+    let offered: Vec<Vec<Logged>> = told.iter().map(|told| told.records.clone()).collect();
+    let lacks = |rank: &Rank| records_between(&offered, at[rank.index()]?, until);
+    let wanted: Vec<Wanted> =
+        takers.iter().find(|&&rank| rank == all.rank()).and_then(lacks).unwrap_or_default();
+    let most = takers.iter().filter_map(lacks).max_by_key(|wanted| bytes_of(wanted)).unwrap_or_default();
+    let donors = most.iter().map(|wanted| wanted.holders.len()).max().unwrap_or(0);
+    let mut blobs = OfferedBlobs::default();
+    lent.offer_in(&mut blobs);
+    fetch(
+        all,
+        FetchRole { takers: &takers, wanted: wanted.clone(), blobs, store: &mut *store, follow_up: None },
+    )?;
+    let tensors = match followed {
+        Some(followed) => replayed(followed, &wanted, store, (until, &told))?,
+        None => None,
+    };
+    Ok(CaughtUp { tensors, taken: (bytes_of(&most), donors) })
+}
+
+/// Replays the records that have arrived. Returns the tensors of the parts if they are those of the members.
+fn replayed(
+    followed: &mut ReplayedParts,
+    wanted: &[Wanted],
+    store: &mut ChunkStore,
+    (until, told): (u64, &[RecordsOffer]),
+) -> Result<Option<NamedTensors>> {
+    for record in wanted {
+        let bytes = store.take(&record.label).unwrap_or_default();
+        if let Err(error) = followed.replay(&bytes) {
+            tracing::warn!(%error, "a step cannot be replayed: this newcomer takes its parts as a whole");
+            return Ok(None);
+        }
+    }
+    let own = label_of(&followed.copy()?.to_bytes());
+    let is_same = told.iter().any(|told| told.copy == Some(own));
+    if followed.step() != until || !is_same {
+        tracing::warn!("this newcomer's parts are not those of the members: it takes them as a whole");
+        return Ok(None);
+    }
+    followed.pieces().map(Some)
+}
