@@ -65,9 +65,10 @@ fn limit(kept: usize, len: usize) -> usize {
 const STRIDE: usize = 101;
 /// Approximate size of the sample from which [`Finder::find`] estimates its first threshold.
 const SAMPLE: usize = 1 << 13;
-/// Number of elements that are tested together, and the largest number of hits in them that are extracted one
-/// by one. With more hits, every element is tested again.
+/// Number of elements that are tested together.
 const RUN: usize = 256;
+/// Largest number of hits in a run of [`RUN`] elements that are extracted one by one. With more hits, every
+/// element is tested again.
 const FEW: usize = 32;
 
 /// Finds the selected elements on several threads, and keeps its buffers for the next call.
