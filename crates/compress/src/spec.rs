@@ -93,10 +93,10 @@ const METHODS: &[Method] = &[
 /// A codec and its parameters, as data. Call [`CodecSpec::build`] once for each stream of vectors.
 ///
 /// A name consists of up to two stages (selections or transforms) and a method, joined by `/`, then optional
-/// suffixes. `+ef` adds error feedback, `+ef:0.95` error feedback with a decaying residual. `+dgc` adds momentum
-/// correction with factor 0.9, `+dgc:0.95` with another factor. Last, `+zstd` or `+lz4` adds a lossless stage
-/// that is used where it makes the payload smaller. Stages without a method send f32. `dgc:AMOUNT` is short for
-/// `topk:AMOUNT+dgc`.
+/// suffixes. `+ef` adds error feedback, `+ef:0.95` error feedback with a decaying residual. `+dgc` adds
+/// momentum correction with factor 0.9, `+dgc:0.95` with another factor. Last, `+zstd` or `+lz4` adds a
+/// lossless stage that is used where it makes the payload smaller. Stages without a method send f32.
+/// `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
 ///
 /// A method with blocks may be given a block size, such as `int4:128`. The default is 512 elements (`qsgd8`,
 /// `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`, `quantile8`,

@@ -254,7 +254,8 @@ impl Op<'_> {
 impl Device {
     /// Checks the op's shapes, types and devices, then runs it.
     ///
-    /// Errors: [`TensorError::Interrupted`] while the handle's [interrupt](Device::with_interrupt) is raised.
+    /// Errors: those of the check and of the device; [`TensorError::Interrupted`] while the handle's
+    /// [interrupt](Device::with_interrupt) is raised.
     pub fn run(&self, op: Op<'_>) -> Result<()> {
         if self.is_interrupted() {
             return Err(TensorError::Interrupted);

@@ -2,8 +2,8 @@
 //! This way optimizer transforms need no ops of their own.
 //!
 //! A program reads some buffers, updates others in place, and takes scalars that may change from run to run
-//! (such as a learning rate). Each instruction rounds once, as IEEE 754 specifies, and none are fused: all
-//! devices give the same bits.
+//! (such as a learning rate). On CPUs, each instruction rounds once, as IEEE 754 specifies, and none are fused:
+//! all CPUs give the same bits. A GPU may round quotients and roots differently, or fuse a product with a sum.
 
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -171,7 +171,7 @@ impl ProgramBuilder {
         self.push(Instr::Scalar(index))
     }
 
-    /// Adds a constant.
+    /// Returns a constant.
     pub fn constant(&mut self, value: f32) -> Value {
         self.push(Instr::Const(value))
     }

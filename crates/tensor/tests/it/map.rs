@@ -61,7 +61,7 @@ fn the_interpreter_gives_the_bits_of_eval() {
         3.25,
     ];
     for len in [0, 1, 7, 255, 256, 257, (1 << 15) + 300] {
-        // Pairs of all special values, by strides that are coprime to their number.
+        // Columns 0 and 1 have all pairs of special values, because column 1 changes only every 11 elements.
         let column = |k: usize| -> Vec<f32> {
             (0..len).map(|i| special[(i / [1, 11, 3, 5, 2, 7][k] + k) % 11]).collect()
         };

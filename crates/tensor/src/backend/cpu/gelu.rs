@@ -26,7 +26,8 @@ unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
     /// The coefficients of `y`: 2 sqrt(2 / pi), and 0.044715 times that.
     const LINEAR: f32 = 1.595_769;
     const CUBIC: f32 = 0.071_354_814;
-    /// Beyond this the sigmoid is 0 or 1 in f32. 2 to this power is still a normal number.
+    /// Upper limit of the exponent `z`, at which the sigmoid is 2^-126, close enough to 0. 2 to this power is
+    /// still a normal number.
     const MAX: f32 = 126.0;
     // SAFETY: guaranteed by the caller.
     unsafe {

@@ -11,7 +11,7 @@ const RUN: u32 = 1024;
 const LANES: u32 = 32;
 /// Bits of 2^-100. Blocks whose largest magnitude is smaller are encoded as zeros.
 const LEAST: u32 = (127 - 100) << 23;
-/// Bits of 2^100. Below it, magnitudes are summed without scaling.
+/// Bits of 2^100. Below it, magnitudes (not squares) are summed without scaling.
 const UNSCALED: u32 = (127 + 100) << 23;
 /// Marks a block with a value that is not finite. No scale has these bits.
 pub(super) const REFUSED: u32 = 0xffff_ffff;
