@@ -197,7 +197,7 @@ fn snapshots_of_every_coding_of_indices() {
     }
 }
 
-/// An unbiased mask has no snapshot with feedback, as the others have.
+/// Apart from the other snapshots, which are also checked with feedback: an unbiased mask rejects it.
 #[test]
 fn snapshot_of_an_unbiased_mask() {
     let bytes = "6666637a0111000014000000000000004000000000000000736e783202010000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0000c040000090410000c0410000f041000034420000404200006442";
