@@ -55,9 +55,9 @@ pub struct Bins {
     values: [f32; 256],
     /// Upper ends of the bins, for quantiles. The last one is infinite.
     ends: [f32; 256],
-    /// Centre of the bins of equal width; unused for quantiles. `factor` is the number of bins per unit, or 0
-    /// for quantiles.
+    /// Centre of the bins of equal width; unused for quantiles.
     middle: f32,
+    /// One over the width of the bins, or 0 for quantiles.
     factor: f32,
     grid: Grid,
 }
@@ -69,7 +69,7 @@ const CELLS: usize = 1 << 12;
 #[derive(Debug, Clone, Copy)]
 struct Grid {
     low: f32,
-    /// Number of cells per unit.
+    /// One over the width of a cell.
     factor: f32,
     first: [u8; CELLS],
 }

@@ -47,7 +47,7 @@ impl Select {
         }
     }
 
-    /// Returns the chunks by which the decoder reads the indices of `kept` elements.
+    /// Returns the chunks that the coding of the indices of `kept` elements uses.
     pub(crate) fn chunking(&self, len: usize, kept: usize) -> Chunking {
         match *self {
             Self::PerChunk { chunk, kept } => Chunking { chunk: chunk as usize, kept: kept as usize },
@@ -164,7 +164,7 @@ impl Finder {
     }
 }
 
-/// Selects the `kept` largest elements of each chunk. Threads get equal numbers of chunks.
+/// Selects the `kept` largest elements of each chunk. Threads get nearly equal numbers of chunks.
 fn per_chunk(
     scratch: &mut [Scratch],
     level: Level,
