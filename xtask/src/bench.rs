@@ -83,8 +83,8 @@ fn reproductions(features: &[String]) -> Command {
     command
 }
 
-/// Benches that `ci` does not run: their result depends on the machine's speed and load, or they need a tool
-/// that may be missing.
+/// Listed benches that `ci` does not run: their result depends on the machine's speed and load, or they need a
+/// tool that may be missing.
 const BY_THE_CLOCK: [&str; 9] = [
     "gpt-step",
     "gemm",
@@ -97,7 +97,7 @@ const BY_THE_CLOCK: [&str; 9] = [
     "simulate-scale",
 ];
 
-/// Runs the short form of every bench whose result does not depend on the machine.
+/// Runs the short form of every listed bench that is not in [`BY_THE_CLOCK`].
 pub(crate) fn check() -> Result<()> {
     build(&[])?;
     let list = ["--quiet", "--", "--list"];
@@ -109,7 +109,7 @@ pub(crate) fn check() -> Result<()> {
     shell::run(reproductions(&[]).arg("--").args(names).arg("--quick"))
 }
 
-/// Runs the transport contract with MPI.
+/// Runs the bench `transports`, built with MPI.
 pub(crate) fn check_mpi() -> Result<()> {
     let features = ["--features", "farflung-repro/mpi"].map(str::to_owned);
     build(&features)?;
@@ -125,11 +125,11 @@ fn everywhere(listed: &str) -> Vec<&str> {
 /// Benches that run on GPU devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
-/// Benches with rows for MPI.
+/// Benches that are built with the feature `mpi`, if MPI is installed.
 const OF_MPI: [&str; 2] = ["engines", "transports"];
 
 /// Returns the arguments that enable the features of the named benches and of the flags `built`. `has_mpi` is
-/// called only if a named bench uses MPI.
+/// called only if a bench of [`OF_MPI`] is named.
 fn features(args: &[String], built: &[String], has_mpi: impl Fn() -> bool) -> Vec<String> {
     let names = |benches: &[&str]| args.iter().any(|a| benches.contains(&a.as_str()));
     let flag = |name: &str| built.iter().any(|flag| flag == name);

@@ -178,7 +178,8 @@ fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
     Ok((Process(child), line.trim().to_owned()))
 }
 
-/// Checks that the loss curve has one point per line of the file, for each choice of the horizontal axis.
+/// Checks that the loss curve has one point per line of `metrics.jsonl`, for each choice of the horizontal
+/// axis, and that the five members are drawn.
 fn the_curve_is_the_file(browser: &mut Browser, run: &Path) -> Result<()> {
     let lines = BufReader::new(File::open(run.join("metrics.jsonl"))?).lines().count() as u64;
     ensure!(lines == STEPS, "metrics.jsonl has {lines} lines, expected {STEPS}");

@@ -239,7 +239,7 @@ mod tests {
         }
     }
 
-    /// Returns a valid workspace in which one package is replaced by `changed`.
+    /// Returns a valid workspace with `changed` in place of the package of the same name. A new name is added.
     fn with(changed: Package) -> Vec<Package> {
         let mut packages = vec![
             package("farflung-base", &["serde?", "dev:proptest"], &[("serde", &["dep:serde"])]),

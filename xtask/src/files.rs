@@ -69,7 +69,8 @@ impl Files {
 
     /// Returns the module that defines the item which a path names, as seen from the module `from`.
     ///
-    /// Returns `None` if the path leads out of the crate, or if it names a module rather than an item.
+    /// Returns `None` if the path leads out of the crate, if it names a module rather than an item, or if it
+    /// leads through `steps` imports or more.
     fn definition(&self, from: &[String], path: &[String], steps: usize) -> Option<Module> {
         match self.walk(from, path, steps)? {
             PathTarget::Item(module) => Some(module),
@@ -135,8 +136,9 @@ impl Files {
 
     /// Returns every dependency of one file on another that may be part of a cycle.
     ///
-    /// Three kinds are left out: names that a file only re-exports (`pub use`); a module's dependencies on its
-    /// own submodules; and all dependencies of `error.rs`, which needs the types of the values in its errors.
+    /// Three kinds are left out: names that a file only re-exports (`pub use`); the dependencies of a module on
+    /// its own submodules, except those of `lib.rs`; and all dependencies of the crate's `error.rs`, which
+    /// needs the types of the values in its errors.
     pub(crate) fn edges(&self) -> Vec<Edge> {
         let mut edges: BTreeMap<(Module, Module), BTreeSet<String>> = BTreeMap::new();
         for (module, code) in self.codes.iter().filter(|(module, _)| **module != ["error"]) {

@@ -1,5 +1,5 @@
 //! `packages`: checks each crate as it would be published. `cargo package` makes the packages, which are then
-//! unpacked into a workspace of their own, built and tested there.
+//! unpacked into a workspace of their own. With `--test` they are built and tested there.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -84,7 +84,8 @@ pub(crate) struct Unpacked {
 impl Unpacked {
     /// Makes the packages from the files as they are now, whether or not they are committed.
     ///
-    /// Errors: a package that lacks one of [`FILES`] or a field of [`flaws`].
+    /// Errors: `cargo package` or `tar` fails, or a package lacks one of [`FILES`] or a field that [`flaws`]
+    /// checks.
     pub(crate) fn new() -> Result<Self> {
         let metadata = workspace::metadata()?;
         let json: Value =
@@ -151,7 +152,7 @@ impl Unpacked {
     }
 }
 
-/// Returns the table by which packages that depend on each other find each other here.
+/// Returns the `[patch]` table that replaces each crate by its unpacked package. `prefix` begins the paths.
 fn patch(crates: &[Crate], prefix: &str) -> String {
     let mut text = "[patch.crates-io]\n".to_owned();
     for Crate { name, package } in crates {

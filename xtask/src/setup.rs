@@ -263,7 +263,7 @@ fn install(needs: &[&AptPackage], dry_run: bool) -> Result<()> {
     Ok(())
 }
 
-/// Creates the folder that makes the download unnecessary. An existing one is not changed.
+/// Creates [`LLVM_FOLDER`], so that cubecl's build downloads no LLVM. A complete one is not changed.
 fn llvm_folder(dry_run: bool) -> Result<()> {
     let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
     let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));

@@ -1,5 +1,5 @@
-//! Runs other programs in the workspace's root. Each command is printed before it runs, and is part of the
-//! error if it fails.
+//! Runs other programs in the workspace's root. [`run`] and [`tee`] print the command before it runs. The error
+//! of a failed command contains the command.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, IsTerminal, Read, Write};

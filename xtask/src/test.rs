@@ -70,7 +70,7 @@ struct Plan {
     units: bool,
     docs: bool,
     packages: Vec<String>,
-    /// Whether to include the tests of the GPU kernels.
+    /// Whether to include the tests of the GPU kernels. Without effect if `packages` is not empty.
     wgpu: bool,
     /// Arguments for the test runner.
     rest: Vec<String>,

@@ -32,7 +32,7 @@ pub(crate) const MIB: usize = 1024;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
     Default,
-    /// Real-time, first in first out, if the system allows it.
+    /// Real-time, first in first out (`chrt -f 1`). Ranks do not start if the system does not allow it.
     Fifo,
 }
 
@@ -123,9 +123,9 @@ pub(crate) fn between_processes(n: usize, kib: usize, quick: bool, class: Class)
 }
 
 /// Returns the bytes per second that a loopback connection moves each way while both ways are busy. It is the
-/// best of three block sizes, each tried twice. The two buffers are at the same offset in their pages:
-/// processors with fast short moves copy six times slower out of a socket to 1 to 31 bytes beyond the source's
-/// offset, which is where large allocations begin.
+/// best of three block sizes, each tried twice. The buffers begin at a page: processors with fast short moves
+/// copy out of a socket six times slower if the target's offset in its page is 1 to 31 bytes beyond the
+/// source's, as it is in a large allocation.
 pub(crate) fn both_ways() -> Result<f64> {
     let blocks = [64 << 10, 256 << 10, 1 << 20].repeat(2);
     let rates: Vec<f64> = blocks.into_iter().map(both_ways_in).collect::<Result<_>>()?;
@@ -220,7 +220,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for &n in ranks {
         for &kib in sizes {
             // The system's placement of threads is random and stays the same while they run. It dominates the
-            // time of small all-reduces.
+            // time of small all-reduces, so these are measured with nine groups of threads.
             let clusters = if kib < MIB { 9 } else { 1 };
             let once = |_| -> Result<f64> {
                 let ranks = over_memory(n);

@@ -20,7 +20,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Returns the bytes per second that one thread copies, past the caches.
+/// Returns the bytes per second that one thread copies between two buffers of 64 MiB, the best of 8 copies.
 fn memcpy() -> f64 {
     const BYTES: usize = 64 << 20;
     let (from, mut to) = (vec![1_u8; BYTES], vec![0_u8; BYTES]);

@@ -22,7 +22,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Cost of the best division of all, and of the planner's division. `None` if no division fits.
+/// Cost of the best division of all, and of the planner's division. `None` if no division fits, or if the
+/// planner states another cost than its division has.
 pub(crate) struct Outcome {
     pub(crate) best: Option<u64>,
     pub(crate) found: Option<u64>,

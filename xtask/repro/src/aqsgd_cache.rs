@@ -1,4 +1,5 @@
-//! Runs both ends of an AQ-SGD link over epochs in random order, with samples on disk and a crash.
+//! Runs both ends of an AQ-SGD link over epochs in random order, with samples on disk. In each epoch but the
+//! first, the sender crashes once.
 
 use std::path::Path;
 

@@ -121,7 +121,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 }
 
 /// Largest allowed increase of the loss of asynchronous averaging over that of f32, in percent. Measured over
-/// three seeds: 0.31, with two standard deviations of 0.33. The target of 0 is not reached, and the record says
+/// three seeds: 0.31, with a standard deviation of 0.33. The target of 0 is not reached, and the record says
 /// so.
 const AVERAGED_MOST: f64 = 1.0;
 
@@ -129,5 +129,5 @@ const AVERAGED_MOST: f64 = 1.0;
 /// percentage points.
 const CODED_MOST: f64 = 1.0;
 
-/// The least fraction of the token rate that the machines' speeds allow.
+/// Required fraction of the token rate that the machines' speeds allow.
 const LEAST: f64 = 0.9;

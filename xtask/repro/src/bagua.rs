@@ -25,7 +25,7 @@ pub(crate) const BENCH: Bench = Bench {
 /// Ratios of communication time to computation time in f32.
 const RHOS: [f64; 6] = [0.1, 0.5, 1.0, 2.0, 5.0, 10.0];
 
-/// The least speed-ups at a ratio of 2. For f16 the target is 1.5, minus the headers.
+/// Required speed-ups at a ratio of 2. For f16 the closed form gives 1.5; headers take the rest.
 const LEAST_AT_2: [(Arm, f64); 3] = [(arms::F16, 1.49), (arms::BYTE_GRAD, 1.95), (arms::SIGN_ALONE, 2.7)];
 
 /// Largest allowed increase of `ByteGrad`'s loss over that of the f32 arm, in percent: the value measured over

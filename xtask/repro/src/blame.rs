@@ -92,7 +92,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Errors that the ranks and the launcher printed.
+/// What the ranks and the launcher reported after a fault.
 struct FaultOutcome {
     survivors: u32,
     wrong: u32,

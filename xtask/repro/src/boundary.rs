@@ -25,11 +25,11 @@ pub(crate) const BENCH: Bench = Bench {
 
 const STAGES: usize = 4;
 const MICROBATCHES: usize = 8;
-/// Steps of an epoch: number of windows in the data over sequences per step.
+/// Steps of an epoch: number of windows in the data divided by sequences per step.
 const EPOCH: u64 = 8;
 const EPOCHS: u64 = 12;
-/// Steps of training before the measured ones, on random windows of the same text. After them hidden states no
-/// longer change as fast.
+/// Steps of training before the measured ones, on random windows of the default text. After them hidden states
+/// no longer change as fast. The data of the measured steps are the beginning of this text.
 const PRETRAINED: u64 = 150;
 
 /// Time to send a microbatch's hidden states in f32 over 100 Mbit/s, divided by the time in which a stage
@@ -207,7 +207,7 @@ fn long_step(folder: &Path, link: &str, seed: u64) -> Result<TrainConfig> {
     })
 }
 
-/// Writes a text of `windows` windows for training, and a tenth more for evaluation.
+/// Writes a text with `windows` windows for training. Its last tenth is for evaluation.
 fn epoch_of(folder: &Path, windows: usize, context: usize) -> Result<PathBuf> {
     let text = farflung::corpus::default_text()?.0;
     let data = folder.join(format!("{windows}-windows.txt"));

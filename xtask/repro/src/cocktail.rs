@@ -1,4 +1,5 @@
-//! `CocktailSGD`: a rolling mask, then top-k within the mask, in 4 bits, applied one step late.
+//! Compares `CocktailSGD` with averages in f32: it applies a rolling mask, then top-k within the mask, sends
+//! 4 bits per value, and applies the mean one step late.
 
 use anyhow::Result;
 

@@ -18,8 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Returns the composition that masks one in `stride` elements, keeps `kept` millionths of these, and sends
-/// them in blocks of 128 codes of `bits` bits.
+/// Returns the composition that selects one in `stride` elements by a rolling mask, keeps the largest `kept`
+/// millionths of these, and sends them in blocks of 128 codes of `bits` bits.
 pub(crate) fn codec([stride, kept, bits]: [u32; 3]) -> Result<impl Compressor, CompressError> {
     let quantised: Box<dyn Memoryless> =
         format!("int{bits}:128").parse::<farflung::compress::CodecSpec>()?.build_memoryless();

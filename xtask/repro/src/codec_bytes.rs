@@ -1,4 +1,4 @@
-//! Compares the bytes of every method that sends a compressed tensor with their closed forms.
+//! Compares the bytes that methods send for a compressed tensor with their closed forms.
 
 use anyhow::Result;
 use farflung::compress::link::{Direct, LinkCodec};
@@ -108,7 +108,7 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let counted = payload.view().body().len() - framing;
         rows(report, name, sent * counted, golden)?;
     }
-    // The buffers of the protocol are averaged by a ring, which sends 2 (n - 1) / n of their bytes.
+    // The buffers of PowerSGD are averaged by a ring, which sends 2 (n - 1) / n of their bytes.
     let mut method = PowerSgd::new(1024, 1024, 4, report.seed())?;
     method.begin(&x)?;
     let mut handed_out = 0;

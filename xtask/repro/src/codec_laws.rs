@@ -1,4 +1,4 @@
-//! Checks the laws of every codec, over all methods that have a name.
+//! Checks laws of codecs: some for every codec that has a name, others for the codecs in a list.
 
 use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
@@ -237,15 +237,16 @@ fn worst_bias(name: &str, draws: u64, seed: u64) -> Result<f64> {
     let of = |i: usize| {
         let mean = sum[i] / draws as f64;
         let error = ((squares[i] / draws as f64 - mean * mean).max(0.0) / draws as f64).sqrt();
-        // The offsets have a resolution of 16 bits.
+        // The codecs' random offsets have a resolution of 16 bits.
         let gap = ((mean - f64::from(x[i])).abs() - 8.0 * 2_f64.powi(-17)).max(0.0);
         if gap > 0.0 { gap / error } else { 0.0 }
     };
     Ok((0..64).map(of).fold(0.0, f64::max))
 }
 
-/// Returns the largest gap, over 20 rounds, between the sum of the inputs and the sum of decoded values plus
-/// the residual. It is divided by the rounding error that 20 rounds may have.
+/// Returns the largest gap of an element, after 20 rounds, between the sum of the inputs and the sum of decoded
+/// values plus the residual. It is divided by the rounding error that 20 rounds may have. The codec `unbiased`
+/// is not measured and gives 0.
 fn telescoping(name: &str) -> Result<f64> {
     if name.starts_with("unbiased") {
         return Ok(0.0);
@@ -270,8 +271,9 @@ fn telescoping(name: &str) -> Result<f64> {
     Ok((0..n).map(gap).fold(0.0, f64::max))
 }
 
-/// Counts the odd inputs with a wrong result. A right result is an error that gives the element's index; or
-/// finite values, at most the promised bytes, and zeros for zeros.
+/// Counts the unusual inputs with a wrong result. Right results for finite inputs are finite values, at most
+/// the promised bytes, and zeros for zeros; for `unbiased` and `dct` also an overflow that names the element.
+/// The right result for NaN and infinities is an error that gives the element's index; `none` accepts them.
 fn odd_inputs(name: &str) -> Result<u32> {
     let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
     let tiny = f32::from_bits(1);
@@ -303,8 +305,8 @@ fn odd_inputs(name: &str) -> Result<u32> {
     Ok(wrong)
 }
 
-/// Counts the vectors, among `draws` with very large numbers, that have a wrong result. A right result is an
-/// error that gives an element's index, or finite decoded values with a finite loss.
+/// Counts wrong results over `draws` vectors with very large numbers, each encoded without and with a residual.
+/// A right result is an error that gives an element's index, or finite decoded values and a finite residual.
 fn edges(name: &str, draws: u64, seed: u64) -> Result<u32> {
     let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
     let mut with_residual = name.parse::<CodecSpec>()?.build_memoryless();
@@ -361,7 +363,8 @@ fn edge(len: usize, seed: u64, stream: u64) -> Vec<f32> {
     (0..len as u64).map(element).collect()
 }
 
-/// Counts the numbers of threads that give other bytes or residuals than one thread.
+/// Returns for how many of 2, 3 and 7 threads the payload, the residual or the decoded values differ from those
+/// of one thread.
 fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
     let n = 1_000_003;
     let (x, e) = (crate::normal::values(n, seed), crate::normal::values(n, seed + 1));
@@ -382,7 +385,7 @@ fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
     Ok(differ)
 }
 
-/// Does the same as [`threads`], for a codec given by its name.
+/// Does the same as [`threads`] for a codec given by its name, but compares payloads alone.
 fn composed_threads(name: &str, seed: u64) -> Result<u32> {
     let x = crate::normal::values(1_000_003, seed);
     let run = |threads| {

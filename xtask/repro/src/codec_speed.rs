@@ -169,7 +169,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// Measures both once more, with a vector of the same length as `x`.
+    /// Measures both once more: reads `x`, and changes `y`, which is as long, in place.
     fn measure(&mut self, x: &[f32]) -> (f64, f64) {
         let bytes = size_of_val(x) as f64;
         let start = now();

@@ -20,7 +20,8 @@ const N: usize = 8;
 const ALPHA: f64 = 0.01;
 const BETA: f64 = 8e-9;
 
-/// Returns the alpha-beta time of an all-reduce of `m` bytes, or `None` if only a bound is known.
+/// Returns the alpha-beta time in seconds of an all-reduce of `m` bytes by one of `Algorithm::ALL`. `None` for
+/// the double tree, of which only a bound is known.
 fn closed_form(algorithm: Algorithm, m: f64) -> Option<f64> {
     let buffers = 1.75 * m * BETA;
     Some(match algorithm {

@@ -1,4 +1,5 @@
-//! Checks the results of collectives: they are exact, and the same on all ranks and on all transports.
+//! Checks the results of collectives: they are exact on whole numbers, and the same on all ranks and on all
+//! transports.
 
 mod every;
 
@@ -27,7 +28,7 @@ pub(crate) const BENCH: Bench = Bench {
 /// Returns the program of a rank, from the rank, the number of ranks and the number of elements.
 type Make = Box<dyn Fn(Rank, usize, usize) -> Program + Send + Sync>;
 
-/// Returns every algorithm, including shapes that occur only on uneven networks.
+/// Returns every algorithm of `Algorithm::ALL`, and further shapes: other groups, chunks and shards.
 fn programs() -> Vec<(String, Make)> {
     let mut all: Vec<(String, Make)> = Vec::new();
     for algorithm in Algorithm::ALL {
@@ -85,7 +86,7 @@ number!(f32, Some(1.0 / 8_388_608.0), |v| v as Self, f64::from);
 number!(f16, Some(1.0 / 1024.0), Self::from_f64, Self::to_f64);
 number!(bf16, Some(1.0 / 128.0), Self::from_f64, Self::to_f64);
 
-/// Result of one rank: number of cases, broken laws, and a checksum of all results.
+/// Result of one rank: number of cases, broken laws, and a checksum of all results that should not be NaN.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct LawTally {
     cases: u64,
@@ -132,7 +133,7 @@ fn laws<T: Number>(
     found.check(&x, |_, v| v == T::of(if n == 1 { 3.0 } else { 9.0 }));
 
     let Some(step) = T::STEP else {
-        // The sums are far beyond the range of the small integer types.
+        // From 2 ranks on the sum is beyond the range of i8, from 3 ranks on beyond that of u8.
         let x = reduced(ReduceOp::Sum, len, &|_| 100.0)?;
         found.check(&x, |_, v| v == T::of(100.0 * n as f64));
         return Ok(found);

@@ -1,4 +1,4 @@
-//! Local steps combined with compression.
+//! Compares local steps combined with compression with averaging gradients in f32 at each step.
 
 use anyhow::Result;
 use farflung::compress::CodecSpec;
@@ -18,7 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
 /// Largest allowed increase of losses over that of the f32 arm, in percent: the original target.
 const MOST: f64 = 4.0;
 /// The bounds used where the target is not reached: the values measured over three seeds (6.44, 5.03 and 4.28)
-/// plus two standard deviations of 0.19, 0.09 and 0.11. The records say that the target is missed.
+/// plus two standard deviations of 0.19, 0.09 and 0.11. The record of SparseLoCo says that the target is
+/// missed.
 const MEASURED_SPARSE: f64 = 6.9;
 const MEASURED_MUON: f64 = 5.3;
 const MEASURED_DILOCO: f64 = 4.6;
@@ -28,8 +29,8 @@ const LEAST: f64 = 2000.0;
 /// scales.
 const LEAST_DILOCO: f64 = 393.0;
 
-/// Returns the bytes of gradients in 16 bits over the bytes that a worker sends in all, if it sends 16.8
-/// million values through the codec once in `every` steps.
+/// Returns how many times fewer bytes a worker sends than one that sends gradients in 16 bits at each step, if
+/// it sends 16.8 million values through the codec once in `every` steps.
 fn ratio(codec: &str, every: f64) -> Result<f64> {
     let values = 4096 * 4096;
     let payload = codec.parse::<CodecSpec>()?.build().max_payload(values);

@@ -1,4 +1,5 @@
-//! Trains every pair of choices in a run of real ranks, or checks that it is rejected with its reason.
+//! Trains runs that together contain every pair of choices that can be combined, and checks that each other
+//! pair is rejected with its reason.
 
 use anyhow::Result;
 use farflung::TrainConfig;
@@ -84,7 +85,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     )
 }
 
-/// Returns a job of two replicas with some choices.
+/// Returns a job of two replicas with the choices of `config`.
 fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
     let workers = 2 * config.stages;
     config.workers = workers;

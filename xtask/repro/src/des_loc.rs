@@ -1,4 +1,4 @@
-//! Local Adam whose moments are averaged less often than its parameters: bytes and loss.
+//! Measures the bytes and the loss of local Adam whose moments are averaged less often than its parameters.
 
 use anyhow::Result;
 

@@ -1,4 +1,4 @@
-//! Compares every op, products in 16 bits, the codecs and a whole training step on a device with the cpu.
+//! Compares a device with the cpu: every op, matrix products in 16 bits, codecs and training steps.
 
 use std::collections::BTreeMap;
 
@@ -42,7 +42,8 @@ struct OpResult {
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    // Uses CUDA if the build has it and the machine has such a GPU, otherwise the first device that wgpu lists.
+    // Uses CUDA if the build has it and the machine has such a GPU, otherwise the first device that wgpu can
+    // use.
     let name =
         Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
@@ -99,7 +100,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     training(report, &name)
 }
 
-/// Checks the bytes, residuals, values and errors of codecs.
+/// Compares the bytes, residuals, values and errors of codecs on the device with those on the host.
 fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
     let vectors = Vectors::on(device.clone());
     let equal = |name: &&str| name.parse().is_ok_and(|spec| matches!(check(&vectors, spec), Ok(true)));

@@ -1,4 +1,4 @@
-//! `DiLoCo` with the 500 steps between averages of its paper.
+//! Compares `DiLoCo` with 500 steps between averages, as in its paper, with averaging at each step.
 
 use anyhow::Result;
 

@@ -33,7 +33,8 @@ struct Trace {
 /// Trains one worker. `window` is the number of steps between two votes. Each vote carries the losses of these
 /// steps.
 fn trace(worker: &mut Trainer, window: usize) -> Result<Trace> {
-    // Ranks exchange their devices when they are built. Each has sent all of that by now.
+    // While trainers are built, ranks tell each other their devices. These bytes have been sent by now, and do
+    // not count.
     let before = worker.comm().stats().sent;
     let mut losses = Vec::new();
     for _ in 0..STEPS {

@@ -146,6 +146,7 @@ fn newest(run: &Path) -> u64 {
 }
 
 /// Changes a bit in a replica's newest checkpoint, and updates its manifest so that the file's hash is right.
+/// Checks that the resumed run finds the change.
 fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     trained(job, Some(folder.path()))?;
@@ -219,7 +220,8 @@ fn flip(bytes: &mut [u8], draw: u64) {
     bytes[at] ^= 1 << (draw % 8);
 }
 
-/// Measures the cost of the comparisons, on nano with the default settings of `train`.
+/// Measures the cost of the comparisons, on nano with two workers of one thread each and otherwise the default
+/// settings of `train`.
 fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
     let default = TrainConfig::default();
     let nano = TrainConfig { threads: 1, workers: 2, seed: data.config.seed, ..TrainConfig::default() };

@@ -1,7 +1,8 @@
 //! Writes the results of benches into a folder, for `--report FOLDER`.
 //!
-//! Each bench that ran writes its record to `reproductions/NAME.json`; records of other benches stay. The pages
-//! and charts are written only from the records, so their figures cannot be edited by hand.
+//! Each bench that ran without an error writes its record to `reproductions/NAME.json`; other records stay. The
+//! pages and charts are made from the records and from the table of methods alone. A test fails if one of them
+//! was edited by hand.
 
 mod chart;
 mod choosing;

@@ -29,7 +29,7 @@ const PUBLISHED: [Published; 3] = [
     Published { case: 5, contiguous: [4.6200, 54.8169, 59.4369], transposed: [22.7584, 26.4600, 49.2184] },
 ];
 
-/// Mean total cost of random placements without a matching, for each case.
+/// Published mean total cost in seconds of random placements without a matching, for each case.
 const RANDOM: [f64; 5] = [19.80, 49.50, 54.6, 61.0, 171.0];
 
 pub(crate) fn costs(case: u32) -> Result<PairCosts> {
@@ -84,7 +84,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Returns the pipelines that take the ranks of each group in the order in which they are listed.
+/// Returns the pipelines in which each group's ranks keep their order: pipeline `r` has the rank at index `r`
+/// of each group.
 pub(crate) fn pipelines(groups: &[Vec<farflung::base::Rank>]) -> Vec<Vec<farflung::base::Rank>> {
     let size = groups.first().map_or(0, Vec::len);
     (0..size).map(|replica| groups.iter().map(|group| group[replica]).collect()).collect()

@@ -20,8 +20,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// A setting of the paper, with step times from an independent event simulation: the best step of case 1, and
-/// those of case 5 with neighbouring devices in one group or in one pipeline.
+/// A setting of the paper, with step times in seconds from an independent event simulation: the best step of
+/// case 1, and those of case 5 with neighbouring devices in one group or in one pipeline.
 struct Setting {
     layers: u32,
     batch: u32,
@@ -38,11 +38,11 @@ const SETTINGS: [Setting; 5] = [
     Setting { layers: 40, batch: 4096, data_centre: 50.85, by_group: 108.9, by_pipeline: 87.83 },
 ];
 
-/// The best simulated step of a network, and the layouts that it is compared with.
+/// Simulated step times in seconds of a network's layouts.
 struct Steps {
     by_group: f64,
     by_pipeline: f64,
-    /// Best of all simulated layouts.
+    /// Best of the layouts with neighbours in one group or one pipeline, and of those that the search found.
     best: f64,
     /// Mean over random placements.
     random: f64,

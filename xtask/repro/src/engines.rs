@@ -79,7 +79,7 @@ impl Job {
         Ok(command)
     }
 
-    /// Checks whether `farflung` was built with MPI.
+    /// Returns whether `farflung` was built with MPI.
     fn has_mpi(&self) -> Result<bool> {
         let mut command = self.farflung(&self.args("no-mpi"))?;
         command.args(["--transport", "mpi"]).envs([("RANK", "0"), ("WORLD_SIZE", "2")]);

@@ -1,4 +1,5 @@
-//! Checks what the other ranks observe when one of eight ranks is lost during a collective.
+//! Checks what the other ranks observe when one of eight ranks, or a link between two of them, fails during a
+//! collective.
 
 pub(crate) mod processes;
 
@@ -156,7 +157,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                     survivors += 1;
                     half += u32::from(seen.half);
                     let Some(error) = &seen.error else {
-                        // A cut or a corrupted frame that affects no later frame is not a failure.
+                        // A cut or a corrupted frame that no rank noticed affected no later frame. It is not a
+                        // failure.
                         unnoticed += u32::from(
                             noticed || matches!(fault, InjectedFault::Crash | InjectedFault::Freeze),
                         );

@@ -18,8 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
 /// Sizes of square products that PyTorch's script measures too.
 const SQUARE: [usize; 4] = [256, 512, 1024, 2048];
 
-/// Products `[m, k] x [k, n]` of the forward passes: the input of attention, both halves of the MLP, and the
-/// head.
+/// Products `[m, k] x [k, n]` of the forward passes: queries, keys and values (`qkv`), both halves of the MLP
+/// (`fc`, `out`), and the head.
 const SHAPES: [(&str, [usize; 3]); 12] = [
     ("nano qkv", [768, 128, 384]),
     ("nano fc", [768, 128, 512]),

@@ -1,4 +1,5 @@
-//! Decentralised training in few bits: workers mix parameters with their neighbours only.
+//! Compares decentralised training in few bits, in which workers mix parameters with their neighbours only,
+//! with averaging at each step.
 
 use anyhow::Result;
 

@@ -51,8 +51,9 @@ impl Case {
     }
 }
 
-/// Least number of bytes that a step moves for each parameter. Forward, backward, clipping and AdamW read it (5
-/// f32 with both moments and the gradient), and the gradient, moments and parameter are written.
+/// Least number of bytes that a step moves for each parameter: 11 f32. Forward and backward read the parameter;
+/// clipping reads the gradient; AdamW reads the parameter, the gradient and both moments; the gradient, both
+/// moments and the parameter are written.
 const BYTES_PER_PARAMETER: f64 = 44.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -113,7 +114,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Prints the rows that compare one setting with other systems.
+/// Adds the rows that compare one setting with other systems.
 fn against(
     report: &mut Report<'_>,
     peers: &Peers,

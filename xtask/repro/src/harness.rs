@@ -45,7 +45,8 @@ pub struct Bench {
 /// Options of the command line that a bench can use.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Quick runs take at most a minute on 2 cores; others at most 5 minutes.
+    /// Quick runs should take at most a minute on 2 cores; others at most 5 minutes, except long ones. A bench
+    /// that takes longer is reported, but does not fail.
     pub quick: bool,
     /// Long runs have no time limit: they use the settings of the papers where possible.
     pub long: bool,
@@ -58,9 +59,9 @@ pub struct Options {
 /// Condition on a row's value: the row passes if the value meets it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Threshold {
-    /// The value must not be below.
+    /// The value must be this or larger.
     AtLeast(f64),
-    /// The value must not be above.
+    /// The value must be this or smaller.
     AtMost(f64),
     /// The value is only reported.
     None,
@@ -157,7 +158,8 @@ impl Report<'_> {
         }
     }
 
-    /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed.
+    /// Adds a row with `ours / theirs`. Without a figure for `theirs` there is no row, and a note is printed at
+    /// the end, except in runs with `--beside` and without `--against`.
     ///
     /// Errors: stdout is closed.
     pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Threshold) -> Result<()> {
@@ -181,7 +183,7 @@ impl Report<'_> {
     }
 }
 
-/// Formats a number with four significant digits.
+/// Formats a number: from 1000 to 1e15 as a whole number, otherwise with at most four significant digits.
 fn figure(value: f64) -> String {
     let size = value.abs();
     if value == 0.0 || !value.is_finite() || (1000.0..1e15).contains(&size) {
@@ -243,10 +245,12 @@ impl Request {
     }
 }
 
-/// Runs the benches that `args` select. Rows go to `out`, everything else to `err`.
+/// Runs the benches that `args` select. Rows, and the answers to `--list` and `--help`, go to `out`; progress,
+/// notes and errors go to `err`.
 ///
-/// Returns the exit code: 0 if all is well; 1 if a marked row failed or a bench could not be run; 2 if the
-/// command line is invalid, names an unknown bench, or there is nothing to run.
+/// Returns the exit code: 0 if all is well; 1 if a marked row failed, a bench could not be run, or the report
+/// could not be written; 2 if the command line is invalid, names an unknown bench or a file of peers that
+/// cannot be read, or if there is nothing to run.
 pub fn main(benches: &[Bench], args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     // An error means that one of the two streams is closed, so it cannot be printed.
     serve(benches, args, out, err).unwrap_or(1)

@@ -1,4 +1,4 @@
-//! Feeds mutated frames, greetings and control messages to all code that reads from a socket.
+//! Feeds mutated frames, greetings, control messages, handshakes and tickets to the code that reads them.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -125,8 +125,8 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
     tally
 }
 
-/// Returns the largest number of bytes that an inbox holds for a peer that sends frames of `len` bytes, each
-/// for another conversation, on every channel.
+/// Returns the largest number of bytes that an inbox holds for a peer that sends frames of `len` bytes on every
+/// channel, each with another context in its tag.
 fn flood(len: usize, frames: u64) -> usize {
     let mut streams = Vec::new();
     for channel in 0..4_u8 {

@@ -59,7 +59,7 @@ impl Lab {
         &self.setting
     }
 
-    /// Returns the parameters and ranks of an arm.
+    /// Returns the sizes on which the closed form of an arm's payload depends.
     ///
     /// Errors: the flags cannot be combined.
     pub(crate) fn sizes(&self, arm: &Arm) -> Result<Sizes> {

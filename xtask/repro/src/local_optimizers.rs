@@ -65,6 +65,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Learning rates of optimizers that do not use 1e-3.
+/// Learning rates of some optimizers; the others use 1e-3.
 const RATES: [(&str, f64); 6] =
     [("sgd", 1e-1), ("adagrad", 1e-2), ("lamb", 1e-2), ("lion", 1e-4), ("signum", 1e-4), ("muon", 1e-3)];

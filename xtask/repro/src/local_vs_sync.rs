@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// Ratio of averaging time to computing time in the published setting of GPT-JT: 145 s and 10 s.
 const SYNC_OVER_COMPUTE: f64 = 14.5;
-/// Published overhead when averages are skipped, in percent.
+/// Published overhead of averages every 50 steps, in percent.
 const OVERHEAD: f64 = 30.0;
 
 /// Measures the seconds of an arm's step on a link.

@@ -38,8 +38,8 @@ pub(crate) fn bandwidth(threads: usize) -> f64 {
     }) / 1e9
 }
 
-/// Runs `work` repeatedly on `threads` threads at once. Returns the largest sum over all threads of the work
-/// per second.
+/// Runs `work` repeatedly on `threads` threads at once, in three measurements. Returns the largest sum over all
+/// threads of the work per second.
 fn best_of_three(threads: usize, work: impl Fn() -> f64 + Sync) -> f64 {
     let rate = || {
         work();
@@ -111,7 +111,7 @@ chains!(fma_avx2, "avx2,fma", 8, _mm256_set1_ps, _mm256_fmadd_ps);
 #[cfg(target_arch = "x86_64")]
 chains!(fma_avx512, "avx512f", 16, _mm512_set1_ps, _mm512_fmadd_ps);
 
-/// Returns the current and the highest memory of this process in bytes, if the system reports it.
+/// Returns the current and the highest resident memory of this process in bytes, if the system reports it.
 pub(crate) fn resident() -> Option<(u64, u64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {
@@ -121,7 +121,7 @@ pub(crate) fn resident() -> Option<(u64, u64)> {
     Some((field("VmRSS:")?, field("VmHWM:")?))
 }
 
-/// Returns the median.
+/// Returns the median: of an even number of values the larger of the two in the middle, of none NaN.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

@@ -113,7 +113,8 @@ fn longest_wait(report: &Report) -> f64 {
     times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
 }
 
-/// Returns the hashes of runs in which a member leaves by itself before each of some steps.
+/// Returns the hashes of runs that a member leaves by itself: one run for each of `steps`, after which it
+/// leaves.
 fn after_leaving(job: &Job, member: u32, steps: std::ops::RangeInclusive<u64>) -> Result<BTreeSet<String>> {
     let mut hashes = BTreeSet::new();
     for step in steps {

@@ -144,7 +144,7 @@ const DEGENERATE: &[Degenerate] = &[
     near("--lookahead 2 --lookahead-alpha 1", "--lookahead 0"),
 ];
 
-/// Checks whether the result of a method depends on when messages arrive.
+/// Returns whether the result of a method depends on when messages arrive.
 fn timed(flags: &str) -> bool {
     METHODS.iter().any(|row| row.timed && flags.starts_with(&format!("--sync {} ", row.name)))
 }
@@ -152,8 +152,8 @@ fn timed(flags: &str) -> bool {
 /// Microbatches of each replica in an uneven plan.
 const UNEVEN: [u32; 4] = [1, 3, 2, 2];
 
-/// Returns the flags of every method, every recipe, and every optimizer that averages its own values, each with
-/// its own codec.
+/// Returns the flags of all runs: every method with its own codec, methods with servers once more in 8 bits,
+/// every recipe, every optimizer that averages its own values, and two more.
 fn all() -> Vec<String> {
     // A method that works with one optimizer only is listed with that optimizer below.
     let alone = |row: &&SyncMethod| OPTIMIZERS.iter().all(|own| own.averages.sync() != Some(row.name));

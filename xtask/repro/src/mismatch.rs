@@ -1,5 +1,5 @@
 //! Runs three ranks of a job, and gives one of them another value of one setting, for each setting of
-//! `train --help`.
+//! `train --help` except `job` and `relay`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -219,8 +219,8 @@ struct Jobs<'a> {
 }
 
 impl Jobs<'_> {
-    /// Runs a job whose rank 1 has another value of a setting. Returns the outputs of the ranks, and the text
-    /// of their errors.
+    /// Runs a job in which rank 1 has another value of a setting, if `change` gives one. Returns the outputs of
+    /// the ranks, and the text of their errors.
     fn run(&mut self, change: Option<(&str, &str)>) -> Result<(Vec<Output>, String)> {
         self.count += 1;
         let folder = self.fixtures.path(&format!("job-{}-{}", self.flags.len(), self.count));

@@ -32,8 +32,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     rerouted(report)?;
     liveput(report)?;
     let (traces, hours) = if options.quick { (1, 12) } else { (5, 48) };
-    // The cluster has 20 machines as slow as the slowest of `spot`. Each is lost every four hours and comes
-    // back after 20 minutes.
+    // All machines of `spot` count as slow as the slowest. Each is lost after four hours on average, and comes
+    // back after 20 minutes on average.
     let cluster = shipped::cluster("spot")?;
     let model = GptConfig::preset("gpt2-xl")?;
     let fleet = fleet(&model, &cluster, PipelineSizes { batch: 1, microbatches: 128 })?;
@@ -126,7 +126,7 @@ fn templates(report: &mut Report<'_>) -> Result<()> {
     )
 }
 
-/// Loses one machine of 8 pipelines of 4 stages, at each stage.
+/// Loses one machine of 8 pipelines of 4 stages, at each stage in turn.
 fn rerouted(report: &mut Report<'_>) -> Result<()> {
     let (stages, pipelines, microbatches) = (4, 8, 16);
     let base = Method::OneFOneB.order(&Settings::new(stages, microbatches))?;

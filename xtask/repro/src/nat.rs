@@ -1,5 +1,6 @@
 //! Two homes behind routers that translate addresses, and a relay between them. Both train one model: over a
-//! direct path if the routers let them find one, else over the relay, which dies and comes back.
+//! direct path if the routers let them find one, else over the relay. In some runs the relay is killed, and in
+//! some of these it is started again.
 
 mod world;
 
@@ -57,7 +58,8 @@ struct RunResult {
     trained: Trained,
     /// Times at which the steps were done, in seconds.
     done: Vec<f64>,
-    /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die.
+    /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die; 0 if it
+    /// did not return.
     carried: f64,
     /// Bytes that both ranks sent.
     sent: f64,

@@ -1,4 +1,5 @@
-//! Momentum in one bit after a warm-up: bytes and loss of 1-bit Adam and its relatives.
+//! Measures the bytes and the loss of 1-bit Adam and its relatives, which send momentum in few bits after a
+//! warm-up.
 
 use anyhow::Result;
 

@@ -1,4 +1,4 @@
-//! LAMB's momentum in one bit after a warm-up: bytes and loss.
+//! Measures the bytes and the loss of 1-bit LAMB, which sends LAMB's momentum in one bit after a warm-up.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Largest allowed increase of the loss over that of LAMB, in percent.
+/// Largest increase of the loss over that of LAMB, in percent, with which the claim holds.
 const MOST: f64 = 1.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -57,7 +57,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             for (name, security) in [("tcp", &Security::unencrypted()), ("tls", &sealed)] {
                 let slow = reduced(n, bytes, security, rate)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
-                // A burst of 10 ms is not limited, because of the pause before it.
+                // The closed form leaves out that, after a pause, the bytes of 10 ms may be sent at once.
                 let closed = share * bytes as f64 * 8.0 / rate.0 as f64;
                 let off = slow.iter().map(|rank| {
                     let held = rank.sent as f64 * 8.0 / rank.seconds / rate.0 as f64;

@@ -47,8 +47,8 @@ impl Peers {
         Ok(())
     }
 
-    /// Runs a command in a shell, with `settings` in its environment, and adds the figures that it prints. It
-    /// prints nothing if it has no figure for these settings.
+    /// Runs a command in a shell, with `settings` in its environment, and adds the figures that it prints. The
+    /// command may print none.
     ///
     /// Errors: the command fails, or prints a line that begins with `{` but is not a JSON object.
     pub fn measure(&mut self, command: &str, settings: &[(&str, &str)]) -> Result<()> {
@@ -64,7 +64,7 @@ impl Peers {
         self.add(&text).with_context(|| format!("failed to parse what `{command}` printed"))
     }
 
-    /// Checks whether there are no figures at all, as without `--against`.
+    /// Returns whether there are no figures at all, as without `--against`.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lines.is_empty()

@@ -1,4 +1,4 @@
-//! Compares every schedule that trains with one process that trains on the same microbatches.
+//! Compares schedules of the trainer with one process that trains on the same microbatches.
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;

@@ -149,7 +149,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Returns plans that a person might write by hand: the best baseline and the best plan of each kind.
+/// Returns what the chosen plan, which is the first candidate, is compared with: of the others, the best
+/// baseline and the best other plan of each kind.
 fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
     let mut kinds = Vec::new();
     let mut others: Vec<&Candidate> = Vec::new();

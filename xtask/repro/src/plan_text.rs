@@ -86,7 +86,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
 /// Name of a field, and a function that changes it.
 type Change = (&'static str, fn(&mut Plan));
 
-/// Returns a change for every field of a plan.
+/// Returns a change for each field of a plan; of a list, for a field of its first element.
 fn changes() -> Vec<Change> {
     vec![
         ("model.name", |p| p.model.name.push('x')),

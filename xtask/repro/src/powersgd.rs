@@ -1,4 +1,4 @@
-//! Gradients as products of low rank (`PowerSGD`): bytes and loss.
+//! Measures the bytes and the loss of training with gradients as products of low rank (`PowerSGD`).
 
 use anyhow::Result;
 

@@ -49,8 +49,8 @@ fn align(comm: &Communicator) -> Result<()> {
     Ok(())
 }
 
-/// Returns a topology for two pipelines of two machines. The links within a pipeline take almost no time, and
-/// each pair of replicas has a separate link.
+/// Returns a topology for two pipelines of two machines. The link within a pipeline takes almost no time. The
+/// two machines of each stage have a separate link.
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {
@@ -99,7 +99,8 @@ fn one_period(job: &Job) -> Result<(TimePair, TimePair)> {
 /// Codecs of boundaries, forward and backward, whose payloads have a fixed size.
 const CODED: [(&str, &str); 3] = [("f16", "int8"), ("int4", "e4m3"), ("direct:4", "direct:8")];
 
-/// Returns every schedule that trains, and `PipeDream` both with and without agreement on versions.
+/// Returns every schedule that the trainer supports, and `PipeDream` both with and without agreement on
+/// versions.
 fn schedules() -> impl Iterator<Item = (Method, VersionSync)> {
     let all = Method::ALL.into_iter().filter(|m| refusal(*m).is_none());
     let all = all.map(|schedule| (schedule, VersionSync::Vertical));
@@ -114,7 +115,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         anyhow::Ok(Some(path))
     };
     let base = TrainConfig {
-        // With ten layers over four or eight parts, and a head, no two parts take the same time.
+        // Ten layers over four or eight parts, and a head: parts take different times.
         layers: Some(10),
         batch: 2,
         workers: RANKS,

@@ -30,7 +30,7 @@ pub(crate) fn over_tls(n: usize) -> Result<Cluster> {
     over_sockets(n, &security, tcp::Pace::default())
 }
 
-/// Connects ranks through memory that all of them map.
+/// Connects ranks through shared memory.
 pub(crate) fn over_shared_memory(n: usize) -> Result<Cluster> {
     meet(n, |config| config.shared_memory = tcp::SharedMemory::Always)
 }

@@ -222,7 +222,7 @@ impl Meeting<'_> {
         Ok(right.iter().all(|&well| well) && wrong.iter().all(|&well| !well))
     }
 
-    /// Returns `count` connections to the master, once it listens.
+    /// Returns `count` connections to the master, once it listens; fewer if it does not within [`DEADLINE`].
     fn connections(&self, count: usize) -> Vec<TcpStream> {
         let until = now() + DEADLINE;
         let mut all = Vec::new();

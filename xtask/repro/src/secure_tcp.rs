@@ -108,7 +108,7 @@ fn between(n: usize, kib: usize, quick: bool, how: &str, rate: Option<&str>) -> 
     seconds.context("rank 0 printed no time")
 }
 
-/// Returns the medians of clear and sealed, measured in turns.
+/// Returns the median seconds of an all-reduce without encryption and with TLS, measured in turns.
 fn both(turns: usize, n: usize, kib: usize, quick: bool, rate: Option<&str>) -> Result<[f64; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..turns {

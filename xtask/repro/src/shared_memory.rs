@@ -67,7 +67,7 @@ fn ours(n: usize, kib: usize, quick: bool, how: &str) -> Result<f64> {
     seconds.context("rank 0 printed no time")
 }
 
-/// A program that measures OpenMPI, built by its own compiler.
+/// A program that measures OpenMPI, built with OpenMPI's `mpicc`.
 struct OpenMpi {
     program: PathBuf,
 }

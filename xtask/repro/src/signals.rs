@@ -1,6 +1,6 @@
 //! Sends signals at random moments of a run, with a terminal, a file, a closed pipe or a full device as stderr,
-//! and also within long steps, with a stopped rank and while data loads. The run must be saved, and end within
-//! 2 s with the signal's exit code.
+//! and also within long steps, with a stopped rank and while data loads. What was trained must be saved, and
+//! the run must end within 2 s with the right exit code.
 
 mod within;
 
@@ -34,7 +34,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The longest time between the start of a run and its signal.
+/// The longest time from the moment when a run has locked its folder to its signal.
 const LATEST: Duration = Duration::from_millis(600);
 
 /// Longest time that a run may take to start or to end; after that it counts as hanging.
@@ -110,7 +110,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for time in 0..times {
         let (which, (signal, code)) = (time % Stderr::ALL.len(), signals[time % signals.len()]);
         let stderr = Stderr::ALL[which];
-        // Each run resumes where the previous one was saved.
+        // Each run resumes where the previous one with the same kind of stderr was saved.
         let out = folder.path().join(stderr.name());
         let late = Duration::from_micros(random.below(time as u64, LATEST.as_micros() as u64));
         let outcome = stop(stderr, &text, &out, late, (signal, code))
@@ -170,7 +170,7 @@ fn stop(
     running.wait_for(out)?;
     thread::sleep(late);
     let start = now();
-    // On SIGHUP the terminal is closed after the next text that it reads.
+    // On SIGHUP the watching thread closes the terminal after the next text that it reads.
     gone.store(signal == Signal::HUP, Ordering::Relaxed);
     running.signal(signal)?;
     let status = running.end()?;

@@ -40,7 +40,8 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     chosen(report)
 }
 
-/// Compares makespans with published ones, for 4 ranks, 8 microbatches, and F, I and W of one unit each.
+/// Compares makespans with published ones, for 4 ranks, 8 microbatches, and F, I and W of one unit each, or
+/// half a unit for methods with two chunks per rank.
 fn table(report: &mut Report<'_>) -> Result<()> {
     let hops = [0, 5, 10, 20, 40];
     for (method, third, expected) in [
@@ -49,7 +50,7 @@ fn table(report: &mut Report<'_>) -> Result<()> {
         (Method::ZbH2, 10, [27.0, 28.5, 30.0, 42.0, 66.0]),
         (Method::ZbH1, 10, [27.0, 33.0, 41.0, 57.0, 89.0]),
         (Method::Interleaved, 5, [28.5, 35.5, 46.0, 70.0, 118.0]),
-        // For half a unit, the published makespan is 33, but the list published there takes 32.5.
+        // For c = .5, the published makespan is 33, but the list published there takes 32.5.
         (Method::ZbV, 5, [25.5, 32.5, 41.5, 63.5, 107.5]),
     ] {
         let mut off = 0.0;

@@ -38,7 +38,7 @@ struct Sum {
     stuck: usize,
     breaches: usize,
     slowest: Nanos,
-    /// The first trial that broke a promise, and the promise.
+    /// The first trial that broke a rule, and the rule.
     first: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Opens ten thousand hostile connections to a running job and its store, and measures their cost.
+//! Opens up to ten thousand hostile connections to the store of a running job, and measures their cost.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -231,7 +231,7 @@ impl Attack {
         Ok(Self { store, replay: captured(store)?, by_others, rng: Philox::new(seed, 1) })
     }
 
-    /// Makes one hostile connection. The answer is ignored.
+    /// Makes one hostile connection, of the kind that follows from `number`.
     fn connect(&self, number: u64) {
         let Ok(mut stream) = TcpStream::connect(self.store) else { return };
         let bytes =
@@ -241,7 +241,7 @@ impl Attack {
             0 => {
                 let _ = stream.write_all(&bytes(40 + number % 400));
             }
-            // The connection is closed when the next one of its kind is opened.
+            // Nothing is sent, and the connection is closed after at most 39 ms.
             1 => thread::sleep(Duration::from_millis(number % 40)),
             2 => {
                 for byte in [0x16, 3, 1, 2, 0].into_iter().chain(bytes(5)) {

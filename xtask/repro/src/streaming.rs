@@ -1,4 +1,4 @@
-//! Streaming `DiLoCo`: fragments travel while workers keep training.
+//! Compares streaming `DiLoCo`, whose fragments travel while workers keep training, with plain `DiLoCo`.
 
 use anyhow::Result;
 

@@ -29,7 +29,7 @@ pub(crate) const BENCH: Bench = Bench {
 const LINE: Bandwidth = Bandwidth(200_000_000);
 const STAGES: usize = 3;
 
-/// Speeds of the machines in each pool. This assignment is the fastest of all.
+/// Speeds of the machines in each pool, in GFLOPS. This assignment is the fastest of all.
 const POOLS: [&[f64]; STAGES] = [&[4.0], &[3.0, 1.0], &[2.0, 2.0, 1.0]];
 
 /// Speeds of the same machines as two pipelines: the three fastest, and the others.
@@ -106,8 +106,8 @@ type Write<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
 
 /// Compares six machines in three pools with the same machines in two pipelines of three.
 fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
-    // The longer a step, the less filling and draining the pipeline matter. The original task assumes 4096
-    // samples per step.
+    // The longer a step, the less filling and draining the pipeline matter. The issue behind this bench assumes
+    // 4096 samples per step.
     let microbatches = if options.quick { 66 } else { 132 };
     let steps = 3;
     let speeds: Vec<f64> = POOLS.concat();

@@ -1,4 +1,5 @@
-//! SWARM: rebalancing under preemptions, and the square-cube law.
+//! Measures how much work SWARM gets done under preemptions by how often it rebalances, and checks the
+//! square-cube law.
 
 use anyhow::Result;
 use farflung::base::Nanos;

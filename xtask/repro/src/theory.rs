@@ -35,8 +35,8 @@ fn normal(draw: &Philox, i: u64) -> f64 {
     (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos()
 }
 
-/// The quantisers of boundaries, and the bound on what each may lose: the theorem's condition, or none for
-/// quantisers that are known to lose more.
+/// The quantisers of boundaries, and the bound on what each may lose: the theorem's condition, or none where
+/// the loss is only reported.
 const QUANTISERS: [(&str, Threshold); 8] = [
     ("f16", Threshold::AtMost(CONDITION)),
     ("direct:8", Threshold::AtMost(CONDITION)),
@@ -48,7 +48,8 @@ const QUANTISERS: [(&str, Threshold); 8] = [
     ("topk:0.5/f16", Threshold::AtMost(CONDITION)),
 ];
 
-/// Measures `c_Q` of each quantiser on normal numbers, with a scale for each channel.
+/// Measures `c_Q`, which is `|x - Q(x)| / |x|`, of each quantiser on normal numbers, with a scale for each
+/// channel.
 fn contraction(report: &mut Report<'_>) -> Result<()> {
     let len = (SHAPE.positions * SHAPE.channels) as u64;
     let draw = Philox::new(report.seed(), 0);

@@ -1,8 +1,7 @@
 //! Measures the cost of a training step beyond its arithmetic: instructions, bytes and losses of a short run,
 //! compared with those of the two earlier trainers.
 //!
-//! It needs valgrind, which counts instructions, and a processor with AVX2, for which the figures were
-//! recorded.
+//! Full runs need valgrind, which counts instructions. The figures were recorded on a processor with AVX2.
 
 use std::path::Path;
 use std::process::Command;
@@ -50,7 +49,7 @@ fn figure(name: &str) -> Result<f64> {
     recorded(name)?.parse().context("a figure of the record is not a number")
 }
 
-/// Checks whether this processor has the instructions with which the model was recorded.
+/// Returns whether this processor has AVX2, with which the model was recorded.
 fn vectors() -> bool {
     #[cfg(target_arch = "x86_64")]
     return is_x86_feature_detected!("avx2");

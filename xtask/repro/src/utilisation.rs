@@ -24,7 +24,7 @@ pub(crate) const BENCH: Bench = Bench {
 const WORKERS: usize = 8;
 /// One-way latency in seconds between any two machines.
 const LATENCY: f64 = 0.06;
-/// Steps before the first average. They are used to measure computing alone.
+/// Number of steps without averages by which computing alone is measured.
 const ALONE: u64 = 8;
 
 /// A model on real machines. The small model that is trained here has the same ratio of a step's time to an

@@ -142,8 +142,8 @@ fn steps(job: &Job, count: u64) -> Result<StepMeasurement> {
     })
 }
 
-/// Returns the held-out loss after the number of steps that fit into [`EQUAL`] seconds. The result does not
-/// depend on a clock, since the workers are threads that share memory.
+/// Returns the held-out loss after the number of steps of `step` seconds that fit into [`EQUAL`] seconds. They
+/// run over the transport `memory`, so apart from `step` the result does not depend on a clock.
 fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
     let steps = (EQUAL / step) as u64;
     let config = resolved(&format!("{flags} --seed {} --steps {steps}", job.config.seed), base)?;
@@ -163,7 +163,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         steps(&again(&first, config(base, flags, first.config.seed, count)?, JobTransport::Tcp), count)
     };
     let theirs = Hooks { peers: &options.peers, model: if options.quick { "nano" } else { "baby" } };
-    // These replicas average only after the last step, which this run does not reach.
+    // These replicas average only after the last step, which is not measured.
     let compute = measure("--sync diloco --sync-every 900")?.step;
     report.row("computing alone: step", compute * 1e3, "ms", Threshold::None)?;
     let mut compared = None;

@@ -26,8 +26,8 @@ pub(crate) enum JobTransport {
 }
 
 /// Returns settings for a small GPT on the default text: 2 layers of width 64, a context of 32 tokens, 4
-/// sequences per worker and step, ddp, a constant learning rate, and no files. `nano` uses the preset's shape
-/// with a context of 64 tokens instead.
+/// sequences per worker and step, ddp, and a constant learning rate. With `nano`, the model has the shape of
+/// the preset `nano` and a context of 64 tokens instead.
 pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     let small = |n| (!nano).then_some(n);
     TrainConfig {
@@ -47,7 +47,7 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     }
 }
 
-/// Returns the settings with plain SGD: no momentum, no decay, no clipping, and a constant learning rate.
+/// Returns the settings with plain SGD: no momentum, no decay, no clipping, and the learning rate `lr`.
 pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
     TrainConfig {
         optimizer: OptimizerKind::of(&SGD),

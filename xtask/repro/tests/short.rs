@@ -1,5 +1,5 @@
-//! Runs the short form of every bench that ends in seconds and whose conditions do not depend on a clock. The
-//! tests fail if a condition is not met.
+//! Runs the short form of every bench that is not in [`LEFT_OUT`]. The tests fail if a condition on a result is
+//! not met.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Events of the page that are recorded for later checks.
 #[derive(Debug, Default)]
 pub(crate) struct PageEvents {
-    /// Errors of the console, of scripts, and of the content security policy.
+    /// Errors and warnings of the console, and errors of scripts and of the content security policy.
     pub(crate) errors: Vec<String>,
     /// URLs that the page requested.
     pub(crate) requests: Vec<String>,
@@ -122,7 +122,7 @@ impl Browser {
         self.call("Emulation.setDeviceMetricsOverride", &size)?;
         let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
         self.call("Emulation.setEmulatedMedia", &scheme)?;
-        // Wait for two frames: the page is redrawn in the first.
+        // Wait for two frames and 150 ms: the page is redrawn in the first frame.
         let frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => \
             setTimeout(() => done(true), 150))))";
         self.value(frames).map(|_| ())

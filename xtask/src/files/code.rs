@@ -5,7 +5,7 @@
 /// The items, imports and paths of one file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Code {
-    /// Names of the items that the file defines outside of functions, except modules.
+    /// Names of the items that the file defines outside of all braces, except modules.
     pub items: Vec<String>,
     /// Names that the file imports.
     pub imports: Vec<Import>,
@@ -168,7 +168,7 @@ fn without_tests(tokens: &[Token]) -> Vec<Token> {
     kept
 }
 
-/// Returns the index of the token after an item: after its `;` or its closing brace.
+/// Returns the index of the token after an item, field or variant: after its `;`, its `,` or its closing brace.
 fn after_item(tokens: &[Token], from: usize) -> usize {
     let mut depth = 0_usize;
     for (i, token) in tokens.iter().enumerate().skip(from) {

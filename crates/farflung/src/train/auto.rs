@@ -1,4 +1,4 @@
-//! Finds the fastest plan for given machines: makes plans of every kind that the trainer can run, and simulates
+//! Finds the fastest plan for given machines: makes plans of several kinds (see [`PlanKind`]), and simulates
 //! them.
 
 mod asked;
@@ -32,7 +32,7 @@ use crate::{Error, Result};
 /// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; and
 /// the plans of DAPPLE's planner for every number of copies. Each is tried with the schedules and all-reduce
 /// algorithms that fit it. Replicas average gradients at each step: methods with local steps change the
-/// result of training, so only `farflung plan` considers them.
+/// result of training, so only `farflung plan FILE` considers them.
 ///
 /// Errors: the missing memory, if no plan fits into the machines; [`Error::Setting`] if there are only plans of
 /// kinds that were not requested; those of [`Prediction::on`](super::prediction::Prediction::on).

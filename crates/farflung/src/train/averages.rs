@@ -116,7 +116,8 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
 }
 
 /// Replaces `auto`, in a plan that averages with a codec, by the algorithm with the smallest sum of times over
-/// all buckets of all parts. A payload whose size depends on the values is assumed to have its largest size.
+/// all buckets of all parts. The ring is not considered, since it encodes again at each hop. A payload whose
+/// size depends on the values is assumed to have its largest size.
 ///
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(

@@ -38,7 +38,8 @@ pub struct ReplicaSchedule {
 impl ReplicaSchedule {
     /// Makes the schedule of a replica of a job.
     ///
-    /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs.
+    /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs; [`Error::Parallel`] for
+    /// a memory budget into which a part does not fit.
     pub fn new(job: &Job, replica: u32) -> Result<Self> {
         Self::of(&job.plan, &job.model, &job.machines()?, replica)
     }
@@ -61,7 +62,8 @@ impl ReplicaSchedule {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
             None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
         };
-        // All boundaries are assumed to have messages of the size that the first boundary has forward.
+        // The order of work is made as if all boundaries had the time of the slowest link, with messages of the
+        // size that the first boundary has forward.
         let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
             |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model.dim);

@@ -47,8 +47,8 @@ pub(super) fn evidence(error: &Error) -> Evidence {
 /// Returns this rank's failure with the rank that caused it, and notifies the other ranks. A failure by a stop
 /// is returned unchanged.
 ///
-/// A rank that drops its step after it receives a failure also cancels the collectives of others, as a stopped
-/// rank does. The two cases differ in the message of this rank, or of the failed rank.
+/// A rank that drops its step because another one failed cancels the collectives of others, as a stopped rank
+/// does. The [`ExitNotice`] that arrives tells which of the two cases it is.
 pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, error: Error) -> Error {
     if matches!(error, Error::Stopped(_)) {
         return error;
@@ -58,8 +58,8 @@ pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, err
         return error;
     }
     let evidence = evidence(&error);
-    // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be only a
-    // consequence.
+    // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be the consequence
+    // of a stop: then the caller finds the message about it in `hearing`.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { POLLS });
     if evidence == Evidence::Secondary
         && let Some(ReceivedNotice { from, word }) = heard

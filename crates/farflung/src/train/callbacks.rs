@@ -3,18 +3,19 @@
 use super::observation::Observation;
 use crate::StepMetrics;
 
-/// Callbacks that follow a run; called on rank 0 unless stated otherwise.
+/// Callbacks that follow a run. Each process calls them for its first rank.
 pub trait RunObserver: Send {
     /// Called when training begins. `done` is the number of steps that are already done, `steps` the number of
     /// all steps.
     fn begin(&mut self, _done: u64, _steps: u64) {}
 
-    /// Called after each step. `link_use` is the fraction of the time so far for which this worker's bytes
-    /// occupied its link.
+    /// Called after each step: on rank 0, and on every member of a run that machines join and leave. `link_use`
+    /// is the fraction of the time so far for which this worker's bytes occupied its link; `None` if the speed
+    /// of its link is not known.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
 
-    /// Called when the row of a step was written, with its loss. After local steps, losses are known only when
-    /// replicas synchronise, so this call may come later than `step`.
+    /// Called on the same ranks as `step`, when the row of a step was written, with its loss. After local
+    /// steps, losses are known only when replicas synchronise, so this call may come later than `step`.
     fn step_row(&mut self, _row: &StepMetrics) {}
 
     /// Called after each step in every process, with the state of the process's first rank.

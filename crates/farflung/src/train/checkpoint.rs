@@ -70,7 +70,8 @@ struct CheckpointRecord {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
-    /// First step and microbatch of its plan, in a run whose members join and leave.
+    /// Numbers of steps and microbatches done when it was saved, in a run whose members join and leave: the
+    /// plan of the run that continues begins there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<PlanStart>,
     /// The view in which it was saved, in a run whose members form pipelines.
@@ -207,7 +208,7 @@ pub(super) struct Resumed {
     pub(super) notes: Vec<String>,
     /// The checkpoint: this rank's, or that of the rank from which the state was taken.
     pub(super) from: PathBuf,
-    /// First step and microbatch of its plan.
+    /// Numbers of steps and microbatches at which the plan of the continued run begins.
     pub(super) base: PlanStart,
 }
 

@@ -129,7 +129,8 @@ impl Drop for Claim {
     }
 }
 
-/// Number that ranks send if they were given a folder; real numbers begin at 1.
+/// Number that rank 0 sends if it was given a folder, and that all other ranks send. Numbers of folders begin
+/// at 1.
 const GIVEN: u64 = 0;
 
 fn numbered(model: &str, number: u64) -> PathBuf {

@@ -315,7 +315,7 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Rejects codecs that store samples with pools, since a sample passes other ranks in each epoch.
+/// Rejects codecs that store samples with pools, since a sample passes through other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
     let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;

@@ -1,5 +1,6 @@
 //! Executes the actions of a rank: runs its parts of the model on microbatches, and sends hidden states and
-//! their gradients to other ranks. The schedule's executor decides the order; nothing here depends on it.
+//! their gradients to other ranks. The schedule's executor decides the order of the actions; the code here
+//! works for any order.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -38,7 +39,7 @@ pub(super) enum Pass {
 /// A message that may still be in flight.
 type Bytes = Pending<Result<Vec<u8>, CommError>>;
 
-/// Sum of a microbatch's losses, which may still be in flight from the device.
+/// Sum of the losses of a microbatch or of one slice of it, which may still be in flight from the device.
 type Loss = Pending<Result<f64, ZooError>>;
 
 /// Stage, microbatch and slice of an action.
@@ -69,7 +70,7 @@ pub(super) struct Executor {
     pub(super) evaluation: Sampler,
     /// Width of a hidden state.
     pub(super) dim: usize,
-    /// Loss scale.
+    /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens.
     pub(super) scale: f32,
     /// The microbatch whose backward pass is the last of a step, by stage.
     pub(super) last: BTreeMap<StageId, u32>,
@@ -140,8 +141,8 @@ impl Executor {
         }
     }
 
-    /// Returns the predicted times of an action of a training pass. Evaluation takes no time on the virtual
-    /// clock.
+    /// Returns the predicted times of an action of a training pass. In an evaluation, computations take no time
+    /// on the virtual clock.
     fn cost(&self, action: Action) -> StageCost {
         match self.pass {
             Pass::Training { .. } => {

@@ -10,11 +10,11 @@ use crate::{Error, Result};
 /// The values of a rank in which a bit is flipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultyValue {
-    /// An average that the rank received: of gradients, or of DiLoCo's changes.
+    /// An average that the rank received: of gradients, or of what replicas average after local steps.
     Reduced,
     /// The rank's parameters.
     Parameters,
-    /// The state of the rank's optimizer.
+    /// The first state buffer of the rank's optimizer.
     Moments,
     /// The first chunk of its state that the rank sends to another member after that step.
     Chunk,
@@ -31,13 +31,15 @@ pub struct Fault {
     pub step: u64,
     /// The values.
     pub value: FaultyValue,
-    /// Index of the element in the last tensor of a part, modulo the number of elements.
+    /// Index of the element in the last tensor of a part or record, modulo the number of its elements. Not used
+    /// for [`FaultyValue::Chunk`]: there, the lowest bit of the first byte is flipped.
     pub element: usize,
-    /// Index of the bit; 0 is the least significant.
+    /// Index of the bit in the element; 0 is the least significant.
     pub bit: u32,
 }
 
-/// The moments of a step, in order. Each has a number, so that a fault can be injected at any of them.
+/// The moments of a step, in order, at which a failure can be injected. Their numbers appear in
+/// [`Error::InjectedFailure`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Moment {
@@ -87,7 +89,7 @@ impl Failure {
     }
 }
 
-/// A member that a test makes leave after a step, in a run whose members join and leave.
+/// A member that a test makes leave before a step, in a run whose members join and leave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Departure {
     /// The rank that leaves, by its number at that step.

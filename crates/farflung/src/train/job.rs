@@ -1,4 +1,4 @@
-//! Data shared by all workers of a run: the model's shape, the data, the settings.
+//! Values shared by all workers of a run: the settings, the model's shape, the plan, the data.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -69,7 +69,7 @@ pub struct Job {
     pub tokenizer: Arc<dyn Tokenizer>,
     /// The training data.
     pub training: Split,
-    /// The validation data: the last tenth.
+    /// The validation data: the source's own validation files, else the last tenth of the text.
     pub held_out: Split,
     /// The part of the training data of each replica; `None` if all replicas use all of it.
     pub shards: Option<Shards>,

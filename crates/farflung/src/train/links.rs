@@ -96,8 +96,8 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     }
 }
 
-/// Joins the processes of a launched job by their ranks and number; does not depend on anything else of the
-/// job.
+/// Joins the processes of a launched job by their ranks and number. It uses the settings of the network, but
+/// not the model, the data or the plan.
 ///
 /// Errors: [`Error::PeerLost`] and others if processes do not find each other in time.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {

@@ -24,8 +24,8 @@ pub(super) struct Part {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// Method that keeps the part equal on all its holders; `None` if this rank is the only holder, or if the
-    /// part has no parameters.
+    /// Method that keeps the part equal on all its holders. `None` if the part has no parameters, or if there
+    /// is only one replica and one copy of the model, except in an elastic run with local steps.
     pub(super) sync: Option<Box<dyn Synchroniser>>,
     /// Predicted times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
@@ -353,7 +353,8 @@ impl Part {
         if self.shares_table { self.table() } else { 0..0 }
     }
 
-    /// Replaces complete gradients that are not averaged by the chain's contribution.
+    /// Replaces the gradients, which must be complete, by the chain's contribution. Does nothing if gradients
+    /// are averaged: the contribution was averaged then.
     pub(super) fn contribute_alone(&mut self) -> Result<()> {
         if self.average().is_some() || !self.chain.contributes() {
             return Ok(());
@@ -377,8 +378,8 @@ impl Part {
         Ok(())
     }
 
-    /// Applies an update on which all ranks agreed. `needed` is the oldest version that a later microbatch
-    /// still uses; the version before the update is kept if `needed` is not newer.
+    /// Applies an update. With a flush, all ranks have agreed on it. `needed` is the oldest version that a
+    /// later microbatch still uses; the version before the update is kept if `needed` is not newer.
     pub(super) fn commit(&mut self, prepared: Prepared, needed: Option<u32>) -> Result<()> {
         if needed.is_some_and(|needed| needed <= self.version) {
             self.older.insert(self.version, copy(&self.params)?);

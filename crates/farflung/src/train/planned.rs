@@ -334,7 +334,7 @@ pub fn read(path: &Path) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Checks that the plan's codecs and methods exist.
+/// Checks that the plan's codecs and methods exist, and that its periods and algorithms fit them.
 ///
 /// Errors: [`ParallelError::Plan`] with the field.
 pub(super) fn check_names(plan: &Plan) -> Result<()> {

@@ -52,7 +52,7 @@ impl Prediction {
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // For a single replica this is true too; its period is then one step.
+        // With local steps this is true for a single replica too; its period is then one step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
@@ -89,8 +89,9 @@ impl Prediction {
         Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
-    /// Like [`Prediction::on`]; `None` if a step takes longer than `limit`. This function is cheaper: no time
-    /// beyond the limit is played, and nothing at all if the busiest processor or link alone takes longer.
+    /// Like [`Prediction::on`]; `None` if a step takes longer than `limit`. For periods of at most 8 steps this
+    /// function is cheaper: no time beyond the limit is played, and nothing at all if the busiest processor or
+    /// link alone takes longer.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {

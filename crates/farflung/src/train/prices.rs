@@ -19,7 +19,8 @@ pub fn planned_codec(codec: CodecSpec) -> Codec {
     Codec { name: codec.to_string().into(), block: block as u64, block_bytes }
 }
 
-/// Number of ranks up to which all algorithms are priced; with more ranks, only those with few messages.
+/// Number of ranks up to which all algorithms are priced without a codec; with more ranks, only those with few
+/// messages.
 const MOST_RANKS: usize = 64;
 
 /// Predicted times of averages over all ranks of given links, for planners.

@@ -1,4 +1,5 @@
-//! What rank 0 records about each step: its row in the metrics, and what the observer of the run is told.
+//! The record of each step: its row in the metrics, and the calls of the run's observer. Rank 0 keeps it, and
+//! each member of a run that machines join and leave.
 
 use std::time::Instant;
 
@@ -39,7 +40,7 @@ impl Clock {
     }
 }
 
-/// Rows, metrics and events that rank 0 records about the run's steps.
+/// The rows of the run's steps so far, the file to which they are written, and the observer that is told.
 pub(super) struct RunRecorder<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,

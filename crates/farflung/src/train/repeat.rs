@@ -1,6 +1,6 @@
 //! Checks whether a device computes the same bits twice. Our kernels are not chosen by timing and always add in
-//! the same order, so that runs repeat on the same devices. Effects of drivers or faulty hardware are measured
-//! here.
+//! the same order, so that runs repeat on the same devices. A driver or faulty hardware can still change bits,
+//! which this check detects.
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Tensor};
@@ -10,8 +10,7 @@ use farflung_zoo::{Input, Output, Stage};
 use super::fingerprint::digest;
 use crate::{Error, Result};
 
-/// Runs a forward and a backward pass of `batch` sequences twice, in memory that was used for other data in
-/// between.
+/// Runs a forward and a backward pass of `batch` sequences twice, and compares the results.
 ///
 /// Errors: [`Error::NotRepeatable`] if any bit of the outputs or gradients differs.
 pub(super) fn check(stage: &Stage, params: &Tensor, batch: usize) -> Result<()> {

@@ -36,7 +36,7 @@ pub struct SampleText {
 pub struct DataSource {
     /// Description of the file or folder.
     pub source: String,
-    /// Hash of the tokens.
+    /// Hash of the bytes that were read.
     pub hash: String,
 }
 
@@ -68,8 +68,8 @@ pub struct Report {
     pub val_loss_before: Option<f64>,
     /// Validation loss at the end, in nats.
     pub val_loss: Option<f64>,
-    /// Mean training loss, in nats, of the last tenth of the steps of this process; of all steps if only the
-    /// report was missing.
+    /// Mean training loss, in nats, over the last tenth of the steps that this process trained; if only the
+    /// report was missing, over the last tenth of all steps.
     pub train_loss: Option<f64>,
     /// Bytes sent by one worker, including frame headers.
     pub bytes_sent: u64,

@@ -1,7 +1,7 @@
-//! Keeps copies of parameters equal on devices that round differently. Such devices apply the same update in
-//! different orders, so that copies differ by a rounding after each step. From time to time hashes are
-//! compared; if they differ, all holders take the first holder's copy. It does not depend on how parameters are
-//! trained or which copies exist.
+//! Keeps copies of parameters equal on devices that round differently. Such devices round the same update
+//! differently, so that copies differ slightly after a step. From time to time hashes are compared; if they
+//! differ, all holders take the first holder's copy. This code does not depend on how parameters are trained or
+//! which copies exist.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::Result;
 pub struct Drift {
     /// Largest relative l2 distance of a copy from the first holder's copy, before the copy was replaced.
     pub distance: f64,
-    /// Bytes that this process sent to compare copies and to make them equal.
+    /// Bytes that this rank sent to compare copies and to make them equal.
     pub bytes: u64,
 }
 
@@ -35,8 +35,8 @@ pub(super) struct Resync {
 }
 
 impl Resync {
-    /// Comparisons are disabled if the job has no `copies`, or if all ranks are on CPUs, where the update has
-    /// the same bits on all of them.
+    /// Makes the schedule. Comparisons are disabled if the job has no `copies`, or if all ranks are on CPUs,
+    /// where the update has the same bits on all of them.
     pub(super) fn new(job: &Job, comm: &Communicator, device: &str, copies: bool) -> Result<Self> {
         // The settings are the same on all ranks, but the device found by `auto` differs between machines.
         let unlike = copies && {
@@ -58,7 +58,8 @@ impl Resync {
         self.every > 0 && self.last == step
     }
 
-    /// Restarts the interval at `step`, at which a checkpoint was read.
+    /// Restarts the interval at `step`, at which this rank's state was read from a checkpoint, copied from
+    /// another rank, or moved to another plan.
     pub(super) const fn restart(&mut self, step: u64) {
         self.last = step;
     }

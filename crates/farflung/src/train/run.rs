@@ -78,7 +78,8 @@ pub fn run(
 ) -> Result<Option<Report>> {
     let launched = env.filter(|env| env.world_size > 1);
     let admitted = admit(&config, env);
-    // An error that any single rank detects is returned without waiting for the others.
+    // A run that does not fit on this machine is reported at once. Other errors wait until ranks are connected,
+    // so that all ranks get them.
     let admitted = match admitted {
         Err(error @ Error::TooLarge(_)) => return Err(error),
         admitted => admitted,

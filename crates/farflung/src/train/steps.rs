@@ -138,7 +138,8 @@ impl Steps<'_, '_> {
             self.last_loss = seen.val_loss;
             self.last.evaluated = done.step;
         }
-        // A finished step gets its row even if a check after it failed.
+        // A stop or a lost peer may interrupt the checks; the step was done and gets its row all the same. If a
+        // check fails, there is no row.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
             self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
@@ -180,8 +181,8 @@ struct CheckResults {
 }
 
 impl StepChecks {
-    /// Runs the checks, evaluation and checkpoint that are due. Returns the results up to the first failure,
-    /// and whether there was one.
+    /// Runs the checks and the evaluation that are due. Returns the results up to the first failure, and that
+    /// failure.
     fn run(&self, trainer: &mut Trainer) -> (CheckResults, Result<()>) {
         let mut seen = CheckResults::default();
         let look = |trainer: &mut Trainer| {

@@ -1,5 +1,6 @@
-//! Stopping within a step: the step is dropped; the ranks that answer form a new group and save the steps that
-//! all of them have done. It does not depend on the timing of signals, which is in [`Stop`](crate::Stop).
+//! Stopping within a step: the step is dropped, unless another rank has committed it; the ranks that answer
+//! form a new group and save the steps that all of them have done. It does not depend on the timing of signals,
+//! which is in [`Stop`](crate::Stop).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,9 +17,9 @@ use crate::peer_counters::PeerCountersLog;
 use crate::step_times::StepTimesLog;
 use crate::{Error, PeerCounters, Result, RunDir};
 
-/// Time for which ranks on real links wait for each other's answer. A rank that is stopped or cut off does not
-/// answer, and the others must be done within 2 s. A rank that is only far away answers in time; otherwise each
-/// rank saves alone.
+/// Time for which ranks in different processes wait for each other's answer. A rank that is stopped or cut off
+/// does not answer, and the others must be done within 2 s. A rank that is only far away answers in time;
+/// otherwise each rank saves alone.
 const ANSWER: Nanos = Nanos::from_millis(500);
 
 /// State that a stopped rank leaves on disk.
@@ -97,8 +98,8 @@ pub(super) fn handle_stop(
     stopper: Option<Rank>,
     error: Error,
 ) -> Error {
-    // Ranks of one process share their stop request, so a rank that cancels another's step without one has
-    // failed.
+    // Ranks of one process share their stop request. If a rank cancels another's step without a stop request,
+    // it has failed.
     let others = job.processes > 1;
     let by = error.cancelled_by().or(stopper.filter(|_| error.is_interruption())).filter(|_| others);
     let signal = job.stop.requested();
@@ -137,7 +138,8 @@ pub(super) fn handle_stop(
     }
 }
 
-/// Saves the newest step that all answering ranks have done. `None` if it is saved already.
+/// Saves the newest step that all answering ranks have done. `None` if it is saved already, or if no step was
+/// done.
 fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) -> Result<Option<PathBuf>> {
     let deadline = job.config.deadline;
     let answer = if job.processes > 1 { ANSWER.min(deadline) } else { deadline };

@@ -38,7 +38,8 @@ pub(super) struct TableExchange {
     pub(super) from: Rank,
     /// This rank's stage with the table.
     pub(super) stage: StageId,
-    /// Whether this rank is the only holder of its part, so that its gradient can be sent before any average.
+    /// Whether this rank's gradient is complete without an average over other holders of its part, so that it
+    /// can be sent before any average.
     pub(super) early: bool,
     /// Number of exchanges so far. This number is the tag of the next exchange, since several may be in flight.
     pub(super) round: u32,
@@ -46,7 +47,7 @@ pub(super) struct TableExchange {
 }
 
 /// A group of ranks that exchange gradients of the token table, in a placement with
-/// [`Tie::TableExchange`](farflung_parallel::pipeline::Tie).
+/// [`TiedWeights::Across`](farflung_parallel::pipeline::TiedWeights).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TiedGroup {
     /// The ranks, in order.
@@ -114,8 +115,8 @@ impl TiedTable {
         }
     }
 
-    /// Returns the exchange of the table's gradients, if `stage` holds the table and the other part is on
-    /// another rank.
+    /// Returns the exchange of the table's gradients, and starts it if it was not started before. `None` unless
+    /// `stage` holds the table and the other part is on another rank.
     pub(super) fn exchange(&mut self, stage: StageId, part: &Part) -> Result<Option<Exchange>> {
         match self {
             Self::Across(across) if across.stage == stage => match across.begun.take() {

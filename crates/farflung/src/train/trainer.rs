@@ -1,14 +1,15 @@
 //! One rank of a run: the parts of the model that the plan assigns to it, and a training step.
 //!
 //! A step: **pass** (the schedule: forward, backward, send, receive; gradients are sent as they become final),
-//! **reduce** (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the
-//! same on all ranks), **commit** (parameters, moments, residuals, counters), **after** (between steps: the
-//! method of synchronisation, comparison of unlike copies). A failure or overflow before the commit changes
-//! nothing.
+//! **reduce** (wait for the averages), **agree** (one vote, with the same result on all ranks that take the
+//! step together), **prepare** (the global norm; nothing has changed yet), **commit** (parameters, moments,
+//! residuals, counters), **after** (between steps: the method of synchronisation, comparison of copies on
+//! unlike devices). With a flush, a failure or overflow before the commit changes nothing. Without a flush,
+//! updates happen within the pass.
 //!
-//! Copies of a part on several ranks, and the two copies of the token table, get the same updates. If their
-//! devices round differently, they are compared between steps, when the pipeline is empty and each copy has one
-//! version.
+//! Where gradients are averaged at each step, all copies of a part on several ranks get the same updates. So do
+//! the two copies of the token table in a pipeline. If their devices round differently, copies are compared
+//! between steps, when the pipeline is empty and each copy has one version.
 
 mod agree;
 mod build;
@@ -81,17 +82,18 @@ pub struct Trainer {
     /// Steps between two averages.
     every: u64,
     executor: Executor,
-    /// The same device without the interrupt.
+    /// The executor's device without its interrupt.
     plain: Device,
     /// The ranks that vote on each step: all ranks, or those of one pipeline if steps are local.
     voters: Communicator,
     /// Whether replicas have the same parameters after each step.
     each_step: bool,
-    /// Losses of this replica's steps since replicas last had the same parameters.
+    /// Losses of this replica's local steps that no vote of all replicas has contained yet.
     window: Vec<f64>,
     /// A vote that was sent together with an average.
     voting: Option<Voting<SyncVote>>,
-    /// The holders of each part, by the part's number, if other ranks hold it too.
+    /// Communicators of the holders of each part of this rank, by the part's number; empty if there is only one
+    /// replica and one copy of the model, except in an elastic run with local steps.
     holders: BTreeMap<u32, Communicator>,
     resync: Resync,
     /// Loss scale for products in 16 bits.
@@ -115,7 +117,8 @@ pub struct Trainer {
     mark: Option<RollbackPoint>,
     /// Whether parameters may contain part of a step that is not done.
     half_done: bool,
-    /// Number of attempts of the current step with gradients that were not finite, other than by loss scaling.
+    /// Number of attempts of the current step whose gradients were not finite and could not become finite by a
+    /// smaller loss scale.
     tries: u32,
     told: StatusFlags,
     /// Whether the average of all replicas at the end of the last step failed: the next step does only that.
@@ -133,11 +136,12 @@ struct StatusFlags {
     sound: bool,
     /// Whether it requests a change of members.
     wants_change: bool,
-    /// Whether a copy of a part is still being received.
+    /// Whether this rank is still sending or receiving a copy of a part.
     copies: bool,
 }
 
-/// Number of attempts of a step whose gradients are not finite: a transient fault passes.
+/// Number of attempts of a step whose gradients are not finite: after a transient fault, a later attempt
+/// succeeds.
 const TRIES: u32 = 3;
 
 impl Trainer {
@@ -208,7 +212,7 @@ impl Trainer {
     }
 
     /// Returns the gradients of its first part in the last step: of all replicas if the method averages them,
-    /// else its own.
+    /// else its own. In steps in which an optimizer takes momentum in place of gradients, that momentum.
     #[must_use]
     pub fn grads(&self) -> &Tensor {
         &self.first().grads
@@ -239,7 +243,7 @@ impl Trainer {
         hash(self.stage(), self.params())
     }
 
-    /// Trains one optimizer step; without a flush, the updates of each part.
+    /// Trains one step: one update of the optimizer; without a flush, one or more updates of each part.
     ///
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and a
     /// step that fails before all ranks agreed leaves parameters, moments and residuals unchanged.
@@ -263,7 +267,7 @@ impl Trainer {
         self.tries = 0;
         self.undecided.begin();
         if self.unmet {
-            // The local step is counted already; only its meeting, among other replicas, failed.
+            // The local step is already counted; only the average of all replicas after it failed.
             let begun = self.executor.comm.now();
             let done = self.synchronise_now(stop)?;
             let Executor { comm, spent, .. } = &mut self.executor;
@@ -413,7 +417,8 @@ impl Trainer {
         let taken = taken(self.step) - taken(self.base.step);
         let first = self.base.microbatches + taken * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
-        // Without a flush, updates happen within the pass, and only a return to the mark undoes them.
+        // Without a flush, updates happen within the pass, and only a return to the rollback point (`mark`)
+        // undoes them.
         self.half_done = self.schedule.updates() != Updates::Flush;
         let armed = self.armed();
         let begun = self.executor.comm.now();
@@ -488,13 +493,14 @@ impl Trainer {
         Ok(Error::StepNotFinite { step: self.step + 1, tries: self.tries, ranks, cause: Box::new(cause) })
     }
 
-    /// Returns the mean loss of this replica's last pass, if this rank has the model's last part; else 0.
+    /// Returns the mean loss of this replica's last pass, if this rank has the model's last part; else 0. If
+    /// several ranks have it, each returns its share, and the shares add up to the mean.
     fn own_loss(&mut self) -> Result<f64> {
         let (sum, tokens) = self.executor.total_loss()?;
         if tokens == 0 {
             return Ok(0.0);
         }
-        // With two copies of the model, each one has some of the microbatches.
+        // With two copies of the model, or in a pool, each rank has some of the microbatches.
         let all = f64::from(self.schedule.microbatches())
             * (self.executor.sampler.shard().batch * self.executor.sampler.context()) as f64;
         Ok(sum / all)
@@ -517,7 +523,8 @@ impl Trainer {
         Ok(squares)
     }
 
-    /// Returns the mean loss of the held-out batches in nats; the replicas divide them, and all must call it.
+    /// Returns the mean loss of the held-out batches in nats per token. Each replica evaluates some of the
+    /// batches. A collective: all ranks must call it.
     pub fn evaluate(&mut self) -> Result<f64> {
         self.with_common(Self::evaluate_common)
     }

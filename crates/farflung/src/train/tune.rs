@@ -108,7 +108,8 @@ impl Job {
         Some(job)
     }
 
-    /// Returns the algorithms to try: all that support the codec, or all for uncompressed values.
+    /// Returns the algorithms to try: all for encoded values if there is a codec, else all for uncompressed
+    /// values; hierarchical only if there may be regions.
     fn algorithms(&self) -> Vec<Algorithm> {
         let packed = averages::packs(self.plan.outermost());
         let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };

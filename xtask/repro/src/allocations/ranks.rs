@@ -17,7 +17,7 @@ const CAPACITY: usize = 1 << 20;
 thread_local! {
     /// Owner of this thread's allocations: its rank plus one, or 0 if it belongs to no rank.
     static OWNER: Cell<usize> = const { Cell::new(0) };
-    /// True while this thread uses the table. Its own allocations are not counted then.
+    /// True while this thread uses the table. The thread's allocations are not counted then.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -49,7 +49,7 @@ struct Table {
     counts: Vec<RankCount>,
 }
 
-/// A hash table with linear probing. Removal leaves no mark: the entries after it move up.
+/// A hash table with linear probing. Removal leaves no mark: later entries move back to fill the gap.
 impl Table {
     fn find(&self, address: usize) -> Option<usize> {
         let mut at = slot(address);

@@ -60,8 +60,8 @@ const MODELS: [Model; 2] = [
     },
 ];
 
-/// Prints rows without conditions: the speed-up on the virtual clock with and without overlap, and the
-/// published one.
+/// Reports rows without conditions: the speed-up on the virtual clock with and without overlap, and the
+/// published one. Adds a record for each model and link.
 pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     for model in &MODELS {
         for (gbit, published) in LINKS.into_iter().zip(model.published) {
@@ -97,8 +97,8 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the seconds of a step: a third for forward and two thirds for backward, during which each part's
-/// gradients are sent when they are final.
+/// Returns the seconds of a step: computation, a third of it forward and two thirds backward, and averaging.
+/// With `overlap`, each part's gradients are sent during the backward pass, as soon as they are final.
 fn step(model: &Model, codec: &str, gbit: u64, overlap: bool) -> Result<f64> {
     let bandwidth = Bandwidth(gbit * 1_000_000_000 / SCALE);
     let topology = Topology::uniform(MACHINES, Link { bandwidth, latency: Nanos::ZERO });

@@ -66,7 +66,7 @@ struct Reductions<'a, T> {
 }
 
 impl<T: Element> Reductions<'_, T> {
-    /// Checks all reductions. `op` makes the operation for each call.
+    /// Checks all reductions, and the two scans if `has_scans`. `op` makes the operation for each call.
     fn check<R: Into<farflung::comm::Reduction<T>>>(
         &self,
         op: &dyn Fn() -> R,

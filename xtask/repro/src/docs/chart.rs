@@ -24,7 +24,7 @@ impl XAxis {
         }
     }
 
-    /// Returns a point's position on the axis. Points have bytes and seconds.
+    /// Returns a point's position on the axis. A point has a step, bytes, seconds and a loss.
     const fn of(self, [_, bytes, seconds, _]: [f64; 4]) -> f64 {
         match self {
             Self::Bytes => bytes / 1e6,

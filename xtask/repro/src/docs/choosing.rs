@@ -126,8 +126,8 @@ fn members() -> String {
     text
 }
 
-/// Names the three arms with the shortest steps over a link, among those that send something, have a step time
-/// for the link, and whose loss is at most `most` percent above f32's. Returns "none" if there are none.
+/// Names at most three arms with the shortest steps over a link, among those that send something, have a step
+/// time for the link, and whose loss is at most `most` percent above f32's. Returns "none" if there are none.
 fn fastest(arms: &[ArmRecord], link: usize, most: f64) -> String {
     let fit = |arm: &&ArmRecord| arm.gap[0] <= most && arm.payload > 0.0 && arm.step_times.len() > link;
     let mut fit: Vec<_> = arms.iter().filter(fit).collect();

@@ -116,7 +116,7 @@ pub(crate) struct UnequalRecord {
     pub rate: f64,
     /// Loss above that of averaging at each step, in percent, and its standard deviation.
     pub gap: [f64; 2],
-    /// Bytes per step, without frames.
+    /// Bytes that a rank sends per step, without frames.
     pub payload: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Injects the same faults into real processes: a process is killed or stopped, and a link between two of them
-//! is cut or flips a bit.
+//! Injects each [`InjectedFault`] into real processes: a process is killed or stopped, or a link between two of
+//! them is cut or flips a bit.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;

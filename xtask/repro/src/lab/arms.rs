@@ -19,12 +19,13 @@ pub(crate) struct Arm {
     pub flags: &'static str,
     /// One-line description for readers who choose a method.
     pub what: &'static str,
-    /// Closed form of the payload that a rank sends per step, in bytes; `None` if it depends on the values.
+    /// Closed form of the payload that a rank sends per step, in bytes; `None` if the payload depends on the
+    /// values, or is not checked.
     pub sent: Option<fn(&Sizes) -> f64>,
 }
 
 /// Returns the payload per step of a ring all-reduce, or of a scatter and gather of encoded shards: `2 (n - 1)`
-/// messages of one shard.
+/// messages of one shard, once in `sizes.every` steps.
 fn scattered(sizes: &Sizes, shard: impl Fn(f64) -> f64) -> f64 {
     2.0 * (sizes.ranks - 1.0) * shard(sizes.params / sizes.ranks) / sizes.every
 }
@@ -166,7 +167,7 @@ pub(crate) const TOP_K_ALONE: Arm = arm(
     "a control: elements that are not selected are dropped",
 );
 
-/// Fraction of the steps in which 1-bit Adam's averages are sent uncoded.
+/// Fraction of the steps in which 1-bit Adam, 1-bit LAMB and `QAdam` send uncoded values.
 const WARMUP: f64 = 0.15;
 
 /// 1-bit Adam: momentum in one bit.
@@ -511,7 +512,8 @@ pub(crate) const LOCAL_ADAM: Arm = arm(
     "parameters and both of Adam's moments are averaged every 10 steps",
 )
 .sends(|sizes| 3.0 * f32_ring(sizes));
-/// `DES-LOC` with the multiples of the paper. They divide the number of steps of a run.
+/// `DES-LOC` with the ratios of periods of the paper: moments are averaged 3 and 6 times less often than
+/// parameters.
 pub(crate) const DES_LOC: Arm = arm(
     "DES-LOC H=10",
     "--sync des-loc --sync-every 10",

@@ -1,5 +1,5 @@
-//! Caches of this process: each run, and the weights that arms start from, are trained once; the text is read
-//! once.
+//! Caches of this process: each run, and the weights that arms start from, are trained once; jobs with the same
+//! data share its text.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use crate::workers::{JobTransport, again};
 
 /// Finished runs, by their command.
 static RUNS: Mutex<BTreeMap<String, Arc<Run>>> = Mutex::new(BTreeMap::new());
-/// Jobs, by their model and the weights that they start from.
+/// Jobs, by their model, the weights that they start from, and their data.
 static JOBS: Mutex<BTreeMap<String, Job>> = Mutex::new(BTreeMap::new());
 /// Folders of weights, by the command that trains them. Statics are never dropped, so [`clean`] removes the
 /// folders.
@@ -52,7 +52,7 @@ fn job(config: &TrainConfig) -> Result<Job> {
     Ok(job)
 }
 
-/// Returns the parameters and ranks of an arm.
+/// Returns the sizes on which the closed form of an arm's payload depends.
 pub(super) fn sizes(setting: &Setting, arm: &Arm) -> Result<Sizes> {
     let config = setting.config(arm, 0)?;
     let model = job(&setting.pretraining_config(0)?)?.model;

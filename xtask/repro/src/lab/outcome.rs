@@ -15,7 +15,8 @@ pub(crate) struct Outcome {
     pub runs: Vec<Shared>,
 }
 
-/// Difference between two losses in percent of the second, over pairs of runs with the same seed.
+/// Mean and standard deviation of a sample, such as the differences between two losses, in percent of the
+/// second, over pairs of runs with the same seed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Gap {
     /// Mean of the sample.

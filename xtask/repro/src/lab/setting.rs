@@ -28,8 +28,7 @@ const MODEL: &str = "--layers 2 --heads 2 --dim 32 --context 64";
 const COMMON: &str = "--batch 4 --workers 8 --eval-batches 64 --transport simulated --link 100mbit,1us \
                       --codec none --threads 1";
 
-/// Flags of the pretraining, which is a third of all steps. Arms start from its result, as in the papers of
-/// `DiLoCo`.
+/// Flags of the pretraining. Arms start from its result, as in the papers of `DiLoCo`.
 const PRETRAINING: &str = "--lr 1e-2 --min-lr 3e-3 --warmup 100";
 const TRAINING: &str = "--lr 3e-3 --warmup 20";
 
@@ -63,7 +62,8 @@ impl Setting {
         Self::on("straggler", options, share)
     }
 
-    /// Returns a setting on the machines of a shipped topology, with a fraction `share` of the steps.
+    /// Returns a setting on the machines of a shipped topology, with a fraction `share` of the steps of a
+    /// quick or a normal run. `--long` changes the pretraining alone.
     pub(crate) fn on(topology: &str, options: &Options, share: f64) -> Self {
         let common = COMMON.replace("--link 100mbit,1us", &format!("--topology {topology}"));
         let all = Self::of(options);

@@ -9,7 +9,8 @@ use farflung::train::{Job, StepDone, Synced, Trainer};
 
 use crate::workers::on_all;
 
-/// Number of evaluations of a run, evenly spread.
+/// Largest number of evaluations of a run. They are evenly spread, except that a run is only evaluated at its
+/// end and where all replicas have synchronised.
 const EVALUATIONS: u64 = 10;
 
 /// State of a run after some steps. Bytes and time count only the steps, not the evaluations.
@@ -110,7 +111,7 @@ fn left_meanwhile(evaluating: &[u64]) -> u64 {
     evaluating.iter().map(|sent| sent.saturating_sub(own)).sum()
 }
 
-/// Checks whether ranks exchanged their losses in this step.
+/// Returns whether ranks exchanged their losses in this step.
 fn voted(done: &StepDone) -> bool {
     done.synced == Synced::Yes
 }

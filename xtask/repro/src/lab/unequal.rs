@@ -15,7 +15,7 @@ pub(crate) struct Unequal<'a> {
     pub machines: &'static str,
     /// Results of averaging at each step.
     pub reference: &'a Outcome,
-    /// The reference's tokens per second of the virtual clock, in microbatches.
+    /// Microbatches of the reference per second of the virtual clock. All microbatches have as many tokens.
     pub rate: f64,
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Thresholds {
     pub gap: Threshold,
 }
 
-/// Returns the tokens that an arm trains on in a second of the virtual clock, in microbatches.
+/// Returns the number of microbatches that an arm trains on in a second of the virtual clock.
 ///
 /// Errors: the settings cannot be combined.
 pub(crate) fn rate(lab: &Lab, arm: &Arm, outcome: &Outcome) -> Result<f64> {

@@ -84,7 +84,7 @@ struct Script<'a> {
     started: usize,
     changes: usize,
     done: BTreeMap<ScriptedChange, u32>,
-    /// Longest time from a fault to the others' next step, in seconds.
+    /// Longest time from a fault, or a request to leave, to the others' next step, in seconds.
     slowest: f64,
     /// Folders of all members that were ever started.
     folders: Vec<std::path::PathBuf>,
@@ -154,8 +154,9 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// Makes the next change. It is random, except that from the middle of the script on the host is chosen if
-    /// it is still there.
+    /// Makes the next change. It is random, with two exceptions: a machine joins if there are at most [`LEAST`]
+    /// members, and in the second half of the script the member that fails or leaves is the host, if it is
+    /// still there.
     fn make_change(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
         let here = self.here();
         let free: Vec<usize> = (0..SLOTS).filter(|slot| !here.contains(slot)).collect();

@@ -13,7 +13,7 @@ pub(super) enum InjectedFault {
 impl InjectedFault {
     pub(super) const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
 
-    /// Returns the fault, injected into one of `members` members at a time.
+    /// Returns the fault, injected at the time `at` into one of `members` members.
     pub(super) fn on(self, member: u32, members: usize, at: Nanos) -> Faults {
         let (faults, peer) = (Faults::new().at(at), PeerId(member));
         match self {

@@ -27,13 +27,13 @@ pub(crate) const BENCH: Bench = Bench {
 const MEMBERS: usize = 3;
 /// Enough steps for a newcomer to join and to train.
 const STEPS: u64 = 12;
-/// Sequential messages between the step before the newcomer and the step after it: presence, promises, votes,
-/// the view, which step each member has reached, and hashes of the state; two of each, because the members form
-/// rings of four.
+/// Estimated number of sequential messages between the step before the newcomer and the step after it:
+/// presence, promises, votes and the view; then which step each member has reached and hashes of the state,
+/// which go around a ring of all members.
 const MESSAGES: f64 = 24.0;
 /// Sequential messages until a newcomer is ready: a probe, its answer, and the report of the result.
 const READY: f64 = 3.0;
-/// Size of the state, divided by the size of the probes of a link.
+/// Size of the state, divided by the size of all probes from one member together.
 const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -69,8 +69,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             apart += u32::from(!same);
             let Some(first) = all.first() else { continue };
             slowest = slowest.max(longest_wait(first));
-            // The first step with the sequences of four members after the newcomer is ready. It measures its
-            // links first, which are busy with a step.
+            // `full` is the first step with the sequences of four members. Before the newcomer is ready, it
+            // measures its links, which are busy with a step.
             let probes = READY * link.latency.as_secs_f64() + transfer / PROBED;
             let ready = at.0 as f64 + (usual + probes) * 1e9;
             let sequences = |n: usize| {
@@ -98,7 +98,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     homes(report)
 }
 
-/// A newcomer takes the state while the members train on, and replays the steps since. With local steps,
+/// Lets a newcomer take the state while the members train on, and replay the steps since. With local steps,
 /// replicas meet after every `every` of them, and the newcomer replays these meetings.
 fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
@@ -132,8 +132,8 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
         waited += u32::from(!notes.0.iter().any(|note| note.contains(&format!("of the last {unit}"))));
         let Some(first) = all.first() else { continue };
         slowest = slowest.max(longest_wait(first));
-        // The steps during which the newcomer fetches: up to the one that it makes longest, at whose begin it
-        // comes in.
+        // The newcomer is admitted at the beginning of the step that becomes longest through it. It fetches
+        // during the steps before.
         let times = times(first);
         let longer: Vec<f64> =
             steps_of(&times).iter().zip(&calm_steps).map(|(step, calm)| step - calm).collect();
@@ -185,7 +185,7 @@ fn homes(report: &mut Report<'_>) -> Result<()> {
         );
     }
     let mut notes = Notes::default();
-    // The newcomer joins in the middle of a step, while its averages use the links.
+    // The newcomer joins in the middle of a step, while the step's averages use the links.
     let come = [(PeerId(members as u32), Nanos::from_millis(5_000))];
     let ended = over(&job, &topology, &come, &Faults::new(), &mut notes)?;
     let all: Vec<_> = ended.iter().filter_map(report_of).collect();

@@ -41,7 +41,7 @@ impl Launcher {
         Ok(Self(command.spawn().context("failed to start `farflung launch`")?))
     }
 
-    /// Kills the process that the launcher started with these words.
+    /// Kills a process of the launcher that has these words in its command line or environment.
     fn kill(&self, words: &str) -> Result<()> {
         let child =
             child_of(self.0.id(), words).with_context(|| format!("no process was started with {words}"))?;

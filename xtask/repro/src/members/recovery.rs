@@ -19,7 +19,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// Two pipelines of two, and a spare that joins first.
+/// Ranks of two pipelines of two. A spare joins them first.
 const MEMBERS: usize = 4;
 /// Seconds for which a silent member is asked to answer.
 const ROLL_CALL: f64 = 0.8;

@@ -61,7 +61,7 @@ fn steady(seed: u64, trace: &Trace) -> Result<Job> {
             config.deadline = Nanos::from_millis(4 * (STEP * 1e3) as u64);
         })
     };
-    // Operations of a microbatch of one sequence.
+    // The operations of a step are those of one microbatch, which is one sequence.
     let first = change(1e9)?;
     let per_step = first.model.flops_per_token(first.model.context) as f64 * first.model.context as f64;
     change(per_step / STEP)
@@ -166,8 +166,8 @@ fn spot(seed: u64, time: Nanos) -> Trace {
 }
 
 /// Returns the goodput of a job that restarts from its newest checkpoint after each loss and accepts newcomers
-/// only then. It is a fraction of what living machines could have done, with the same steps and the best
-/// interval between checkpoints.
+/// only then. It is a fraction of the work that living machines could have done. Checkpoints have the interval
+/// that [`daly`] computes.
 fn restarting(trace: &Trace) -> f64 {
     let losses: Vec<Nanos> = trace.changes.iter().filter(|c| !c.lost.is_empty()).map(|c| c.at).collect();
     let between = trace.time.as_secs_f64() / losses.len().max(1) as f64;

@@ -1,4 +1,4 @@
-//! Replicas with unequal numbers of tokens are weighted by their tokens.
+//! Checks that replicas with unequal numbers of tokens are weighted by their tokens.
 
 use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-/// The address of the open network.
+/// The address of the machine in the open network, on which the relay listens.
 pub(super) const OPEN: &str = "203.0.113.9";
 
 /// How the routers choose the outer port of a connection.

@@ -237,7 +237,7 @@ fn setups(base: &TrainConfig) -> Result<Vec<TrainingSetup>> {
     ])
 }
 
-/// Tests all ways in all places. With `quick`, it tests every fourth way in each place.
+/// Tests all setups on all networks. With `quick`, it tests every fourth setup on each network.
 pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     for (i, Network { name: place, text }) in NETWORKS.iter().enumerate() {

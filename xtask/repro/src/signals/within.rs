@@ -186,7 +186,7 @@ fn children(running: &Running) -> Result<Vec<Pid>> {
     text.split_whitespace().map(pid).collect()
 }
 
-/// Checks whether a process has ended, even if its parent has not collected it yet.
+/// Returns whether a process has ended, even if its parent has not collected it yet.
 fn has_ended(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
     stat.is_ok_and(|stat| stat.contains(") Z "))

@@ -55,7 +55,7 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
         Nanos::ZERO
     }
 
-    /// Returns the addresses of the connected peers, as far as they are known.
+    /// Returns the addresses of the connected peers and of this endpoint, as far as they are known.
     fn addresses(&self) -> BTreeMap<PeerId, String> {
         BTreeMap::new()
     }

@@ -146,7 +146,7 @@ impl BlobReply {
     }
 }
 
-/// Bytes that others may fetch, and the hashes of its chunks.
+/// Bytes that others may fetch, and the hashes of their chunks.
 #[derive(Debug)]
 pub(super) struct Blob {
     bytes: Vec<u8>,

@@ -50,8 +50,8 @@ pub struct Changed {
     /// The failure that this rank saw and that caused the change; `None` if members only joined or left on
     /// request.
     pub reason: Option<String>,
-    /// Bytes of state: those that one newcomer receives, or in pipelines those that all members receive
-    /// together. 0 if no state was sent.
+    /// Bytes of state: those that one member without the newest state receives, or in pipelines those that all
+    /// members receive together. 0 if no state was sent.
     pub state: u64,
     /// Number of members that sent state.
     pub donors: usize,
@@ -437,7 +437,7 @@ impl Member<'_> {
                 let holds = LocalState::Newcomer(followed.as_mut());
                 let (_, taken) =
                     transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
-                // Its memory is needed for the rank's own trainer.
+                // Frees the memory of the state that was followed: this rank's trainer needs it.
                 followed = None;
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
                 if let Some(taken) = taken {
@@ -488,8 +488,8 @@ pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<O
     Ok(Some(Start { weights, plan: job.plan.digest() }))
 }
 
-/// Returns the approximate bytes of state that a newcomer receives: its parameters, and two optimizer values
-/// for each.
+/// Returns the approximate bytes of state that a newcomer receives: all parameters of the model, and two
+/// optimizer values for each. In pipelines, a newcomer receives only a part of this.
 ///
 /// Errors: a model that cannot be built.
 fn expected(job: &Job) -> Result<u64> {

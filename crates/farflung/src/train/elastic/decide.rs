@@ -96,7 +96,7 @@ pub(super) struct Agreed {
 
 /// Information about other members from a failure.
 pub(super) struct Loss {
-    /// The member for which this rank waited until the deadline.
+    /// The peer that this rank itself found broken or silent; see [`suspect`].
     pub(super) suspect: Option<PeerId>,
     /// Members that this rank found silent.
     pub(super) silent: Vec<MemberId>,

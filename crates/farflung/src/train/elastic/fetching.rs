@@ -162,7 +162,8 @@ impl<'a> Fetching<'a> {
         }
     }
 
-    /// Returns whether a donor was asked for what it has sent. An answer to an earlier fetch was not.
+    /// Returns whether a donor was asked for what it has sent: false for an answer to an earlier fetch. True
+    /// for bytes that cannot be parsed, which [`Fetching::arrived`] handles.
     pub(super) fn is_asked(&self, rank: Rank, bytes: &[u8]) -> bool {
         let asked = self.donors.get(&rank).map(|donor| &donor.asked);
         BlobReply::from_bytes(bytes)
@@ -214,7 +215,8 @@ impl<'a> Fetching<'a> {
         self.donors.iter().filter_map(busy)
     }
 
-    /// Returns whether the others will send all the rest before this donor could send one more chunk.
+    /// Returns whether all donors together will send the rest well before this donor could send one more chunk;
+    /// see [`TAIL`].
     fn is_too_slow(&self, donor: &Donor, now: Nanos) -> bool {
         let Some(rate) = donor.rate else { return false };
         let rates: f64 = self.busy(now).map(|(_, rate)| rate).sum();

@@ -21,9 +21,10 @@ use crate::{Error, Result};
 pub(super) const SHARE: f64 = 0.5;
 /// Time to wait for the offers of other members after the first one.
 const OTHERS: Nanos = Nanos::from_millis(100);
-/// Number of copies of the state that may be lost on the way before the newcomer takes it while all wait.
+/// Number of failed attempts to fetch a copy of the state after which the newcomer takes it while all wait.
 const TRIES: u32 = 3;
-/// Number of times in a row that the steps to replay may have become more before the newcomer gives up.
+/// The newcomer gives up following if the number of steps to replay has not fallen this many times in a row, or
+/// if more rounds than this have ended before it had the optimizer.
 const MAX_LAPS: u32 = 2;
 
 /// The state of a run on a rank that is not a member yet.
@@ -81,8 +82,8 @@ impl Followed {
         if self.optimizer == Some(0) { None } else { offers.optimizer(self.step()) }
     }
 
-    /// Returns whether the optimizer is that which a newcomer has after the next synchronisation. If no member
-    /// offers a newer one, the members have not begun the next round.
+    /// Returns whether the optimizer is the one that a newcomer needs if it is admitted at the next
+    /// synchronisation. If no member offers a newer one, the members have not begun the next round.
     fn has_optimizer(&self, each_step: bool, offers: &Offers) -> bool {
         each_step || self.optimizer.is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
     }
@@ -145,7 +146,7 @@ pub(super) struct Follower<'a> {
     pub(super) store: ChunkStore,
     followed: Option<Followed>,
     tries: u32,
-    /// Number of steps that were to be replayed last, and how often it has grown since.
+    /// Number of steps that were to be replayed last, and how many times in a row this number has not fallen.
     lap: (u64, u32),
     /// Number of times that a round ended before the optimizer was received.
     late: u32,
@@ -199,7 +200,8 @@ impl<'a> Follower<'a> {
         }
     }
 
-    /// Returns what to fetch next; empty if nothing is offered. `rates` has the measured rates.
+    /// Returns what to fetch next; empty if nothing is to be fetched now. `ready` has the measured rates of the
+    /// members.
     pub(super) fn next(&mut self, offers: &Offers, ready: &Ready, now: Nanos) -> Vec<Want> {
         match &mut self.phase {
             Phase::Asks(since) => {

@@ -100,7 +100,7 @@ impl Offers {
         self.growth
     }
 
-    /// Returns the copy of the state that most members offer; of several, the newest.
+    /// Returns the copy of the state that most members offer; of several that equally many offer, the newest.
     pub(super) fn best(&self) -> Option<Offered<Offer>> {
         let mut holders: BTreeMap<Offer, BTreeSet<MemberId>> = BTreeMap::new();
         for (&id, &offer) in &self.copies {
@@ -115,8 +115,8 @@ impl Offers {
         self.copies.iter().filter(|(_, copy)| **copy == offer).map(|(&id, _)| id).collect()
     }
 
-    /// Returns the records that follow `step` without a gap. Of differing records of a step, the one that most
-    /// members offer.
+    /// Returns the records that follow `step` without a gap. If members offer different records of a step, the
+    /// one that most members offer is returned.
     pub(super) fn after(&self, step: u64) -> Vec<Offered<Logged>> {
         let first = self.record_after(step);
         std::iter::successors(first, |record| self.record_after(record.what.step)).collect()

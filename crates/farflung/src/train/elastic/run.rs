@@ -34,8 +34,8 @@ use crate::train::stop_in_step::{RunProgress, StopSummary};
 use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
-/// Minimum time for which a newcomer waits to be admitted. Members admit newcomers between steps only, and a
-/// step may take long.
+/// Minimum time for which a newcomer waits to be admitted before it gives up. Members admit newcomers between
+/// steps only, and a step may take long.
 const PATIENCE: Nanos = Nanos::from_millis(600_000);
 
 /// Runs one member from its first view to the run's last step, or until it leaves.
@@ -152,7 +152,7 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// Reports how far this newcomer is.
+/// Logs a line of text and shows it to the user.
 fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
     tracing::info!("{text}");
     if let Some(watch) = watch {
@@ -510,7 +510,8 @@ fn save_alone(
     let mut left = StopSummary { step, dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
     if steps.job.plan.stages() > 1 {
-        // This member has only a part of the model, and the remaining members have all of it.
+        // This member has only a part of the model. The remaining members have all of it, unless they are too
+        // few to continue.
         return Ok(left);
     }
     member.alone(&mut steps.job, trainer)?;

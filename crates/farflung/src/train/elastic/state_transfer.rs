@@ -1,6 +1,7 @@
-//! Transfer of the run's state in memory to members without it: newcomers, and ranks that are one step behind
-//! after a loss. A newcomer that has followed the run takes only the records of the steps that it lacks. With
-//! local steps, it also takes the first member's optimizer, unless it has fetched that before.
+//! Transfer of the run's state in memory to members without it: newcomers, and ranks that are one step (with
+//! local steps: one average) behind after a loss. A newcomer that has followed the run takes only the records
+//! of the steps that it lacks. With local steps, it also takes the first member's optimizer, unless it has
+//! fetched that before.
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Communicator;
@@ -158,7 +159,7 @@ pub(super) fn transfer_state(
         // The whole state is taken if that is less.
         (bytes_of(&lacks) < whole_bytes).then_some(lacks)
     };
-    // What the taker that takes most takes.
+    // Bytes that a taker receives: the records that it lacks, or the whole shared state.
     let takes = |rank: &Rank| lacks(rank).map_or(first.shared.len, |lacks| bytes_of(&lacks));
     let mut state = exchange.takers.iter().map(takes).max().unwrap_or(0);
     let lacks = is_taker.then(|| lacks(&me)).flatten();

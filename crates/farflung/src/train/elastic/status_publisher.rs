@@ -31,7 +31,7 @@ impl StatusPublisher {
         self.announce(text);
     }
 
-    /// Records a message about members, which the next status contains at once.
+    /// Records a message about members, and lets the next call of [`StatusPublisher::publish`] publish at once.
     pub(super) fn announce(&mut self, text: String) {
         self.changes.push(text);
         let excess = self.changes.len().saturating_sub(CHANGES);

@@ -27,7 +27,7 @@ struct ReplicaDescription {
     members: Vec<u32>,
     /// Number of microbatches of all replicas in the run so far.
     microbatches: u64,
-    /// Local steps of each replica since replicas last met.
+    /// Local steps that each replica of that plan takes.
     local: LocalSteps,
     /// Steps at which it last evaluated, saved and checked: the same on all replicas.
     last: LastDone,
@@ -88,7 +88,8 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
     if !next.averages_each_step() {
-        // In the round in which members change, count the tokens of the replicas that trained on them.
+        // In the round in which members change, a replica's weight is given by the tokens on which it has
+        // trained.
         if !furthest.local.is_sound() {
             return Err(wrong("has local steps that do not match its plan"));
         }
@@ -108,7 +109,7 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
 
 /// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
 /// follow speed, they are computed anew when shares were unequal before, or when unequal shares make steps
-/// shorter. `newcomers` has the times that newcomers measured themselves.
+/// shorter by enough ([`is_worth_it`]). `newcomers` has the times that newcomers measured themselves.
 fn plan_for(
     view: &View,
     furthest: &ReplicaDescription,

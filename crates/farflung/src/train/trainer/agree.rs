@@ -1,4 +1,5 @@
-//! The vote at the end of a pass: one small all-reduce over losses, squares of gradients, and requests to stop.
+//! The vote at the end of a pass: one small all-reduce over losses, squares of gradients, requests (to stop, or
+//! to change the members) and step times.
 
 use farflung_base::{Pending, Rank};
 use farflung_comm::{CommError, ReduceOp};
@@ -39,7 +40,7 @@ impl StepRequests {
     /// change. The requests of 4096 ranks sum to less than one of the next higher kind.
     const CHANGE: f64 = 1.0 / (1 << 20) as f64;
 
-    /// Encodes the requests as a number to be summed over ranks: exact for up to 4096 of them.
+    /// Encodes the requests as a number to be summed over ranks. The sum is exact for up to 4096 ranks.
     fn weigh(self) -> f64 {
         let one = |wish| f64::from(u8::from(wish));
         one(self.stop) + (one(self.change) + one(self.copies) * Self::CHANGE) * Self::CHANGE
@@ -55,7 +56,7 @@ impl StepRequests {
 /// Result of the vote when replicas meet after local steps, the same on all ranks.
 #[derive(Debug)]
 pub(super) struct SyncVote {
-    /// Mean loss over all replicas of each step since they last met.
+    /// Mean loss over all replicas of each step since they last voted.
     pub(super) losses: Vec<f64>,
     /// Union of the requests of all ranks.
     pub(super) requests: StepRequests,
@@ -83,9 +84,9 @@ impl<T> Voting<T> {
 }
 
 impl Trainer {
-    /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part, else
-    /// 0. `squares` are sums of squared gradients by part: each is sent by one of the voting ranks, and the
-    /// others send 0. If the model has one part, `squares` is empty.
+    /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part (or
+    /// its share, if several ranks have it), else 0. `squares` are sums of squared gradients by part: each is
+    /// sent by one of the voting ranks, and the others send 0. If the model has one part, `squares` is empty.
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal share has a weight of exactly 1, so that with equal replicas the result has the bits of a

@@ -235,8 +235,8 @@ struct Warmups {
 }
 
 /// Makes the plan's method of synchronisation for the holders of a part. `share` is the replica's share of the
-/// tokens of a step that all replicas take, `params` are the initial parameters, and `rounds` are the steps
-/// after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
+/// tokens of a step that all replicas take, where 1 is an equal share; `params` are the initial parameters, and
+/// `rounds` are the steps after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
@@ -298,8 +298,9 @@ pub(in crate::train) fn chain(
     Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }
 
-/// Makes a communicator for each part of this rank that other ranks hold too (other replicas, or the other copy
-/// of the model), by the part's number.
+/// Makes a communicator of the holders of each part of this rank, by the part's number: ranks of other
+/// replicas, of the other copy of the model, or of the same pool. Empty if there is only one replica and one
+/// copy of the model, except in an elastic run with local steps.
 fn groups(
     job: &Job,
     comm: &Communicator,

@@ -18,7 +18,7 @@ impl Trainer {
     /// Checks that the plan and its method of synchronisation allow members to come and leave.
     ///
     /// Errors: [`Error::Setting`] for pipelines whose parts are not all at the same step, and for a method that
-    /// cannot continue without a member, with its reason: see [`SyncMethod::missing`].
+    /// cannot continue without a member, with its reason: see [`SyncMethod::on_member_loss`].
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
         if job.pipelines.is_some() {
             return check_pipelines(&job.plan);

@@ -25,8 +25,9 @@ impl Trainer {
         self.gather(|part| &part.params)
     }
 
-    /// Returns all of the model's gradients of the last step on rank 0, averaged over replicas, in the layout
-    /// of the whole model, and `None` on other ranks. A collective: all ranks must call it.
+    /// Returns all of the model's gradients of the last step on rank 0, in the layout of the whole model, and
+    /// `None` on other ranks: averaged over replicas if the method averages gradients, else those of the first
+    /// replica. A collective: all ranks must call it.
     pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.grads)
     }

@@ -1,6 +1,6 @@
-//! The optimizer's state of one replica in a run with local steps, which differs between replicas. A newcomer
-//! takes that of the first member after the last synchronisation but one, so that it can fetch it while the
-//! members take their local steps.
+//! The optimizer's state of one replica in a run with local steps, where it differs between replicas. A
+//! newcomer takes the state that the first member had after the second to last synchronisation: it can fetch
+//! this state while the members take their local steps.
 
 use std::collections::BTreeMap;
 
@@ -58,8 +58,8 @@ impl Trainer {
         Ok(Snapshot::without_counters(values, self.executor.parts.len()))
     }
 
-    /// Replaces those states in an earlier copy of this replica's optimizer that the last synchronisation has
-    /// averaged, so that they are the same on all replicas.
+    /// Returns an earlier copy of this replica's optimizer in which the states that the last synchronisation
+    /// averaged have their present values, which are the same on all replicas.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn with_averaged_states(&self, mut earlier: Snapshot) -> Result<Snapshot> {

@@ -112,7 +112,7 @@ impl Snapshot {
         self
     }
 
-    /// Replaces the values of a tensor that it has.
+    /// Replaces the values of a tensor; does nothing if it has no such tensor of this length.
     pub(super) fn set(&mut self, name: &str, values: Vec<f32>) {
         if let Some(old) = self.tensors.get_mut(name).filter(|old| old.len() == values.len()) {
             *old = values;

@@ -29,7 +29,7 @@ pub struct StepDone {
     pub change: bool,
     /// The distance between copies of parameters, if they were compared.
     pub drift: Option<Drift>,
-    /// Number of times that the step's gradients overflowed and it was computed again.
+    /// Number of times that the step was computed again because its gradients were not finite.
     pub skipped: u32,
 }
 

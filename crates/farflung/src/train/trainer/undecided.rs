@@ -1,8 +1,9 @@
-//! Handling of a step on which this rank has voted without receiving the result.
+//! Handling of a pipeline's step on which this rank has voted without receiving the result.
 //!
-//! A rank commits a step only after it has received every rank's vote, and a rank votes only once its gradients
-//! are averaged. So if another rank reports that the step was committed, this rank commits it too, and all
-//! ranks are at the same step.
+//! A rank commits a step only after it has received every rank's vote, and a rank of a pipeline votes only once
+//! its gradients are averaged. So if another rank reports that the step was committed, this rank commits it
+//! too, and all ranks are at the same step. If each rank has the whole model, ranks vote before the averages
+//! are complete, and such a vote never counts as open here.
 
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::Updates;
@@ -32,9 +33,9 @@ pub(super) struct Undecided {
     squares: Option<f64>,
     /// Whether the last step was committed because of what another rank has reported, and is not recorded yet.
     settled: bool,
-    /// Whether the vote on the step in flight was sent and its result has not been received.
+    /// Whether this rank of a pipeline has sent its vote on the step in flight and not received the result.
     open: bool,
-    /// Whether a copy of a part was being transferred to any rank at the vote on the last step.
+    /// Whether any rank was sending or receiving a copy of a part at the vote on the last step.
     copies: bool,
 }
 
@@ -78,12 +79,13 @@ impl Trainer {
         settled.then(|| StepDone::of_all(self.step, self.undecided.loss))
     }
 
-    /// Sets what this rank reports with the next vote: whether a copy of a part is still being received here.
+    /// Sets what this rank reports with the next vote: whether it is still sending or receiving a copy of a
+    /// part.
     pub(in crate::train) const fn tell_copying(&mut self, copies: bool) {
         self.told.copies = copies;
     }
 
-    /// Returns whether no copy of a part was being transferred to any rank at the vote on the last step.
+    /// Returns whether no rank was sending or receiving a copy of a part at the vote on the last step.
     pub(in crate::train) const fn all_have_copied(&self) -> bool {
         !self.undecided.copies
     }

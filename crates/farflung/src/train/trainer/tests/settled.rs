@@ -10,7 +10,8 @@ use crate::train::record::Clock;
 use crate::train::stop_in_step::{self, RunProgress};
 use crate::{Existing, RunDir, Signal, metrics};
 
-/// Trains two steps and the third one up to its vote. The rank `lacking` throws the result away.
+/// Trains two steps and a third one, which the rank `lacking` does not commit: it throws the result of the vote
+/// away. Then all ranks handle a stop.
 fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> Vec<(Error, Values)> {
     on_all(job, |mut rank| {
         let mut done = None;
