@@ -234,13 +234,13 @@ impl Op<'_> {
                 c.flat(partials, DType::F32, len.div_ceil(Self::SQUARES_CHUNK))
             }
             Self::Map { program, scalars, reads, writes } => {
-                for (what, index, count) in [
+                for (what, found, bound) in [
                     ("number of scalars", scalars.len(), program.scalars()),
                     ("number of read buffers", reads.len(), program.reads()),
-                    ("number of rewritten buffers", writes.len(), program.writes()),
+                    ("number of updated buffers", writes.len(), program.writes()),
                 ] {
-                    if index != count {
-                        return Err(TensorError::BadProgram { what, index, count });
+                    if found != bound {
+                        return Err(TensorError::BadProgram { what, found, relation: "exactly", bound });
                     }
                 }
                 let like = writes.first().map_or(Shape::from(0), ViewMut::shape);

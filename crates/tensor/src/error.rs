@@ -2,8 +2,8 @@
 
 use crate::{DType, Shape};
 
-/// An error of this crate. The message says which op, device or name it concerns, and what was found and
-/// expected.
+/// An error of this crate. Most messages say which op, device or name it concerns, and those about a mismatch
+/// also what was found and expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
@@ -113,14 +113,16 @@ pub enum TensorError {
         name: String,
     },
     /// A map program is invalid, or it was run with a wrong number of scalars or buffers.
-    #[error("map program: {what} is {index}, expected {count}")]
+    #[error("map program: {what} is {found}, expected {relation} {bound}")]
     BadProgram {
         /// The number or index that is wrong.
         what: &'static str,
         /// Its value.
-        index: usize,
-        /// The number expected, or a limit: `what` says which.
-        count: usize,
+        found: usize,
+        /// How it must relate to `bound`: "exactly", "at most" or "below".
+        relation: &'static str,
+        /// The number that it is compared with.
+        bound: usize,
     },
 }
 
