@@ -66,7 +66,7 @@ impl<T> Default for ScratchBuffer<T> {
 #[cfg(feature = "zstd")]
 impl<T> fmt::Debug for ScratchBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Memory").finish_non_exhaustive()
+        f.debug_tuple("ScratchBuffer").finish_non_exhaustive()
     }
 }
 
