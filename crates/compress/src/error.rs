@@ -23,7 +23,8 @@ pub enum CompressError {
     Overflow {
         /// Index into the vector.
         index: usize,
-        /// The value, residual included if there is one.
+        /// The value, with the residual added if there is one. If EF21's new estimate is beyond the range: the
+        /// value of the vector alone.
         value: f32,
         /// The quantity that cannot be represented.
         what: &'static str,
@@ -151,12 +152,13 @@ pub enum CompressError {
         /// The block's index.
         block: usize,
     },
-    /// A block header holds a scale, or another number of the codec, that no encoder writes.
-    #[error("the scale of block {block} is {found}, which no encoder writes")]
+    /// A block's header is one that no encoder writes. It holds a scale, the block's smallest and largest
+    /// value, or the values of the codes.
+    #[error("the header of block {block} is invalid: it holds {found}")]
     Scale {
         /// The block's index.
         block: usize,
-        /// The scale or other number.
+        /// A number of the header: the invalid one if it is invalid by itself.
         found: f32,
     },
     /// The payload holds a code that no encoder writes.
