@@ -6,7 +6,7 @@ use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
 use super::ready::FollowProgress;
-use super::state_transfer::spoils;
+use super::state_transfer::chunk_fault;
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
@@ -16,8 +16,8 @@ impl Member<'_> {
     ///
     /// Errors: those of the device.
     pub(super) fn begin_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
-        let spoils = spoils(job, trainer.comm().rank(), trainer.steps_done());
-        self.log.begin(&mut self.place.offered_blobs(), trainer, spoils)?;
+        let fault = chunk_fault(job, trainer.comm().rank(), trainer.steps_done());
+        self.log.begin(&mut self.place.offered_blobs(), trainer, fault)?;
         self.look_at_log(trainer);
         Ok(())
     }
