@@ -26,15 +26,15 @@ Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report
                   for gpt-step: a command that measures another system. `sh` runs it before each turn, with
                   the model in $CONFIG and the number of threads in $THREADS. The lines that it prints are
                   added to FILE, so that both systems are measured in the same minutes
-  --cuda          build with CUDA, on which the benches of devices then run
+  --cuda          build with CUDA, on which device-parity and gpu then run
   --iroh          build with the transport iroh, which `transports` and `collective-laws` then include;
                   `nat` implies it
   --list          list the benches, with their claims and sources
 
 Without a name, the benches run that need no GPU interface. device-parity, device-train and gpu are built with
-the feature `wgpu` when they are named; with `--cuda` also with `cuda` (first run `cargo xtask setup cuda`), and
-then run on the first NVIDIA GPU. engines and transports are built with the feature `mpi` when they are named
-and MPI is installed (`cargo xtask setup mpi`).
+the feature `wgpu` when they are named. With `--cuda` (first run `cargo xtask setup cuda`), device-parity and
+gpu run on the first NVIDIA GPU; device-train still uses wgpu. engines and transports are built with the feature
+`mpi` when they are named and MPI is installed (`cargo xtask setup mpi`).
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 
@@ -85,7 +85,7 @@ fn reproductions(features: &[String]) -> Command {
 
 /// Listed benches that `ci` does not run: their result depends on the machine's speed and load, or they need a
 /// tool that may be missing.
-const BY_THE_CLOCK: [&str; 9] = [
+const BY_THE_CLOCK: [&str; 12] = [
     "gpt-step",
     "gemm",
     "relay",
@@ -95,6 +95,9 @@ const BY_THE_CLOCK: [&str; 9] = [
     "instructions",
     "default-run",
     "simulate-scale",
+    "secure-tcp",
+    "pacing",
+    "shared-memory",
 ];
 
 /// Runs the short form of every listed bench that is not in [`BY_THE_CLOCK`].
@@ -149,7 +152,7 @@ mod tests {
 
     #[test]
     fn what_a_clock_decides_is_left_out() {
-        let listed = "gemm    f32 products\nsoak    ends [ours]\n\nrelay x\nresume  same bits\n";
+        let listed = "gemm    f32 products\nsoak    ends [ours]\n\nrelay x\npacing y\nresume  same bits\n";
         assert_eq!(everywhere(listed), ["soak", "resume"]);
     }
 

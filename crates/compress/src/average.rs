@@ -26,7 +26,7 @@ pub enum AverageSpec {
 }
 
 impl AverageSpec {
-    /// Returns true if values are sent as plain f32.
+    /// Returns true for the codec `none`, which sends plain f32.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         *self == Self::default()

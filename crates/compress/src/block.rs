@@ -27,9 +27,10 @@ const EDGE: i32 = (127 + 126) << 23;
 
 /// The arithmetic of one method: what a block's header holds, and how an element becomes a code.
 ///
-/// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `is_invalid` must
-/// be branch-free, so that the loops are vectorized. If a method has a header, a block whose header is all zero
-/// bytes holds only zeros; the encoder writes it when the largest magnitude is too small.
+/// `encode`, `decode` and `is_invalid` are called for each element and must be `#[inline(always)]`. A loop is
+/// vectorized only if they are branch-free, which the encoder of [`crate::Codebook`] is not. If a method has a
+/// header, a block whose header is all zero bytes holds only zeros; the encoder writes it when the largest
+/// magnitude is too small.
 pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     /// Number of the codec in the wire format.
     const ID: CodecId;
@@ -63,7 +64,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Header;
     /// Writes the header.
     fn write(fit: &Self::Header, header: &mut [u8]);
-    /// Reads a header that is not all zero. Returns the wrong number if no encoder writes that header.
+    /// Reads a header that is not all zero. If no encoder writes that header, the error is a number in it.
     fn read(header: &[u8]) -> Result<Self::Header, f32>;
     /// Returns the code of a finite element of the block, in the low `BITS` bits. The offset is in the open
     /// interval (-1/2, 1/2), or 0 unless `NOISY`.
@@ -258,8 +259,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS,
         }
     }
 
-    /// Encodes the first elements of the group that begins at `start` with AVX2, if it was detected. Returns
-    /// the number of elements encoded.
+    /// Encodes the first elements of the group that begins at `start` with AVX2, if it was detected and the
+    /// method rounds without offsets. Returns the number of elements encoded.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn encode_group_avx2(
@@ -398,7 +399,7 @@ fn overflows(lost: &[f32]) -> bool {
 /// Smallest distance, in elements, from the encoded position to the prefetched one. It is one page, since the
 /// hardware prefetcher stops at page boundaries.
 const AHEAD: usize = 1024;
-/// Smallest block, in elements, that fills the first-level cache together with the next block.
+/// Smallest block, in elements, that fills a first-level cache of 32 KiB together with the next block.
 const LONG: usize = 4096;
 
 /// Prefetches input that comes after the group which begins at `start` of its block. For long blocks only the

@@ -12,8 +12,8 @@ use crate::staging::StagingBuffer;
 use crate::values::Values;
 use crate::wire::CodecId;
 
-/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops are
-/// vectorized.
+/// A number format. `encode`, `decode` and `is_invalid` must be branch-free and `#[inline(always)]`, so that
+/// the loops are vectorized.
 pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     /// Number of the codec in the wire format.
     const ID: CodecId;

@@ -41,8 +41,9 @@ pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
     /// Encodes whole units into `out`, whose length is exactly their number of bytes. `at` is the index of the
     /// first element; `noise` is for codecs that round stochastically.
     ///
-    /// Returns true if a value or a compression error is not finite. The output is then unspecified, except
-    /// that the compression errors before that element are valid.
+    /// Returns true if a value or a compression error is not finite. The output is then unspecified, with one
+    /// exception: if all values are finite, the compression errors up to the first that is not finite are
+    /// valid.
     fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
 
     /// Decodes whole units. `at` is the index of the first element.

@@ -16,10 +16,10 @@ const SAMPLE: usize = 1 << 12;
 /// A table of `2^BITS` values in each block's header, and a code of `BITS` bits (2, 4 or 8) for each element.
 ///
 /// A table entry is the mean of the elements in its bin, so decoding keeps the block's mean and stays within
-/// its range. `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest
-/// magnitude is below `2^-100` becomes zeros. NaN and infinity are rejected; with feedback, a value whose
-/// compression error overflows f32 is rejected too. The host averages each bin in f64; the wire format defines
-/// only the decoding bit for bit.
+/// its range. `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements, if a block's codes fill whole
+/// bytes. A block whose largest magnitude is below `2^-100` becomes zeros. NaN and infinity are rejected; with
+/// feedback, a value whose compression error overflows f32 is rejected too. The host averages each bin in f64;
+/// the wire format defines only the decoding bit for bit.
 pub type Codebook<const BITS: u32> = Chunked<Block<Table, BITS>>;
 
 /// The rule that divides a block's values into bins.
@@ -55,21 +55,21 @@ pub struct Bins {
     values: [f32; 256],
     /// Upper ends of the bins, for quantiles. The last one is infinite.
     ends: [f32; 256],
-    /// Centre of the bins of equal width; unused for quantiles. `factor` is the number of bins per unit, or 0
-    /// for quantiles.
+    /// Centre of the bins of equal width; unused for quantiles.
     middle: f32,
+    /// One over the width of the bins, or 0 for quantiles.
     factor: f32,
     grid: Grid,
 }
 
-/// Number of cells in the grid that speeds up the search for a quantile's bin.
+/// Number of cells in the grid that speeds up the search for an element's bin between quantiles.
 const CELLS: usize = 1 << 12;
 
 /// A lookup table: for each cell, the bin at which the search begins.
 #[derive(Debug, Clone, Copy)]
 struct Grid {
     low: f32,
-    /// Number of cells per unit.
+    /// One over the width of a cell.
     factor: f32,
     first: [u8; CELLS],
 }
@@ -83,8 +83,8 @@ impl Grid {
         let factor = if factor.is_normal() { factor } else { 0.0 };
         let mut grid = Self { low, factor, first: [0; CELLS] };
         let mut bin = 0;
-        // A cell's entry is the number of ends in lower cells. Elements use the same function, so rounding
-        // cannot put an element into a cell after its bin.
+        // A cell's entry is the number of ends in lower cells. The cells of elements are computed by the same
+        // function, so the search never begins after an element's bin, whatever the rounding.
         for (cell, first) in grid.first.iter_mut().enumerate() {
             *first = bin as u8;
             while bin + 1 < ends.len() && grid_cell(low, factor, ends[bin]) <= cell {

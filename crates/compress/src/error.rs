@@ -1,15 +1,15 @@
-//! The crate's error type. Each error names the field that is wrong.
+//! The crate's error type. An error says what is wrong, mostly with the found and the expected value.
 
 use crate::lossless::Packing;
 use crate::wire::CodecId;
 
-/// Reason why a vector could not be encoded, a payload could not be decoded, or a state could not be saved or
-/// loaded.
+/// Reason why a vector could not be encoded, a payload decoded, a state saved or loaded, a name parsed, or a
+/// codec created.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompressError {
     /// Returned by a lossy codec, or by any codec with feedback, for a NaN or an infinity, also if `x + e`
-    /// overflowed.
+    /// overflowed. Also returned for a NaN or an infinity in a saved residual, a mean, or a threshold.
     #[error("element {index} is {value}, and only finite values can be compressed")]
     NonFinite {
         /// Index into the vector.
@@ -23,19 +23,20 @@ pub enum CompressError {
     Overflow {
         /// Index into the vector.
         index: usize,
-        /// The value, residual included if there is one.
+        /// The value, with the residual added if there is one. If EF21's new estimate is beyond the range: the
+        /// value of the vector alone.
         value: f32,
         /// The quantity that cannot be represented.
         what: &'static str,
     },
-    /// Two vectors of one call differ in length.
+    /// A vector or an entry of a saved state has another length than needed.
     #[error("{what} has length {found}, expected {wanted}")]
     LengthMismatch {
-        /// Name of the argument that has the wrong length.
+        /// What has the wrong length.
         what: &'static str,
-        /// The input's length.
+        /// The needed length.
         wanted: usize,
-        /// Length of that argument.
+        /// The length found.
         found: usize,
     },
     /// The vector has another length than the residual that the codec holds.
@@ -127,12 +128,12 @@ pub enum CompressError {
         /// Number of bytes in the body.
         found: u64,
     },
-    /// A block size is zero or above [`crate::block::MAX_BLOCK`].
+    /// A size of a codec or protocol (block, chunk, side of a square, rank) is zero or above its maximum.
     #[error("a size of the codec (block, chunk, side or rank) is {found}, expected 1 to {max}")]
     BlockSize {
-        /// The block size.
+        /// The size.
         found: u32,
-        /// The largest allowed block size.
+        /// The largest allowed size.
         max: u32,
     },
     /// The payload has the right codec but another parameter, such as the number of bits of a code.
@@ -151,12 +152,13 @@ pub enum CompressError {
         /// The block's index.
         block: usize,
     },
-    /// A block header holds a scale that no encoder writes.
-    #[error("the scale of block {block} is {found}, which no encoder writes")]
+    /// A block's header is one that no encoder writes. It holds a scale, the block's smallest and largest
+    /// value, or the values of the codes.
+    #[error("the header of block {block} is invalid: it holds {found}")]
     Scale {
         /// The block's index.
         block: usize,
-        /// The scale.
+        /// A number of the header: the invalid one if it is invalid by itself.
         found: f32,
     },
     /// The payload holds a code that no encoder writes.

@@ -76,8 +76,8 @@ impl<const BITS: u32> IntBlock<BITS> {
     /// norm (at most `f32::MAX`) instead of `m`. It is unbiased within the same limits as [`Self::stochastic`].
     /// The variance of a block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
     ///
-    /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16
-    /// multiple of `q`.
+    /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to `q` times a
+    /// bfloat16.
     ///
     /// Errors: as [`Self::new`].
     pub fn qsgd(block: u32) -> Result<Self, CompressError> {
@@ -86,10 +86,11 @@ impl<const BITS: u32> IntBlock<BITS> {
 }
 
 impl IntBlock<2> {
-    /// Creates `TernGrad`: -1, 0 or 1 times a scale, with stochastic rounding, after clipping at 2.5 standard
-    /// deviations. It is unbiased except for clipped elements.
+    /// Creates `TernGrad`: -1, 0 or 1 times a scale, with stochastic rounding, after clipping at 2.5 times the
+    /// root of the mean square. It is unbiased except for clipped elements.
     ///
-    /// Source: Wen et al. 2017, "`TernGrad`", section 3. Differs: workers do not share scales.
+    /// Source: Wen et al. 2017, "`TernGrad`", section 3. Differs: workers do not share scales, and the mean is
+    /// taken as 0 where the paper clips at 2.5 standard deviations.
     ///
     /// Errors: as [`Self::new`].
     pub fn tern_grad(block: u32) -> Result<Self, CompressError> {

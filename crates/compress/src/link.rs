@@ -91,7 +91,8 @@ impl<C: Memoryless> Direct<C> {
     }
 
     /// Like [`Self::new`], but puts the values of each of `channels` channels (the fastest dimension) together.
-    /// A block codec whose block size is the number of positions then has one scale for each channel.
+    /// A block codec whose block size is the number of positions then has one scale for each channel of each
+    /// sample.
     ///
     /// Errors: [`CompressError::Samples`] if `sample` is not a multiple of `channels`.
     pub fn per_channel(inner: C, sample: usize, channels: usize) -> Result<Self, CompressError> {
@@ -378,8 +379,8 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
     fn max_payload(&self, samples: usize) -> usize {
         let len = self.store.samples().len();
         let of = |full: usize| (samples - full).saturating_mul(len);
-        // Either all samples are sent as changes or all in full. The inner codec's body may have a prefix even
-        // for no values.
+        // A payload is largest if all samples are sent as changes, or all in full. The inner codec's body may
+        // have a prefix even for no values.
         let split = |full: usize| {
             let changes = self.inner.max_payload(of(full)) - HEADER;
             full.saturating_mul(2 * len).saturating_add(changes)

@@ -10,8 +10,8 @@ use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey
 
 /// Number of bytes before the packed body.
 const PREFIX: usize = 4;
-/// Size in bytes of the sample from the middle of a body that is packed first. Most bodies cannot be packed,
-/// and codes look alike throughout a body.
+/// Size in bytes of the sample from the middle of a body. A body longer than two samples is packed only if its
+/// sample becomes smaller: many bodies do not, and codes look alike throughout a body.
 const SAMPLE: usize = 1 << 16;
 
 /// A general-purpose byte compressor. Each is a feature of this crate; both are on by default.
@@ -52,7 +52,7 @@ impl Packing {
     }
 }
 
-/// A packer's context, created on first use and then reused.
+/// A context of zstd, created on first use and then reused.
 #[cfg(feature = "zstd")]
 struct ScratchBuffer<T>(Option<T>);
 
@@ -66,7 +66,7 @@ impl<T> Default for ScratchBuffer<T> {
 #[cfg(feature = "zstd")]
 impl<T> fmt::Debug for ScratchBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Memory").finish_non_exhaustive()
+        f.debug_tuple("ScratchBuffer").finish_non_exhaustive()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Magnitudes of floats as integers: the largest of a vector, and whether all are finite.
 
-/// Writes `x + e` to `out` and returns the largest magnitude of the sums, as [`max_magnitude`].
+/// Writes `x + e` to `out` and returns the bits of the largest magnitude in it, as [`max_magnitude`] does.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
@@ -22,7 +22,7 @@ pub(crate) fn max_magnitude(x: &[f32]) -> i32 {
     x.iter().fold(0, |max, x| max.max(magnitude(*x)))
 }
 
-/// Returns the bits of `|x|`, as `i32` because every instruction set has a maximum of `i32`.
+/// Returns the bits of `|x|`, as `i32` because some instruction sets (SSE2) compare signed integers only.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn magnitude(x: f32) -> i32 {

@@ -47,7 +47,7 @@ pub struct Levels {
 
 impl Levels {
     fn new(min: f32, max: f32) -> Self {
-        // A smaller span would have more than 255 * 2^14 levels, which f32 does not represent exactly.
+        // With a smaller span, levels would be above 255 * 2^14 in magnitude, and `rint` needs less than 2^22.
         let least = min.abs().max(max.abs()) * (1.0 / 16_384.0);
         let span = (max - min + 1e-7).max(least).min(f32::MAX);
         let (scale, step) = (255.0 / span, span / 255.0);
@@ -110,7 +110,7 @@ impl Quantizer<8> for MinMax {
     }
 }
 
-/// Rounds a number below `2^22` to an integer, ties to even.
+/// Rounds a number of magnitude below `2^22` to an integer, ties to even.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn rint(x: f32) -> f32 {

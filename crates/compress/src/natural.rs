@@ -9,11 +9,11 @@ const BLOCK: u32 = 4096;
 
 /// Natural compression: the sign and the exponent of f32, nine bits for each element.
 ///
-/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`. The mean is the value, to
-/// within `2^-17 2^e` since the noise has 16 bits; the variance is at most an eighth of the value's square.
-/// Magnitudes above `2^127` become `2^127`, which is biased. Vectors are divided into blocks of 4096, and a
-/// block whose largest magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements,
-/// if `n` is a multiple of 8. NaN and infinity are rejected.
+/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`; one below `2^-126` becomes
+/// `2^-126` or 0. The mean is the value, to within `2^-17 2^e` (`e` at least -126) since the noise has 16 bits.
+/// The variance of normal numbers is at most an eighth of the value's square. Magnitudes above `2^127` become
+/// `2^127`, which is biased. Vectors are divided into blocks of 4096, and a block whose largest magnitude is
+/// below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements. NaN and infinity are rejected.
 ///
 /// Source: Horváth et al. 2019, "Natural Compression for Distributed Deep Learning", Definition 1.
 pub type Natural = Chunked<Block<PowerOfTwo, 9>>;

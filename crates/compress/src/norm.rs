@@ -6,8 +6,8 @@ use crate::values::Values;
 
 const LANES: usize = 32;
 const RUN: usize = 1024;
-/// Blocks whose largest magnitude is below this, `2^100`, are summed without scaling. Such a sum cannot
-/// overflow over a whole block, and additions do not lose precision to underflow.
+/// The mean magnitude of a block whose largest magnitude is below this, `2^100`, is computed without scaling.
+/// Its sum cannot overflow over a whole block, and additions do not lose precision to underflow.
 const UNSCALED: f32 = f32::from_bits((127 + 100) << 23);
 
 /// Returns the mean magnitude of `x`, whose largest magnitude is `max`.

@@ -15,7 +15,7 @@ pub(crate) const fn packed_len(bits: u32, count: usize) -> usize {
     let (mut total, mut width) = (0_usize, 1);
     while width <= 8 {
         if bits & width != 0 {
-            // The product of the two could overflow; the sum of the planes saturates.
+            // `count * bits` could overflow, so whole bytes are counted, and the sum over the planes saturates.
             let per_byte = 8 / width as usize;
             total = total.saturating_add(count.div_ceil(per_byte));
         }
@@ -24,9 +24,9 @@ pub(crate) const fn packed_len(bits: u32, count: usize) -> usize {
     total
 }
 
-/// Packs the codes of one group of a block, at most [`GROUP`]. `out` holds the planes of a block of `count`
-/// codes; `start` is the index of the first code and a multiple of the group. The bits of the codes above the
-/// width must be zero.
+/// Packs some codes of a block, at most [`GROUP`]. `out` holds the planes of a block of `count` codes; `start`
+/// is the index of the first code and a multiple of every plane's run. The bits of a code above the width are
+/// ignored.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn pack<const BITS: u32>(codes: &[u32], start: usize, count: usize, out: &mut [u8]) {
@@ -142,7 +142,7 @@ pub(crate) fn padding_is_zero(bits: u32, count: usize, bytes: &[u8]) -> bool {
     let mut end = 0;
     [8_usize, 4, 2, 1].into_iter().filter(|width| bits as usize & width != 0).all(|width| {
         end += count.div_ceil(8 / width);
-        // A full run has no padding. The bytes after the runs have it in their highest bits.
+        // Only the last byte of a plane can have padding, in its highest bits.
         let used = count % (8 / width) * width;
         used == 0 || bytes[end - 1] >> used == 0
     })

@@ -1,9 +1,9 @@
-//! The scale of a block of integer codes: a bfloat16 of two bytes on the wire.
+//! The scale of a block of integer or minifloat codes: a bfloat16 of two bytes on the wire.
 
 /// The bits of an f32 that a bfloat16 keeps.
 const UPPER: u32 = 0xffff_0000;
 
-/// The scale of a block of integers, and the factor that elements are multiplied by before rounding.
+/// The scale of a block of codes, and the factor that elements are multiplied by before rounding.
 #[derive(Debug, Clone, Copy)]
 pub struct Scale {
     scale: f32,
@@ -11,7 +11,8 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// Returns the smallest bfloat16 scale for which the code `q` represents at least `top`, up to rounding.
+    /// Returns the smallest bfloat16 scale for which `q`, the largest number of the codes, represents at least
+    /// `top`, up to rounding.
     pub(crate) fn up_to(top: f32, q: f32) -> Self {
         let scale = bf16_above(top * (1.0 / q));
         // `q` times the scale must be finite, so for the largest magnitudes the scale is a little too small.
@@ -37,7 +38,7 @@ impl Scale {
         self.factor
     }
 
-    /// Reads a scale and checks that its product with `q` is finite.
+    /// Reads a scale and checks that it is at least `2^-116` and that its product with `q` is finite.
     ///
     /// Errors: the rejected scale.
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {

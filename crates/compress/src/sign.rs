@@ -19,7 +19,7 @@ pub const SIGN_BLOCK: u32 = 4096;
 /// negative). The scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam:
 /// `|x| / sqrt(d)`). A block whose largest magnitude is below `2^-100` becomes zeros.
 ///
-/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if the block size is a multiple of 8. NaN and
+/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. NaN and
 /// infinity are rejected.
 ///
 /// Sources: Karimireddy et al. 2019, "Error Feedback Fixes `SignSGD`", Alg. 1; Tang et al. 2021, "1-bit Adam",

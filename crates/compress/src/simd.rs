@@ -1,6 +1,6 @@
 //! Instruction sets: a kernel is plain Rust, compiled once for the baseline and once for AVX2; the version is
 //! chosen at run time. Both versions do the same IEEE operations in the same order (Rust neither fuses nor
-//! reassociates them), so they give the same bytes. A test over all codecs checks this.
+//! reassociates them), so they give the same bytes. A test over codecs of each fixed rate checks this.
 #![expect(
     unsafe_code,
     reason = "calls of functions compiled for AVX2, once it was detected; non-temporal stores; prefetches"
@@ -62,8 +62,8 @@ impl Level {
 #[derive(Debug)]
 pub(crate) struct NonTemporalStores(Level);
 
-/// Smallest length, in elements, of a vector that is written with non-temporal stores. A longer one would not
-/// stay in the cache.
+/// Smallest length, in elements, of a vector that is written with non-temporal stores. Such a vector (8 MiB)
+/// would not stay in the cache.
 const LONG: usize = 1 << 21;
 
 impl NonTemporalStores {

@@ -92,11 +92,11 @@ const METHODS: &[Method] = &[
 
 /// A codec and its parameters, as data. Call [`CodecSpec::build`] once for each stream of vectors.
 ///
-/// A name consists of up to two selections and a method, joined by `/`, then optional suffixes. `+ef` adds
-/// error feedback, `+ef:0.95` error feedback with a decaying residual. `+dgc` adds momentum correction with
-/// factor 0.9, `+dgc:0.95` with another factor. Last, `+zstd` or `+lz4` adds a lossless stage that is used
-/// where it makes the payload smaller. Selections without a method send f32. `dgc:AMOUNT` is short for
-/// `topk:AMOUNT+dgc`.
+/// A name consists of up to two stages (selections or transforms) and a method, joined by `/`, then optional
+/// suffixes. `+ef` adds error feedback, `+ef:0.95` error feedback with a decaying residual. `+dgc` adds
+/// momentum correction with factor 0.9, `+dgc:0.95` with another factor. Last, `+zstd` or `+lz4` adds a
+/// lossless stage that is used where it makes the payload smaller. Stages without a method send f32.
+/// `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
 ///
 /// A method with blocks may be given a block size, such as `int4:128`. The default is 512 elements (`qsgd8`,
 /// `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`, `quantile8`,
@@ -367,7 +367,7 @@ impl fmt::Display for ElementMethod {
     }
 }
 
-/// Returns the names that [`parse`] accepts, for a help text: methods, then selections.
+/// Returns the names that [`parse`] accepts, for a help text: methods, then stages.
 #[must_use]
 pub fn names() -> Vec<String> {
     let name = |m: &Method| format!("{}{}", m.name, if m.block.is_some() { "[:BLOCK]" } else { "" });
@@ -377,14 +377,15 @@ pub fn names() -> Vec<String> {
 /// Builds the codec of that name, for one stream of vectors.
 ///
 /// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::CodecName`];
-/// [`CompressError::BlockSize`]; [`CompressError::Amount`]; [`CompressError::UnbiasedFeedback`].
+/// [`CompressError::BlockSize`]; [`CompressError::Amount`]; [`CompressError::UnbiasedFeedback`];
+/// [`CompressError::NotBuilt`].
 pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
     Ok(name.parse::<CodecSpec>()?.build())
 }
 
 impl CodecSpec {
-    /// Returns the method's name and its block size (0 if it has no blocks), or `None` if there is a selection.
-    /// Devices choose a kernel by it.
+    /// Returns the method's name and its block size (0 if it has no blocks), or `None` if there is a stage in
+    /// front of it. Devices choose a kernel by it.
     #[must_use]
     pub fn method(&self) -> Option<(&'static str, u32)> {
         matches!(self.stages, [None, None]).then(|| self.codec.key())

@@ -1,6 +1,6 @@
-//! A staging buffer for decoders of long vectors: values are computed in a small buffer that stays in the
-//! cache, then written to the vector with non-temporal stores, while the next ones are computed. Does not
-//! depend on any codec.
+//! A staging buffer for loops that write long vectors (decoded values, residuals): values are computed in a
+//! small buffer that stays in the cache, then written to the vector with non-temporal stores, while the next
+//! ones are computed. Does not depend on any codec.
 
 use crate::simd::{Avx2Token, Level, NonTemporalStores};
 
@@ -31,7 +31,7 @@ impl StagingBuffer {
         }
     }
 
-    /// Returns the token with which AVX2 loops decode straight to `out`; `None` if they can't.
+    /// Returns the token with which AVX2 loops decode straight to `out`, or `None` as [`Avx2Token::new`] does.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn avx2_token(&self, level: Level, out: &[f32]) -> Option<Avx2Token> {

@@ -2,7 +2,7 @@
 
 use std::thread::ScopedJoinHandle;
 
-/// Smallest number of elements for which a thread is started.
+/// Smallest number of elements for each thread.
 const MIN_PER_THREAD: usize = 1 << 17;
 
 /// Returns how many of `threads` to use for `len` elements.

@@ -1,5 +1,5 @@
-//! A buffer of a codec's memory that is prepared, then committed or rolled back. Every codec with memory uses
-//! it.
+//! A buffer of a codec's memory that is prepared, then committed or rolled back. [`crate::ErrorFeedback`] and
+//! [`crate::MomentumCorrection`] hold their memory in it.
 
 use std::borrow::Cow;
 use std::ops::Range;

@@ -52,8 +52,8 @@ impl Values<'_> {
         }
     }
 
-    /// Returns the error for the first value that is not finite, or else for the first residual that is not
-    /// finite.
+    /// Returns the error for the first value that is not finite, or else for the first element of `next` that
+    /// is not finite.
     ///
     /// `offset` is the index of the first value in the whole vector.
     pub(crate) fn value_error(&self, offset: usize) -> CompressError {

@@ -1,5 +1,5 @@
 //! Corrupted payloads: decoders never panic, never allocate more than their bound, and output only finite
-//! values.
+//! values, except that plain f32 passes every bit pattern.
 #![cfg(all(feature = "lz4", feature = "zstd"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 #![expect(unsafe_code, reason = "a global allocator that counts is the only way to see every allocation")]

@@ -190,7 +190,7 @@ pub enum Error {
     TooLarge(Box<crate::train::TooLarge>),
     /// A device computed different bits for the same batch, and the run was asked to be deterministic.
     #[error(
-        "device `{device}` computed different gradients when it repeated the same batch; to train on it \
+        "device `{device}` computed different results when it repeated the same batch; to train on it \
          anyway, leave out `deterministic`"
     )]
     NotRepeatable {

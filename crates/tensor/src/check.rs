@@ -234,13 +234,13 @@ impl Op<'_> {
                 c.flat(partials, DType::F32, len.div_ceil(Self::SQUARES_CHUNK))
             }
             Self::Map { program, scalars, reads, writes } => {
-                for (what, index, count) in [
+                for (what, found, bound) in [
                     ("number of scalars", scalars.len(), program.scalars()),
                     ("number of read buffers", reads.len(), program.reads()),
-                    ("number of rewritten buffers", writes.len(), program.writes()),
+                    ("number of updated buffers", writes.len(), program.writes()),
                 ] {
-                    if index != count {
-                        return Err(TensorError::BadProgram { what, index, count });
+                    if found != bound {
+                        return Err(TensorError::BadProgram { what, found, relation: "exactly", bound });
                     }
                 }
                 let like = writes.first().map_or(Shape::from(0), ViewMut::shape);
@@ -254,7 +254,8 @@ impl Op<'_> {
 impl Device {
     /// Checks the op's shapes, types and devices, then runs it.
     ///
-    /// Errors: [`TensorError::Interrupted`] while the handle's [interrupt](Device::with_interrupt) is raised.
+    /// Errors: those of the check and of the device; [`TensorError::Interrupted`] while the handle's
+    /// [interrupt](Device::with_interrupt) is raised.
     pub fn run(&self, op: Op<'_>) -> Result<()> {
         if self.is_interrupted() {
             return Err(TensorError::Interrupted);

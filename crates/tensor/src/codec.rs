@@ -12,13 +12,13 @@ use crate::{DType, Device, Result, Shape, View, ViewMut};
 /// Encoding of one element of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Code {
-    /// The element's sign; the block's scale is its mean magnitude.
+    /// The element's sign; the scale is the mean magnitude of the block.
     SignL1,
-    /// The element's sign; the block's scale is its root mean square.
+    /// The element's sign; the scale is the root mean square of the block.
     SignL2,
-    /// A 4-bit integer, rounded to nearest; the block's scale covers its largest magnitude.
+    /// A 4-bit integer, rounded to nearest; the scale covers the largest magnitude of the block.
     Int4,
-    /// An 8-bit integer, encoded as [`Code::Int4`].
+    /// An 8-bit integer, rounded and scaled as [`Code::Int4`].
     Int8,
 }
 
@@ -139,7 +139,7 @@ pub struct Codecs<'a> {
 }
 
 impl Device {
-    /// Returns the device's codecs; `None` if its memory is host memory.
+    /// Returns the device's codecs; `None` if its memory is host memory, and for [`Device::sizes`].
     #[must_use]
     pub fn codecs(&self) -> Option<Codecs<'_>> {
         self.backend().codecs().map(|kernels| Codecs { device: self, kernels })
@@ -251,8 +251,8 @@ impl Codecs<'_> {
     /// row by row: `y` is `(A X) A^T`, or `(A^T X) A` if `inverse`. Elements after the last full square are
     /// copied.
     ///
-    /// `matrix` is `A`, f32, `[side, side]`, with magnitudes below 2. Sums run over the index in order from 0,
-    /// with subnormals and without fused operations.
+    /// `matrix` is `A`, f32, `[side, side]`, with elements that are 0, or normal and below 2 in magnitude. Sums
+    /// run over the index in order from 0, with subnormals and without fused operations.
     pub fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()> {
         let check = self.check("squares");
         let (shape, square) = (check.typed(&x, DType::F32)?, check.typed(&matrix, DType::F32)?);

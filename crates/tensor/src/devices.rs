@@ -60,7 +60,8 @@ pub struct DeviceInfo {
     pub about: String,
     /// Whether the device can be opened.
     pub usable: bool,
-    /// Whether it is a real GPU. False for the CPU and for software adapters of wgpu.
+    /// Whether it is a real GPU, or a kind of GPU that is not available. False for the CPU and for software
+    /// adapters of wgpu.
     pub gpu: bool,
 }
 

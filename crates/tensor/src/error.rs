@@ -2,7 +2,8 @@
 
 use crate::{DType, Shape};
 
-/// An error of this crate. Its message completes "failed to ..." and names the op and its operands.
+/// An error of this crate. Most messages say which op, device or name it concerns, and those about a mismatch
+/// also what was found and expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
@@ -17,17 +18,17 @@ pub enum TensorError {
     /// Two shapes do not match.
     #[error("{op}: shapes {lhs} and {rhs} do not match")]
     ShapeMismatch {
-        /// Name of the op and of the operand.
+        /// Name of the op.
         op: &'static str,
-        /// The shape given.
+        /// The shape found, or the first of two operands.
         lhs: Shape,
-        /// The shape expected.
+        /// The shape expected, or the second of two operands.
         rhs: Shape,
     },
     /// The element type of an operand is wrong.
     #[error("{op}: expected type {expected}, found {found}")]
     DTypeMismatch {
-        /// Name of the op and of the operand.
+        /// Name of the op.
         op: &'static str,
         /// The type expected.
         expected: DType,
@@ -56,7 +57,7 @@ pub enum TensorError {
         /// Number of rows of the table.
         bound: usize,
     },
-    /// A range is beyond the end of its tensor.
+    /// A range is beyond the end of its tensor, or of the parameters of a layout.
     #[error("{op}: range {start}..{end} is out of bounds, the length is {len}")]
     OutOfBounds {
         /// Name of the op.
@@ -65,7 +66,7 @@ pub enum TensorError {
         start: usize,
         /// End of the range (exclusive).
         end: usize,
-        /// Number of elements of the tensor.
+        /// Number of elements of the tensor, or of parameters of the layout.
         len: usize,
     },
     /// The device cannot allocate a buffer.
@@ -76,12 +77,12 @@ pub enum TensorError {
         /// Number of bytes requested.
         bytes: usize,
     },
-    /// The device is not available on this machine.
+    /// The device is not available on this machine, or the text is not the name of a device.
     #[error("{name}: {reason}")]
     NoSuchDevice {
         /// Name of the device requested.
         name: String,
-        /// Reason: not in this build, no driver, or no device of this number.
+        /// Reason: not in this build, no driver, no device of this number, or not a name.
         reason: String,
     },
     /// A device failed.
@@ -91,7 +92,7 @@ pub enum TensorError {
         device: String,
         /// The op that ran, or the operation that was waited for.
         op: &'static str,
-        /// Message of the driver.
+        /// Message of the driver, or of the backend.
         reason: String,
     },
     /// An [`Interrupt`](crate::Interrupt) is raised.
@@ -111,15 +112,17 @@ pub enum TensorError {
         /// The name requested.
         name: String,
     },
-    /// A map program refers to a register, input or output that does not exist.
-    #[error("map program: {what} is {index}, expected {count}")]
+    /// A map program is invalid, or it was run with a wrong number of scalars or buffers.
+    #[error("map program: {what} is {found}, expected {relation} {bound}")]
     BadProgram {
-        /// Kind of the reference.
+        /// The number or index that is wrong.
         what: &'static str,
-        /// The index given.
-        index: usize,
-        /// Number of valid indices.
-        count: usize,
+        /// Its value.
+        found: usize,
+        /// How it must relate to `bound`: "exactly", "at most" or "below".
+        relation: &'static str,
+        /// The number that it is compared with.
+        bound: usize,
     },
 }
 

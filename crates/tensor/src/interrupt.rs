@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A flag shared by its clones. While it is raised, every op started through a
+/// A flag shared by its clones. While it is raised, every [`Op`](crate::Op) started through a
 /// [handle](crate::Device::with_interrupt) with this flag fails with
 /// [`TensorError::Interrupted`](crate::TensorError::Interrupted).
 ///

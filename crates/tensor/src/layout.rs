@@ -1,6 +1,6 @@
 //! Layout of a stage's parameters in one flat buffer, so that optimizer steps, norms, shards and reductions are
-//! flat loops. Each parameter starts at a multiple of 256 bytes of f32 values. The padding between them is zero
-//! and is not part of counts, norms, hashes and payloads.
+//! flat loops. Each parameter starts at a multiple of 256 bytes, which are 64 f32 values. The padding between
+//! parameters is zero and is not part of counts, norms, hashes and payloads.
 
 use std::ops::Range;
 

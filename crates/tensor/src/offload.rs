@@ -7,7 +7,8 @@ use farflung_base::Pending;
 use crate::backend::Downloaded;
 use crate::{DType, Device, Result, Shape, Tensor};
 
-/// A tensor whose values are in host memory or on their way there. Its device buffer is free for reuse.
+/// A tensor whose values are in host memory or on their way there. Its device buffer is free for reuse, unless
+/// the device's memory is host memory.
 pub struct Offloaded(OffloadedData);
 
 enum OffloadedData {

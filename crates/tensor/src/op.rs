@@ -289,7 +289,8 @@ impl Op<'_> {
     }
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
-    /// function as one; attention counts only the causal half.
+    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, and a
+    /// matrix product does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u64;
@@ -378,7 +379,8 @@ impl Op<'_> {
     }
 }
 
-/// Returns T of a `[B, T, C]` shape; 0 for other shapes, which the op's check rejects.
+/// Returns the second dimension, which is T of `[B, T, C]`, or 0 if there is none. The op's check rejects
+/// shapes that are not `[B, T, C]`.
 fn length(y: Shape) -> usize {
     y.dims().get(1).copied().unwrap_or(0)
 }

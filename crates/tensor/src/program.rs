@@ -2,8 +2,8 @@
 //! This way optimizer transforms need no ops of their own.
 //!
 //! A program reads some buffers, updates others in place, and takes scalars that may change from run to run
-//! (such as a learning rate). Each instruction rounds once, as IEEE 754 specifies, and none are fused: all
-//! devices give the same bits.
+//! (such as a learning rate). On CPUs, each instruction rounds once, as IEEE 754 specifies, and none are fused:
+//! all CPUs give the same bits. A GPU may round quotients and roots differently, or fuse a product with a sum.
 
 use std::ops::{Add, Div, Mul, Sub};
 
@@ -171,7 +171,7 @@ impl ProgramBuilder {
         self.push(Instr::Scalar(index))
     }
 
-    /// Adds a constant.
+    /// Returns a constant.
     pub fn constant(&mut self, value: f32) -> Value {
         self.push(Instr::Const(value))
     }
@@ -209,30 +209,28 @@ impl ProgramBuilder {
         let stored = self.stores.iter().map(|(_, to)| usize::from(*to) + 1).max().unwrap_or(0);
         if self.instrs.len() > MAX_INSTRS {
             return Err(TensorError::BadProgram {
-                what: "number of instructions (maximum)",
-                index: self.instrs.len(),
-                count: MAX_INSTRS,
+                what: "number of instructions",
+                found: self.instrs.len(),
+                relation: "at most",
+                bound: MAX_INSTRS,
             });
         }
         // A `Value` of another builder may refer to a later instruction or to none.
         let operands = self.instrs.iter().enumerate().filter_map(|(i, instr)| Some((instr.operands()?, i)));
         let operands = operands.flat_map(|((a, b), i)| [(a, i), (b, i)]);
         let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
-        for (j, count) in operands.chain(stores) {
-            if usize::from(j) >= count {
-                return Err(TensorError::BadProgram {
-                    what: "index of an operand (must be smaller)",
-                    index: usize::from(j),
-                    count,
-                });
+        for (j, bound) in operands.chain(stores) {
+            let found = usize::from(j);
+            if found >= bound {
+                let what = "index of an operand";
+                return Err(TensorError::BadProgram { what, found, relation: "below", bound });
             }
         }
         let writes = loads.max(stored);
-        for (what, index) in
-            [("number of read buffers (maximum)", reads), ("number of rewritten buffers (maximum)", writes)]
-        {
-            if index > MAX_BUFFERS {
-                return Err(TensorError::BadProgram { what, index, count: MAX_BUFFERS });
+        for (what, found) in [("number of read buffers", reads), ("number of updated buffers", writes)] {
+            if found > MAX_BUFFERS {
+                let (relation, bound) = ("at most", MAX_BUFFERS);
+                return Err(TensorError::BadProgram { what, found, relation, bound });
             }
         }
         Ok(Program { instrs: self.instrs, stores: self.stores, reads, writes, scalars })

@@ -72,13 +72,14 @@ impl Tensor {
         self.view_mut().write(values)
     }
 
-    /// Returns the elements in place if the device's memory is host memory.
+    /// Returns the elements in place if the device's memory is host memory and `T` is the element type.
     #[must_use]
     pub fn host<T: Element>(&self) -> Option<&[T]> {
         self.view().host()
     }
 
-    /// Returns the elements in place for writing if the device's memory is host memory.
+    /// Returns the elements in place for writing if the device's memory is host memory and `T` is the element
+    /// type.
     #[must_use]
     pub fn host_mut<T: Element>(&mut self) -> Option<&mut [T]> {
         self.view_mut().into_host()

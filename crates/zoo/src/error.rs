@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::config::PRESETS;
 use crate::tokenizer::NAMES;
 
-/// An error of this crate. Its message completes "failed to ...".
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {

@@ -145,7 +145,7 @@ fn inject_fault(
         let error = errors(rank).unwrap_or_default();
         if !error.starts_with(&right) {
             wrong += 1;
-            tracing_of(case, fault, victim, rank, &error, &said);
+            print_wrong_error(case, fault, victim, rank, &error, &said);
         }
     }
     let launcher_names = said.lines().any(|line| line.starts_with(&format!("error: rank {victim} failed")));
@@ -153,7 +153,7 @@ fn inject_fault(
 }
 
 /// Prints a wrong error of a rank next to the bench's own lines.
-fn tracing_of(case: &Case, fault: InjectedFault, victim: usize, rank: usize, error: &str, said: &str) {
+fn print_wrong_error(case: &Case, fault: InjectedFault, victim: usize, rank: usize, error: &str, said: &str) {
     let all: Vec<&str> =
         said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
     farflung::terminal::write_stderr(format!(

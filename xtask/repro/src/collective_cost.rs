@@ -9,8 +9,9 @@ use crate::ranks::{on_ranks, over_links};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "collective-cost",
-    claim: "on 8 ranks with links of 10 ms and 1 Gbit/s, every all-reduce takes the time of its closed form \
-            and the time that `cost` computes",
+    claim: "on 8 ranks with links of 10 ms and 1 Gbit/s, every all-reduce takes the time that `cost` computes, \
+            and that of its closed form; of the double tree, for which only a bound is known, at most 1.35 \
+            times two buffers and the latencies",
     source: "Thakur et al. 2005; Patarasuk and Yuan 2009; Sanders et al. 2009",
     seed: 0,
     run,

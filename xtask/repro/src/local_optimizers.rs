@@ -66,5 +66,5 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 }
 
 /// Learning rates of some optimizers; the others use 1e-3.
-const RATES: [(&str, f64); 6] =
-    [("sgd", 1e-1), ("adagrad", 1e-2), ("lamb", 1e-2), ("lion", 1e-4), ("signum", 1e-4), ("muon", 1e-3)];
+const RATES: [(&str, f64); 5] =
+    [("sgd", 1e-1), ("adagrad", 1e-2), ("lamb", 1e-2), ("lion", 1e-4), ("signum", 1e-4)];

@@ -102,10 +102,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     square_cube(report, options, &file)
 }
 
-type Write<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
+/// Writes a file of that name and contents, and returns its path.
+type WriteFile<'a> = &'a dyn Fn(&str, String) -> Result<Option<std::path::PathBuf>>;
 
 /// Compares six machines in three pools with the same machines in two pipelines of three.
-fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
+fn unequal(report: &mut Report<'_>, options: &Options, file: WriteFile<'_>) -> Result<()> {
     // The longer a step, the less filling and draining the pipeline matter. The issue behind this bench assumes
     // 4096 samples per step.
     let microbatches = if options.quick { 66 } else { 132 };
@@ -198,7 +199,7 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Resul
 
 /// Compares the use of a stage with the square-cube law: two stages of two layers, sequences of 32 tokens in 8
 /// bits, machines of 250 GFLOP/s.
-fn square_cube(report: &mut Report<'_>, options: &Options, file: Write<'_>) -> Result<()> {
+fn square_cube(report: &mut Report<'_>, options: &Options, file: WriteFile<'_>) -> Result<()> {
     const FLOPS: f64 = 250e9;
     let widths: &[usize] = if options.quick { &[16, 32, 64] } else { &[16, 32, 64, 128] };
     let microbatches = if options.quick { 48 } else { 96 };

@@ -12,9 +12,9 @@ const LENGTHS: [usize; 12] = [0, 1, 2, 7, 31, 33, 255, 256, 257, 1000, 4101, 20_
 /// Standard deviations, from subnormal values to values that nearly overflow.
 const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
 
-/// Checks that a codec on `device` gives the same payloads, residuals, decoded values and errors as on the
-/// host, bit for bit, over many lengths and magnitudes, alone and as a [`Stream`] with feedback. Returns
-/// `false` if the device does not have the codec.
+/// Checks that a codec on `device` gives the same payloads, residuals and decoded values as on the host, bit
+/// for bit, and rejects the same vectors and payloads, over many lengths and magnitudes, alone and as a
+/// [`Stream`] with feedback. Returns `false` if the device does not have the codec.
 ///
 /// Errors: the device's; [`CompressError::Device`] with the first difference.
 pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
@@ -72,7 +72,7 @@ impl<D: VectorDevice> DeviceCheck<'_, D> {
         Ok(bits(&host))
     }
 
-    /// Encodes and decodes `x` on host and device, alone and with the residual `e`.
+    /// Encodes `x` on host and device, alone and with the residual `e`, and decodes the payload of `x` alone.
     fn values(&mut self, x: &[f32], e: &[f32], key: RoundKey) -> Result<(), D::Error> {
         let len = x.len();
         let (mut ours, mut theirs) = (Payload::new(), Payload::new());
@@ -127,8 +127,7 @@ impl<D: VectorDevice> DeviceCheck<'_, D> {
         self.same(self.bits(&sum, y.len())? == bits(&y), "a scaled vector", y.len())
     }
 
-    /// Runs a stream on host and device, rolls some steps back, then saves it and continues from the saved
-    /// state.
+    /// Runs a stream on host and device, rolls one step back, then saves it and continues from the saved state.
     fn stream(&self, spec: CodecSpec) -> Result<(), D::Error>
     where
         D: Clone,

@@ -50,8 +50,8 @@ impl Samples {
         Self { len, held: StorageFormat::F16 }
     }
 
-    /// Samples stored as [`Int8`] in blocks of 64, which takes half of the bytes. Changes are a little larger,
-    /// by the quantization error of the copy.
+    /// Samples stored as [`Int8`] in blocks of 64, which takes about half of the bytes. Changes are a little
+    /// larger, by the quantization error of the copy.
     #[must_use]
     pub const fn int8(len: usize) -> Self {
         Self { len, held: StorageFormat::Int8 }

@@ -114,7 +114,7 @@ pub fn names() -> Vec<&'static str> {
 }
 
 impl LinkSpec {
-    /// Returns true if values are sent as plain f32.
+    /// Returns true for the codec `none`, which sends plain f32.
     #[must_use]
     pub fn is_plain(&self) -> bool {
         self.0 == Kind::Codec(CodecSpec::default())
@@ -129,8 +129,8 @@ impl LinkSpec {
         }
     }
 
-    /// Returns the number of bytes in the buffers that one end keeps between messages of `samples` samples,
-    /// without the store.
+    /// Returns the number of bytes in the buffers of f32 that one end keeps between messages of `samples`
+    /// samples, without those of the store and of the quantizer.
     #[must_use]
     pub const fn working_bytes(&self, shape: SampleShape, samples: usize) -> usize {
         let values = shape.positions * shape.channels * samples * size_of::<f32>();

@@ -244,8 +244,8 @@ pub(super) fn store_error(action: &'static str, source: &io::Error) -> CompressE
 
 /// The state needs no saving, since the file outlives the process.
 impl State for FileStore {
-    /// Ignores errors: a sample that could not be dropped is detected by its checksum, which differs from the
-    /// other end's.
+    /// Ignores errors: the ends compare checksums, so a sample that could not be dropped at one end is used
+    /// only if the other end has the same copy.
     fn reset(&mut self) {
         for id in 0..self.capacity {
             _ = self.forget(id);

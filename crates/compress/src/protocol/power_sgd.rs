@@ -33,9 +33,9 @@ const TOO_LARGE: i32 = (127 + 126) << 23;
 /// power iteration that starts from the last round's `Q`, with error feedback.
 ///
 /// `M = x + e; P = M Q`, averaged and orthonormalized; `Q = M^T P`, averaged; the mean is `P Q^T`, and
-/// `e = M - P Q^T` with this rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of
-/// values. All ranks need the same seed. Sums have a fixed order on the host; devices agree with it up to
-/// rounding, and all ranks decode the same means.
+/// `e = M - P Q^T` with this rank's own `M`. Each rank gives `4 rank (rows + columns)` bytes to the two
+/// averages of a round. All ranks need the same seed. Every sum has a fixed order, and all ranks decode the
+/// same means.
 ///
 /// The residual is computed by the next round while it reads `x`; the end of a round only writes the mean.
 /// Magnitudes from `2^126` on are rejected, in `x` plus the residual and in the mean.

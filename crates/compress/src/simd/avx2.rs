@@ -2,8 +2,9 @@
 //! equal those of the portable kernels bit for bit. These loops do not depend on blocks or headers.
 //!
 //! Decoders read as many codes as `out` has elements, and return true if a code is one that no encoder writes.
-//! With `STREAM` they use non-temporal stores, and `out` must be aligned to 16 bytes. Encoders take finite
-//! values. The `residual_*` encoders also replace each value by its quantization error.
+//! With `STREAM` they use non-temporal stores, and `out` must be aligned to 16 bytes. All encoders but
+//! `encode_f16` take finite values only. The `residual_*` encoders also replace each value by its quantization
+//! error.
 #![expect(unsafe_code, reason = "loads and stores of whole registers")]
 
 use std::arch::x86_64::{

@@ -7,7 +7,7 @@ use super::avx2;
 use super::{Level, NonTemporalStores};
 use crate::scale::Scale;
 
-/// Proof that AVX2 and F16C were detected at run time. Its loops give the same bits as the portable kernels.
+/// Proof that AVX2 and F16C were detected at run time. Its methods give the same bits as the portable kernels.
 #[derive(Debug, Clone, Copy)]
 pub struct Avx2Token {
     stream: bool,
@@ -16,7 +16,8 @@ pub struct Avx2Token {
 impl Avx2Token {
     /// Returns a token for loops that write to `out`, with non-temporal stores if there is a `stream`.
     ///
-    /// Returns `None` if the processor has no AVX2, or if `out` is not aligned for non-temporal stores.
+    /// Returns `None` if the processor has no AVX2, or if there is a `stream` and `out` is not aligned to 16
+    /// bytes.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     pub(crate) fn new(level: Level, stream: Option<&NonTemporalStores>, out: &[f32]) -> Option<Self> {

@@ -92,8 +92,8 @@ impl fmt::Display for Amount {
 impl FromStr for Amount {
     type Err = CompressError;
 
-    /// Parses a number (`64`) or a decimal share with at most six digits after the point (`0.01`), optionally
-    /// with a multiple (`x128`).
+    /// Parses a number (`64`) or a decimal share of at most 1 with one to six digits after the point (`0.01`),
+    /// optionally with a multiple (`x128`).
     fn from_str(text: &str) -> Result<Self, CompressError> {
         let wrong = || CompressError::Amount { text: text.to_owned() };
         let (amount, multiple) = match text.split_once('x') {

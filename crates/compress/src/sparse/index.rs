@@ -10,15 +10,16 @@ pub enum IndexCoding {
     /// The smallest of the other codings for the given indices.
     #[default]
     Smallest,
-    /// This many bits for each index, relative to the chunk for a selection per chunk, else to the vector.
+    /// This many bits for each index, but at least as many as the largest index needs, and at most 32. An index
+    /// is relative to its chunk for a selection per chunk, else to the vector.
     Fixed(u8),
     /// One bit for each element of the vector.
     Bitmask,
     /// The gap to the previous index as a varint: seven bits in each byte, the lowest first; the highest bit is
     /// set if more bytes follow.
     Varint,
-    /// The gap to the previous index in a Golomb-Rice code, whose parameter depends on the density. Its size is
-    /// within a few percent of the entropy of independent random positions.
+    /// The gap to the previous index in a Golomb-Rice code, whose parameter depends on the density. Below a
+    /// density of 0.1 its size is within 6 % (and 2 bytes) of the entropy of independent random positions.
     Rice,
 }
 
@@ -39,7 +40,7 @@ enum Kind {
 }
 
 /// The chunks of a selection that keeps the same number of elements in each chunk (the last chunk may be
-/// short). An index is then encoded relative to its chunk.
+/// short). The fixed coding encodes an index relative to its chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Chunking {
     pub(crate) chunk: usize,
@@ -258,7 +259,7 @@ fn gaps(indices: &[u32]) -> impl Iterator<Item = u32> {
     indices.iter().zip(before).map(|(index, next)| index - next)
 }
 
-/// Returns the Rice parameter for gaps of the mean length: `log2` of the mean times `ln 2`, rounded down.
+/// Returns the Rice parameter: `log2(mean * ln 2)` of the mean gap, rounded down, and at least 0.
 fn rice_parameter(kept: usize, len: usize) -> u8 {
     let mean = (len - kept.min(len)) as u64 * 45_426 / (kept.max(1) as u64 * 65_536);
     mean.checked_ilog2().unwrap_or(0).min(31) as u8

@@ -47,7 +47,7 @@ impl Select {
         }
     }
 
-    /// Returns the chunks by which the decoder reads the indices of `kept` elements.
+    /// Returns the chunks that the coding of the indices of `kept` elements uses.
     pub(crate) fn chunking(&self, len: usize, kept: usize) -> Chunking {
         match *self {
             Self::PerChunk { chunk, kept } => Chunking { chunk: chunk as usize, kept: kept as usize },
@@ -65,9 +65,10 @@ fn limit(kept: usize, len: usize) -> usize {
 const STRIDE: usize = 101;
 /// Approximate size of the sample from which [`Finder::find`] estimates its first threshold.
 const SAMPLE: usize = 1 << 13;
-/// Number of elements that are tested together, and the largest number of hits in them that are extracted one
-/// by one. With more hits, every element is tested again.
+/// Number of elements that are tested together.
 const RUN: usize = 256;
+/// Largest number of hits in a run of [`RUN`] elements that are extracted one by one. With more hits, every
+/// element is tested again.
 const FEW: usize = 32;
 
 /// Finds the selected elements on several threads, and keeps its buffers for the next call.
@@ -163,7 +164,7 @@ impl Finder {
     }
 }
 
-/// Selects the `kept` largest elements of each chunk. Threads get equal numbers of chunks.
+/// Selects the `kept` largest elements of each chunk. Threads get nearly equal numbers of chunks.
 fn per_chunk(
     scratch: &mut [Scratch],
     level: Level,

@@ -8,7 +8,7 @@ use crate::wire::CodecId;
 /// Number of bytes before the indices.
 pub(super) const PREFIX: usize = 20;
 
-/// A parsed sparse body, with the values still encoded. For decoders on devices.
+/// A parsed sparse body, with the values still encoded. Public for decoders on devices.
 #[derive(Debug, Clone, Copy)]
 pub struct SparseIndices<'a> {
     kept: usize,
@@ -88,15 +88,16 @@ impl<'a> SparseIndices<'a> {
     }
 }
 
-/// Error for indices that are not ascending or out of range.
+/// Error for indices that are not ascending, out of range, or too many.
 pub(super) const UNORDERED: CompressError = CompressError::Indices {
     why: "are not ascending, are outside of the vector, or are more than the values",
 };
 pub(super) const MISSING_INDICES: CompressError = CompressError::Indices { why: "are fewer than the values" };
 
 impl Select {
-    /// Appends the prefix and the indices of a sparse body to `out`. For encoders on devices. The ascending
-    /// `indices` are those that the rule keeps of `len` elements; `inner` is the number of the values' codec.
+    /// Appends the prefix and the indices of a sparse body to `out`. Public for encoders on devices. The
+    /// ascending `indices` are those that the rule keeps of `len` elements; `inner` is the number of the
+    /// values' codec.
     pub fn write(&self, coding: IndexCoding, indices: &[u32], len: usize, inner: CodecId, out: &mut Vec<u8>) {
         let (start, kept) = (out.len(), indices.len());
         let chunking = self.chunking(len, kept);

@@ -5,7 +5,7 @@ use crate::Amount;
 
 impl CodecSpec {
     /// Returns the share of the elements that `topk:SHARE`, `sampled:SHARE` or `dgc:SHARE` keeps, in
-    /// millionths. Returns `None` for a codec that keeps a fixed number of elements, or all of them.
+    /// millionths. Returns `None` for any other codec, such as `topk:64` or a mask.
     ///
     /// ```
     /// use farflung_compress::CodecSpec;

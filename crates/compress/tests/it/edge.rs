@@ -10,8 +10,8 @@ use farflung_compress::{
     Memoryless, MomentumCorrection, Pattern, Payload, RoundKey, Select, Sparse, State, Uint8, names, parse,
 };
 
-/// Compositions in addition to the table of the laws. They nest the codecs that can overflow in each other in
-/// every order.
+/// Names in addition to the table of the laws: codecs that can overflow, alone, around each other and around
+/// others, and more block sizes.
 const COMPOSED: [&str; 25] = [
     "unbiased:10",
     "unbiased:3/int8",

@@ -48,7 +48,7 @@ fn the_decoded_sum_up_to_the_inputs_less_the_residual() {
             // Each round rounds x + e and v - D(C(v)) to f32 once.
             assert!(gap.abs() <= 50.0 * 2.0 * largest * 2_f64.powi(-24), "{name}: {gap:e} at {i}");
         }
-        // Without feedback the same sum is off by far more, so the test can fail.
+        // Without the residual the same sum is off by far more, so the test can fail.
         if name == "int8" {
             let lost: f64 = given.iter().zip(&decoded).map(|(g, d)| (g - d).abs()).sum::<f64>() / n as f64;
             assert!(lost > 1e-3 && lost < 0.02, "{lost}");

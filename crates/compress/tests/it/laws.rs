@@ -19,11 +19,11 @@ fn is_selection(name: &str) -> bool {
         .any(|s| name.starts_with(s))
 }
 
-/// Returns the stated error bound of each element of `x`.
+/// Returns the stated error bound of each element of `x`, or a wider one.
 fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
     if is_selection(name) {
-        // Elements that are not kept are lost, and the inner codec may lose part of the kept ones. Selections
-        // have their own laws below.
+        // Elements that are not kept are lost, and the inner codec may lose part of the kept ones. `sparse.rs`
+        // checks selections more closely.
         let max = x.iter().fold(0.0_f64, |m, x| m.max(f64::from(x.abs())));
         return vec![2.0 * max; x.len()];
     }
@@ -65,7 +65,7 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
             }
             "qsgd" => random[1] * norm / q(bits() - 1),
             "tern" | "sign" => 2.0 * norm,
-            // Half a unit in the last place of each element, or half the smallest subnormal.
+            // Half a unit in the last place of the block's largest element.
             "e4m3" => max / 16.0,
             "e5m2" => max / 8.0,
             "e3m0" | "natu" => max,
@@ -259,7 +259,7 @@ proptest! {
         bits in prop::collection::vec(any::<u32>(), 0..600),
         codec in 0..CODECS.len(),
     ) {
-        // Exponents that would make infinity or NaN are replaced.
+        // Infinity and NaN are replaced by 1.
         let x: Vec<f32> = bits.iter().map(|b| f32::from_bits(*b)).map(|x| if x.is_finite() { x } else { 1.0 }).collect();
         check_round_trip(CODECS[codec], &x);
     }

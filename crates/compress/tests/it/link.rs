@@ -150,7 +150,7 @@ fn what_is_held_in_memory_is_saved_and_loaded() {
     assert_eq!(map.len(), 1);
     sender.encode(&[70, 3], &batch(&[70, 3], 2), RoundKey::default(), &mut payload).unwrap();
     again.decode(&[70, 3], payload.view(), &mut out).unwrap();
-    // A sample without a copy gives a `CacheMiss`, and is then sent in full.
+    // A change of a sample without a copy gives a `CacheMiss`.
     again.reset();
     let error = again.decode(&[70, 3], payload.view(), &mut out).unwrap_err();
     assert!(matches!(error, CompressError::CacheMiss { id: 70, found: 0, .. }), "{error}");

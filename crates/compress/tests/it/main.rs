@@ -1,4 +1,5 @@
-//! Integration tests of this crate, in one program, since each test program links all crates again.
+//! Integration tests of this crate, in one program, since each test program links all crates again. Only
+//! `hostile.rs` is a program of its own, because it replaces the allocator.
 
 mod bounds;
 mod device;

@@ -197,7 +197,7 @@ fn snapshots_of_every_coding_of_indices() {
     }
 }
 
-/// An unbiased mask has no snapshot with feedback, as the others have.
+/// Apart from the other snapshots, which are also checked with feedback: an unbiased mask rejects it.
 #[test]
 fn snapshot_of_an_unbiased_mask() {
     let bytes = "6666637a0111000014000000000000004000000000000000736e783202010000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0000c040000090410000c0410000f041000034420000404200006442";
@@ -326,4 +326,7 @@ fn values_that_no_encoder_writes_are_refused() {
     assert_eq!(error, CompressError::Scale { block: 0, found: f32::INFINITY });
     let error = decode("sign", &forge(encode("sign:4", &X), 28 + 4, &[1, 0, 0, 0]), 5).unwrap_err();
     assert_eq!(error, CompressError::Scale { block: 0, found: f32::from_bits(1) });
+    let error = decode("minmax8", &forge(encode("minmax8", &X), 28 + 8, &[0, 0, 0xc0, 0x7f]), 5).unwrap_err();
+    assert!(matches!(error, CompressError::Scale { block: 0, .. }), "{error}");
+    assert_eq!(error.to_string(), "the header of block 0 is invalid: it holds NaN");
 }

@@ -72,8 +72,8 @@ struct CheckpointRecord {
     totals: Totals,
     /// Numbers of steps and microbatches done when it was saved, in a run whose members join and leave: the
     /// plan of the run that continues begins there.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    base: Option<PlanStart>,
+    #[serde(rename = "base", default, skip_serializing_if = "Option::is_none")]
+    plan_start: Option<PlanStart>,
     /// The view in which it was saved, in a run whose members form pipelines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     view: Option<ViewId>,
@@ -178,7 +178,7 @@ fn save_common(
         outer_step,
         rounds,
         totals,
-        base: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
+        plan_start: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
@@ -209,7 +209,7 @@ pub(super) struct Resumed {
     /// The checkpoint: this rank's, or that of the rank from which the state was taken.
     pub(super) from: PathBuf,
     /// Numbers of steps and microbatches at which the plan of the continued run begins.
-    pub(super) base: PlanStart,
+    pub(super) plan_start: PlanStart,
 }
 
 /// Finds the checkpoint that `--resume` selects (for `auto`, the newest step that every rank has), and restores
@@ -226,8 +226,8 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));
-    let base = source.record.base.unwrap_or(job.plan_start);
-    Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), base }))
+    let plan_start = source.record.plan_start.unwrap_or(job.plan_start);
+    Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), plan_start }))
 }
 
 /// Sends this rank's number to all others; returns all numbers, by rank.
@@ -241,4 +241,21 @@ pub(super) fn all_gather_u64(comm: &Communicator, mine: u64) -> Result<Vec<u64>>
         })
     };
     all.iter().enumerate().map(word).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_keeps_the_names_of_its_file() {
+        let text = r#"{"rank":0,"world":1,"model":[],"parts":[[0,4]],"stages":1,"sequences":8,"seed":1,
+            "sync":"ddp","codec":"none","data_hash":"","step":3,"outer_step":0,"rounds":3,
+            "totals":{"time_s":1.0,"wall_s":1.0,"bytes_sent":0,"bytes_received":0},
+            "base":{"step":3,"microbatches":12}}"#;
+        let record: CheckpointRecord = serde_json::from_str(text).unwrap();
+        assert_eq!(record.plan_start, Some(PlanStart { step: 3, microbatches: 12 }));
+        let parse = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+        assert_eq!(parse(&serde_json::to_string(&record).unwrap()), parse(text));
+    }
 }

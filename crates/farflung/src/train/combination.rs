@@ -267,7 +267,9 @@ const RULES: &[Rule] = &[
             };
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
-            let expected = format!("a codec of values with {name}: a server decodes each change separately");
+            let expected = format!(
+                "a codec without momentum correction with {name}: a server decodes each change separately"
+            );
             Some(refuse("codec", &level.codec, expected))
         },
     },

@@ -12,12 +12,12 @@ use crate::config::choice::TransportName;
 use crate::{Error, Result};
 
 /// An operation of a run's steps, and a lower bound of its time.
-struct Slowest {
+struct Operation {
     what: String,
     time: Nanos,
 }
 
-impl Slowest {
+impl Operation {
     fn average(job: &Job, bytes: Bytes, time: Nanos) -> Self {
         Self { what: format!("the average of {bytes} among {} workers", job.world), time }
     }
@@ -37,7 +37,8 @@ pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
         return Ok(());
     }
     let topology = job.topology()?;
-    let Some(Slowest { what, time }) = slowest(job, &topology)?.filter(|found| found.time > config.deadline)
+    let Some(Operation { what, time }) =
+        slowest(job, &topology)?.filter(|found| found.time > config.deadline)
     else {
         return Ok(());
     };
@@ -53,7 +54,7 @@ pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
 }
 
 /// Returns the slowest operation of a step, among those whose time can be bounded.
-fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
+fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     if job.plan.stages() > 1 {
         return Ok(message(job, topology));
     }
@@ -78,7 +79,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
         } else {
             least(topology, bytes)
         };
-        Slowest::average(job, bytes, time)
+        Operation::average(job, bytes, time)
     } else {
         plainly(largest)
     };
@@ -96,7 +97,7 @@ fn average(
     by: Algorithm,
     programs: impl Fn(Algorithm) -> Vec<Program>,
     bytes: Bytes,
-) -> Slowest {
+) -> Operation {
     let by = by.resolve(bytes, topology);
     let same_for_all = matches!(by, Algorithm::Ring | Algorithm::BidirectionalRing | Algorithm::Direct);
     let time = if job.config.topology.is_none() && same_for_all {
@@ -105,7 +106,7 @@ fn average(
     } else {
         least(topology, bytes)
     };
-    Slowest::average(job, bytes, time)
+    Operation::average(job, bytes, time)
 }
 
 /// Returns a lower bound of the time of an average, at the rank with the slowest link.
@@ -143,7 +144,7 @@ fn payload(codec: CodecSpec, values: usize) -> Bytes {
 /// Returns a lower bound of the time for which a rank waits for a microbatch's hidden states: the time on the
 /// slowest link from a rank to the next, minus the time by which the receiver may start later than the sender.
 /// (Ranks start after a barrier.)
-fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
+fn message(job: &Job, topology: &Topology) -> Option<Operation> {
     let (plan, model) = (&job.plan, &job.model);
     // With slices, pools or a user's own schedule, the messages of a step are not known here.
     let elsewhere = !matches!(plan.pipeline.schedule, ScheduleSource::Named(_));
@@ -159,7 +160,7 @@ fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let time = |(from, to)| topology.rate(from, to).transfer(bytes).saturating_sub(late);
     let ways = ranks().zip(ranks().skip(1)).filter(|(from, _)| !last_of_replica(from));
     let time = ways.map(time).max()?;
-    Some(Slowest { what: format!("a microbatch's hidden states of {bytes}"), time })
+    Some(Operation { what: format!("a microbatch's hidden states of {bytes}"), time })
 }
 
 #[cfg(test)]

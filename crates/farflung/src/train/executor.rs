@@ -71,7 +71,7 @@ pub(super) struct Executor {
     /// Width of a hidden state.
     pub(super) dim: usize,
     /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens.
-    pub(super) scale: f32,
+    pub(super) token_weight: f32,
     /// The microbatch whose backward pass is the last of a step, by stage.
     pub(super) last: BTreeMap<StageId, u32>,
     /// Whether gradients are averaged with other holders of a part in each step.
@@ -209,7 +209,7 @@ impl Executor {
             Entry::Vacant(_) => None,
             Entry::Occupied(entry) => Some(entry.into_mut()),
         };
-        part.forward(version, input, start, targets.as_ref().map(|t| (t, self.scale)), carried)
+        part.forward(version, input, start, targets.as_ref().map(|t| (t, self.token_weight)), carried)
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {

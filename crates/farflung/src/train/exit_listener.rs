@@ -121,7 +121,7 @@ impl ExitListener {
             }
         };
         // Without the thread, a rank notices the end of another one only when its next message fails.
-        let _ = thread::Builder::new().name("hearing".to_owned()).spawn(listen);
+        let _ = thread::Builder::new().name("exit-listener".to_owned()).spawn(listen);
         Self { message, heard }
     }
 

@@ -31,8 +31,8 @@ pub struct Fault {
     pub step: u64,
     /// The values.
     pub value: FaultyValue,
-    /// Index of the element in the last tensor of a part or record, modulo the number of its elements. Not used
-    /// for [`FaultyValue::Chunk`]: there, the lowest bit of the first byte is flipped.
+    /// Index of the element in the last tensor of a part or record, or of a word of four bytes in a chunk,
+    /// modulo the length.
     pub element: usize,
     /// Index of the bit in the element; 0 is the least significant.
     pub bit: u32,
@@ -89,12 +89,13 @@ impl Failure {
     }
 }
 
-/// A member that a test makes leave before a step, in a run whose members join and leave.
+/// A member that a test makes leave, in a run whose members join and leave. It asks to leave before a step, and
+/// leaves after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Departure {
     /// The rank that leaves, by its number at that step.
     pub rank: u32,
-    /// The step before which it asks to leave.
+    /// The step before which it asks.
     pub step: u64,
 }
 
@@ -116,6 +117,15 @@ impl Fault {
         let count = values.len().max(1);
         if let Some(value) = values.get_mut(self.element % count) {
             *value = f32::from_bits(value.to_bits() ^ (1 << (self.bit % 32)));
+        }
+    }
+
+    /// Flips the bit in bytes, which are words of four bytes, little-endian. The last one may be shorter.
+    pub(super) fn flip_bit_in_bytes(self, bytes: &mut [u8]) {
+        let count = bytes.len().div_ceil(4).max(1);
+        if let Some(word) = bytes.chunks_mut(4).nth(self.element % count) {
+            let bit = self.bit as usize % (8 * word.len());
+            word[bit / 8] ^= 1 << (bit % 8);
         }
     }
 }

@@ -80,19 +80,19 @@ mod tests {
     #[test]
     fn planners_see_the_price_of_what_runs_and_the_lines_of_regions() {
         let mut topology = Topology::uniform(4, "1gbit,1ms".parse().unwrap());
-        let ring = |topology: &Topology| {
+        let halving = |topology: &Topology| {
             AveragePrices::new(topology.clone())
                 .of(Algorithm::HalvingDoubling, &Codec::F32, 1_000_000)
                 .unwrap()
         };
         // The expected time is four latencies, and 1.5 times 4 MB at 1 Gbit/s.
-        assert!((ring(&topology).as_secs_f64() - 0.052).abs() < 0.001);
+        assert!((halving(&topology).as_secs_f64() - 0.052).abs() < 0.001);
         for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
             topology
                 .set_region(&region, AccessLink { up: Bandwidth(10_000_000), down: Bandwidth(10_000_000) });
         }
         // Halves of 2 MB are sent in both directions over each line of 10 Mbit/s, twice, by two ranks.
-        assert!(ring(&topology) > Nanos::from_millis(3_000));
+        assert!(halving(&topology) > Nanos::from_millis(3_000));
         let prices = AveragePrices::new(topology);
         let coded = |form| prices.of(form, &Codec::INT8, 1_000_000);
         assert!(coded(Algorithm::Hierarchical) < coded(Algorithm::Direct));

@@ -77,6 +77,6 @@ mod tests {
             Ok(digest(&[calls as f32]))
         };
         let error = same_twice(&Device::cpu(1).unwrap(), changing).unwrap_err();
-        assert!(error.to_string().starts_with("device `cpu` computed different gradients"), "{error}");
+        assert!(error.to_string().starts_with("device `cpu` computed different results"), "{error}");
     }
 }

@@ -61,7 +61,7 @@ pub(crate) trait Backend: Debug + Send + Sync {
     fn run(&self, op: Op<'_>, precision: Precision) -> Result<()>;
 
     /// Returns the codecs that run on the device; `None` if its memory is host memory, where the host's codecs
-    /// work in place.
+    /// work in place, or if it only counts buffers.
     fn codecs(&self) -> Option<&dyn Codecs> {
         None
     }
@@ -84,7 +84,7 @@ pub(crate) trait Backend: Debug + Send + Sync {
 pub struct MatMulScratchBytes {
     /// Packed panels of both operands; per thread.
     pub packed: usize,
-    /// Copies of both operands, rounded to 16 bits; zero if the precision is f32.
+    /// Copies of both operands, rounded to 16 bits but stored as f32; zero if the precision is f32.
     pub rounded: usize,
 }
 

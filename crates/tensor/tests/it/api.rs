@@ -1,4 +1,4 @@
-//! Tensors, views, costs of ops, and errors: each error names the op and its operands.
+//! Tensors, views, costs of ops, and errors: each error names the op, and the shapes or types that do not fit.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{DType, Device, Fuse, Op, Result, Shape, Tensor, TensorError};

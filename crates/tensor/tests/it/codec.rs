@@ -234,7 +234,8 @@ fn what_no_encoder_writes_is_refused() {
         let (n, mut both) = (301, [0; 2]);
         let mut x = vec![0.0; n];
         draws.fill_normal(1.0, &mut x);
-        // The second block consists of zeros.
+        // Up to 71 zeros, from the start of the second block on if there is one: whole blocks, if these are
+        // short.
         x[codec.block() as usize % n..].iter_mut().take(71).for_each(|x| *x = 0.0);
         let (mut body, ..) = encode(codec, &x).unwrap();
         body.resize(codec.words(n) * 4, 0);

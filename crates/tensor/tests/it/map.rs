@@ -61,7 +61,7 @@ fn the_interpreter_gives_the_bits_of_eval() {
         3.25,
     ];
     for len in [0, 1, 7, 255, 256, 257, (1 << 15) + 300] {
-        // Pairs of all special values, by strides that are coprime to their number.
+        // Columns 0 and 1 have all pairs of special values, because column 1 changes only every 11 elements.
         let column = |k: usize| -> Vec<f32> {
             (0..len).map(|i| special[(i / [1, 11, 3, 5, 2, 7][k] + k) % 11]).collect()
         };
@@ -136,29 +136,37 @@ fn build(write: impl FnOnce(&mut ProgramBuilder)) -> Result<Program> {
 
 #[test]
 fn bad_programs_are_refused() {
-    let bad = |r: Result<Program>| assert!(matches!(r, Err(TensorError::BadProgram { .. })), "{r:?}");
-    bad(build(|b| {
+    let bad = |r: Result<Program>, wanted: &str| {
+        let error = r.unwrap_err();
+        assert!(matches!(error, TensorError::BadProgram { .. }), "{error:?}");
+        assert_eq!(error.to_string(), format!("map program: {wanted}"));
+    };
+    let read = build(|b| {
         b.read(4);
-    }));
-    bad(build(|b| {
+    });
+    bad(read, "number of read buffers is 5, expected at most 4");
+    let updated = build(|b| {
         let x = b.read(0);
         b.store(u16::MAX, x);
-    }));
-    bad(build(|b| {
+    });
+    bad(updated, "number of updated buffers is 65536, expected at most 4");
+    let long = build(|b| {
         let mut x = b.read(0);
         for _ in 0..64 {
             x = b.add(x, x);
         }
         b.store(0, x);
-    }));
+    });
+    bad(long, "number of instructions is 65, expected at most 64");
     let mut other = ProgramBuilder::new();
     let x = other.read(0);
     let foreign = other.abs(x);
-    bad(build(|b| {
+    let operand = build(|b| {
         let y = b.abs(foreign);
         b.store(0, y);
-    }));
-    bad(build(|b| b.store(0, foreign)));
+    });
+    bad(operand, "index of an operand is 1, expected below 0");
+    bad(build(|b| b.store(0, foreign)), "index of an operand is 1, expected below 0");
 
     let cpu = Device::cpu(1).unwrap();
     let program = build(|b| {
@@ -173,7 +181,8 @@ fn bad_programs_are_refused() {
         cpu.run(Op::Map { program: &program, scalars, reads, writes: &mut [y.view_mut()] })
     };
     run(&[1.0], &[x.view()]).unwrap();
-    assert!(run(&[], &[x.view()]).is_err());
+    let error = run(&[], &[x.view()]).unwrap_err().to_string();
+    assert_eq!(error, "map program: number of scalars is 0, expected exactly 1");
     assert!(run(&[1.0], &[]).is_err());
     let message = run(&[1.0], &[short.view()]).unwrap_err().to_string();
     assert!(message.contains("map") && message.contains("[4]") && message.contains("[5]"), "{message}");

@@ -1,4 +1,4 @@
-//! Each op against a plain f64 computation, with equal bits on 1, 2 and 3 threads.
+//! Ops against a plain f64 computation, most with equal bits on 1, 2 and 3 threads.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_base::Philox;
@@ -314,7 +314,7 @@ fn layer_norm_and_its_gradients() {
     assert_eq!(stats, [0.0; 6]);
 }
 
-/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the scale of the scores.
+/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the log-sum-exp of its scores.
 fn weights(
     qkv: &[f64],
     (b, h, t): (usize, usize, usize),

@@ -84,7 +84,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
         };
         for stream in 10..16 {
             let before = eager.clone();
-            // Rolls back two rounds, one of them in the middle.
+            // Rolls back two rounds that ended, and one in the middle.
             step(&mut method, &mut eager, stream + 100);
             step(&mut method, &mut eager, stream + 200);
             assert_eq!(method.save("", &mut StateMap::new()), Err(CompressError::Uncommitted));
@@ -128,7 +128,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
     }
 }
 
-/// If one rank rejects a round, all ranks must.
+/// If one rank rejects a mean, all ranks must.
 #[test]
 fn what_could_overflow_is_refused_by_all_ranks_alike() {
     let edge = f32::from_bits(TOO_LARGE.cast_unsigned());
@@ -181,7 +181,7 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
         sum.iter_mut().zip(round(&mut ranks, &x)).for_each(|(s, o)| *s += f64::from(o));
         ranks.iter_mut().for_each(PowerSgd::commit);
     }
-    // The mean of all outputs is the mean of all inputs minus the mean of the last residuals.
+    // The sum of all outputs is the sum of the mean inputs minus the mean of the last residuals.
     let residuals = [ranks[0].residual(), ranks[1].residual()];
     for i in 0..sum.len() {
         let given = 60.0 * f64::from(x[0][i] + x[1][i]) / 2.0;

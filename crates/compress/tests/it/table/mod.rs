@@ -1,6 +1,7 @@
 //! The table of codecs over which the laws are checked.
 
-/// Every method, with block sizes that are small, odd, and larger than the vectors.
+/// Every method, with block sizes that are small, odd, and larger than the vectors; and selections and
+/// transforms.
 pub(crate) const CODECS: [&str; 54] = [
     "none",
     "f16",

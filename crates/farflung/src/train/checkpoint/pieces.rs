@@ -27,7 +27,7 @@ pub(in super::super) struct Saved {
 pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     let files = Files::read(&Checkpoint::open(path)?)?;
     let record = files.record.clone();
-    let Some((view, base)) = record.view.zip(record.base).filter(|_| is_of(&record, job)) else {
+    let Some((view, plan_start)) = record.view.zip(record.plan_start).filter(|_| is_of(&record, job)) else {
         return Ok(None);
     };
     let source = Source::new(job.model, vec![files], Residuals::None)?;
@@ -37,7 +37,7 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
         // There is one update per step: pipelines whose members join and leave have a flush.
         updates: record.step,
         rounds: record.rounds,
-        microbatches: base.microbatches,
+        microbatches: plan_start.microbatches,
         scale: source.loss_scale().to_vec(),
         states,
     };

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use farflung_comm::{Answer, FRAME_BYTES, Question, Service};
 use serde::{Deserialize, Serialize};
 
+use crate::train::fault::Fault;
+
 /// Minimum and maximum bytes of a chunk. The last chunk of a blob may be shorter. An answer with a chunk is one
 /// frame, so that a service that is restarted cannot leave half of an answer behind.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 16 << 10..=FRAME_BYTES as u64 - 1024;
@@ -164,8 +166,8 @@ impl Blob {
 #[derive(Debug, Default)]
 pub(super) struct OfferedBlobs {
     blobs: BTreeMap<Hash, Arc<Blob>>,
-    /// For tests: flip a bit in the next chunk that is sent.
-    pub(super) spoils: bool,
+    /// For tests: the bit to flip in the next chunk that is sent.
+    pub(super) fault: Option<Fault>,
 }
 
 impl OfferedBlobs {
@@ -199,8 +201,8 @@ impl OfferedBlobs {
             BlobRequest::Chunk { root, number } => {
                 let blob = self.blobs.get(&root)?;
                 let mut bytes = blob.bytes[chunk_range(blob.bytes.len() as u64, number)?].to_vec();
-                if std::mem::take(&mut self.spoils) {
-                    bytes.iter_mut().take(1).for_each(|byte| *byte ^= 1);
+                if let Some(fault) = self.fault.take() {
+                    fault.flip_bit_in_bytes(&mut bytes);
                 }
                 Some(bytes)
             }
@@ -224,6 +226,7 @@ mod tests {
     use farflung_base::{Nanos, Rank};
 
     use super::*;
+    use crate::train::fault::FaultyValue;
 
     /// Bytes of the smallest and of the largest chunks.
     const CHUNK: usize = 16 << 10;
@@ -254,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shelf_gives_what_it_has_and_says_what_it_has_not() {
+    fn blobs_are_sent_if_offered_and_reported_missing_if_not() {
         let mut blobs = OfferedBlobs::default();
         let bytes: Vec<u8> = (0..CHUNK + 5).map(|n| (n % 251) as u8).collect();
         let Label { root, len } = blobs.put(bytes.clone());
@@ -275,6 +278,29 @@ mod tests {
         assert_eq!(most.len(), PROBE as usize);
         // A malformed request gets no answer.
         assert_eq!(ask(vec![0xFF; 50]), None);
+    }
+
+    #[test]
+    fn a_fault_flips_its_bit_in_one_chunk() {
+        let bytes: Vec<u8> = (0..CHUNK + 6).map(|n| (n % 251) as u8).collect();
+        let mut blobs = OfferedBlobs::default();
+        let root = blobs.put(bytes.clone()).root;
+        let mut flipped = |number: u32, element: usize, bit: u32| {
+            let value = FaultyValue::Chunk;
+            blobs.fault = Some(Fault { rank: 0, step: 1, value, element, bit });
+            let mut get = || blobs.get(&BlobRequest::Chunk { root, number }).unwrap();
+            let (wrong, right) = (get(), get());
+            assert_eq!(right, bytes[chunk_range(bytes.len() as u64, number).unwrap()]);
+            let changed = wrong.iter().zip(&right).map(|(wrong, right)| wrong ^ right).enumerate();
+            changed.filter(|(_, bits)| *bits != 0).collect::<Vec<_>>()
+        };
+        assert_eq!(flipped(0, 0, 0), [(0, 1)]);
+        assert_eq!(flipped(0, 7, 20), [(30, 1 << 4)]);
+        assert_eq!(flipped(0, CHUNK / 4 + 1, 31), [(7, 1 << 7)]);
+        // The second chunk has six bytes: its last word has two.
+        assert_eq!(flipped(1, 1, 9), [(5, 1 << 1)]);
+        assert_eq!(flipped(1, 1, 20), [(4, 1 << 4)]);
+        assert_eq!(flipped(1, 2, 0), [(0, 1)]);
     }
 
     #[test]

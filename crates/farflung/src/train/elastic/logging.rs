@@ -7,7 +7,7 @@ use farflung_parallel::membership::MemberId;
 use super::change::Member;
 use super::membership_service::MembershipService;
 use super::ready::FollowProgress;
-use super::state_transfer::spoils;
+use super::state_transfer::chunk_fault;
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
@@ -20,8 +20,8 @@ impl Member<'_> {
         if !self.holds_newcomers_part() {
             return Ok(());
         }
-        let spoils = spoils(job, trainer.comm().rank(), trainer.steps_done());
-        self.log.begin(&mut self.place.offered_blobs(), (trainer, job), spoils)?;
+        let fault = chunk_fault(job, trainer.comm().rank(), trainer.steps_done());
+        self.log.begin(&mut self.place.offered_blobs(), (trainer, job), fault)?;
         self.look_at_log(trainer);
         Ok(())
     }

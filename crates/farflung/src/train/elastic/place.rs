@@ -72,7 +72,7 @@ struct Control {
     peers: Vec<Newcomer>,
     serving: Pending<std::result::Result<(), CommError>>,
     /// Answers requests for offered blobs, and probes.
-    _shelf: Pending<std::result::Result<(), CommError>>,
+    _offering: Pending<std::result::Result<(), CommError>>,
 }
 
 impl std::fmt::Debug for Control {
@@ -305,7 +305,7 @@ impl Place {
         let comm = comm.expect("this endpoint is among the peers, and all of them are in its network");
         let serving = comm.start_service(TAGS, &self.membership);
         let blobs = comm.start_service(super::fetch::TAGS, &self.offered_blobs);
-        self.control = Some(Control { comm, peers, serving, _shelf: blobs });
+        self.control = Some(Control { comm, peers, serving, _offering: blobs });
     }
 
     fn control(&self) -> &Control {

@@ -327,6 +327,7 @@ mod tests {
         assert_eq!(cost.predicted, None);
         assert_eq!(cost.to_string(), "5 B of state for which all members wait; the time is not known");
     }
+
     #[test]
     fn one_that_has_followed_costs_the_steps_that_it_lacks() {
         let mut ready = rates(&[10_000_000, 5_000_000, 5_000_000]);

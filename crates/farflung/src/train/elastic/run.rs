@@ -100,7 +100,7 @@ pub(in crate::train) fn work(
         None => None,
     };
     if let Some(resumed) = &resumed {
-        job.plan_start = resumed.base;
+        job.plan_start = resumed.plan_start;
         trainer.begin_at(job.plan_start);
     }
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);

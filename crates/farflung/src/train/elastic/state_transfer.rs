@@ -14,7 +14,7 @@ use super::fetching::{ChunkStore, Wanted};
 use super::followed::WholeState;
 use super::offers::Logged;
 use super::step_records::{StepRecords, bytes_of, records_between};
-use crate::train::fault::FaultyValue;
+use crate::train::fault::{Fault, FaultyValue};
 use crate::train::job::Job;
 use crate::train::trainer::{OptimizerCounters, Progress, Snapshot, Trainer};
 use crate::{Error, Result};
@@ -136,7 +136,7 @@ pub(super) fn transfer_state(
     }
     let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
     let mut blobs = OfferedBlobs::default();
-    blobs.spoils = spoils(job, me, exchange.progress.step);
+    blobs.fault = chunk_fault(job, me, exchange.progress.step);
     let has =
         donor.map(|(number, trainer)| offer(trainer, number == 0, job, lent, &mut blobs)).transpose()?;
     let told =
@@ -249,9 +249,9 @@ fn offer(
     Ok(StateLabels { shared, own, records })
 }
 
-/// Returns whether a test makes this rank send a wrong chunk of the state after `step` steps.
-pub(super) fn spoils(job: &Job, me: Rank, step: u64) -> bool {
-    job.fault.is_some_and(|fault| fault.is_in(me.0, step, FaultyValue::Chunk))
+/// Returns the fault that a test injects into a chunk of the state that this rank sends after `step` steps.
+pub(super) fn chunk_fault(job: &Job, me: Rank, step: u64) -> Option<Fault> {
+    job.fault.filter(|fault| fault.is_in(me.0, step, FaultyValue::Chunk))
 }
 
 fn wrong(problem: &'static str) -> Error {

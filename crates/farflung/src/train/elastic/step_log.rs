@@ -11,7 +11,7 @@ use super::membership_service::MembershipService;
 use super::offers::{Growth, LISTED, Logged, Offer};
 use super::step_records::StepRecords;
 use crate::Result;
-use crate::train::fault::FaultyValue;
+use crate::train::fault::{Fault, FaultyValue};
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
@@ -67,14 +67,15 @@ impl StepLog {
         self.log.is_some()
     }
 
-    /// Starts a log after the last step at which all replicas agreed.
+    /// Starts a log after the last step at which all replicas agreed. A test injects `fault` into the next
+    /// chunk that is sent.
     ///
     /// Errors: those of the device.
     pub(super) fn begin(
         &mut self,
         blobs: &mut OfferedBlobs,
         (trainer, job): (&Trainer, &Job),
-        spoils: bool,
+        fault: Option<Fault>,
     ) -> Result<()> {
         self.drop_log(blobs);
         let (last, step) = (trainer.agreements(), trainer.agreed_step());
@@ -83,7 +84,7 @@ impl StepLog {
             None => trainer.shared_snapshot()?.to_bytes(),
         };
         let label = blobs.put(copy);
-        blobs.spoils = spoils;
+        blobs.fault = fault;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
         self.log = Some(Log { offer, last, last_step: step, records: Vec::new(), bytes: 0, most });

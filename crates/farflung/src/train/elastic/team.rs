@@ -24,7 +24,7 @@ use super::held_tensors::HeldTensors;
 use super::pieces::{exchange, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
-use super::state_transfer::spoils;
+use super::state_transfer::chunk_fault;
 use crate::config::pools::Numbers;
 use crate::train::combination;
 use crate::train::job::{Job, PlanStart};
@@ -279,7 +279,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let moving = moves(&holdings, step, &places);
 
     let (mut blobs, held) = offered(all, own.as_ref(), &moving)?;
-    blobs.spoils = spoils(job, all.rank(), step);
+    blobs.fault = chunk_fault(job, all.rank(), step);
     let came = exchange(all, (blobs, &held), &moving, store)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);
     tensors.extend(came);

@@ -102,7 +102,7 @@ impl Watchdog {
             bell: Condvar::new(),
         });
         let watched = Arc::clone(&shared);
-        let thread = thread::Builder::new().name("watchman".to_owned()).spawn(move || watched.watch());
+        let thread = thread::Builder::new().name("watchdog".to_owned()).spawn(move || watched.watch());
         if let Err(error) = &thread {
             tracing::warn!(%error, "members that do not answer will only be noticed after the deadline");
         }

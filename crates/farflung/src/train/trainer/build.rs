@@ -83,7 +83,7 @@ impl Trainer {
             parts,
             tied,
             dim: job.model.dim,
-            scale: token_weight(group as usize, tokens),
+            token_weight: token_weight(group as usize, tokens),
             last: last_backwards(&schedule, position),
             averages: each_step && !holders.is_empty(),
             slices: schedule.slices.clone(),

@@ -183,6 +183,7 @@ impl Trainer {
         self.executor.comm = comm.with_deadline(job.config.deadline);
         Ok(missing(world, &self.members))
     }
+
     /// Drops the rest of the step in flight. Returns to the rollback point if this rank has trained since.
     fn drop_in_flight(&mut self) -> Result<()> {
         self.executor.begin(Pass::Evaluation, 0);

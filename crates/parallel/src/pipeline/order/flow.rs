@@ -1,5 +1,5 @@
-//! Runs the lists of all ranks as far as their inputs allow. This is the only place that defines which
-//! computation depends on which. Durations come from a [`Clock`].
+//! Runs the lists of all ranks as far as their inputs allow: defines which computation waits for the output of
+//! which other one. The order within a rank is checked by [`ComputeOrder`]. Durations come from a [`Clock`].
 
 use farflung_base::{Nanos, Rank, StageId};
 

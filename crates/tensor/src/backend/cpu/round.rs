@@ -19,7 +19,7 @@ thread_local! {
 }
 
 /// Calls `product` with both operands rounded: each is multiplied by its scale, rounded to 16 bits, and divided
-/// by the scale.
+/// by the scale. If the precision is f32, the operands are passed unchanged.
 pub(super) fn rounded(
     pool: &Pool,
     precision: Precision,

@@ -56,8 +56,8 @@ impl Isa {
 
 /// Operations that differ between the levels. Everything else is left to the compiler's vectoriser.
 pub(crate) trait Level {
-    /// Returns `a * b + c`, with one rounding if the hardware has FMA, else with two. Never a call to a
-    /// software `fma`.
+    /// Returns `a * b + c`, with one rounding if the level has FMA, else with two. Never a call to a software
+    /// `fma`.
     fn mul_add(a: f32, b: f32, c: f32) -> f32;
 }
 

@@ -1,4 +1,4 @@
-//! Memory of a CPU device. Buffers are cut from large chunks, zeroed once, aligned to 256 bytes at least, and
+//! Memory of a CPU device. Buffers are cut from large chunks, zeroed once, aligned to [`GRAIN`] bytes, and
 //! kept for reuse by size: after the first training step, nothing is allocated.
 //!
 //! On Linux, chunks request huge pages: matrix products read matrices across their rows, and with 4 KiB pages

@@ -14,8 +14,8 @@ const ROUND: f32 = 12_582_912.0;
 /// Operations on vectors of eight floats.
 ///
 /// # Safety
-/// Methods may only be inlined into the copy that [`simd!`](super::simd::simd) compiles for this level.
-/// Pointers must be valid for eight floats.
+/// Methods may only be inlined into a function that enables the instructions of this level, such as the copy
+/// that [`simd!`](super::simd::simd) compiles for it. Pointers must be valid for eight floats.
 pub(super) trait Vector: Level {
     type V: Copy;
     unsafe fn splat(x: f32) -> Self::V;

@@ -9,7 +9,7 @@ use super::simd::Level;
 /// 1.5 * 2^23. Adding it to a float below 2^22 rounds the float to an integer, which is then in the low bits of
 /// the sum.
 const ROUND: f32 = 12_582_912.0;
-/// ln 2 in two parts. The first has 10 significant bits, so its product with an exponent is exact.
+/// ln 2 in two parts. The first has 9 significant bits, so its product with an exponent is exact.
 const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 

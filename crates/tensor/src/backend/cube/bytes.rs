@@ -15,7 +15,7 @@ pub(super) fn byte(x: &[u32], at: u32) -> u32 {
 }
 
 /// Copies `to[to_at..][..len] = from[from_at..][..len]`, in bytes. Each unit (thread) writes one word and
-/// preserves the bytes outside the range.
+/// preserves the bytes outside the range. `operand.rs` bounds `len`, so that no sum exceeds 32 bits.
 #[cube(launch)]
 pub(super) fn copy_words(from: &[u32], to: &mut [u32], from_at: u32, to_at: u32, len: u32) {
     let word = ABSOLUTE_POS as u32 + to_at / 4;

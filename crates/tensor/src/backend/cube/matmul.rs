@@ -8,11 +8,16 @@ fn gelu_sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
-/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula
-/// avoids 0 times infinity.
+/// Largest slope of the exponent that [`gelu_slope`] multiplies with. Larger ones only occur where the sigmoid
+/// is exactly 0 or 1. There the product is 0, unless this factor is infinite.
+const STEEPEST: f32 = 1e38;
+
+/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope of a finite `x` equals `s`:
+/// the formula has no exponential, which could be infinite.
 #[cube]
 fn gelu_slope(x: f32, s: f32) -> f32 {
-    s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)
+    let steepness = 1.595_769 + 0.214_064_44 * x * x;
+    s + x * s * (1.0 - s) * f32::min(steepness, f32::new(STEEPEST))
 }
 
 /// Computes `c += bias`.

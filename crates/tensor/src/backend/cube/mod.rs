@@ -1,8 +1,9 @@
 //! Backend for GPUs through cubecl: any vendor through wgpu, NVIDIA through CUDA, with the same kernels.
 //!
-//! In cubecl's terms, a *unit* is a thread and a *cube* is a workgroup. Kernels take the number of units per
-//! cube as a compile-time constant, use no planes (warps) and no atomics, and access buffers as whole words
-//! from aligned offsets. Kernels are never selected by timing: equal shapes run equal kernels.
+//! In cubecl's terms, a *unit* is a thread and a *cube* is a workgroup. This crate's own kernels use no planes
+//! (warps) and no atomics, and access buffers as whole words from aligned offsets; where they need the number
+//! of units per cube, it is a compile-time constant. Matrix products use the kernels of cubek. Kernels are
+//! never selected by timing: equal shapes run equal kernels.
 
 mod attend;
 mod attention;
@@ -44,7 +45,7 @@ fn u32_of(n: usize) -> u32 {
 const UNITS: u32 = 64;
 /// Maximum number of cubes (workgroups) along one axis that every device supports.
 const MAX_AXIS: u32 = 65_535;
-/// Words of the fault buffer: op, id, position, bound.
+/// Number of words in the fault buffer: op, id, position, bound.
 const FAULT: usize = 4;
 
 /// A device accessed through cubecl.

@@ -1,6 +1,8 @@
 //! Views as kernel arguments: whole words from an aligned offset. A view with an unaligned start is copied to a
 //! temporary buffer for the op, and copied back if it was written.
 
+use std::ops::Range;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -41,6 +43,15 @@ impl Operand {
     pub(super) fn handle(&self) -> Handle {
         self.handle.clone()
     }
+}
+
+/// Maximum number of bytes that one kernel copies. The kernel counts bytes in 32 bits, also in the units
+/// (threads) of its grid that are beyond the end.
+const COPY: usize = 1 << 30;
+
+/// Divides a copy of `len` bytes into parts of at most [`COPY`] bytes.
+fn copies(len: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(COPY).map(move |start| start..len.min(start + COPY))
 }
 
 /// Returns a part of a buffer that begins at an aligned offset.
@@ -103,9 +114,14 @@ impl Cube {
 
     /// Copies bytes between buffers at any offsets. Each place is (buffer, its size, first byte).
     pub(super) fn copy(&self, from: (&Handle, usize, usize), to: (&Handle, usize, usize), len: usize) {
-        if len == 0 {
-            return;
+        for part in copies(len) {
+            let from = (from.0, from.1, from.2 + part.start);
+            self.copy_part(from, (to.0, to.1, to.2 + part.start), part.len());
         }
+    }
+
+    /// Copies one part of [`copies`].
+    fn copy_part(&self, from: (&Handle, usize, usize), to: (&Handle, usize, usize), len: usize) {
         // Kernel arguments start at aligned offsets; the kernel adds the remaining offset.
         let aligned = |(handle, size, start): (&Handle, usize, usize)| {
             let base = start / ALIGN * ALIGN;
@@ -124,5 +140,37 @@ impl Cube {
             to_at as u32,
             len as u32,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{UNITS, cubes};
+    use super::{ALIGN, COPY, CubeCount, copies};
+
+    #[test]
+    fn the_parts_of_a_copy_cover_all_its_bytes() {
+        assert_eq!(copies(0).count(), 0);
+        for len in [1, COPY - 1, COPY, COPY + 1, (1 << 32) - 1, 1 << 32, (1 << 32) + 6, 16 << 30] {
+            let mut end = 0;
+            for part in copies(len) {
+                assert_eq!(part.start, end, "{len}");
+                assert!((1..=COPY).contains(&part.len()), "{len}");
+                end = part.end;
+            }
+            assert_eq!(end, len);
+        }
+    }
+
+    #[test]
+    fn no_unit_of_a_part_counts_past_32_bits() {
+        let words = (COPY + ALIGN).div_ceil(4);
+        for units in [1, 8, UNITS as usize] {
+            let CubeCount::Static(x, y, z) = cubes(words.div_ceil(units)) else {
+                panic!("the grid has a fixed size");
+            };
+            let last = u64::from(x) * u64::from(y) * u64::from(z) * units as u64 + ALIGN as u64;
+            assert!(4 * last <= u64::from(u32::MAX), "{units}: {last}");
+        }
     }
 }

@@ -1,5 +1,5 @@
 //! Matrix products: rounding of the operands, cubek's kernels, and the elementwise op that follows. The kernel
-//! strategy is fixed and never selected by timing: equal shapes run equal kernels.
+//! is chosen by types and shapes and never by timing: equal products run equal kernels.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;

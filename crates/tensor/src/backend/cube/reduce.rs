@@ -1,4 +1,4 @@
-//! Column sums and sums of squares. The order of additions depends only on the shape.
+//! Column sums and sums of squares. The order of additions depends only on the shape and the number of units.
 
 use cubecl::prelude::*;
 

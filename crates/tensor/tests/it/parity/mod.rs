@@ -1,5 +1,5 @@
 //! Every op as a test case that runs on any device, to compare its results with the CPU's. Shapes are drawn
-//! from a seed and are not multiples of any tile. The bench `device-parity` includes this file too, by
+//! from a seed, and most are not multiples of a tile. The bench `device-parity` includes this file too, by
 //! `#[path]`: the parent module must import the crates under the names `base` and `tensor`.
 
 use half::{bf16, f16};
@@ -130,7 +130,8 @@ fn others() -> Result<Program> {
 }
 
 #[expect(clippy::too_many_lines, reason = "a few lines for each op")]
-/// Returns one case for each op and each of its settings, with shapes drawn from `seed`.
+/// Returns cases that cover all ops and their settings, with shapes drawn from `seed`. A gradient is in the
+/// case of its forward op.
 pub(crate) fn cases(seed: u64) -> Vec<Case> {
     let mut draw = Draw { random: Philox::new(seed, 0), taken: 0 };
     let mut all = Vec::new();

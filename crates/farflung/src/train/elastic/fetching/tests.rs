@@ -4,6 +4,9 @@ use farflung_comm::{Question, Service};
 
 use super::super::blobs::OfferedBlobs;
 use super::*;
+use crate::train::fault::{Fault, FaultyValue};
+
+const FAULT: Fault = Fault { rank: 0, step: 1, value: FaultyValue::Chunk, element: 0, bit: 0 };
 
 /// Bytes of a chunk of a small blob.
 const CHUNK: usize = 16 << 10;
@@ -101,14 +104,14 @@ fn a_wrong_chunk_is_taken_from_another_donor() {
     let all = bytes(9 * CHUNK);
     let (mut offered, label) = offered(2, &all);
     let mut store = ChunkStore::default();
-    offered[0].spoils = true;
+    offered[0].fault = Some(FAULT);
     let mut fetching = Fetching::new(vec![wanted(label, &[0, 1])], &mut store);
     run(&mut fetching, &mut offered, &[Some(10), Some(10)]).unwrap();
     assert_eq!(fetching.donors(), [Rank(1)]);
     assert_eq!(store.take(&label), Some(all));
     // If the only donor sends a wrong chunk, the fetch fails.
     let (mut offered, label) = self::offered(1, &bytes(3));
-    offered[0].spoils = true;
+    offered[0].fault = Some(FAULT);
     let mut fetching = Fetching::new(vec![wanted(label, &[0])], &mut store);
     assert_eq!(run(&mut fetching, &mut offered, &[Some(10)]), Err(NoHolder));
     assert_eq!(store.take(&label), None);

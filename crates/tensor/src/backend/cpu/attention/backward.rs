@@ -103,7 +103,8 @@ impl Pass<'_> {
         self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
             self.pack_keys(&tile);
-            // Keys that all queries attend to. After them, blocks of keys begin where blocks of queries do.
+            // End of the cached keys, which all queries attend to. After it, blocks of keys begin where blocks
+            // of queries do.
             let common = past.clamp(tile.start, tile.end);
             for queries in pieces(self.head.first_query(tile.start)..queries, QUERIES) {
                 for block in pieces(queries.clone(), rows) {

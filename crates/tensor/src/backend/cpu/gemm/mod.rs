@@ -3,7 +3,7 @@
 //!
 //! The kernels follow BLIS: panels of A and B are packed into cache and multiplied tile by tile in registers,
 //! with AVX2 or AVX-512 if the CPU has them. Each element of C is summed in an order that depends only on k: in
-//! blocks of at most 384, each a chain of fused multiply-adds. Its bits therefore do not depend on the number
+//! blocks of at most 384, each a chain of multiply-adds. Its bits therefore do not depend on the number
 //! of threads, on strides and transposition, or on its position in the matrix.
 //!
 //! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality".
@@ -149,8 +149,9 @@ pub(crate) fn gemm<E: Epilogue>(
     gemm_batched(pool, one, a, b, c, init, epilogue);
 }
 
-/// Returns the bytes that a thread packs for a product `[m, k] [k, n]`. With vector instructions the actual
-/// number may differ by a few cache lines. A thread keeps the memory of its largest product.
+/// Returns the bytes that a thread packs for a whole product `[m, k] [k, n]` with portable tiles. With vector
+/// instructions the number differs by a few cache lines, and AVX-512 packs no transposed A with a small `m`. A
+/// thread keeps the memory of its largest product.
 pub(crate) fn packed_bytes((m, n, k): (usize, usize, usize), a_transposed: bool) -> usize {
     let a_strides = if a_transposed { (1, m) } else { (k, 1) };
     region::packed::<Portable>(a_strides, k, m, n) * size_of::<f32>()
@@ -314,7 +315,8 @@ fn cuts(
     }
     let (tiles_m, tiles_n) = (m.div_ceil(mr), n.div_ceil(nr));
     let most = threads.min(work / (SMALL / 4)).max(1);
-    // Time of the slowest thread, in multiply-adds of one lane: its tiles, and its packing of A and B.
+    // Time of the slowest thread per step of k, in multiply-adds of one lane: its tiles, and its packing of A
+    // and B.
     let price = |cuts_m: usize, cuts_n: usize| {
         let rounds = (count * cuts_m * cuts_n).div_ceil(threads);
         let (rows, cols) = (tiles_m.div_ceil(cuts_m) * mr, tiles_n.div_ceil(cuts_n) * nr);

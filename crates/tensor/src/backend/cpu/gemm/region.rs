@@ -350,7 +350,7 @@ unsafe fn finish<I: Registers, E: Epilogue>(
     }
 }
 
-/// Handles k = 0: sets C to zero, or keeps it when accumulating.
+/// Handles k = 0: sets C to zero, or keeps it when accumulating. Then calls the epilogue.
 #[inline(always)]
 unsafe fn finish_empty<I: Registers, E: Epilogue>(
     p: &Product,

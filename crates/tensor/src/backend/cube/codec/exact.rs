@@ -53,8 +53,8 @@ pub(super) fn sum(a: u32, b: u32) -> u32 {
     bits
 }
 
-/// Returns the bits of `a * b`, not fused with a following sum. `a` must be below 2 in magnitude; then every
-/// product with a subnormal operand takes the exact path.
+/// Returns the bits of `a * b`, not fused with a following sum. `a` must be 0, or normal and below 2 in
+/// magnitude; then every product that is subnormal or has a subnormal `b` is computed by `counted`.
 #[cube]
 pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
     let mut bits = u32::reinterpret(f32::reinterpret(a) * f32::reinterpret(b)) ^ zero;

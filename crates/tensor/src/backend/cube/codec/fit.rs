@@ -6,12 +6,13 @@ use super::exact::{INFINITE, MAGNITUDE, SCALE_BITS, SMALL, quotient, root, round
 use super::{Form, value};
 use crate::Code;
 
-/// Number of elements in one run of a sum, and number of lanes in which a run is summed.
+/// Number of elements in one run of a sum.
 const RUN: u32 = 1024;
+/// Number of lanes in which a run is summed.
 const LANES: u32 = 32;
 /// Bits of 2^-100. Blocks whose largest magnitude is smaller are encoded as zeros.
 const LEAST: u32 = (127 - 100) << 23;
-/// Bits of 2^100. Below it, magnitudes are summed without scaling.
+/// Bits of 2^100. Below it, magnitudes (not squares) are summed without scaling.
 const UNSCALED: u32 = (127 + 100) << 23;
 /// Marks a block with a value that is not finite. No scale has these bits.
 pub(super) const REFUSED: u32 = 0xffff_ffff;

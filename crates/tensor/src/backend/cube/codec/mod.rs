@@ -60,9 +60,10 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Minimum number of elements per tile, and maximum number of tiles per chunk. A chunk of at most `TILE`
-/// elements is processed by one cube (workgroup), which reads it eight times.
+/// Maximum number of elements per tile, unless a chunk would have more than [`MOST_TILES`] tiles. A chunk of at
+/// most `TILE` elements is processed by one cube (workgroup), which reads it ten times.
 const TILE: usize = 4096;
+/// Maximum number of tiles per chunk.
 const MOST_TILES: usize = 1024;
 
 fn chunks(len: usize, chunk: usize, kept: usize) -> top::ChunksLaunch {

@@ -7,8 +7,9 @@ use super::exact::{MAGNITUDE, rounded, sum};
 use super::fit::REFUSED;
 use super::{Form, value};
 
-/// Bits of the smallest normal number and of the largest finite number.
+/// Bits of the smallest normal number.
 const NORMAL: u32 = 0x0080_0000;
+/// Bits of the largest finite number.
 const MAX: u32 = 0x7f7f_ffff;
 /// Bits of 2^-116, the least scale that an integer encoder writes.
 const LEAST_SCALE: u32 = (127 - 116) << 23;

@@ -7,11 +7,13 @@ use cubecl::prelude::*;
 
 use super::exact::MAGNITUDE;
 
-/// Bits per digit, few enough for every unit to count separately, and number of digit values.
+/// Bits per digit, few enough for every unit (thread) to count separately.
 pub(super) const DIGIT: u32 = 4;
+/// Number of values of a digit.
 pub(super) const DIGITS: u32 = 16;
-/// Number of digits in the 31 bits of a magnitude, and bit position of the first one.
+/// Number of digits in the 31 bits of a magnitude.
 pub(super) const ROUNDS: u32 = 8;
+/// Bit position of the first (highest) digit.
 pub(super) const FIRST: u32 = 28;
 
 /// Division of a vector into chunks, and number of elements kept per chunk.
