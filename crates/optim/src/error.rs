@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Shape, TensorError};
 
-/// Error of this crate. Its messages complete the sentence "failed to ...".
+/// Error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OptimError {

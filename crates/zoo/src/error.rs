@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::config::PRESETS;
 use crate::tokenizer::NAMES;
 
-/// An error of this crate. Its message completes "failed to ...".
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {
@@ -87,7 +87,7 @@ pub enum ZooError {
         /// Offset of the first invalid byte.
         offset: usize,
     },
-    /// The header or the length of a token file is wrong.
+    /// The header or the length of a token file, or the length of a file of recorded offsets, is wrong.
     #[error("token file `{}`: {field} is {found}, expected {expected}", path.display())]
     TokenFile {
         /// Path of the file.

@@ -73,7 +73,8 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Drops the saved values of the first `layers` blocks (at most all). [`Stage::recompute`] restores them.
+    /// Drops the saved values of the first `layers` blocks that still have them (at most all).
+    /// [`Stage::recompute`] restores them.
     pub fn drop_activations(&mut self, layers: usize) {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
@@ -179,7 +180,7 @@ impl Stage {
     }
 
     /// Sets how later forward passes save memory until their backward pass. It applies to whole sequences only,
-    /// not to slices, because slices use each other's keys and values. For a pass that has ended, use
+    /// not to slices, because slices use each other's keys and values. For a forward pass that has ended, use
     /// [`Saved::drop_activations`] and [`Saved::offload`].
     pub fn set_activation_policy(&mut self, keeping: ActivationPolicy) {
         self.activation_policy = keeping;

@@ -30,8 +30,8 @@ pub struct AsynchronousSettings {
     /// Number of steps between synchronisations of all workers, at which they exchange losses and may evaluate
     /// and save.
     pub meet_every: u64,
-    /// Number of changes that delayed Nesterov accumulates for a step of its momentum; 0 means as many as there
-    /// are workers.
+    /// Number of changes that delayed Nesterov accumulates for a step of its momentum; 0 means as many as the
+    /// server has workers.
     pub buffer: u64,
     /// Number of steps that a worker may be ahead of the slowest.
     pub staleness: u64,

@@ -42,8 +42,8 @@ pub const EVENT: SyncMethod = SyncMethod {
 /// ```
 ///
 /// Mixing preserves the mean over all replicas, whatever was not sent. With a trigger of 0 it is
-/// [`D_PSGD`](super::D_PSGD). A round sends one bit per tensor, and 4 bytes per value of the tensors that
-/// changed.
+/// [`D_PSGD`](super::D_PSGD). A round sends to each neighbour one bit per tensor (rounded up to bytes), and 4
+/// bytes per value of the tensors that changed.
 ///
 /// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning".
 /// Differs: the threshold is relative to the tensor's norm, where in the paper it follows the tensor's last

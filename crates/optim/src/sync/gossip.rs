@@ -101,7 +101,7 @@ pub(super) enum Wire {
     /// In a few bits, modulo a bound.
     Modulo {
         modulo: Modulo,
-        /// Part of the distance to its neighbours that a replica moves: less for fewer bits.
+        /// Part of the distance to its neighbours that a replica moves. It must be smaller for fewer bits.
         rate: f64,
     },
 }

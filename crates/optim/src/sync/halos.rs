@@ -34,9 +34,9 @@ use node::{Node, Region, World, forward};
 ///
 /// If the smallest region has `s` workers, the first `s` workers of each region serve a shard of its model
 /// each; with `central` only the first worker serves. The world's shards are spread over the same ranks. For
-/// `P` values, a worker sends and receives `4 P (s - 1) / s` bytes each per change, and one of `m` regions
-/// sends and receives `4 P (m - 1) / m` bytes each per `world.every` changes. Only messages of regions go
-/// through a codec; what it loses stays in `pending`.
+/// `P` values, a worker that serves a shard sends and receives `4 P (s - 1) / s` bytes each per change, and any
+/// other worker `4 P`. One of `m` regions sends and receives about `4 P (m - 1) / m` bytes each per
+/// `world.every` changes. Only messages of regions go through a codec; what it loses stays in `pending`.
 ///
 /// A region's change is weighted by its share of the workers, and a worker's by its tokens, so that a round of
 /// all workers is the mean by tokens.

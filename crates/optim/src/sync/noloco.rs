@@ -35,7 +35,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
 /// ```
 ///
-/// Means are weighted. Each replica sends `8 P` bytes for `P` parameters. Slow parameters always differ a
+/// Means are weighted. Each replica sends `8 P + 4` bytes for `P` parameters. Slow parameters always differ a
 /// little; the model of the run is the mean of all replicas. After the last step, all replicas set their
 /// parameters to it.
 ///

@@ -138,7 +138,7 @@ impl Replicas {
         Exchange::start(comm, Graph::Ring.weighted(comm.rank().0, &self.weights, 0), self.rounds, bytes)
     }
 
-    /// Adds the changes that neighbours sent to their replicas.
+    /// Adds to the replicas of neighbours the changes that these neighbours sent.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let Some(flight) = self.flight.take() else { return Ok(()) };
         let mut change = vec![0.0; self.packing.len()];

@@ -33,8 +33,8 @@ const FACTOR: [f64; 2] = [0.5, 4.0];
 const CHANGE: f64 = 0.1;
 
 /// Rescales gradients as 1-bit LAMB does, without bias correction. In the first `freeze` steps replicas average
-/// gradients, and each tensor's update `u = m / (sqrt(v) + eps) + decay p` is multiplied by
-/// `c = ||p|| / ||u||`, clamped to between 0.01 and 10.
+/// gradients, and each tensor's update `u = m / (sqrt(v) + eps) + decay p` is multiplied by `c = ||p|| /
+/// ||u||`, clamped to between 0.01 and 10 (by 1 if a norm is 0).
 ///
 /// After the warm-up, `v` and the running average of each tensor's `c` (decay 0.9) are frozen. Replicas average
 /// `s (beta1 m + (1 - beta1) g)`, where `s` is a factor per tensor that brings the root mean square of its
@@ -48,8 +48,8 @@ const CHANGE: f64 = 0.1;
 /// Errors when the chain is built: [`OptimError::Setting`] for a tensor of fewer than three elements.
 ///
 /// Source: Li et al. 2021, "1-bit LAMB", Alg. 1; the constants are those of `DeepSpeed`'s `lamb.py`. Differs:
-/// `s` is not multiplied by its mean over all tensors, since this one factor of all values changes no result.
-/// Elements that get momentum from a codec alone are treated as in
+/// `s` is not multiplied by the mean of these root mean squares over all tensors, since one factor for all
+/// values changes no result. Elements that get momentum from a codec alone are treated as in
 /// [`scale_by_frozen_adam`](super::scale_by_frozen_adam).
 #[must_use]
 pub fn scale_by_onebit_lamb(settings: FrozenLamb) -> impl Transform {

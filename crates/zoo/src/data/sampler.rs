@@ -225,8 +225,8 @@ impl Sampler {
     /// takes them in a new order in each epoch; the last `windows mod lanes` windows are not used.
     ///
     /// A lane's windows recur on the lane, so data that a trainer stores per window (such as AQ-SGD's
-    /// activations, stored by [`Sampler::window`]) stays local. The windows of a step do not depend on how
-    /// lanes are distributed over ranks.
+    /// activations, with the number of [`Sampler::window`] as key) stays local. The windows of a step do not
+    /// depend on how lanes are distributed over ranks.
     ///
     /// Errors: those of [`Sampler::random`]; [`ZooError::Sampler`] if there are fewer windows than lanes.
     pub fn epochs(
@@ -332,8 +332,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the number of a sequence's window, below [`Sampler::windows`]. A window has the same tokens and
-    /// the same number in every epoch.
+    /// Returns the number of a sequence's window, below [`Sampler::windows`]; `None` if the sampler does not
+    /// number windows. A window has the same tokens and the same number in every epoch.
     #[must_use]
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {

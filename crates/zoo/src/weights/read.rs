@@ -84,7 +84,7 @@ impl Weights {
     /// Reads the tensor of this name (from [`GptConfig::tensors`]) as `f32`.
     ///
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
-    /// [`ZooError::TensorDtype`] if it is not F32, F16 or BF16; [`ZooError::Io`].
+    /// [`ZooError::TensorDtype`] if the tensor's type is not F32, F16 or BF16; [`ZooError::Io`].
     pub fn tensor(&mut self, name: &str, out: &mut [f32]) -> Result<(), ZooError> {
         let Some((shape, file, stored)) = self.tensors.get(name) else {
             let path = self.files.first().map_or_else(PathBuf::new, |f| f.path().to_owned());
@@ -96,8 +96,8 @@ impl Weights {
     /// Checks that a separate head equals the token table, bit for bit.
     fn check_tied(&mut self, file: usize, stored: &str) -> Result<(), ZooError> {
         let shape = [self.config.vocab, self.config.dim];
-        // Allocates at most the size of data in the files: the table's shape was checked on opening; `read_f32`
-        // checks the head's.
+        // Both buffers have the size of the table, whose shape was checked on opening; `read_f32` checks the
+        // head's.
         let (mut table, mut head) = (vec![0.0; shape[0] * shape[1]], vec![0.0; shape[0] * shape[1]]);
         self.tensor("wte.weight", &mut table)?;
         self.files[file].read_f32(stored, &shape, &mut head)?;

@@ -13,7 +13,7 @@ pub(super) struct Programs {
     pub(super) scaled: Program,
     /// Outer step, with momentum if there is any.
     pub(super) step: Program,
-    /// Sum of the replica's own parameters and the anchor, by shares.
+    /// Weighted sum of the replica's own parameters and the anchor.
     pub(super) mix: Program,
     /// Adds to the replica's own parameters the delta that was sent and the move of the anchor.
     pub(super) rebase: Program,
