@@ -223,7 +223,7 @@ pub struct LocalBuffers {
 }
 
 impl LocalMethod {
-    /// Returns the method of a name.
+    /// Returns the method with this name.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         METHODS.iter().find(|method| method.name == name)

@@ -321,7 +321,7 @@ pub struct SyncMethod {
     pub each_step: bool,
     /// Settings that this method reads and some others do not, by their names on command lines.
     pub reads: &'static [&'static str],
-    /// Whether messages travel while replicas compute the next steps, so that they need not wait for them.
+    /// Whether messages may travel while replicas compute the next steps.
     pub overlaps: bool,
     /// Whether the result depends on when messages arrive. Two runs then give the same bits only on a simulated
     /// network, which has a virtual clock.
@@ -421,7 +421,7 @@ pub const METHODS: &[SyncMethod] = &[
 static REGISTERED: RwLock<Vec<&'static SyncMethod>> = RwLock::new(Vec::new());
 
 impl SyncMethod {
-    /// Returns the method of a name, from the table or registered.
+    /// Returns the method with this name, from the table or registered.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);

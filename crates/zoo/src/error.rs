@@ -9,7 +9,7 @@ use crate::tokenizer::NAMES;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {
-    /// A field of a [`GptConfig`](crate::GptConfig) is out of bounds.
+    /// A field of a [`GptConfig`](crate::GptConfig), a range of layers or a sequence length is out of bounds.
     #[error("model `{field}` is {value}, expected {expected}")]
     Config {
         /// Name of the field.
@@ -171,7 +171,8 @@ pub enum ZooError {
         /// Description of the problem.
         problem: String,
     },
-    /// A tensor's entry in a header is inconsistent with itself, another entry or the file.
+    /// A tensor's entry in a header is inconsistent with itself, another entry or the file, or the tensor is
+    /// not one of the model.
     #[error("`{}`: tensor `{tensor}` {problem}", path.display())]
     TensorEntry {
         /// Path of the file.

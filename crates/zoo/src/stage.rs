@@ -466,7 +466,7 @@ impl Stage {
     /// # Panics
     /// If [`Stage::backward_input`] was not called before.
     pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
-        // The weight halves use only the shapes of the parameters, which the gradients have too.
+        // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
         let cx = self.cx(&nothing);
         let has_head = saved.head.is_some();

@@ -118,8 +118,8 @@ impl BucketProtocols {
     /// Takes the mean of an exchange. Returns the values of the next exchange, or the bucket's mean after the
     /// last one.
     ///
-    /// Errors: those of a protocol that breaks its contract. If a protocol rejects the mean at its end, the
-    /// result is NaN on all ranks.
+    /// Errors: those of a protocol that breaks its contract. If a protocol rejects the means when the round
+    /// ends ([`Protocol::end`]), the result is NaN on all ranks.
     pub(super) fn incoming(&mut self, mean: &[f32]) -> Result<Exchanged, OptimError> {
         check("the mean of an exchange", mean.len(), self.sizes[self.at])?;
         let mut start = 0;

@@ -59,7 +59,7 @@ pub struct EventTriggered {
     tensors: Vec<Range<usize>>,
     /// Parameters as this replica last sent them.
     sent: Vec<f32>,
-    /// Parameters as neighbours last sent them, by rank.
+    /// Parameters as each neighbour last sent them.
     heard: Vec<Received>,
     exchange_state: ExchangeState,
     mean: CommonMean,

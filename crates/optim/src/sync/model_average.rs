@@ -25,8 +25,8 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,
-    // Parameters that were sent, the change to apply, the mean for evaluations, and what a synchronisation
-    // averages.
+    // Held: parameters that were sent, the change to apply, the mean for evaluations, and what a
+    // synchronisation averages. Saved: the replica's own parameters.
     buffers: |_| Buffers { held: 4, saved: 1 },
     build: |s| Ok(Box::new(ModelAverage::new(s)?)),
 };

@@ -41,7 +41,7 @@ const CHANGE: f64 = 0.1;
 /// momentum at step `freeze` to 1, so that all tensors can share a codec's scales. The update is multiplied by
 /// `c f`. `f` is the largest `(sqrt(v) + eps) / (sqrt(w) + eps)` of the tensor, moved towards 1 by the share of
 /// weight decay in the update, and clamped to between 0.5 and 4 and to within a tenth of its previous value.
-/// `w` is a second moment that still changes; its gradient is recovered from two successive momenta.
+/// `w` is a second moment that still changes; the gradient for it is recovered from two successive momenta.
 ///
 /// The first three elements of a tensor's part of the state `layers` hold its `c`, `f` and `s`.
 ///
@@ -56,7 +56,8 @@ pub fn scale_by_onebit_lamb(settings: FrozenLamb) -> impl Transform {
     ScaleByOnebitLamb(settings)
 }
 
-/// Indices of `c`, `f` and `s` among a tensor's elements of `layers`.
+/// Indices of the numbers `c`, `f` and `s` of [`scale_by_onebit_lamb`] among a tensor's elements of the state
+/// `layers`.
 const C: usize = 0;
 const F: usize = 1;
 const S: usize = 2;
@@ -191,7 +192,7 @@ fn decayed() -> Result<Program, TensorError> {
 struct Layer<'a, 't> {
     tensors: &'a mut Tensors<'t>,
     param: Param,
-    /// `c`, `f` and `s`.
+    /// Coefficient `c`, its factor `f`, and the factor `s` of the momentum that replicas average.
     numbers: [f64; 3],
 }
 

@@ -34,7 +34,7 @@ impl Programs {
         p.store(0, scaled);
         let scaled = p.build()?;
 
-        // The same arithmetic as the chain of momentum and learning rate, to the bit.
+        // The same arithmetic as the chain of `diloco_outer`, to the bit.
         let mut p = ProgramBuilder::new();
         let (mean, anchor, rate) = (p.read(0), p.load(0), p.scalar(0));
         let mut update = mean;

@@ -46,7 +46,7 @@ pub(super) struct Region {
     /// Share of its own model that stays when it applies the world's.
     mixing: f32,
     packer: Option<Packer>,
-    /// Largest step of its workers.
+    /// Largest step among the changes of its workers.
     step: u64,
     /// What each member asks for in the current synchronisation; `None` until it has asked.
     meets: Vec<Option<SyncRequest>>,
