@@ -33,7 +33,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// The text of a plan has another version.
@@ -62,12 +62,12 @@ pub enum ParallelError {
         /// The axis.
         axis: Axis,
     },
-    /// The number of ranks is above a limit.
+    /// The number of ranks, or of device entries in a topology file, is above a limit.
     #[error("{ranks} ranks are too many: at most {limit} are supported")]
     TooManyRanks {
-        /// Number of ranks requested.
+        /// Number of ranks, or of device entries.
         ranks: u64,
-        /// Maximum number of ranks here.
+        /// Maximum for this use.
         limit: u64,
     },
     /// A rank is outside the mesh.
@@ -93,7 +93,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// A topology file is valid TOML but its content is invalid.
@@ -128,7 +128,7 @@ pub enum ParallelError {
         /// The name, or `a - b` for a pair.
         name: String,
     },
-    /// No device or region has this name.
+    /// Nothing of this kind has this name: no device, region, included topology or schedule.
     #[error("there is no {kind} `{name}` (known: {})", known.join(", "))]
     UnknownName {
         /// Kind of thing that the name should refer to.
@@ -246,7 +246,7 @@ pub enum ParallelError {
     /// A schedule has too many actions.
     #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
     TooLarge {
-        /// Number of stages times microbatches times slices.
+        /// Number of stages times microbatches times slices; or of slices alone, if these are more than 65535.
         actions: u128,
         /// Maximum number of actions.
         limit: usize,
@@ -410,7 +410,7 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     text.join(", ")
 }
 
-/// Says how much more memory a model needs: in total, or per machine if the total is enough.
+/// Says how much more memory a model needs in total, or what would help if the total is enough.
 fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
     match needs.0.checked_sub(has.0) {
         Some(missing) if missing > 0 => {

@@ -14,7 +14,7 @@ use crate::ParallelError;
 pub enum Axis {
     /// The layers, into stages.
     Pipeline,
-    /// The batch. All ranks along this axis have the same parameters.
+    /// The batch. All ranks along this axis hold a copy of the same parameters.
     Data,
     /// The experts of mixture layers.
     Expert,

@@ -68,8 +68,8 @@ pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, s
 pub struct Plan {
     /// The model that the plan is for.
     pub model: PlannedModel,
-    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes, which are not
-    /// implemented yet.
+    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes of size 2 or
+    /// more, which are not implemented yet.
     pub mesh: Mesh,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
