@@ -17,8 +17,8 @@ pub struct Comparison {
     pub ranks: u32,
     /// Number of microbatches in a step.
     pub microbatches: u32,
-    /// Number of slices of each microbatch's tokens, for [`Method::TeraPipe`]. With one slice, it equals
-    /// [`Method::GPipe`].
+    /// Number of slices of each microbatch's tokens, for [`Method::TeraPipe`]. With one slice, that method
+    /// equals [`Method::GPipe`].
     pub slices: u16,
     /// Cost of each rank's whole part of the model: one entry for all ranks, or one per rank. A rank with
     /// several chunks divides it equally.

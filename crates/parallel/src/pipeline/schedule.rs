@@ -50,8 +50,8 @@ impl Schedule {
     /// Checks lists to which communication was added elsewhere, and finds the smallest number of buffers with
     /// which they run to their end.
     ///
-    /// Errors: [`ParallelError::Schedule`] with the first invalid entry; [`ParallelError::Deadlock`] if no
-    /// number of buffers is enough.
+    /// Errors: [`ParallelError::PerRank`] if there is not one list for each rank; [`ParallelError::Schedule`]
+    /// with the first invalid entry; [`ParallelError::Deadlock`] if no number of buffers is enough.
     pub fn check(order: ComputeOrder, lists: Vec<Vec<Lowered>>) -> Result<Self, ParallelError> {
         pairing(&order, &lists)?;
         let ends = |buffers| walk(&order, &lists, buffers);
