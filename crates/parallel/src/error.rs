@@ -6,7 +6,8 @@ use farflung_base::{Bandwidth, Bytes, Rank};
 use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
 
-/// Error for an invalid mesh, topology file, model shape, plan or schedule.
+/// Error for an invalid mesh, topology file, model shape, plan, schedule or preemption trace, or for a request
+/// that cannot be fulfilled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
@@ -210,7 +211,7 @@ pub enum ParallelError {
         what: &'static str,
         /// Length of the list.
         given: usize,
-        /// Number of ranks of the mesh.
+        /// Length that is needed: the number of ranks.
         ranks: usize,
     },
     /// A list with one entry per stage (or slice) has the wrong length.
@@ -243,12 +244,13 @@ pub enum ParallelError {
         /// Description of the supported values.
         needs: String,
     },
-    /// A schedule has too many actions.
+    /// A schedule has too many actions, or a search for recomputation needs a table with too many cells.
     #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
     TooLarge {
-        /// Number of stages times microbatches times slices; or of slices alone, if these are more than 65535.
+        /// Number of stages times microbatches times slices; of slices alone, if these are more than 65535; or
+        /// of cells.
         actions: u128,
-        /// Maximum number of actions.
+        /// Maximum for this number.
         limit: usize,
     },
     /// Stages cannot be assigned to ranks.
@@ -373,7 +375,8 @@ pub enum ParallelError {
     Memory {
         /// Name of the device.
         device: String,
-        /// Bytes of parameters, gradients and optimizer state.
+        /// Least bytes of the replica: parameters, gradients and optimizer state; if recomputation was planned
+        /// too, also activations.
         needs: Bytes,
         /// Memory of the device.
         has: Bytes,

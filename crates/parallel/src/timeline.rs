@@ -113,7 +113,7 @@ pub enum Lane {
     Link,
     /// The wire to the next rank.
     Next,
-    /// The wire to the previous rank. If a pipeline's stages are pools of ranks, all wires but [`Lane::Next`].
+    /// The wire to the previous rank, and those to all other ranks but the next.
     Previous,
 }
 
@@ -166,7 +166,7 @@ impl Span {
 }
 
 /// The spans of a simulated run. Spans of the same rank and lane are in the order of time. They do not overlap,
-/// except on [`Lane::Previous`] if a pipeline's stages are pools.
+/// except on [`Lane::Previous`] if it stands for several wires.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// Number of ranks, including idle ones.

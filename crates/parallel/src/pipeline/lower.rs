@@ -6,7 +6,7 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// Options of lowering, which adds communication to an order: what it adds besides messages.
+/// Options of lowering, the step that adds communication and data movement to an order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
     /// A receive is posted this number of computations before its message is used, so that the message can

@@ -82,8 +82,8 @@ impl Schedule {
         &self.lists
     }
 
-    /// Returns the number of sent messages per wire whose receive may not be posted yet. 0: each send can block
-    /// until the receive is posted.
+    /// Returns the number of messages that each wire must accept before their receives are posted. 0: each send
+    /// may block until its receive is posted.
     #[must_use]
     pub const fn buffers(&self) -> u32 {
         self.buffers

@@ -157,8 +157,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Checks that the pools fit the plan. Called before an order is made, because an order allocates as many
-    /// routes as the sizes say.
+    /// Checks that the pools fit the plan. Called before an order is made, so that the error names the field of
+    /// the plan that does not fit.
     fn check_pools(&self, pools: &Pools) -> Result<(), ParallelError> {
         if let Some(PoolsFault { field, expected }) = pools.fault() {
             let value = if field == "sizes" { &pools.sizes } else { &pools.rates };

@@ -107,8 +107,8 @@ impl LocalSteps {
         self
     }
 
-    /// Returns whether the lists have consistent lengths. Check this for a value received from another rank:
-    /// the other functions panic if it is false.
+    /// Returns whether the lists have consistent lengths and all periods are above 0. Check this for a value
+    /// received from another rank: the other functions may panic if it is false.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         let replicas = self.microbatches.len();

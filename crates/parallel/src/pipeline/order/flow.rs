@@ -1,5 +1,5 @@
-//! Runs the lists of all ranks as far as their inputs allow. This is the only place that defines which
-//! computation depends on which. Durations come from a [`Clock`].
+//! Runs the lists of all ranks as far as their inputs allow. The check for deadlocks and the simulation share
+//! this code, so they agree on which computation depends on which. Durations come from a [`Clock`].
 
 use farflung_base::{Nanos, Rank, StageId};
 
