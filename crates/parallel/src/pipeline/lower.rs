@@ -1,4 +1,4 @@
-//! Lowering: adds communication and data movement to each rank's list of computations.
+//! Lowering: adds communication, data movement and optimizer steps to each rank's list of computations.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// Options of lowering, the step that adds communication and data movement to an order.
+/// Options of lowering, which adds communication, data movement and optimizer steps to an order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
     /// A receive is posted this number of computations before its message is used, so that the message can
@@ -25,7 +25,8 @@ pub struct Lowering {
 }
 
 impl Default for Lowering {
-    /// Adds only messages, with receives posted one computation ahead.
+    /// Returns options without replicas, shared weights, sharding and offloading. Receives are posted one
+    /// computation ahead.
     fn default() -> Self {
         Self { ahead: 1, replicas: false, tied: false, sharded: false, offload: None }
     }

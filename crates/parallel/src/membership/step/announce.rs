@@ -1,5 +1,5 @@
 //! Messages that a member repeats: its view until it is acknowledged, announcements as long as they apply. Also
-//! forwards newcomers.
+//! tells the coordinator about newcomers.
 
 use super::super::retry::Retry;
 use super::super::state::Round;
@@ -58,7 +58,7 @@ impl Step<'_> {
         self.state.announcement = more.then(|| retry.again(self.now, &self.state.settings));
     }
 
-    /// Forwards the newcomers that are ready to the coordinator.
+    /// Tells the coordinator which newcomers are ready.
     pub(super) fn pass_on_newcomers(&mut self) {
         let coordinator: Option<MemberId> =
             self.view().and_then(|view| view.coordinator(&self.state.silent)).copied();

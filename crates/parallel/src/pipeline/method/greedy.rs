@@ -1,4 +1,5 @@
-//! List scheduling: the action that can start first runs first. Methods based on arrivals use this rule.
+//! List scheduling: the action that can start first runs first. Used by Hanayo, Varuna and
+//! [`ArrivalRule::order_at`].
 
 use std::collections::BTreeSet;
 
