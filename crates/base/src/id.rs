@@ -11,7 +11,7 @@ macro_rules! id {
         pub struct $name(pub $inner);
 
         impl $name {
-            /// Returns the id as an index into a list with one entry per member.
+            /// Returns the number as a list index.
             #[must_use]
             pub const fn index(self) -> usize {
                 self.0 as usize
@@ -37,8 +37,8 @@ id!(
     Rank, u32, "rank "
 );
 id!(
-    /// A process, or simulated process, for its whole life. Its rank may change between epochs; its peer id
-    /// does not.
+    /// A process, or simulated process, for its whole life. Its rank may change when members join or leave; its
+    /// peer id does not.
     PeerId, u32, "peer "
 );
 id!(

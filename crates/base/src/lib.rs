@@ -10,7 +10,7 @@ pub mod philox;
 pub mod topology;
 pub mod unit;
 
-// For all users: ids, units and links.
+// For all users: ids, names, links and units.
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};

@@ -61,7 +61,8 @@ pub enum Algorithm {
     /// Each rank sends its encoded values to all others, and every rank adds them up. Without a codec,
     /// [`Algorithm::Ring`] is used instead.
     AllGather,
-    /// The cheapest algorithm on the declared topology; the earlier in the list wins a tie.
+    /// The cheapest algorithm on the declared topology. On a tie, the one that comes first in
+    /// [`Algorithm::ALL`] (with a codec, in [`Algorithm::CODED`]).
     Auto,
 }
 
@@ -79,9 +80,9 @@ impl Algorithm {
         Self::Moshpit,
     ];
 
-    /// Every algorithm that can average values through a codec, in the order in which `Auto` tries them: equal
-    /// shards; shards by access link; uncompressed inside a region and encoded between regions; a ring that
-    /// re-encodes at each hop; all values to all ranks.
+    /// Every algorithm that can average values through a codec: equal shards; shards by access link;
+    /// uncompressed inside a region and encoded between regions; a ring that re-encodes at each hop; all values
+    /// to all ranks. `Auto` tries them in this order, except for the ring.
     pub const CODED: [Self; 5] =
         [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring, Self::AllGather];
 
@@ -136,8 +137,8 @@ pub enum Precision {
     F32,
     /// bfloat16: 8 bits of significand and the exponent range of f32.
     Bf16,
-    /// IEEE half precision: 11 bits of significand. Values beyond 65504 become infinite and values below 6e-8
-    /// become zero, so gradients need a loss scale.
+    /// IEEE half precision: 11 bits of significand. Magnitudes of 65520 and more become infinite, magnitudes of
+    /// 3e-8 (`2^-25`) and less become zero, so gradients need a loss scale.
     F16,
 }
 

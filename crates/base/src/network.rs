@@ -7,8 +7,9 @@ use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 /// State of all links: the time at which each becomes free.
 ///
 /// A transfer passes, in this order, the sender's uplink, the uplink of the sender's region, the pair's own
-/// link, the downlink of the receiver's region, and the receiver's downlink. Each link serves transfers first
-/// come, first served, at its own rate. The last byte arrives when it has passed the slowest of them.
+/// link, the downlink of the receiver's region, and the receiver's downlink. Links of regions are left out if
+/// both ranks are in the same region. Each link serves transfers first come, first served, at its own rate. The
+/// last byte arrives when it has passed the slowest of them.
 ///
 /// For one transfer, call [`Network::depart`], [`Network::cross`], [`Network::enter`] (needed only if
 /// [`Network::has_region_links`]) and [`Network::land`], in this order. Calls of each method must be ordered by

@@ -91,7 +91,8 @@ impl Operation {
 }
 
 /// Simulates one operation on idle links. All ranks begin it at time 0. Returns the time at which the last rank
-/// finishes, or [`Nanos::MAX`] if its sends and receives do not match or a link is dead.
+/// finishes. Returns [`Nanos::MAX`] if a rank never finishes (a receive has no matching send, or steps wait for
+/// each other), or if a link is dead.
 #[must_use]
 pub fn isolated_time(operation: &Operation, topology: &Topology) -> Nanos {
     let mut simulator = NetworkSimulator::new(topology, std::slice::from_ref(operation));

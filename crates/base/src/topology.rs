@@ -102,11 +102,12 @@ impl FromStr for Link {
 /// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`AccessLink`] per rank, and one more
 /// per region whose ranks share an access link.
 ///
-/// A transfer from `i` to `j` runs at the minimum of the pair's bandwidth, `i`'s free uplink and `j`'s free
-/// downlink. If it leaves `i`'s region it also shares that region's uplink; if it enters `j`'s region it also
-/// shares that region's downlink.
+/// A transfer from `i` to `j` uses `i`'s uplink, the pair's link and `j`'s downlink. If it leaves `i`'s region,
+/// it also uses that region's uplink; if it enters `j`'s region, it also uses that region's downlink. Alone on
+/// these links, it runs at the lowest of their rates.
 ///
-/// Clones share the tables. If all links are equal, one [`Link`] is stored instead of a table.
+/// Clones share the tables. As long as all links are those of [`Topology::uniform`], one [`Link`] is stored
+/// instead of a table.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(into = "Tables", try_from = "Tables"))]
@@ -183,7 +184,8 @@ impl Topology {
         Self { size: ranks.len(), links, ports, region_links: lines }
     }
 
-    /// Returns whether the access links of the regions are equal. The numbering of the regions may differ.
+    /// Returns whether both topologies have the same regions with equal access links. The numbering of the
+    /// regions may differ.
     fn same_region_links(&self, other: &Self) -> bool {
         let port =
             |topology: &Self, rank| topology.region(rank).map(|region| topology.region_access_link(region));

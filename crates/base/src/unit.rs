@@ -63,7 +63,7 @@ impl Nanos {
         Self((s * 1e9).round() as u64)
     }
 
-    /// Converts to seconds, for printing.
+    /// Converts to seconds.
     #[must_use]
     pub fn as_secs_f64(self) -> f64 {
         self.0 as f64 / 1e9
@@ -98,8 +98,8 @@ impl Bandwidth {
     /// No limit: a transfer takes no time.
     pub const UNLIMITED: Self = Self(u64::MAX);
 
-    /// Returns the time to send `bytes` at this rate, rounded up to a nanosecond; [`Nanos::MAX`] if the rate is
-    /// zero.
+    /// Returns the time to send `bytes` at this rate, rounded up to a nanosecond. No bytes take no time at any
+    /// rate; at rate zero all others take [`Nanos::MAX`].
     #[must_use]
     pub fn transfer(self, bytes: Bytes) -> Nanos {
         match self.0 {

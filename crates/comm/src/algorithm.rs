@@ -14,21 +14,24 @@ use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
 
-/// Minimum chunk in bytes. A smaller chunk costs more for its extra message than it saves.
+/// Minimum size in bytes of one rank's block of a chunk, if a buffer is cut into several chunks. A smaller one
+/// costs more for its extra message than it saves.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
-/// Maximum block of a pipelined ring in bytes. It is a little less than a frame, so that a block with its
-/// header fits in four segments of a loopback interface (65483 bytes each) instead of five.
+/// Maximum block of a pipelined ring in bytes, unless that takes more than [`MOST_CHUNKS`]. It is a little less
+/// than a frame, so that a block with its header fits in four segments of a loopback interface (65483 bytes
+/// each) instead of five.
 const PASSED: usize = FRAME_BYTES - 512;
 
-/// Maximum number of chunks of a ring that are in flight at the same time, so that their data stays in the
-/// cache. This matters only on very fast links.
+/// Narrow window of a pipelined ring: so few chunks are in flight at the same time that their data stays in the
+/// cache. This matters only on very fast links. The alternative is the wider window of [`AHEAD`].
 const PACED: usize = 8;
 
-/// Approximate number of frames that a rank of a pipelined ring may send before the next rank has read them.
+/// Approximate number of frames that a rank of a pipelined ring may send, with the wider window, before the
+/// next rank has read them.
 const AHEAD: usize = 4 * WINDOW;
 
-/// Maximum number of chunks; with more, computing the cost would take too long.
+/// Maximum number of chunks of a pipelined ring; with more, computing the cost would take too long.
 const MOST_CHUNKS: usize = 256;
 
 /// Programs of an all-reduce algorithm, and the choice of the algorithm with the least predicted time.
@@ -38,7 +41,7 @@ pub trait AllReduce {
     #[must_use]
     fn resolve(self, bytes: Bytes, topology: &Topology) -> Algorithm;
 
-    /// Returns one rank's program for equal links, in one chunk. `Auto` gives the ring.
+    /// Returns one rank's program for equal links, in one chunk. `Auto` and `AllGather` give the ring.
     #[must_use]
     fn program(self, rank: Rank, size: usize) -> Program;
 

@@ -19,8 +19,8 @@ pub fn direct_all_to_all(rank: Rank, size: usize) -> Program {
 }
 
 /// Returns an all-to-all in `n - 1` rounds; in each, a rank sends to one rank and receives from one rank, so no
-/// rank is overloaded. Takes `n - 1` latencies; each rank sends `(n-1)/n` of the buffer. The program has `2
-/// size` blocks, and its first step copies the rank's own block.
+/// rank is overloaded. Takes `n - 1` latencies; each rank sends `(n-1)/n` of the buffer's first half. The
+/// program has `2 size` blocks, and its first step copies the rank's own block.
 #[must_use]
 pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     let me = rank.index();
@@ -35,7 +35,7 @@ pub fn pairwise_all_to_all(rank: Rank, size: usize) -> Program {
     Program::new(2 * size, (0..size).map(round).collect())
 }
 
-/// Returns an all-to-all in `ceil(lg n)` rounds that each send about half of the buffer: for blocks so small
+/// Returns an all-to-all in `ceil(lg n)` rounds that each send about half of the blocks: for blocks so small
 /// that only latency matters. The program has `2 size` blocks.
 ///
 /// In round `k`, each block whose distance to its destination has bit `k` set is sent `2^k` ranks on. A block

@@ -6,7 +6,8 @@ use farflung_base::{Bandwidth, Rank};
 use crate::steps::{Merge, Program, Step};
 
 /// Returns the all-reduce in which each rank sends every other rank's block to that rank, reduces its own block
-/// in rank order, and sends the result to all. Takes two latencies; each rank sends `2 (n-1)/n` of the buffer.
+/// (rank `r` adds the values of ranks `r-1`, `r-2` and so on, after rank 0 those of `n-1`), and sends the
+/// result to all. Takes two latencies; each rank sends `2 (n-1)/n` of the buffer.
 /// The work is cut into `chunks` chunks: while one is scattered, another is gathered.
 #[must_use]
 pub fn direct(rank: Rank, size: usize, chunks: usize) -> Program {
@@ -143,7 +144,7 @@ fn least_time(speeds: &[f64]) -> f64 {
     let mut sum = 0.0;
     let mut time = f64::INFINITY;
     for (k, speed) in sorted.iter().enumerate() {
-        // A slower rank reduces a share only if that makes it send more than its own buffer.
+        // A rank that in this time can send at most its own buffer reduces no share, nor do slower ranks.
         if time * speed <= 1.0 {
             break;
         }
@@ -179,8 +180,8 @@ mod tests {
         counts.iter().zip(speeds).map(|(&c, s)| carries(c) / s.max(1e-9)).fold(0.0, f64::max)
     }
 
-    /// The cases of hivemind's `test_load_balancing`, which compares times. If a rank is a client (bandwidth
-    /// 0), the time is our own.
+    /// The cases of hivemind's `test_load_balancing`, which compares times. In the last case, two ranks are
+    /// clients (bandwidth 0), which `time` counts at a speed of 1e-9.
     #[test]
     fn shares_are_as_good_as_the_linear_programs() {
         let cases: [(usize, &[f64], &[usize]); 6] = [

@@ -222,9 +222,10 @@ const DECLARED: u64 = 6;
 
 /// Ranks `0..size` over a transport. Collectives are matched by the order in which each rank starts them.
 ///
-/// Clones share one communicator. After a failed collective it is poisoned: every later call fails with the
-/// first error. Results are returned complete or not at all. If an operation on a slice in place fails, the
-/// slice is filled with NaN (integers: their greatest value).
+/// Clones share one communicator. After a failed collective it is poisoned: every later collective fails with
+/// [`CommError::Poisoned`], which holds the first error; messages still work. Results are returned complete or
+/// not at all. If a collective on a slice in place fails after its start, the slice is filled with NaN
+/// (integers: their greatest value).
 #[derive(Debug, Clone)]
 pub struct Communicator {
     transport: Arc<dyn Transport>,
@@ -337,8 +338,10 @@ impl Communicator {
         Self { plans: Arc::new(plans), ..self }
     }
 
-    /// Returns the communicator with a declared topology, from which [`Algorithm::Auto`], broadcast and reduce
-    /// choose their algorithms. All ranks must declare the same one.
+    /// Returns the communicator with a declared topology. Where a collective has several programs, the one with
+    /// the least predicted time on this topology is used: for [`Algorithm::Auto`], broadcast, reduce and scans,
+    /// for instance. The topology also gives the regions and shares of all-reduces. All ranks must declare the
+    /// same one.
     ///
     /// # Errors
     /// If the topology has a different number of ranks.
@@ -513,8 +516,8 @@ impl Communicator {
         pending(self.transport.spawn(Box::new(guard)), slot)
     }
 
-    /// Splits the communicator: ranks with the same color form a new communicator, in the order of their keys.
-    /// All ranks must call it.
+    /// Splits the communicator: ranks with the same color form a new communicator, in the order of their keys,
+    /// with equal keys in the order of their ranks. All ranks must call it.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, CommError> {
         let mut mine = color.to_le_bytes().to_vec();
         mine.extend(key.to_le_bytes());

@@ -201,7 +201,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for BoundedVec<T> {
 mod tests {
     use super::*;
 
-    /// Returns one message of each variant, with its encoding in hexadecimal.
+    /// Returns messages of each variant except `SharedMemory`, with their encodings in hexadecimal.
     fn all() -> Vec<(Control<'static>, &'static str)> {
         vec![
             (

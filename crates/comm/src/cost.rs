@@ -90,8 +90,8 @@ pub fn message_operation(from: Rank, to: Rank, bytes: Bytes) -> Operation {
 /// Returns the virtual time from a common start until the last rank has finished its program over a buffer of
 /// `bytes`.
 ///
-/// `programs` has one program per rank of `topology`. Returns [`Nanos::MAX`] if the programs do not match each
-/// other or a link is dead.
+/// `programs` has one program per rank of `topology`. Returns [`Nanos::MAX`] if a rank would wait forever or a
+/// link is dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
     operation::isolated_time(&operation(programs, bytes), topology)

@@ -7,7 +7,7 @@ use crate::transport::{Channel, Tag};
 
 /// Number of frames taken per credit sent.
 const CREDIT: u32 = 8;
-/// Maximum number of tags with counts.
+/// Number of tags with counts above which an old tag is removed for each new one.
 const COUNTED: usize = 1024;
 
 /// Credit: the receiver took this number of frames of a tag, so the sender may send as many more.
@@ -45,13 +45,14 @@ impl Counts {
         Some(Credit { tag, frames })
     }
 
-    /// Counts a frame that was sent; needs no credit.
+    /// Counts a frame that was sent. No credit is sent for a tag that is removed to make room.
     pub(crate) fn count(&mut self, tag: Tag) {
         self.forget_for(tag);
         self.add(tag);
     }
 
-    /// Counts a frame that was taken, and returns the credits to send now: one for every eight frames.
+    /// Counts a frame that was taken, and returns the credits to send now: one for every eight frames, and one
+    /// for a tag of messages that is removed to make room.
     pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
         // Tags of collectives are never reused, so no credit is sent when such a tag is removed. The sender of
         // a message waits for credits of its tag, so they are sent before the tag is removed.

@@ -21,7 +21,7 @@ impl Deadline {
         Self::after(Duration::from_secs(u32::MAX.into()))
     }
 
-    /// Returns this deadline, or the one in `limit` from now if that is earlier.
+    /// Returns this deadline, or the one in `limit` from now if that is earlier or if this deadline has passed.
     pub(crate) fn at_most(self, limit: Duration) -> Self {
         match self.remaining() {
             Some(left) if left < limit => self,

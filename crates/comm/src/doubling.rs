@@ -1,9 +1,9 @@
-//! All-reduces in `lg n` rounds, with partners at distances that double: they exchange the whole buffer in each
-//! round, or halves of it.
+//! All-reduces with partners at distances that are powers of two. In recursive doubling, partners exchange the
+//! whole buffer in each of `lg n` rounds; in halving-doubling, parts of it in `2 lg n` rounds.
 //!
-//! If `n` is not a power of two, the ranks above the largest power of two first send their buffer to a partner,
-//! which adds it to its own, and get the result at the end. This takes two more latencies and sends two more
-//! whole buffers.
+//! If `n` is not a power of two, let `p` be the largest power of two below it. Ranks `p` and above first send
+//! their buffer to a partner, which adds it to its own, and get the result at the end. This takes two more
+//! latencies and sends two more whole buffers.
 
 use farflung_base::Rank;
 

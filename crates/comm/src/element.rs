@@ -93,8 +93,8 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// An element type of collectives: floats of 16, 32 and 64 bits, integers of 8 to 64 bits, arrays of these, and
-/// [`Located`] values.
+/// An element type of collectives: floats of 16, 32 and 64 bits, integers of 8 to 64 bits, [`Located`] values,
+/// and arrays of any of these.
 pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sealed {
     /// Name used in errors.
     const NAME: &'static str;

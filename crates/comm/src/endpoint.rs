@@ -82,7 +82,7 @@ pub(crate) struct Shared<D> {
     pub(crate) inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     jobs: Mutex<Jobs>,
-    /// Whether this endpoint has sent itself a frame since its operations were last polled.
+    /// Whether this endpoint has sent itself a frame since `spawn` last checked this.
     sent_itself: AtomicBool,
 }
 
@@ -204,8 +204,8 @@ impl<D: Driver> Shared<D> {
         self.driver.unblock();
     }
 
-    /// Polls one operation, and fails it if it is cancelled or its time is over. Returns whether it is
-    /// complete.
+    /// Polls one operation, and fails it if it is cancelled, its time is over, nothing can happen any more
+    /// (deadlock), or the endpoint has ended. Returns whether it is complete.
     fn poll(&self, task: &mut dyn Task, times: &mut Times, wake: Wake) -> bool {
         let mut view = OperationPort { shared: self, op: task.name(), clock: times.clock };
         let cancelled = task.is_cancelled();

@@ -305,7 +305,7 @@ pub enum CommError {
     TooLong {
         /// Operation that failed.
         op: &'static str,
-        /// Sender of the message.
+        /// Sender of the message; if this rank sends it, the receiver.
         peer: PeerId,
         /// Maximum length in bytes.
         max: usize,

@@ -85,7 +85,8 @@ enum Body {
     Slot(Slot),
 }
 
-/// A buffer leased from a [`Pool`], aligned to 64 bytes. Dropping it returns the buffer to the pool.
+/// Up to [`FRAME_BYTES`] bytes, in a buffer leased from a [`Pool`] (aligned to 64 bytes) or in a slot of shared
+/// memory. Dropping the frame gives the buffer or the slot back.
 pub struct Frame {
     body: Body,
     len: u32,

@@ -26,9 +26,9 @@ pub enum BlockedFor {
     Background,
 }
 
-/// Frames by sender and tag, state of the peers, and a counter that every change increments.
+/// Frames by sender and tag, state of the peers, and a counter of the changes that are signalled to threads.
 pub struct Inbox {
-    /// Number of changes. Incremented under the lock, read without it.
+    /// Number of signalled changes. Incremented under the lock, read without it.
     signal: AtomicU64,
     state: Mutex<State>,
     moved: Condvar,
@@ -202,7 +202,7 @@ impl Inbox {
         self.notify(&self.lock());
     }
 
-    /// Returns the counter of changes.
+    /// Returns the counter of signalled changes.
     #[must_use]
     pub fn change_count(&self) -> u64 {
         self.signal.load(Ordering::Acquire)
@@ -426,7 +426,8 @@ impl Inbox {
         self.lock().peers.get(peer.index())?.suspicions.back().map(|said| said.1)
     }
 
-    /// Drops the frames of a context, including those that arrive later.
+    /// Drops the frames of a context, including those that arrive later, until [`REMEMBERED`] further contexts
+    /// have been retired.
     pub(crate) fn retire(&self, context: u64) {
         let mut state = self.lock();
         let State { frames, peers, retired, awaited: wanted, new_frame_senders: news, .. } = &mut *state;
@@ -502,10 +503,10 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter is greater than `seen`, or for `timeout`. A thread that waits for a result
-    /// first polls a few times and yields in between, because the result is often about to arrive and waking up
-    /// takes longer. If `drive` is given and no other thread drives the network, this thread drives it instead
-    /// of sleeping.
+    /// Sleeps until the counter is greater than `seen`, for `timeout`, or until the endpoint ends. A thread
+    /// that waits for a result first polls a few times and yields in between, because the result is often
+    /// about to arrive and waking up takes longer. If `drive` is given and no other thread drives the network,
+    /// this thread drives it instead of sleeping.
     pub fn park(
         &self,
         seen: u64,

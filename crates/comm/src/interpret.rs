@@ -15,7 +15,8 @@ use crate::{Algorithm, CommError};
 pub(crate) trait Transfers: Send {
     type Output;
 
-    /// Called when a lane begins a step, or with `None` when it has ended.
+    /// Called when a step becomes the current one of a lane: the first at the start, each further one when the
+    /// step before it is complete. Called with `None` when the lane has ended.
     fn enter(&mut self, lane: usize, step: Option<&Step>);
 
     /// Makes the transfers of a step that are possible now.

@@ -1,7 +1,7 @@
 //! Messages of any length as frames. All frames are full except the last, so no length is sent, and none has to
-//! be trusted. If the sender cancels a message, it ends it with an empty frame that is marked as a
-//! cancellation. If the receiver cancels one, it drops the rest when it arrives. In both cases the tag can be
-//! used for the next message.
+//! be trusted. If the sender cancels a message that it has sent in part, it ends it with an empty frame that is
+//! marked as a cancellation. If the receiver cancels one that has arrived in part, it drops the rest when it
+//! arrives. In both cases the tag can be used for the next message.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ impl CancelledReceives {
         Incoming { drops_rest: torn, ..Incoming::default() }
     }
 
-    /// Records that a receive was cancelled and that the remaining frames of its message have not arrived yet.
+    /// Records a cancelled receive, if a part of its message has arrived and the remaining frames have not.
     pub(crate) fn record(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
         if incoming.drops_rest || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
@@ -241,8 +241,8 @@ impl Exchange {
         Ok(())
     }
 
-    /// Takes the frames that have arrived: of the peers that the network reports as new, or of all peers if it
-    /// reports none.
+    /// Takes the frames that have arrived: of the peers that the network reports to have new frames, or of all
+    /// peers if the network gives no such report.
     fn receive(&mut self, port: &mut dyn Port) -> Result<(), CommError> {
         let n = self.members.len();
         let Some(news) = port.senders_with_new_frames(self.tag) else {

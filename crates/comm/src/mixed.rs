@@ -22,11 +22,11 @@ use crate::{CommError, Communicator, Transport};
 const RENDEZVOUS: u64 = 0x7261_6e6b_735f_6174;
 /// Tag of the table of addresses, or of the list of missing ranks.
 const TABLE: u32 = 0;
-/// Time between two checks whether all ranks have connected.
+/// Time between two checks whether all ranks have connected, and between two attempts to reach a rank.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time that other ranks have to receive the list of missing ranks after the deadline.
 const GRACE: Duration = Duration::from_secs(1);
-/// Number of peers to which a rank connects at the same time.
+/// Maximum number of peers to which a rank connects at the same time.
 const AT_ONCE: usize = 16;
 
 /// The rank of this process, and how it reaches the others.
@@ -38,8 +38,8 @@ pub struct Config {
     /// Number of ranks.
     pub world_size: u32,
     /// Addresses of rank 0, which are tried in turn: `host:port` for TCP; for QUIC `quic:host:port`, or the URL
-    /// of a relay. An element may hold several, separated by commas, which are then tried as one process. Rank
-    /// 0 itself does not use them.
+    /// of a relay. An element may hold several, separated by commas, if they reach the same process. Rank 0
+    /// itself does not use them.
     pub host: Vec<String>,
     /// The networks and their security. `listen` is the address at which rank 0 listens; other ranks listen
     /// there only if it is not empty, and else at any port of the address from which they reach rank 0.
@@ -128,7 +128,8 @@ impl Meeting {
         comm.with_deadline(self.left()).barrier()
     }
 
-    /// Returns the time until the deadline, and the time for the messages of ranks whose deadline is now.
+    /// Returns the time until the deadline plus [`GRACE`], in which messages of ranks that have reached their
+    /// deadline can still arrive.
     fn left(&self) -> Nanos {
         self.until.remaining().unwrap_or_default().saturating_add(GRACE).into()
     }
@@ -170,7 +171,7 @@ impl Meeting {
         let here = (1..self.world_size).filter(|&rank| self.gate.has_connected(PeerId(rank)));
         let sent: Vec<_> = here.map(|rank| comm.start_send(Rank(rank), TABLE, message.clone())).collect();
         for sent in sent {
-            // A rank that has left is noticed by the others as well.
+            // The list of missing ranks goes to all that can still be reached: errors are ignored then.
             let sent = sent.wait();
             if met.is_ok() {
                 sent?;

@@ -1,13 +1,15 @@
-//! Endpoints in processes started by `mpirun`, over the machine's own MPI library. Only point-to-point messages
-//! of MPI are used; the collectives are ours, so results are the same bit for bit as on other transports.
+//! Endpoints in processes started by `mpirun`, over the machine's own MPI library. By default, only
+//! point-to-point messages of MPI are used; the collectives are ours, so results are the same bit for bit as
+//! on other transports.
 //!
-//! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). Only `MPI_Init` and `MPI_Finalize`
-//! block; a separate thread calls them, and progresses unfinished messages while no other thread waits. MPI has
-//! no file descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our own
-//! header and use two MPI tags: one for headers with short payloads, one for long payloads.
+//! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). `MPI_Init` and `MPI_Finalize` block,
+//! so a separate thread calls them. It also progresses unfinished messages while no other thread waits. Apart
+//! from these two, only the creation of communicators for MPI's own collectives blocks. MPI has no file
+//! descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our own header
+//! and use two MPI tags: one for headers with short payloads, one for long payloads.
 //!
-//! MPI ends all processes when one is lost, so the members of a communicator cannot change: `shrink` and
-//! `admit` return an error.
+//! MPI ends all processes when one is lost, so the members of a communicator cannot change: `admit` returns an
+//! error, and so does `shrink`, except after a cancellation.
 //!
 //! By choice ([`Collectives::Native`]), all-reduce, reduce-scatter, all-gather and broadcast are MPI's own.
 //! Their sums may differ in rounding from those of other transports, and calls that differ between ranks are
@@ -117,9 +119,9 @@ fn missing(reason: impl Into<String>) -> CommError {
     CommError::Mpi { reason: reason.into(), advice }
 }
 
-/// Initialises MPI; `mpirun` must have given this process the rank `rank` of `size`. After all endpoints are
-/// dropped, MPI ends as soon as all other processes have closed theirs too. A process that does not wait for
-/// that calls [`leave`] at its end.
+/// Initialises MPI; `mpirun` must have given this process the rank `rank` of `size`. When the endpoint is
+/// dropped, MPI ends if all other processes close theirs within 2 s. A process calls [`leave`] at its end,
+/// which ends MPI otherwise.
 ///
 /// # Errors
 /// [`CommError::Mpi`] if the rank or the size differs, if MPI was initialised in this process before, or if it
@@ -171,9 +173,10 @@ pub fn join_by(rank: u32, size: u32, collectives: Collectives) -> Result<Arc<Mpi
     Ok(Arc::new(Endpoint::new(PeerId(rank), MpiDriver(job), inbox, pool)))
 }
 
-/// Ends MPI in a process that is about to exit with `code`, if [`join`] has initialised it and it has not ended
-/// yet. With code 0, waits until all other processes have closed their endpoints. With any other code, aborts
-/// the job (`MPI_Abort`) unless they have.
+/// Ends MPI in a process that is about to exit with `code`, if [`join`] has initialised it and it has not
+/// ended yet. With code 0, waits until all other processes have closed their endpoints. Aborts the job
+/// (`MPI_Abort`) if they have not and `code` is not 0, or if one has violated the protocol or a collective of
+/// MPI has failed, so that they never will.
 pub fn leave(code: u8) {
     let Some(job) = JOB.get() else { return };
     job.say_goodbye();

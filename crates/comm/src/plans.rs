@@ -19,13 +19,13 @@ use crate::scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, dou
 use crate::steps::{Program, Step};
 use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
 
-/// Number of programs that are cached; then the cache is emptied.
+/// Maximum number of programs that are cached; when it is reached, the cache is emptied.
 const REMEMBERED: usize = 256;
 
 /// Minimum block of a chain in bytes. A smaller block costs more for its extra message than it saves.
 const LEAST_BLOCK: u64 = 16 * 1024;
 
-/// A collective whose program depends on the size and the links.
+/// A collective whose program is cached. Most programs depend on the size and the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     AllReduce,

@@ -45,9 +45,11 @@ impl Pace {
 /// Lowest rate that can be set: 1000 bytes per second.
 pub const SLOWEST: Bandwidth = Bandwidth(8_000);
 
-/// Burst: after a pause, the bytes of this much time at the limited rate may be sent at once.
+/// Burst: after a pause, the bytes of this much time at the limited rate, or two quanta if that is more, may be
+/// sent at once.
 const BURST: Nanos = Nanos::from_millis(10);
-/// Quantum: a system call sends at least the bytes of this much time at the limited rate.
+/// Quantum: a system call sends at least the bytes of this much time at the limited rate, within the bounds
+/// below, or all that is wanted.
 const QUANTUM: Nanos = Nanos::from_millis(2);
 /// Bounds of the quantum in bytes: the payload of a packet, and 64 KiB.
 const LEAST: u64 = 1448;

@@ -25,9 +25,10 @@ pub enum Channel {
     User = 0,
     /// Collectives, numbered in the order of their start.
     Collective = 1,
-    /// Reports that a context has failed; the number is the peer at fault.
+    /// Reports that a context has failed or was cancelled; the number is the peer that failed or cancelled.
     Abort = 2,
-    /// Reports the peer that a rank waits for, sent shortly before its deadline; the number is that peer.
+    /// Reports the peer that a rank waits for, sent after three quarters of its deadline; the number is that
+    /// peer.
     Suspect = 3,
 }
 
@@ -71,7 +72,7 @@ pub struct Traffic {
     pub payload: Bytes,
     /// Bytes of payloads, their framing, and control frames.
     pub wire: Bytes,
-    /// Number of frames with a payload.
+    /// Number of frames, without control frames.
     pub frames: u64,
 }
 
@@ -117,7 +118,7 @@ pub trait Port {
     /// Hands a frame to the network.
     ///
     /// # Errors
-    /// If the peer is known to be gone or the context was aborted.
+    /// If the peer is known to be gone, the context was aborted, or the endpoint has ended.
     fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError>;
     /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that can send from
     /// `bytes` directly needs no buffer for them.
@@ -128,7 +129,8 @@ pub trait Port {
     /// Takes the next frame of this peer and tag, if it has arrived.
     ///
     /// # Errors
-    /// If there is none and none can arrive, because the peer is gone or the context was aborted.
+    /// If there is none and none can arrive, because the peer is gone, the context was aborted, or the endpoint
+    /// has ended.
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
     /// Returns the peer for which `peer` waits, by its latest report, and the progress of `peer`. Without a
     /// report for this context, uses a report for another context.
@@ -151,8 +153,8 @@ pub trait Task: Send {
     /// Proceeds as far as possible without blocking. Ready when the operation is complete, whether it succeeded
     /// or failed.
     fn poll(&mut self, port: &mut dyn Port) -> Poll<()>;
-    /// Ends the operation with an error from outside: deadline, deadlock or cancellation. It is not polled
-    /// afterwards.
+    /// Ends the operation with an error from outside: deadline, deadlock, cancellation, or the end of the
+    /// endpoint. It is not polled afterwards.
     fn fail(&mut self, error: CommError, port: &mut dyn Port);
     /// Returns the peer that the operation waits for.
     fn waits_for(&self) -> PeerId;
@@ -162,7 +164,7 @@ pub trait Task: Send {
     fn alarm(&self) -> Nanos {
         Nanos::MAX
     }
-    /// Called when the deadline is near.
+    /// Called once, at the time of [`Task::alarm`], when the deadline is near.
     fn warn(&mut self, _port: &mut dyn Port) {}
     /// Returns whether the operation is to end now.
     fn is_cancelled(&self) -> bool {

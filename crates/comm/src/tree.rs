@@ -67,8 +67,8 @@ const fn turned(rank: Rank, size: usize, root: Rank) -> usize {
 }
 
 /// Returns an all-reduce up and down two binary trees at the same time, each with half of the buffer in
-/// `chunks` chunks. An inner node of one tree is a leaf of the other. Takes about `2 lg n` latencies; each rank
-/// sends about two buffers.
+/// `chunks` chunks. An inner node of one tree is a leaf of the other, except for rank 0 if `n` is odd. Takes
+/// about `2 lg n` latencies; each rank sends at most about two buffers.
 ///
 /// Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
 /// scan".

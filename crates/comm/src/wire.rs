@@ -120,7 +120,7 @@ pub enum Message<'a> {
     },
     /// The last frame: the sender leaves.
     Bye,
-    /// A control message: of the rendezvous, or to a store.
+    /// A control message, for instance of the rendezvous or to a store.
     Control(Control<'a>),
 }
 

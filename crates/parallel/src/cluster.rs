@@ -182,11 +182,10 @@ impl Cluster {
         self.devices.iter().map(|d| u64::from(d.count)).sum()
     }
 
-    /// Checks everything except that each pair of devices has a link. The error names the offending entry and
-    /// the reason.
+    /// Checks everything except that each pair of devices has a link. An error about an entry names it.
     ///
-    /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds or access links; no devices or
-    /// too many.
+    /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds, access links or lines of
+    /// regions; no devices or too many.
     pub fn check(&self) -> Result<(), ParallelError> {
         if self.size() > Self::MAX_MACHINES {
             return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_MACHINES });

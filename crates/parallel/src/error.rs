@@ -6,7 +6,8 @@ use farflung_base::{Bandwidth, Bytes, Rank};
 use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
 
-/// Error for an invalid mesh, topology file, model shape, plan or schedule.
+/// Error for an invalid mesh, topology file, model shape, plan, schedule or preemption trace, or for a request
+/// that cannot be fulfilled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
@@ -33,7 +34,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// The text of a plan has another version.
@@ -62,12 +63,12 @@ pub enum ParallelError {
         /// The axis.
         axis: Axis,
     },
-    /// The number of ranks is above a limit.
+    /// The number of ranks, or of device entries in a topology file, is above a limit.
     #[error("{ranks} ranks are too many: at most {limit} are supported")]
     TooManyRanks {
-        /// Number of ranks requested.
+        /// Number of ranks, or of device entries.
         ranks: u64,
-        /// Maximum number of ranks here.
+        /// Maximum for this use.
         limit: u64,
     },
     /// A rank is outside the mesh.
@@ -93,7 +94,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// A topology file is valid TOML but its content is invalid.
@@ -128,7 +129,7 @@ pub enum ParallelError {
         /// The name, or `a - b` for a pair.
         name: String,
     },
-    /// No device or region has this name.
+    /// Nothing of this kind has this name: no device, region, included topology or schedule.
     #[error("there is no {kind} `{name}` (known: {})", known.join(", "))]
     UnknownName {
         /// Kind of thing that the name should refer to.
@@ -210,7 +211,7 @@ pub enum ParallelError {
         what: &'static str,
         /// Length of the list.
         given: usize,
-        /// Number of ranks of the mesh.
+        /// Length that is needed: the number of ranks.
         ranks: usize,
     },
     /// A list with one entry per stage (or slice) has the wrong length.
@@ -243,12 +244,13 @@ pub enum ParallelError {
         /// Description of the supported values.
         needs: String,
     },
-    /// A schedule has too many actions.
+    /// A schedule has too many actions, or a search for recomputation needs a table with too many cells.
     #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
     TooLarge {
-        /// Number of stages times microbatches times slices.
+        /// Number of stages times microbatches times slices; of slices alone, if these are more than 65535; or
+        /// of cells.
         actions: u128,
-        /// Maximum number of actions.
+        /// Maximum for this number.
         limit: usize,
     },
     /// Stages cannot be assigned to ranks.
@@ -373,7 +375,8 @@ pub enum ParallelError {
     Memory {
         /// Name of the device.
         device: String,
-        /// Bytes of parameters, gradients and optimizer state.
+        /// Least bytes of the replica: parameters, gradients and optimizer state; if recomputation was planned
+        /// too, also activations.
         needs: Bytes,
         /// Memory of the device.
         has: Bytes,
@@ -410,7 +413,7 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     text.join(", ")
 }
 
-/// Says how much more memory a model needs: in total, or per machine if the total is enough.
+/// Says how much more memory a model needs in total, or what would help if the total is enough.
 fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
     match needs.0.checked_sub(has.0) {
         Some(missing) if missing > 0 => {

@@ -72,8 +72,8 @@ pub struct Planned {
 ///
 /// Microbatches are divided in proportion to speed (largest remainder). The choice is, in this order:
 ///
-/// 1. synchronous training with overlap, with the fastest number of buckets, if it is within the overhead
-///    limit;
+/// 1. synchronous training with overlap, with the fastest number of buckets (a power of two), if it is within
+///    the overhead limit;
 /// 2. `DiLoCo` with the smallest number of local steps that is within the limit, because more local steps cost
 ///    quality;
 /// 3. the fastest candidate; `DiLoCo` then has the maximum number of local steps.
@@ -145,7 +145,7 @@ fn overhead(step: Nanos, compute: Nanos) -> u64 {
 }
 
 /// Returns the smallest number of local steps H for which `extra` / (H * compute) is within the overhead limit,
-/// but at most `max_every`.
+/// but at least 2 and at most `max_every`.
 fn fewest(extra: u128, compute: Nanos, overhead_percent: u32, max_every: u32) -> u32 {
     let allowed = u128::from(compute.0) * u128::from(overhead_percent);
     let every = if allowed == 0 { u128::MAX } else { (extra * 100).div_ceil(allowed) };
@@ -348,7 +348,7 @@ impl Search<'_> {
     }
 
     /// Returns the smallest number of local steps H for which the time of one synchronisation, divided by H *
-    /// compute, is within the overhead limit; at most `max_every`.
+    /// compute, is within the overhead limit; at least 2 and at most `max_every`.
     fn fewest_local_steps(&self, compute: Nanos) -> u32 {
         let values = self.shape.parameters;
         let sync = self.time(self.algorithm(&[values]), values);

@@ -21,7 +21,7 @@ pub enum Kind {
     Overlapped,
     /// Recomputed forward, for the backward.
     Recompute,
-    /// Average of a bucket of gradients.
+    /// Average of a bucket of gradients, or of the gradients of a pipeline's stage.
     AllReduce,
     /// Step of the (inner) optimizer.
     Optimizer,
@@ -104,7 +104,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A resource of a rank. It is busy with one span at a time, independently of the rank's other resources.
+/// A resource of a rank. It works independently of the rank's other resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Lane {
     /// The processor.
@@ -113,7 +113,7 @@ pub enum Lane {
     Link,
     /// The wire to the next rank.
     Next,
-    /// The wire to the previous rank.
+    /// The wire to the previous rank, and those to all other ranks but the next.
     Previous,
 }
 
@@ -165,7 +165,8 @@ impl Span {
     }
 }
 
-/// The spans of a simulated run. Spans of the same rank and lane do not overlap and are in the order of time.
+/// The spans of a simulated run. Spans of the same rank and lane are in the order of time. They do not overlap,
+/// except on [`Lane::Previous`] if it stands for several wires.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// Number of ranks, including idle ones.
@@ -206,7 +207,7 @@ impl Timeline {
         self.lane(rank, lane).map(Span::time).sum()
     }
 
-    /// Returns the time for which a rank computed and communicated at the same time.
+    /// Returns the time for which a rank computed while its access link ([`Lane::Link`]) was busy.
     #[must_use]
     pub fn overlapped(&self, rank: Rank) -> Nanos {
         let compute: Vec<&Span> = self.lane(rank, Lane::Compute).collect();
@@ -230,7 +231,8 @@ impl Timeline {
         self.busy(rank, Lane::Link).saturating_sub(self.overlapped(rank))
     }
 
-    /// Returns the time for which a rank neither computed nor communicated, because it waited for slower ranks.
+    /// Returns the time for which a rank neither computed nor used its access link ([`Lane::Link`]), because it
+    /// waited for other ranks.
     #[must_use]
     pub fn waited(&self, rank: Rank) -> Nanos {
         self.makespan().saturating_sub(self.busy(rank, Lane::Compute)).saturating_sub(self.exposed(rank))

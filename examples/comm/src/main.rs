@@ -1,4 +1,5 @@
-//! Averages a vector over four ranks: on links that exist only in virtual time, then over real sockets.
+//! Averages a vector over four ranks: on links that exist only in virtual time, then over real sockets. Then
+//! reduces statistics with a user-defined reduction.
 
 use std::error::Error;
 use std::net::{Ipv4Addr, TcpListener};
@@ -44,14 +45,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// How many samples, their mean, and the sum of squared distances from it: Chan, Golub and LeVeque 1979.
+/// Merges the statistics of two sets of samples: count, mean, and sum of squared distances from the mean.
+///
+/// Source: Chan, Golub and LeVeque 1979.
 fn merge([n, mean, squares]: [f64; 3], [m, other, more]: [f64; 3]) -> [f64; 3] {
     let (all, distance) = (n + m, other - mean);
     [all, mean + distance * m / all, squares + more + distance * distance * n * m / all]
 }
 
-/// Rank `r` has `1000 (r + 1)` samples. Where its samples begin among all is a scan; what they have in common
-/// is reduced without sending any of them.
+/// Returns for each rank: the rank, the index of its first sample, and the mean and variance of all samples.
+/// Rank `r` has `1000 (r + 1)` samples. The index comes from an exclusive scan of the counts. Mean and variance
+/// are reduced without sending any sample.
 fn statistics() -> Result<Vec<(Rank, u64, f64, f64)>, CommError> {
     on_threads(memory::cluster(RANKS), |transport| {
         let comm = Communicator::new(transport);
@@ -69,7 +73,8 @@ fn statistics() -> Result<Vec<(Rank, u64, f64, f64)>, CommError> {
     })
 }
 
-/// One all-reduce with `compute` beside it; returns the virtual time at its end, and what each rank sent.
+/// Runs one all-reduce while each rank computes for `compute`. Returns the virtual time at which the last rank
+/// is done, and the bytes that this rank sent.
 fn all_reduce(
     topology: &Topology,
     algorithm: Algorithm,
@@ -87,9 +92,10 @@ fn all_reduce(
     Ok(ranks.into_iter().max().expect("there is at least one rank"))
 }
 
-/// What would be four processes on four machines; only `tcp::join` differs from above.
+/// Averages over TCP. Each rank is a thread here; in a real job it is a process, perhaps on another machine,
+/// which makes the same calls. Compared with the simulated links, only `tcp::join` is new.
 fn over_tcp() -> Result<Vec<(Rank, f32, Bytes)>, CommError> {
-    // A port that is free right now. A launcher would say MASTER_ADDR:MASTER_PORT.
+    // A port that is free right now. In a real job, a launcher gives MASTER_ADDR and MASTER_PORT.
     let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
     let master = free.expect("the loopback interface has a free port").to_string();
     on_threads(0..RANKS as u32, |rank| {

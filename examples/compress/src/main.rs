@@ -15,7 +15,7 @@ fn main() -> Result<(), CompressError> {
     for round in 0..10 {
         let key = RoundKey { seed: 1, round, ..RoundKey::default() };
         codec.compress(&gradient, key, &mut payload)?;
-        // What a receiver does with the bytes from its socket.
+        // A receiver does this with the bytes from its socket.
         codec.decompress(PayloadRef::parse(payload.as_bytes())?, &mut decoded)?;
         codec.commit();
 

@@ -6,7 +6,7 @@ use farflung::optim::sync::{Buffers, OnMemberLoss, StepEnd, SyncMethod, SyncSett
 use farflung::optim::{Average, OptimError};
 use farflung::tensor::{Op, Tensor};
 
-/// The row by which farflung knows it.
+/// The row that is registered with farflung: the method's name, properties and constructor.
 pub static LOCAL_SGD: SyncMethod = SyncMethod {
     name: "local-sgd",
     summary: "the mean of parameters every so many steps",

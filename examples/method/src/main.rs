@@ -1,6 +1,6 @@
-//! farflung's trainer with a method of synchronisation of one's own: local SGD, which averages parameters every
-//! few steps. The method is a value and a file; checkpoints, plans, simulated links and the report come from
-//! the trainer.
+//! farflung's trainer with a method of synchronisation of one's own: local SGD, which averages parameters
+//! every few steps. The method is the value `LOCAL_SGD` in one file; checkpoints, plans, simulated links and
+//! the report come from the trainer.
 
 mod local_sgd;
 

@@ -1,5 +1,5 @@
-//! A pipeline schedule of one's own: written as a short function, checked, simulated against known ones, and
-//! pinned.
+//! A pipeline schedule of one's own: written as a short function, checked, simulated, compared with known
+//! schedules, and pinned by snapshot tests.
 
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
@@ -8,8 +8,8 @@ use farflung_parallel::pipeline::{
 };
 use farflung_parallel::render;
 
-/// 1F1B whose weight gradients lag one microbatch behind: the gradient that the stage before waits for leaves
-/// first.
+/// Returns 1F1B with split backwards, in which weight gradients are computed one microbatch later. So the
+/// gradient of the input, for which the previous stage waits, is sent earlier.
 fn lagging(ranks: u32, microbatches: u32) -> Result<ComputeOrder, ParallelError> {
     let list = |rank: u32| {
         let warm_up = (ranks - 1 - rank).min(microbatches);
@@ -29,7 +29,7 @@ fn lagging(ranks: u32, microbatches: u32) -> Result<ComputeOrder, ParallelError>
     ComputeOrder::new(Placement::looped(ranks, 1), microbatches, 1, (0..ranks).map(list).collect())
 }
 
-/// The grid, the makespan and what each rank holds.
+/// Returns the schedule's grid, its makespan, and the peak of activations that each rank holds.
 fn picture(order: &ComputeOrder) -> Result<String, ParallelError> {
     let free = Boundary::latency("0ns".parse().expect("a time"));
     let simulation_cost = PipelineCost::uniform(order, StageCost::UNIT, free);
@@ -44,7 +44,7 @@ fn main() -> Result<(), ParallelError> {
     for method in [Method::OneFOneB, Method::ZbH1] {
         print!("{method}\n{}", picture(&method.order(&Settings::new(4, 6))?)?);
     }
-    // What ranks exchange, proven to pair and to end.
+    // The lists with sends and receives. `Schedule::new` proves that they match and that no rank waits forever.
     let schedule = Schedule::new(mine, &Lowering::default())?;
     println!("with {} buffers on a wire:\n{schedule}", schedule.buffers());
     Ok(())

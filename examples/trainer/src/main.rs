@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     let (first, last) = (workers[0].losses[0], workers[0].losses[STEPS as usize - 1]);
     assert!(last < first / 4.0, "the loss fell from {first} only to {last}");
     for other in &workers[1..] {
-        // Whatever the codec loses, all replicas lose alike.
+        // All replicas apply the same decoded values, so a lossy codec does not make them differ.
         let same = workers[0].params.iter().zip(&other.params).all(|(a, b)| a.to_bits() == b.to_bits());
         assert!(same, "the replicas have drifted apart");
     }
@@ -54,7 +54,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What a worker has in the end.
+/// Result of a worker: the loss of each step, averaged over the workers, and the final parameters.
 struct Trained {
     losses: Vec<f64>,
     params: Vec<f32>,
@@ -100,7 +100,7 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
         let Output::Losses(output) = output else { unreachable!("a whole model gives losses") };
         let mut loss = [stage::total(&output)? / tokens as f64];
 
-        // A bucket leaves as soon as its gradients are final, while the layers before it are still at work.
+        // A bucket is sent as soon as its gradients are final, while the backward of earlier layers still runs.
         let mut averaging = average.begin();
         let mut left = Ok(());
         model.backward(
@@ -117,7 +117,7 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
         left?;
         let averaged = averaging.finish(&mut grads)?;
 
-        // Nothing is final before all workers agree.
+        // The step is committed only if it can be committed on all workers.
         let prepared = chain.prepare(&grads);
         if agree(&comm, prepared.is_ok())? {
             chain.commit(&mut params, &grads, prepared?)?;

@@ -1,4 +1,5 @@
-//! Runs farflung's collectives over a transport of its own, and compares the results with those over memory.
+//! Runs farflung's collectives over a transport that is defined here, and compares the results with those over
+//! memory.
 
 mod unix;
 

@@ -73,7 +73,8 @@ impl Link {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(queue) = &*queue {
             self.queued.fetch_add(1, Ordering::Relaxed);
-            // Fails if the peer has left; the reading thread reports it.
+            // Fails if the writing thread has ended because the connection broke; the reading thread reports
+            // the loss.
             let _ = queue.send((tag, frame));
         }
     }

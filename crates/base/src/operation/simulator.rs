@@ -402,7 +402,8 @@ impl<'a> NetworkSimulator<'a> {
         }
     }
 
-    /// Passes a piece over the link of the pair.
+    /// Passes a piece over the uplink of the sender's region, if it leaves the region, and over the link of the
+    /// pair.
     fn cross(&mut self, number: u32, mut piece: Moving) {
         let route = &mut self.routes[number as usize];
         piece.flight = self.network.cross(route.from, route.to, piece.flight);

@@ -1,4 +1,4 @@
-//! Queue of the pieces that are on their way to the same link, in the order of arrival.
+//! Queue of one sender's pieces that are on their way to their next link, in the order of arrival.
 
 use std::collections::VecDeque;
 
@@ -18,7 +18,8 @@ pub(super) struct Moving {
 }
 
 /// Pieces of one sender, ordered by the arrival of their first byte at the next link, then by number. They are
-/// added nearly always in this order. The simulator's heap holds only the first piece of each stream.
+/// added nearly always in this order. The simulator's heap needs an event only for the first piece of each
+/// stream.
 #[derive(Debug, Default)]
 pub(super) struct Stream(VecDeque<Moving>);
 

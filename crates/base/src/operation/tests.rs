@@ -11,7 +11,7 @@ fn ms(n: u64) -> Nanos {
     Nanos::from_millis(n)
 }
 
-/// Links of 8 Mbit/s and 1 ms: a thousand bytes take a millisecond.
+/// Links of 8 Mbit/s and 1 ms: a thousand bytes take a millisecond, plus the latency.
 fn topology(ranks: usize) -> Topology {
     Topology::uniform(ranks, "8mbit,1ms".parse().unwrap())
 }
@@ -50,9 +50,9 @@ fn what_leaves_a_region_shares_its_line_and_late_receivers_find_what_came() {
     simulator.begin(1, Rank(3), ms(100));
     let ends: BTreeMap<_, _> =
         std::iter::from_fn(|| simulator.next_completion()).map(|end| (end.rank.0, end.at)).collect();
-    // The second message waits until the link is free. A receiver that begins after the arrival finishes at
-    // once.
+    // A receiver that begins after the arrival finishes at once.
     assert_eq!((ends[&2], ends[&3]), (ms(5), ms(100)));
+    // Rank 3 now begins at time 0 too. Its message waits until the region's link is free.
     let both =
         Operation { parts: all.iter().flat_map(|operation| operation.parts.clone()).collect(), frame: FRAME };
     assert_eq!(isolated_time(&both, &topology), ms(9));

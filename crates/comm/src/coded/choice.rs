@@ -11,7 +11,8 @@ use crate::algorithm::{regions, shares_on};
 use crate::cost::cost_coded;
 use crate::steps::Program;
 
-/// Minimum chunk in values. A smaller chunk costs more for its extra message than it saves.
+/// Minimum mean number of values in a block, if shards are cut into several chunks. A smaller block costs more
+/// for its extra message than it saves.
 const LEAST_CHUNK: usize = 16 * 1024;
 
 /// Description of a buffer to be reduced through a codec, and of the links.

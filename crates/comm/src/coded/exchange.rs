@@ -1,4 +1,5 @@
-//! A coded scatter-gather: each rank reduces one block for all ranks. Blocks are equal, or weighted by uplinks.
+//! A coded scatter-gather: each rank reduces one block for all ranks. Blocks are equal, or weighted by access
+//! links.
 
 use farflung_base::Rank;
 

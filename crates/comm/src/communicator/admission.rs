@@ -57,6 +57,8 @@ impl Communicator {
     ///
     /// # Errors
     /// On every rank, the reason why a newcomer did not join, or the failure of this communicator.
+    /// [`CommError::Fixed`] over MPI; [`CommError::Argument`] if a newcomer is a member already or not in the
+    /// network.
     pub fn admit(&self, newcomers: &[PeerId]) -> Result<Self, CommError> {
         const OP: &str = "admit";
         if let Some(reason) = self.transport.fixed() {
@@ -121,7 +123,7 @@ impl Communicator {
     /// returns that communicator.
     ///
     /// # Errors
-    /// [`CommError::Deadline`] if it was not admitted in time.
+    /// [`CommError::Deadline`] if it was not admitted in time; [`CommError::Fixed`] over MPI.
     pub fn wait_for_admission(transport: &Arc<dyn Transport>, deadline: Nanos) -> Result<Self, CommError> {
         if let Some(reason) = transport.fixed() {
             return Err(CommError::Fixed { op: "wait_for_admission", reason });

@@ -59,7 +59,8 @@ impl Communicator {
         Ok(Interpreter::new(name, program, algorithm, plain, (tag, check), members))
     }
 
-    /// Runs a collective on this thread. If it fails, the buffer is filled with [`Element::INVALID`].
+    /// Runs a collective on this thread. If it fails after its start, the buffer is filled with
+    /// [`Element::INVALID`].
     pub(super) fn in_place<T: Element>(&self, call: Call<T>, data: &mut [T]) -> Result<(), CommError> {
         let (name, bytes, rank) = (call.name, size_of_val(data), self.group.me);
         tracing::debug!(op = name, bytes, rank, "started");

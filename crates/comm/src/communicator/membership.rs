@@ -12,8 +12,8 @@ use crate::message::{Incoming, Outgoing};
 use crate::transport::{Port, Tag, Task};
 use crate::{Cancel, CommError};
 
-/// Constant that is mixed into the context ids of votes and of their results, so that they differ from those of
-/// splits.
+/// This and [`SURVIVORS`] are mixed into the context ids of votes and of the communicators that result, so that
+/// they differ from those of splits.
 const BALLOT: u64 = 2;
 const SURVIVORS: u64 = 3;
 
@@ -32,12 +32,12 @@ impl Communicator {
     /// first collective fails, and it can shrink again.) A live rank that the others consider lost ends up as
     /// the only rank of its communicator.
     ///
-    /// After a cancellation no rank is lost: the new communicator has the same ranks and numbers, under a new
-    /// epoch.
+    /// After a cancellation no rank is lost: the new communicator has the same ranks and numbers, with a new
+    /// context id.
     ///
     /// # Errors
     /// [`CommError::Ended`] if this endpoint is the one that was lost; [`CommError::Cancelled`] if this call
-    /// was cancelled; [`CommError::Fixed`] over MPI, if a rank is lost.
+    /// was cancelled; [`CommError::Fixed`] over MPI, after a failure that is not a cancellation.
     pub fn shrink(&self) -> Result<Self, CommError> {
         let fixed = self.transport.fixed().map(|reason| CommError::Fixed { op: "shrink", reason });
         let members = &self.group.members;

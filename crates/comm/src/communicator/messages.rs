@@ -204,9 +204,9 @@ impl Communicator {
         Ok(RecvAny { from, tag, cancelled: torn })
     }
 
-    /// Receives bytes from any of these ranks, and returns the sender too. Takes the message whose first frame
-    /// arrived first; on a tie, the one of the rank that is first in `from`. Lost ranks are skipped as long as
-    /// another rank is left.
+    /// Receives bytes from any of these ranks, and returns the sender too. Takes the first message to arrive;
+    /// if frames of several ranks have arrived already, the message of the one that is first in `from`. Lost
+    /// ranks are skipped as long as another rank is left.
     pub fn recv_any(&self, from: &[Rank], tag: u32) -> Result<(Rank, Vec<u8>), CommError> {
         self.run("recv_any", self.incoming_any(from, tag)?, false)
     }

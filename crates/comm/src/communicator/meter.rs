@@ -119,7 +119,7 @@ impl Meter {
 struct Metered<'a> {
     port: &'a mut dyn Port,
     counter: &'a mut Counter,
-    /// Time at which the operation sent or received its first frame.
+    /// Time at which the operation sent or received its first frame of this poll.
     moved: Option<Nanos>,
 }
 

@@ -112,7 +112,8 @@ fn type_of(element: &str) -> Option<(ffi::MPI_Datatype, usize)> {
     }
 }
 
-/// Returns MPI's operation; `None` for those whose result for NaN is not ours, and for bitwise ones.
+/// Returns MPI's operation; `None` for those whose result for NaN is not ours, and for bitwise and logical
+/// ones.
 const fn op_of(op: ReduceOp) -> Option<ffi::MPI_Op> {
     // SAFETY: these are constants of the library.
     unsafe {
@@ -156,8 +157,8 @@ impl Natives {
         is_known && op_of(call.op).is_some() && c_int::try_from(length).is_ok()
     }
 
-    /// Starts a collective on a copy of these bytes; returns its number. Without this communicator or type it
-    /// would not be complete, so `has` must be called before.
+    /// Starts a collective on a copy of these bytes; returns its number. Panics unless [`Natives::has`] returns
+    /// true for the call.
     pub(super) fn start(&mut self, _: &World, call: &NativeCall, data: &[u8]) -> u64 {
         let (kind, size) = type_of(call.element).expect("`has` has checked it");
         let op = op_of(call.op).expect("`has` has checked it");

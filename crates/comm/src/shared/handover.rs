@@ -66,7 +66,8 @@ impl Offer {
     /// send this side's waker.
     ///
     /// # Errors
-    /// If nothing has arrived, or the segment or waker is invalid.
+    /// If nothing has arrived, the segment or waker is invalid, or [`MAX_REJECTED`] connections did not send
+    /// the token.
     pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, RingWaker)> {
         for _ in 0..MAX_REJECTED {
             let (stream, _) = self.listener.accept()?;

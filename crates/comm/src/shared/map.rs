@@ -72,7 +72,7 @@ impl Direction {
     }
 }
 
-/// A mapped memory file. The system frees it when the last process that maps it ends, for whatever reason.
+/// A mapped memory file. The system frees it when no process maps it any more, also if processes are killed.
 pub(crate) struct Segment {
     base: NonNull<u8>,
 }

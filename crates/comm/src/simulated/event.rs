@@ -36,7 +36,8 @@ pub struct SimulatedEvent {
     pub time: u64,
     /// Rank that sent the frame or the notification. For a crash, the crashed rank.
     pub from: u32,
-    /// Number of the frame among all frames of its sender.
+    /// Number of the frame or notification among all those of its sender. For a crash, its index in the list of
+    /// faults.
     pub sequence: u64,
     /// Rank that the event reached.
     pub to: u32,

@@ -1,4 +1,5 @@
-//! Faults of a simulated network, as data. They depend on time only, not on what ranks do.
+//! Faults of a simulated network, as data: crashes, cuts and freezes at given times, the corruption of the next
+//! frame after a given time, and random delay and loss of frames.
 
 use std::collections::BTreeMap;
 

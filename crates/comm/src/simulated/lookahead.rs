@@ -123,7 +123,7 @@ impl Lookahead {
     }
 
     /// Returns the obstacle to an event of `rank` at `time`: a group with a running rank that can still cause
-    /// an earlier event at `rank`.
+    /// an event at `rank` that is not later.
     pub(super) fn obstacle(&self, rank: usize, time: Nanos) -> Option<Obstacle> {
         let groups = self.groups();
         let distance = &self.distance[rank * groups..][..groups];

@@ -30,9 +30,9 @@ pub(super) struct Key {
 pub(super) enum Kind {
     Crash,
     Depart,
-    /// A frame leaves over the shared line of a region.
+    /// A frame leaves its sender's uplink, in a network in which regions share lines.
     Cross,
-    /// A frame comes in over the shared line of a region.
+    /// A frame reaches the receiver's region, in a network in which regions share lines.
     Enter,
     Land,
     Arrive,
@@ -50,9 +50,9 @@ pub(super) struct Lane {
 /// The part of a rank that an event concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum LaneKind {
-    /// The rank's uplink: departures of frames.
+    /// The rank's uplink: departures of frames, and `Cross` events.
     Uplink,
-    /// The rank's downlink: landings of frames.
+    /// The rank's downlink: landings of frames, and `Enter` events.
     Downlink,
     /// The rank itself: arrivals and its crash.
     Itself,
@@ -136,7 +136,7 @@ impl<E> Queue<E> {
         }
     }
 
-    /// Marks the first event of a lane, if there is one, to be checked, because its rank has changed.
+    /// Marks the first event of a lane, if there is one, to be checked.
     pub(super) fn recheck(&mut self, lane: Lane) {
         let place = self.head(lane).map_or(LaneState::Idle, LaneState::Ready);
         self.set_state(lane, place);

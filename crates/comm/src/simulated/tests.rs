@@ -83,7 +83,7 @@ fn rank(comm: &Communicator, n: usize, seed: u64, nap: Option<u64>) -> Seen {
     (clocks, said, crc32fast::hash(bytemuck::cast_slice(&sum)))
 }
 
-/// Returns a topology of links with latencies of `least` to `least` + 40 ms.
+/// Returns a topology of links with latencies from `least` microseconds to 40 ms more.
 fn topology(seed: u64, n: usize, least: u64) -> Topology {
     let rng = Philox::new(seed, 5);
     let mut topology = Topology::uniform(n, "50mbit,3ms".parse().unwrap());

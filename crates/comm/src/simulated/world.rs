@@ -391,8 +391,8 @@ impl World {
         self.parked.sleep(rank, rung)
     }
 
-    /// Wakes a blocked rank at the time of the latest event of any rank. Called by threads outside of the
-    /// simulation.
+    /// Wakes a blocked rank at the time of the latest event of any rank. Has no effect if the rank runs, so
+    /// only calls from other threads than the rank's own matter.
     pub(super) fn unblock(&self, rank: usize) {
         let mut state = self.lock();
         let at = state.latest;
@@ -563,7 +563,7 @@ impl World {
     fn arrive(&self, state: &mut State, key: Key, Packet { to, tag, content: cargo }: Packet) {
         let Key { time, from, sequence, .. } = key;
         let (peer, there) = (PeerId(from as u32), state.ranks[to].status != Status::Gone);
-        // A rank that has left receives nothing, no matter when this event is processed.
+        // For a rank that has left, nothing is recorded, no matter when this event is processed.
         if let Some(record) = state.record.as_mut().filter(|_| there) {
             record.push(match &cargo {
                 PacketContent::Frame(frame) => {

@@ -68,7 +68,8 @@ pub enum ViewFault {
     /// The view has too many members.
     #[error("the view has {0} members, at most {most} are allowed", most = View::MOST_MEMBERS)]
     TooLarge(usize),
-    /// The members are not sorted, or this member is listed twice.
+    /// The members are not sorted, this member is listed twice, or it is a newcomer whose `joined` is not the
+    /// view's epoch.
     #[error("the members of the view are not sorted by (joined, id), or {0} is listed twice")]
     Unsorted(MemberId),
     /// Two members have this slot.
@@ -265,8 +266,8 @@ impl View {
         if stays { Some(self.tie_breaker) } else { members.first().map(|member| member.id) }
     }
 
-    /// Checks the view by itself: members sorted and distinct, slots distinct, the tie-breaker among the
-    /// members.
+    /// Checks the view by itself: 1 to [`View::MOST_MEMBERS`] members, sorted and distinct, with distinct
+    /// slots, none of which joined in a later epoch; the tie-breaker among the members.
     ///
     /// Errors: the rule that is broken.
     pub fn check(&self) -> Result<(), ViewFault> {

@@ -17,7 +17,9 @@ use flow::{ZeroDurations, flow};
 /// and backward (or only forward if no rank has backwards), on the rank that holds the stage, and there is no
 /// deadlock.
 ///
-/// It prints one line per rank and parses back. Text after `#` is ignored.
+/// It prints one line per rank, and the text parses to an order with the same lists. The placement is derived
+/// from the lists (see [`ComputeOrder::from_lists`]), and the rule for updates is not in the text. Text after
+/// `#` is ignored.
 ///
 /// ```
 /// use farflung_parallel::pipeline::ComputeOrder;
@@ -262,9 +264,11 @@ impl ComputeOrder {
 
     /// Creates an order from lists of unknown origin. The placement and the sizes are derived from the lists.
     ///
-    /// If stage 0 processes only some of the microbatches, the stages are taken to be two copies of the model.
+    /// If stage 0 processes only some of the microbatches and the number of stages is even, the stages are
+    /// taken to be two copies of the model.
     ///
-    /// Errors: [`ParallelError::Incomplete`] if there are too few actions; otherwise as [`ComputeOrder::new`].
+    /// Errors: [`ParallelError::Incomplete`] if there are too few actions; otherwise as [`Placement::new`] and
+    /// [`ComputeOrder::new`].
     pub fn from_lists(lists: Vec<Vec<Op>>) -> Result<Self, ParallelError> {
         let all = || lists.iter().flatten().flat_map(Op::actions);
         let count = all().count();

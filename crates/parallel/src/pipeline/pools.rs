@@ -152,8 +152,8 @@ impl Pools {
     /// `cost` is the cost of each stage on the slowest rank of its pool, or one cost for all stages; `hop` is
     /// the time of a message. A rank holds at most `memory` microbatches. By default, the limit is enough to
     /// keep the ranks of its stage and of later stages busy, message times included, in proportion to the
-    /// rank's microbatches. It is doubled if the ranks of a pool differ in speed, because microbatches then
-    /// return in another order than they left.
+    /// rank's microbatches. The limit, apart from message times, is doubled if the ranks of any pool differ in
+    /// speed, because microbatches then return in another order than they left.
     ///
     /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`] if the number of costs is neither 1 nor
     /// the number of stages; those of [`ComputeOrder::new`].
@@ -189,7 +189,8 @@ impl Pools {
     }
 
     /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
-    /// each part on the slowest rank of its pool.
+    /// each part on the slowest rank of its pool. Times of recomputation and of the optimizer step stay those
+    /// of the slowest rank.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let times = self.times(cost);
@@ -231,8 +232,8 @@ impl Pools {
             counts[rank.index()] += 1;
         }
         let all = routes.len().max(1) as u128;
-        // Work of a rank in the step divided by the number of all microbatches. For the busiest rank, this is
-        // the mean time per microbatch.
+        // Compute time of a rank in the step. That of the busiest rank, divided by the number of microbatches,
+        // is the mean time per microbatch (`each`).
         let busy = |rank: usize| {
             let RankTimes { forward, input, weight } = times[rank];
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
@@ -332,7 +333,7 @@ mod tests {
                 ..PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(hop))
             };
             let took = simulate(&order, &cost).unwrap().makespan();
-            // Each pool can compute four microbatches in three milliseconds.
+            // In three milliseconds, the first two pools can compute four microbatches each, the third five.
             let bound = f64::from(microbatches) * 0.75e6;
             assert!(bound / took.0 as f64 >= share, "{microbatches}: {took}");
             assert!(peaks(&order).iter().all(|&peak| peak <= 16), "{:?}", peaks(&order));

@@ -38,10 +38,10 @@ pub(crate) struct Hop {
 }
 
 impl Routed<'_> {
-    /// Returns the order. Each rank runs the operation that is ready first; if several are, input gradients go
-    /// before forward passes, because other ranks wait for them. Backward passes are split: `I` (input
-    /// gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs when the rank
-    /// would otherwise be idle.
+    /// Returns the order. Each rank runs the operation that can start first; if several can start at the same
+    /// time, input gradients go before forward passes, because other ranks wait for them. Backward passes are
+    /// split: `I` (input gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs
+    /// when the rank would otherwise be idle.
     ///
     /// The schedule cannot deadlock: a rank that holds its maximum has sent these microbatches on, and the last
     /// stage computes the gradient of a microbatch without waiting for another rank.

@@ -1,5 +1,5 @@
-//! Simulates a pipeline: computes the start and end of every computation from an order and its costs. All
-//! arithmetic is on integers, so results are the same on every machine.
+//! Simulates a pipeline: computes the start and end of every computation from an order and its costs. All times
+//! are integers, so they are the same on every machine.
 
 use std::collections::BTreeMap;
 

@@ -68,7 +68,8 @@ impl StepSimulation<'_> {
         &self.compute
     }
 
-    /// Returns the reductions, in the order of their starts.
+    /// Returns the reductions: the averages in the order of their starts, then the sums of tied gradients in
+    /// the order of their starts.
     #[must_use]
     pub fn reductions(&self) -> &[Reduction] {
         &self.reductions

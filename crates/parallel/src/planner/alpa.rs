@@ -25,8 +25,8 @@ impl Submesh {
 }
 
 /// Returns the submeshes that Alpa allows on `nodes` machines with `devices` devices each: a power of two of
-/// one machine's devices, or all devices of several machines. Any set of them whose sizes add up to all devices
-/// can be placed.
+/// one machine's devices, or all devices of one or more machines. If `devices` is a power of two, any set of
+/// them whose sizes add up to all devices can be placed.
 #[must_use]
 pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
     let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices);

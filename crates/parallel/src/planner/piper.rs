@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use crate::seeded_rng::SeededRng;
 
-    /// Returns the least period over all lists of stages, and the number of stages.
+    /// Returns the period and the number of stages of every list of stages that fits.
     fn by_brute_force(
         size: &PiperSize,
         load: ShapeLoad<'_>,

@@ -1,4 +1,5 @@
-//! Plans pipelines that train side by side on thousands of machines in regions. Times come from closed forms.
+//! Plans pipelines that train side by side on thousands of machines in regions. Times come from closed forms;
+//! the pipelines of the best plans are then simulated.
 //!
 //! The layouts range between DT-FM's two extremes. Sites are joined into groups, the nearest first (single
 //! linkage). Each group has its own pipelines, whose stages follow the shortest path over the group's sites. If

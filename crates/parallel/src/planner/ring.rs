@@ -194,7 +194,7 @@ mod tests {
     }
 
     /// Bandwidths are 100 along 0-1-2-3, 10 from 3 to 0, and 40 across. The ring 0-1-2-3 has a link of 10;
-    /// 0-1-3-2 has none below 40. (Minimising the sum, as PCCL does, would choose the first.)
+    /// 0-1-3-2 has none below 40. Its sum of costs is lower too.
     #[test]
     fn the_slowest_link_counts_before_the_sum() {
         let mut costs = vec![0; 16];

@@ -61,8 +61,9 @@ pub struct ChainPlan {
 }
 
 impl Chain {
-    /// Returns the time of a step: `sum(t) + 2 sum(hops) + (m - 1) max(t)`. The first microbatch passes all
-    /// stages and hops once in each direction; each further one takes as long as the slowest stage or transfer.
+    /// Returns the time of a step: `sum(t) + 2 sum(hops) + (m - 1) max(t, hop)`. The first microbatch passes
+    /// all stages and hops once in each direction; each further one takes as long as the slowest stage or
+    /// transfer.
     /// `None` if a machine cannot hold its stage.
     ///
     /// The `k`-th stage from the end holds `min(m, k)` microbatches, as under 1F1B. Transfers in the two
@@ -122,9 +123,9 @@ struct Sums<'a> {
 /// Times of messages over the boundary between two stages.
 #[derive(Clone, Copy)]
 struct Hop {
-    /// Time of the first message.
+    /// Time of the first message, averaged over the two directions.
     once: u64,
-    /// Time for which each further message occupies the wire.
+    /// Time for which each further message occupies the wire in the slower direction.
     each: u64,
 }
 
@@ -170,8 +171,8 @@ impl<'a> Sums<'a> {
     }
 }
 
-/// Returns the fastest stages of a chain. The result is exact: for each possible bound on the slowest stage,
-/// dynamic programming over the remaining layers, their first machine and the number of stages.
+/// Returns the fastest stages of a chain. The result is exact: for each possible bound on the slowest stage or
+/// transfer, dynamic programming over the remaining layers, their first machine and the number of stages.
 ///
 /// Machines may be left out, but not reordered. Let `t` be the bound, `F_t` the least sum of stages and hops
 /// within it, and `m` the number of microbatches; the result is the minimum of `F_t + (m - 1) t`. Bounds are

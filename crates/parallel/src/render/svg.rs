@@ -13,7 +13,7 @@ const GAP: u32 = 10;
 const WIDTH: u32 = 960;
 const RIGHT: u32 = 24;
 
-/// Okabe and Ito's palette, which colour-blind readers can distinguish.
+/// Okabe and Ito's palette, which colour-blind readers can distinguish, and a grey.
 const fn colour(kind: Kind) -> &'static str {
     match kind {
         Kind::Forward => "#56b4e9",
@@ -140,7 +140,8 @@ fn axis(out: &mut String, makespan: u64, bottom: u32, x: &dyn Fn(Nanos) -> f64) 
     let _ = writeln!(out, "<text x=\"{middle:.2}\" y=\"{}\" text-anchor=\"middle\">ms</text>", bottom + 34);
 }
 
-/// Returns the smallest of 1, 2 and 5 times a power of ten that gives at most ten ticks.
+/// Returns the time between two ticks: the smallest of 1, 2 and 5 times a power of ten that gives at most ten
+/// intervals.
 fn tick(makespan: u64) -> u64 {
     let powers = (0..20).map(|e| 10_u64.saturating_pow(e));
     let mut ticks = powers.flat_map(|p| [p, p.saturating_mul(2), p.saturating_mul(5)]);

@@ -24,7 +24,8 @@ struct Numbers {
     wires: BTreeMap<Rank, Nanos>,
     to: BTreeMap<Rank, Sender<Letter>>,
     from: BTreeMap<Rank, Receiver<Letter>>,
-    /// Inputs of forwards until their backward, or from `I` until `W`.
+    /// For each forward, its input and the gradient of its output (0 before `I`). Kept until the backward, or
+    /// until `W` if the backward is split.
     saved: BTreeMap<(StageId, u32, u16), (u64, u64)>,
     /// Sum of weight gradients, by part of the model.
     grads: BTreeMap<u32, u64>,

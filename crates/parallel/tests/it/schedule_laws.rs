@@ -75,7 +75,8 @@ proptest! {
         let order = if recompute { order.with_recompute() } else { order };
         let [replicas, tied, sharded] = flags;
         let schedule = Schedule::new(order, &Lowering { ahead, replicas, tied, sharded, offload }).unwrap();
-        // In these methods, ranks may run far ahead of each other and have that many messages in flight.
+        // In these methods, ranks may run far ahead of each other and have the messages of all microbatches in
+        // flight.
         let far_ahead = matches!(
             method,
             Method::BreadthFirst | Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna | Method::Hanayo
@@ -176,7 +177,7 @@ proptest! {
                 let simulation = simulate(order, cost).unwrap();
                 let most = (0..p).map(|r| simulation.span_bubble(Rank(r)).0).max().unwrap();
                 let closed = (gap * (f + i)).saturating_sub(weights * gap * w);
-                // The closed form is exact if all W fit into the gaps, and a lower bound otherwise.
+                // The closed form is a lower bound if all W fit into the gaps, and exact for equal times.
                 if w <= i && w <= f && weights * w <= f + i {
                     assert!(most >= closed, "{method}: {most} {closed}");
                 }

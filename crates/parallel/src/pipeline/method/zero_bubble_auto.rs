@@ -59,7 +59,7 @@ struct Flags {
     /// backward. If false, the last warm-up forward may end later.
     bubble_before_first_backward: bool,
     /// A stage that is two forwards ahead of the next stage postpones a forward that would delay its next
-    /// backward.
+    /// backward, unless waiting for that backward would make its bubble the longest of all stages.
     prioritize_backward: bool,
     /// W also runs in a gap that is too short for it if leaving the gap idle would not make this stage the one
     /// with the longest bubble.

@@ -19,8 +19,8 @@ impl Workload {
     /// The workload of the published scheduler: GPT-3 XL on 8 stages and 8 replicas, a batch of a million
     /// tokens.
     ///
-    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32. Activations are 61 sequences of 2,024 by
-    /// 2,048 values (not 2,048 by 2,048) in f16; the publication counts them in units of 2^30 bytes and its
+    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32. Activations are 61.04 sequences of 2,024
+    /// by 2,048 values (not 2,048 by 2,048) in f16; the publication counts them in units of 2^30 bytes and its
     /// links in units of 10^9. Both values are as published.
     pub const PUBLISHED: Self = Self { gradients: Bytes(650_000_000), activations: Bytes(471_249_223) };
 
@@ -46,8 +46,8 @@ pub struct PairCosts {
     hop: Vec<u64>,
 }
 
-/// Maximum time of a pair in nanoseconds (73 minutes). It ensures that sums over all pairs of the largest
-/// network fit in 64 bits.
+/// Maximum time of a pair in nanoseconds (73 minutes). It ensures that the sums in a layout's cost, which have
+/// at most `2 * Mesh::MAX_RANKS` pairs, fit in 64 bits.
 const LONGEST: u64 = 1 << 42;
 
 impl PairCosts {

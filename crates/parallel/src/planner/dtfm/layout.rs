@@ -27,7 +27,8 @@ impl LayoutCost {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Layout {
-    /// Devices of each group, sorted. Groups are sorted by their first device.
+    /// Devices of each group, sorted; groups are sorted by their first device. In a layout made by
+    /// [`Layout::as_given`], both are in the order of the given pipelines.
     pub groups: Vec<Vec<Rank>>,
     /// Index of the group that holds each stage.
     pub order: Vec<usize>,

@@ -28,8 +28,8 @@ const AGAIN: u64 = 20;
 /// layout so far after two random swaps.
 ///
 /// Layouts with equal total costs are compared by the length of a path over mean hops, because the total
-/// depends only on the slowest hop of each boundary. The cost of a layout is computed only once. All arithmetic
-/// is on integers, so a seed gives the same result on every machine.
+/// depends only on the slowest hop of each boundary. A layout that a descent meets again is not counted again.
+/// All arithmetic is on integers, so a seed gives the same result on every machine.
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {

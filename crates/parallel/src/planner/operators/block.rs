@@ -315,7 +315,7 @@ mod tests {
     }
 
     /// With many tokens and few weights, data parallelism is chosen. With few tokens and many weights,
-    /// Megatron's division by columns, then by rows, is chosen.
+    /// Megatron's division by columns, then by rows of the matrix (`inner`), is chosen.
     #[test]
     fn tokens_or_weights_travel_whichever_are_fewer() {
         let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };
@@ -331,8 +331,8 @@ mod tests {
         assert!(chosen(&few, &mesh).iter().all(|name| !["columns", "inner"].contains(&name.as_str())));
     }
 
-    /// Megatron's block costs four sums of the hidden states and nothing else, if norms and residuals are
-    /// whole.
+    /// The communication of Megatron's block is four sums of the hidden states and nothing else, if norms and
+    /// residuals are whole.
     #[test]
     fn megatrons_cuts_cost_four_sums() {
         let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };

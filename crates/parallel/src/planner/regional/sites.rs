@@ -35,7 +35,8 @@ impl Sites {
     ///
     /// If no regions are named, clusters the device entries by single linkage over the time of `bytes` between
     /// them: sorts the links of the minimum spanning tree and cuts at the largest ratio between consecutive
-    /// ones, if it is 2 or more. Otherwise, all machines are one site.
+    /// ones, if it is 2 or more. Otherwise, each entry is a site if even the nearest two entries are at least
+    /// twice as far apart as any two instances of one entry. Otherwise, all machines are one site.
     ///
     /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair without a link.
     pub fn of(cluster: &Cluster, bytes: Bytes) -> Result<Self, ParallelError> {

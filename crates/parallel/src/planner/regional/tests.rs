@@ -74,7 +74,8 @@ fn clustering_finds_the_regions_that_a_file_does_not_name() {
     let sites = Sites::of(&cluster(&text), Bytes(1_000_000)).unwrap();
     let found: Vec<Vec<u32>> = sites.all.iter().map(|s| s.machines.iter().map(|r| r.0).collect()).collect();
     assert_eq!(found, [vec![0, 2, 5], vec![1, 3], vec![4]]);
-    // Equal links give one site. Entries whose own machines are far apart give one site each.
+    // Equal links give one site. Entries that are much farther apart than the instances of one entry give one
+    // site each.
     let one = "default = \"1gbit,1ms\"\n[[device]]\nname = \"a\"\ncount = 9\nflops = \"1 TFLOPS\"\n";
     assert_eq!(Sites::of(&cluster(one), Bytes(1000)).unwrap().all.len(), 1);
     let far = "default = \"1mbit,1ms\"\n[[device]]\nname = \"a\"\ncount = 2\nflops = \"1 TFLOPS\"\n\
@@ -131,8 +132,8 @@ fn too_little_memory_is_an_error_that_says_how_much() {
     assert!(matches!(error, ParallelError::TooSmall { needs: Bytes(6060), has: Bytes(8000), .. }), "{error}");
 }
 
-/// Equal machines and free links: compares with the bound of one pipeline of two stages and two microbatches
-/// computed by hand, and with the limit for many microbatches.
+/// Equal machines and free links: the bound is at least the time at all machines' full rates, at most the time
+/// of a simulated pipeline, and near the full rates for many microbatches.
 #[test]
 fn the_bound_is_below_every_simulated_pipeline_and_near_the_rates() {
     let machine = ChainMachine { flops: 1_000_000_000, memory: None };
