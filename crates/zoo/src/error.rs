@@ -87,7 +87,7 @@ pub enum ZooError {
         /// Offset of the first invalid byte.
         offset: usize,
     },
-    /// The header or the length of a token file, or the length of a file of recorded offsets, is wrong.
+    /// The header or the length of a token file is wrong.
     #[error("token file `{}`: {field} is {found}, expected {expected}", path.display())]
     TokenFile {
         /// Path of the file.
@@ -98,6 +98,20 @@ pub enum ZooError {
         found: u64,
         /// Value required.
         expected: u64,
+    },
+    /// The length of a file of recorded offsets is not a whole number of rows.
+    #[error(
+        "file of recorded offsets `{}`: the length is {found} bytes, expected a multiple of {row} (8 bytes for \
+         each sequence of a step)",
+        path.display()
+    )]
+    OffsetsLength {
+        /// Path of the file.
+        path: PathBuf,
+        /// Length of the file in bytes.
+        found: u64,
+        /// Bytes of the offsets of one step.
+        row: u64,
     },
     /// A split is too short for one sequence with its targets.
     #[error("the {split} split has {tokens} tokens, expected at least {needed} (context + 1)")]

@@ -64,18 +64,16 @@ pub struct Offsets {
 impl Offsets {
     /// Reads a file of little-endian `i64` values, `[steps, columns]`, as written by numpy's `tofile`.
     ///
-    /// Errors: [`ZooError::Io`]; [`ZooError::TokenFile`] if the length is not a whole number of rows;
+    /// Errors: [`ZooError::Io`]; [`ZooError::OffsetsLength`] if the length is not a whole number of rows;
     /// [`ZooError::Sampler`] if `columns` is zero.
     pub fn read(path: &Path, columns: usize) -> Result<Self, ZooError> {
         let bytes = fs::read(path).map_err(ZooError::io("read", path))?;
         let (values, _) = bytes.as_chunks();
         let offsets = Self::new(columns, values.iter().map(|&b| i64::from_le_bytes(b)).collect());
         let row = columns as u64 * 8;
-        let rest = bytes.len() as u64 % row.max(1);
-        if rest != 0 {
-            let (path, field) =
-                (path.to_owned(), "remainder of the length in bytes divided by that of a row");
-            return Err(ZooError::TokenFile { path, field, found: rest, expected: 0 });
+        let found = bytes.len() as u64;
+        if !found.is_multiple_of(row.max(1)) {
+            return Err(ZooError::OffsetsLength { path: path.to_owned(), found, row });
         }
         offsets
     }
