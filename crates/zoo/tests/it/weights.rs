@@ -198,6 +198,10 @@ fn unsupported_configs_are_refused_with_the_field() {
         ("n_embd", Value::Null),
         ("n_ctx", json!(7)),
         ("vocab_size", json!(1.5)),
+        ("n_layer", json!(0)),
+        ("n_head", json!(3)),
+        ("n_embd", json!(1 << 30)),
+        ("vocab_size", json!(1_u64 << 40)),
     ];
     for (field, value) in cases {
         let message = with(field, value).unwrap_err().to_string();
@@ -213,6 +217,8 @@ fn unsupported_configs_are_refused_with_the_field() {
         let message = with(field, json!(value)).unwrap_err().to_string();
         assert!(message.contains(named), "{message}");
     }
+    let message = with("n_head", json!(3)).unwrap_err().to_string();
+    assert!(message.contains("`n_head` is 3, expected a divisor of `n_embd`"), "{message}");
     fs::write(&path, "{").unwrap();
     assert!(Weights::open(dir.path()).unwrap_err().to_string().contains("config.json"));
     assert!(matches!(Weights::open(&dir.path().join("none")), Err(ZooError::Io { .. })));
