@@ -191,8 +191,8 @@ impl Cluster {
             return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_MACHINES });
         }
         if self.devices.len() > Self::MAX_DEVICES {
-            let (ranks, limit) = (self.devices.len() as u64, Self::MAX_DEVICES as u64);
-            return Err(ParallelError::TooManyRanks { ranks, limit });
+            let (found, limit) = (self.devices.len() as u128, Self::MAX_DEVICES);
+            return Err(ParallelError::TooLarge { what: "entries of devices", found, limit });
         }
         if self.devices.is_empty() {
             return Err(ParallelError::NoDevices);

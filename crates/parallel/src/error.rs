@@ -63,10 +63,10 @@ pub enum ParallelError {
         /// The axis.
         axis: Axis,
     },
-    /// The number of ranks, or of device entries in a topology file, is above a limit.
+    /// The number of ranks is above a limit.
     #[error("{ranks} ranks are too many: at most {limit} are supported")]
     TooManyRanks {
-        /// Number of ranks, or of device entries.
+        /// Number of ranks.
         ranks: u64,
         /// Maximum for this use.
         limit: u64,
@@ -244,12 +244,14 @@ pub enum ParallelError {
         /// Description of the supported values.
         needs: String,
     },
-    /// A schedule has too many actions, or a search for recomputation needs a table with too many cells.
-    #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
+    /// A schedule has too many actions or slices, a search for recomputation needs a table with too many cells,
+    /// or a topology file has too many entries of devices.
+    #[error("{found} {what} are too many: at most {limit} are supported")]
     TooLarge {
-        /// Number of stages times microbatches times slices; of slices alone, if these are more than 65535; or
-        /// of cells.
-        actions: u128,
+        /// The things that are too many, such as `actions of a schedule`.
+        what: &'static str,
+        /// Their number. For a schedule: stages times microbatches times slices.
+        found: u128,
         /// Maximum for this number.
         limit: usize,
     },

@@ -250,10 +250,7 @@ impl Method {
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
         self.admits(settings, chunks)?;
         let slices = if self.slices() { settings.slices } else { 1 };
-        let cells = u128::from(ranks) * u128::from(chunks) * u128::from(microbatches) * u128::from(slices);
-        if cells > ComputeOrder::MAX_CELLS as u128 {
-            return Err(ParallelError::TooLarge { actions: cells, limit: ComputeOrder::MAX_CELLS });
-        }
+        ComputeOrder::check_cells(u64::from(ranks) * u64::from(chunks), microbatches, slices)?;
         let placement = match row.shape {
             Shape::Looped => Placement::looped(ranks, chunks),
             Shape::Wave => Placement::wave(ranks, chunks),

@@ -68,7 +68,8 @@ pub fn rotor(
     }
     let cells = (layers.len() as u128).pow(2) * u128::from(units);
     if cells > 1 << 26 {
-        return Err(ParallelError::TooLarge { actions: cells, limit: 1 << 26 });
+        let what = "cells of the table of recomputation";
+        return Err(ParallelError::TooLarge { what, found: cells, limit: 1 << 26 });
     }
     let in_units = |bytes: Bytes| {
         let units = (u128::from(bytes.0) * u128::from(units)).div_ceil(u128::from(budget.0));

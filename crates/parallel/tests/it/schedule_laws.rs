@@ -214,7 +214,7 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     assert!(refused(Method::ZbH2, at(u32::MAX, 1)).contains("at least 8589934589"));
     assert!(refused(Method::TeraPipe, Settings { slices: 0, ..at(2, 2) }).contains("slices"));
     assert!(refused(Method::OneFOneBSlope, Settings { slope: Some(0), ..at(2, 2) }).contains("0 mu"));
-    assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("too many for a schedule"));
+    assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("actions of a schedule are too many"));
     assert!(
         refused(Method::ZbAuto, Settings { cost: vec![StageCost::UNIT; 3], ..at(2, 2) })
             .contains("3 entries")
