@@ -127,12 +127,14 @@ impl Pools {
     /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: the routes of a step are fixed by the plan
     /// before it begins, so that each microbatch counts exactly once even if a rank is late.
     ///
-    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one.
+    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one;
+    /// [`ParallelError::TooLarge`] for more stages times microbatches than [`ComputeOrder::MAX_CELLS`].
     pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
         if let Some(PoolsFault { field, expected }) = self.fault() {
             let value = format!("{:?}", if field == "sizes" { &self.sizes } else { &self.rates });
             return Err(ParallelError::Plan { field: format!("pools.{field}"), value, expected });
         }
+        ComputeOrder::check_cells(self.sizes.len() as u64, microbatches, 1)?;
         let mut routes = vec![Vec::with_capacity(self.sizes.len()); microbatches as usize];
         for (first, &size) in self.firsts().into_iter().zip(&self.sizes) {
             let mut wiring = Wiring::default();
@@ -350,6 +352,9 @@ mod tests {
         assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.rates"));
         let order = Pools::equal(vec![1, 3]).order(2, &[StageCost::UNIT], Nanos::ZERO, None);
         assert!(order.is_err(), "a rank without work");
+        let many = Pools::equal(vec![1, 1]).order(u32::MAX, &[StageCost::UNIT], Nanos::ZERO, None);
+        let message = many.unwrap_err().to_string();
+        assert!(message.contains("8589934590 actions of a schedule are too many"), "{message}");
     }
 
     #[test]

@@ -64,6 +64,7 @@ impl Routed<'_> {
         }
         let copies = numbers.len() as u32;
         let placement = Placement::new(rank_of, copies)?;
+        ComputeOrder::check_cells(placement.stages().into(), microbatches, 1)?;
         let lists = RouteBuilder::new(self, copy_of).run();
         ComputeOrder::new(placement, microbatches, 1, lists)
     }
