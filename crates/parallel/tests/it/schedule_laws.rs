@@ -223,6 +223,17 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     assert!(unknown.contains("2f2b") && unknown.contains("zb-h1"), "{unknown}");
 }
 
+/// A bound is asked for before it is known whether the method supports the settings.
+#[test]
+fn a_limit_of_no_memory_has_a_bound_too() {
+    for method in Method::ALL {
+        let settings = Settings { memory: Some(0), ..Settings::new(4, 8) };
+        assert!(method.peak_bound(&settings, 0).unwrap_or(0) <= 16, "{method}");
+    }
+    let none = Settings { memory: Some(0), ..Settings::new(4, 8) };
+    assert_eq!(Method::ZbAuto.peak_bound(&none, 0), Some(0));
+}
+
 #[test]
 fn names_are_unique_and_read_back() {
     for method in Method::ALL {

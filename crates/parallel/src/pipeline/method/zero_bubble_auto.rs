@@ -15,7 +15,7 @@ pub(super) const ROW: Row = Row {
     lists: |asked| lists(asked.settings),
     // An activation takes two of the `2 memory` units of memory, and one unit after its I has run. So up to `2
     // memory - 1` activations fit.
-    peak: |settings, Sizes { p, m, .. }| m.min(2 * settings.memory.map_or(p, u64::from) - 1),
+    peak: |settings, Sizes { p, m, .. }| m.min((2 * settings.memory.map_or(p, u64::from)).saturating_sub(1)),
     ..Row::PLAIN
 };
 
