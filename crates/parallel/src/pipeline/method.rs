@@ -294,11 +294,11 @@ impl Method {
     /// Returns the bound that the method guarantees on the number of activations that `rank` holds at once,
     /// counted as in [`peaks`](super::peaks).
     #[must_use]
-    pub fn peak_bound(self, settings: &Settings, rank: u32) -> Option<u64> {
+    pub fn peak_bound(self, settings: &Settings, rank: u32) -> u64 {
         let chunks = u64::from(settings.chunks.unwrap_or(self.default_chunks()));
         let sizes =
             Sizes { p: settings.ranks.into(), m: settings.microbatches.into(), chunks, rank: rank.into() };
-        Some((self.row().peak)(settings, sizes))
+        (self.row().peak)(settings, sizes)
     }
 }
 
