@@ -191,14 +191,17 @@ impl Pools {
     }
 
     /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
-    /// each part on the slowest rank of its pool. Times of recomputation and of the optimizer step stay those
-    /// of the slowest rank.
+    /// each part on the slowest rank of its pool. The time of the optimizer step stays that of the slowest rank,
+    /// because rates are measured on microbatches.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
-        let times = self.times(cost);
+        let shares = self.shares();
         let own = |stage: StageId| {
-            let RankTimes { forward, input, weight } = times[placement.rank(stage).index()];
-            StageCost { forward, input, weight, ..cost[placement.part(stage) as usize] }
+            let cost = cost[placement.part(stage) as usize];
+            let own = |time| shares[placement.rank(stage).index()].of(time);
+            let (forward, input) = (own(cost.forward), own(cost.input));
+            let (weight, recompute) = (own(cost.weight), own(cost.recompute));
+            StageCost { forward, input, weight, recompute, ..cost }
         };
         (0..placement.stages()).map(StageId).map(own).collect()
     }
@@ -210,19 +213,27 @@ impl Pools {
             .map(|(first, &size)| first as usize..(first + size) as usize)
     }
 
+    /// Returns the ratio of each rank's times to those of the slowest rank of its pool.
+    fn shares(&self) -> Vec<Share> {
+        let of_pool = |pool: std::ops::Range<usize>| {
+            let rates = &self.rates[pool];
+            let slowest = rates.iter().copied().min().unwrap_or(1);
+            rates.iter().map(move |&rate| Share { slowest, rate })
+        };
+        self.pools().flat_map(of_pool).collect()
+    }
+
     /// Returns the times of each rank for one microbatch. `cost` is the cost of each stage on the slowest rank
     /// of its pool.
     fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
+        let shares = self.shares();
         let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
-            let rates = &self.rates[pool];
-            let slowest = rates.iter().copied().min().unwrap_or(1);
-            let cost = *cost;
-            let of_rank = move |&rate: &u32| {
-                let own =
-                    |time: Nanos| Nanos((u128::from(time.0) * u128::from(slowest) / u128::from(rate)) as u64);
-                RankTimes { forward: own(cost.forward), input: own(cost.input), weight: own(cost.weight) }
+            let of_rank = |own: &Share| RankTimes {
+                forward: own.of(cost.forward),
+                input: own.of(cost.input),
+                weight: own.of(cost.weight),
             };
-            rates.iter().map(of_rank).collect::<Vec<_>>()
+            shares[pool].iter().map(of_rank).collect::<Vec<_>>()
         };
         self.pools().zip(cost).flat_map(of_pool).collect()
     }
@@ -252,6 +263,20 @@ impl Pools {
             held.extend(pool.map(of_rank));
         }
         held
+    }
+}
+
+/// Rates of the slowest rank of a pool and of one of its ranks.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    slowest: u32,
+    rate: u32,
+}
+
+impl Share {
+    /// Returns the rank's time for what takes the slowest rank of its pool `time`.
+    fn of(self, time: Nanos) -> Nanos {
+        Nanos((u128::from(time.0) * u128::from(self.slowest) / u128::from(self.rate)) as u64)
     }
 }
 
@@ -339,6 +364,20 @@ mod tests {
             let bound = f64::from(microbatches) * 0.75e6;
             assert!(bound / took.0 as f64 >= share, "{microbatches}: {took}");
             assert!(peaks(&order).iter().all(|&peak| peak <= 16), "{:?}", peaks(&order));
+        }
+    }
+
+    #[test]
+    fn every_computation_of_a_microbatch_takes_the_time_of_its_rank() {
+        let pools = pools(&[1, 2], &[1, 1, 4]);
+        let cost = [StageCost { step: Nanos(8), ..StageCost::UNIT }; 2];
+        let order = pools.order(10, &cost, Nanos::ZERO, None).unwrap();
+        let placement = order.placement();
+        let costs = pools.own_costs(placement, &cost);
+        for stage in (0..placement.stages()).map(StageId) {
+            let time = Nanos(if placement.rank(stage) == Rank(2) { 250_000 } else { 1_000_000 });
+            let StageCost { forward, input, weight, recompute, step, .. } = costs[stage.index()];
+            assert_eq!([forward, input, weight, recompute, step], [time, time, time, time, Nanos(8)]);
         }
     }
 
