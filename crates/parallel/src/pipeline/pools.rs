@@ -191,8 +191,8 @@ impl Pools {
     }
 
     /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
-    /// each part on the slowest rank of its pool. The time of the optimizer step stays that of the slowest rank,
-    /// because rates are measured on microbatches.
+    /// each part on the slowest rank of its pool. The time of the optimizer step stays that of the slowest
+    /// rank, because rates are measured on microbatches.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
         let shares = self.shares();
@@ -282,7 +282,10 @@ impl Share {
 
 #[cfg(test)]
 mod tests {
+    use farflung_base::{Bandwidth, Bytes, Link};
+
     use super::*;
+    use crate::Lane;
     use crate::pipeline::{Boundary, ComputeKind, Method, PipelineCost, Settings, peaks, simulate};
 
     fn pools(sizes: &[u32], rates: &[u32]) -> Pools {
@@ -379,6 +382,32 @@ mod tests {
             let StageCost { forward, input, weight, recompute, step, .. } = costs[stage.index()];
             assert_eq!([forward, input, weight, recompute, step], [time, time, time, time, Nanos(8)]);
         }
+    }
+
+    /// A rank of a pool has a wire to each rank of the next and of the previous pool, and each has its lane.
+    #[test]
+    fn each_wire_has_a_lane_of_its_own() {
+        let pools = Pools::equal(vec![1, 3, 1]);
+        let order = pools.order(12, &[StageCost::UNIT], Nanos::ZERO, None).unwrap();
+        // One byte per nanosecond: a message takes as long as a computation.
+        let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: Nanos::ZERO };
+        let bytes = Bytes(1_000_000);
+        let boundary = Boundary { link, forward: bytes, backward: bytes };
+        let cost = PipelineCost::uniform(&order, StageCost::UNIT, boundary);
+        let timeline = simulate(&order, &cost).unwrap().timeline();
+        let lanes = timeline.lanes();
+        let to = |rank| Lane::To(Rank(rank));
+        assert_eq!(lanes[0], [Lane::Compute, Lane::Next, Lane::Previous, to(2), to(3)]);
+        assert_eq!(lanes[2], [Lane::Compute, Lane::Next, Lane::Previous, to(0), to(4)]);
+        assert_eq!((to(2).to_string(), lanes[4].len()), ("to rank 2".to_owned(), 5));
+        for (rank, lanes) in (0..).map(Rank).zip(&lanes) {
+            for &lane in lanes {
+                let spans: Vec<_> = timeline.lane(rank, lane).collect();
+                assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start), "{rank}, {lane}");
+            }
+        }
+        let trace = crate::render::trace(&timeline);
+        assert!(trace.contains("to rank 3"), "{trace}");
     }
 
     #[test]

@@ -29,19 +29,19 @@ const fn colour(kind: Kind) -> &'static str {
 
 /// Draws a timeline as a standalone SVG, 960 units wide. A tooltip describes each bar.
 ///
-/// Each rank has a row for its processor and a row for each kind of link that is used. In pipelines, bars that
+/// Each rank has a row for its processor and a row for each of its links that is used. In pipelines, bars that
 /// are wide enough show their op. Times on the axis are in milliseconds.
 #[must_use]
 pub fn svg(timeline: &Timeline) -> String {
-    let lanes: Vec<_> = timeline.lanes().collect();
-    let band = lanes.len() as u32 * LANE;
+    let lanes = timeline.lanes();
+    let band = lanes.iter().map(Vec::len).max().unwrap_or(1) as u32 * LANE;
     let rows = timeline.ranks * (band + GAP);
     let height = TOP + rows + 44;
     let makespan = timeline.makespan().0.max(1);
     let x = |t: Nanos| f64::from(LEFT) + f64::from(WIDTH - LEFT - RIGHT) * t.0 as f64 / makespan as f64;
     let top = |rank: Rank| TOP + rank.0 * (band + GAP);
     let row = |span: &Span| {
-        let lane = lanes.iter().position(|&l| l == span.lane).unwrap_or_default();
+        let lane = lanes[span.rank.index()].iter().position(|&l| l == span.lane).unwrap_or_default();
         top(span.rank) + lane as u32 * LANE
     };
     let mut out = format!(
