@@ -333,12 +333,12 @@ pub enum ParallelError {
         waiting: Vec<(Rank, Lowered)>,
     },
     /// A rank of a script waits for an operation that never ends.
-    #[error("{rank} waits at act {act} for an operation that never ends")]
+    #[error("{rank} waits at op {op} of its script for an operation that never ends")]
     NeverDone {
         /// The waiting rank.
         rank: Rank,
-        /// Index of the action at which the rank waits.
-        act: usize,
+        /// Index of the op at which the rank waits.
+        op: usize,
     },
     /// A sequence cannot be divided into slices of whole grains.
     #[error("{tokens} tokens cannot be divided into at most 4096 slices of {grain} tokens")]
