@@ -59,7 +59,7 @@ pub enum ViewFault {
     #[error("the view has no members")]
     Empty,
     /// This member is missing from the view.
-    #[error("{0} is not in the view, or has another slot")]
+    #[error("{0} is not in the view")]
     NotIn(MemberId),
     /// A different view of an epoch that is already decided. This violates the guarantee of one view per epoch:
     /// a member has lost its votes.
@@ -68,8 +68,7 @@ pub enum ViewFault {
     /// The view has too many members.
     #[error("the view has {0} members, at most {most} are allowed", most = View::MOST_MEMBERS)]
     TooLarge(usize),
-    /// The members are not sorted, this member is listed twice, or it is a newcomer whose `joined` is not the
-    /// view's epoch.
+    /// The members are not sorted, or this member is listed twice.
     #[error("the members of the view are not sorted by (joined, id), or {0} is listed twice")]
     Unsorted(MemberId),
     /// Two members have this slot.
@@ -78,6 +77,9 @@ pub enum ViewFault {
     /// This member joined in an epoch after the view's.
     #[error("{0} joined in an epoch after the view's")]
     JoinedLater(MemberId),
+    /// This newcomer joined in an epoch before the view's.
+    #[error("{0} is new in the view, but joined in an epoch before the view's")]
+    JoinedEarlier(MemberId),
     /// The tie-breaker is not a member, or not the one that the rules determine.
     #[error("the tie-breaker {0} is not the member that the rules determine")]
     TieBreaker(MemberId),
@@ -319,7 +321,7 @@ impl View {
             _ => {}
         }
         if let Some(early) = newcomers.iter().find(|member| member.joined != self.epoch) {
-            return Err(ViewFault::Unsorted(early.id));
+            return Err(ViewFault::JoinedEarlier(early.id));
         }
         if old.next_tie_breaker(&self.members) == Some(self.tie_breaker) {
             Ok(())
