@@ -36,9 +36,9 @@ impl Pooling {
         admitted.min_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))
     }
 
-    /// Removes and returns a member for an empty pool: the slowest member of the pool with the highest
-    /// throughput among pools with two members or more.
-    fn take_spare(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
+    /// Removes a member from its pool, for an empty pool, and returns it: the slowest member of the pool with
+    /// the highest throughput among pools with two members or more.
+    fn take_from_fastest_pool(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
         let give = (0..pools.len()).rev().filter(|&stage| pools[stage].len() > 1);
         let from =
             give.max_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))?;
@@ -104,7 +104,7 @@ impl Assignment {
         let mut free = free.into_iter();
         for stage in 0..stages {
             if pools[stage].is_empty() {
-                let filled = free.next().or_else(|| pooling.take_spare(&mut pools));
+                let filled = free.next().or_else(|| pooling.take_from_fastest_pool(&mut pools));
                 pools[stage].extend(filled);
             }
         }

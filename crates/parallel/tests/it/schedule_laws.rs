@@ -122,19 +122,19 @@ proptest! {
     /// Averages start when a stage's last backward is done everywhere and end within the step. Averages of zero
     /// time change nothing.
     #[test]
-    fn collectives_only_add((method, settings) in settings(), price in 0_u64..200, replicas in any::<bool>()) {
+    fn collectives_only_add((method, settings) in settings(), time in 0_u64..200, replicas in any::<bool>()) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };
         let cost = PipelineCost::uniform(&order, settings.cost[0], Boundary::latency(settings.hop));
         let plain = simulate(&order, &cost).unwrap().makespan();
         let depth = order.placement().depth() as usize;
         let schedule = Schedule::new(order, &Lowering { replicas, ..Lowering::default() }).unwrap();
-        let simulated = |price| {
-            let prices = CollectiveTimes { reduce: vec![Nanos(price); depth], ..CollectiveTimes::default() };
-            schedule.simulate(&cost, &prices).unwrap()
+        let simulated = |time| {
+            let times = CollectiveTimes { reduce: vec![Nanos(time); depth], ..CollectiveTimes::default() };
+            schedule.simulate(&cost, &times).unwrap()
         };
         prop_assert_eq!(simulated(0).makespan(), plain);
-        let step = simulated(price);
-        prop_assert!(step.makespan() >= plain && step.makespan() <= simulated(price + 1).makespan());
+        let step = simulated(time);
+        prop_assert!(step.makespan() >= plain && step.makespan() <= simulated(time + 1).makespan());
         for reduction in step.reductions() {
             let list = &schedule.order().lists()[reduction.rank.index()];
             let last = list.iter().rposition(|op| op.actions().any(|a| a.stage == reduction.stage));
