@@ -41,9 +41,9 @@ pub enum OptimError {
         /// Shape of the parameter.
         shape: Shape,
     },
-    /// A saved state buffer, of an optimizer or of a method of synchronisation, is missing or has another
-    /// length.
-    #[error("optimizer state `{name}`: {found} elements, expected {expected}")]
+    /// A saved state buffer of an optimizer, a method of synchronisation, an average or a codec is missing or
+    /// has another length.
+    #[error("saved state `{name}`: {found} elements, expected {expected}")]
     State {
         /// Name of the state buffer.
         name: String,
