@@ -128,8 +128,6 @@ pub struct TensorScale {
 pub struct Accumulated {
     /// Index among the link's states.
     pub state: u16,
-    /// Number of scalars that [`Transform::accumulated_scalars`] appends.
-    pub scalars: u16,
 }
 
 /// Kind of value in a state buffer, for methods that average state over replicas.

@@ -177,7 +177,7 @@ impl Transform for ScaleByZeroOneAdam {
         Some(self.0.rounds)
     }
     fn accumulates(&self) -> Option<Accumulated> {
-        Some(Accumulated { state: 2, scalars: 4 })
+        Some(Accumulated { state: 2 })
     }
     fn accumulated_scalars(&self, lr: f64, steps: std::ops::Range<u64>, out: &mut Vec<f32>) {
         let rates: f64 = steps.map(|step| lr * self.0.schedule.rate(step)).sum();
