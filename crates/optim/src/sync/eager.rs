@@ -7,7 +7,7 @@ use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
-use super::saved::required;
+use super::saved::{optional_prefix, required};
 use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
@@ -304,7 +304,7 @@ impl Synchroniser for Eager {
         let expected = self.buffer.shape().len();
         let found = |name: &str| required(get, name, expected);
         let shared = SHARED.iter().map(|name| found(name)).collect::<Result<Vec<_>, _>>()?;
-        let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
+        let own = optional_prefix(get, &OWN, expected)?;
         let [at, velocity] = [self.packing.pack_host(&shared[0]), self.packing.pack_host(&shared[1])];
         let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
         self.shared = Position { at, velocity };

@@ -9,7 +9,7 @@ use farflung_tensor::{Param, Tensor};
 use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Neighbours};
-use super::saved::optional;
+use super::saved::optional_prefix;
 use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -271,12 +271,11 @@ impl Synchroniser for EventTriggered {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.settled[0].shape().len();
-        let mut found = Vec::new();
-        for (name, tensor) in STATE_NAMES.into_iter().zip(&mut self.settled) {
-            let Some(values) = optional(get, name, expected)? else { break };
-            tensor.write(&values)?;
-            found.push(self.packing.pack_host(&values));
+        let saved = optional_prefix(get, &STATE_NAMES, expected)?;
+        for (tensor, values) in self.settled.iter_mut().zip(&saved) {
+            tensor.write(values)?;
         }
+        let found: Vec<_> = saved.iter().map(|values| self.packing.pack_host(values)).collect();
         self.exchange_state = ExchangeState::None;
         if let [sent, before, after, change @ ..] = &found[..] {
             self.sent.clone_from(sent);

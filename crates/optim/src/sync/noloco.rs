@@ -5,6 +5,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
+use super::saved::optional;
 use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -201,17 +202,14 @@ impl Synchroniser for NoLoCo {
         vec![("slow", &self.outer.slow), ("momentum", &self.outer.velocity)]
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
-        self.rounds = steps;
-        let (Some(slow), Some(velocity)) = (get("slow"), get("momentum")) else { return Ok(()) };
         let expected = self.outer.slow.shape().len();
-        for (name, values) in [("slow", &slow), ("momentum", &velocity)] {
-            if values.len() != expected {
-                let (name, found) = (name.to_owned(), values.len());
-                return Err(OptimError::State { name, found, expected });
-            }
+        let (slow, velocity) = (optional(get, "slow", expected)?, optional(get, "momentum", expected)?);
+        if let (Some(slow), Some(velocity)) = (slow, velocity) {
+            self.outer.slow.write(&slow)?;
+            self.outer.velocity.write(&velocity)?;
         }
-        self.outer.slow.write(&slow)?;
-        Ok(self.outer.velocity.write(&velocity)?)
+        self.rounds = steps;
+        Ok(())
     }
     fn average(&self) -> &Average {
         &self.mean.average

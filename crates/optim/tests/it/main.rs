@@ -14,6 +14,7 @@ mod local;
 mod model_average;
 mod momentum_averages;
 mod onebit_lamb;
+mod restore;
 mod rounds;
 mod signs;
 mod synchronise;
