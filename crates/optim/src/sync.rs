@@ -330,8 +330,9 @@ pub struct SyncMethod {
     pub every: Option<u64>,
     /// Default codec of the method's averages or messages; `None` means that it has no default of its own.
     pub codec: Option<&'static str>,
-    /// Whether the codec encodes changes that are sent to a server, which decodes each change separately.
-    pub codes_changes: bool,
+    /// Whether the codec encodes the changes that a worker sends to a server. The server decodes each change
+    /// separately.
+    pub codes_server_changes: bool,
     /// Whether the method itself compensates for what a codec loses, so that the codec needs no error feedback.
     pub compensates: bool,
     /// Default outer momentum, if it differs from that of `diloco`.

@@ -16,7 +16,7 @@ pub static LOCAL_SGD: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::Unsupported("a member that missed a mean has nowhere to take it from"),

@@ -105,7 +105,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
     timed: true,
     every: None,
     codec: Some("none"),
-    codes_changes: true,
+    codes_server_changes: true,
     compensates: false,
     // With the paper's 0.9, eight workers whose changes are one round old diverge (bench async).
     outer_momentum: Some(0.5),

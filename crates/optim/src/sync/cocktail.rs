@@ -18,7 +18,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     timed: false,
     every: Some(1),
     codec: Some("rolling:10/topk:0.2/int4"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,

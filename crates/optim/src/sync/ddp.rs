@@ -15,7 +15,7 @@ pub const DDP: SyncMethod = SyncMethod {
     timed: false,
     every: Some(1),
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,

@@ -21,7 +21,7 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,

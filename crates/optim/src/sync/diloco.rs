@@ -19,7 +19,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,

@@ -22,7 +22,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     // The mean is one round old. With the paper's momentum of 0.9 eight workers diverge once local steps come
     // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).

@@ -23,7 +23,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,

@@ -21,7 +21,7 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     timed: true,
     every: Some(1),
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,

@@ -20,7 +20,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: Some(0.5),
     on_member_loss: OWN_COPIES,

@@ -24,7 +24,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("minmax8"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: true,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,

@@ -21,7 +21,7 @@ pub const SGP: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,

@@ -18,7 +18,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,

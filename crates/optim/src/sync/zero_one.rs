@@ -19,7 +19,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("sign"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::Unsupported(
