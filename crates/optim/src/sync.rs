@@ -323,6 +323,8 @@ pub struct SyncMethod {
     pub reads: &'static [&'static str],
     /// Whether messages may travel while replicas compute the next steps.
     pub overlaps: bool,
+    /// Whether replicas differ even after a synchronisation: [`Synchroniser::replicas_differ`].
+    pub replicas_differ: bool,
     /// Whether the result depends on when messages arrive. Two runs then give the same bits only on a simulated
     /// network, which has a virtual clock.
     pub timed: bool,

@@ -13,6 +13,7 @@ pub static LOCAL_SGD: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: None,
     codec: None,

@@ -52,7 +52,8 @@ impl Prediction {
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // For a single replica this is true too; its period is then one step.
+        // For a single replica this is true too; its period is then one step. With `parameter-server` and
+        // `bounded-stale`, a worker exchanges as many bytes with the servers after a step as in an average.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();

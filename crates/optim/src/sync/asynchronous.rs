@@ -102,6 +102,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
         "meet-every",
     ],
     overlaps: true,
+    replicas_differ: true,
     timed: true,
     every: None,
     codec: Some("none"),
@@ -138,6 +139,8 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     name: "parameter-server",
     summary: "the servers apply each worker's step at once, and the worker continues from their model",
     reads: &["servers", "meet-every"],
+    // A worker waits for the answer to each of its changes.
+    overlaps: false,
     every: Some(1),
     // The server has no momentum.
     buffers: |kept| (ASYNC.buffers)(&BufferSettings { momentum: 0.0, ..*kept }),

@@ -15,6 +15,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     each_step: false,
     reads: &[],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: Some(1),
     codec: Some("rolling:10/topk:0.2/int4"),

@@ -12,6 +12,7 @@ pub const DDP: SyncMethod = SyncMethod {
     each_step: true,
     reads: &[],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: Some(1),
     codec: None,

@@ -18,6 +18,7 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "first-moment-every", "second-moment-every"],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: None,
     codec: None,

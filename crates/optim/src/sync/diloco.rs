@@ -16,6 +16,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: None,
     codec: None,

@@ -19,6 +19,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: None,

@@ -20,6 +20,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "trigger"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),

@@ -19,6 +19,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),

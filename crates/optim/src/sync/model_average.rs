@@ -18,6 +18,7 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["average-interval", "sync-warmup", "meet-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: true,
     every: Some(1),
     codec: Some("none"),

@@ -17,6 +17,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),

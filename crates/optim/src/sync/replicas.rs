@@ -21,6 +21,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("minmax8"),

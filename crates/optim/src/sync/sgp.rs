@@ -18,6 +18,7 @@ pub const SGP: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),

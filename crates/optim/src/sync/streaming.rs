@@ -15,6 +15,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: None,

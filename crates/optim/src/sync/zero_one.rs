@@ -16,6 +16,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: None,
     codec: Some("sign"),

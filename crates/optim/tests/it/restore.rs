@@ -5,7 +5,9 @@
 use crate::synchronise::{CPU, Case, PLAIN, layout, make, random};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::OptimError;
-use farflung_optim::sync::{ASYNC, METHODS, SyncMethod, Synchroniser, ZERO_ONE};
+use farflung_optim::sync::{
+    ASYNC, BOUNDED_STALE, DECOUPLED, HALOS, METHODS, PARAMETER_SERVER, SyncMethod, Synchroniser, ZERO_ONE,
+};
 
 /// Number of steps in a restored state.
 const STEPS: u64 = 41;
@@ -53,6 +55,17 @@ fn a_state_with_a_wrong_length_changes_nothing() {
     for name in ["diloco", "noloco", "event", "eager", "async", "halos", "streaming"] {
         assert!(restored.contains(&name), "{restored:?}");
     }
+}
+
+#[test]
+fn the_table_says_whether_replicas_differ() {
+    for method in METHODS.iter().filter(|method| method.name != ZERO_ONE.name) {
+        assert_eq!(method.replicas_differ, alone(method).replicas_differ(), "{}", method.name);
+    }
+    // A worker waits for the answer to each change, so nothing travels while it computes.
+    let waits = [&PARAMETER_SERVER, &BOUNDED_STALE];
+    assert!(waits.iter().all(|method| !method.overlaps && method.replicas_differ && method.timed));
+    assert!([&ASYNC, &DECOUPLED, &HALOS].iter().all(|method| method.overlaps));
 }
 
 #[test]
