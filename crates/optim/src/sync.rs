@@ -380,7 +380,9 @@ pub struct BufferSettings {
     pub world_momentum: f64,
     /// Number of state buffers of a replica's own optimizer.
     pub states: usize,
-    /// Whether the codec has error feedback.
+    /// Whether changes to servers go through a codec.
+    pub coded: bool,
+    /// Whether that codec has error feedback.
     pub feedback: bool,
 }
 

@@ -29,9 +29,10 @@ pub const EAGER: SyncMethod = SyncMethod {
     // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),
     on_member_loss: IN_FLIGHT,
-    // Held: shared and own position and velocity, the last change, the mean as it is saved, the mean in flight,
-    // and the mean for evaluations. Saved: the first six, and the replica's own parameters.
-    buffers: |_| Buffers { held: 8, saved: 7 },
+    // Held: shared and own position and velocity and the last change; the next values of these five, between an
+    // exchange and its commit; the mean in flight; the mean for evaluations; and copies of six for checkpoints.
+    // Saved: these copies (of the four vectors, the change and the mean), and the replica's own parameters.
+    buffers: |_| Buffers { held: 18, saved: 7 },
     build: |s| Ok(Box::new(Eager::new(s)?)),
 };
 

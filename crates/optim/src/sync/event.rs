@@ -28,9 +28,9 @@ pub const EVENT: SyncMethod = SyncMethod {
     compensates: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
-    // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: the same with own
-    // parameters in place of the mean.
-    buffers: |_| Buffers { held: 5, saved: 5 },
+    // Held: parameters as last sent here and by two neighbours, and the change; a copy of each for checkpoints;
+    // and the mean. Saved: the copies, and the replica's own parameters.
+    buffers: |_| Buffers { held: 9, saved: 5 },
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),
 };
 

@@ -2,6 +2,7 @@
 
 mod asynchronous;
 mod average;
+mod buffers;
 mod chain;
 mod delayed;
 mod density;
