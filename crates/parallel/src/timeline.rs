@@ -182,8 +182,8 @@ impl Timeline {
         self.spans.iter().map(|s| s.end).max().unwrap_or_default()
     }
 
-    /// Returns the lanes of each rank in the order in which they are drawn. All ranks have the processor and the
-    /// lanes that any of them uses, but [`Lane::To`] only if they use it themselves.
+    /// Returns the lanes of each rank in the order in which they are drawn. All ranks have the processor and
+    /// the lanes that any of them uses, but [`Lane::To`] only if they use it themselves.
     #[must_use]
     pub fn lanes(&self) -> Vec<Vec<Lane>> {
         let (mut common, mut own) =
