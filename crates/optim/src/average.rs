@@ -187,7 +187,8 @@ impl Average {
         self.density.map_or(0, |density| density.stage(round.saturating_sub(self.config.warmup)))
     }
 
-    /// Changes to the codec of the next stage if this round is the first of it. The codecs keep their state.
+    /// Changes to the codec of this round's stage of the density warm-up, if the codecs are still those of an
+    /// earlier stage. The new codecs take over the state of the old ones.
     fn change_density(&mut self) -> Result<(), OptimError> {
         let stage = self.stage_of(self.round);
         let between = self.in_flight.is_empty() && self.fetching.is_empty() && self.uncommitted.is_empty();
@@ -404,11 +405,11 @@ impl Average {
         &self.comm
     }
 
-    /// Returns the state that this rank's codecs keep between rounds. Buffers are named
-    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server.residual`, with the number of the block,
-    /// or `{prefix}bucket0.PARAMETER.residual` for a protocol. Residuals are empty before the first round. The
-    /// state is valid only for this rank, for the program that reduces the buckets, for the layout and for
-    /// `bucket_bytes`.
+    /// Returns the state that this rank's codecs keep between rounds. With error feedback, buffers are named
+    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server1.residual`, with the number of the block
+    /// (left out after `server` if this rank reduces one block), or `{prefix}bucket0.PARAMETER.residual` for a
+    /// protocol. Residuals are empty before the first round. The state is valid only for this rank, for the
+    /// program that reduces the buckets, for the layout and for the same `bucket_bytes` and `fragments`.
     ///
     /// Errors: [`OptimError::Compress`] between the end of a round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
@@ -517,12 +518,14 @@ pub struct Averaging<'a> {
 }
 
 impl Averaging<'_> {
-    /// Marks `range` of `flat` as final for this round, and starts every bucket that can be sent.
+    /// Marks `range` of `flat` as final for this round. With [`AverageConfig::overlap`], starts every bucket
+    /// that can be sent.
     ///
     /// A range may include padding, and any number of whole parameters. Each parameter becomes ready once.
     ///
     /// Errors: [`OptimError::Ready`] if a parameter becomes ready twice or only in part; [`OptimError::Tensor`]
-    /// if the buffer has another length. Errors of collectives are returned by [`Averaging::finish`].
+    /// if the buffer has another length or the range exceeds it. Errors of collectives are returned by
+    /// [`Averaging::finish`].
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.ready(range, flat)
     }

@@ -1,4 +1,5 @@
-//! A chain of transforms, fused: one pass over memory for the norm, and one for everything else.
+//! A chain of transforms, fused: one pass over memory for the norm, and for the update one pass where all links
+//! fit into it.
 
 mod contribution;
 mod accumulated;
@@ -106,8 +107,8 @@ impl ChainBuilder {
     /// kept in a buffer of the layout's length.
     ///
     /// Errors: [`OptimError::Setting`] if a setting of a link is invalid, if a link that needs the incoming
-    /// gradient's norm is not first, or if a link that rewrites moved parameters is not last;
-    /// [`OptimError::NotAMatrix`] if a tensor that is to be orthogonalized is not a matrix;
+    /// gradient's norm is not first, or if a link that rewrites moved parameters is not last; those of
+    /// [`PerTensor::check`](crate::PerTensor::check), such as [`OptimError::NotAMatrix`];
     /// [`OptimError::Tensor`] if a link needs more buffers than a pass can have.
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
         self.check()?;
@@ -115,7 +116,7 @@ impl ChainBuilder {
         let mut kinds = Vec::new();
         let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
         for (i, Link { transform: link, applies_to: is_for }) in self.links.iter().enumerate() {
-            // A second link of the same name numbers its states' names.
+            // The states of a second link of the same name are numbered: `trace2.momentum`.
             let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
             let number = if before == 0 { String::new() } else { (before + 1).to_string() };
             begun = if matches!(is_for, AppliesTo::Others) { begun } else { named.len() };
@@ -264,9 +265,9 @@ impl Chain {
     }
 
     /// Writes to `into` what replicas average in the next step in place of a range of the gradient. For most
-    /// chains that is the gradient itself; for 1-bit Adam it is the momentum. The chain then takes the mean as
-    /// its gradient. `share` is a factor of the state's term: 1 unless several contributions are added up to
-    /// one.
+    /// chains that is the gradient itself; for 1-bit Adam after its warm-up it is the momentum. The chain then
+    /// takes the mean as its gradient. `share` is a factor of the state's term: 1 unless several contributions
+    /// are added up to one.
     ///
     /// Errors: [`OptimError::Tensor`] for a range that is not in the buffers.
     pub fn contribute(
@@ -299,7 +300,7 @@ impl Chain {
     /// Prepares a step: computes the gradient's norm. Changes nothing, so the step can still be abandoned.
     ///
     /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, even if no link uses it: the
-    /// step would write NaN or infinity into the parameters.
+    /// step could write NaN or infinity into the parameters.
     pub fn prepare(&self, grads: &Tensor) -> Result<Prepared, OptimError> {
         Prepared::with_norm(global_norm(grads)?)
     }
@@ -354,8 +355,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Undoes the last committed step. `states` are copies of the states before it, in the order of
-    /// [`Chain::states`].
+    /// Undoes what the last committed step did to the chain's own state; the caller restores the parameters.
+    /// `states` are copies of the states before that step, in the order of [`Chain::states`].
     pub(crate) fn take_back(&mut self, states: Vec<Tensor>) {
         for ((_, state), before) in self.states.iter_mut().zip(states) {
             *state = before;
@@ -488,7 +489,8 @@ mod tests {
             .then(scale_by_schedule(LrSchedule::constant(0.01)));
         for (builder, parts, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
             let mut chain = builder.build(&cpu, &layout).unwrap();
-            // Parameters and states are each stored once, and each read-only buffer is read once.
+            // Each class has one program, which reads one buffer (the gradient) and stores the parameters and
+            // each state once.
             assert!(chain.update.is_none());
             let programs: Vec<_> = chain
                 .classes
@@ -502,8 +504,8 @@ mod tests {
                 assert_eq!((program.reads(), program.writes()), (1, writes));
                 assert_eq!(program.stores().len(), writes);
             }
-            // Weight decay splits the pass into ranges of matrices and of vectors. Together they cover the
-            // layout.
+            // AdamW's weight decay splits the layout into ranges of matrices and of vectors. Together the
+            // ranges cover the layout.
             let ranges: Vec<_> = chain.classes.iter().flat_map(|class| class.ranges.clone()).collect();
             assert_eq!(ranges.len(), parts);
             assert!(ranges.windows(2).all(|p| p[0].end == p[1].start));

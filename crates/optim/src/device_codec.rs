@@ -43,8 +43,8 @@ use crate::OptimError;
 
 type Result<T, E = OptimError> = std::result::Result<T, E>;
 
-/// Names of codecs that every device with kernels supports, alone and after selections. For tests that compare
-/// the kernels with the host.
+/// Names of codecs that every device with kernels supports, alone and after selections and transforms. For
+/// tests that compare the kernels with the host.
 pub const KERNELS: [&str; 17] = [
     "sign",
     "sign:100",
@@ -96,10 +96,10 @@ impl Vectors {
 }
 
 impl Vectors {
-    /// Returns the place where a codec works: the device if it has kernels for all of the codec, otherwise the
-    /// host's memory.
+    /// Returns the place where a codec works: the device if it has kernels for all of the codec (or if its
+    /// memory is the host's) and the codec keeps no momentum, otherwise the host's memory.
     ///
-    /// Errors: none if the device has kernels.
+    /// Errors: those of opening the processor as a device.
     pub fn of(device: &Device, spec: CodecSpec) -> Result<Self> {
         let there = Self(device.clone());
         let works = device::VectorDevice::codec(&there, spec).is_some() && spec.momentum().is_none();
@@ -108,7 +108,7 @@ impl Vectors {
 
     /// Returns the host's memory.
     ///
-    /// Errors: none.
+    /// Errors: those of opening the processor as a device.
     pub fn in_memory() -> Result<Self> {
         Ok(Self(Device::cpu(1)?))
     }

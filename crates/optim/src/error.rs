@@ -12,7 +12,7 @@ pub enum OptimError {
     /// A setting is outside its domain.
     #[error("{transform}: `{field}` is {value}, expected {expected}")]
     Setting {
-        /// Name of the transform or schedule.
+        /// Name of the transform, or `schedule`, `average` or `sync`.
         transform: &'static str,
         /// Name of the setting.
         field: &'static str,
@@ -30,7 +30,7 @@ pub enum OptimError {
     /// Some values would not be finite after the step. The step was not taken, and nothing changed.
     #[error("the step would produce {name} that are not finite; it was not taken")]
     StepNotFinite {
-        /// Name of the values: `parameters`, or a state buffer.
+        /// Name of the values, such as `parameters` or that of a state buffer.
         name: String,
     },
     /// A tensor that is to be orthogonalized does not have two dimensions.
@@ -41,8 +41,9 @@ pub enum OptimError {
         /// Shape of the parameter.
         shape: Shape,
     },
-    /// Saved optimizer state does not fit the layout.
-    #[error("optimizer state `{name}`: {found} elements, expected {expected}")]
+    /// A saved state buffer of an optimizer, a method of synchronisation, an average or a codec is missing or
+    /// has another length.
+    #[error("saved state `{name}`: {found} elements, expected {expected}")]
     State {
         /// Name of the state buffer.
         name: String,
@@ -67,14 +68,15 @@ pub enum OptimError {
         /// Name of the method.
         name: &'static str,
     },
-    /// A protocol was given where a codec is needed. A protocol's exchanges are sums over all ranks.
+    /// A protocol, whose exchanges are sums over all ranks, or a codec that keeps momentum was given where each
+    /// message is decoded separately.
     #[cfg(feature = "sync")]
     #[error(
         "sync: `{name}` cannot encode this method's messages, because it needs sums over all ranks or keeps \
          momentum, expected another codec"
     )]
     NotACodec {
-        /// Name of the protocol.
+        /// Name of the protocol or codec.
         name: String,
     },
     /// A neighbour's parameters differ from this rank's by more than `theta`, so its message cannot be decoded.
@@ -90,7 +92,7 @@ pub enum OptimError {
         /// Bound on the difference between neighbours' parameters.
         theta: f64,
     },
-    /// A collective failed.
+    /// Communication failed.
     #[cfg(feature = "sync")]
     #[error(transparent)]
     Comm(#[from] farflung_comm::CommError),

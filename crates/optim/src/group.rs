@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use farflung_tensor::Param;
 
-/// Settings of a parameter that differ from the optimizer's.
+/// Settings of a parameter, relative to those of the optimizer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ParamGroup {
     /// Factor of the learning rate.

@@ -23,7 +23,7 @@ pub mod device_codec;
 #[cfg(feature = "sync")]
 pub mod sync;
 
-// For all users: an optimizer by name, its schedules, groups and errors.
+// For all users: optimizers and chains, schedules, groups, norms, loss scales and errors.
 pub use chain::{Chain, ChainBuilder, Prepared};
 pub use error::OptimError;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};

@@ -1,5 +1,6 @@
-//! Optimizers of one rank by name, with one file and one row of [`METHODS`] per method. Each is a chain with
-//! the arithmetic of PyTorch's optimizer, in the same order, or that of its paper where PyTorch has none.
+//! Optimizers of one rank by name, with one row of [`METHODS`] per method. Each is a chain with the arithmetic
+//! of PyTorch's optimizer, in the same order, or that of its paper or its authors' package where PyTorch has
+//! none.
 
 mod adabelief;
 mod adabound;
@@ -47,7 +48,7 @@ pub struct LocalSettings {
     pub beta2: f64,
     /// Added to denominators.
     pub eps: f64,
-    /// Momentum. At 0 there is no momentum buffer.
+    /// Momentum. At 0 there is no momentum buffer, except in Muon.
     pub momentum: f64,
     /// SGD's dampening: the part of each gradient after the first that is not added to the momentum.
     pub dampening: f64,
@@ -85,7 +86,9 @@ pub struct LocalSettings {
 }
 
 impl Default for LocalSettings {
-    /// Returns PyTorch's defaults, where its optimizers agree.
+    /// Returns PyTorch's defaults (Adam's where its optimizers differ), but a momentum of 0.9. What PyTorch
+    /// does not have is as in the packages of `AdaBound`'s authors and of `DeepSpeed` (0/1 Adam). There is no
+    /// freeze.
     fn default() -> Self {
         Self {
             beta1: 0.9,
@@ -138,7 +141,8 @@ pub enum Averages {
         /// Default codec for the first moment.
         codec: &'static str,
     },
-    /// Gradients, through a codec in most steps, and later what local steps accumulated.
+    /// Gradients until the second moment is frozen, through a codec in steps that do not change it; then what
+    /// local steps accumulated.
     Accumulated {
         /// Default codec for the gradients and for the accumulated values.
         codec: &'static str,
@@ -219,7 +223,7 @@ pub struct LocalBuffers {
 }
 
 impl LocalMethod {
-    /// Returns the method of a name.
+    /// Returns the method with this name.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         METHODS.iter().find(|method| method.name == name)

@@ -1,5 +1,5 @@
-//! Scale of gradients in 16-bit floats, found by trial: the largest at which nothing overflows. This module
-//! only computes the scale; the caller applies it.
+//! Scale of gradients in 16-bit floats: fixed, or found by trial as the largest at which nothing overflows.
+//! This module only computes the scale; the caller applies it.
 
 /// Initial value of a dynamic scale, as in PyTorch's `GradScaler`.
 const START: f32 = 65_536.0;
@@ -9,8 +9,8 @@ const GROW_EVERY: u32 = 2000;
 const MOST: f32 = 16_777_216.0;
 
 /// Power of two that multiplies gradients so that small ones do not vanish in f16. It is either fixed, or
-/// halved at each overflow and doubled after 2000 steps without one (Micikevicius et al. 2018, section 3.2;
-/// dynamic scaling as in PyTorch's `GradScaler`).
+/// halved at each overflow and doubled after 2000 steps without one, between 1 and 2^24 (Micikevicius et al.
+/// 2018, section 3.2; dynamic scaling as in PyTorch's `GradScaler`).
 ///
 /// Differs from PyTorch in what an overflow costs. PyTorch skips the step. Here the caller computes the same
 /// step again with half the scale, so that no batch is lost and all ranks count the same steps.
@@ -30,7 +30,7 @@ const MOST: f32 = 16_777_216.0;
 pub struct LossScale {
     scale: f32,
     dynamic: bool,
-    /// Number of steps taken since the scale last changed; 0 if the scale is fixed.
+    /// Number of steps taken since the scale last changed, modulo 2000; 0 if the scale is fixed.
     taken: u32,
 }
 
@@ -72,7 +72,7 @@ impl LossScale {
         again
     }
 
-    /// Records that a step was taken. A dynamic scale doubles after 2000 such steps in a row.
+    /// Records that a step was taken. A dynamic scale doubles after 2000 such steps in a row, up to 2^24.
     pub fn taken(&mut self) {
         if !self.dynamic {
             return;
@@ -84,7 +84,7 @@ impl LossScale {
         }
     }
 
-    /// Returns the state to save: the scale, and the number of steps taken since it last changed.
+    /// Returns the state to save: the scale, and the number of steps taken since it last changed (modulo 2000).
     #[must_use]
     pub const fn save(&self) -> [f32; 2] {
         [self.scale, self.taken as f32]

@@ -84,14 +84,14 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Returns the average that the gradients of the next step go through; `None` if that step is local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
-    /// Returns whether [`Synchroniser::gradients`] returns an average in the next step. Only methods that also
-    /// have local steps return `true`.
+    /// Returns whether a method that also has local steps averages gradients in the next step. A method without
+    /// local steps ([`Ddp`]) returns `false`.
     fn averages_gradients(&self) -> bool {
         false
     }
 
-    /// Applies what neighbours or servers sent; called after each local step. It may wait for these, but not
-    /// for all replicas. `weight` is as in [`Synchroniser::exchange`].
+    /// Applies what neighbours or servers sent. Called after each step if the method has local steps. It may
+    /// wait for neighbours or servers, but not for all replicas. `weight` is as in [`Synchroniser::exchange`].
     ///
     /// Errors: a neighbour or server that was lost.
     fn mix(&mut self, _params: &mut Tensor, _after: StepEnd, _weight: f64) -> Result<(), OptimError> {
@@ -102,8 +102,9 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// the last one.
     fn is_due(&self, after: StepEnd) -> bool;
 
-    /// Averages over all replicas, without changing the parameters. `weight` is this replica's weight in the
-    /// mean, where 1 is an equal share.
+    /// Averages over replicas, without changing the parameters. Decentralised methods ([`Gossip`] and similar)
+    /// average over all of them only after the last step. `weight` is this replica's weight in the mean, where
+    /// 1 is an equal share.
     ///
     /// Errors: a peer that was lost; a codec that rejects values that are not finite.
     fn exchange(&mut self, params: &Tensor, after: StepEnd, weight: f64) -> Result<(), OptimError>;
@@ -174,8 +175,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     }
 
     /// Starts exchanges whose results are applied in later steps, and does not wait for them. Called after each
-    /// local step, and after the commit if replicas synchronised. Returns `true` if the trainer is to send its
-    /// vote on the steps so far at the same time.
+    /// step if the method has local steps; if replicas synchronise after the step, after the commit. Returns
+    /// `true` if the trainer is to send its vote on the steps so far at the same time.
     ///
     /// Errors: those of the device and of codecs.
     fn start_exchanges(
@@ -239,7 +240,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Records that the caller has set the parameters, to the same values on all replicas.
     fn on_params_set(&mut self, params: &Tensor) -> Result<(), OptimError>;
 
-    /// Returns the number of the method's own averages that were committed.
+    /// Returns the counter that [`Synchroniser::restore`] takes. Depending on the method, it counts committed
+    /// averages, rounds of messages, steps, or changes that servers received.
     fn steps(&self) -> u64;
 
     /// Returns the state by name, the same on all replicas. Each buffer has the layout's length, so that the
@@ -319,17 +321,20 @@ pub struct SyncMethod {
     pub each_step: bool,
     /// Settings that this method reads and some others do not, by their names on command lines.
     pub reads: &'static [&'static str],
-    /// Whether messages travel while replicas compute the next steps, so that they need not wait for them.
+    /// Whether messages may travel while replicas compute the next steps.
     pub overlaps: bool,
+    /// Whether replicas differ even after a synchronisation: [`Synchroniser::replicas_differ`].
+    pub replicas_differ: bool,
     /// Whether the result depends on when messages arrive. Two runs then give the same bits only on a simulated
     /// network, which has a virtual clock.
     pub timed: bool,
     /// Number of steps between averages, if the method itself decides this.
     pub every: Option<u64>,
-    /// Default codec of the method's averages; `None` means that it has no default of its own.
+    /// Default codec of the method's averages or messages; `None` means that it has no default of its own.
     pub codec: Option<&'static str>,
-    /// Whether the codec is applied to the method's own messages, rather than to averages.
-    pub codes_changes: bool,
+    /// Whether the codec encodes the changes that a worker sends to a server. The server decodes each change
+    /// separately.
+    pub codes_server_changes: bool,
     /// Whether the method itself compensates for what a codec loses, so that the codec needs no error feedback.
     pub compensates: bool,
     /// Default outer momentum, if it differs from that of `diloco`.
@@ -375,7 +380,9 @@ pub struct BufferSettings {
     pub world_momentum: f64,
     /// Number of state buffers of a replica's own optimizer.
     pub states: usize,
-    /// Whether the codec has error feedback.
+    /// Whether changes to servers go through a codec.
+    pub coded: bool,
+    /// Whether that codec has error feedback.
     pub feedback: bool,
 }
 
@@ -419,7 +426,7 @@ pub const METHODS: &[SyncMethod] = &[
 static REGISTERED: RwLock<Vec<&'static SyncMethod>> = RwLock::new(Vec::new());
 
 impl SyncMethod {
-    /// Returns the method of a name, from the table or registered.
+    /// Returns the method with this name, from the table or registered.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);

@@ -1,7 +1,7 @@
-//! Links of a chain, one file each. A link takes the update of the link before it and returns its own. Its
-//! state is explicit and named.
+//! Links of a chain; a file contains one link, or variants of one. A link takes the update of the link before
+//! it and returns its own. Its state is explicit and named.
 //!
-//! Elementwise links emit instructions, so that a chain of them runs as one pass over memory. A link that needs
+//! Elementwise links emit instructions, so that several of them run as one pass over memory. A link that needs
 //! the global norm declares it ([`Transform::needs_norm`]) and gets it before any element changes. A link that
 //! needs whole tensors ([`PerTensor`]) ends the pass before it.
 
@@ -118,7 +118,8 @@ pub struct Contribution {
 pub struct TensorScale {
     /// Index among the link's states.
     pub state: u16,
-    /// Index of the factor within the tensor's part of that state. No tensor has fewer elements than that.
+    /// Index of the factor within the tensor's part of that state. Every tensor has more elements than this
+    /// index.
     pub element: u16,
 }
 
@@ -127,8 +128,6 @@ pub struct TensorScale {
 pub struct Accumulated {
     /// Index among the link's states.
     pub state: u16,
-    /// Number of scalars that [`Transform::accumulated_scalars`] appends.
-    pub scalars: u16,
 }
 
 /// Kind of value in a state buffer, for methods that average state over replicas.
@@ -136,9 +135,9 @@ pub struct Accumulated {
 pub enum StateKind {
     /// Slow weights of Lookahead.
     Weights,
-    /// Running mean of gradients.
+    /// Running mean of gradients, or their decaying sum (momentum).
     FirstMoment,
-    /// Running mean of squared gradients, or their sum.
+    /// Running mean or sum of squared gradients, the largest such mean so far, or the gradients' variance.
     SecondMoment,
 }
 
@@ -152,9 +151,9 @@ pub trait Transform: Debug + Send {
         Ok(())
     }
 
-    /// Returns the names of the state buffers. Each buffer has the parameters' length and starts at zero. At
-    /// most three, unless the link works on whole tensors; the instructions of such a link cannot use its
-    /// states.
+    /// Returns the names of the state buffers. Each buffer has the parameters' length and starts at zero. A
+    /// link has at most three, unless it works on whole tensors. The instructions of a link on whole tensors
+    /// cannot use its states.
     fn states(&self) -> &'static [&'static str] {
         &[]
     }
@@ -190,7 +189,7 @@ pub trait Transform: Debug + Send {
     }
 
     /// Returns what the link accumulates over local steps, if anything. At most one link of a chain may return
-    /// `Some`. It must have three states, and all of them are rewritten when replicas synchronise.
+    /// `Some`. It has at most three states, and [`Transform::emit_accumulated`] must store all of them.
     fn accumulates(&self) -> Option<Accumulated> {
         None
     }
@@ -245,7 +244,7 @@ fn require_share(transform: &'static str, field: &'static str, value: f64) -> Re
     require((0.0..1.0).contains(&value), transform, field, value, "at least 0 and below 1")
 }
 
-/// Checks that `eps` is above 0 in f32. It keeps a zero gradient, and all padding, from becoming 0 / 0.
+/// Checks that `eps` is above 0 in f32. Without it, a zero gradient, and all padding, would become 0 / 0.
 fn require_eps(transform: &'static str, eps: f64) -> Result<(), OptimError> {
     require(eps as f32 > 0.0, transform, "eps", eps, "above 0 in f32")
 }

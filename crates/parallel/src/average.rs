@@ -10,8 +10,8 @@ use crate::Codec;
 /// algorithm. `None` if the algorithm does not support the codec or must not be considered.
 pub type AllReduceTime<'a> = &'a dyn Fn(Algorithm, &Codec, u64) -> Option<Nanos>;
 
-/// Returns the bytes that one rank sends in an all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them, rounded
-/// up. No algorithm sends less.
+/// Returns the bytes that each rank sends in a ring all-reduce of `bytes` over `n` ranks: 2(n-1)/n of them,
+/// rounded up. In any algorithm, ranks send at least this number of bytes on average.
 #[must_use]
 pub fn all_reduce_bytes(n: u32, bytes: Bytes) -> Bytes {
     let n = u64::from(n.max(1));

@@ -182,18 +182,17 @@ impl Cluster {
         self.devices.iter().map(|d| u64::from(d.count)).sum()
     }
 
-    /// Checks everything except that each pair of devices has a link. The error names the offending entry and
-    /// the reason.
+    /// Checks everything except that each pair of devices has a link. An error about an entry names it.
     ///
-    /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds or access links; no devices or
-    /// too many.
+    /// Errors: empty, invalid, duplicate or unknown names; zero counts, speeds, access links or lines of
+    /// regions; no devices or too many.
     pub fn check(&self) -> Result<(), ParallelError> {
         if self.size() > Self::MAX_MACHINES {
             return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_MACHINES });
         }
         if self.devices.len() > Self::MAX_DEVICES {
-            let (ranks, limit) = (self.devices.len() as u64, Self::MAX_DEVICES as u64);
-            return Err(ParallelError::TooManyRanks { ranks, limit });
+            let (found, limit) = (self.devices.len() as u128, Self::MAX_DEVICES);
+            return Err(ParallelError::TooLarge { what: "entries of devices", found, limit });
         }
         if self.devices.is_empty() {
             return Err(ParallelError::NoDevices);

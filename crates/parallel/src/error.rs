@@ -6,7 +6,8 @@ use farflung_base::{Bandwidth, Bytes, Rank};
 use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
 
-/// Error for an invalid mesh, topology file, model shape, plan or schedule.
+/// Error for an invalid mesh, topology file, model shape, plan, schedule or preemption trace, or for a request
+/// that cannot be fulfilled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
@@ -33,7 +34,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// The text of a plan has another version.
@@ -65,9 +66,9 @@ pub enum ParallelError {
     /// The number of ranks is above a limit.
     #[error("{ranks} ranks are too many: at most {limit} are supported")]
     TooManyRanks {
-        /// Number of ranks requested.
+        /// Number of ranks.
         ranks: u64,
-        /// Maximum number of ranks here.
+        /// Maximum for this use.
         limit: u64,
     },
     /// A rank is outside the mesh.
@@ -93,7 +94,7 @@ pub enum ParallelError {
         line: usize,
         /// Text of the line.
         text: String,
-        /// Message of the TOML parser, with the key.
+        /// Message of the TOML parser.
         problem: String,
     },
     /// A topology file is valid TOML but its content is invalid.
@@ -128,7 +129,7 @@ pub enum ParallelError {
         /// The name, or `a - b` for a pair.
         name: String,
     },
-    /// No device or region has this name.
+    /// Nothing of this kind has this name: no device, region, included topology or schedule.
     #[error("there is no {kind} `{name}` (known: {})", known.join(", "))]
     UnknownName {
         /// Kind of thing that the name should refer to.
@@ -210,7 +211,7 @@ pub enum ParallelError {
         what: &'static str,
         /// Length of the list.
         given: usize,
-        /// Number of ranks of the mesh.
+        /// Length that is needed: the number of ranks.
         ranks: usize,
     },
     /// A list with one entry per stage (or slice) has the wrong length.
@@ -243,12 +244,15 @@ pub enum ParallelError {
         /// Description of the supported values.
         needs: String,
     },
-    /// A schedule has too many actions.
-    #[error("{actions} actions are too many for a schedule: at most {limit} are supported")]
+    /// A schedule has too many actions or slices, a search for recomputation needs a table with too many cells,
+    /// or a topology file has too many entries of devices.
+    #[error("{found} {what} are too many: at most {limit} are supported")]
     TooLarge {
-        /// Number of stages times microbatches times slices.
-        actions: u128,
-        /// Maximum number of actions.
+        /// The things that are too many, such as `actions of a schedule`.
+        what: &'static str,
+        /// Their number. For a schedule: stages times microbatches times slices.
+        found: u128,
+        /// Maximum for this number.
         limit: usize,
     },
     /// Stages cannot be assigned to ranks.
@@ -329,12 +333,12 @@ pub enum ParallelError {
         waiting: Vec<(Rank, Lowered)>,
     },
     /// A rank of a script waits for an operation that never ends.
-    #[error("{rank} waits at act {act} for an operation that never ends")]
+    #[error("{rank} waits at op {op} of its script for an operation that never ends")]
     NeverDone {
         /// The waiting rank.
         rank: Rank,
-        /// Index of the action at which the rank waits.
-        act: usize,
+        /// Index of the op at which the rank waits.
+        op: usize,
     },
     /// A sequence cannot be divided into slices of whole grains.
     #[error("{tokens} tokens cannot be divided into at most 4096 slices of {grain} tokens")]
@@ -373,7 +377,8 @@ pub enum ParallelError {
     Memory {
         /// Name of the device.
         device: String,
-        /// Bytes of parameters, gradients and optimizer state.
+        /// Least bytes of the replica: parameters, gradients and optimizer state; if recomputation was planned
+        /// too, also activations.
         needs: Bytes,
         /// Memory of the device.
         has: Bytes,
@@ -410,7 +415,7 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     text.join(", ")
 }
 
-/// Says how much more memory a model needs: in total, or per machine if the total is enough.
+/// Says how much more memory a model needs in total, or what would help if the total is enough.
 fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
     match needs.0.checked_sub(has.0) {
         Some(missing) if missing > 0 => {

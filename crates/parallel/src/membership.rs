@@ -1,9 +1,9 @@
 //! Membership: decides which machines belong to a run. No single machine is required to survive.
 //!
 //! A [`View`] is the list of members during one epoch. The members of a view decide the next view by
-//! single-decree Paxos, so that every epoch has exactly one view even if the network is partitioned. All of it
-//! is one pure function, [`step`]: it takes state, event and time, and returns the new state and actions. The
-//! trainer, the simulator and the replay of a recording all run this function.
+//! single-decree Paxos, so that no epoch has two views even if the network is partitioned. All of it is one
+//! pure function, [`step`]: it takes state, event and time, and returns the new state and actions. The trainer
+//! and the simulations in [`check`] run this function.
 //!
 //! Source: Lamport 2001, "Paxos made simple". Differs: each view names a tie-breaker, a member whose vote
 //! counts one and a half, so that one of two equal halves can continue. One view never both removes and admits

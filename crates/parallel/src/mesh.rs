@@ -14,7 +14,7 @@ use crate::ParallelError;
 pub enum Axis {
     /// The layers, into stages.
     Pipeline,
-    /// The batch. All ranks along this axis have the same parameters.
+    /// The batch. All ranks along this axis hold a copy of the same parameters.
     Data,
     /// The experts of mixture layers.
     Expert,
@@ -63,7 +63,7 @@ impl FromStr for Axis {
 /// numbers.
 ///
 /// Put the axis with the most communication last. `pipeline=4,data=2,tensor=2` is Megatron's order: the ranks
-/// of a tensor group are adjacent and therefore on the same machine.
+/// of a tensor group are adjacent and therefore usually on the same machine.
 ///
 /// ```
 /// use farflung_base::Rank;

@@ -1,5 +1,5 @@
-//! The input of planners besides machines: the sizes of a model, and the user's limits. Only counts; no layers,
-//! no tensors.
+//! The input of planners besides machines: the sizes of a model, and the user's limits. All of them are
+//! numbers; no weights are involved.
 
 use farflung_base::{Bytes, Precision};
 
@@ -74,7 +74,8 @@ impl ModelShape {
     /// Returns the number of parameters of each of at most `count` buckets in backward order: the gradient of
     /// the last tensor is ready first.
     ///
-    /// Buckets are as equal as the tensors allow. Without tensors, their sizes differ by at most one.
+    /// With tensors, a bucket ends with the tensor at which it reaches `parameters / count`, rounded up.
+    /// Without tensors, the sizes of buckets differ by at most one.
     #[must_use]
     pub fn buckets(&self, count: u32) -> Vec<u64> {
         let count = u64::from(count).clamp(1, self.parameters.max(1));

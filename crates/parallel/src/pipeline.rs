@@ -1,8 +1,8 @@
 //! Pipeline schedules: which rank runs which computations in which order. A schedule is data that can be
 //! checked, simulated, drawn and executed.
 //!
-//! [`Method`] generates a [`ComputeOrder`] for given sizes; it can also be written by hand. [`simulate()`]
-//! predicts its times. Nothing here depends on tensors, threads or sockets.
+//! [`Method`] generates a [`ComputeOrder`] for given sizes; an order can also be written by hand.
+//! [`simulate()`] predicts the times of an order. Nothing here depends on tensors, threads or sockets.
 
 mod action;
 mod arrival_rule;

@@ -68,8 +68,8 @@ pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, s
 pub struct Plan {
     /// The model that the plan is for.
     pub model: PlannedModel,
-    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes, which are not
-    /// implemented yet.
+    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes of size 2 or
+    /// more, which are not implemented yet.
     pub mesh: Mesh,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
@@ -109,7 +109,8 @@ pub struct Pipeline {
     pub schedule: ScheduleSource,
     /// Number of parts of each copy of the model on a rank. `None`: the method's default.
     pub chunks: Option<u32>,
-    /// Maximum number of activations that a rank may hold, for methods that support a limit.
+    /// Maximum number of microbatches whose activations a rank may hold, for pools and for methods that support
+    /// a limit.
     pub memory: Option<u32>,
     /// Version of the weights that a microbatch uses under [`Method::PipeDream`].
     pub version_sync: VersionSync,
@@ -169,13 +170,13 @@ pub struct Level {
     pub groups: Vec<Vec<u32>>,
     /// Name of the method in the table of `farflung-optim`.
     pub method: String,
-    /// Number of steps between two averages. 1 averages the gradients of each step.
+    /// Number of steps between two averages. Methods that average gradients in each step have 1.
     pub every: u32,
     /// Number of local steps that each replica takes in one period; see [`LocalSteps`]. A period has as many
     /// steps of the run as the fastest replica takes local steps; this number is a multiple of `every`. Empty:
     /// every replica takes all steps.
     pub steps: Vec<u32>,
-    /// Name of the codec for averaged values, followed by `+ef` if it uses error feedback.
+    /// Name of the codec or protocol for averaged values, followed by `+ef` if it uses error feedback.
     pub codec: String,
     /// Algorithm that sums values. With a codec, one of [`Algorithm::CODED`].
     pub algorithm: Algorithm,

@@ -121,7 +121,8 @@ impl Replicas {
     /// Checks the settings.
     ///
     /// Errors: [`ParallelError::Zero`] for shares that are all zero, no buckets, no local steps, or an empty
-    /// codec block; [`ParallelError::TooManyRanks`] above [`Mesh::MAX_RANKS`].
+    /// codec block; [`ParallelError::EmptyAxis`] without ranks; [`ParallelError::TooManyRanks`] above
+    /// [`Mesh::MAX_RANKS`].
     pub fn check(&self) -> Result<(), ParallelError> {
         Mesh::data(u32::try_from(self.shares.len()).unwrap_or(u32::MAX))?;
         let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });

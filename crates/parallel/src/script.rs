@@ -1,4 +1,4 @@
-//! Scripts: the actions of the ranks of a plan, as data. A rank computes, begins messages and collectives, and
+//! Scripts: the ops of the ranks of a plan, as data. A rank computes, begins messages and collectives, and
 //! waits for them. A script is simulated in virtual time over the links of a topology, which all operations in
 //! flight share. The bytes of an operation are an input; collectives, codecs and models are not part of this
 //! module.
@@ -10,7 +10,7 @@ use farflung_base::{Bandwidth, Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::ParallelError;
 
-/// One action of a rank in a script.
+/// One op of a rank in a script.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScriptOp {
     /// The rank's processor is busy for this time.
@@ -21,7 +21,7 @@ pub enum ScriptOp {
     Await(usize),
 }
 
-/// A script: operations, and the actions of each rank.
+/// A script: operations, and the ops of each rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Script {
     /// Messages and collectives, referred to by index.
@@ -33,7 +33,7 @@ pub struct Script {
 /// The times of a simulated script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScriptTimes {
-    /// Time of each rank's clock after each of its actions.
+    /// Time of each rank's clock after each of its ops.
     pub ends: Vec<Vec<Nanos>>,
 }
 
@@ -74,7 +74,7 @@ impl Script {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn simulate(&self, topology: &Topology) -> Result<ScriptTimes, ParallelError> {
-        self.run(topology, Nanos::MAX).map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
+        self.run(topology, Nanos::MAX).map_err(|Stuck { rank, op }| ParallelError::NeverDone { rank, op })
     }
 
     /// Simulates the script like [`Script::simulate`], but only up to `limit`. `None` if the last rank is not
@@ -95,15 +95,15 @@ impl Script {
     #[must_use]
     pub fn lower_bound(&self, topology: &Topology) -> Nanos {
         let awaited: BTreeSet<(Rank, usize)> = self
-            .acts()
-            .filter_map(|(rank, act)| match act {
+            .ops()
+            .filter_map(|(rank, op)| match op {
                 ScriptOp::Await(operation) => Some((rank, operation)),
                 _ => None,
             })
             .collect();
         let mut busy = Busy::new(topology);
-        for (rank, act) in self.acts() {
-            match act {
+        for (rank, op) in self.ops() {
+            match op {
                 ScriptOp::Compute(time) => busy.processors[rank.index()] += u128::from(time.0),
                 ScriptOp::Begin(operation) => {
                     let sides = &self.operations[operation].parts;
@@ -120,22 +120,21 @@ impl Script {
         busy.longest()
     }
 
-    fn acts(&self) -> impl Iterator<Item = (Rank, ScriptOp)> + '_ {
-        (0..).map(Rank).zip(&self.ranks).flat_map(|(rank, acts)| acts.iter().map(move |&act| (rank, act)))
+    fn ops(&self) -> impl Iterator<Item = (Rank, ScriptOp)> + '_ {
+        (0..).map(Rank).zip(&self.ranks).flat_map(|(rank, ops)| ops.iter().map(move |&op| (rank, op)))
     }
 
     fn run(&self, topology: &Topology, limit: Nanos) -> Result<ScriptTimes, Stuck> {
         let mut simulator = NetworkSimulator::new(topology, &self.operations).until(limit);
         let mut done: BTreeMap<(Rank, usize), Nanos> = BTreeMap::new();
-        let mut ends: Vec<Vec<Nanos>> =
-            self.ranks.iter().map(|acts| Vec::with_capacity(acts.len())).collect();
+        let mut ends: Vec<Vec<Nanos>> = self.ranks.iter().map(|ops| Vec::with_capacity(ops.len())).collect();
         let mut awake: Vec<usize> = (0..self.ranks.len()).rev().collect();
         loop {
             while let Some(i) = awake.pop() {
                 let rank = Rank(i as u32);
                 let mut clock = ends[i].last().copied().unwrap_or_default();
-                while let Some(&act) = self.ranks[i].get(ends[i].len()) {
-                    match act {
+                while let Some(&op) = self.ranks[i].get(ends[i].len()) {
+                    match op {
                         ScriptOp::Compute(time) => clock = clock.saturating_add(time),
                         ScriptOp::Begin(operation) => simulator.begin(operation, rank, clock),
                         ScriptOp::Await(operation) => match done.get(&(rank, operation)) {
@@ -153,18 +152,18 @@ impl Script {
                 awake.push(i);
             }
         }
-        let stuck = ends.iter().zip(&self.ranks).position(|(ends, acts)| ends.len() < acts.len());
+        let stuck = ends.iter().zip(&self.ranks).position(|(ends, ops)| ends.len() < ops.len());
         match stuck {
             None => Ok(ScriptTimes { ends }),
-            Some(rank) => Err(Stuck { rank: Rank(rank as u32), act: ends[rank].len() }),
+            Some(rank) => Err(Stuck { rank: Rank(rank as u32), op: ends[rank].len() }),
         }
     }
 }
 
-/// A rank that waits forever, and the action at which it waits.
+/// A rank that waits forever, and the op at which it waits.
 struct Stuck {
     rank: Rank,
-    act: usize,
+    op: usize,
 }
 
 /// Total work of processors, in nanoseconds, and of links, in bytes.
@@ -278,7 +277,11 @@ mod tests {
         let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(1), Bytes(1))];
         let ranks = vec![Vec::new(), vec![ScriptOp::Compute(ms(1)), ScriptOp::Begin(0), ScriptOp::Await(0)]];
         let refused = Script { operations, ranks }.simulate(&topology).unwrap_err();
-        assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), act: 2 });
+        assert_eq!(
+            refused.to_string(),
+            "rank 1 waits at op 2 of its script for an operation that never ends"
+        );
+        assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), op: 2 });
     }
 
     /// Ranks that compute and begin messages in random order, and wait for all their messages.
@@ -302,13 +305,13 @@ mod tests {
             let bytes = Bytes(draw(20_000));
             script.operations.push(Operation::message(Rank(from), Rank(to), bytes, Bytes(3_000)));
             for rank in [from, to] {
-                let acts = &mut script.ranks[rank as usize];
-                acts.insert(draw(acts.len() as u64 + 1) as usize, ScriptOp::Compute(Nanos(draw(5_000_000))));
-                acts.insert(draw(acts.len() as u64 + 1) as usize, ScriptOp::Begin(number));
+                let ops = &mut script.ranks[rank as usize];
+                ops.insert(draw(ops.len() as u64 + 1) as usize, ScriptOp::Compute(Nanos(draw(5_000_000))));
+                ops.insert(draw(ops.len() as u64 + 1) as usize, ScriptOp::Begin(number));
             }
             awaits[to as usize].push(ScriptOp::Await(number));
         }
-        script.ranks.iter_mut().zip(awaits).for_each(|(acts, more)| acts.extend(more));
+        script.ranks.iter_mut().zip(awaits).for_each(|(ops, more)| ops.extend(more));
         (script, topology)
     }
 

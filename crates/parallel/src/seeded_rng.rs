@@ -2,7 +2,8 @@
 
 use farflung_base::Philox;
 
-/// Counter over a Philox generator. The same seed and stream give the same numbers on every machine.
+/// Counter over a Philox generator. The same seed and stream give the same numbers on every machine, except
+/// that [`SeededRng::exponential`] depends on the platform's logarithm.
 #[derive(Debug, Clone)]
 pub(crate) struct SeededRng {
     philox: Philox,

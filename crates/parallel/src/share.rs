@@ -1,4 +1,4 @@
-//! Divides a step among unequal devices, in integers.
+//! Divides an integer in proportion to weights: a step among unequal devices, or a time among slices.
 
 /// Divides `total` in proportion to `weights`: first rounds down, then adds one to the parts with the largest
 /// remainders.

@@ -1,5 +1,6 @@
 //! Timeline: the spans of a simulated run, and figures computed from them.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, Rank};
@@ -21,7 +22,7 @@ pub enum Kind {
     Overlapped,
     /// Recomputed forward, for the backward.
     Recompute,
-    /// Average of a bucket of gradients.
+    /// Average of a bucket of gradients, or of the gradients of a pipeline's stage.
     AllReduce,
     /// Step of the (inner) optimizer.
     Optimizer,
@@ -104,7 +105,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// A resource of a rank. It is busy with one span at a time, independently of the rank's other resources.
+/// A resource of a rank. It works independently of the rank's other resources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Lane {
     /// The processor.
@@ -115,21 +116,19 @@ pub enum Lane {
     Next,
     /// The wire to the previous rank.
     Previous,
-}
-
-impl Lane {
-    /// All lanes, in the order in which they are drawn.
-    pub const ALL: [Self; 4] = [Self::Compute, Self::Link, Self::Next, Self::Previous];
+    /// The wire to another rank, as between stages that are pools.
+    To(Rank),
 }
 
 impl fmt::Display for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Compute => "compute",
-            Self::Link => "link",
-            Self::Next => "to next",
-            Self::Previous => "to previous",
-        })
+        match self {
+            Self::Compute => f.pad("compute"),
+            Self::Link => f.pad("link"),
+            Self::Next => f.pad("to next"),
+            Self::Previous => f.pad("to previous"),
+            Self::To(rank) => f.pad(&format!("to {rank}")),
+        }
     }
 }
 
@@ -165,7 +164,7 @@ impl Span {
     }
 }
 
-/// The spans of a simulated run. Spans of the same rank and lane do not overlap and are in the order of time.
+/// The spans of a simulated run. Spans of the same rank and lane are in the order of time and do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// Number of ranks, including idle ones.
@@ -183,11 +182,18 @@ impl Timeline {
         self.spans.iter().map(|s| s.end).max().unwrap_or_default()
     }
 
-    /// Returns the lanes that are used. Always includes the processors.
-    pub fn lanes(&self) -> impl Iterator<Item = Lane> {
-        Lane::ALL
-            .into_iter()
-            .filter(|&lane| lane == Lane::Compute || self.spans.iter().any(|s| s.lane == lane))
+    /// Returns the lanes of each rank in the order in which they are drawn. All ranks have the processor and
+    /// the lanes that any of them uses, but [`Lane::To`] only if they use it themselves.
+    #[must_use]
+    pub fn lanes(&self) -> Vec<Vec<Lane>> {
+        let (mut common, mut own) =
+            (BTreeSet::from([Lane::Compute]), vec![BTreeSet::new(); self.ranks as usize]);
+        for span in &self.spans {
+            let lanes =
+                if matches!(span.lane, Lane::To(_)) { &mut own[span.rank.index()] } else { &mut common };
+            lanes.insert(span.lane);
+        }
+        own.into_iter().map(|own| common.iter().copied().chain(own).collect()).collect()
     }
 
     /// Returns the kinds that occur, in the order of legends.
@@ -206,7 +212,7 @@ impl Timeline {
         self.lane(rank, lane).map(Span::time).sum()
     }
 
-    /// Returns the time for which a rank computed and communicated at the same time.
+    /// Returns the time for which a rank computed while its access link ([`Lane::Link`]) was busy.
     #[must_use]
     pub fn overlapped(&self, rank: Rank) -> Nanos {
         let compute: Vec<&Span> = self.lane(rank, Lane::Compute).collect();
@@ -230,7 +236,8 @@ impl Timeline {
         self.busy(rank, Lane::Link).saturating_sub(self.overlapped(rank))
     }
 
-    /// Returns the time for which a rank neither computed nor communicated, because it waited for slower ranks.
+    /// Returns the time for which a rank neither computed nor used its access link ([`Lane::Link`]), because it
+    /// waited for other ranks.
     #[must_use]
     pub fn waited(&self, rank: Rank) -> Nanos {
         self.makespan().saturating_sub(self.busy(rank, Lane::Compute)).saturating_sub(self.exposed(rank))

@@ -68,8 +68,8 @@ impl WhatIf {
     /// of [`WhatIf::ALGORITHMS`] for which `price` returns a time: ddp with overlap and `DiLoCo`, each in f32
     /// and in the run's codec.
     ///
-    /// Errors: [`ParallelError::Zero`] for no parameters, ranks or steps; [`ParallelError::TooManyRanks`] above
-    /// [`Mesh::MAX_RANKS`].
+    /// Errors: [`ParallelError::Zero`] for no parameters or steps; [`ParallelError::EmptyAxis`] for no ranks;
+    /// [`ParallelError::TooManyRanks`] above [`Mesh::MAX_RANKS`].
     pub fn answer(&self, price: AllReduceTime<'_>) -> Result<Answer, ParallelError> {
         if self.steps == 0 {
             return Err(ParallelError::Zero { of: "the run".to_owned(), field: "steps" });

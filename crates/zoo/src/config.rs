@@ -9,8 +9,9 @@ use crate::ZooError;
 /// Configuration of a GPT: pre-norm blocks, learned positions, biases everywhere, GELU (tanh form), and a head
 /// tied to the token embedding.
 ///
-/// Fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`). Functions that take
-/// a configuration call [`GptConfig::validate`] first; deserialization does so too.
+/// Fields are public so that a preset can be varied (`GptConfig { vocab: 256, ..preset }`).
+/// [`Stage::new`](crate::Stage::new), [`weights::write`](crate::weights::write) and deserialization call
+/// [`GptConfig::validate`] first.
 ///
 /// Sources: Radford et al. 2019 (GPT-2); Brown et al. 2020, table 2.1 (GPT-3; its XL row has 24 x 128 heads
 /// where the width is 2048, here 16 x 128; its 13B row has width 5140, here 5120; all its layers are dense
@@ -93,7 +94,7 @@ const fn gpt(layers: usize, heads: usize, dim: usize, context: usize, vocab: usi
     GptConfig { layers, heads, dim, context, vocab }
 }
 
-/// The presets by name, in increasing size.
+/// The presets by name: two small ones, then those of GPT-2 and of GPT-3, each in increasing size.
 pub const PRESETS: [(&str, GptConfig); 14] = [
     ("nano", gpt(4, 4, 128, 64, 256)),
     ("baby", gpt(6, 6, 384, 256, 256)),
@@ -303,7 +304,7 @@ mod tests {
 
     #[test]
     fn flops_match_the_closed_form() {
-        // The value that the reference script computes for nano: 6 (12 L d^2 + V d) + 12 L d T.
+        // 6 (12 L d^2 + V d) + 12 L d T for nano: L = 4, d = 128, V = 256, and T = 64.
         assert_eq!(
             GptConfig::preset("nano").unwrap().flops_per_token(64),
             6 * (12 * 4 * 16384 + 32768) + 12 * 4 * 128 * 64

@@ -9,7 +9,7 @@ use crate::tokenizer::NAMES;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {
-    /// A field of a [`GptConfig`](crate::GptConfig) is out of bounds.
+    /// A field of a [`GptConfig`](crate::GptConfig), a range of layers or a sequence length is out of bounds.
     #[error("model `{field}` is {value}, expected {expected}")]
     Config {
         /// Name of the field.
@@ -99,6 +99,20 @@ pub enum ZooError {
         /// Value required.
         expected: u64,
     },
+    /// The length of a file of recorded offsets is not a whole number of rows.
+    #[error(
+        "file of recorded offsets `{}`: the length is {found} bytes, expected a multiple of {row} (8 bytes for \
+         each sequence of a step)",
+        path.display()
+    )]
+    OffsetsLength {
+        /// Path of the file.
+        path: PathBuf,
+        /// Length of the file in bytes.
+        found: u64,
+        /// Bytes of the offsets of one step.
+        row: u64,
+    },
     /// A split is too short for one sequence with its targets.
     #[error("the {split} split has {tokens} tokens, expected at least {needed} (context + 1)")]
     TooShort {
@@ -171,7 +185,8 @@ pub enum ZooError {
         /// Description of the problem.
         problem: String,
     },
-    /// A tensor's entry in a header is inconsistent with itself, another entry or the file.
+    /// A tensor's entry in a header is inconsistent with itself, another entry or the file, or the tensor is
+    /// not one of the model.
     #[error("`{}`: tensor `{tensor}` {problem}", path.display())]
     TensorEntry {
         /// Path of the file.

@@ -43,7 +43,8 @@ impl Sampling {
 
     /// Draws a token from `logits` (one row, `[V]`) with the random number at `position`.
     ///
-    /// Equal logits are ordered by token id. A NaN logit is never drawn unless all are NaN.
+    /// Equal logits are ordered by token id. A NaN logit counts as minus infinity, so it is drawn only if no
+    /// logit is above that.
     #[must_use]
     pub fn draw(&self, logits: &[f32], position: u64) -> u32 {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();

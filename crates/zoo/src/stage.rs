@@ -73,7 +73,8 @@ pub struct Saved {
 }
 
 impl Saved {
-    /// Drops the saved values of the first `layers` blocks (at most all). [`Stage::recompute`] restores them.
+    /// Drops the saved values of the first `layers` blocks that still have them (at most all).
+    /// [`Stage::recompute`] restores them.
     pub fn drop_activations(&mut self, layers: usize) {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
@@ -179,7 +180,7 @@ impl Stage {
     }
 
     /// Sets how later forward passes save memory until their backward pass. It applies to whole sequences only,
-    /// not to slices, because slices use each other's keys and values. For a pass that has ended, use
+    /// not to slices, because slices use each other's keys and values. For a forward pass that has ended, use
     /// [`Saved::drop_activations`] and [`Saved::offload`].
     pub fn set_activation_policy(&mut self, keeping: ActivationPolicy) {
         self.activation_policy = keeping;
@@ -465,7 +466,7 @@ impl Stage {
     /// # Panics
     /// If [`Stage::backward_input`] was not called before.
     pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
-        // The weight halves use only the shapes of the parameters, which the gradients have too.
+        // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
         let cx = self.cx(&nothing);
         let has_head = saved.head.is_some();

@@ -171,7 +171,7 @@ fn all() -> Vec<String> {
         format!("--sync {}{every}{moments}{interval}{codec}{timed}", row.name)
     });
     // Methods with servers once more, with changes sent to the servers in 8 bits with feedback.
-    let coded = METHODS.iter().filter(|row| row.codes_changes).map(|row| {
+    let coded = METHODS.iter().filter(|row| row.codes_server_changes).map(|row| {
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
         format!("--sync {}{every} --codec int8 --meet-every {CHECKPOINT} --topology {machines}", row.name)

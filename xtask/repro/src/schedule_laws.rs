@@ -94,9 +94,7 @@ fn one(method: Method, draw: &mut Draw, count: &mut Count) -> Result<()> {
         Err(other) => bail!("{method} {p}x{m}: {other}"),
     };
     count.orders += 1;
-    let within = |(rank, &held): (u32, &u32)| {
-        method.peak_bound(&settings, rank).is_some_and(|bound| u64::from(held) <= bound)
-    };
+    let within = |(rank, &held): (u32, &u32)| u64::from(held) <= method.peak_bound(&settings, rank);
     count.over_peak += u32::from(!(0..).zip(&peaks(&order)).all(within));
     let read = order.to_string().parse::<ComputeOrder>()?.with_updates(order.updates());
     count.not_read_back += u32::from(read != order);

@@ -232,7 +232,7 @@ impl TrainConfig {
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.note_without_effect(plain, &["codec-warmup"], "all averages are sent uncompressed");
         notes.note_without_effect(
-            sync.codes_changes,
+            sync.codes_server_changes,
             &["density-warmup"],
             &format!(
                 "`sync` {sync} sends changes of parameters, and its codec always keeps the same fraction of \

@@ -57,9 +57,10 @@ impl TrainConfig {
     pub(crate) fn buffer_settings(&self) -> BufferSettings {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();
-        let feedback = self.sync.codes_changes && codec.codec().is_some_and(|codec| codec.feedback());
+        let coded = self.sync.codes_server_changes && !codec.is_plain();
+        let feedback = coded && codec.codec().is_some_and(|codec| codec.feedback());
         let (momentum, world_momentum) = (self.outer_momentum, self.world_momentum);
-        BufferSettings { momentum, world_momentum, states: local.states, feedback }
+        BufferSettings { momentum, world_momentum, states: local.states, coded, feedback }
     }
 
     /// Returns the settings of asynchronous methods for one of `replicas` replicas. `tokens_per_step` is the

@@ -231,7 +231,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["sync", "codec"],
         refuses: |choices| {
-            let sends = |method: &&SyncMethod| method.codec == Some(NO_CODEC) && !method.codes_changes;
+            let sends = |method: &&SyncMethod| method.codec == Some(NO_CODEC) && !method.codes_server_changes;
             let method = choices.sync.filter(sends)?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
             let expected = format!(
@@ -260,7 +260,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["sync", "codec"],
         refuses: |choices| {
-            let method = choices.sync.filter(|method| method.codes_changes)?;
+            let method = choices.sync.filter(|method| method.codes_server_changes)?;
             let fits = |level: &Level| match level.codec.parse() {
                 Ok(AverageSpec::Codec(codec)) => codec.momentum().is_none(),
                 _ => level.codec == NO_CODEC,

@@ -52,7 +52,9 @@ impl Prediction {
     fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        // With local steps this is true for a single replica too; its period is then one step.
+        // With local steps this is true for a single replica too; its period is then one step. With
+        // `parameter-server` and `bounded-stale`, a worker exchanges as many bytes with the servers after a step as
+        // in an average.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
@@ -228,8 +230,8 @@ impl<'a> Sequence<'a> {
                     }
                     recorder.end_step();
                 }
-                let (acts, mark) = recorder.done();
-                ranks.push(acts);
+                let (ops, mark) = recorder.done();
+                ranks.push(ops);
                 marks.push(mark);
             }
         }
@@ -239,9 +241,9 @@ impl<'a> Sequence<'a> {
 }
 
 impl PlayedSequence {
-    /// Returns the time at which a rank has done the first `acts` ops of its script.
-    fn ended(&self, rank: usize, acts: usize) -> Nanos {
-        self.played.ends[rank][..acts].last().copied().unwrap_or_default()
+    /// Returns the time at which a rank has done the first `ops` of its script.
+    fn ended(&self, rank: usize, ops: usize) -> Nanos {
+        self.played.ends[rank][..ops].last().copied().unwrap_or_default()
     }
 
     /// Returns the time of the last step on each rank.
@@ -260,10 +262,10 @@ impl PlayedSequence {
                 let rank = Rank(rank as u32);
                 Span { rank, lane, kind, step: 0, part: 0, op: None, start, end, sent: Bytes(0) }
             };
-            for Worked { action, acts } in &marks.worked {
-                for act in acts.clone() {
-                    let ScriptOp::Compute(time) = self.ranks[rank][act] else { continue };
-                    let end = self.played.ends[rank][act];
+            for Worked { action, ops } in &marks.worked {
+                for op in ops.clone() {
+                    let ScriptOp::Compute(time) = self.ranks[rank][op] else { continue };
+                    let end = self.played.ends[rank][op];
                     let span = of(Lane::Compute, action.kind.into(), end.saturating_sub(time), end);
                     spans.push(Span { part: action.microbatch, op: Some((*action).into()), ..span });
                 }
@@ -278,9 +280,9 @@ impl PlayedSequence {
     fn predicted(&self, period: u32) -> Prediction {
         let marks = || self.marks.iter().enumerate();
         let pass = marks().map(|(rank, marks)| self.ended(rank, marks.passed)).max().unwrap_or_default();
-        let busy = |act: &ScriptOp| if let ScriptOp::Compute(time) = act { time.0 } else { 0 };
+        let busy = |op: &ScriptOp| if let ScriptOp::Compute(time) = op { time.0 } else { 0 };
         let first_step = |(rank, marks): (usize, &Marks)| &self.ranks[rank][..marks.steps[0]];
-        let busy: Vec<u64> = marks().map(first_step).map(|acts| acts.iter().map(busy).sum()).collect();
+        let busy: Vec<u64> = marks().map(first_step).map(|ops| ops.iter().map(busy).sum()).collect();
         let whole = (pass.0 * self.ranks.len() as u64).max(1);
         Prediction {
             period,

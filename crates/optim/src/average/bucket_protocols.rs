@@ -1,6 +1,6 @@
-//! A bucket that is averaged by protocols. A matrix has its own protocol if that sends fewer values; all other
-//! values are sent as plain f32 with the first exchange. All protocols of a bucket run their exchanges
-//! together.
+//! A bucket that is averaged by protocols. A matrix has its own protocol if [`MakeProtocol`] returns one for
+//! its shape; all other values are sent as plain f32 with the first exchange. All protocols of a bucket run
+//! their exchanges together.
 
 use std::ops::Range;
 
@@ -118,8 +118,8 @@ impl BucketProtocols {
     /// Takes the mean of an exchange. Returns the values of the next exchange, or the bucket's mean after the
     /// last one.
     ///
-    /// Errors: those of a protocol that breaks its contract. If a protocol rejects a mean, the result is NaN on
-    /// all ranks.
+    /// Errors: those of a protocol that breaks its contract. If a protocol rejects the means when the round
+    /// ends ([`Protocol::end`]), the result is NaN on all ranks.
     pub(super) fn incoming(&mut self, mean: &[f32]) -> Result<Exchanged, OptimError> {
         check("the mean of an exchange", mean.len(), self.sizes[self.at])?;
         let mut start = 0;
@@ -173,7 +173,7 @@ impl BucketProtocols {
         Ok(())
     }
 
-    /// Restores what [`Self::save`] returned. A matrix whose buffers are all empty starts anew.
+    /// Restores what [`Self::save`] appended. A matrix whose buffers are all empty starts anew.
     pub(super) fn restore<'a>(
         &mut self,
         prefix: &str,

@@ -109,7 +109,7 @@ impl BucketReduction {
         }
     }
 
-    /// Restores what [`Self::save`] returned.
+    /// Restores what [`Self::save`] appended.
     pub(super) fn restore<'a>(
         &mut self,
         prefix: &str,

@@ -1,6 +1,6 @@
 //! Codecs of one bucket, and the bucket's values as a coded all-reduce sees them. There is one codec for each
-//! message that this rank encodes in the bucket's program. Vectors stay in the memory where the codecs work.
-//! This module uses only the length of a bucket, not its parameters.
+//! block that this rank encodes in the bucket's program, and for each phase in which it does. Vectors stay in
+//! the memory where the codecs work. This module uses only the length of a bucket, not its parameters.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -147,7 +147,7 @@ impl Codecs {
         })
     }
 
-    /// Restores what [`Self::save`] returned. A codec whose buffer is empty starts anew.
+    /// Restores what [`Self::save`] appended. A codec whose buffer is empty starts anew.
     pub(super) fn restore<'a>(
         &self,
         prefix: &str,
@@ -204,9 +204,9 @@ impl State {
         let shard = ((2 * self.bucket + phase as usize) * self.blocks.len() + block) as u32;
         let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
         match codec.compress(x, key, &mut self.payload) {
-            // All ranks must see these values, or only some would take the step. The mean decides about the
-            // step: it may be finite if a value was only too large for the codec. Plain f32 loses nothing, so
-            // the residual stays as it was.
+            // Values that the codec rejects are sent as plain f32. All ranks must see them, or only some would
+            // take the step. The mean decides about the step: it may be finite if a value was only too large
+            // for the codec. Plain f32 loses nothing, so the residual stays as it was.
             Err(OptimError::Compress(error)) if error.is_value_error() => {
                 F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
             }

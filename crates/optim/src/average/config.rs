@@ -13,10 +13,10 @@ use super::coding::Coding;
 #[derive(Debug, Clone)]
 pub struct AverageConfig {
     /// Encoding of values: plain f32 (`none`), a codec, or a protocol. Plain values, and those that a protocol
-    /// exchanges, are reduced as the communicator does.
+    /// exchanges, are averaged by the communicator's own all-reduce.
     pub codec: Coding,
-    /// Algorithm that reduces a codec's bytes: one of [`Algorithm::CODED`], or `auto`, which is the cheapest on
-    /// the communicator's links.
+    /// Algorithm that reduces a codec's bytes: one of [`Algorithm::CODED`], or `auto`, which is the cheapest of
+    /// them except the ring, on the communicator's links.
     pub algorithm: Algorithm,
     /// Largest size of a bucket in bytes of f32; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,

@@ -27,13 +27,13 @@ pub struct AccumulatedUpdate<'a> {
     pub mean: &'a Tensor,
     /// Anchor: the parameters at the previous synchronisation.
     pub anchor: &'a Tensor,
-    /// Steps taken since then; steps are counted from 0.
+    /// Steps taken since the previous synchronisation, counted from 0.
     pub steps: Range<u64>,
 }
 
 impl Chain {
-    /// Returns the transform that accumulates a value over local steps, which value, and the index of its first
-    /// state among those of the chain. `None` if no transform does.
+    /// Returns the transform that accumulates a value over local steps, which value, and the index of the
+    /// transform's first state among those of the chain. `None` if no transform does.
     fn accumulating_link(&self) -> Option<(&dyn Transform, Accumulated, usize)> {
         let mut links = self.links.iter().zip(&self.first_states);
         links.find_map(|(link, &first)| Some((&**link, link.accumulates()?, first)))
@@ -50,7 +50,7 @@ impl Chain {
     /// Applies the mean of what all replicas accumulated. Parameters, moments and accumulators are then the
     /// same on all of them. Does nothing if no link accumulates.
     ///
-    /// Errors: [`OptimError::Tensor`] if a buffer has another length.
+    /// Errors: [`OptimError::Tensor`] if a buffer is shorter than the layout.
     pub fn apply_accumulated(
         &mut self,
         meets: AccumulatedUpdate<'_>,

@@ -27,8 +27,9 @@ pub(super) enum Pass {
     /// Several links as one program.
     Fused {
         /// Rewritten buffer 0 holds the parameters in the last pass and the update in others; states follow.
-        /// Read-only buffer 0 holds the gradient in the first pass, the update in the last, and the parameters
-        /// in a middle pass. Read-only buffer 1 holds the parameters in a first pass that is not the last.
+        /// Read-only buffer 0 holds the gradient in the first pass (even if it is also the last), the
+        /// parameters in a middle pass, and the update in the last of several. Read-only buffer 1 holds the
+        /// parameters in a first pass that is not the last.
         program: Program,
         place: PassPosition,
         /// Indices of its states among all states of the chain, ascending.
@@ -38,7 +39,7 @@ pub(super) enum Pass {
     PerTensor(usize),
 }
 
-/// Parameters that have the same passes.
+/// Parameters that have the same passes and the same factor of the learning rate.
 #[derive(Debug)]
 pub(super) struct Class {
     /// Settings of their group. `decay` is that of the class's first tensor. Only links on whole tensors read

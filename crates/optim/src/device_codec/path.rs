@@ -34,7 +34,7 @@ impl Source<'_> {
 #[derive(Debug)]
 pub(super) enum CodecStages {
     Values(Values),
-    /// Keeps one element of each stratum.
+    /// Keeps one of every [`Mask::stride`] elements, chosen by the mask's pattern.
     Masked(Mask, Box<Self>),
     /// Keeps the largest elements, of the whole vector or of each chunk.
     Largest(Select, Box<Self>),

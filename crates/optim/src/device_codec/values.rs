@@ -94,8 +94,8 @@ impl Values {
             let mut out = device.empty(DType::U32, 1 + codec.words(x.len()))?;
             codecs(device).encode(codec, x, before, lost, out.view_mut())?;
             let mut words = out.to_vec::<u32>()?;
-            // The first word is cut off in the host's memory. Fetching it separately would wait for the device
-            // twice.
+            // The first word is the kernel's verdict. It is fetched together with the values, because two
+            // fetches would wait for the device twice.
             refused = words.remove(0);
             words
         } else {

@@ -19,7 +19,7 @@ pub const LAMB: LocalMethod = LocalMethod {
     },
 };
 
-/// Settings of [`lamb`]. The defaults are those of the paper, without clipping.
+/// Settings of [`lamb`]. The defaults are those of the paper, with a rate of 0.001 and without clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Lamb {
     /// Decay of the first moment.

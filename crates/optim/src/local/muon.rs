@@ -82,10 +82,9 @@ pub fn is_hidden_matrix(param: &Param) -> bool {
 /// all its singular values are made about 1. Embeddings, heads and vectors are updated by AdamW (see
 /// [`is_hidden_matrix`]), so that both users of a tied token table take the same step.
 ///
-/// Each matrix is updated on its own. In a pipeline a rank holds whole matrices, so ranks exchange nothing. The
-/// chain has two buffers of the parameters' length. The first holds the momentum of hidden matrices and AdamW's
-/// first moment of the other parameters. The second holds AdamW's second moment and stays zero for hidden
-/// matrices.
+/// Each matrix is updated on its own. In a pipeline a rank holds whole matrices, so ranks exchange nothing for
+/// it. The chain has two state buffers. The first holds the momentum of hidden matrices and AdamW's first
+/// moment of the other parameters. The second holds AdamW's second moment and stays zero for hidden matrices.
 ///
 /// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et
 /// al. 2025, "Muon is Scalable for LLM Training".

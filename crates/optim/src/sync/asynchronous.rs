@@ -30,8 +30,8 @@ pub struct AsynchronousSettings {
     /// Number of steps between synchronisations of all workers, at which they exchange losses and may evaluate
     /// and save.
     pub meet_every: u64,
-    /// Number of changes that delayed Nesterov accumulates for a step of its momentum; 0 means as many as there
-    /// are workers.
+    /// Number of changes that delayed Nesterov accumulates for a step of its momentum; 0 means as many as the
+    /// server has workers.
     pub buffer: u64,
     /// Number of steps that a worker may be ahead of the slowest.
     pub staleness: u64,
@@ -102,22 +102,18 @@ pub const ASYNC: SyncMethod = SyncMethod {
         "meet-every",
     ],
     overlaps: true,
+    replicas_differ: true,
     timed: true,
     every: None,
     codec: Some("none"),
-    codes_changes: true,
+    codes_server_changes: true,
     compensates: false,
     // With the paper's 0.9, eight workers whose changes are one round old diverge (bench async).
     outer_momentum: Some(0.5),
     on_member_loss: OnMemberLoss::Unsupported(
         "a member may serve a shard of the model, which is lost with it",
     ),
-    buffers: |&BufferSettings { momentum, feedback, .. }| {
-        let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
-        // Held: the model, the server's states and the codec's residual, and a copy of each for checkpoints;
-        // and three vectors of the worker.
-        Buffers { held: 5 + 2 * (momentum + feedback), saved: 4 + momentum + feedback }
-    },
+    buffers: |settings| buffers(if settings.momentum == 0.0 { 0 } else { 2 }, settings),
     build: |s| {
         let all = s.comm.size() as u64;
         let buffer = if s.asynchronous.buffer == 0 { all } else { s.asynchronous.buffer };
@@ -138,9 +134,15 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     name: "parameter-server",
     summary: "the servers apply each worker's step at once, and the worker continues from their model",
     reads: &["servers", "meet-every"],
+    // A worker waits for the answer to each of its changes.
+    overlaps: false,
     every: Some(1),
-    // The server has no momentum.
-    buffers: |kept| (ASYNC.buffers)(&BufferSettings { momentum: 0.0, ..*kept }),
+    // The server has no momentum. No answer waits to be applied at a checkpoint, so neither it nor the
+    // parameters as they were sent are saved.
+    buffers: |settings| {
+        let Buffers { held, saved } = buffers(0, settings);
+        Buffers { held, saved: saved - 2 }
+    },
     build: |s| {
         let rule = sgd(s.comm.size());
         let pace = WaitPolicy { waits: Some(0), staleness: None, weight: 1.0 };
@@ -177,10 +179,7 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
     // Lower than that of `async`: a quorum of half the workers moves the model twice a round.
     outer_momentum: Some(0.3),
-    buffers: |&BufferSettings { feedback, .. }| {
-        let feedback = usize::from(feedback);
-        Buffers { held: 7 + 2 * feedback, saved: 5 + feedback }
-    },
+    buffers: |settings| buffers(1, settings),
     build: |s| {
         let settings = s.asynchronous;
         let (outer, workers) = ((s.outer_lr, s.outer_momentum), s.comm.size());
@@ -191,6 +190,21 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
     },
     ..ASYNC
 };
+
+/// Number of vectors of a worker: the parameters from which its next change is measured, those that it had when
+/// it sent its last change, and the model that answers the change.
+pub(super) const OF_WORKER: usize = 3;
+
+/// Returns the number of buffers of a worker and of a server whose rule has this many states. A worker that
+/// does not wait for answers may hold more: its parameters at each change that is not answered yet.
+fn buffers(states: usize, &BufferSettings { coded, feedback, .. }: &BufferSettings) -> Buffers {
+    let (coded, feedback) = (usize::from(coded), usize::from(feedback));
+    // Held: the model, the server's states and the worker's vectors, and a copy of each for checkpoints; the
+    // codec's residual, committed and next; with any codec, a copy of the residual. Saved: the copies, and the
+    // replica's own parameters.
+    let copies = 1 + states + OF_WORKER + coded;
+    Buffers { held: 1 + states + OF_WORKER + 2 * feedback + copies, saved: copies + 1 }
+}
 
 /// Returns a constructor of rules for shards of a given length. Each change moves the model by its share of a
 /// mean over `workers` changes.

@@ -74,7 +74,7 @@ pub struct Delayed {
     /// restore it.
     mean_name: String,
     merging: Option<Merging>,
-    /// Whether fragments were sent in this round of averaging.
+    /// Whether a round of averaging was begun since the method was created or restored.
     opened: bool,
     steps: u64,
     goes_on: bool,
@@ -225,7 +225,8 @@ impl Delayed {
         self.merging = Some(Merging { elements, takes, first });
     }
 
-    /// Returns the shares of the replica's own parameters and of the anchor; `None` for [`Merge::Rebase`].
+    /// Returns the shares of the replica's own parameters and of the anchor; `None` for [`Merge::Rebase`],
+    /// unless `takes` is set.
     fn parts(&self, takes: bool) -> Option<[f32; 2]> {
         match self.settings.merge {
             _ if takes => Some([0.0, 1.0]),

@@ -7,7 +7,7 @@ use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
-use super::saved::required;
+use super::saved::{optional_prefix, required};
 use super::{Buffers, IN_FLIGHT, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
@@ -19,18 +19,20 @@ pub const EAGER: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: None,
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     // The mean is one round old. With the paper's momentum of 0.9 eight workers diverge once local steps come
     // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),
     on_member_loss: IN_FLIGHT,
-    // Held: shared and own position and velocity, the last change, the mean as it is saved, the mean in flight,
-    // and the mean for evaluations. Saved: the first six, and the replica's own parameters.
-    buffers: |_| Buffers { held: 8, saved: 7 },
+    // Held: shared and own position and velocity and the last change; the next values of these five, between an
+    // exchange and its commit; the mean in flight; the mean for evaluations; and copies of six for checkpoints.
+    // Saved: these copies (of the four vectors, the change and the mean), and the replica's own parameters.
+    buffers: |_| Buffers { held: 18, saved: 7 },
     build: |s| Ok(Box::new(Eager::new(s)?)),
 };
 
@@ -304,7 +306,7 @@ impl Synchroniser for Eager {
         let expected = self.buffer.shape().len();
         let found = |name: &str| required(get, name, expected);
         let shared = SHARED.iter().map(|name| found(name)).collect::<Result<Vec<_>, _>>()?;
-        let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
+        let own = optional_prefix(get, &OWN, expected)?;
         let [at, velocity] = [self.packing.pack_host(&shared[0]), self.packing.pack_host(&shared[1])];
         let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
         self.shared = Position { at, velocity };

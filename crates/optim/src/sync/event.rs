@@ -9,7 +9,7 @@ use farflung_tensor::{Param, Tensor};
 use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Neighbours};
-use super::saved::optional;
+use super::saved::optional_prefix;
 use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -20,16 +20,17 @@ pub const EVENT: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "trigger"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
-    // Held: parameters as last sent here and by two neighbours, the change, the mean. Saved: the same with own
-    // parameters in place of the mean.
-    buffers: |_| Buffers { held: 5, saved: 5 },
+    // Held: parameters as last sent here and by two neighbours, and the change; a copy of each for checkpoints;
+    // and the mean. Saved: the copies, and the replica's own parameters.
+    buffers: |_| Buffers { held: 9, saved: 5 },
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),
 };
 
@@ -42,8 +43,8 @@ pub const EVENT: SyncMethod = SyncMethod {
 /// ```
 ///
 /// Mixing preserves the mean over all replicas, whatever was not sent. With a trigger of 0 it is
-/// [`D_PSGD`](super::D_PSGD). A round sends one bit per tensor, and 4 bytes per value of the tensors that
-/// changed.
+/// [`D_PSGD`](super::D_PSGD). A round sends to each neighbour one bit per tensor (rounded up to bytes), and 4
+/// bytes per value of the tensors that changed.
 ///
 /// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning".
 /// Differs: the threshold is relative to the tensor's norm, where in the paper it follows the tensor's last
@@ -59,7 +60,7 @@ pub struct EventTriggered {
     tensors: Vec<Range<usize>>,
     /// Parameters as this replica last sent them.
     sent: Vec<f32>,
-    /// Parameters as neighbours last sent them, by rank.
+    /// Parameters as each neighbour last sent them.
     heard: Vec<Received>,
     exchange_state: ExchangeState,
     mean: CommonMean,
@@ -271,12 +272,11 @@ impl Synchroniser for EventTriggered {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.settled[0].shape().len();
-        let mut found = Vec::new();
-        for (name, tensor) in STATE_NAMES.into_iter().zip(&mut self.settled) {
-            let Some(values) = optional(get, name, expected)? else { break };
-            tensor.write(&values)?;
-            found.push(self.packing.pack_host(&values));
+        let saved = optional_prefix(get, &STATE_NAMES, expected)?;
+        for (tensor, values) in self.settled.iter_mut().zip(&saved) {
+            tensor.write(values)?;
         }
+        let found: Vec<_> = saved.iter().map(|values| self.packing.pack_host(values)).collect();
         self.exchange_state = ExchangeState::None;
         if let [sent, before, after, change @ ..] = &found[..] {
             self.sent.clone_from(sent);

@@ -19,10 +19,11 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
@@ -101,7 +102,7 @@ pub(super) enum Wire {
     /// In a few bits, modulo a bound.
     Modulo {
         modulo: Modulo,
-        /// Part of the distance to its neighbours that a replica moves: less for fewer bits.
+        /// Part of the distance to its neighbours that a replica moves. It must be smaller for fewer bits.
         rate: f64,
     },
 }

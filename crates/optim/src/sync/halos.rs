@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex};
 use farflung_base::Rank;
 
 use super::asynchronous::{
-    Asynchronous, Route, ServerHandle, ServerState, Servers, WaitPolicy, WorkerServers, WorldSettings,
+    Asynchronous, OF_WORKER, Route, ServerHandle, ServerState, Servers, WaitPolicy, WorkerServers,
+    WorldSettings,
 };
 use super::exchange::Packing;
 use super::server::DelayedNesterov;
@@ -34,9 +35,9 @@ use node::{Node, Region, World, forward};
 ///
 /// If the smallest region has `s` workers, the first `s` workers of each region serve a shard of its model
 /// each; with `central` only the first worker serves. The world's shards are spread over the same ranks. For
-/// `P` values, a worker sends and receives `4 P (s - 1) / s` bytes each per change, and one of `m` regions
-/// sends and receives `4 P (m - 1) / m` bytes each per `world.every` changes. Only messages of regions go
-/// through a codec; what it loses stays in `pending`.
+/// `P` values, a worker that serves a shard sends and receives `4 P (s - 1) / s` bytes each per change, and any
+/// other worker `4 P`. One of `m` regions sends and receives about `4 P (m - 1) / m` bytes each per
+/// `world.every` changes. Only messages of regions go through a codec; what it loses stays in `pending`.
 ///
 /// A region's change is weighted by its share of the workers, and a worker's by its tokens, so that a round of
 /// all workers is the mean by tokens.
@@ -63,14 +64,16 @@ pub const HALOS: SyncMethod = SyncMethod {
         "world-mixing",
     ],
     compensates: true,
-    buffers: |&BufferSettings { momentum, world_momentum, .. }| {
+    buffers: |&BufferSettings { momentum, world_momentum, feedback, .. }| {
         let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
         let (region, world) = (states(momentum), states(world_momentum));
         // World: the model and its states. Region: the same, `pending`, and the number of changes.
         let remembered = 1 + world + 3 + region;
-        // Held: the vectors that the rank serves, their copies for a checkpoint, and three vectors of the
-        // worker.
-        Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
+        // Held: the vectors that the rank serves and those of the worker, and a copy of each for checkpoints;
+        // the residual of the region's codec, committed and next. Saved: the copies, and the replica's own
+        // parameters.
+        let (copies, residuals) = (remembered + OF_WORKER, 2 * usize::from(feedback));
+        Buffers { held: (3 + world + region) + OF_WORKER + residuals + copies, saved: copies + 1 }
     },
     build: |s| {
         let pace = WaitPolicy { waits: Some(s.delay), staleness: None, weight: 1.0 };

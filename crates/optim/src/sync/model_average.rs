@@ -18,15 +18,16 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["average-interval", "sync-warmup", "meet-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: true,
     every: Some(1),
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,
-    // Parameters that were sent, the change to apply, the mean for evaluations, and what a synchronisation
-    // averages.
+    // Held: parameters that were sent, the change to apply, the mean for evaluations, and what a
+    // synchronisation averages. Saved: the replica's own parameters.
     buffers: |_| Buffers { held: 4, saved: 1 },
     build: |s| Ok(Box::new(ModelAverage::new(s)?)),
 };
@@ -36,15 +37,15 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
 /// others have learned:
 ///
 /// ```text
-/// params = params + mean(sent of all copies) - sent
+/// params = params + mean(sent of all replicas) - sent
 /// ```
 ///
 /// A replica joins the next round at the end of the first step that ends at least `interval` later. A round
 /// begins when the first replica joins and arrives once the last has joined, so that all replicas are in the
 /// same rounds. If a replica needs three times as long for a step, it takes one step in a round where others
 /// take three. A round sends `8 P (n - 1) / n` bytes per replica. Every `meet_every` steps all replicas
-/// synchronise to exchange their losses: they complete a round that some have joined, and the timer starts
-/// again. The model of the run is the mean of all replicas.
+/// synchronise to exchange their losses: they complete a round that some have joined, and each joins the next
+/// one at the end of its next step. The model of the run is the mean of all replicas.
 ///
 /// Replicas are weighted by their tokens. Two runs give the same bits only on a simulated network, which has a
 /// virtual clock: results depend on when messages arrive.

@@ -62,7 +62,7 @@ impl Modulo {
 
     /// Returns the modulus `B`.
     fn modulus(&self) -> f64 {
-        // The quantiser is off by at most half a cell.
+        // A difference of at most theta, plus the quantiser's error of half a cell, fits into half of `B`.
         2.0 * self.theta / (1.0 - 1.0 / self.cells())
     }
 

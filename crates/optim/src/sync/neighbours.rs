@@ -4,17 +4,19 @@ use farflung_base::Philox;
 
 /// A graph over ranks, in which each rank mixes its parameters with those of a few others.
 ///
-/// In every round, the shares that ranks receive and keep form a doubly stochastic matrix. So the mean over all
-/// ranks is preserved.
+/// In every round of [`Graph::meeting`], the shares that ranks receive and keep form a doubly stochastic
+/// matrix. So the mean over all ranks is preserved. For unequal ranks see [`Graph::weighted`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Graph {
-    /// Both neighbours on a ring, with a weight of a third each (Lian et al. 2017, D-PSGD).
+    /// Both neighbours on a ring, with a weight of a third each (Lian et al. 2017, D-PSGD). Two ranks are one
+    /// pair, with a weight of a half.
     Ring,
     /// Pairs of a rank of the lower half and one of the upper half, shifted by one in each round until all have
     /// met, as BAGUA's `shift_one`. If the number of ranks is odd, one rests, another in each round.
     ShiftOne,
-    /// The rank `2^k` before it, with a weight of a half. `k` counts up to the logarithm of the number of ranks
-    /// and starts again (Ying et al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
+    /// The rank `2^k` before it, with a weight of a half. Over the rounds `k` counts from 0, as long as `2^k`
+    /// is below the number of ranks, and then starts again (Ying et al. 2021, one-peer exponential graphs;
+    /// SGP's graph of Assran et al. 2019).
     Exponential,
     /// Random pairs, which all ranks draw alike. If the number of ranks is odd, one rests.
     RandomPairs {

@@ -5,6 +5,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Exchange, NeighbourMessage, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
+use super::saved::optional;
 use super::{Buffers, OWN_COPIES, StepEnd, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -16,10 +17,11 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("none"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: Some(0.5),
     on_member_loss: OWN_COPIES,
@@ -35,7 +37,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
 /// ```
 ///
-/// Means are weighted. Each replica sends `8 P` bytes for `P` parameters. Slow parameters always differ a
+/// Means are weighted. Each replica sends `8 P + 4` bytes for `P` parameters. Slow parameters always differ a
 /// little; the model of the run is the mean of all replicas. After the last step, all replicas set their
 /// parameters to it.
 ///
@@ -201,17 +203,14 @@ impl Synchroniser for NoLoCo {
         vec![("slow", &self.outer.slow), ("momentum", &self.outer.velocity)]
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
-        self.rounds = steps;
-        let (Some(slow), Some(velocity)) = (get("slow"), get("momentum")) else { return Ok(()) };
         let expected = self.outer.slow.shape().len();
-        for (name, values) in [("slow", &slow), ("momentum", &velocity)] {
-            if values.len() != expected {
-                let (name, found) = (name.to_owned(), values.len());
-                return Err(OptimError::State { name, found, expected });
-            }
+        let (slow, velocity) = (optional(get, "slow", expected)?, optional(get, "momentum", expected)?);
+        if let (Some(slow), Some(velocity)) = (slow, velocity) {
+            self.outer.slow.write(&slow)?;
+            self.outer.velocity.write(&velocity)?;
         }
-        self.outer.slow.write(&slow)?;
-        Ok(self.outer.velocity.write(&velocity)?)
+        self.rounds = steps;
+        Ok(())
     }
     fn average(&self) -> &Average {
         &self.mean.average

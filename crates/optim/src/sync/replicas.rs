@@ -21,10 +21,11 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    replicas_differ: true,
     timed: false,
     every: None,
     codec: Some("minmax8"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: true,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
@@ -138,7 +139,7 @@ impl Replicas {
         Exchange::start(comm, Graph::Ring.weighted(comm.rank().0, &self.weights, 0), self.rounds, bytes)
     }
 
-    /// Adds the changes that neighbours sent to their replicas.
+    /// Adds to the replicas of neighbours the changes that these neighbours sent.
     fn arrive(&mut self) -> Result<(), OptimError> {
         let Some(flight) = self.flight.take() else { return Ok(()) };
         let mut change = vec![0.0; self.packing.len()];

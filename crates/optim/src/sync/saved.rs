@@ -17,6 +17,17 @@ pub(super) fn optional(get: Get<'_>, name: &str, expected: usize) -> Result<Opti
     }
 }
 
+/// Returns the vectors before the first one that the checkpoint lacks.
+///
+/// Errors: [`OptimError::State`] if one of them has another length.
+pub(super) fn optional_prefix(
+    get: Get<'_>,
+    names: &[&str],
+    expected: usize,
+) -> Result<Vec<Vec<f32>>, OptimError> {
+    names.iter().map_while(|name| optional(get, name, expected).transpose()).collect()
+}
+
 /// Returns a vector that a checkpoint must contain.
 ///
 /// Errors: [`OptimError::State`] if it is missing or has another length.

@@ -48,7 +48,8 @@ pub(super) trait ModelService: Service + std::fmt::Debug {
     fn resume(&mut self, pushes: u64);
 }
 
-/// Rule by which changes move a model. Its methods return the workers to which the model must be sent.
+/// Rule by which changes move a model. `push`, `advance_to` and `flush` return the workers to which the model
+/// must be sent.
 pub trait ServerRule: std::fmt::Debug + Send {
     /// Applies a change that arrived.
     fn push(&mut self, model: &mut [f32], push: &Push) -> Vec<u32>;

@@ -16,10 +16,11 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: false,
+    replicas_differ: false,
     timed: false,
     every: None,
     codec: Some("sign"),
-    codes_changes: false,
+    codes_server_changes: false,
     compensates: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::Unsupported(

@@ -27,8 +27,8 @@ pub struct FrozenAdam {
 /// average `beta1 m + (1 - beta1) g`, which becomes `m`, and `v` does not change.
 ///
 /// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs, because codecs can give momentum to elements that
-/// never had a gradient: an element without any gradient in the warm-up, `v = 0`, no longer moves, and no
-/// element moves farther than Adam can ever move it, [`FrozenAdam::longest`].
+/// never had a gradient: an element without any gradient in the warm-up, `v = 0`, does not move, and no element
+/// moves farther than Adam can ever move it, [`FrozenAdam::longest`].
 #[must_use]
 pub fn scale_by_frozen_adam(settings: FrozenAdam) -> impl Transform {
     ScaleByFrozenAdam(settings)

@@ -33,30 +33,31 @@ const FACTOR: [f64; 2] = [0.5, 4.0];
 const CHANGE: f64 = 0.1;
 
 /// Rescales gradients as 1-bit LAMB does, without bias correction. In the first `freeze` steps replicas average
-/// gradients, and each tensor's update `u = m / (sqrt(v) + eps) + decay p` is multiplied by
-/// `c = ||p|| / ||u||`, clamped to between 0.01 and 10.
+/// gradients, and each tensor's update `u = m / (sqrt(v) + eps) + decay p` is multiplied by `c = ||p|| /
+/// ||u||`, clamped to between 0.01 and 10 (by 1 if a norm is 0).
 ///
 /// After the warm-up, `v` and the running average of each tensor's `c` (decay 0.9) are frozen. Replicas average
 /// `s (beta1 m + (1 - beta1) g)`, where `s` is a factor per tensor that brings the root mean square of its
 /// momentum at step `freeze` to 1, so that all tensors can share a codec's scales. The update is multiplied by
 /// `c f`. `f` is the largest `(sqrt(v) + eps) / (sqrt(w) + eps)` of the tensor, moved towards 1 by the share of
 /// weight decay in the update, and clamped to between 0.5 and 4 and to within a tenth of its previous value.
-/// `w` is a second moment that still changes; its gradient is recovered from two successive momenta.
+/// `w` is a second moment that still changes; the gradient for it is recovered from two successive momenta.
 ///
 /// The first three elements of a tensor's part of the state `layers` hold its `c`, `f` and `s`.
 ///
 /// Errors when the chain is built: [`OptimError::Setting`] for a tensor of fewer than three elements.
 ///
 /// Source: Li et al. 2021, "1-bit LAMB", Alg. 1; the constants are those of `DeepSpeed`'s `lamb.py`. Differs:
-/// `s` is not multiplied by its mean over all tensors, since this one factor of all values changes no result.
-/// Elements that get momentum from a codec alone are treated as in
+/// `s` is not multiplied by the mean of these root mean squares over all tensors, since one factor for all
+/// values changes no result. Elements that get momentum from a codec alone are treated as in
 /// [`scale_by_frozen_adam`](super::scale_by_frozen_adam).
 #[must_use]
 pub fn scale_by_onebit_lamb(settings: FrozenLamb) -> impl Transform {
     ScaleByOnebitLamb(settings)
 }
 
-/// Indices of `c`, `f` and `s` among a tensor's elements of `layers`.
+/// Indices of the numbers `c`, `f` and `s` of [`scale_by_onebit_lamb`] among a tensor's elements of the state
+/// `layers`.
 const C: usize = 0;
 const F: usize = 1;
 const S: usize = 2;
@@ -191,7 +192,7 @@ fn decayed() -> Result<Program, TensorError> {
 struct Layer<'a, 't> {
     tensors: &'a mut Tensors<'t>,
     param: Param,
-    /// `c`, `f` and `s`.
+    /// Coefficient `c`, its factor `f`, and the factor `s` of the momentum that replicas average.
     numbers: [f64; 3],
 }
 

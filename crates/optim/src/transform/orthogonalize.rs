@@ -45,8 +45,9 @@ impl MuonScale {
     }
 }
 
-/// Makes all singular values of each matrix about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations in
-/// f32.
+/// Makes the singular values of each matrix about 1 (between 0.7 and 1.2) by five Newton-Schulz iterations in
+/// f32, and multiplies the matrix by its [`MuonScale`]. Singular values below about 1/600 of the matrix's l2
+/// norm end below 0.7, and 0 stays 0.
 ///
 /// Errors when the chain is built: [`OptimError::NotAMatrix`] for a tensor that does not have two dimensions.
 /// Select matrices with [`ChainBuilder::then_for`](crate::ChainBuilder::then_for).

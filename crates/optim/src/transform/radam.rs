@@ -6,7 +6,7 @@ use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// Rescales gradients as `RAdam` does: Adam's direction times a rectification factor once the variance of the
-/// second moment is tractable; before that, the first moment alone.
+/// adaptive learning rate is tractable; before that, the first moment alone.
 ///
 /// Source: Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond", Alg. 2. As in PyTorch,
 /// the second moment is used once its effective length exceeds 5, and `eps` is added to the root before bias

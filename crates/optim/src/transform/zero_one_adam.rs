@@ -87,7 +87,8 @@ pub struct ZeroOneAdam {
     pub rounds: SyncSchedule,
     /// Learning rate, which is part of what replicas average.
     pub schedule: LrSchedule,
-    /// Decoupled weight decay of matrices, applied when replicas synchronise.
+    /// Decoupled weight decay of matrices. This link applies it when replicas average what their local steps
+    /// accumulated; in each step [`add_decayed_weights`](super::add_decayed_weights) applies it.
     pub weight_decay: f64,
 }
 
@@ -176,12 +177,12 @@ impl Transform for ScaleByZeroOneAdam {
         Some(self.0.rounds)
     }
     fn accumulates(&self) -> Option<Accumulated> {
-        Some(Accumulated { state: 2, scalars: 4 })
+        Some(Accumulated { state: 2 })
     }
     fn accumulated_scalars(&self, lr: f64, steps: std::ops::Range<u64>, out: &mut Vec<f32>) {
         let rates: f64 = steps.map(|step| lr * self.0.schedule.rate(step)).sum();
         let longest = rates * self.longest();
-        // If all rates are 0, the momentum cannot be computed from what was accumulated.
+        // If all rates are 0, the momentum cannot be computed from what was accumulated; it becomes 0.
         let inverse = if rates > 0.0 { 1.0 / rates } else { 0.0 };
         out.extend([inverse, rates, longest, -longest].map(|x| x as f32));
     }

@@ -1,5 +1,5 @@
 //! Tests of workers that move a model on servers, each at its own times: compared with plain loops over the
-//! same times, and resumed from any step.
+//! same times, and resumed from several steps.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -14,7 +14,8 @@ use farflung_optim::sync::{
     ASYNC, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers, StepEnd,
 };
 
-/// Microseconds per step of each rank. No two ranks finish a step within 553 us of each other.
+/// Microseconds per step of each rank. Before their last steps, no two ranks finish steps less than 553 us
+/// apart.
 const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];
 
 /// Returns a case whose workers wait for answers.

@@ -147,7 +147,7 @@ fn exactly_the_parameters_travel() {
 #[test]
 fn the_sizes_of_coded_payloads_are_those_of_the_wire_page() {
     let layout = layout();
-    // One bucket: shards of 736, 736 and 736 or 737 elements, each with a header of 28 bytes.
+    // One bucket: three shards of 736 elements, each with a header of 28 bytes.
     let (count, headers) = (layout.count() as u64, 3 * 28);
     for (codec, want) in [("f16+ef", headers + 2 * count), ("none+ef", headers + 4 * count)] {
         on_ranks(3, |comm| {

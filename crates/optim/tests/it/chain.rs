@@ -47,7 +47,8 @@ fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> f64 {
     prepared.norm()
 }
 
-/// Returns every preset with all of its options, and every transform alone before a learning rate.
+/// Returns some presets, some transforms alone before a learning rate, two chains of several transforms, and
+/// every method with Lookahead.
 fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
     let rate = || scale_by_schedule(schedule);
@@ -70,7 +71,7 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         ("adam", Chain::new().then(scale_by_adam(0.9, 0.95, 1e-8)).then(rate())),
         ("trace", Chain::new().then(trace(0.9, false)).then(rate())),
         ("decay", Chain::new().then(add_decayed_weights(0.2)).then(rate())),
-        // Four rewritten buffers: as many as a pass can have.
+        // Three rewritten buffers: one pass.
         ("two traces", Chain::new().then(trace(0.9, false)).then(trace(0.5, true)).then(rate())),
         // Five rewritten buffers: two passes.
         (

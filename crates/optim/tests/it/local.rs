@@ -18,7 +18,7 @@ fn check(device: &Device) {
 fn optimizers_do_what_pytorch_and_the_papers_do() {
     check(&Device::cpu(1).unwrap());
     check(&Device::cpu(3).unwrap());
-    // Every method is covered; those that average momentum have their own tests.
+    // Every method is covered; those that average momentum or accumulated values have their own tests.
     for method in METHODS.iter().filter(|method| method.averages == Averages::Gradients) {
         let found = chains().into_iter().any(|(name, _)| name.split('-').next() == Some(method.name));
         assert!(found, "{}", method.name);

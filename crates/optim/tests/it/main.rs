@@ -2,6 +2,7 @@
 
 mod asynchronous;
 mod average;
+mod buffers;
 mod chain;
 mod delayed;
 mod density;
@@ -14,6 +15,7 @@ mod local;
 mod model_average;
 mod momentum_averages;
 mod onebit_lamb;
+mod restore;
 mod rounds;
 mod signs;
 mod synchronise;

@@ -124,7 +124,7 @@ fn reference(ranks: usize, corrects: bool) -> Vec<f64> {
             };
             let decay = if layout.params()[0].range().contains(&i) { weight_decay } else { 0.0 };
             let moves = if v[i] == 0.0 { 0.0 } else { m[i] / fix_m / ((v[i] / fix_v).sqrt() + eps) };
-            // The Cauchy-Schwarz inequality for geometric weights.
+            // Largest value of `m / sqrt(v)` for any gradients, by the Cauchy-Schwarz inequality.
             let longest = (1.0 - beta1) / (1.0 - beta2).sqrt() / (1.0 - beta1 * beta1 / beta2).sqrt();
             let moves = if step < FREEZE { moves } else { moves.clamp(-longest, longest) };
             x[i] -= 0.01 * (moves + decay * x[i]);

@@ -1,5 +1,5 @@
 //! Tests of 1-bit LAMB: compared with the paper's algorithm in f64 with its compression errors, and resumed
-//! from any step.
+//! from several steps.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 

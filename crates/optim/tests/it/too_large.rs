@@ -13,7 +13,7 @@ use farflung_tensor::{Device, ParamLayout, Shape};
 
 /// Each of three ranks reduces a shard of four squares of 8 x 8.
 const LEN: usize = 3 * 4 * 64;
-/// All codecs that reject some finite values; some do so only with a residual.
+/// Codecs that reject some finite values; some do so only with a residual.
 const CODECS: [&str; 9] = [
     "dct:8",
     "dct:8+ef",

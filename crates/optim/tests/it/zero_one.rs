@@ -178,7 +178,7 @@ fn reference(rounds: SyncSchedule, signs: bool) -> Vec<f64> {
         }
         if signs { reduce.mean(each) } else { plain_mean(each) }
     };
-    // The Cauchy-Schwarz inequality for geometric weights.
+    // Largest value of `m / sqrt(v)` for any gradients, by the Cauchy-Schwarz inequality.
     let longest = (1.0 - beta1) / ((1.0 - beta2) * (1.0 - beta1 * beta1 / beta2)).sqrt();
     let toward = |x: f64, v: f64, most: f64| {
         if v == 0.0 { 0.0 } else { (x / (v.sqrt() + eps)).clamp(-most, most) }

@@ -181,7 +181,8 @@ fn divide(fleet: &Fleet, stages: u32) -> Option<Division> {
         let needs = sum(layers, |layer| layer.state.0).saturating_add(activations);
         fleet.machine.memory.is_none_or(|memory| needs <= memory.0)
     };
-    // `best[stages - 1][first]`: time of the slowest stage, and the end of the first stage.
+    // `best[to_end - 1][first]`, for the layers from `first` on in `to_end` stages: time of the slowest stage,
+    // and the end of the first stage.
     let mut best: Vec<Vec<Option<(u64, usize)>>> = Vec::with_capacity(stages);
     for to_end in 1..=stages {
         let row = (0..count).map(|first| {

@@ -76,8 +76,9 @@ impl CheckpointedJob {
 
     /// Returns the expected fractions for a long run.
     ///
-    /// A segment is `every` of work and its checkpoint: `t = every + save`. On average it takes `between
-    /// e^(restart / between) (e^(t / between) - 1)`. Source: Daly 2006, equation 20.
+    /// A segment is `every` of work and its checkpoint: `t = every + save`. On average it takes
+    /// `between e^(restart / between) (e^(t / between) - 1)`, where `between` is `mtbf`. Source: Daly 2006,
+    /// equation 20.
     #[must_use]
     pub fn expected(self) -> TimeFractions {
         let Self { every, save, restart, mtbf: between } = self;
@@ -88,9 +89,10 @@ impl CheckpointedJob {
         TimeFractions { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
     }
 
-    /// Returns the mean time of work that one failure loses: the work since the newest checkpoint.
+    /// Returns the mean time that one failure loses: the time of work and saving since the newest checkpoint.
     ///
-    /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`.
+    /// A failure within a segment of `t` seconds loses `between - t / (e^(t / between) - 1)`, about `t / 2`,
+    /// where `between` is `mtbf`.
     #[must_use]
     pub fn lost_per_failure(self) -> f64 {
         let t = self.every + self.save;

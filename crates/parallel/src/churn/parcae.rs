@@ -134,8 +134,8 @@ impl Parcae {
         best.filter(|(work, _)| *work > 0.0).map(|(_, shape)| shape)
     }
 
-    /// Returns the seconds that a change to a shape takes: machines regroup, and copy a stage if the stages
-    /// change.
+    /// Returns the seconds that a change to a shape takes: machines regroup, and copy a stage if the number of
+    /// stages changes or that of pipelines grows.
     fn migration(&self, now: ChangeContext<'_>, prices: &mut StepTimes<'_>, shape: Shape) -> f64 {
         let is_same = self
             .shape

@@ -42,10 +42,11 @@ pub struct Rerouted {
 /// Builds the order of several pipelines of `base` side by side without the machines at `lost`.
 ///
 /// The work of each position is done in the order of `base`. The microbatches of a lost position go in turn to
-/// the remaining machines of its stage. A machine with the work of several positions takes what is ready,
-/// ordered by the times that `base` has at `cost`. Whole backwards are split: `I` runs first because other
-/// machines wait for its result; `W` fills the time in which nothing else is ready. [`ComputeOrder::new`]
-/// checks the result: each microbatch passes each stage once, and there is no deadlock.
+/// the remaining machines of its stage. A machine with the work of several positions takes what can start
+/// first; at equal times `I` before a forward, then what starts first in `base` at `cost`. Whole backwards are
+/// split: `I` runs first because other machines wait for its result; `W` fills the time in which nothing else
+/// is ready. [`ComputeOrder::new`] checks the result: each microbatch passes each stage once, and there is no
+/// deadlock.
 ///
 /// Source: Gandhi et al. 2024, "ReCycle", section 3. Differs: theirs finds the order by an integer program and
 /// staggers the optimizer's steps; this one is a list schedule without optimizer steps.
@@ -245,7 +246,6 @@ impl<'a> Merge<'a> {
             let next = (0..self.free.len()).filter_map(|machine| {
                 let head = self.head(machine);
                 let weight = (!self.weights[machine].is_empty()).then_some(self.free[machine]);
-                // Runs a weight gradient first if it ends before anything else could start.
                 let start = [head.map(|(start, _)| start), weight].into_iter().flatten().min()?;
                 Some((start, machine, head))
             });
@@ -253,6 +253,7 @@ impl<'a> Merge<'a> {
                 break;
             };
             let weight = self.cost.stages[self.stage(machine) as usize].weight;
+            // A weight gradient runs first if it ends before anything else could start.
             let is_idle = head.is_none_or(|(start, _)| self.free[machine].saturating_add(weight) <= start);
             match head {
                 Some((_, queue)) if self.weights[machine].is_empty() || !is_idle => self.job(machine, queue),

@@ -1,4 +1,5 @@
-//! Parses a topology file: TOML to a [`Cluster`]. Every error names its line.
+//! Parses a topology file: TOML to a [`Cluster`]. Errors name their line, except those about the number of
+//! devices.
 
 use std::fmt::Display;
 use std::ops::Range;
@@ -84,9 +85,9 @@ impl FromStr for Cluster {
 
     /// Parses a topology file (the README lists every key).
     ///
-    /// Errors: text that is not TOML, unknown keys, quantities without a unit, and all errors of
-    /// [`Cluster::check`], each with its line; a pair of devices without a link, with both names and the line
-    /// of the first.
+    /// Errors: text that is not TOML, unknown keys, quantities without a unit, and the errors of
+    /// [`Cluster::check`] about one entry, each with its line; a pair of devices without a link, with both
+    /// names and the line of the first; no devices or too many, without a line.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let file: File = toml::from_str(text).map_err(|error| {
             let (line, shown) = line(text, error.span().map_or(0, |span| span.start));

@@ -22,7 +22,8 @@ pub struct Accepted {
     pub view: View,
 }
 
-/// State that a member must write to disk before it sends a vote, and that it reads again when it restarts.
+/// State that a member must write to disk before it sends a promise or a vote, and that it reads again when it
+/// restarts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DurableState {
     /// The member's view.

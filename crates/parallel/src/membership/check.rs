@@ -3,7 +3,7 @@
 //!
 //! [`faults`] injects random faults, then repairs the network and checks that the run continues. [`churn`]
 //! simulates a day in which machines join and leave. Both call only [`step`](super::step), in virtual time, and
-//! their result depends only on the seed.
+//! their results depend only on their settings, which contain the seed.
 
 mod churn;
 mod draw;

@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{DurableState, Member, MemberId, Message, Start, View, ViewFault, ViewId};
 
-/// An input of [`step`](super::step). A recording of a run is a list of events with their times.
+/// An input of [`step`](super::step). A member's first state and its events with their times determine all its
+/// later states and actions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[expect(clippy::large_enum_variant, reason = "most events are messages")]
 #[non_exhaustive]

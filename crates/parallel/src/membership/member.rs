@@ -4,13 +4,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Id of a member: its public key, or a rank's number in simulations.
+/// Id of a member. In `farflung`: the first 28 bytes of its public key and the number of its endpoint, or that
+/// number alone if connections are not encrypted. In simulations: a number.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MemberId(pub [u8; 32]);
 
 impl MemberId {
-    /// Returns the id of a simulated member: its number, big endian, in the last four bytes, so that ids sort
-    /// as numbers do.
+    /// Returns the id that contains only a number: big endian, in the last four bytes, so that ids sort as
+    /// numbers do.
     #[must_use]
     pub const fn number(number: u32) -> Self {
         let mut bytes = [0; 32];
@@ -21,7 +22,7 @@ impl MemberId {
 }
 
 impl fmt::Display for MemberId {
-    /// Writes the first 8 bytes in hexadecimal; for a simulated member `#` and its number.
+    /// Writes the first 8 bytes in hexadecimal; for an id that contains only a number, `#` and that number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (zeros, number) = self.0.split_at(28);
         if let &[a, b, c, d] = number
@@ -45,9 +46,10 @@ pub struct Member {
     /// Id of the member.
     pub id: MemberId,
     /// Number of the member's endpoint in the transport. A run uses each number only once: a machine that
-    /// leaves and joins again keeps its id and gets another slot.
+    /// leaves and joins again gets another slot, even if it keeps its id.
     pub slot: u32,
-    /// Epoch of the first view that contains the member. Set by [`View::with`](super::View::with).
+    /// Epoch of the first view that contains the member. Set by [`View::first`](super::View::first) and
+    /// [`View::with`](super::View::with).
     pub joined: u64,
 }
 

@@ -62,7 +62,7 @@ pub enum Message {
         /// The ballot of the vote.
         ballot: Ballot,
     },
-    /// Announces a decided view: a majority has voted for it.
+    /// Announces a decided view: a majority has voted for it, or it is the first of a run or incarnation.
     Decided {
         /// The decided view.
         view: View,
@@ -84,7 +84,7 @@ pub enum Message {
         /// Epoch and incarnation of the sender's view.
         at: ViewId,
     },
-    /// Forwards a newcomer that is ready to the coordinator.
+    /// Tells the coordinator about a newcomer that is ready.
     Newcomer {
         /// Epoch and incarnation of the sender's view.
         at: ViewId,

@@ -9,8 +9,8 @@ use super::{Accepted, Ballot, MemberId, View};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Proposal {
     pub(super) ballot: Ballot,
-    /// Whether a training step was committed since the proposal began: if so, leaves and admissions may be
-    /// proposed.
+    /// Whether a training step was committed when the proposal began or later: if so, leaves and admissions may
+    /// be proposed.
     pub(super) at_commit: bool,
     pub(super) phase: Phase,
     pub(super) retry: Retry,

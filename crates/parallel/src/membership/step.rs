@@ -117,7 +117,7 @@ impl Step<'_> {
 
     /// Requests the sender's view: this newcomer may be in it, and the member that decided it may have died.
     fn ask_for_view(&mut self, from: MemberId, message: &Message) {
-        // Otherwise two newcomers would ask each other forever.
+        // A `Here` is not answered: two newcomers would ask each other forever.
         if !matches!(message, Message::Here { .. }) {
             self.send(from, Message::Here { at: ViewId { incarnation: 0, epoch: 0 } });
         }
@@ -189,7 +189,8 @@ impl Step<'_> {
         self.actions.push(Action::Send { to, message });
     }
 
-    /// Sends the present view to a peer that is behind.
+    /// Sends the present view to a peer that is in an older view, or in an incarnation that this member
+    /// rejects.
     fn send_view(&mut self, to: MemberId) {
         if let Some(view) = self.view().cloned() {
             self.send(to, Message::Stale { view });

@@ -59,7 +59,7 @@ pub enum ViewFault {
     #[error("the view has no members")]
     Empty,
     /// This member is missing from the view.
-    #[error("{0} is not in the view, or has another slot")]
+    #[error("{0} is not in the view")]
     NotIn(MemberId),
     /// A different view of an epoch that is already decided. This violates the guarantee of one view per epoch:
     /// a member has lost its votes.
@@ -77,6 +77,9 @@ pub enum ViewFault {
     /// This member joined in an epoch after the view's.
     #[error("{0} joined in an epoch after the view's")]
     JoinedLater(MemberId),
+    /// This newcomer joined in an epoch before the view's.
+    #[error("{0} is new in the view, but joined in an epoch before the view's")]
+    JoinedEarlier(MemberId),
     /// The tie-breaker is not a member, or not the one that the rules determine.
     #[error("the tie-breaker {0} is not the member that the rules determine")]
     TieBreaker(MemberId),
@@ -265,8 +268,8 @@ impl View {
         if stays { Some(self.tie_breaker) } else { members.first().map(|member| member.id) }
     }
 
-    /// Checks the view by itself: members sorted and distinct, slots distinct, the tie-breaker among the
-    /// members.
+    /// Checks the view by itself: 1 to [`View::MOST_MEMBERS`] members, sorted and distinct, with distinct
+    /// slots, none of which joined in a later epoch; the tie-breaker among the members.
     ///
     /// Errors: the rule that is broken.
     pub fn check(&self) -> Result<(), ViewFault> {
@@ -318,7 +321,7 @@ impl View {
             _ => {}
         }
         if let Some(early) = newcomers.iter().find(|member| member.joined != self.epoch) {
-            return Err(ViewFault::Unsorted(early.id));
+            return Err(ViewFault::JoinedEarlier(early.id));
         }
         if old.next_tie_breaker(&self.members) == Some(self.tie_breaker) {
             Ok(())

@@ -1,4 +1,5 @@
-//! Memory for the activations that forward passes keep for backward passes, per layer of a transformer.
+//! Which activations of a transformer's layers forward passes keep for backward passes. Their bytes are
+//! computed in `transformer.rs`.
 
 /// Which activations are kept, and how tensor-parallel ranks divide them.
 ///

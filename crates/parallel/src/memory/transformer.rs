@@ -92,10 +92,11 @@ impl Transformer {
         (layers * self.block_parameters() + tables) as f64 / degrees.tensor.max(1) as f64
     }
 
-    /// Returns the memory of a rank of the first stage under 1F1B. It keeps as many microbatches as there are
-    /// stages, or all if there are fewer.
+    /// Returns the memory of a rank of the first stage under 1F1B. It keeps the activations of as many
+    /// microbatches as there are stages, or of all microbatches if there are fewer.
     ///
-    /// With a single stage, the logits are held too: `4 S b (h + V) / t` bytes.
+    /// With a single stage, the final norm and the head keep activations too, logits included:
+    /// `4 S b (h + V) / t` bytes.
     #[must_use]
     pub fn footprint(
         &self,
@@ -127,12 +128,13 @@ impl Transformer {
         Footprint { state, activations: of_layers + head + input + running }
     }
 
-    /// Returns the smallest number of devices of `memory` bytes that hold the model, with microbatches of one
-    /// sequence. The number is replicas times stages times tensor ranks; at most `most_tensor` tensor ranks are
-    /// used. `None` if 65,536 devices are not enough.
+    /// Returns the degrees with the fewest devices of `memory` bytes each that hold the model, with
+    /// microbatches of one sequence. The number of devices is replicas times stages times tensor ranks. `None`
+    /// if 65,536 devices are not enough.
     ///
-    /// Tensor ranks are powers of two that divide the number of heads. The number of stages divides the number
-    /// of layers.
+    /// The number of tensor ranks is a power of two that divides the number of heads, at most `most_tensor` and
+    /// at most 64. The number of stages divides the number of layers. The number of replicas is a power of two;
+    /// it is 1 without ZeRO.
     #[must_use]
     pub fn fewest_devices(
         &self,

@@ -21,7 +21,8 @@ pub enum ComputeKind {
     Backward,
     /// `R`: the forward again, to recompute activations that were not kept.
     Recompute,
-    /// `STEP`: the optimizer step, with the gradients of all microbatches up to the action's microbatch.
+    /// `STEP`: the optimizer step, with the gradients of the microbatches since the stage's previous step, up
+    /// to the action's microbatch.
     Step,
 }
 

@@ -1,5 +1,5 @@
-//! Ranks that work in the order of arrivals instead of by a fixed list: the rule, the order that it gives for
-//! known times, and its executor. The module has no clock: the worker reports what has arrived.
+//! Ranks that work in the order of arrivals instead of by a fixed list: the order that [`ArrivalRule`] gives
+//! for known times, and its executor. The module has no clock: the worker reports what has arrived.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ impl ArrivalRule {
     /// Returns the order that the rule gives if every action takes the time in `cost`. Only the lists differ
     /// from `order`.
     ///
-    /// Errors: as [`PipelineCost::check`].
+    /// Errors: as [`PipelineCost::check`] and [`ComputeOrder::new`].
     pub fn order_at(self, order: &ComputeOrder, cost: &PipelineCost) -> Result<ComputeOrder, ParallelError> {
         cost.check(order)?;
         let (placement, microbatches) = (order.placement(), order.microbatches());
@@ -79,7 +79,7 @@ impl<'a> ArrivalExecutor<'a> {
     /// Creates an executor for `rank`'s list of `schedule`.
     ///
     /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are not sliced,
-    /// backwards are not split, and all stages update at the end.
+    /// backwards are neither split nor paired with forwards, and all stages update at the end.
     ///
     /// # Panics
     /// If the schedule has no such rank.

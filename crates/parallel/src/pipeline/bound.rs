@@ -7,7 +7,8 @@ use farflung_base::{Nanos, Rank, StageId};
 use super::{ComputeKind, ComputeOrder, Content, Message, PipelineCost};
 
 /// Returns a lower bound on the makespan of any order with the placement and sizes of `order`: the maximum over
-/// all ranks and wires of the time that each needs at least.
+/// all ranks and wires of the time that each needs at least. A wire carries the messages from one rank to
+/// another.
 ///
 /// A rank starts no earlier than the first microbatch can reach one of its stages. It then does all its work,
 /// and the last gradient still has to go from it to the model's input. A wire needs at least the earliest time

@@ -17,11 +17,11 @@ pub struct Comparison {
     pub ranks: u32,
     /// Number of microbatches in a step.
     pub microbatches: u32,
-    /// Number of slices of each microbatch's tokens, for [`Method::TeraPipe`]. With one slice, it equals
-    /// [`Method::GPipe`].
+    /// Number of slices of each microbatch's tokens, for [`Method::TeraPipe`]. With one slice, that method
+    /// equals [`Method::GPipe`].
     pub slices: u16,
     /// Cost of each rank's whole part of the model: one entry for all ranks, or one per rank. A rank with
-    /// several chunks divides it equally.
+    /// several stages (chunks) divides its part equally.
     pub cost: Vec<StageCost>,
     /// Links between ranks: one entry for all, or one per rank for the boundary after it. The last rank's entry
     /// joins it to the first.
@@ -36,7 +36,7 @@ pub struct Comparison {
 /// Results of one schedule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ScheduleStats {
-    /// Number of chunks on each rank.
+    /// Number of stages (chunks) of each copy of the model on each rank.
     pub chunks: u32,
     /// Number of copies of the model.
     pub copies: u32,
@@ -224,7 +224,7 @@ pub fn millis(time: Nanos) -> String {
 }
 
 /// Formats a simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`,
-/// `span_bubble`, `peak` (in activations of one chunk) and `ops`. Times are milliseconds, not rounded.
+/// `span_bubble`, `peak` (counted as in [`peaks`]) and `ops`. Times are milliseconds, not rounded.
 ///
 /// `step` is added if given: the makespan from [`Schedule::simulate`](super::Schedule::simulate), which
 /// includes collectives. `held` is added for each rank if given: the bytes from

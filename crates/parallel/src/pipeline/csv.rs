@@ -8,9 +8,9 @@ use crate::ParallelError;
 const OVERLAP: &str = "OVERLAP_F_B";
 
 impl ComputeOrder {
-    /// Parses the compute-only form, or the form with communication. Its messages, reductions and gathers are
-    /// ignored, because [`Schedule::new`](super::Schedule::new) generates its own. Empty cells, in which the
-    /// rank waits, are ignored too.
+    /// Parses the compute-only form, or the form with communication. Messages, reductions and gathers in the
+    /// text are ignored, because [`Schedule::new`](super::Schedule::new) generates its own. Empty cells, in
+    /// which the rank waits, are ignored too.
     ///
     /// Errors: as [`ComputeOrder::from_lists`]; [`ParallelError::ScheduleLine`] for a cell that cannot be
     /// parsed, with its line.

@@ -1,4 +1,4 @@
-//! Lowering: adds communication and data movement to each rank's list of computations.
+//! Lowering: adds communication, data movement and optimizer steps to each rank's list of computations.
 
 use std::collections::BTreeMap;
 
@@ -6,26 +6,27 @@ use farflung_base::Rank;
 
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, Updates};
 
-/// Options of lowering, which adds communication to an order: what it adds besides messages.
+/// Options of lowering, which adds communication, data movement and optimizer steps to an order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowering {
     /// A receive is posted this number of computations before its message is used, so that the message can
     /// arrive in time.
     pub ahead: u32,
     /// Whether stages have replicas whose gradients are averaged. Gradients are always averaged if the pipeline
-    /// has two copies of the model.
+    /// has several copies of the model.
     pub replicas: bool,
     /// Whether the first and the last stage share weights.
     pub tied: bool,
     /// Whether each stage's weights are gathered before use and freed after.
     pub sharded: bool,
     /// Minimum distance, in computations, from a forward to its backward at which the activations are moved to
-    /// slower memory meanwhile. `None`: never.
+    /// slower memory meanwhile; 0 and 1 count as 2. `None`: never.
     pub offload: Option<u32>,
 }
 
 impl Default for Lowering {
-    /// Adds only messages, with receives posted one computation ahead.
+    /// Returns options without replicas, shared weights, sharding and offloading. Receives are posted one
+    /// computation ahead.
     fn default() -> Self {
         Self { ahead: 1, replicas: false, tied: false, sharded: false, offload: None }
     }
@@ -93,7 +94,7 @@ impl<'a> List<'a> {
     fn fill(mut self, before: Vec<Vec<Lowered>>) -> Vec<Lowered> {
         let placement = self.order.placement();
         let (offloads, loads) = self.moves();
-        // If the order contains optimizer steps, they are complete and none is added.
+        // If the order contains optimizer steps, lowering adds neither steps nor reductions.
         let own_steps = self.order.actions().any(|(_, a)| a.kind == ComputeKind::Step);
         let trains = !own_steps && !self.order.is_forward_only();
         let mut unfinished: BTreeMap<_, u32> = BTreeMap::new();
@@ -123,7 +124,7 @@ impl<'a> List<'a> {
             let last = self.order.microbatches() - 1;
             for stage in placement.homes_of(self.rank) {
                 // A copy of the model that processed no microbatch also updates, with the gradients of the
-                // other copy.
+                // other copies.
                 let step = Action::new(ComputeKind::Step, stage.0, last);
                 self.out.push(Lowered::Compute(step.into()));
             }

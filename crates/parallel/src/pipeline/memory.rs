@@ -7,11 +7,11 @@ use super::cost::CostTable;
 use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Op, PipelineCost, Schedule};
 use crate::ParallelError;
 
-/// Returns the peak number of chunk activations that each rank holds: microbatches whose forward is done and
-/// whose last part of the backward is not.
+/// Returns the peak number of activations that each rank holds. A microbatch on one of the rank's stages counts
+/// as one, from its forward to the last part of its backward.
 ///
-/// A slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. If the order has
-/// no backwards, activations are freed at the end of their forward.
+/// With slices, each slice of a microbatch counts as one. An overlapped pair holds both of its microbatches. If
+/// the order has no backwards, activations are freed at the end of their forward.
 #[must_use]
 pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
     if order.is_forward_only() {

@@ -116,8 +116,7 @@ pub struct Settings {
     pub ranks: u32,
     /// Number of microbatches in a step, over all copies of the model.
     pub microbatches: u32,
-    /// Number of stages of each copy of the model on each rank. `None`: the method's minimum, or 2 if it needs
-    /// several.
+    /// Number of stages of each copy of the model on each rank. `None`: [`Method::default_chunks`].
     pub chunks: Option<u32>,
     /// Number of slices of each microbatch's tokens ([`Method::TeraPipe`]).
     pub slices: u16,
@@ -132,9 +131,9 @@ pub struct Settings {
     /// Warm-up slope of [`Method::OneFOneBSlope`]. `None`: the [`slope`] for the costs, limited by `memory` if
     /// it is given.
     pub slope: Option<u32>,
-    /// Maximum number of chunk activations that a rank may hold, where `I` frees half of one
-    /// ([`Method::ZbAuto`]), or of microbatches in flight ([`Method::Varuna`]). `None`: the number of ranks, as
-    /// 1F1B needs.
+    /// Maximum number of microbatches whose activations a rank may hold, where `I` frees half of them
+    /// ([`Method::ZbAuto`]), or maximum number of microbatches in flight ([`Method::Varuna`]). `None`: the
+    /// number of ranks, as 1F1B needs. For [`Method::OneFOneBSlope`] see `slope`.
     pub memory: Option<u32>,
 }
 
@@ -251,10 +250,7 @@ impl Method {
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
         self.admits(settings, chunks)?;
         let slices = if self.slices() { settings.slices } else { 1 };
-        let cells = u128::from(ranks) * u128::from(chunks) * u128::from(microbatches) * u128::from(slices);
-        if cells > ComputeOrder::MAX_CELLS as u128 {
-            return Err(ParallelError::TooLarge { actions: cells, limit: ComputeOrder::MAX_CELLS });
-        }
+        ComputeOrder::check_cells(u64::from(ranks) * u64::from(chunks), microbatches, slices)?;
         let placement = match row.shape {
             Shape::Looped => Placement::looped(ranks, chunks),
             Shape::Wave => Placement::wave(ranks, chunks),
@@ -295,14 +291,14 @@ impl Method {
         Ok(())
     }
 
-    /// Returns the bound that the method guarantees on the number of chunk activations that `rank` holds at
-    /// once.
+    /// Returns the bound that the method guarantees on the number of activations that `rank` holds at once,
+    /// counted as in [`peaks`](super::peaks).
     #[must_use]
-    pub fn peak_bound(self, settings: &Settings, rank: u32) -> Option<u64> {
+    pub fn peak_bound(self, settings: &Settings, rank: u32) -> u64 {
         let chunks = u64::from(settings.chunks.unwrap_or(self.default_chunks()));
         let sizes =
             Sizes { p: settings.ranks.into(), m: settings.microbatches.into(), chunks, rank: rank.into() };
-        Some((self.row().peak)(settings, sizes))
+        (self.row().peak)(settings, sizes)
     }
 }
 

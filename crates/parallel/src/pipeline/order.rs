@@ -17,7 +17,9 @@ use flow::{ZeroDurations, flow};
 /// and backward (or only forward if no rank has backwards), on the rank that holds the stage, and there is no
 /// deadlock.
 ///
-/// It prints one line per rank and parses back. Text after `#` is ignored.
+/// It prints one line per rank, and the text parses to an order with the same lists. The placement is derived
+/// from the lists (see [`ComputeOrder::from_lists`]), and the rule for updates is not in the text. Text after
+/// `#` is ignored.
 ///
 /// ```
 /// use farflung_parallel::pipeline::ComputeOrder;
@@ -84,10 +86,7 @@ impl ComputeOrder {
                 return Err(ParallelError::Zero { of: "the schedule".to_owned(), field });
             }
         }
-        let cells = u128::from(placement.stages()) * u128::from(microbatches) * u128::from(slices);
-        if cells > Self::MAX_CELLS as u128 {
-            return Err(ParallelError::TooLarge { actions: cells, limit: Self::MAX_CELLS });
-        }
+        Self::check_cells(placement.stages().into(), microbatches, slices)?;
         let order = Self { placement, microbatches, slices, updates: Updates::Flush, lists };
         let forward_only = !order.actions().any(|(_, a)| a.yields_gradient());
         let mut done = vec![Done::default(); order.cells()];
@@ -97,6 +96,15 @@ impl ComputeOrder {
         order.complete(&done, forward_only)?;
         flow(&order, &mut ZeroDurations)?;
         Ok(order)
+    }
+
+    /// Checks the size of an order before anything is allocated for it.
+    ///
+    /// Errors: [`ParallelError::TooLarge`] if it has more than [`ComputeOrder::MAX_CELLS`] cells.
+    pub(super) fn check_cells(stages: u64, microbatches: u32, slices: u16) -> Result<(), ParallelError> {
+        let found = u128::from(stages) * u128::from(microbatches) * u128::from(slices);
+        let (what, limit) = ("actions of a schedule", Self::MAX_CELLS);
+        if found > limit as u128 { Err(ParallelError::TooLarge { what, found, limit }) } else { Ok(()) }
     }
 
     /// Returns the order with another rule for when weights change.
@@ -262,9 +270,11 @@ impl ComputeOrder {
 
     /// Creates an order from lists of unknown origin. The placement and the sizes are derived from the lists.
     ///
-    /// If stage 0 processes only some of the microbatches, the stages are taken to be two copies of the model.
+    /// If stage 0 processes only some of the microbatches and the number of stages is even, the stages are
+    /// taken to be two copies of the model.
     ///
-    /// Errors: [`ParallelError::Incomplete`] if there are too few actions; otherwise as [`ComputeOrder::new`].
+    /// Errors: [`ParallelError::Incomplete`] if there are too few actions; otherwise as [`Placement::new`] and
+    /// [`ComputeOrder::new`].
     pub fn from_lists(lists: Vec<Vec<Op>>) -> Result<Self, ParallelError> {
         let all = || lists.iter().flatten().flat_map(Op::actions);
         let count = all().count();
@@ -300,7 +310,8 @@ impl ComputeOrder {
             .map(|(rank, stage)| rank.ok_or(ParallelError::Missing { action: Action::forward(stage, 0) }));
         let placement = Placement::new(rank_of.collect::<Result<_, _>>()?, copies as u32)?;
         let slices = u16::try_from(slices).map_err(|_| ParallelError::TooLarge {
-            actions: u128::from(slices),
+            what: "slices of a microbatch",
+            found: u128::from(slices),
             limit: usize::from(u16::MAX),
         })?;
         Self::new(placement, microbatches as u32, slices, lists)

@@ -9,7 +9,7 @@ use crate::ParallelError;
 ///
 /// Stages are numbered from the model's input. A method that sends microbatches through the ranks in both
 /// directions holds two copies of the model; the second copy's stages are numbered after the first's: with 4
-/// ranks, 0 to 3 and 4 to 7.
+/// ranks, 0 to 3 and 4 to 7. If stages are pools of ranks, each route through the pools is a copy.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Placement {
     ranks: u32,

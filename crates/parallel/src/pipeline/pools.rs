@@ -127,12 +127,14 @@ impl Pools {
     /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: the routes of a step are fixed by the plan
     /// before it begins, so that each microbatch counts exactly once even if a rank is late.
     ///
-    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one.
+    /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one;
+    /// [`ParallelError::TooLarge`] for more stages times microbatches than [`ComputeOrder::MAX_CELLS`].
     pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
         if let Some(PoolsFault { field, expected }) = self.fault() {
             let value = format!("{:?}", if field == "sizes" { &self.sizes } else { &self.rates });
             return Err(ParallelError::Plan { field: format!("pools.{field}"), value, expected });
         }
+        ComputeOrder::check_cells(self.sizes.len() as u64, microbatches, 1)?;
         let mut routes = vec![Vec::with_capacity(self.sizes.len()); microbatches as usize];
         for (first, &size) in self.firsts().into_iter().zip(&self.sizes) {
             let mut wiring = Wiring::default();
@@ -152,8 +154,8 @@ impl Pools {
     /// `cost` is the cost of each stage on the slowest rank of its pool, or one cost for all stages; `hop` is
     /// the time of a message. A rank holds at most `memory` microbatches. By default, the limit is enough to
     /// keep the ranks of its stage and of later stages busy, message times included, in proportion to the
-    /// rank's microbatches. It is doubled if the ranks of a pool differ in speed, because microbatches then
-    /// return in another order than they left.
+    /// rank's microbatches. The limit, apart from message times, is doubled if the ranks of any pool differ in
+    /// speed, because microbatches then return in another order than they left.
     ///
     /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`] if the number of costs is neither 1 nor
     /// the number of stages; those of [`ComputeOrder::new`].
@@ -189,13 +191,17 @@ impl Pools {
     }
 
     /// Returns the cost of each stage of a placement on the rank that holds the stage. `cost` is the cost of
-    /// each part on the slowest rank of its pool.
+    /// each part on the slowest rank of its pool. The time of the optimizer step stays that of the slowest
+    /// rank, because rates are measured on microbatches.
     #[must_use]
     pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
-        let times = self.times(cost);
+        let shares = self.shares();
         let own = |stage: StageId| {
-            let RankTimes { forward, input, weight } = times[placement.rank(stage).index()];
-            StageCost { forward, input, weight, ..cost[placement.part(stage) as usize] }
+            let cost = cost[placement.part(stage) as usize];
+            let own = |time| shares[placement.rank(stage).index()].of(time);
+            let (forward, input) = (own(cost.forward), own(cost.input));
+            let (weight, recompute) = (own(cost.weight), own(cost.recompute));
+            StageCost { forward, input, weight, recompute, ..cost }
         };
         (0..placement.stages()).map(StageId).map(own).collect()
     }
@@ -207,19 +213,27 @@ impl Pools {
             .map(|(first, &size)| first as usize..(first + size) as usize)
     }
 
+    /// Returns the ratio of each rank's times to those of the slowest rank of its pool.
+    fn shares(&self) -> Vec<Share> {
+        let of_pool = |pool: std::ops::Range<usize>| {
+            let rates = &self.rates[pool];
+            let slowest = rates.iter().copied().min().unwrap_or(1);
+            rates.iter().map(move |&rate| Share { slowest, rate })
+        };
+        self.pools().flat_map(of_pool).collect()
+    }
+
     /// Returns the times of each rank for one microbatch. `cost` is the cost of each stage on the slowest rank
     /// of its pool.
     fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
+        let shares = self.shares();
         let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
-            let rates = &self.rates[pool];
-            let slowest = rates.iter().copied().min().unwrap_or(1);
-            let cost = *cost;
-            let of_rank = move |&rate: &u32| {
-                let own =
-                    |time: Nanos| Nanos((u128::from(time.0) * u128::from(slowest) / u128::from(rate)) as u64);
-                RankTimes { forward: own(cost.forward), input: own(cost.input), weight: own(cost.weight) }
+            let of_rank = |own: &Share| RankTimes {
+                forward: own.of(cost.forward),
+                input: own.of(cost.input),
+                weight: own.of(cost.weight),
             };
-            rates.iter().map(of_rank).collect::<Vec<_>>()
+            shares[pool].iter().map(of_rank).collect::<Vec<_>>()
         };
         self.pools().zip(cost).flat_map(of_pool).collect()
     }
@@ -231,8 +245,8 @@ impl Pools {
             counts[rank.index()] += 1;
         }
         let all = routes.len().max(1) as u128;
-        // Work of a rank in the step divided by the number of all microbatches. For the busiest rank, this is
-        // the mean time per microbatch.
+        // Compute time of a rank in the step. That of the busiest rank, divided by the number of microbatches,
+        // is the mean time per microbatch (`each`).
         let busy = |rank: usize| {
             let RankTimes { forward, input, weight } = times[rank];
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
@@ -252,9 +266,26 @@ impl Pools {
     }
 }
 
+/// Rates of the slowest rank of a pool and of one of its ranks.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    slowest: u32,
+    rate: u32,
+}
+
+impl Share {
+    /// Returns the rank's time for what takes the slowest rank of its pool `time`.
+    fn of(self, time: Nanos) -> Nanos {
+        Nanos((u128::from(time.0) * u128::from(self.slowest) / u128::from(self.rate)) as u64)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use farflung_base::{Bandwidth, Bytes, Link};
+
     use super::*;
+    use crate::Lane;
     use crate::pipeline::{Boundary, ComputeKind, Method, PipelineCost, Settings, peaks, simulate};
 
     fn pools(sizes: &[u32], rates: &[u32]) -> Pools {
@@ -332,11 +363,51 @@ mod tests {
                 ..PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(hop))
             };
             let took = simulate(&order, &cost).unwrap().makespan();
-            // Each pool can compute four microbatches in three milliseconds.
+            // In three milliseconds, the first two pools can compute four microbatches each, the third five.
             let bound = f64::from(microbatches) * 0.75e6;
             assert!(bound / took.0 as f64 >= share, "{microbatches}: {took}");
             assert!(peaks(&order).iter().all(|&peak| peak <= 16), "{:?}", peaks(&order));
         }
+    }
+
+    #[test]
+    fn every_computation_of_a_microbatch_takes_the_time_of_its_rank() {
+        let pools = pools(&[1, 2], &[1, 1, 4]);
+        let cost = [StageCost { step: Nanos(8), ..StageCost::UNIT }; 2];
+        let order = pools.order(10, &cost, Nanos::ZERO, None).unwrap();
+        let placement = order.placement();
+        let costs = pools.own_costs(placement, &cost);
+        for stage in (0..placement.stages()).map(StageId) {
+            let time = Nanos(if placement.rank(stage) == Rank(2) { 250_000 } else { 1_000_000 });
+            let StageCost { forward, input, weight, recompute, step, .. } = costs[stage.index()];
+            assert_eq!([forward, input, weight, recompute, step], [time, time, time, time, Nanos(8)]);
+        }
+    }
+
+    /// A rank of a pool has a wire to each rank of the next and of the previous pool, and each has its lane.
+    #[test]
+    fn each_wire_has_a_lane_of_its_own() {
+        let pools = Pools::equal(vec![1, 3, 1]);
+        let order = pools.order(12, &[StageCost::UNIT], Nanos::ZERO, None).unwrap();
+        // One byte per nanosecond: a message takes as long as a computation.
+        let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: Nanos::ZERO };
+        let bytes = Bytes(1_000_000);
+        let boundary = Boundary { link, forward: bytes, backward: bytes };
+        let cost = PipelineCost::uniform(&order, StageCost::UNIT, boundary);
+        let timeline = simulate(&order, &cost).unwrap().timeline();
+        let lanes = timeline.lanes();
+        let to = |rank| Lane::To(Rank(rank));
+        assert_eq!(lanes[0], [Lane::Compute, Lane::Next, Lane::Previous, to(2), to(3)]);
+        assert_eq!(lanes[2], [Lane::Compute, Lane::Next, Lane::Previous, to(0), to(4)]);
+        assert_eq!((to(2).to_string(), lanes[4].len()), ("to rank 2".to_owned(), 5));
+        for (rank, lanes) in (0..).map(Rank).zip(&lanes) {
+            for &lane in lanes {
+                let spans: Vec<_> = timeline.lane(rank, lane).collect();
+                assert!(spans.windows(2).all(|pair| pair[0].end <= pair[1].start), "{rank}, {lane}");
+            }
+        }
+        let trace = crate::render::trace(&timeline);
+        assert!(trace.contains("to rank 3"), "{trace}");
     }
 
     #[test]
@@ -349,6 +420,9 @@ mod tests {
         assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.rates"));
         let order = Pools::equal(vec![1, 3]).order(2, &[StageCost::UNIT], Nanos::ZERO, None);
         assert!(order.is_err(), "a rank without work");
+        let many = Pools::equal(vec![1, 1]).order(u32::MAX, &[StageCost::UNIT], Nanos::ZERO, None);
+        let message = many.unwrap_err().to_string();
+        assert!(message.contains("8589934590 actions of a schedule are too many"), "{message}");
     }
 
     #[test]

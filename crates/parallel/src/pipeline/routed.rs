@@ -38,10 +38,10 @@ pub(crate) struct Hop {
 }
 
 impl Routed<'_> {
-    /// Returns the order. Each rank runs the operation that is ready first; if several are, input gradients go
-    /// before forward passes, because other ranks wait for them. Backward passes are split: `I` (input
-    /// gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs when the rank
-    /// would otherwise be idle.
+    /// Returns the order. Each rank runs the operation that can start first; if several can start at the same
+    /// time, input gradients go before forward passes, because other ranks wait for them. Backward passes are
+    /// split: `I` (input gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs
+    /// when the rank would otherwise be idle.
     ///
     /// The schedule cannot deadlock: a rank that holds its maximum has sent these microbatches on, and the last
     /// stage computes the gradient of a microbatch without waiting for another rank.
@@ -64,6 +64,7 @@ impl Routed<'_> {
         }
         let copies = numbers.len() as u32;
         let placement = Placement::new(rank_of, copies)?;
+        ComputeOrder::check_cells(placement.stages().into(), microbatches, 1)?;
         let lists = RouteBuilder::new(self, copy_of).run();
         ComputeOrder::new(placement, microbatches, 1, lists)
     }

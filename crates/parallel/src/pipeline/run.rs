@@ -86,9 +86,9 @@ pub enum Progress {
 
 /// Executes one rank's list of a schedule.
 ///
-/// Its position is one number, [`Executor::at`]. Save it between two steps together with the worker's state to
-/// continue later, for example after a lost peer is replaced. A step that fails leaves the position unchanged,
-/// but the input of the failed step is lost: continue with a new executor.
+/// Its position is one number, [`Executor::at`]. Save it between two calls of [`Executor::step`], together with
+/// the worker's state, to continue later, for example after a lost peer is replaced. A call that fails leaves
+/// the position unchanged, but the input of its entry is lost: continue with a new executor.
 #[derive(Debug)]
 pub struct Executor<'a, W: Worker> {
     schedule: &'a Schedule,

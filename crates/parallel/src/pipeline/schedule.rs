@@ -50,8 +50,8 @@ impl Schedule {
     /// Checks lists to which communication was added elsewhere, and finds the smallest number of buffers with
     /// which they run to their end.
     ///
-    /// Errors: [`ParallelError::Schedule`] with the first invalid entry; [`ParallelError::Deadlock`] if no
-    /// number of buffers is enough.
+    /// Errors: [`ParallelError::PerRank`] if there is not one list for each rank; [`ParallelError::Schedule`]
+    /// with the first invalid entry; [`ParallelError::Deadlock`] if no number of buffers is enough.
     pub fn check(order: ComputeOrder, lists: Vec<Vec<Lowered>>) -> Result<Self, ParallelError> {
         pairing(&order, &lists)?;
         let ends = |buffers| walk(&order, &lists, buffers);
@@ -82,8 +82,8 @@ impl Schedule {
         &self.lists
     }
 
-    /// Returns the number of sent messages per wire whose receive may not be posted yet. 0: each send can block
-    /// until the receive is posted.
+    /// Returns the number of messages that each wire must accept before their receives are posted. 0: each send
+    /// may block until its receive is posted.
     #[must_use]
     pub const fn buffers(&self) -> u32 {
         self.buffers

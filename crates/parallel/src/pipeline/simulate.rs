@@ -1,5 +1,5 @@
-//! Simulates a pipeline: computes the start and end of every computation from an order and its costs. All
-//! arithmetic is on integers, so results are the same on every machine.
+//! Simulates a pipeline: computes the start and end of every computation from an order and its costs. All times
+//! are integers, so they are the same on every machine.
 
 use std::collections::BTreeMap;
 
@@ -253,10 +253,17 @@ impl Simulation<'_> {
         }
         for t in &self.transfers {
             let forward = t.action.kind == ComputeKind::Forward;
-            let next = (t.from.0 + 1) % self.slots.len() as u32;
+            let ranks = self.slots.len() as u32;
+            let lane = if t.to.0 == (t.from.0 + 1) % ranks {
+                Lane::Next
+            } else if t.from.0 == (t.to.0 + 1) % ranks {
+                Lane::Previous
+            } else {
+                Lane::To(t.to)
+            };
             spans.push(Span {
                 rank: t.from,
-                lane: if t.to.0 == next { Lane::Next } else { Lane::Previous },
+                lane,
                 kind: if forward { Kind::SendActivation } else { Kind::SendGradient },
                 step: 0,
                 part: t.action.microbatch,

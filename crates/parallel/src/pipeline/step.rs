@@ -27,7 +27,7 @@ pub struct CollectiveTimes {
 impl CollectiveTimes {
     fn check(&self, schedule: &Schedule) -> Result<(), ParallelError> {
         let stages = schedule.order().placement().depth() as usize;
-        for (what, given) in [("prices.reduce", self.reduce.len()), ("prices.gather", self.gather.len())] {
+        for (what, given) in [("times.reduce", self.reduce.len()), ("times.gather", self.gather.len())] {
             if given != 0 && given != stages {
                 return Err(ParallelError::PerStage { what, given, stages });
             }
@@ -68,7 +68,8 @@ impl StepSimulation<'_> {
         &self.compute
     }
 
-    /// Returns the reductions, in the order of their starts.
+    /// Returns the reductions: the averages in the order of their starts, then the sums of tied gradients in
+    /// the order of their starts.
     #[must_use]
     pub fn reductions(&self) -> &[Reduction] {
         &self.reductions
@@ -110,7 +111,7 @@ impl StepSimulation<'_> {
 
 impl Schedule {
     /// Simulates a step with computations that take the times in `cost` and collectives that take those in
-    /// `prices`.
+    /// `times`.
     ///
     /// Computations and messages are simulated as in [`simulate`](super::simulate()). A part's gradients are
     /// averaged as soon as they are complete on all ranks that hold it, in parallel with computation. A rank
@@ -120,7 +121,7 @@ impl Schedule {
     /// the average of each update before it continues. Weights are gathered where the list says so, and the
     /// rank waits for them. Moves to slower memory and back are assumed to be hidden.
     ///
-    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] if a list in `prices` has a wrong number
+    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] if a list in `times` has a wrong number
     /// of entries.
     ///
     /// ```
@@ -132,8 +133,8 @@ impl Schedule {
     /// let order = Method::OneFOneB.order(&Settings::new(4, 8))?;
     /// let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
     /// let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() })?;
-    /// let prices = CollectiveTimes { reduce: vec![Nanos::from_millis(5); 4], ..CollectiveTimes::default() };
-    /// let step = schedule.simulate(&cost, &prices)?;
+    /// let times = CollectiveTimes { reduce: vec![Nanos::from_millis(5); 4], ..CollectiveTimes::default() };
+    /// let step = schedule.simulate(&cost, &times)?;
     /// // The last stage is done 6 ms before the first, and its average before it too. Only the first one's is
     /// // seen.
     /// assert_eq!(step.reductions()[0].rank, Rank(3));
@@ -144,15 +145,15 @@ impl Schedule {
     pub fn simulate(
         &self,
         cost: &PipelineCost,
-        prices: &CollectiveTimes,
+        times: &CollectiveTimes,
     ) -> Result<StepSimulation<'_>, ParallelError> {
         cost.check(self.order())?;
-        prices.check(self)?;
-        let mut marks = Marks::of(self, cost, prices);
+        times.check(self)?;
+        let mut marks = Marks::of(self, cost, times);
         let mut simulator = Simulator::new(self.order(), cost);
         simulator.pauses = std::mem::take(&mut marks.pauses);
         let (compute, free) = simulator.run()?;
-        let reductions = marks.reductions(self, &compute, prices);
+        let reductions = marks.reductions(self, &compute, times);
         let mut ready = free;
         for reduction in &reductions {
             let ready = &mut ready[reduction.rank.index()];
@@ -175,7 +176,7 @@ struct Marks {
 }
 
 impl Marks {
-    fn of(schedule: &Schedule, cost: &PipelineCost, prices: &CollectiveTimes) -> Self {
+    fn of(schedule: &Schedule, cost: &PipelineCost, times: &CollectiveTimes) -> Self {
         let order = schedule.order();
         let placement = order.placement();
         let flush = order.updates() == Updates::Flush;
@@ -200,11 +201,11 @@ impl Marks {
                         if flush { marks.steps[rank] += step } else { pause(step) }
                     }
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
-                        pause(part_time(&prices.gather, placement.part(stage)));
+                        pause(part_time(&times.gather, placement.part(stage)));
                     }
                     // Replicas are assumed to be identical, so all replicas are ready at the same time.
                     Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
-                        pause(part_time(&prices.reduce, placement.part(stage)));
+                        pause(part_time(&times.reduce, placement.part(stage)));
                     }
                     Lowered::Move {
                         kind: kind @ (LoweredKind::Reduce | LoweredKind::ReduceTied),
@@ -223,7 +224,7 @@ impl Marks {
         &self,
         schedule: &Schedule,
         compute: &Simulation<'_>,
-        prices: &CollectiveTimes,
+        times: &CollectiveTimes,
     ) -> Vec<Reduction> {
         let placement = schedule.order().placement();
         let pooled = placement.is_pooled();
@@ -255,21 +256,21 @@ impl Marks {
             }
             groups.into_values().collect::<Vec<_>>()
         };
-        line.take(of(LoweredKind::Reduce), |stage| part_time(&prices.reduce, placement.part(stage)));
+        line.take(of(LoweredKind::Reduce), |stage| part_time(&times.reduce, placement.part(stage)));
         // Tied gradients are summed after each of the two parts has its average.
         let mut tied = of(LoweredKind::ReduceTied);
         for reduction in tied.iter_mut().flatten() {
             let average = line.done.iter().find(|r| r.stage == reduction.stage);
             reduction.ready = average.map_or(reduction.ready, |average| average.slot.end);
         }
-        line.take(tied, |_| prices.tied);
+        line.take(tied, |_| times.tied);
         line.done
     }
 }
 
 /// Returns the time of the collective of a part; zero if no times are given.
-fn part_time(prices: &[Nanos], part: u32) -> Nanos {
-    prices.get(part as usize).copied().unwrap_or_default()
+fn part_time(times: &[Nanos], part: u32) -> Nanos {
+    times.get(part as usize).copied().unwrap_or_default()
 }
 
 /// Simulates collectives. A rank takes part in one collective at a time.
@@ -280,7 +281,7 @@ struct Line {
 
 impl Line {
     /// Runs the collectives of all groups. Each round runs the one that can start first.
-    fn take(&mut self, mut groups: Vec<Vec<Reduction>>, price: impl Fn(StageId) -> Nanos) {
+    fn take(&mut self, mut groups: Vec<Vec<Reduction>>, time: impl Fn(StageId) -> Nanos) {
         loop {
             let start = |group: &Vec<Reduction>| {
                 group.iter().map(|r| r.ready.max(self.free[r.rank.index()])).max().unwrap_or_default()
@@ -288,7 +289,7 @@ impl Line {
             let starts = groups.iter().map(start).enumerate();
             let Some((first, start)) = starts.min_by_key(|&(_, start)| start) else { break };
             let group = groups.swap_remove(first);
-            let end = start.saturating_add(price(group[0].stage));
+            let end = start.saturating_add(time(group[0].stage));
             for reduction in group {
                 self.free[reduction.rank.index()] = end;
                 self.done.push(Reduction { slot: Slot { start, end }, ..reduction });
@@ -309,13 +310,13 @@ mod tests {
     fn step(
         method: Method,
         lowering: &Lowering,
-        prices: &CollectiveTimes,
+        times: &CollectiveTimes,
     ) -> (Vec<(u32, u64, u64)>, u64, u64) {
         let order = method.order(&Settings::new(4, 8)).unwrap();
         let mut cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
         cost.stages.iter_mut().for_each(|stage| stage.step = ms(1));
         let schedule = Schedule::new(order, lowering).unwrap();
-        let step = schedule.simulate(&cost, prices).unwrap();
+        let step = schedule.simulate(&cost, times).unwrap();
         let in_ms = |t: Nanos| t.0 / ms(1).0;
         let slots = step.reductions().iter().map(|r| (r.rank.0, in_ms(r.slot.start), in_ms(r.slot.end)));
         (slots.collect(), in_ms(step.compute().makespan()), in_ms(step.makespan()))
@@ -326,21 +327,21 @@ mod tests {
 
     #[test]
     fn a_part_is_averaged_as_soon_as_its_last_backward_is_done() {
-        let prices = CollectiveTimes { reduce: vec![ms(5); 4], ..CollectiveTimes::default() };
-        let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
+        let times = CollectiveTimes { reduce: vec![ms(5); 4], ..CollectiveTimes::default() };
+        let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &times);
         assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
         assert_eq!((compute, step_ends), (33, 39));
         // The times of averages differ by part. A long one determines the time of the step.
-        let prices = CollectiveTimes { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectiveTimes::default() };
-        assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
+        let times = CollectiveTimes { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectiveTimes::default() };
+        assert_eq!(step(Method::OneFOneB, &REPLICAS, &times).2, 27 + 20 + 1);
     }
 
     /// In breadth-first, the second chunks are done while the first ones still compute. The two averages run
     /// one after the other.
     #[test]
     fn a_rank_averages_one_chunk_at_a_time() {
-        let prices = CollectiveTimes { reduce: vec![ms(20); 8], ..CollectiveTimes::default() };
-        let (slots, compute, step_ends) = step(Method::BreadthFirst, &REPLICAS, &prices);
+        let times = CollectiveTimes { reduce: vec![ms(20); 8], ..CollectiveTimes::default() };
+        let (slots, compute, step_ends) = step(Method::BreadthFirst, &REPLICAS, &times);
         let of_last: Vec<_> = slots.iter().filter(|slot| slot.0 == 3).collect();
         assert_eq!(of_last, [&(3, 35, 55), &(3, 55, 75)]);
         assert_eq!((compute, step_ends), (57, 41 + 40 + 2));
@@ -350,8 +351,8 @@ mod tests {
     /// average starts when the later copy is done.
     #[test]
     fn copies_wait_for_each_other() {
-        let prices = CollectiveTimes { reduce: vec![ms(3); 4], ..CollectiveTimes::default() };
-        let (slots, compute, step_ends) = step(Method::Chimera, &Lowering::default(), &prices);
+        let times = CollectiveTimes { reduce: vec![ms(3); 4], ..CollectiveTimes::default() };
+        let (slots, compute, step_ends) = step(Method::Chimera, &Lowering::default(), &times);
         for part in 0..4_u32 {
             let starts: Vec<u64> =
                 slots.iter().filter(|s| s.0 == part || s.0 == 3 - part).map(|s| s.1).collect();
@@ -367,8 +368,8 @@ mod tests {
     #[test]
     fn tied_weights_follow_the_averages() {
         let tied = Lowering { tied: true, ..REPLICAS };
-        let prices = CollectiveTimes { reduce: vec![ms(5); 4], tied: ms(2), gather: Vec::new() };
-        let (slots, _, step_ends) = step(Method::OneFOneB, &tied, &prices);
+        let times = CollectiveTimes { reduce: vec![ms(5); 4], tied: ms(2), gather: Vec::new() };
+        let (slots, _, step_ends) = step(Method::OneFOneB, &tied, &times);
         assert_eq!(slots[4..], [(0, 38, 40), (3, 38, 40)]);
         assert_eq!(step_ends, 41);
     }
@@ -377,22 +378,22 @@ mod tests {
     #[test]
     fn without_a_flush_averages_are_waited_for() {
         let none = CollectiveTimes::default();
-        let prices = CollectiveTimes { reduce: vec![ms(5); 4], ..none.clone() };
-        let end = |lowering: &Lowering, prices| step(Method::PipeDream, lowering, prices).2;
+        let times = CollectiveTimes { reduce: vec![ms(5); 4], ..none.clone() };
+        let end = |lowering: &Lowering, times| step(Method::PipeDream, lowering, times).2;
         assert!(end(&Lowering::default(), &none) >= 33 + 8);
-        assert!(end(&REPLICAS, &prices) >= 33 + 8 * 6);
+        assert!(end(&REPLICAS, &times) >= 33 + 8 * 6);
     }
 
     #[test]
-    fn gathers_are_waited_for_and_prices_fit() {
+    fn gathers_are_waited_for_and_times_fit() {
         let sharded = Lowering { sharded: true, ..Lowering::default() };
-        let prices = CollectiveTimes { gather: vec![ms(2); 4], ..CollectiveTimes::default() };
+        let times = CollectiveTimes { gather: vec![ms(2); 4], ..CollectiveTimes::default() };
         // All ranks gather at the same time.
-        assert_eq!(step(Method::Inference, &sharded, &prices).1, 11 + 2);
+        assert_eq!(step(Method::Inference, &sharded, &times).1, 11 + 2);
         let order = Method::OneFOneB.order(&Settings::new(4, 8)).unwrap();
         let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
         let schedule = Schedule::new(order, &REPLICAS).unwrap();
-        let prices = CollectiveTimes { reduce: vec![ms(1); 3], ..CollectiveTimes::default() };
-        assert!(schedule.simulate(&cost, &prices).unwrap_err().to_string().contains("prices.reduce has 3"));
+        let times = CollectiveTimes { reduce: vec![ms(1); 3], ..CollectiveTimes::default() };
+        assert!(schedule.simulate(&cost, &times).unwrap_err().to_string().contains("times.reduce has 3"));
     }
 }

@@ -55,7 +55,8 @@ impl Updates {
         match self {
             Self::Flush => 1,
             Self::Stashed { sync: VersionSync::Newest } => depth - part,
-            // A part keeps all versions from its newest one back to the one that the first stage used last.
+            // After n backwards of a part, its newest version is n, and its next backward, of microbatch n,
+            // uses version n - (depth - 1). It keeps all versions from that one to n.
             Self::Stashed { sync: VersionSync::Vertical } => depth,
             Self::TwoVersions { .. } => 2,
         }

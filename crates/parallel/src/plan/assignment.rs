@@ -58,7 +58,8 @@ impl Assignment {
         if before == stages {
             keep(members, stages, &mut places, &mut free);
         }
-        // Members with earlier layers take earlier places, so that little of each part moves.
+        // The remaining members take the free places in the order of their current ranks. So in each pipeline,
+        // members with earlier layers take earlier places, and little of each part moves.
         let mut rest: Vec<usize> = free.into_iter().collect();
         rest.sort_by_key(|&member| {
             let stood = members[member];
@@ -76,8 +77,8 @@ impl Assignment {
     /// Assigns members as [`Assignment::new`] does, but if whole pipelines would leave out members that hold a
     /// part, each stage becomes a pool of all members that hold its part. The members of a pool share the
     /// stage's microbatches. Members without a part fill the places of lost members. Whole pipelines are used
-    /// again as soon as there are enough members. They are also used if the smallest pool would have fewer
-    /// members than there would be whole pipelines.
+    /// again as soon as there are enough members. They are also used if the number of stages changes, or if the
+    /// smallest pool would have fewer members than there would be whole pipelines.
     ///
     /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to workers that hold the same
     /// stage.
@@ -116,8 +117,8 @@ impl Assignment {
         }
         let fewest = pools.iter().map(Vec::len).min().unwrap_or(0);
         if fewest == most || fewest < whole.replicas() {
-            // Either whole pipelines leave out no member, or moving members to other parts gives more whole
-            // pipelines than pools would have.
+            // Either whole pipelines leave out no member that holds a part, or moving members to other parts
+            // gives more whole pipelines than the smallest pool has members.
             return whole;
         }
         let sizes = pools.iter().map(|pool| pool.len() as u32).collect();

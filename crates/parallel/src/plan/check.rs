@@ -1,4 +1,4 @@
-//! Checks of a plan. Every error names the field.
+//! Checks of a plan. An error about one field names it.
 
 use std::collections::BTreeSet;
 
@@ -32,7 +32,7 @@ impl Plan {
     /// the crates that have their tables check them.
     ///
     /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for a mesh with axes
-    /// other than data and pipeline, and the errors of [`Method::order`](crate::pipeline::Method::order).
+    /// other than data and pipeline and for more than two levels, and the errors of [`Plan::order_with`].
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
         self.check_parts()?;
@@ -157,8 +157,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Checks that the pools fit the plan. Called before an order is made, because an order allocates as many
-    /// routes as the sizes say.
+    /// Checks that the pools fit the plan. Called before an order is made, so that the error names the field of
+    /// the plan that does not fit.
     fn check_pools(&self, pools: &Pools) -> Result<(), ParallelError> {
         if let Some(PoolsFault { field, expected }) = pools.fault() {
             let value = if field == "sizes" { &pools.sizes } else { &pools.rates };
@@ -282,8 +282,8 @@ impl Plan {
     /// stage and `hop` the time of a message between stages. Methods that ignore costs return the same order
     /// for any cost.
     ///
-    /// Errors: those of [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for a
-    /// hand-written schedule that does not fit the plan.
+    /// Errors: those of [`Method::order`](crate::pipeline::Method::order), of [`Pools::order`] and of parsing a
+    /// hand-written schedule; [`ParallelError::Plan`] for a hand-written schedule that does not fit the plan.
     pub fn order_with(
         &self,
         microbatches: u32,

@@ -71,8 +71,8 @@ impl LocalSteps {
         Self { period, steps, microbatches, earlier: Vec::new() }
     }
 
-    /// Adds the history: up to `step`, the replicas followed `before`, under plans with other members. History
-    /// before `since` is dropped.
+    /// Adds the history: up to `step`, the replicas followed `before`, under plans with other members. Earlier
+    /// plans that ended at step `since` or before are dropped.
     ///
     /// `replicas` has the number of each current replica in `before`; `None` for a new replica, which did no
     /// local steps then.
@@ -107,8 +107,8 @@ impl LocalSteps {
         self
     }
 
-    /// Returns whether the lists have consistent lengths. Check this for a value received from another rank:
-    /// the other functions panic if it is false.
+    /// Returns whether the lists have consistent lengths and all periods are above 0. Check this for a value
+    /// received from another rank: the other functions may panic if it is false.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         let replicas = self.microbatches.len();
@@ -207,7 +207,7 @@ mod tests {
         // A new replica did no steps before it joined.
         assert_eq!(counts(&third, 1), [0, 0, 0, 0, 0, 1]);
         assert!((third.weight(0, 4..6) - 2.0 * 8.0 / 9.0).abs() < 1e-12);
-        // History before `since` is dropped.
+        // The first plan ended after step 3, before `since`, so it is dropped.
         let later = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 4);
         assert_eq!(later.earlier.len(), 1);
         assert_eq!(later.microbatches(0, &(4..6)), 8);

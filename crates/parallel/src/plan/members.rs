@@ -19,8 +19,9 @@ pub enum Replica {
 
 impl Plan {
     /// Returns this plan for other replicas, in this order. A replica that stays keeps its machines,
-    /// microbatches, local steps and region. A new replica takes as many local steps as the fastest one and
-    /// belongs to the last region. The number of sequences in a step grows and shrinks with the replicas.
+    /// microbatches, local steps and region. (If the fastest replica has left, the others take proportionally
+    /// more local steps.) A new replica takes as many local steps as the fastest one and belongs to the last
+    /// region. The number of sequences in a step grows and shrinks with the replicas.
     ///
     /// ```
     /// # use farflung_parallel::{Plan, plan::Replica};
@@ -36,7 +37,7 @@ impl Plan {
     /// ```
     ///
     /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and the errors of
-    /// [`Plan::check`].
+    /// [`Plan::mesh_of`] and [`Plan::check`].
     pub fn with_replicas(&self, replicas: &[Replica]) -> Result<Self, ParallelError> {
         let stages = self.stages() as usize;
         let mut next = self.clone();

@@ -22,7 +22,8 @@ pub struct Part {
 pub enum Recompute {
     /// Nothing is recomputed: all activations are kept.
     None,
-    /// All activations of the part are recomputed from the part's input.
+    /// All activations of the part are recomputed from the part's input. If the model is one part, those of
+    /// each layer are recomputed from the layer's input.
     Full,
     /// The activations of this number of the part's first layers are recomputed. Those of the other layers are
     /// kept.

@@ -36,9 +36,9 @@ impl Pooling {
         admitted.min_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))
     }
 
-    /// Removes and returns a member for an empty pool: the slowest member of the pool with the highest
-    /// throughput among pools with two members or more.
-    fn take_spare(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
+    /// Removes a member from its pool, for an empty pool, and returns it: the slowest member of the pool with
+    /// the highest throughput among pools with two members or more.
+    fn take_from_fastest_pool(&self, pools: &mut [Vec<usize>]) -> Option<usize> {
         let give = (0..pools.len()).rev().filter(|&stage| pools[stage].len() > 1);
         let from =
             give.max_by(|&a, &b| self.throughput(a, &pools[a]).total_cmp(&self.throughput(b, &pools[b])))?;
@@ -52,10 +52,10 @@ impl Pooling {
 
 impl Assignment {
     /// Assigns members as [`Assignment::new`] does, but each stage is a pool of members, and pools may have
-    /// different sizes. A member that holds a part keeps it. An empty pool gets a member without a part, or a
-    /// member of the pool with the highest throughput. The other members without a part join the pool with the
-    /// lowest throughput. With fewer members than stages, all members form one pipeline of as many stages as
-    /// members.
+    /// different sizes. A member that holds a part keeps it, except `pooling.moving` and if the number of
+    /// stages changes. An empty pool gets a member without a part, or a member of the pool with the highest
+    /// throughput. The other members without a part join the pool with the lowest throughput. With fewer
+    /// members than stages, all members form one pipeline of as many stages as members.
     ///
     /// The function is pure: members with the same arguments compute the same assignment.
     ///
@@ -75,7 +75,8 @@ impl Assignment {
     #[must_use]
     pub fn pooled(members: &[Option<PlanPosition>], before: u32, pooling: &Pooling) -> Self {
         let stages = pooling.stages.max(2) as usize;
-        // Sorted by part, so that little moves when the model is divided into other parts.
+        // `Assignment::new` sorts members by replica, then by part. With replica 0 for all, it sorts them by
+        // part, so that little moves when the model is divided into other parts.
         let by_part = |stood: PlanPosition| PlanPosition { replica: 0, position: stood.position };
         if members.len() < stages {
             let parts: Vec<Option<PlanPosition>> = members.iter().map(|stood| stood.map(by_part)).collect();
@@ -103,7 +104,7 @@ impl Assignment {
         let mut free = free.into_iter();
         for stage in 0..stages {
             if pools[stage].is_empty() {
-                let filled = free.next().or_else(|| pooling.take_spare(&mut pools));
+                let filled = free.next().or_else(|| pooling.take_from_fastest_pool(&mut pools));
                 pools[stage].extend(filled);
             }
         }
@@ -155,16 +156,16 @@ pub enum PoolAdvice {
 
 /// Number of consecutive steps in which a change must be worthwhile before it is advised.
 const STEPS: u32 = 5;
-/// Ranks of a pool get equal rates if the fastest is less than this factor faster than the slowest.
+/// Ranks of a pool get equal rates if the fastest has less than this factor times the speed of the slowest.
 const ALIKE: f64 = 1.1;
 
 /// Decides on rates and stage changes from the times that ranks measure. The result depends only on the
 /// arguments of [`PoolBalance::observe`], so all ranks reach the same decision.
 ///
 /// Rates are changed to the measured ones if this shortens the busiest rank's work in a step by more than a
-/// tenth, in five consecutive steps. Otherwise, if moving a member of another pool to the busiest one would
-/// shorten it by that much without making the member's old pool as slow, the member changes its stage. At most
-/// one member moves at a time.
+/// tenth, in five consecutive steps. Otherwise a member moves from another pool to the pool of the busiest
+/// rank, if then the busiest rank of both pools would have less than nine tenths of that work, also in five
+/// consecutive steps. At most one member moves at a time.
 ///
 /// Source: Ryabinin et al. 2023, "SWARM", algorithm 2. Differs: compares measured times instead of queue
 /// lengths, because the microbatches of a step are assigned before it begins; moves the member that helps most,
@@ -271,8 +272,8 @@ pub fn rates_of(pools: &Pools, times: &[Nanos]) -> Vec<u32> {
 }
 
 /// Returns the best move of one rank to the busiest stage, and the time of the busier of the two stages after
-/// the move. The best move is the one with the least such time. If moves are equally good, the slowest rank is
-/// chosen, to change as little as possible.
+/// the move. The best move is the one with the least such time. If moves are equally good, the lowest stage
+/// gives its slowest rank, to change as little as possible.
 fn best_move(pools: &Pools, microbatches: u32, times: &[Nanos], work: &[f64]) -> Option<((u32, u32), Nanos)> {
     let firsts = pools.firsts();
     let ranks = |stage: usize| {

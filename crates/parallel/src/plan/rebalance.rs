@@ -149,8 +149,8 @@ fn slowed_by(best: &[u32], measured: &[Measured]) -> Option<(u32, Nanos)> {
     let others = (0..best.len()).filter(|&other| other != slowest);
     let others: Vec<Measured> = others.map(|other| Measured { rest, ..measured[other] }).collect();
     let total: u32 = best.iter().sum();
-    // A step has the same number of microbatches for each replica, so without one replica a step has fewer of
-    // them.
+    // The number of microbatches of a step is proportional to the number of replicas, so a step without this
+    // replica has fewer of them.
     let without = total / replicas * (replicas - 1);
     let alone = shares_by_speed(without, &others)?;
     let speed = |shares: &[u32], measured: &[Measured]| {

@@ -95,6 +95,8 @@ fn pools_that_do_not_fit_the_plan_are_refused() {
     for (error, field) in found.iter().zip(fields) {
         assert!(error.starts_with(&format!("plan: `{field}` is")), "{field}: {error}");
     }
+    let many = refused(|p| p.microbatches = vec![u32::MAX]);
+    assert!(many.contains("8589934590 actions of a schedule are too many"), "{many}");
 }
 
 #[test]

@@ -188,8 +188,8 @@ struct Version {
 impl FromStr for Plan {
     type Err = ParallelError;
 
-    /// Parses a plan. Omitted fields get the defaults of [`Pipeline`], [`BoundaryCodecs`] and [`Level`]. Only
-    /// the syntax is checked: call [`Plan::check`] for the rest.
+    /// Parses a plan. Omitted fields get the defaults of [`Pipeline`], [`BoundaryCodecs`] and [`Level`]; an
+    /// omitted algorithm is that of [`Level::unless_told`]. [`Plan::check`] checks the values.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let wrong = |e: &toml::de::Error| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));

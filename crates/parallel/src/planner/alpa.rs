@@ -25,11 +25,16 @@ impl Submesh {
 }
 
 /// Returns the submeshes that Alpa allows on `nodes` machines with `devices` devices each: a power of two of
-/// one machine's devices, or all devices of one or more machines. If `devices` is a power of two, any set of
-/// them whose sizes add up to all devices can be placed.
+/// one machine's devices, or all devices of one or more machines. Any list of them whose sizes add up to all
+/// devices can be placed: see [`SubmeshPlan::places`].
+///
+/// Differs from the paper, where `devices` is a power of two: with other numbers on several machines, a power
+/// must divide `devices`. Otherwise three submeshes of two devices, for example, would have to share two
+/// machines of three.
 #[must_use]
 pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
-    let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices);
+    let fits = |size: u32| nodes == 1 || devices.is_multiple_of(size);
+    let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices).filter(|&n| fits(n));
     let mut all: Vec<Submesh> = powers.map(|devices| Submesh { nodes: 1, devices }).collect();
     all.extend((1..=nodes).map(|nodes| Submesh { nodes, devices }));
     all.sort_unstable();
@@ -54,6 +59,24 @@ pub struct SubmeshPlan {
     pub stages: Vec<SubmeshStage>,
     /// Time of a step: `sum(t) + (microbatches - 1) max(t)` over the stages' times `t`.
     pub time: Nanos,
+}
+
+impl SubmeshPlan {
+    /// Returns the devices of each stage. Devices are numbered machine by machine. Larger submeshes are placed
+    /// first: whole machines come before parts of machines, and a part begins at a multiple of its size. So no
+    /// part of a machine crosses to another machine.
+    #[must_use]
+    pub fn places(&self) -> Vec<Range<u32>> {
+        let mut by_size: Vec<usize> = (0..self.stages.len()).collect();
+        by_size.sort_by_key(|&stage| std::cmp::Reverse(self.stages[stage].mesh.size()));
+        let (mut places, mut next) = (vec![0..0; self.stages.len()], 0);
+        for stage in by_size {
+            let end = next + self.stages[stage].mesh.size();
+            places[stage] = next..end;
+            next = end;
+        }
+        places
+    }
 }
 
 /// Sizes of the planning problem.
@@ -260,7 +283,33 @@ mod tests {
 
     #[test]
     fn the_submeshes_are_those_of_the_paper() {
-        let sizes: Vec<u32> = submeshes(3, 4).into_iter().map(Submesh::size).collect();
-        assert_eq!(sizes, [1, 2, 4, 8, 12]);
+        let sizes =
+            |nodes, devices| submeshes(nodes, devices).into_iter().map(Submesh::size).collect::<Vec<_>>();
+        assert_eq!(sizes(3, 4), [1, 2, 4, 8, 12]);
+        assert_eq!(
+            (sizes(1, 3), sizes(2, 3), sizes(2, 6)),
+            (vec![1, 2, 3], vec![1, 3, 6], vec![1, 2, 6, 12])
+        );
+    }
+
+    /// Whatever the numbers of machines and devices, no submesh within a machine crosses to another, and one of
+    /// several machines begins with the first device of a machine.
+    #[test]
+    fn every_list_of_submeshes_can_be_placed() {
+        for (nodes, devices) in (1..4).flat_map(|nodes| (1..8).map(move |devices| (nodes, devices))) {
+            let size = AlpaSize { layers: 5, nodes, devices, microbatches: 1 };
+            for stages in all(&size, &submeshes(nodes, devices), 0, nodes * devices) {
+                let plan = SubmeshPlan { stages, time: Nanos::ZERO };
+                let places = plan.places();
+                for (stage, place) in plan.stages.iter().zip(&places) {
+                    assert_eq!(place.end - place.start, stage.mesh.size());
+                    let machines = place.start / devices..(place.end - 1) / devices + 1;
+                    assert_eq!(machines.end - machines.start, stage.mesh.nodes, "{plan:?}: {places:?}");
+                }
+                let mut used: Vec<u32> = places.into_iter().flatten().collect();
+                used.sort_unstable();
+                assert_eq!(used, (0..nodes * devices).collect::<Vec<_>>());
+            }
+        }
     }
 }

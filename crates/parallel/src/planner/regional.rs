@@ -150,7 +150,7 @@ pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, Pa
         plan.time.pipelines = layout_time::simulated(chain, &sites, plan)?;
     }
     keep(&mut found, FINALISTS);
-    let bound = lower_bound(&chain.layers, &chain.machines, chain.microbatches);
+    let bound = lower_bound(chain);
     Ok(Regional { plans: found, bound, priced })
 }
 

@@ -193,17 +193,17 @@ mod tests {
         }
     }
 
-    /// Bandwidths are 100 along 0-1-2-3, 10 from 3 to 0, and 40 across. The ring 0-1-2-3 has a link of 10;
-    /// 0-1-3-2 has none below 40. Its sum of costs is lower too.
+    /// Bandwidths are 100 along 0-1-2-3, 10 from 3 to 0, and 16 across. The ring 0-1-2-3 has a link of 10;
+    /// 0-1-3-2 has none below 16, but a higher sum of costs: 580 instead of 520.
     #[test]
     fn the_slowest_link_counts_before_the_sum() {
         let mut costs = vec![0; 16];
-        for (a, b, rate) in [(0, 1, 100), (1, 2, 100), (2, 3, 100), (3, 0, 10), (0, 2, 40), (1, 3, 40)] {
+        for (a, b, rate) in [(0, 1, 100), (1, 2, 100), (2, 3, 100), (3, 0, 10), (0, 2, 16), (1, 3, 16)] {
             costs[a * 4 + b] = 4000 / rate;
             costs[b * 4 + a] = 4000 / rate;
         }
         let found = bottleneck_ring(&costs, 4);
-        assert_eq!((found.ranks, found.costliest), (vec![0, 1, 3, 2], 100));
+        assert_eq!((found.ranks, found.costliest, found.sum), (vec![0, 1, 3, 2], 250, 580));
     }
 
     #[test]

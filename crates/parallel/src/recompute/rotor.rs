@@ -25,7 +25,8 @@ enum Choice {
     Impossible,
     /// Layer i keeps all its activations; the other layers follow.
     All,
-    /// The layers from i up to the given one run and keep nothing. The input of the given layer is kept.
+    /// The layers from i to the one before the given layer run and keep nothing. The input of the given layer
+    /// is kept.
     KeepInput(u32),
 }
 
@@ -33,8 +34,8 @@ enum Choice {
 /// bytes counts as kept.
 ///
 /// Sizes are rounded up to multiples of `budget / units`: more units give a finer result and a slower search
-/// (layers² · layers · units). Each layer keeps either all its activations, or nothing until the next kept
-/// input.
+/// (layers³ · units). In each forward, a layer keeps either all its activations or none. The inputs of some
+/// layers are kept, so that the forward can run again from there.
 ///
 /// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers, units or budget;
 /// [`ParallelError::TooLarge`] for a table of more than 2^26 cells. Source: Beaumont et al. 2019, "Optimal
@@ -67,7 +68,8 @@ pub fn rotor(
     }
     let cells = (layers.len() as u128).pow(2) * u128::from(units);
     if cells > 1 << 26 {
-        return Err(ParallelError::TooLarge { actions: cells, limit: 1 << 26 });
+        let what = "cells of the table of recomputation";
+        return Err(ParallelError::TooLarge { what, found: cells, limit: 1 << 26 });
     }
     let in_units = |bytes: Bytes| {
         let units = (u128::from(bytes.0) * u128::from(units)).div_ceil(u128::from(budget.0));

@@ -95,3 +95,13 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_table_that_is_too_large_is_refused_by_its_cells() {
+    let layer = Layer { forward: Nanos(1), backward: Nanos(1), output: Bytes(1), saved: Bytes(1) };
+    let message = rotor(&[layer; 1 << 7], Bytes(1), Bytes(1000), 1 << 13).unwrap_err().to_string();
+    assert_eq!(
+        message,
+        "134217728 cells of the table of recomputation are too many: at most 67108864 are supported"
+    );
+}

@@ -8,11 +8,12 @@ use crate::pipeline::Op;
 use crate::{Kind, Lane, Span, Timeline};
 
 /// Draws which op each rank's processor runs when. Each column is one unit of time: the largest unit of which
-/// all starts and ends are multiples. `None` if lines would be longer than `width` characters.
+/// all starts and ends are multiples. `None` if lines would be longer than `width` characters, or if nothing
+/// runs.
 ///
 /// A cell shows an op in its first column, `=` in its further columns, and `.` while the rank waits. An
 /// overlapped pair has its forward in the first column and its backward in the next. Stage numbers are omitted
-/// if each rank has a single stage.
+/// if each rank has a single stage, with the number of the rank.
 #[must_use]
 pub fn cells(timeline: &Timeline, width: usize) -> Option<String> {
     let spans = || timeline.spans.iter().filter(|s| s.lane == Lane::Compute);

@@ -11,7 +11,7 @@ const TOP: usize = 56;
 const BOX: [usize; 2] = [132, 40];
 const GAP: [usize; 2] = [92, 16];
 
-/// Okabe and Ito's palette without black, as in the other drawings.
+/// Okabe and Ito's palette without black and dark blue, and a violet.
 const COLOURS: [&str; 7] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7", "#d55e00", "#9999cc"];
 
 /// Draws as a standalone SVG which machine has which stage of which pipeline, and the links between neighbours.

@@ -13,7 +13,7 @@ const GAP: u32 = 10;
 const WIDTH: u32 = 960;
 const RIGHT: u32 = 24;
 
-/// Okabe and Ito's palette, which colour-blind readers can distinguish.
+/// Okabe and Ito's palette, which colour-blind readers can distinguish, and a grey.
 const fn colour(kind: Kind) -> &'static str {
     match kind {
         Kind::Forward => "#56b4e9",
@@ -29,19 +29,19 @@ const fn colour(kind: Kind) -> &'static str {
 
 /// Draws a timeline as a standalone SVG, 960 units wide. A tooltip describes each bar.
 ///
-/// Each rank has a row for its processor and a row for each kind of link that is used. In pipelines, bars that
+/// Each rank has a row for its processor and a row for each of its links that is used. In pipelines, bars that
 /// are wide enough show their op. Times on the axis are in milliseconds.
 #[must_use]
 pub fn svg(timeline: &Timeline) -> String {
-    let lanes: Vec<_> = timeline.lanes().collect();
-    let band = lanes.len() as u32 * LANE;
+    let lanes = timeline.lanes();
+    let band = lanes.iter().map(Vec::len).max().unwrap_or(1) as u32 * LANE;
     let rows = timeline.ranks * (band + GAP);
     let height = TOP + rows + 44;
     let makespan = timeline.makespan().0.max(1);
     let x = |t: Nanos| f64::from(LEFT) + f64::from(WIDTH - LEFT - RIGHT) * t.0 as f64 / makespan as f64;
     let top = |rank: Rank| TOP + rank.0 * (band + GAP);
     let row = |span: &Span| {
-        let lane = lanes.iter().position(|&l| l == span.lane).unwrap_or_default();
+        let lane = lanes[span.rank.index()].iter().position(|&l| l == span.lane).unwrap_or_default();
         top(span.rank) + lane as u32 * LANE
     };
     let mut out = format!(
@@ -140,7 +140,8 @@ fn axis(out: &mut String, makespan: u64, bottom: u32, x: &dyn Fn(Nanos) -> f64) 
     let _ = writeln!(out, "<text x=\"{middle:.2}\" y=\"{}\" text-anchor=\"middle\">ms</text>", bottom + 34);
 }
 
-/// Returns the smallest of 1, 2 and 5 times a power of ten that gives at most ten ticks.
+/// Returns the time between two ticks: the smallest of 1, 2 and 5 times a power of ten that gives at most ten
+/// intervals.
 fn tick(makespan: u64) -> u64 {
     let powers = (0..20).map(|e| 10_u64.saturating_pow(e));
     let mut ticks = powers.flat_map(|p| [p, p.saturating_mul(2), p.saturating_mul(5)]);

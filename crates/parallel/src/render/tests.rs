@@ -7,7 +7,8 @@ use crate::{
     Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, Timeline, simulate_replicas,
 };
 
-/// Two ranks, the second half as fast, four buckets of 25 ms.
+/// Two ranks; the second takes 2.5 times as long for a microbatch. An average of all values takes 100 ms, so
+/// each of four buckets takes 25 ms.
 fn timeline(sync: Sync, steps: u32) -> Timeline {
     let plan = Replicas { sync, algorithm: Algorithm::Ring, codec: Codec::F32, shares: vec![2, 1] };
     let rank = |ms| RankCost {

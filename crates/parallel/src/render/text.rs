@@ -15,7 +15,7 @@ use crate::{Kind, Lane, Timeline};
 pub fn grid(timeline: &Timeline, width: usize) -> String {
     let label = format!("r{}", timeline.ranks.saturating_sub(1)).len();
     let cells = width.max(24) - label - 3;
-    let makespan = timeline.makespan();
+    let (makespan, lanes) = (timeline.makespan(), timeline.lanes());
     let mut out = String::new();
     let rule = |out: &mut String, text: &str| {
         let _ = writeln!(out, "{:label$} |{text}|", "");
@@ -27,8 +27,10 @@ pub fn grid(timeline: &Timeline, width: usize) -> String {
             format!("r{}", rank.0),
             row(timeline, rank, Lane::Compute, cells)
         );
-        for lane in Lane::ALL.into_iter().skip(1).filter(|&l| timeline.lane(rank, l).next().is_some()) {
-            rule(&mut out, &row(timeline, rank, lane, cells));
+        for &lane in &lanes[rank.index()][1..] {
+            if timeline.lane(rank, lane).next().is_some() {
+                rule(&mut out, &row(timeline, rank, lane, cells));
+            }
         }
     }
     let end = makespan.to_string();

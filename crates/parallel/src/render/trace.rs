@@ -10,14 +10,14 @@ use crate::{Kind, Timeline};
 /// and higher for its links. Times are microseconds with three decimals, so they are exact.
 #[must_use]
 pub fn trace(timeline: &Timeline) -> String {
-    let lanes: Vec<_> = timeline.lanes().collect();
+    let lanes = timeline.lanes();
     let mut events = Vec::new();
     for rank in (0..timeline.ranks).map(Rank) {
         let pid = rank.0;
         events.push(format!(
             "{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{pid},\"args\":{{\"name\":\"{rank}\"}}}}"
         ));
-        for (tid, name) in lanes.iter().enumerate() {
+        for (tid, name) in lanes[rank.index()].iter().enumerate() {
             events.push(format!(
                 "{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{pid},\"tid\":{tid},\"args\":{{\"name\":\"{name}\"}}}}"
             ));
@@ -30,7 +30,7 @@ pub fn trace(timeline: &Timeline) -> String {
             (None, Kind::Forward | Kind::Backward | Kind::AllReduce) => format!("{kind} {}", span.part),
             _ => kind.to_string(),
         };
-        let tid = lanes.iter().position(|&l| l == span.lane).unwrap_or_default();
+        let tid = lanes[span.rank.index()].iter().position(|&l| l == span.lane).unwrap_or_default();
         events.push(format!(
             "{{\"name\":\"{name}\",\"cat\":\"{kind}\",\"ph\":\"X\",\"pid\":{},\"tid\":{tid},\"ts\":{},\"dur\":{},\
              \"args\":{{\"step\":{},\"part\":{},\"bytes_sent\":{}}}}}",

@@ -121,6 +121,11 @@ fn a_missing_link_is_named_and_counts_are_bounded() {
     assert_eq!(text.lines().nth(line - 1).map(str::trim), Some(shown.as_str()));
     let many = HOMES.replace("count = 4", "count = 4294967295").parse::<Cluster>().unwrap_err();
     assert!(matches!(many, ParallelError::TooManyRanks { ranks: 4_294_967_295, .. }), "{many}");
+    let mut entries: Cluster = HOMES.parse().unwrap();
+    entries.devices = vec![entries.devices[0].clone(); 4097];
+    entries.devices.iter_mut().for_each(|device| device.count = 1);
+    let message = entries.check().unwrap_err().to_string();
+    assert_eq!(message, "4097 entries of devices are too many: at most 4096 are supported");
     assert_eq!("default = \"home\"".parse::<Cluster>(), Err(ParallelError::NoDevices));
 }
 

@@ -30,8 +30,9 @@ impl Embedding {
         Ok(y)
     }
 
-    /// Computes the gradients of both tables, with the `start` of the forward pass. If a head with the tied
-    /// token table has written its gradient already (`tied_head_wrote`), this is added to it.
+    /// Computes the gradients of both tables, with the `start` of the forward pass. If the head, which uses the
+    /// same token table, has already written its gradient (`tied_head_wrote`), the embedding's gradient is
+    /// added to it.
     pub fn backward(
         &self,
         cx: &StageContext<'_>,

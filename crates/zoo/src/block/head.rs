@@ -1,5 +1,5 @@
-//! The last block: final norm, logits by the tied embedding, and the loss. There is one buffer of logits; the
-//! loss overwrites it with its gradient.
+//! The last block: final norm, logits by the tied embedding, and the loss. There is one buffer of logits; in
+//! training it is overwritten with the gradient of the logits.
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 

@@ -1,5 +1,5 @@
 //! The blocks of a GPT. Each has an explicit backward pass in two halves, so that a pipeline can communicate
-//! between them, split the backward pass, or run a forward pass again. There is no automatic differentiation.
+//! between the halves, or run them at different times. There is no automatic differentiation.
 //!
 //! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`. Hidden states are `[B, T, C]`.
 

@@ -64,18 +64,16 @@ pub struct Offsets {
 impl Offsets {
     /// Reads a file of little-endian `i64` values, `[steps, columns]`, as written by numpy's `tofile`.
     ///
-    /// Errors: [`ZooError::Io`]; [`ZooError::TokenFile`] if the length is not a whole number of rows;
+    /// Errors: [`ZooError::Io`]; [`ZooError::OffsetsLength`] if the length is not a whole number of rows;
     /// [`ZooError::Sampler`] if `columns` is zero.
     pub fn read(path: &Path, columns: usize) -> Result<Self, ZooError> {
         let bytes = fs::read(path).map_err(ZooError::io("read", path))?;
         let (values, _) = bytes.as_chunks();
         let offsets = Self::new(columns, values.iter().map(|&b| i64::from_le_bytes(b)).collect());
         let row = columns as u64 * 8;
-        let rest = bytes.len() as u64 % row.max(1);
-        if rest != 0 {
-            let (path, field) =
-                (path.to_owned(), "remainder of the length in bytes divided by that of a row");
-            return Err(ZooError::TokenFile { path, field, found: rest, expected: 0 });
+        let found = bytes.len() as u64;
+        if !found.is_multiple_of(row.max(1)) {
+            return Err(ZooError::OffsetsLength { path: path.to_owned(), found, row });
         }
         offsets
     }
@@ -225,8 +223,8 @@ impl Sampler {
     /// takes them in a new order in each epoch; the last `windows mod lanes` windows are not used.
     ///
     /// A lane's windows recur on the lane, so data that a trainer stores per window (such as AQ-SGD's
-    /// activations, stored by [`Sampler::window`]) stays local. The windows of a step do not depend on how
-    /// lanes are distributed over ranks.
+    /// activations, with the number of [`Sampler::window`] as key) stays local. The windows of a step do not
+    /// depend on how lanes are distributed over ranks.
     ///
     /// Errors: those of [`Sampler::random`]; [`ZooError::Sampler`] if there are fewer windows than lanes.
     pub fn epochs(
@@ -332,8 +330,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the number of a sequence's window, below [`Sampler::windows`]. A window has the same tokens and
-    /// the same number in every epoch.
+    /// Returns the number of a sequence's window, below [`Sampler::windows`]; `None` if the sampler does not
+    /// number windows. A window has the same tokens and the same number in every epoch.
     #[must_use]
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {

@@ -29,7 +29,7 @@ fn expect(path: &Path, field: &'static str, found: u64, expected: u64) -> Result
 
 /// Returns the ids in a token file. `path` is used only in error messages.
 ///
-/// Errors: [`ZooError::TokenFile`] if the length does not match the header.
+/// Errors: [`ZooError::TokenFile`] if the version or the length is wrong.
 pub(super) fn read<'a>(path: &Path, bytes: &'a [u8]) -> Result<Box<dyn Iterator<Item = u32> + 'a>, ZooError> {
     let (width, body) = match word(bytes, 0) {
         Some(magic @ (MAGIC_U16 | MAGIC_U32)) => {

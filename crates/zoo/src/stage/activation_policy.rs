@@ -106,7 +106,7 @@ impl Chain {
                     };
                     self.x = Some(x);
                 }
-                // The later steps show whether an input is restored.
+                // Nothing to do: an input is kept if a later step restores it (`StoredActivations::by`).
                 ChainStep::Keep(_) | ChainStep::Drop(_) => {}
                 ChainStep::Backward(i) => {
                     (self.at, self.x) = (self.at + 1, None);
@@ -156,7 +156,7 @@ impl StoredActivations {
         if needed { Self::Input(saved.into_input()) } else { Self::Nothing }
     }
 
-    /// Applies `store` to values that are on the device.
+    /// Applies `keep` to values that are on the device; returns others unchanged.
     pub(super) fn map_on_device(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
         if let Self::OnDevice(saved) = self { keep(saved) } else { self }
     }

@@ -44,16 +44,36 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
         let value = get(field).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
         value.ok_or_else(|| wrong(field, "a whole number".to_owned()))
     };
-    let context = number(if get("n_positions").is_some() { "n_positions" } else { "n_ctx" })?;
+    let context = number(field_in_file("context", &json))?;
     if get("n_ctx").is_some() && number("n_ctx")? != context {
         return Err(wrong("n_ctx", format!("{context}, the value of `n_positions`")));
     }
     let dim = number("n_embd")?;
-    let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)?;
+    let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)
+        .map_err(|error| match error {
+        ZooError::Config { field, expected, .. } => {
+            let (field, expected) = (field_in_file(field, &json), expected.replace("`dim`", "`n_embd`"));
+            wrong(field, expected)
+        }
+        other => other,
+    })?;
     if get("n_inner").is_some() && number("n_inner")? != 4 * dim {
         return Err(wrong("n_inner", format!("null or {}", 4 * dim)));
     }
     Ok(config)
+}
+
+/// Returns the name in a `config.json` of a field of [`GptConfig`].
+fn field_in_file(field: &'static str, json: &Map<String, Value>) -> &'static str {
+    match field {
+        "layers" => "n_layer",
+        "heads" => "n_head",
+        "dim" => "n_embd",
+        "context" if json.get("n_positions").is_some_and(|value| !value.is_null()) => "n_positions",
+        "context" => "n_ctx",
+        "vocab" => "vocab_size",
+        other => other,
+    }
 }
 
 /// Returns the `config.json` of a model whose weights have this type.

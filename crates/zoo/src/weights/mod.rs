@@ -1,8 +1,8 @@
 //! Parameters on disk: Hugging Face's GPT-2 layout (`config.json`, and `model.safetensors` as one file or in
 //! shards), and named tensors for the other data of a checkpoint.
 //!
-//! Files are untrusted: lengths are checked against the file's size before memory is allocated, and every error
-//! names the file and the tensor or field. Files are written to a temporary name, synced, and then renamed.
+//! Files are untrusted: lengths are checked against the file's size before memory is allocated, and errors name
+//! the file, tensor or field. Files are written to a temporary name, synced, and then renamed.
 
 mod atomic;
 mod config_json;

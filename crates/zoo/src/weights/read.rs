@@ -32,7 +32,8 @@ impl Weights {
     /// Names may have the prefix `transformer.`. The constant buffers `attn.bias` and `attn.masked_bias` are
     /// ignored. An `lm_head.weight` is accepted if it equals the token table.
     ///
-    /// Errors: the first invalid file, field or tensor.
+    /// Errors: the first invalid file, field or tensor. A tensor of the model is invalid if its shape is not
+    /// the configuration's or its type is not F32, F16 or BF16.
     pub fn open(folder: &Path) -> Result<Self, ZooError> {
         let config = config_json::read(&folder.join("config.json"))?;
         let files = open_files(folder)?;
@@ -55,12 +56,7 @@ impl Weights {
         for spec in config.tensors() {
             let missing = || ZooError::NoTensor { path: folder.to_owned(), tensor: spec.name.clone() };
             let (file, stored) = found.remove(&spec.name).ok_or_else(missing)?;
-            let shape = &files[file].tensors()[&stored].shape;
-            if *shape != spec.shape {
-                let path = files[file].path().to_owned();
-                let (found, expected) = (shape.clone(), spec.shape);
-                return Err(ZooError::TensorShape { path, tensor: spec.name, found, expected });
-            }
+            files[file].expect_f32(&stored, &spec.shape)?;
             tensors.insert(spec.name, (spec.shape, file, stored));
         }
         if let Some((name, (file, _))) = found.pop_first() {
@@ -84,7 +80,7 @@ impl Weights {
     /// Reads the tensor of this name (from [`GptConfig::tensors`]) as `f32`.
     ///
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
-    /// [`ZooError::TensorDtype`] if it is not F32, F16 or BF16; [`ZooError::Io`].
+    /// [`ZooError::Io`].
     pub fn tensor(&mut self, name: &str, out: &mut [f32]) -> Result<(), ZooError> {
         let Some((shape, file, stored)) = self.tensors.get(name) else {
             let path = self.files.first().map_or_else(PathBuf::new, |f| f.path().to_owned());
@@ -96,8 +92,8 @@ impl Weights {
     /// Checks that a separate head equals the token table, bit for bit.
     fn check_tied(&mut self, file: usize, stored: &str) -> Result<(), ZooError> {
         let shape = [self.config.vocab, self.config.dim];
-        // Allocates at most the size of data in the files: the table's shape was checked on opening; `read_f32`
-        // checks the head's.
+        self.files[file].expect_f32(stored, &shape)?;
+        // Both tensors have data of this shape in the files, so the buffers are at most four times as large.
         let (mut table, mut head) = (vec![0.0; shape[0] * shape[1]], vec![0.0; shape[0] * shape[1]]);
         self.tensor("wte.weight", &mut table)?;
         self.files[file].read_f32(stored, &shape, &mut head)?;

@@ -189,6 +189,16 @@ impl TensorFile {
         Err(ZooError::TensorShape { path, tensor, found: found.clone(), expected: expected.to_vec() })
     }
 
+    /// Checks that a tensor has this shape and a type that [`TensorFile::read_f32`] reads. Its data then has
+    /// the length of its shape, as checked on opening.
+    ///
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`], [`ZooError::TensorDtype`].
+    pub(super) fn expect_f32(&self, name: &str, shape: &[usize]) -> Result<Dtype, ZooError> {
+        self.expect_shape(name, shape)?;
+        let info = self.info(name)?;
+        Dtype::from_name(&info.dtype).ok_or_else(|| self.wrong_dtype(name, info, "F32, F16 or BF16"))
+    }
+
     fn wrong_dtype(&self, name: &str, info: &TensorInfo, expected: &'static str) -> ZooError {
         let (path, found) = (self.path.clone(), info.dtype.clone());
         ZooError::TensorDtype { path, tensor: name.to_owned(), found, expected }
@@ -199,11 +209,8 @@ impl TensorFile {
     /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if the length of `out` does not match
     /// the shape), [`ZooError::TensorDtype`], [`ZooError::Io`].
     pub fn read_f32(&mut self, name: &str, shape: &[usize], out: &mut [f32]) -> Result<(), ZooError> {
-        self.expect_shape(name, shape)?;
-        let info = self.info(name)?;
-        let dtype =
-            Dtype::from_name(&info.dtype).ok_or_else(|| self.wrong_dtype(name, info, "F32, F16 or BF16"))?;
-        let (from, to) = info.data_offsets;
+        let dtype = self.expect_f32(name, shape)?;
+        let (from, to) = self.info(name)?.data_offsets;
         if to - from != (out.len() * dtype.bytes()) as u64 {
             let (path, tensor) = (self.path.clone(), name.to_owned());
             return Err(ZooError::TensorShape {

@@ -359,7 +359,7 @@ fn dot(y: &Tensor, dy: &[f32]) -> f64 {
     y.to_vec::<f32>().unwrap().iter().zip(dy).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Checks the gradients of the named parameters of a stage, given `loss(params)`.
+/// Checks the gradients of the parameters of a stage with indices in `range`, given `loss(params)`.
 fn weights_agree(
     stage: &Stage,
     p: &Tensor,

@@ -58,8 +58,8 @@ fn whole(cuts: &[usize]) -> Outcome {
     Outcome { losses, grads }
 }
 
-/// Runs the slices one after the other through all stages, and back. If `again`, each slice is recomputed in
-/// between.
+/// Runs the slices one after the other through all stages, and back. If `again`, saved values of each slice are
+/// dropped and recomputed in between.
 fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Outcome {
     let (parts, params) = parts(threads, cuts);
     let mut carried: Vec<Slices> = parts.iter().map(|s| s.slices(BATCH).unwrap()).collect();

@@ -198,6 +198,10 @@ fn unsupported_configs_are_refused_with_the_field() {
         ("n_embd", Value::Null),
         ("n_ctx", json!(7)),
         ("vocab_size", json!(1.5)),
+        ("n_layer", json!(0)),
+        ("n_head", json!(3)),
+        ("n_embd", json!(1 << 30)),
+        ("vocab_size", json!(1_u64 << 40)),
     ];
     for (field, value) in cases {
         let message = with(field, value).unwrap_err().to_string();
@@ -213,6 +217,8 @@ fn unsupported_configs_are_refused_with_the_field() {
         let message = with(field, json!(value)).unwrap_err().to_string();
         assert!(message.contains(named), "{message}");
     }
+    let message = with("n_head", json!(3)).unwrap_err().to_string();
+    assert!(message.contains("`n_head` is 3, expected a divisor of `n_embd`"), "{message}");
     fs::write(&path, "{").unwrap();
     assert!(Weights::open(dir.path()).unwrap_err().to_string().contains("config.json"));
     assert!(matches!(Weights::open(&dir.path().join("none")), Err(ZooError::Io { .. })));
@@ -305,6 +311,49 @@ fn headers_that_lie_are_named() {
         let message = result.unwrap_err().to_string();
         assert!(message.contains(expected) && message.contains("lie.safetensors"), "{message} / {expected}");
     }
+}
+
+/// With a type of unknown size the data need not have the length of the shape, so nothing may be allocated by
+/// the shape: here the two tables would be 16 TiB each.
+#[test]
+fn tensors_of_unknown_types_are_refused_before_anything_is_allocated() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = GptConfig::new(1, 1, 1 << 18, 1, 1 << 24).unwrap();
+    let text = farflung_zoo::weights::config_text(&config, Dtype::F32);
+    fs::write(dir.path().join("config.json"), text).unwrap();
+    let open = |head: &str, others: &str| {
+        let tensors = config.tensors().into_iter().map(|spec| (spec.name, spec.shape, others));
+        let head = ("lm_head.weight".to_owned(), vec![config.vocab, config.dim], head);
+        let header: serde_json::Map<String, Value> = tensors
+            .chain([head])
+            .map(|(name, shape, dtype)| {
+                (name, json!({"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}))
+            })
+            .collect();
+        let header = Value::Object(header).to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+        Weights::open(dir.path()).unwrap_err()
+    };
+    let error = open("F4", "F4");
+    assert!(matches!(&error, ZooError::TensorDtype { found, .. } if found == "F4"), "{error}");
+    let error = open("F4", "F32");
+    assert!(matches!(&error, ZooError::TensorEntry { .. }), "{error}");
+
+    // Only the head has an unknown type.
+    write_tiny(dir.path(), WriteOptions::default());
+    let path = dir.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
+    let end = bytes.len() - 8 - length;
+    header["lm_head.weight"] = json!({"dtype": "F4", "shape": [11, 8], "data_offsets": [end, end]});
+    let header = header.to_string();
+    let data = &bytes[8 + length..];
+    fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()).unwrap();
+    let error = Weights::open(dir.path()).unwrap_err();
+    assert!(matches!(&error, ZooError::TensorDtype { tensor, .. } if tensor == "lm_head.weight"), "{error}");
 }
 
 #[test]

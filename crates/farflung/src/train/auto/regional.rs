@@ -61,7 +61,7 @@ pub fn by_region(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> 
     }
     plans.sort_by_key(|candidate| candidate.found.time.step());
     let chain = regional_chain(model, cluster, sizes, false);
-    let bound = lower_bound(&chain.layers, &chain.machines, chain.microbatches);
+    let bound = lower_bound(&chain);
     let sites = Sites::of(cluster, chain.layers[0].output)?;
     Ok(ByRegion { plans, bound, priced, sites })
 }

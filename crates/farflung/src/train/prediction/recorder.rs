@@ -32,7 +32,7 @@ pub(super) struct Marks {
 pub(super) struct Worked {
     pub(super) action: Action,
     /// Range of indices in the list of ops.
-    pub(super) acts: Range<usize>,
+    pub(super) ops: Range<usize>,
 }
 
 /// State of a part on this rank.
@@ -63,7 +63,7 @@ pub(super) struct Recorder<'a, 'b, 'o> {
     table: Option<StageId>,
     rounds: u32,
     begun_table: Option<usize>,
-    acts: Vec<ScriptOp>,
+    ops: Vec<ScriptOp>,
     marks: Marks,
     step: u32,
 }
@@ -87,7 +87,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
             table,
             rounds: 0,
             begun_table: None,
-            acts: Vec::new(),
+            ops: Vec::new(),
             marks: Marks::default(),
             step: 0,
             schedule,
@@ -97,7 +97,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     }
 
     pub(super) fn done(self) -> (Vec<ScriptOp>, Marks) {
-        (self.acts, self.marks)
+        (self.ops, self.marks)
     }
 
     /// Starts a step with an empty pipeline.
@@ -109,12 +109,12 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
 
     /// Ends a step.
     pub(super) fn end_step(&mut self) {
-        self.marks.steps.push(self.acts.len());
+        self.marks.steps.push(self.ops.len());
     }
 
     /// Records that the processor is busy.
     pub(super) fn compute(&mut self, time: Nanos) {
-        self.acts.push(ScriptOp::Compute(time));
+        self.ops.push(ScriptOp::Compute(time));
     }
 
     fn placement(&self) -> &'a Placement {
@@ -127,12 +127,12 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
 
     fn begin(&mut self, key: Key) -> Result<usize> {
         let number = self.number(key)?;
-        self.acts.push(ScriptOp::Begin(number));
+        self.ops.push(ScriptOp::Begin(number));
         Ok(number)
     }
 
     fn complete(&mut self, number: usize) {
-        self.acts.push(ScriptOp::Await(number));
+        self.ops.push(ScriptOp::Await(number));
     }
 
     fn state(&mut self, stage: StageId) -> &mut PartState {
@@ -257,7 +257,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     /// Records the averages and votes after the last microbatch, as in `Trainer::pass`.
     pub(super) fn after_pass(&mut self) -> Result<()> {
         if self.step == 0 {
-            self.marks.passed = self.acts.len();
+            self.marks.passed = self.ops.len();
         }
         let vote = Key::Vote((!self.each_step).then_some(self.replica));
         let early = if self.placement().depth() == 1 { Some(self.begin(vote)?) } else { None };
@@ -314,7 +314,7 @@ impl Worker for Recorder<'_, '_, '_> {
 
     fn compute(&mut self, action: Action, _: Option<()>) -> Result<Option<()>> {
         let (cost, stage) = (self.cost(action), action.stage);
-        let before = self.acts.len();
+        let before = self.ops.len();
         match action.kind {
             ComputeKind::Forward => {
                 let (part, depth) = (self.placement().part(stage), self.placement().depth());
@@ -327,7 +327,7 @@ impl Worker for Recorder<'_, '_, '_> {
             ComputeKind::Step => self.update(stage)?,
             kind => self.compute(cost.time(kind)),
         }
-        self.marks.worked.push(Worked { action, acts: before..self.acts.len() });
+        self.marks.worked.push(Worked { action, ops: before..self.ops.len() });
         Ok(Some(()))
     }
 

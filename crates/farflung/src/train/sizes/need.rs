@@ -208,7 +208,7 @@ impl RankGroup<'_> {
         let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
         let (states, work) = (local.states as u128, local.work as u128);
         let outer = (config.sync.buffers)(&config.buffer_settings());
-        let apart = u128::from(config.sync.overlaps);
+        let apart = u128::from(config.sync.replicas_differ);
         let here = in_host_memory(config.device.of(rank));
         if here {
             need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));

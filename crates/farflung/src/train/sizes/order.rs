@@ -108,7 +108,7 @@ impl Pipeline {
     }
 }
 
-/// Returns the largest number of activations that a method lets a rank hold; 1 if the method has no bound.
+/// Returns the largest number of activations that a method lets a rank hold, at least 1.
 fn bound(method: Method, settings: &Settings, rank: Rank) -> u128 {
-    method.peak_bound(settings, rank.0).unwrap_or(1).max(1).into()
+    method.peak_bound(settings, rank.0).max(1).into()
 }

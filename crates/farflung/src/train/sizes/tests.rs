@@ -3,7 +3,7 @@
 
 use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;
-use farflung_optim::sync::DILOCO;
+use farflung_optim::sync::{DILOCO, NOLOCO, SyncMethod};
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
 use farflung_zoo::{ActivationPolicy, Input, Stage};
@@ -168,6 +168,10 @@ fn settings_that_hold_more_need_more() {
     assert!(adam - need(sgd) > 3 * model);
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };
     assert!(need(diloco) > adam + 3 * model);
+    // Where replicas differ, their own parameters are kept while the common ones are in use.
+    static SAME: SyncMethod = SyncMethod { replicas_differ: false, ..NOLOCO };
+    let of = |method: &'static SyncMethod| need(TrainConfig { sync: SyncKind::of(method), ..small() });
+    assert!(of(&NOLOCO) > of(&SAME) + model);
     assert!(need(TrainConfig { error_feedback: false, ..small() }) + 2 * model < adam);
     assert!(need(TrainConfig { recompute: Recompute::Full, ..small() }) < adam);
 }

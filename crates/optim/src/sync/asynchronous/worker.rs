@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator, WaitMode};
+use farflung_compress::CompressError;
 use farflung_tensor::Tensor;
 
 use super::Servers;
@@ -13,7 +14,7 @@ use super::packer::Packer;
 use crate::finite::is_finite;
 use crate::sync::exchange::Packing;
 use crate::sync::mean::copy;
-use crate::sync::saved::{optional, required};
+use crate::sync::saved::{optional, optional_prefix, required};
 use crate::sync::server::{ModelService, Server, ServerRule, SyncRequest, ToServer};
 use crate::sync::{StepEnd, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, Coding, OptimError};
@@ -397,9 +398,14 @@ impl Synchroniser for Asynchronous {
             let flat = if *shared { Some(found(name)?) } else { optional(get, name, expected)? };
             remembered.extend(flat.map(|flat| (*name, self.packing.pack_host(&flat))));
         }
-        let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
+        let own = optional_prefix(get, &OWN, expected)?;
         let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
         let residual = optional(get, RESIDUAL, expected)?.map(|flat| self.packing.pack_host(&flat));
+        // A codec rejects such a residual, but then those of other servers have already changed.
+        let not_finite = residual.iter().flatten().position(|lost| !lost.is_finite());
+        if let Some((residual, index)) = residual.as_ref().zip(not_finite) {
+            return Err(CompressError::NonFinite { index, value: residual[index] }.into());
+        }
         self.packing.unpack(&model, &mut self.common)?;
         for owner in &mut self.owners {
             if let Some(residual) = &residual {

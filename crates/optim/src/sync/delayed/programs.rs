@@ -13,7 +13,7 @@ pub(super) struct Programs {
     pub(super) scaled: Program,
     /// Outer step, with momentum if there is any.
     pub(super) step: Program,
-    /// Sum of the replica's own parameters and the anchor, by shares.
+    /// Weighted sum of the replica's own parameters and the anchor.
     pub(super) mix: Program,
     /// Adds to the replica's own parameters the delta that was sent and the move of the anchor.
     pub(super) rebase: Program,
@@ -34,7 +34,7 @@ impl Programs {
         p.store(0, scaled);
         let scaled = p.build()?;
 
-        // The same arithmetic as the chain of momentum and learning rate, to the bit.
+        // The same arithmetic as the chain of `diloco_outer`, to the bit.
         let mut p = ProgramBuilder::new();
         let (mean, anchor, rate) = (p.read(0), p.load(0), p.scalar(0));
         let mut update = mean;

@@ -46,7 +46,7 @@ pub(super) struct Region {
     /// Share of its own model that stays when it applies the world's.
     mixing: f32,
     packer: Option<Packer>,
-    /// Largest step of its workers.
+    /// Largest step among the changes of its workers.
     step: u64,
     /// What each member asks for in the current synchronisation; `None` until it has asked.
     meets: Vec<Option<SyncRequest>>,
@@ -283,8 +283,8 @@ fn refused(to: Rank) -> Vec<Answer> {
     vec![Answer::new(to, FromServer::Refused.to_bytes())]
 }
 
-/// All servers of a rank. Messages of its worker to any server go through it, so that each rank is the only
-/// sender of its messages to another rank's servers.
+/// All servers of a rank. Messages of the rank's worker to any server go through this node, because the worker
+/// and the node must not both send with the same tag.
 #[derive(Debug)]
 pub(super) struct Node {
     me: Rank,

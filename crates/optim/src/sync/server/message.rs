@@ -7,7 +7,7 @@ pub(in crate::sync) enum SyncRequest {
     Model,
     /// The model and the states of the server's rule.
     All,
-    /// The model after the last change.
+    /// The model after the last change of the run.
     End,
 }
 

@@ -11,8 +11,8 @@ use super::{Push, RuleState, ServerRule};
 /// buf += D;   every N-th:  m = mu m + buf / N;  x -= lr (mu m + D / N);  buf = 0      else:  x -= lr D / N
 /// ```
 ///
-/// After a full buffer the model does not depend on the order of arrival, up to rounding, and `N` equal changes
-/// give one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
+/// After a full buffer the model does not depend on the order of arrival, up to rounding, and `N` changes give
+/// one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
 ///
 /// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", Alg. 3 with `c = 0`.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ mod tests {
         got.len() == wanted.len() && got.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-5)
     }
 
-    /// Reference values.
+    /// Values of the formula of [`DelayedNesterov`], for equal and for unequal changes.
     #[test]
     fn published_vectors() {
         assert!(near(&path(&[1.0; 8]), &[-0.175, -0.35, -0.525, -1.33, -1.505, -1.68, -1.855, -3.227]));

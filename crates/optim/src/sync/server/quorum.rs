@@ -13,9 +13,9 @@ pub struct Quorum {
     pub grace: Nanos,
 }
 
-/// Collects changes until a quorum has arrived, and then for the grace time. The model then takes an outer
-/// Nesterov step of their weighted mean, and their senders are answered. A late worker delays no other: its
-/// change joins the next mean.
+/// Collects changes until a quorum has arrived, and then until the grace time ends or all workers have sent a
+/// change. The model then takes an outer Nesterov step of their weighted mean, and their senders are answered.
+/// A late worker delays no other: its change joins the next mean.
 ///
 /// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Its text gives no formula for the grace window. Here it
 /// is a constant, and its end takes effect at the first message after it.

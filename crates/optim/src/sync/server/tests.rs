@@ -41,8 +41,8 @@ fn late_changes_are_told_apart_from_those_that_were_merged() {
     let mut server = Server::new(vec![0.0], Box::new(rule), 3, None);
     assert_eq!(push(&mut server, 0, 1, 1, 1.0), []);
     assert_eq!(push(&mut server, 1, 2, 1, 3.0), []);
-    // The first worker's second change arrives after the grace time: the mean that answers it has only its
-    // first change.
+    // The first worker's second change arrives after the grace time: the model that is sent to this worker
+    // includes only its first change.
     assert_eq!(push(&mut server, 0, 20, 2, 5.0), [moved(0, 1, -2.0), moved(1, 1, -2.0)]);
     let meet = ToServer::Synchronise { wants: SyncRequest::All }.to_bytes();
     for worker in [0, 1] {

@@ -1,7 +1,7 @@
-//! Every optimizer as a case that any device can run: 20 steps, compared with PyTorch's trajectory, or with
-//! NumPy's by the paper's formulas where PyTorch has none (`fixtures/make_local.py`). The bench
-//! `local-optimizers` includes this file too, so the including module must name the crates `optim` and
-//! `tensor`.
+//! Every optimizer whose gradients are averaged, as a case that any device can run: 20 steps, compared with
+//! PyTorch's trajectory, or with NumPy's by the paper's formulas where PyTorch has none
+//! (`fixtures/make_local.py`). The bench `local-optimizers` includes this file too, so the including module
+//! must name the crates `optim` and `tensor`.
 
 use super::optim::local::{
     AdaBelief, AdaBound, AdaGrad, Adam, AdamW, Lamb, Lion, Muon, RmsProp, Sgd, Signum, adabelief, adabound,
@@ -47,7 +47,8 @@ fn gradient(i: usize, step: u64, count: usize) -> f32 {
     (((t * 7919 + i * 10473 + t * i * 31) % 509) as f32 - 254.0) / 128.0 * 2.0_f32.powi(step % 5 - 3)
 }
 
-/// Returns the cases by name. A name begins with that of the optimizer, or is `groups` or `lookahead`.
+/// Returns the cases by name. A name begins with that of an optimizer or with `lookahead`, or is `groups`
+/// (rules by name, with AdamW) or `signsgd` (Signum without momentum).
 pub(crate) fn chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::constant(0.05);
     let warm = LrSchedule::new(0.05, 0.05, 5, STEPS, Decay::Constant).expect("rates are finite");

@@ -14,7 +14,7 @@ impl EventRng {
         Self { philox: Philox::new(seed, stream), at: 0 }
     }
 
-    /// Draws uniformly from `0..bound`; returns 0 if `bound` is 0.
+    /// Draws uniformly from `0..bound`, or from `0..2^32` if `bound` is higher. Returns 0 if `bound` is 0.
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.at += 1;
         (u64::from(self.philox.word(self.at)) * bound.min(1 << 32)) >> 32

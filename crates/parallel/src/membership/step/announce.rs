@@ -1,4 +1,5 @@
-//! Messages that a member repeats until they are answered.
+//! Messages that a member repeats: its view until it is acknowledged, announcements as long as they apply. Also
+//! tells the coordinator about newcomers.
 
 use super::super::retry::Retry;
 use super::super::state::Round;
@@ -6,7 +7,8 @@ use super::super::{MemberId, Message};
 use super::Step;
 
 impl Step<'_> {
-    /// Sends the view to members that have not acknowledged it.
+    /// Sends the view to members that have not acknowledged it, and to members of an older incarnation that
+    /// have not answered.
     pub(super) fn send_view_to_rest(&mut self) {
         let untold = std::mem::take(&mut self.state.unacknowledged);
         self.state.unacknowledged = self.send_round(untold);
@@ -56,7 +58,7 @@ impl Step<'_> {
         self.state.announcement = more.then(|| retry.again(self.now, &self.state.settings));
     }
 
-    /// Forwards the newcomers that are ready to the coordinator.
+    /// Tells the coordinator which newcomers are ready.
     pub(super) fn pass_on_newcomers(&mut self) {
         let coordinator: Option<MemberId> =
             self.view().and_then(|view| view.coordinator(&self.state.silent)).copied();

@@ -163,7 +163,7 @@ impl Step<'_> {
     ///
     /// If the promises name a view that contains lost members, it must be proposed again only if it may have
     /// been decided. The answers of the other heard members can rule that out, so with `waits` the proposer
-    /// waits for them once.
+    /// waits for them. It does so until it next sends its requests again.
     fn count_promises(&mut self, waits: bool) {
         let me = self.state.me.id;
         let Some(mut proposal) = self.state.proposal.take() else { return };

@@ -145,7 +145,10 @@ fn what_does_not_follow_is_refused_with_the_rule() {
         (change(&next, &|view| view.members.push(seven)), "the view removes #2 and also admits newcomers"),
         (change(&next, &|view| view.tie_breaker = id(1)), "the tie-breaker #1 is not the member"),
         (change(&next, &|view| view.tie_breaker = id(2)), "the tie-breaker #2 is not the member"),
-        (change(&grown, &|view| view.members[3].joined = 1), "#7"),
+        (
+            change(&grown, &|view| view.members[3].joined = 1),
+            "#7 is new in the view, but joined in an epoch before",
+        ),
         (
             change(&grown, &|view| {
                 view.members.extend((8..12).map(|n| Member { joined: 2, ..member(n) }));

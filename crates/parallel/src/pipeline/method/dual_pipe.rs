@@ -1,5 +1,5 @@
-//! `DualPipe` and `DualPipeV`: microbatches enter at both ends of the pipeline; forwards and backwards run in
-//! overlapping pairs.
+//! `DualPipe` and `DualPipeV`: forwards and backwards run in overlapping pairs. In `DualPipe`, microbatches
+//! enter at both ends of the pipeline.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,5 @@
-//! List scheduling: the action that can start first runs first. Methods based on arrivals use this rule.
+//! List scheduling: the action that can start first runs first. Used by Hanayo, Varuna and
+//! [`ArrivalRule::order_at`].
 
 use std::collections::BTreeSet;
 
@@ -15,7 +16,7 @@ pub(in crate::pipeline) struct Greedy<'a> {
     pub(in crate::pipeline) arrivals: ArrivalRule,
 }
 
-/// Clock whose durations come from a method's settings.
+/// Clock with a fixed duration for each stage's forward and backward, and for messages.
 pub(super) struct Even<'a> {
     /// Forward and backward time of each stage.
     pub(super) times: &'a dyn Fn(StageId) -> (Nanos, Nanos),

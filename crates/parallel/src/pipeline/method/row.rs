@@ -24,7 +24,8 @@ pub(super) struct Row {
     pub(super) needs: fn(&Settings) -> Option<Unsupported>,
     /// Generates the list of each rank.
     pub(super) lists: fn(&MethodInput<'_>) -> Result<Lists, ParallelError>,
-    /// Returns the maximum number of chunk activations that a rank holds at once.
+    /// Returns the maximum number of activations that a rank holds at once, each of one stage and one
+    /// microbatch.
     pub(super) peak: fn(&Settings, Sizes) -> u64,
     /// Returns the rule by which ranks may work in the order of arrivals.
     pub(super) arrivals: Option<fn(&Settings) -> ArrivalRule>,

@@ -134,8 +134,8 @@ fn visits(plan: &[Row]) -> Vec<(u32, usize, usize, usize)> {
 /// Activations that one rank holds, slot by slot.
 struct Memory {
     kinds: Vec<Option<usize>>,
-    /// After each slot: number of activations held, and number of input backward passes (I) whose weight
-    /// backward pass (W) has not run.
+    /// After each slot: number of activations held; and, if W is not placed, number of input backward passes
+    /// (I) whose weight backward pass (W) has not run.
     held: Vec<(i32, i32)>,
     /// Whether W is placed. If not, idle slots are assumed to run W.
     placed: bool,

@@ -38,8 +38,8 @@ const PERIOD: usize = 6;
 
 type Slots = Vec<Option<Cell>>;
 
-/// Generates the order of `m` microbatches on `p` ranks: repeats the building block, removes the slots that
-/// have no microbatch, and moves the start and the end as early as the peak allows.
+/// Generates the ranks' lists for `m` microbatches on `p` ranks: repeats the building block, removes the cells
+/// that have no microbatch, and moves cells as early as their dependencies and the peak of memory allow.
 ///
 /// Source: the zero-bubble authors' `v1f1b.py` (zbpp), for Qi et al. 2024, "Pipeline Parallelism with
 /// Controllable Memory".

@@ -26,7 +26,7 @@ pub(super) const ROW: Row = Row {
     ..Row::PLAIN
 };
 
-/// Returns the rule, with at most `memory` microbatches in flight.
+/// Returns the rule, with at most `memory` microbatches in flight. By default, the number of ranks.
 pub(super) fn arrivals(settings: &Settings) -> ArrivalRule {
     ArrivalRule { in_flight: settings.memory.unwrap_or(settings.ranks) }
 }

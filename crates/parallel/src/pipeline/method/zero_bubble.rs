@@ -29,8 +29,9 @@ pub(super) const H2: Row = Row {
 /// Generates the ranks' lists of computations. `k` = 1 is H1: every rank holds at most the activations of the
 /// first rank under 1F1B. `k` = 2 is H2: twice as many activations, and no bubble inside the schedule.
 ///
-/// Stage s warms up with k (p-1-s) forwards, and runs each W k s microbatches after its I. On stage 0 the delay
-/// is zero and no other stage needs its input gradient, so its backwards stay whole.
+/// Stage s warms up with k (p-1-s) forwards. It runs the W of a microbatch after the I of the microbatch that
+/// is k s later. On stage 0 this delay is zero and no other stage needs its input gradient, so its backwards
+/// stay whole.
 ///
 /// Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2.
 pub(super) fn lists(p: u32, m: u32, k: u32) -> Vec<Vec<Op>> {

@@ -15,7 +15,7 @@ pub(super) const ROW: Row = Row {
     lists: |asked| lists(asked.settings),
     // An activation takes two of the `2 memory` units of memory, and one unit after its I has run. So up to `2
     // memory - 1` activations fit.
-    peak: |settings, Sizes { p, m, .. }| m.min(2 * settings.memory.map_or(p, u64::from) - 1),
+    peak: |settings, Sizes { p, m, .. }| m.min((2 * settings.memory.map_or(p, u64::from)).saturating_sub(1)),
     ..Row::PLAIN
 };
 
@@ -59,7 +59,7 @@ struct Flags {
     /// backward. If false, the last warm-up forward may end later.
     bubble_before_first_backward: bool,
     /// A stage that is two forwards ahead of the next stage postpones a forward that would delay its next
-    /// backward.
+    /// backward, unless waiting for that backward would make its bubble the longest of all stages.
     prioritize_backward: bool,
     /// W also runs in a gap that is too short for it if leaving the gap idle would not make this stage the one
     /// with the longest bubble.

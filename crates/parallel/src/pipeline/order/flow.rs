@@ -1,5 +1,5 @@
-//! Runs the lists of all ranks as far as their inputs allow: defines which computation waits for the output of
-//! which other one. The order within a rank is checked by [`ComputeOrder`]. Durations come from a [`Clock`].
+//! Runs the lists of all ranks as far as their inputs allow. The check for deadlocks and the simulation share
+//! this code, so they agree on which computation depends on which. Durations come from a [`Clock`].
 
 use farflung_base::{Nanos, Rank, StageId};
 
@@ -69,7 +69,7 @@ pub(in crate::pipeline) fn flow(order: &ComputeOrder, clock: &mut impl Clock) ->
     if waiting.is_empty() { Ok(()) } else { Err(ParallelError::Deadlock { waiting }) }
 }
 
-/// Marks a rank that waits for no slot.
+/// Value of [`ReadyTracker::waits_for`] for a rank that does not wait.
 const NOTHING: usize = usize::MAX;
 
 struct ReadyTracker<'a> {
@@ -77,7 +77,7 @@ struct ReadyTracker<'a> {
     /// Arrival time of each activation (first half) and gradient (second half); [`Nanos::MAX`]: not yet.
     arrivals: Vec<Nanos>,
     cells: usize,
-    /// The slot for which each rank waits.
+    /// For each rank, the index in `arrivals` (the slot) of the input for which it waits.
     waits_for: Vec<usize>,
 }
 

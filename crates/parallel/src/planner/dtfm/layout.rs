@@ -87,6 +87,13 @@ impl Layout {
     /// Errors: [`ParallelError::Plan`] if the pipelines do not have one device per group, or do not contain
     /// each device once.
     pub fn as_given(pipelines: &[Vec<Rank>], costs: &PairCosts) -> Result<Self, ParallelError> {
+        if let Some(pipeline) = pipelines.iter().find(|pipeline| pipeline.len() != costs.groups()) {
+            return Err(ParallelError::Plan {
+                field: "pipelines".to_owned(),
+                value: format!("one of {} devices", pipeline.len()),
+                expected: format!("{} devices in each, one for each group", costs.groups()),
+            });
+        }
         let stage = |s: usize| pipelines.iter().filter_map(|pipeline| pipeline.get(s).copied()).collect();
         let groups: Vec<Vec<Rank>> = (0..costs.groups()).map(stage).collect();
         check(&groups, costs)?;

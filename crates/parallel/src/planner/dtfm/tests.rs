@@ -73,6 +73,21 @@ fn pipelines_pass_through_their_groups_and_cost_what_is_said() {
     assert_eq!(hops.iter().sum::<u64>(), layout.cost.pipeline.0);
     let given = Layout::as_given(&layout.pipelines, &costs).unwrap();
     assert_eq!(given.cost, layout.cost);
+    let mut longer = layout.pipelines.clone();
+    longer[1].push(Rank(0));
+    let mut emptier = layout.pipelines.clone();
+    emptier.push(Vec::new());
+    let mut twice = layout.pipelines.clone();
+    twice[1] = twice[0].clone();
+    let stages = layout.order.len();
+    for (pipelines, says) in [
+        (longer, format!("`pipelines` is one of {} devices, expected {stages} devices in each", stages + 1)),
+        (emptier, "`pipelines` is one of 0 devices".to_owned()),
+        (twice, "each device of the network once".to_owned()),
+    ] {
+        let error = Layout::as_given(&pipelines, &costs).unwrap_err().to_string();
+        assert!(error.contains(&says), "{error}");
+    }
 }
 
 #[test]

@@ -132,24 +132,38 @@ fn too_little_memory_is_an_error_that_says_how_much() {
     assert!(matches!(error, ParallelError::TooSmall { needs: Bytes(6060), has: Bytes(8000), .. }), "{error}");
 }
 
+/// Returns a chain of equal layers of 12 G operations, one for each of equal machines of 4 GFLOPS, whose memory
+/// holds the state of one layer.
+fn equal_layers(stages: usize, microbatches: u32, forward: u64) -> RegionalChain {
+    let (state, activations, output) = (Bytes(1000), Bytes(0), Bytes(0));
+    RegionalChain {
+        layers: vec![ChainLayer { operations: 12_000_000_000, state, activations, output }; stages],
+        forward: vec![forward; stages],
+        machines: vec![ChainMachine { flops: 4_000_000_000, memory: Some(state) }; stages],
+        gradients: vec![Bytes(0); stages],
+        tied: Bytes(0),
+        microbatches,
+    }
+}
+
 /// Equal machines and free links: the bound is at least the time at all machines' full rates, at most the time
-/// of a simulated pipeline, and near the full rates for many microbatches.
+/// of a simulated pipeline, and near the full rates for many microbatches. The forward may take any share of
+/// the three seconds of a microbatch.
 #[test]
 fn the_bound_is_below_every_simulated_pipeline_and_near_the_rates() {
-    let machine = ChainMachine { flops: 1_000_000_000, memory: None };
-    let layer =
-        ChainLayer { operations: 3_000_000_000, state: Bytes(0), activations: Bytes(0), output: Bytes(0) };
-    for (stages, microbatches) in [(2, 2), (4, 4), (8, 8), (4, 16), (8, 64)] {
-        let layers = vec![layer; stages];
-        let bound = lower_bound(&layers, &vec![machine; stages], microbatches);
+    let sizes = [(2, 2), (4, 4), (8, 8), (4, 16), (8, 64)];
+    let shares = [0, 100, 600, 750, 1000, 1500, 2700, 3000];
+    for ((stages, microbatches), forward) in sizes.iter().flat_map(|&size| shares.map(|share| (size, share)))
+    {
+        let bound = lower_bound(&equal_layers(stages, microbatches, forward * 4_000_000));
         let ideal = 3.0 * f64::from(microbatches);
         assert!(bound.as_secs_f64() >= ideal, "{bound}");
         let settings = crate::pipeline::Settings::new(stages as u32, microbatches);
-        let third = Nanos::from_millis(1000);
+        let half = Nanos::from_millis((3000 - forward) / 2);
         let cost = crate::pipeline::StageCost {
-            forward: third,
-            input: third,
-            weight: third,
+            forward: Nanos::from_millis(forward),
+            input: half,
+            weight: half,
             ..crate::pipeline::StageCost::default()
         };
         for method in [crate::pipeline::Method::ZbH1, crate::pipeline::Method::OneFOneB] {
@@ -157,10 +171,14 @@ fn the_bound_is_below_every_simulated_pipeline_and_near_the_rates() {
             let hop = crate::pipeline::Boundary::latency(Nanos::ZERO);
             let cost = crate::pipeline::PipelineCost::uniform(&order, cost, hop);
             let took = crate::pipeline::simulate(&order, &cost).unwrap().makespan();
-            assert!(took >= bound, "{method} {stages} {microbatches}: {took} below {bound}");
+            assert!(took >= bound, "{method} {stages} {microbatches} {forward}: {took} below {bound}");
         }
     }
-    let many = lower_bound(&[layer; 4], &[machine; 4], 100_000);
+    // A larger share makes the last stage wait longer.
+    let bounds = shares.map(|share| lower_bound(&equal_layers(8, 8, share * 4_000_000)));
+    assert!(bounds.windows(2).all(|pair| pair[0] < pair[1]), "{bounds:?}");
+    assert_eq!(bounds[0], Nanos::from_millis(24_000));
+    let many = lower_bound(&equal_layers(4, 100_000, 4_000_000_000));
     assert!((many.as_secs_f64() / 300_000.0 - 1.0).abs() < 1e-4, "{many}");
 }
 

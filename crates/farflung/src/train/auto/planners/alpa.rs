@@ -236,13 +236,12 @@ fn copied_stage(
     (needs <= devices.memory.0).then_some(time)
 }
 
-/// Places submeshes on the devices, in order.
+/// Places submeshes on the devices.
 fn placed(plan: SubmeshPlan, of: impl Fn(usize, PlannedStage, Submesh) -> PlannedStage) -> Vec<PlannedStage> {
-    let mut next = 0;
-    let stages = plan.stages.into_iter().enumerate().map(|(at, stage)| {
-        let size = stage.mesh.size();
-        next += size;
-        of(at, PlannedStage::copies(stage.layers, (next - size..next).collect()), stage.mesh)
-    });
+    let places = plan.places();
+    let stages =
+        plan.stages.into_iter().zip(places).enumerate().map(|(at, (stage, place))| {
+            of(at, PlannedStage::copies(stage.layers, place.collect()), stage.mesh)
+        });
     stages.collect()
 }
