@@ -35,7 +35,8 @@ pub(crate) trait Operation: Send {
 }
 
 /// Returns the position of a step of a collective (or of one of its lanes) in the order of all operations, as
-/// one increasing number. It wraps around after a million operations, so numbers are compared by their difference.
+/// one increasing number. It wraps around after a million operations, so numbers are compared by their
+/// difference.
 pub(crate) fn progress(tag: Tag, step: usize) -> u32 {
     tag.number << 12 | step.min(0xFFF) as u32
 }

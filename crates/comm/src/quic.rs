@@ -1,11 +1,11 @@
-//! QUIC between processes, by the crate `iroh`, also from behind address translation: with hole punching, relays
-//! that the user names, and addresses that may change during a run. A peer is identified by its ed25519 key,
-//! that of its [`Identity`](crate::secure::Identity).
+//! QUIC between processes, by the crate `iroh`, also from behind address translation: with hole punching,
+//! relays that the user names, and addresses that may change during a run. A peer is identified by its ed25519
+//! key, that of its [`Identity`](crate::secure::Identity).
 //!
 //! QUIC is the second network of an endpoint over sockets: a [`Socket`] opens it, and
 //! [`GateConfig::over_quic`](crate::tcp::GateConfig::over_quic) gives it to the ranks of
-//! [`mixed::join`](crate::mixed::join) or the members of a [`GrowingNetwork`](crate::tcp::GrowingNetwork), which
-//! use it beside TCP, or alone.
+//! [`mixed::join`](crate::mixed::join) or the members of a
+//! [`GrowingNetwork`](crate::tcp::GrowingNetwork), which use it beside TCP, or alone.
 //!
 //! Each (peer, tag) has a stream of its own, so a lost packet delays only one tag's frames. No public service
 //! is used: the relays are those of [`SocketConfig::relays`], and members tell each other their addresses.

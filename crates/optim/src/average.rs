@@ -406,10 +406,9 @@ impl Average {
     }
 
     /// Returns the state that this rank's codecs keep between rounds. With error feedback, buffers are named
-    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server1.residual`, with the number of the block
-    /// (left out after `server` if this rank reduces one block), or `{prefix}bucket0.PARAMETER.residual` for a
-    /// protocol. Residuals are empty before the first round. The state is valid only for this rank, for the
-    /// program that reduces the buckets, for the layout and for the same `bucket_bytes` and `fragments`.
+    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server1.residual`, with the block's number (left
+    /// out after `server` for one block), or `{prefix}bucket0.PARAMETER.residual` for a protocol. Empty before
+    /// the first round. Valid only for this rank, program, layout, `bucket_bytes` and `fragments`.
     ///
     /// Errors: [`OptimError::Compress`] between the end of a round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
@@ -518,14 +517,11 @@ pub struct Averaging<'a> {
 }
 
 impl Averaging<'_> {
-    /// Marks `range` of `flat` as final for this round. With [`AverageConfig::overlap`], starts every bucket
-    /// that can be sent.
-    ///
-    /// A range may include padding, and any number of whole parameters. Each parameter becomes ready once.
+    /// Marks `range` of `flat` as final for this round; with [`AverageConfig::overlap`], starts the buckets that
+    /// can be sent. A range may include padding, and whole parameters, each of which becomes ready once.
     ///
     /// Errors: [`OptimError::Ready`] if a parameter becomes ready twice or only in part; [`OptimError::Tensor`]
-    /// if the buffer has another length or the range exceeds it. Errors of collectives are returned by
-    /// [`Averaging::finish`].
+    /// if the buffer has another length or the range exceeds it; [`Averaging::finish`] has those of collectives.
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.ready(range, flat)
     }

@@ -1,4 +1,5 @@
-//! Limits the total rate of each rank, over TCP, TLS and, with the feature `iroh`, QUIC, and measures the rate and the time of an all-reduce.
+//! Limits the total rate of each rank, over TCP, TLS and, with the feature `iroh`, QUIC, and measures the rate
+//! and the time of an all-reduce.
 
 use anyhow::Result;
 use farflung::base::Bandwidth;

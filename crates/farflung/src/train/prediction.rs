@@ -53,8 +53,8 @@ impl Prediction {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // With local steps this is true for a single replica too; its period is then one step. With
-        // `parameter-server` and `bounded-stale`, a worker exchanges as many bytes with the servers after a step as
-        // in an average.
+        // `parameter-server` and `bounded-stale`, a worker exchanges as many bytes with the servers after a
+        // step as in an average.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();

@@ -148,7 +148,7 @@ impl<'a> Follower<'a> {
             Phase::Asks(since) => {
                 let Some(best) = offers.best() else { return Vec::new() };
                 let growth = offers.growth();
-                // In pipelines, the members that hold the newcomer's part begin to offer it after the same step.
+                // In pipelines, only members that hold the newcomer's part offer it, after the same step.
                 let rate = if self.replayer.job.pipelines.is_some() {
                     best.holders.iter().filter_map(|id| ready.rate(id)).sum()
                 } else {

@@ -28,8 +28,8 @@ pub(super) struct BeforeCatchUp<'a> {
 /// What newcomers have received.
 #[derive(Debug, Default)]
 pub(super) struct CaughtUp {
-    /// The tensors of the parts that this newcomer has followed, after the members' last step. `None` on others,
-    /// and if the newcomer must receive its parts as a whole.
+    /// The tensors of the parts that this newcomer has followed, after the members' last step. `None` on
+    /// others, and if the newcomer must receive its parts as a whole.
     pub(super) tensors: Option<NamedTensors>,
     /// Bytes of the records of the newcomer that receives most, and number of members that sent them.
     pub(super) taken: (u64, usize),

@@ -231,8 +231,8 @@ fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
 }
 
 /// Measures how fast all other ranks send to this one at the same time. `peers` are the processes by rank. The
-/// probes are small compared with a state of `state` bytes. `time` counts the measurements of this process: late
-/// answers to an earlier one are skipped.
+/// probes are small compared with a state of `state` bytes. `time` counts the measurements of this process:
+/// late answers to an earlier one are skipped.
 pub(super) fn measured(comm: &Communicator, peers: &[Newcomer], state: u64, time: u32) -> Ready {
     let others: Vec<Rank> = (0..comm.size() as u32).map(Rank).filter(|&rank| rank != comm.rank()).collect();
     let wished = state / (PART * u64::from(PROBES));

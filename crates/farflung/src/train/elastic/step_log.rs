@@ -79,9 +79,10 @@ impl StepLog {
     ) -> Result<()> {
         self.drop_log(blobs);
         let (last, step) = (trainer.agreements(), trainer.agreed_step());
-        let copy = match job.pipelines {
-            Some(_) => trainer.part_copy(job)?.to_bytes(),
-            None => trainer.shared_snapshot()?.to_bytes(),
+        let copy = if job.pipelines.is_some() {
+            trainer.part_copy(job)?.to_bytes()
+        } else {
+            trainer.shared_snapshot()?.to_bytes()
         };
         let label = blobs.put(copy);
         blobs.fault = fault;
@@ -119,17 +120,18 @@ impl StepLog {
         };
         let rank = trainer.comm().rank().0;
         let fault = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record));
-        let record = match job.pipelines {
-            Some(_) => {
-                let mut record = trainer.part_record(job)?;
-                fault.into_iter().for_each(|fault| record.inject_fault(fault));
-                record.to_bytes()
+        let record = if job.pipelines.is_some() {
+            let mut record = trainer.part_record(job)?;
+            if let Some(fault) = fault {
+                record.inject_fault(fault);
             }
-            None => {
-                let mut record = trainer.step_record()?;
-                fault.into_iter().for_each(|fault| record.inject_fault(fault));
-                record.to_bytes()
+            record.to_bytes()
+        } else {
+            let mut record = trainer.step_record()?;
+            if let Some(fault) = fault {
+                record.inject_fault(fault);
             }
+            record.to_bytes()
         };
         let label = blobs.put(record);
         log.records.push(Logged { after: log.last_step, step, label });

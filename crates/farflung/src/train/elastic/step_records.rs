@@ -43,8 +43,8 @@ impl StepRecords {
     }
 }
 
-/// Returns the records of the steps after `step` up to `until`, each with the ranks that offer it. `offered` has
-/// each rank's records. `None` if one is missing.
+/// Returns the records of the steps after `step` up to `until`, each with the ranks that offer it. `offered`
+/// has each rank's records. `None` if one is missing.
 pub(super) fn records_between(offered: &[Vec<Logged>], step: u64, until: u64) -> Option<Vec<Wanted>> {
     let (mut at, mut records) = (step, Vec::new());
     while at < until {

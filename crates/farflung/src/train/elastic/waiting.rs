@@ -129,8 +129,8 @@ impl Place {
         }
     }
 
-    /// Measures the links once more if a member that offers the state has not answered the first time: it answers
-    /// newcomers only once its step has ended, which may take longer than the measurement.
+    /// Measures the links once more if a member that offers the state has not answered the first time: it
+    /// answers newcomers only once its step has ended, which may take longer than the measurement.
     fn measure_again(&mut self, offers: &Offers, waiting: &mut Waiting) {
         let unknown = |id: &MemberId| waiting.ready.rate(id).is_none();
         let lacks = offers.best().is_some_and(|best| best.holders.iter().any(unknown));

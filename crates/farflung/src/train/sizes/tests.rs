@@ -158,6 +158,8 @@ fn tensors_on_a_gpu_need_no_host_memory() {
     assert!(needed_memory(&away, None).unwrap() > need("cuda") + 2 * 4 * 16 * 128 * 12 * 64 * 4);
 }
 
+static SAME: SyncMethod = SyncMethod { replicas_differ: false, ..NOLOCO };
+
 #[test]
 fn settings_that_hold_more_need_more() {
     let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
@@ -169,7 +171,6 @@ fn settings_that_hold_more_need_more() {
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };
     assert!(need(diloco) > adam + 3 * model);
     // Where replicas differ, their own parameters are kept while the common ones are in use.
-    static SAME: SyncMethod = SyncMethod { replicas_differ: false, ..NOLOCO };
     let of = |method: &'static SyncMethod| need(TrainConfig { sync: SyncKind::of(method), ..small() });
     assert!(of(&NOLOCO) > of(&SAME) + model);
     assert!(need(TrainConfig { error_feedback: false, ..small() }) + 2 * model < adam);

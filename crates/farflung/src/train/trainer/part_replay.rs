@@ -1,6 +1,6 @@
-//! Parts of the model on a process that takes no steps in the run's pipelines yet: their state after a step, and
-//! the replay of the steps since from the averaged gradients of these parts. The update is computed again, with
-//! the same bits on the same kind of device.
+//! Parts of the model on a process that takes no steps in the run's pipelines yet: their state after a step,
+//! and the replay of the steps since from the averaged gradients of these parts. The update is computed again,
+//! with the same bits on the same kind of device.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -87,8 +87,9 @@ impl PartRecord {
 
     /// Flips the bit that a test requests, in the last tensor.
     pub(in crate::train) fn inject_fault(&mut self, fault: Fault) {
-        let last = self.grads.tensors.values_mut().next_back();
-        last.into_iter().for_each(|values| fault.flip_bit_in_values(values));
+        if let Some(last) = self.grads.tensors.values_mut().next_back() {
+            fault.flip_bit_in_values(last);
+        }
     }
 }
 
