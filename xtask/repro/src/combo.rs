@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
 /// Largest allowed increase of losses over that of the f32 arm, in percent: the original target.
 const MOST: f64 = 4.0;
 /// The bounds used where the target is not reached: the values measured over three seeds (6.44, 5.03 and 4.28)
-/// plus two standard deviations of 0.19, 0.09 and 0.11. The record of SparseLoCo says that the target is
+/// plus two standard deviations of 0.19, 0.09 and 0.11. The record of `SparseLoCo` says that the target is
 /// missed.
 const MEASURED_SPARSE: f64 = 6.9;
 const MEASURED_MUON: f64 = 5.3;

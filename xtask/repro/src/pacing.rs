@@ -19,6 +19,13 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
+/// A kind of network whose ranks have rate limits.
+struct PacedNetwork<'a> {
+    name: &'static str,
+    /// Opens a network of this many ranks.
+    open: &'a dyn Fn(usize, Pace) -> Result<Cluster>,
+}
+
 /// Result of a rank: the time, the bytes given to its sockets, and the bits of the reduced values.
 struct RankResult {
     seconds: f64,
@@ -48,11 +55,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let sealed = Security::by_secret(&Identity::generate()?, &JoinSecret::generate()?);
     let over_tcp = |n, pace| over_sockets(n, &clear, pace);
     let over_tls = |n, pace| over_sockets(n, &sealed, pace);
-    let networks: &[(&str, &dyn Fn(usize, Pace) -> Result<Cluster>)] = &[
-        ("tcp", &over_tcp),
-        ("tls", &over_tls),
+    let networks = &[
+        PacedNetwork { name: "tcp", open: &over_tcp },
+        PacedNetwork { name: "tls", open: &over_tls },
         #[cfg(feature = "iroh")]
-        ("quic", &crate::ranks::over_paced_quic),
+        PacedNetwork { name: "quic", open: &crate::ranks::over_paced_quic },
     ];
     let rates: &[u64] = if options.quick { &[100] } else { &[20, 100, 500] };
     for &mbit in rates {
@@ -63,7 +70,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let share = 2.0 * (n - 1) as f64 / n as f64;
             let bytes = (seconds * rate.0 as f64 / 8.0 / share) as usize / 4 * 4;
             let free = reduced(over_tcp(n, Pace::default())?, bytes)?;
-            for (name, open) in networks {
+            for PacedNetwork { name, open } in networks {
                 let slow = reduced(open(n, Pace { all: rate, ..Pace::default() })?, bytes)?;
                 let name = format!("{mbit} mbit, {n} ranks, {name}");
                 // The closed form leaves out that, after a pause, the bytes of 10 ms may be sent at once.

@@ -203,6 +203,37 @@ pub(in crate::train) struct Member<'a> {
     pub(super) followed: Option<Followed>,
 }
 
+impl<'a> Member<'a> {
+    /// Creates a member without a team. `run_on` is the number of its threads, and whether the transport's clock
+    /// is virtual.
+    pub(super) fn new(
+        place: &'a mut Place,
+        run_on: (usize, bool),
+        watchdog: Option<Watchdog>,
+        folder: Option<PathBuf>,
+    ) -> Self {
+        let (threads, simulated) = run_on;
+        Self {
+            place,
+            threads,
+            simulated,
+            publisher: StatusPublisher::default(),
+            balance: Balance::default(),
+            watchdog,
+            team: None,
+            copies: Copies::default(),
+            idle: Idle::default(),
+            folder,
+            repeats: Repeats::default(),
+            pools: PoolSpeeds::default(),
+            store: ChunkStore::default(),
+            log: StepLog::default(),
+            newcomer_position: None,
+            followed: None,
+        }
+    }
+}
+
 impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {

@@ -169,11 +169,11 @@ impl Cost {
             let (records, whole) = (record.saturating_mul(behind), shared + own);
             let (state, replays) = if records < whole { (records, Some(replays)) } else { (whole, None) };
             // In pipelines, only the members that hold the newcomer's part send: in the worst case the slowest.
-            let all = |rates: Vec<u64>| match at_most {
-                true => rates.iter().copied().min().unwrap_or(1),
-                false => rates.iter().sum::<u64>().max(1),
+            let together = |rates: Vec<u64>| {
+                let slowest = rates.iter().copied().min().unwrap_or(1);
+                if at_most { slowest } else { rates.iter().sum::<u64>().max(1) }
             };
-            let predicted = rates.map(|rates| seconds(state, all(rates)));
+            let predicted = rates.map(|rates| seconds(state, together(rates)));
             let predicted = predicted.map(Nanos::from_secs_f64);
             return Self { state, predicted, at_most, replays };
         }

@@ -6,20 +6,14 @@ use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
-use super::balance::{Balance, Reshared};
+use super::balance::Reshared;
 use super::change::{Changed, Member};
-use super::copies::Copies;
 use super::decide::Agreement;
-use super::fetching::ChunkStore;
-use super::idle::Idle;
 use super::kept;
 use super::place::Place;
-use super::pool_speeds::{Moving, PoolSpeeds};
+use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
-use super::repeats::Repeats;
-use super::status_publisher::StatusPublisher;
-use super::step_log::StepLog;
 use super::team::Team;
 use super::watchdog::Watchdog;
 use crate::events::{EventKind, EventLog, causes};
@@ -61,25 +55,10 @@ pub(in crate::train) fn work(
     let patience = job.config.deadline.max(PATIENCE);
     let watchdog = (!simulated).then(|| Watchdog::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
-    let mut member = Member {
-        place: &mut place,
-        threads,
-        simulated,
-        publisher: StatusPublisher::default(),
-        balance: Balance::default(),
-        watchdog,
-        team,
-        copies: Copies::default(),
-        idle: Idle::default(),
-        folder: run.as_ref().map(|run| run.path().to_owned()),
-        repeats: Repeats::default(),
-        pools: PoolSpeeds::default(),
-        store: ChunkStore::default(),
-        log: StepLog::default(),
-        newcomer_position: None,
-        followed: None,
-    };
-    member.newcomer_position = member.team.as_ref().and_then(|team| team.position_of_newcomer(&job));
+    let folder = run.as_ref().map(|run| run.path().to_owned());
+    let mut member = Member::new(&mut place, (threads, simulated), watchdog, folder);
+    member.newcomer_position = team.as_ref().and_then(|team| team.position_of_newcomer(&job));
+    member.team = team;
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
             Some(team) => links::view_communicator(&job, team.split(job.config.deadline, 0)?, simulated)?,
