@@ -6,6 +6,7 @@ pub(crate) mod churn;
 mod churn_pipelines;
 pub(crate) mod hosted;
 pub(crate) mod join;
+mod join_parts;
 pub(crate) mod launched;
 mod processes;
 pub(crate) mod recovery;

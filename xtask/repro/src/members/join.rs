@@ -8,13 +8,14 @@ use farflung::optim::sync::DILOCO;
 
 use farflung::train::Job;
 
+use super::join_parts::followed_part;
 use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times, watched};
 use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
-    claim: "a newcomer that fetches its state while three members train costs them a step's record, and at \
-            most a hundredth of their time before that; one for which all wait, at any moment of a step: all \
+    claim: "a newcomer that fetches its state, or in pipelines its part, while members train costs them a \
+            step's record, and at most a hundredth of their time before that; one for which all wait, at any moment of a step: all \
             end with the same bits, its sequences are in a step at most three steps after it is ready, and no \
             member waits longer than a step plus the time to send the state over its link; members with \
             unequal uplinks send parts of the state in proportion to their rates: the wait is the size of the \
@@ -40,6 +41,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let moments = if options.quick { 6 } else { 60 };
     followed(report, moments, ("followed", 1))?;
     followed(report, moments, ("followed diloco", 4))?;
+    followed_part(report, moments)?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;

@@ -1,0 +1,78 @@
+//! Lets a newcomer take the place of a lost rank of a pipeline at any time within a step. It fetches its part
+//! while the members train.
+
+use anyhow::{Context, Result};
+use farflung::base::{Nanos, PeerId};
+use farflung::comm::simulated::Faults;
+use farflung::train::Job;
+
+use super::{Notes, job, report as report_of, times, watched};
+use crate::harness::{Report, Threshold};
+
+const MEMBERS: usize = 4;
+const STEPS: u64 = 24;
+/// The member that is lost, by rank: the second stage of the second pipeline.
+const LOST: PeerId = PeerId(3);
+/// Estimated number of sequential messages of a change of members in pipelines: the vote and the view, then
+/// about a dozen all-gathers and splits among four members, of three messages each.
+const MESSAGES: f64 = 60.0;
+
+/// A run that loses a rank in its second step, and a newcomer that comes at `come`.
+fn run(job: &Job, lost_at: Nanos, come: Nanos) -> Result<(farflung::train::Report, Notes, usize)> {
+    let faults = Faults::new().at(lost_at).crash(LOST);
+    let mut notes = Notes::default();
+    let ended = watched(job, MEMBERS + 1, &[(PeerId(MEMBERS as u32), come)], &faults, &mut notes)?;
+    let failed = ended.iter().enumerate().filter(|(n, ended)| *n as u32 != LOST.0 && ended.is_err()).count();
+    let report = ended.iter().find_map(report_of).context("no member ends with a report")?.clone();
+    Ok((report, notes, failed))
+}
+
+/// Measures newcomers at `moments` times within two steps.
+pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
+    let job = job(report.seed(), MEMBERS, |config| {
+        config.layers = Some(2);
+        config.stages = 2;
+        config.microbatches = Some(4);
+        config.steps = STEPS;
+        // The copies of each part are compared after each step.
+        config.check_every = 1;
+        // A step takes seconds, so that the links carry its record in the meantime.
+        config.compute_rate = 1e6;
+        config.deadline = Nanos::from_millis(10_000);
+    })?;
+    let step = Nanos::from_millis(1_000);
+    let (calm, ..) = run(&job, step, Nanos::MAX)?;
+    let calm_times = times(&calm);
+    let usual = calm_times[4] - calm_times[3];
+    let (from, to) = (calm_times[3] * 1e9, calm_times[5] * 1e9);
+    let link = job.config.link;
+    let record = calm.parameters as f64 * 4.0;
+    let transfer = record * 8.0 / link.bandwidth.0 as f64;
+    let (mut broken, mut waited, mut slowest, mut slowed) = (0_usize, 0_u32, 0.0_f64, 0.0_f64);
+    for moment in 0..moments {
+        let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
+        let (found, notes, failed) = run(&job, step, at)?;
+        broken += failed;
+        let joined = notes.0.iter().find(|note| note.contains("member 4 joined"));
+        waited +=
+            u32::from(joined.is_none() || !notes.0.iter().any(|note| note.contains("of the last step")));
+        // Steps after the loss: the one that takes longest is that at whose begin the newcomer joins.
+        let times = times(&found);
+        let longer: Vec<f64> = (3..times.len()).map(|n| times[n] - times[n - 1]).collect();
+        let came = 3 + (0..longer.len()).max_by(|&a, &b| longer[a].total_cmp(&longer[b])).unwrap_or(0);
+        slowest = slowest.max(longer.iter().copied().fold(0.0, f64::max));
+        slowed = slowed.max(times[came - 1] / calm_times[came - 1] - 1.0);
+    }
+    let name = "followed part";
+    report.row(&format!("{name}: newcomers"), f64::from(moments), "1", Threshold::None)?;
+    let metric = format!("{name}: members that failed, or whose copies of a part differ");
+    report.row(&metric, broken as f64, "1", Threshold::AtMost(0.0))?;
+    let metric = format!("{name}: newcomers for which all waited for more than a step's record");
+    report.row(&metric, f64::from(waited), "1", Threshold::AtMost(0.0))?;
+    report.row(&format!("{name}: a step without newcomers"), usual, "s", Threshold::None)?;
+    report.row(&format!("{name}: record of the whole model on one link"), transfer, "s", Threshold::None)?;
+    let bound = usual + transfer + MESSAGES * link.latency.as_secs_f64();
+    report.row(&format!("{name}: longest time between two steps"), slowest, "s", Threshold::AtMost(bound))?;
+    let metric = format!("{name}: members slower while the newcomer fetches");
+    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
+}
