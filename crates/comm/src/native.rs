@@ -27,7 +27,8 @@ pub struct NativeCall {
     pub kind: NativeKind,
     /// Name of the element type, as in errors.
     pub element: &'static str,
-    /// How elements are reduced. A mean is a sum for the library.
+    /// How elements are reduced. For a mean, the library computes the sum, and the communicator divides it.
+    /// Unused by all-gathers and broadcasts.
     pub op: ReduceOp,
     /// Number of elements in each rank's shard.
     pub shards: Vec<usize>,

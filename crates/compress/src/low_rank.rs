@@ -236,7 +236,8 @@ mod tests {
     use super::*;
     use crate::simd::Level;
 
-    /// Compares with plain loops over single products.
+    /// Compares with plain loops that add one product after the other; `p`, which is added up in partial sums,
+    /// is compared with [`dot`], one vector at a time.
     #[test]
     fn products_are_the_plain_ones_to_the_bit() {
         for (rows, columns, rank) in [(1, 1, 1), (7, 3, 2), (9, 1000, 3), (12, 512, 4), (30, 1025, 5)] {

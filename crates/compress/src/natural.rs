@@ -57,7 +57,8 @@ impl Quantizer<9> for PowerOfTwo {
     #[inline(always)]
     fn encode<const NOISY: bool>((): &(), x: f32, offset: f32) -> u32 {
         let bits = x.to_bits();
-        // Adds a random fraction to the fraction. The carry into the exponent has probability `f`.
+        // Adds random bits to the mantissa. They carry into the exponent with probability `f`, where the
+        // magnitude is `2^e (1 + f)`.
         let noise = ((offset + 0.5) * 8_388_608.0) as i32;
         let exponent = ((bits & 0x7fff_ffff) + noise.cast_unsigned()) >> 23;
         exponent.min(254) | (bits >> 31) << 8

@@ -6,7 +6,8 @@
 
 use crate::{Program, Shape, View, ViewMut};
 
-/// Elementwise operation that a matrix product applies to each finished element while it is still in cache.
+/// Elementwise operation that a matrix product applies to its result. The CPU applies it to each finished
+/// element while it is still in cache; GPUs run it as a second kernel.
 #[derive(Debug)]
 pub enum Fuse<'a> {
     /// Leaves `c` unchanged.

@@ -123,7 +123,8 @@ struct Element {
 
 type Bound = fn(&Element) -> f64;
 
-/// Names of codecs, their block sizes, and the errors that their documentation allows.
+/// Names of codecs, their block sizes, and bounds on an element's error. They are those of the codecs'
+/// documentation or tighter; that of `natural` follows from its rule of rounding.
 const BOUNDS: [(&str, usize, Bound); 21] = [
     ("f16", 1, |e| (e.magnitude / 2048.0).max(2_f64.powi(-25)).max(e.magnitude - 65504.0)),
     ("bf16", 1, |e| (e.magnitude / 256.0).max(2_f64.powi(-134))),

@@ -1,6 +1,6 @@
-//! Connections by a site's certificates. Ranks of the site meet and compute the same bits. A rank whose
-//! certificate is from another authority, has expired, or has another name is refused with that reason, on both
-//! sides.
+//! Connections by a site's certificates. Ranks of the site meet and compute the bits of an in-memory cluster. A
+//! certificate from another authority or an expired one is refused, and so is a host's certificate with another
+//! name. The side that refuses gives that reason; either side can be the one that refuses.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

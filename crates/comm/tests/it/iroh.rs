@@ -1,5 +1,5 @@
-//! Tests of what only QUIC has: streams by tag, relays, admission by key, rates of streams, and peers that
-//! vanish.
+//! Tests of connections over QUIC: streams by tag, relays, admission by key, rates by peer and in all, figures
+//! of a path, and peers that vanish.
 
 #![cfg(feature = "iroh")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]

@@ -18,7 +18,7 @@ enum Format {
     Json,
 }
 
-/// The options for logs, which every command has.
+/// The options for logs and traces, which every command has.
 #[derive(Debug, clap::Args)]
 pub(super) struct Logging {
     /// Format of the log and of errors on stderr. RUST_LOG selects what is logged (default: warn).

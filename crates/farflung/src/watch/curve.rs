@@ -15,9 +15,9 @@ pub struct Point {
     pub step: u64,
     /// Number of the point's steps.
     pub steps: u64,
-    /// Seconds of the run's clock after its last step.
+    /// Seconds by the run's clock that the run had taken after the point's last step.
     pub time_s: f64,
-    /// Seconds of real time after its last step.
+    /// Seconds of real time that the run had taken after the point's last step.
     pub wall_s: f64,
     /// Mean training loss of the point's steps in nats, over the steps that have one.
     pub loss: Option<f64>,

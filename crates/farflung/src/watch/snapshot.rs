@@ -162,7 +162,8 @@ pub enum Presence {
     Gone,
 }
 
-/// A link between two members. Bandwidth and latency are those of its slower direction.
+/// A link between two members. Bandwidth and latency are those of the direction with less bandwidth; if both
+/// have the same, of the one with less latency.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LinkFacts {
     /// Position of one member in [`Summary::members`].

@@ -139,7 +139,7 @@ fn a_run_that_has_ended_is_shown_as_its_files_say() {
         assert_eq!(point["bytes_sent"], row.bytes_sent);
     }
 
-    // Members and links.
+    // Members, links, and the times of the steps.
     assert_eq!(texts(&snapshot["members"], "name"), ["worker.0", "worker.1"]);
     let links = snapshot["links"].as_array().unwrap();
     assert!(

@@ -54,7 +54,8 @@ impl Schedule {
     }
 }
 
-/// Computes how many bytes of activations a rank holds after each entry of its list.
+/// Computes the peak bytes of activations that a rank holds, both while the entries of its list run and between
+/// them.
 struct Held<'a> {
     order: &'a ComputeOrder,
     table: CostTable,

@@ -1,4 +1,4 @@
-//! Prints the plans by region of `farflung plan auto`.
+//! Describes the plans by region of `farflung plan auto`, as JSON and as text.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

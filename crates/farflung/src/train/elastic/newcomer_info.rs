@@ -33,7 +33,8 @@ const FILES: [&str; 2] = ["data", "init-from"];
 
 impl NewcomerInfo {
     pub(super) fn of(job: &Job) -> Self {
-        // In pipelines, these are the settings from which all plans are made.
+        // If the run has pipelines, `job.config` is for the current plan only; newcomers need the settings from
+        // which every plan is made.
         let settings = job.pipelines.as_deref().unwrap_or(&job.config).to_toml();
         let shared = |line: &&str| {
             let key = line.split(" = ").next().unwrap_or_default();

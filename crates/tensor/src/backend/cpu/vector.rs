@@ -205,7 +205,7 @@ mod avx2 {
         v
     }
 
-    // SAFETY (of every block below): the caller guarantees AVX2, FMA and valid pointers.
+    // SAFETY (of every block below): the caller guarantees AVX2, FMA, valid pointers, and `n <= 8`.
     #[expect(clippy::undocumented_unsafe_blocks, reason = "one comment above serves all of these wrappers")]
     impl Vector for Avx2 {
         type V = __m256;
