@@ -16,7 +16,8 @@ use farflung_base::Nanos;
 use super::launched_members as members;
 use super::train::TrainCommand;
 
-/// Start several processes of one job, on this machine or over ssh on several, connected over TCP.
+/// Start several processes of one job, on this machine (over shared memory) or over ssh on several
+/// (over TCP).
 ///
 /// Everything after `--` is a farflung command. Each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one process fails, the others are ended. If other

@@ -214,9 +214,9 @@ After Ctrl-C, this member finishes the current step, saves a checkpoint and leav
 
 /// Join a run of `farflung host`, at any time, as a member that trains.
 ///
-/// The settings are those of the run; flags set only what concerns this machine. All members send parts of the
-/// state at the same time, in proportion to the rates of their links. The time for which the members wait for
-/// this is printed before.
+/// The settings are those of the run; flags set only what concerns this machine. All members that hold the
+/// state send parts of it at the same time, in proportion to the rates of their links, while they train if
+/// their links are fast enough. The time for which the members then wait is printed before.
 #[derive(Debug, clap::Args)]
 #[command(after_help = JOIN_EXAMPLES)]
 pub(crate) struct JoinCommand {
