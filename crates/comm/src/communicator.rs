@@ -340,9 +340,9 @@ impl Communicator {
     }
 
     /// Returns the communicator with a declared topology. Where a collective has several programs, the one with
-    /// the least predicted time on this topology is used: for [`Algorithm::Auto`], broadcast, reduce and scans,
-    /// for instance. The topology also gives the regions and shares of all-reduces. All ranks must declare the
-    /// same one.
+    /// the least predicted time on this topology is used; all-reduce, reduce-scatter, all-gather and all-to-all
+    /// choose between algorithms only with [`Algorithm::Auto`]. The topology also gives the regions and shares
+    /// of all-reduces. All ranks must declare the same one.
     ///
     /// # Errors
     /// If the topology has a different number of ranks.

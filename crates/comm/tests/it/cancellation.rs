@@ -166,7 +166,7 @@ fn the_rest_of_a_message_that_nobody_wanted_any_more_is_dropped() {
                 comm.send(Rank(0), 8, b"dropped").unwrap();
                 let mut next = comm.recv(Rank(0), 7).unwrap();
                 if name != "simulated" && next.len() == 2 * FRAME_BYTES + 5 {
-                    // The message had not begun when its receive was cancelled, so the next receive got it.
+                    // The cancelled receive had taken no frame, so the next receive got the whole message.
                     next = comm.recv(Rank(0), 7).unwrap();
                 }
                 assert_eq!(next, b"next", "{name}");

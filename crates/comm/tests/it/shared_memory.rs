@@ -55,7 +55,8 @@ fn who_has_to_share_and_cannot_is_told_with_whom() {
             config.shared_memory = if rank == 0 { SharedMemory::Always } else { SharedMemory::Never };
             scope.spawn(move || match tcp::join(&config) {
                 Err(error) => Some(error),
-                // The endpoint continues the negotiation about shared memory while it waits for a message.
+                // This rank never offers memory. It waits for a message, so that its endpoint stays open until
+                // rank 0 gives up.
                 Ok(met) => {
                     let comm = Communicator::new(met).with_deadline(Nanos::from_millis(10_000));
                     comm.recv(Rank(0), 1).err()

@@ -10,8 +10,9 @@ use crate::{
     StateMap, StateValue,
 };
 
-/// The device's counterpart of [`CodecSpec::build`], with the residual in the device's memory. Payloads and
-/// state are the same as on the host, so either can continue from the other's saved state.
+/// The device's counterpart of [`CodecSpec::build`]. The residual is in the device's memory, unless the codec
+/// works in the host's ([`Self::on_host`], and codecs with momentum correction). Payloads and state are the
+/// same as on the host, so either can continue from the other's saved state.
 ///
 /// As with [`crate::ErrorFeedback`], a compress is only prepared; [`Self::commit`] makes it final.
 #[derive(Debug)]

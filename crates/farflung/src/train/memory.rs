@@ -2,7 +2,8 @@
 //! model's own code on a device without memory ([`Device::sizes`]), which counts the buffers. Nothing is
 //! computed or sent.
 //!
-//! Messages, which a rank holds in the host's memory besides those buffers, are computed by closed formulas.
+//! Formulas add what this run does not allocate: messages, buckets of averages, and the state of codecs and of
+//! the method of synchronisation.
 
 mod dry;
 #[cfg(test)]

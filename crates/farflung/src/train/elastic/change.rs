@@ -51,8 +51,9 @@ pub struct Changed {
     /// The failure that this rank saw and that caused the change; `None` if members only joined or left on
     /// request.
     pub reason: Option<String>,
-    /// Bytes of state: those that one member without the newest state receives, or in pipelines those that all
-    /// members receive together. 0 if no state was sent.
+    /// Bytes of state that this member received, or else those of the member that received most; without the
+    /// optimizer of local steps. In pipelines: all tensors that moved, and the records of steps for the
+    /// newcomer that lacked most. 0 if no state was sent.
     pub state: u64,
     /// Number of members that sent state.
     pub donors: usize,

@@ -50,7 +50,8 @@ impl Undecided {
         self.open = true;
     }
 
-    /// Records that the step was committed, with the loss, the squares and the copies of its vote.
+    /// Records that the step was committed. `loss` and `squares` are those of its vote; `copies` says whether
+    /// any rank was still sending or receiving a copy of a part at the last vote whose result has arrived.
     pub(super) const fn committed(&mut self, loss: f64, squares: Option<f64>, copies: bool) {
         *self = Self { loss, squares, settled: false, open: false, copies };
     }
