@@ -517,11 +517,11 @@ pub struct Averaging<'a> {
 }
 
 impl Averaging<'_> {
-    /// Marks `range` of `flat` as final for this round; with [`AverageConfig::overlap`], starts the buckets that
-    /// can be sent. A range may include padding, and whole parameters, each of which becomes ready once.
+    /// Marks `range` of `flat` as final for this round; with [`AverageConfig::overlap`], starts the buckets
+    /// that can be sent. A range may include padding, and whole parameters; each becomes ready once.
     ///
     /// Errors: [`OptimError::Ready`] if a parameter becomes ready twice or only in part; [`OptimError::Tensor`]
-    /// if the buffer has another length or the range exceeds it; [`Averaging::finish`] has those of collectives.
+    /// if it has another length or the range exceeds it. [`Averaging::finish`] has those of collectives.
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.ready(range, flat)
     }

@@ -155,8 +155,8 @@ impl Script<'_> {
     }
 
     /// Makes the next change. It is random, with three exceptions: a machine joins if there are at most
-    /// [`LEAST`] members, and none joins if all places are taken (then one is killed); in the second half of the
-    /// script the member that fails or leaves is the host, if it is still there.
+    /// [`LEAST`] members, and none joins if all places are taken (then one is killed); in the second half of
+    /// the script the member that fails or leaves is the host, if it is still there.
     fn make_change(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
         let here = self.here();
         let free: Vec<usize> = (0..SLOTS).filter(|slot| !here.contains(slot)).collect();

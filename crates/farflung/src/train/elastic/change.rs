@@ -205,8 +205,8 @@ pub(in crate::train) struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    /// Creates a member without a team. `run_on` is the number of its threads, and whether the transport's clock
-    /// is virtual.
+    /// Creates a member without a team. `run_on` is the number of its threads, and whether the transport's
+    /// clock is virtual.
     pub(super) fn new(
         place: &'a mut Place,
         run_on: (usize, bool),
