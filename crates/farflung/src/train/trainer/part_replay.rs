@@ -145,10 +145,14 @@ pub(in crate::train) struct ReplayedParts {
 impl ReplayedParts {
     /// Makes the parts of a copy, with the settings of the run.
     ///
-    /// Errors: those of the model, if the layers of the copy are not in it; [`Error::Message`] if a tensor is
-    /// missing or has another length.
+    /// Errors: those of the model, if the layers of the copy are not in it; [`Error::Message`] if parts
+    /// overlap, or if a tensor is missing or has another length.
     pub(in crate::train) fn new(job: &Job, device: &Device, copy: &PartCopy) -> Result<Self> {
         let PartCopy { layers, pieces } = copy;
+        if !are_disjoint(layers, job.model.layers) {
+            let message = "the copy of other members' parts".to_owned();
+            return Err(Error::Message { message, problem: "has parts that overlap" });
+        }
         let get = |name: &str| pieces.tensors.get(name).map(Vec::as_slice);
         let part = |layers: &Range<usize>| {
             let stage = Stage::new(job.model, layers.clone(), device)?;
@@ -221,9 +225,24 @@ impl ReplayedParts {
     }
 }
 
+/// Returns whether these layers can be those of the parts of one rank: so many parts that they fit into the
+/// model, without a layer that is in two of them. Otherwise a few bytes could ask for many models.
+fn are_disjoint(parts: &[Range<usize>], model: usize) -> bool {
+    let mut sorted: Vec<&Range<usize>> = parts.iter().collect();
+    sorted.sort_unstable_by_key(|part| (part.start, part.end));
+    parts.len() <= model + 1 && sorted.windows(2).all(|pair| pair[0].end <= pair[1].start)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_of_a_rank_share_no_layer() {
+        assert!(are_disjoint(&[0..2, 6..8], 8) && are_disjoint(&[6..8, 0..2], 8) && are_disjoint(&[3..3], 8));
+        assert!(!are_disjoint(&[0..2, 1..3], 8) && !are_disjoint(&[0..8, 0..8], 8));
+        assert!(!are_disjoint(&vec![3..3; 10], 8));
+    }
 
     #[test]
     fn copies_and_records_come_back_and_other_bytes_are_none() {
