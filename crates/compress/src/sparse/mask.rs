@@ -122,20 +122,15 @@ impl RoundMask {
         }
     }
 
-    /// Returns the indices below `len` that the pattern takes, ascending.
-    fn all(self, len: usize) -> impl Iterator<Item = usize> {
-        let starts = (0..len).step_by(self.mask.stride as usize).enumerate();
-        starts.map(move |(j, start)| start + self.place(j as u64) as usize).filter(move |index| *index < len)
-    }
-
-    /// Returns the indices of the mask, ascending: those of the pattern without the elements left out.
+    /// Returns the indices of the mask, ascending: those that the pattern takes, without the elements left out.
     fn indices(self, len: usize) -> impl Iterator<Item = usize> {
-        let (before, kept) = (self.gap as usize, self.kept as usize);
-        let left_out = if kept == 0 { usize::MAX } else { self.taken(len).saturating_sub(kept) };
-        self.all(len)
-            .enumerate()
-            .filter(move |(i, _)| *i < before || *i - before >= left_out)
-            .map(|(_, index)| index)
+        let (gap, kept, stride) = (self.gap as usize, self.kept as usize, self.mask.stride as usize);
+        let taken = self.taken(len);
+        // The pattern takes an element of each of the first `taken` strata. Strata `gap..after` are left out.
+        let after = gap + taken.saturating_sub(kept);
+        let before = if kept == 0 { 0..0 } else { 0..gap.min(taken) };
+        let rest = if kept == 0 { 0..0 } else { after..taken };
+        before.chain(rest).map(move |j| j * stride + self.place(j as u64) as usize)
     }
 
     /// Returns the bytes before the values' body.

@@ -170,7 +170,7 @@ mod tests {
                 panic!("the grid has a fixed size");
             };
             let last = u64::from(x) * u64::from(y) * u64::from(z) * units as u64 + ALIGN as u64;
-            assert!(4 * last <= u64::from(u32::MAX), "{units}: {last}");
+            assert!(u32::try_from(4 * last).is_ok(), "{units}: {last}");
         }
     }
 }
