@@ -239,7 +239,11 @@ mod tests {
 
     #[test]
     fn parts_of_a_rank_share_no_layer() {
-        assert!(are_disjoint(&[0..2, 6..8], 8) && are_disjoint(&[6..8, 0..2], 8) && are_disjoint(&[3..3], 8));
+        assert!(
+            are_disjoint(&[0..2, 6..8], 8)
+                && are_disjoint(&[6..8, 0..2], 8)
+                && are_disjoint(&[2..3, 3..3], 8)
+        );
         assert!(!are_disjoint(&[0..2, 1..3], 8) && !are_disjoint(&[0..8, 0..8], 8));
         assert!(!are_disjoint(&vec![3..3; 10], 8));
     }
