@@ -5,8 +5,11 @@ mod codec;
 mod device;
 mod map;
 mod ops;
+#[cfg(feature = "wgpu")]
 mod parity;
 mod precision;
 
+#[cfg(feature = "wgpu")]
 use farflung_base as base;
+#[cfg(feature = "wgpu")]
 use farflung_tensor as tensor;
