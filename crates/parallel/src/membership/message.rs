@@ -76,6 +76,9 @@ pub enum Message {
     Suspects {
         /// Epoch and incarnation of the sender's view.
         at: ViewId,
+        /// Number of lists that the sender has sent in this view, so that a list that was overtaken by a later
+        /// one has no effect. Begins again if the sender restarts.
+        number: u64,
         /// Ids of these members.
         silent: BTreeSet<MemberId>,
     },

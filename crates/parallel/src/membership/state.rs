@@ -30,6 +30,8 @@ pub struct State {
     /// Members that have asked for a view of the same members.
     pub(super) repeats: BTreeSet<MemberId>,
     pub(super) suspicions: BTreeMap<MemberId, Suspicion>,
+    /// Number of announcements sent in this view.
+    pub(super) announced: u64,
     /// Members that have not acknowledged the view yet.
     pub(super) unacknowledged: Round,
     /// Members of an older incarnation that have not answered. The view is sent to them to learn whether that
@@ -132,6 +134,7 @@ impl State {
             ready: BTreeMap::new(),
             repeats: BTreeSet::new(),
             suspicions: BTreeMap::new(),
+            announced: 0,
             unacknowledged: Round::default(),
             former: Round::default(),
             announcement: None,

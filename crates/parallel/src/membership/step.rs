@@ -135,9 +135,9 @@ impl Step<'_> {
             Message::Refused { ballot, promised, .. } => self.refused(ballot, promised),
             Message::Accept { ballot, view, .. } => self.accept(from, ballot, &view),
             Message::Accepted { ballot, .. } => self.accepted(from, ballot),
-            Message::Suspects { silent, .. } => {
+            Message::Suspects { number, silent, .. } => {
                 let said = self.state.suspicions.entry(from).or_default();
-                said.update(&silent, self.now);
+                said.update(number, &silent, self.now, &self.state.settings);
             }
             Message::Leaving { .. } => {
                 self.state.leaving.insert(from);

@@ -12,13 +12,26 @@ use super::{MemberId, Settings, View};
 pub(super) struct Suspicion {
     /// Members that the reporting member considers lost, with the time of the first report about each.
     since: BTreeMap<MemberId, Nanos>,
+    /// Number of the member's last report.
+    number: u64,
     /// Time of the member's last report.
     said: Nanos,
 }
 
 impl Suspicion {
-    /// Records a new report. Members that were in the previous report keep their time.
-    pub(super) fn update(&mut self, silent: &BTreeSet<MemberId>, now: Nanos) {
+    /// Records a report. Members that were in the previous report keep their time. A report that a later one has
+    /// overtaken has no effect, unless the later one is too old to count.
+    pub(super) fn update(
+        &mut self,
+        number: u64,
+        silent: &BTreeSet<MemberId>,
+        now: Nanos,
+        settings: &Settings,
+    ) {
+        if number <= self.number && now < self.forgotten(settings) {
+            return;
+        }
+        self.number = number;
         self.since.retain(|id, _| silent.contains(id));
         for id in silent {
             self.since.entry(*id).or_insert(now);
@@ -33,8 +46,13 @@ impl Suspicion {
         now: Nanos,
         settings: &Settings,
     ) -> impl Iterator<Item = (&MemberId, &Nanos)> {
-        let forgotten = self.said.saturating_add(Nanos(settings.slowest_resend.0.saturating_mul(3)));
+        let forgotten = self.forgotten(settings);
         self.since.iter().filter(move |_| now < forgotten)
+    }
+
+    /// Returns the time from which on the last report does not count any more.
+    fn forgotten(&self, settings: &Settings) -> Nanos {
+        self.said.saturating_add(Nanos(settings.slowest_resend.0.saturating_mul(3)))
     }
 }
 

@@ -44,8 +44,10 @@ impl Step<'_> {
         }
         let repeats = self.state.repeats.contains(&self.state.me.id);
         let (silent, leaving) = (self.state.silent.clone(), self.state.leaving.contains(&self.state.me.id));
+        self.state.announced += 1;
+        let number = self.state.announced;
         for id in self.state.others() {
-            self.send(id, Message::Suspects { at, silent: silent.clone() });
+            self.send(id, Message::Suspects { at, number, silent: silent.clone() });
             if leaving {
                 self.send(id, Message::Leaving { at });
             }

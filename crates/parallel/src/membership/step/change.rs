@@ -53,6 +53,8 @@ impl Step<'_> {
         } else if place == old && view != *mine {
             self.actions.push(Action::Fault { peer: from, fault: ViewFault::Another(place) });
         } else if told == ViewSource::Decision && place == old {
+            // The peer may have restarted, and then it numbers its announcements from 1 again.
+            self.state.suspicions.remove(&from);
             self.acknowledge(from);
         } else if told == ViewSource::Decision {
             self.send_view(from);
@@ -83,6 +85,7 @@ impl Step<'_> {
         state.leaving.retain(|id| ids.contains(id));
         state.ready.retain(|_, new| !view.members.iter().any(|m| m.id == new.id && m.slot == new.slot));
         state.suspicions.clear();
+        state.announced = 0;
         state.repeats.clear();
         state.unacknowledged = Round::default();
         state.announcement = None;

@@ -351,6 +351,36 @@ fn who_hears_each_other_again_within_the_grace_stays() {
     assert!(net.installed.is_empty());
 }
 
+#[test]
+fn a_list_that_a_later_one_has_overtaken_removes_nobody() {
+    let mut net = Net::of(3);
+    net.event(1, Event::Silent(id(2)));
+    net.event(1, Event::Heard(id(2)));
+    // The empty list arrives first.
+    net.queue.make_contiguous().reverse();
+    net.pass(seconds(60));
+    assert!(net.installed.is_empty());
+}
+
+#[test]
+fn a_member_that_restarts_is_believed_though_it_counts_its_lists_anew() {
+    let mut net = Net::of(4);
+    net.cut.extend([(id(1), id(2)), (id(2), id(1))]);
+    for _ in 0..5 {
+        net.event(1, Event::Silent(id(3)));
+        net.event(1, Event::Heard(id(3)));
+        net.settle();
+    }
+    net.kill(1);
+    let kept = net.disks[&id(1)].clone();
+    net.add(State::restored(id(1), kept, Settings::default()).unwrap());
+    net.event(1, Event::Tick);
+    net.settle();
+    net.event(1, Event::Silent(id(2)));
+    net.pass(seconds(12));
+    assert_eq!(net.members(0), [0, 1, 3]);
+}
+
 /// Restarts the run from a checkpoint on member 0, as incarnation 2.
 fn start_again(net: &mut Net, former: &[u32]) {
     net.states.remove(&id(0));
