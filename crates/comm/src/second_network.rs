@@ -162,6 +162,8 @@ pub(crate) trait SecondNetwork: Debug + Send + Sync {
     fn path(&self, peer: PeerId) -> Option<PathStats>;
     /// Returns the address by which a peer is reached now.
     fn path_to(&self, peer: PeerId) -> Option<String>;
+    /// Returns the number of streams opened to a peer so far.
+    fn streams_to(&self, peer: PeerId) -> u64;
     /// Connects to a peer as a member; `hello` is the encoded greeting.
     ///
     /// # Errors

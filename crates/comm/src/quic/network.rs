@@ -145,6 +145,10 @@ impl SecondNetwork for Shared {
         self.0.peer(peer).and_then(|peer| peer.path())
     }
 
+    fn streams_to(&self, peer: PeerId) -> u64 {
+        self.0.peer(peer).map_or(0, |peer| peer.opened())
+    }
+
     fn call(&self, peer: PeerId, to: &ConnectTarget<'_>, hello: Vec<u8>) -> Result<(), CommError> {
         let (line, answer) = call(&self.0.socket, to, hello)?;
         let from = to.key.to_string();

@@ -135,6 +135,11 @@ impl Peer {
         self.outgoing.has_room(tag)
     }
 
+    /// Returns the number of streams opened to the peer so far.
+    pub(super) fn opened(&self) -> u64 {
+        self.outgoing.opened()
+    }
+
     /// Wakes waiting readers after a frame of the peer was taken from the inbox.
     pub(super) fn taken(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {

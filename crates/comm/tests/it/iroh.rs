@@ -53,6 +53,7 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
         frame
     };
     let (sender, receiver) = (&ends[0], &ends[1]);
+    let before_streams = sender.second_network_streams(PeerId(1));
     // Sends more frames than the flow-control windows of one tag allow.
     let full = |i| sender.send(PeerId(1), Tag::user(5, 1), frame(sender, i), limit);
     let sent = std::sync::atomic::AtomicU32::new(0);
@@ -77,6 +78,8 @@ fn each_tag_has_a_stream_and_a_full_one_holds_up_no_other() {
                 receiver.recv(Source::Peer(PeerId(0)), Tag::user(5, number), limit).wait().unwrap();
             assert!(got.bytes().iter().all(|&b| b == number as u8));
         }
+        // The rendezvous has used tags of its own.
+        assert_eq!(sender.second_network_streams(PeerId(1)) - before_streams, 11);
         for i in 0..all {
             let (_, got) = receiver.recv(Source::Peer(PeerId(0)), Tag::user(5, 1), limit).wait().unwrap();
             assert_eq!(got.bytes()[0], i as u8, "out of order");
@@ -99,6 +102,8 @@ fn frames_keep_their_order_where_streams_are_ended_and_opened_again() {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+    let opened = ends[0].second_network_streams(PeerId(1));
+    assert!(opened > 2 * u64::from(tags), "{opened}");
     for number in 0..tags {
         for round in 0..rounds {
             let from = Source::Peer(PeerId(0));

@@ -94,6 +94,10 @@ impl Outgoing {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn opened(&self) -> u64 {
+        self.lock().opened
+    }
+
     /// Returns the bytes that wait to be written, and the total time since the connection began during which
     /// there were any.
     pub(super) fn waiting(&self) -> (Bytes, Nanos) {

@@ -115,6 +115,13 @@ impl Tcp {
         self.driver().second_network.get()?.path_to(peer)
     }
 
+    /// Returns the number of streams that this endpoint has opened to a peer over the second network so far:
+    /// one for each tag, and another one if a tag is used again after its stream was closed.
+    #[must_use]
+    pub fn second_network_streams(&self, peer: PeerId) -> u64 {
+        self.driver().second_network.get().map_or(0, |second_network| second_network.streams_to(peer))
+    }
+
     /// Returns whether a peer is connected over the second network.
     #[must_use]
     pub fn is_over_second_network(&self, peer: PeerId) -> bool {
