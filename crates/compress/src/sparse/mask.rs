@@ -124,13 +124,12 @@ impl RoundMask {
 
     /// Returns the indices of the mask, ascending: those that the pattern takes, without the elements left out.
     fn indices(self, len: usize) -> impl Iterator<Item = usize> {
-        let (gap, kept, stride) = (self.gap as usize, self.kept as usize, self.mask.stride as usize);
+        let (gap, stride) = (self.gap as usize, self.mask.stride as usize);
+        // The pattern takes an element of each of the first `taken` strata. Of these, the strata `gap..after`
+        // are left out.
         let taken = self.taken(len);
-        // The pattern takes an element of each of the first `taken` strata. Strata `gap..after` are left out.
-        let after = gap + taken.saturating_sub(kept);
-        let before = if kept == 0 { 0..0 } else { 0..gap.min(taken) };
-        let rest = if kept == 0 { 0..0 } else { after..taken };
-        before.chain(rest).map(move |j| j * stride + self.place(j as u64) as usize)
+        let after = gap + taken.saturating_sub(self.kept as usize);
+        (0..gap).chain(after..taken).map(move |j| j * stride + self.place(j as u64) as usize)
     }
 
     /// Returns the bytes before the values' body.
