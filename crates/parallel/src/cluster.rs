@@ -192,7 +192,7 @@ impl Cluster {
         }
         if self.devices.len() > Self::MAX_DEVICES {
             let (found, limit) = (self.devices.len() as u128, Self::MAX_DEVICES);
-            return Err(ParallelError::TooLarge { what: "entries of devices", found, limit });
+            return Err(ParallelError::TooMany { what: "entries of devices", found, limit });
         }
         if self.devices.is_empty() {
             return Err(ParallelError::NoDevices);

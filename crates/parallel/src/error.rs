@@ -244,13 +244,20 @@ pub enum ParallelError {
         /// Description of the supported values.
         needs: String,
     },
-    /// A schedule has too many actions or slices, a search for recomputation needs a table with too many cells,
-    /// or a topology file has too many entries of devices.
-    #[error("{found} {what} are too many: at most {limit} are supported")]
+    /// A schedule has too many actions.
+    #[error("{actions} actions of a schedule are too many: at most {limit} are supported")]
     TooLarge {
-        /// The things that are too many, such as `actions of a schedule`.
+        /// Stages times microbatches times slices.
+        actions: u128,
+        /// Maximum for this number.
+        limit: usize,
+    },
+    /// A list in a file is too long, or a search needs a table that is too large.
+    #[error("{found} {what} are too many: at most {limit} are supported")]
+    TooMany {
+        /// The things that are too many, such as `entries of devices`.
         what: &'static str,
-        /// Their number. For a schedule: stages times microbatches times slices.
+        /// Their number.
         found: u128,
         /// Maximum for this number.
         limit: usize,

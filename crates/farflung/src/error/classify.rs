@@ -84,9 +84,8 @@ impl Error {
             ParallelError::PerStage { given, stages, .. } => {
                 ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
             }
-            ParallelError::TooLarge { what, found, limit } => {
-                let field = if what.starts_with("slices") { "slices" } else { "microbatches" };
-                (field, format!("such that there are {found} {what}"), format!("at most {limit}"))
+            ParallelError::TooLarge { actions, limit } => {
+                ("microbatches", format!("such that there are {actions} actions"), format!("at most {limit}"))
             }
             other => return other.into(),
         };

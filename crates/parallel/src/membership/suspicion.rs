@@ -19,8 +19,8 @@ pub(super) struct Suspicion {
 }
 
 impl Suspicion {
-    /// Records a report. Members that were in the previous report keep their time. A report that a later one has
-    /// overtaken has no effect, unless the later one is too old to count.
+    /// Records a report. Members that were in the previous report keep their time. A report that a later one
+    /// has overtaken has no effect, unless the later one is too old to count.
     pub(super) fn update(
         &mut self,
         number: u64,

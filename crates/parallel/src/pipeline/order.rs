@@ -102,9 +102,9 @@ impl ComputeOrder {
     ///
     /// Errors: [`ParallelError::TooLarge`] if it has more than [`ComputeOrder::MAX_CELLS`] cells.
     pub(super) fn check_cells(stages: u64, microbatches: u32, slices: u16) -> Result<(), ParallelError> {
-        let found = u128::from(stages) * u128::from(microbatches) * u128::from(slices);
-        let (what, limit) = ("actions of a schedule", Self::MAX_CELLS);
-        if found > limit as u128 { Err(ParallelError::TooLarge { what, found, limit }) } else { Ok(()) }
+        let actions = u128::from(stages) * u128::from(microbatches) * u128::from(slices);
+        let limit = Self::MAX_CELLS;
+        if actions > limit as u128 { Err(ParallelError::TooLarge { actions, limit }) } else { Ok(()) }
     }
 
     /// Returns the order with another rule for when weights change.
@@ -309,7 +309,7 @@ impl ComputeOrder {
             .zip(0..)
             .map(|(rank, stage)| rank.ok_or(ParallelError::Missing { action: Action::forward(stage, 0) }));
         let placement = Placement::new(rank_of.collect::<Result<_, _>>()?, copies as u32)?;
-        let slices = u16::try_from(slices).map_err(|_| ParallelError::TooLarge {
+        let slices = u16::try_from(slices).map_err(|_| ParallelError::TooMany {
             what: "slices of a microbatch",
             found: u128::from(slices),
             limit: usize::from(u16::MAX),

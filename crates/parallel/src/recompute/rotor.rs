@@ -38,7 +38,7 @@ enum Choice {
 /// layers are kept, so that the forward can run again from there.
 ///
 /// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers, units or budget;
-/// [`ParallelError::TooLarge`] for a table of more than 2^26 cells. Source: Beaumont et al. 2019, "Optimal
+/// [`ParallelError::TooMany`] for a table of more than 2^26 cells. Source: Beaumont et al. 2019, "Optimal
 /// checkpointing for heterogeneous chains", theorem 1. Differs: temporary memory of a running layer is not
 /// counted.
 ///
@@ -69,7 +69,7 @@ pub fn rotor(
     let cells = (layers.len() as u128).pow(2) * u128::from(units);
     if cells > 1 << 26 {
         let what = "cells of the table of recomputation";
-        return Err(ParallelError::TooLarge { what, found: cells, limit: 1 << 26 });
+        return Err(ParallelError::TooMany { what, found: cells, limit: 1 << 26 });
     }
     let in_units = |bytes: Bytes| {
         let units = (u128::from(bytes.0) * u128::from(units)).div_ceil(u128::from(budget.0));
