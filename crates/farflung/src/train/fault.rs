@@ -1,6 +1,7 @@
 //! Faults that tests and benches inject into a run: a flipped bit in one rank's values, or the failure of a
 //! rank at a moment of a step. They cannot be set by settings or files.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use farflung_tensor::Tensor;
@@ -117,6 +118,13 @@ impl Fault {
         let count = values.len().max(1);
         if let Some(value) = values.get_mut(self.element % count) {
             *value = f32::from_bits(value.to_bits() ^ (1 << (self.bit % 32)));
+        }
+    }
+
+    /// Flips the bit in the last of some tensors.
+    pub(super) fn flip_bit_in_last(self, tensors: &mut BTreeMap<String, Vec<f32>>) {
+        if let Some(last) = tensors.values_mut().next_back() {
+            self.flip_bit_in_values(last);
         }
     }
 

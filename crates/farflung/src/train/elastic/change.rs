@@ -205,15 +205,14 @@ pub(in crate::train) struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    /// Creates a member without a team. `run_on` is the number of its threads, and whether the transport's
-    /// clock is virtual.
+    /// Creates a member without a team. `simulated` says whether the transport's clock is virtual.
     pub(super) fn new(
         place: &'a mut Place,
-        run_on: (usize, bool),
+        threads: usize,
+        simulated: bool,
         watchdog: Option<Watchdog>,
         folder: Option<PathBuf>,
     ) -> Self {
-        let (threads, simulated) = run_on;
         Self {
             place,
             threads,

@@ -37,7 +37,7 @@ impl Followed {
     /// Returns the number of steps done.
     pub(super) const fn step(&self) -> u64 {
         match self {
-            Self::Whole(whole) => whole.trainer.steps_done(),
+            Self::Whole(whole) => whole.step(),
             Self::Parts(parts) => parts.step(),
         }
     }

@@ -12,13 +12,14 @@ use super::fetching::{ChunkStore, Wanted};
 use super::offers::Logged;
 use super::step_records::{StepRecords, bytes_of, records_between};
 use crate::Result;
-use crate::train::job::Job;
-use crate::train::trainer::{NamedTensors, ReplayedParts, Trainer};
+use crate::train::trainer::{NamedTensors, PartCopy, ReplayedParts};
 
 /// What a member of a view has before newcomers catch up.
 pub(super) struct BeforeCatchUp<'a> {
+    /// For each member, the number of steps after which it has followed parts; `None` if it has not.
+    pub(super) at: &'a [Option<u64>],
     /// The member's own parts; `None` on a newcomer.
-    pub(super) trainer: Option<(&'a Trainer, &'a Job)>,
+    pub(super) own: Option<&'a PartCopy>,
     /// Records of the member's last steps.
     pub(super) lent: StepRecords,
     /// The parts that a newcomer has followed.
@@ -55,22 +56,18 @@ pub(super) fn catch_up(
     holds: BeforeCatchUp<'_>,
     store: &mut ChunkStore,
 ) -> Result<CaughtUp> {
-    let BeforeCatchUp { trainer, lent, followed } = holds;
-    let at: Vec<Option<u64>> = all_gather(all, &followed.as_ref().map(|followed| followed.step()))?;
+    let BeforeCatchUp { at, own, lent, followed } = holds;
     let takers: Vec<Rank> =
-        (0..).map(Rank).zip(&at).filter(|(_, at)| at.is_some()).map(|(rank, _)| rank).collect();
+        (0..).map(Rank).zip(at).filter(|(_, at)| at.is_some()).map(|(rank, _)| rank).collect();
     if takers.is_empty() {
         return Ok(CaughtUp::default());
     }
     let records = lent.records();
-    let copy = match trainer.filter(|_| !records.is_empty()) {
-        Some((trainer, job)) => Some(label_of(&trainer.part_copy(job)?.to_bytes())),
-        None => None,
-    };
-    let step = trainer.map(|(trainer, _)| trainer.steps_done());
-    let told: Vec<RecordsOffer> = all_gather(all, &RecordsOffer { step, records, copy })?;
+    let copy = own.filter(|_| !records.is_empty()).map(|own| label_of(&own.to_bytes()));
+    let told: Vec<RecordsOffer> =
+        all_gather(all, &RecordsOffer { step: own.map(PartCopy::step), records, copy })?;
     let until = told.iter().filter_map(|told| told.step).max().unwrap_or(0);
-    let offered: Vec<Vec<Logged>> = told.iter().map(|told| told.records.clone()).collect();
+    let offered: Vec<&[Logged]> = told.iter().map(|told| &told.records[..]).collect();
     let lacks = |rank: &Rank| records_between(&offered, at[rank.index()]?, until);
     let wanted: Vec<Wanted> =
         takers.iter().find(|&&rank| rank == all.rank()).and_then(lacks).unwrap_or_default();
@@ -103,11 +100,11 @@ fn replayed(
             return Ok(None);
         }
     }
-    let own = label_of(&followed.copy()?.to_bytes());
-    let is_same = told.iter().any(|told| told.copy == Some(own));
-    if followed.step() != until || !is_same {
+    let copy = followed.copy()?;
+    let own = label_of(&copy.to_bytes());
+    if copy.step() != until || told.iter().all(|told| told.copy != Some(own)) {
         tracing::warn!("this newcomer's parts are not those of the members: it takes them as a whole");
         return Ok(None);
     }
-    followed.pieces().map(Some)
+    Ok(Some(copy.into_pieces()))
 }

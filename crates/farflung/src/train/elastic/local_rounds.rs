@@ -36,9 +36,7 @@ impl Member<'_> {
         if trainer.comm().rank().0 == 0 {
             let words = self.log.keep_optimizer(&mut self.place.offered_blobs(), trainer)?;
             if let Some(words) = words {
-                let followers = self.place.followers();
-                let followers: Vec<_> = followers.into_iter().map(|(peer, id, _)| (peer, id)).collect();
-                self.log.sends(self.place.tell_others(&followers, &words));
+                self.tell_followers(&words);
             }
         }
         let followers = self.place.followers();

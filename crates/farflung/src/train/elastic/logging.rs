@@ -59,9 +59,13 @@ impl Member<'_> {
         if !std::mem::take(&mut self.log.is_offered) || self.team.is_none() {
             return;
         }
+        self.tell_followers(&MembershipService::dropping());
+    }
+
+    /// Sends a message to the newcomers that need a log.
+    pub(super) fn tell_followers(&mut self, words: &[u8]) {
         let followers: Vec<_> = self.place.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();
-        let telling = self.place.tell_others(&followers, &MembershipService::dropping());
-        self.log.sends(telling);
+        self.log.sends(self.place.tell_others(&followers, words));
     }
 
     /// Returns the sizes of the state that a newcomer fetches, of the states of all members by rank.
@@ -78,9 +82,7 @@ impl Member<'_> {
         let now = self.place.transport().now();
         let words = self.log.after_step(&mut self.place.offered_blobs(), now, (trainer, job))?;
         if let Some(words) = words {
-            let followers: Vec<_> =
-                self.place.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();
-            self.log.sends(self.place.tell_others(&followers, &words));
+            self.tell_followers(&words);
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator};
 use farflung_parallel::membership::View;
+use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
 use super::change::{Changed, Member, start};
@@ -17,8 +18,17 @@ use super::team::{EnteringMember, FormedTeam, Team, form_team};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
-use crate::train::trainer::{Committed, NamedTensors, RunCounters, Trainer};
+use crate::train::trainer::{Committed, NamedTensors, PartCopy, RunCounters, Trainer};
 use crate::{Error, Result};
+
+/// What a member of a view tells the others first.
+#[derive(Debug, Serialize, Deserialize)]
+struct EnteringStep {
+    /// The last step that it has committed; `None` on a newcomer.
+    committed: Option<Committed>,
+    /// The number of steps after which it has followed its parts, if it is a newcomer that has.
+    follows: Option<u64>,
+}
 
 /// A member that has a place in a view, with all that it needs to continue.
 struct Placed {
@@ -151,21 +161,23 @@ impl Member<'_> {
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
             let committed = trainer.as_deref().map(Trainer::committed);
-            let told: Vec<Option<Committed>> = all_gather(&all, &committed)?;
-            let newest = told.into_iter().flatten().max_by_key(|committed| committed.step);
-            if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
-                trainer.resolve_vote(newest)?;
-            }
             let followed = match &mut self.followed {
                 Some(Followed::Parts(parts)) => Some(parts),
                 _ => None,
             };
+            let follows = followed.as_ref().map(|parts| parts.step());
+            let told: Vec<EnteringStep> = all_gather(&all, &EnteringStep { committed, follows })?;
+            let newest = told.iter().filter_map(|told| told.committed).max_by_key(|committed| committed.step);
+            if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
+                trainer.resolve_vote(newest)?;
+            }
             let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
-            let own = trainer.as_deref().map(|trainer| (trainer, job));
-            let before = BeforeCatchUp { trainer: own, lent: lent.unwrap_or_default(), followed };
+            let live = trainer.as_deref().map(|trainer| trainer.part_copy(job)).transpose()?;
+            let at: Vec<Option<u64>> = told.iter().map(|told| told.follows).collect();
+            let (own, lent) = (live.as_ref(), lent.unwrap_or_default());
+            let before = BeforeCatchUp { at: &at, own, lent, followed };
             let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
-            let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
-            let live = live.into_iter().chain(tensors);
+            let live = live.map(PartCopy::into_pieces).into_iter().chain(tensors);
             let held: Vec<NamedTensors> = live.chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);

@@ -89,7 +89,7 @@ impl fmt::Display for FollowProgress {
 pub(super) struct Ready {
     /// Bytes a second from each member to the newcomer, measured while all members send. Members that have not
     /// answered are missing.
-    rates: BTreeMap<MemberId, u64>,
+    pub(super) rates: BTreeMap<MemberId, u64>,
     /// How far it is with the state.
     pub(super) follows: FollowProgress,
 }

@@ -56,7 +56,7 @@ pub(in crate::train) fn work(
     let watchdog = (!simulated).then(|| Watchdog::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
     let folder = run.as_ref().map(|run| run.path().to_owned());
-    let mut member = Member::new(&mut place, (threads, simulated), watchdog, folder);
+    let mut member = Member::new(&mut place, threads, simulated, watchdog, folder);
     member.newcomer_position = team.as_ref().and_then(|team| team.position_of_newcomer(&job));
     member.team = team;
     let (mut trainer, shared_last) = if founds {

@@ -154,10 +154,9 @@ pub(super) fn transfer_state(
     let whole_optimizer = || own.as_ref().map(|own| Wanted { label: own.label, holders: [donors[0]].into() });
     let whole = || Wanted { label: first.shared, holders: donors.iter().copied().collect() };
     let whole_bytes = first.shared.len + first.own.as_ref().map_or(0, |own| own.label.len);
+    let offered: Vec<&[Logged]> =
+        told.iter().map(|has| has.as_ref().map_or(&[][..], |has| &has.records)).collect();
     let lacks = |rank: &Rank| {
-        let offered =
-            |has: &Option<StateLabels>| has.as_ref().map_or_else(Vec::new, |has| has.records.clone());
-        let offered: Vec<Vec<Logged>> = told.iter().map(offered).collect();
         let lacks = records_between(&offered, at[rank.index()]?, exchange.progress.step)?;
         // The whole state is taken if that is less.
         (bytes_of(&lacks) < whole_bytes).then_some(lacks)

@@ -79,12 +79,7 @@ impl StepLog {
     ) -> Result<()> {
         self.drop_log(blobs);
         let (last, step) = (trainer.agreements(), trainer.agreed_step());
-        let copy = if job.pipelines.is_some() {
-            trainer.part_copy(job)?.to_bytes()
-        } else {
-            trainer.shared_snapshot()?.to_bytes()
-        };
-        let label = blobs.put(copy);
+        let label = blobs.put(trainer.encoded_copy(job)?);
         blobs.fault = fault;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
@@ -120,20 +115,7 @@ impl StepLog {
         };
         let rank = trainer.comm().rank().0;
         let fault = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record));
-        let record = if job.pipelines.is_some() {
-            let mut record = trainer.part_record(job)?;
-            if let Some(fault) = fault {
-                record.inject_fault(fault);
-            }
-            record.to_bytes()
-        } else {
-            let mut record = trainer.step_record()?;
-            if let Some(fault) = fault {
-                record.inject_fault(fault);
-            }
-            record.to_bytes()
-        };
-        let label = blobs.put(record);
+        let label = blobs.put(trainer.encoded_record(job, fault)?);
         log.records.push(Logged { after: log.last_step, step, label });
         (log.last, log.last_step, log.bytes) = (count, step, log.bytes + label.len);
         if log.bytes > log.most {

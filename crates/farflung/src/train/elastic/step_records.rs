@@ -45,10 +45,10 @@ impl StepRecords {
 
 /// Returns the records of the steps after `step` up to `until`, each with the ranks that offer it. `offered`
 /// has each rank's records. `None` if one is missing.
-pub(super) fn records_between(offered: &[Vec<Logged>], step: u64, until: u64) -> Option<Vec<Wanted>> {
+pub(super) fn records_between(offered: &[&[Logged]], step: u64, until: u64) -> Option<Vec<Wanted>> {
     let (mut at, mut records) = (step, Vec::new());
     while at < until {
-        let next = |records: &Vec<Logged>| {
+        let next = |records: &[Logged]| {
             records.iter().find(|record| record.after == at && record.step > at).copied()
         };
         let found = || (0..).map(Rank).zip(offered).filter_map(|(rank, has)| Some((rank, next(has)?)));

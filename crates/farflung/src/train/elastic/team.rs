@@ -85,16 +85,11 @@ impl Team {
     /// the same.
     pub(super) fn position_of_newcomer(&self, job: &Job) -> Option<u32> {
         let wished = job.pipelines.as_deref().filter(|wished| !wished.is_pooled())?;
-        let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
         let now = &self.assignment;
         let mut stood: Vec<Option<PlanPosition>> =
             (0..self.ids.len()).map(|member| now.position_of(member)).collect();
         stood.push(None);
-        let next = if can_be_rerouted(wished) {
-            Assignment::rerouted(&stood, now.stages, stages)
-        } else {
-            Assignment::new(&stood, now.stages, stages)
-        };
+        let next = assigned(wished, &stood, now.stages, can_be_rerouted(wished));
         let position = |of: &Assignment, member| of.position_of(member).map(|at: PlanPosition| at.position);
         let keeps = |member| match position(now, member) {
             Some(held) => position(&next, member).is_none_or(|then| then == held),
@@ -229,21 +224,18 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         })
         .collect();
     let wished = wished(job)?;
-    let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
     let cut = before.pools().map_or(before.stages(), Pools::stages);
-    let whole = || Assignment::new(&stood, cut, stages);
     let pooling = wished.is_pooled().then(|| pooling(job, view, reference)).transpose()?;
     let assignment = match &pooling {
         Some(pooling) => Assignment::pooled(&stood, cut, pooling),
-        None if can_be_rerouted(wished) => Assignment::rerouted(&stood, cut, stages),
-        None => whole(),
+        None => assigned(wished, &stood, cut, can_be_rerouted(wished)),
     };
     let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
     let mut team = Team::new(view, all.clone(), assignment);
     let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
         // Settings that do not work with pools: train in whole pipelines only.
-        team = Team::new(view, all.clone(), whole());
+        team = Team::new(view, all.clone(), assigned(wished, &stood, cut, false));
         plan = plan_for(job, &team, (&before, &reference.ranks), None)?;
     }
     let mut next = job.with_plan(plan)?;
@@ -297,6 +289,17 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         team,
         speeds: reference.speeds.clone(),
     })
+}
+
+/// Assigns members to pipelines of these settings, if stages are not pools by choice. With `reroutes`, a
+/// pipeline that lacks a member continues as pools.
+fn assigned(wished: &TrainConfig, stood: &[Option<PlanPosition>], before: u32, reroutes: bool) -> Assignment {
+    let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
+    if reroutes {
+        Assignment::rerouted(stood, before, stages)
+    } else {
+        Assignment::new(stood, before, stages)
+    }
 }
 
 /// Selects the tensors of a step of which the members have the whole model in memory.

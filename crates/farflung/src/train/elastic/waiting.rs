@@ -25,6 +25,8 @@ const ANNOUNCE_INTERVAL: Nanos = Nanos::from_millis(250);
 const STALL_TIMEOUT: Nanos = Nanos::from_millis(3_000);
 /// Rate of a member that has not been measured, in bytes a second.
 const UNKNOWN: u64 = 64 << 10;
+/// Maximum number of measurements of the links.
+const MEASUREMENTS: u32 = 2;
 /// Time between two messages about the progress to the newcomer's user.
 const REPORT_INTERVAL: Nanos = Nanos::from_millis(5_000);
 
@@ -35,8 +37,8 @@ struct Waiting {
     /// Bytes of the state.
     state: u64,
     ready: Ready,
-    /// Whether the links were measured again.
-    is_measured_again: bool,
+    /// How often the links were measured.
+    measurements: u32,
     said: Option<(FollowProgress, Nanos)>,
     told: Option<(FollowProgress, Nanos)>,
     connected: usize,
@@ -73,19 +75,9 @@ impl Place {
         let ready = self.measure_links(state, 0);
         let (connected, meets) = (0, Nanos::ZERO);
         let (said, told, telling) = (None, None, Vec::new());
-        let is_measured_again = false;
-        let mut waiting = Waiting {
-            patience,
-            until,
-            state,
-            ready,
-            is_measured_again,
-            said,
-            told,
-            connected,
-            meets,
-            telling,
-        };
+        let measurements = 1;
+        let mut waiting =
+            Waiting { patience, until, state, ready, measurements, said, told, connected, meets, telling };
         self.membership().awaited = true;
         let view = self.wait_with(&mut waiting, &mut follower, tell);
         self.membership().awaited = false;
@@ -134,10 +126,10 @@ impl Place {
     fn measure_again(&mut self, offers: &Offers, waiting: &mut Waiting) {
         let unknown = |id: &MemberId| waiting.ready.rate(id).is_none();
         let lacks = offers.best().is_some_and(|best| best.holders.iter().any(unknown));
-        if lacks && !std::mem::replace(&mut waiting.is_measured_again, true) {
+        if lacks && waiting.measurements < MEASUREMENTS {
             let follows = waiting.ready.follows;
-            waiting.ready = self.measure_links(waiting.state, 1);
-            waiting.ready.follows = follows;
+            waiting.ready = Ready { follows, ..self.measure_links(waiting.state, waiting.measurements) };
+            waiting.measurements += 1;
         }
     }
 

@@ -60,21 +60,26 @@ impl NamedTensors {
     /// Encodes as bytes: the number of the bytes that follow (`u64`, little endian), the length of the head
     /// (`u64`), the head (counters, names and lengths), then all values as little-endian `f32`.
     pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
-        let names: Vec<(&String, u64)> =
-            self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
-        let head = postcard::to_stdvec(&(&self.counted, names)).expect("numbers and names are plain data");
         let mut bytes = vec![0; 8];
-        bytes.extend((head.len() as u64).to_le_bytes());
-        bytes.extend(head);
-        for values in self.tensors.values() {
-            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-        }
+        self.append_to(&mut bytes);
         let len = bytes.len() as u64 - 8;
         bytes[..8].copy_from_slice(&len.to_le_bytes());
         bytes
     }
 
-    /// Decodes the output of [`NamedTensors::to_bytes`], without its first 8 bytes. Returns `None` if the bytes
+    /// Appends the output of [`NamedTensors::to_bytes`], without its first 8 bytes.
+    pub(super) fn append_to(&self, bytes: &mut Vec<u8>) {
+        let names: Vec<(&String, u64)> =
+            self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
+        let head = postcard::to_stdvec(&(&self.counted, names)).expect("numbers and names are plain data");
+        bytes.extend((head.len() as u64).to_le_bytes());
+        bytes.extend(head);
+        for values in self.tensors.values() {
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+    }
+
+    /// Decodes the output of [`NamedTensors::append_to`]. Returns `None` if the bytes
     /// are not valid. Lengths in untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;

@@ -9,7 +9,8 @@ use farflung_base::StageId;
 use farflung_optim::{Chain, Prepared};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::Stage;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::Trainer;
 use super::build::chain;
@@ -28,32 +29,27 @@ pub(in crate::train) struct PartCopy {
 
 /// From this, the update of a step is computed again.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::train) struct PartRecord {
+pub(super) struct PartRecord {
     /// Sum of the squares of the gradients of the whole model.
     squares: f64,
     /// Averaged gradients by tensor, with the run's counters after the step.
     grads: NamedTensors,
 }
 
-/// The encoded head of both: the length of the rest is that of [`NamedTensors::to_bytes`].
-#[derive(Debug, Serialize, Deserialize)]
-struct Head<T>(T);
-
 /// Encodes a head (its length as `u64`, little endian, then its bytes) and the tensors after it.
-fn encode<T: Serialize>(head: &T, tensors: &NamedTensors) -> Vec<u8> {
-    let head = postcard::to_stdvec(&Head(head)).expect("numbers can be serialized");
+fn encode(head: &impl Serialize, tensors: &NamedTensors) -> Vec<u8> {
+    let head = postcard::to_stdvec(head).expect("numbers can be serialized");
     let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
     bytes.extend(head);
-    bytes.extend(&tensors.to_bytes()[8..]);
+    tensors.append_to(&mut bytes);
     bytes
 }
 
 /// Decodes the output of [`encode`]; `None` if the bytes are not valid.
-fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Option<(T, NamedTensors)> {
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<(T, NamedTensors)> {
     let (len, rest) = bytes.split_first_chunk::<8>()?;
     let (head, rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
-    let Head(head) = postcard::from_bytes(head).ok()?;
-    Some((head, NamedTensors::from_bytes(rest)?))
+    Some((postcard::from_bytes(head).ok()?, NamedTensors::from_bytes(rest)?))
 }
 
 impl PartCopy {
@@ -73,10 +69,15 @@ impl PartCopy {
     pub(in crate::train) const fn step(&self) -> u64 {
         self.pieces.counted.step
     }
+
+    /// Returns its tensors by name.
+    pub(in crate::train) fn into_pieces(self) -> NamedTensors {
+        self.pieces
+    }
 }
 
 impl PartRecord {
-    pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
         encode(&self.squares, &self.grads)
     }
 
@@ -86,10 +87,8 @@ impl PartRecord {
     }
 
     /// Flips the bit that a test requests, in the last tensor.
-    pub(in crate::train) fn inject_fault(&mut self, fault: Fault) {
-        if let Some(last) = self.grads.tensors.values_mut().next_back() {
-            fault.flip_bit_in_values(last);
-        }
+    pub(super) fn inject_fault(&mut self, fault: Fault) {
+        fault.flip_bit_in_last(&mut self.grads.tensors);
     }
 }
 
@@ -107,7 +106,7 @@ impl Trainer {
     /// Returns the record of the step that was just committed. Only valid until the next step begins.
     ///
     /// Errors: those of the device; [`Error::Message`] if the vote on the step had no norm of the gradients.
-    pub(in crate::train) fn part_record(&self, job: &Job) -> Result<PartRecord> {
+    pub(super) fn part_record(&self, job: &Job) -> Result<PartRecord> {
         let squares = self.committed().squares;
         let squares = squares.ok_or_else(|| wrong("has no norm of the gradients"))?;
         let mut tensors = BTreeMap::new();
@@ -215,13 +214,6 @@ impl ReplayedParts {
             layers: self.layers.clone(),
             pieces: NamedTensors { counted: self.counted.clone(), tensors },
         })
-    }
-
-    /// Returns the tensors of the parts by name.
-    ///
-    /// Errors: those of the device.
-    pub(in crate::train) fn pieces(&self) -> Result<NamedTensors> {
-        Ok(self.copy()?.pieces)
     }
 }
 

@@ -9,12 +9,44 @@ use farflung_tensor::Tensor;
 
 use super::Trainer;
 use super::snapshot::{Snapshot, named};
+use crate::train::fault::Fault;
+use crate::train::job::Job;
 use crate::{Error, Result};
 
 /// Kind of the tensors in the record of a step.
 const GRADS: &str = "grads";
 
 impl Trainer {
+    /// Returns the state that a newcomer takes to follow this rank, as bytes: in pipelines that of this rank's
+    /// parts, otherwise the state that all replicas have.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn encoded_copy(&self, job: &Job) -> Result<Vec<u8>> {
+        if job.pipelines.is_some() {
+            return Ok(self.part_copy(job)?.to_bytes());
+        }
+        Ok(self.shared_snapshot()?.to_bytes())
+    }
+
+    /// Returns the record of the step or synchronisation that was just committed, as bytes for a newcomer that
+    /// follows this rank. Only valid until the next step begins. `fault` is the bit that a test flips in it.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn encoded_record(&self, job: &Job, fault: Option<Fault>) -> Result<Vec<u8>> {
+        if job.pipelines.is_some() {
+            let mut record = self.part_record(job)?;
+            if let Some(fault) = fault {
+                record.inject_fault(fault);
+            }
+            return Ok(record.to_bytes());
+        }
+        let mut record = self.step_record()?;
+        if let Some(fault) = fault {
+            record.inject_fault(fault);
+        }
+        Ok(record.to_bytes())
+    }
+
     /// Returns the record of the step that was just committed: its averaged gradient, and the counters after
     /// it. With local steps: the record of the synchronisation that was just committed. Only valid until the
     /// next step begins.

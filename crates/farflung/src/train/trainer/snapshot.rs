@@ -125,8 +125,8 @@ impl Snapshot {
     }
 
     /// Flips the bit that a test requests, in the last tensor.
-    pub(in crate::train) fn inject_fault(&mut self, fault: Fault) {
-        self.tensors.values_mut().next_back().into_iter().for_each(|values| fault.flip_bit_in_values(values));
+    pub(super) fn inject_fault(&mut self, fault: Fault) {
+        fault.flip_bit_in_last(&mut self.tensors);
     }
 
     /// Returns the state of the loss scale.
