@@ -5,11 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::members_follow::{Noted, end, step_of};
 use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
+use farflung::config::pools::Numbers;
 use farflung::optim::local::MUON;
 use farflung::train::{Fault, FaultyValue, Job, run_workers};
 use farflung::{Stop, TrainConfig};
@@ -95,6 +97,57 @@ fn one_that_follows_its_part_has_the_bits_of_one_for_which_all_wait() {
             }
         }
         assert!(compared >= 4, "{compared}: {:?}", waited.keys());
+    }
+}
+
+/// Creates a job whose stages are two pools of two members, by choice.
+fn pooled(folder: &Path) -> Job {
+    let config = TrainConfig { pooled: true, ..job(folder, TrainConfig::default()).config };
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..config.clone() }));
+    let config = TrainConfig { pools: Some(Numbers(vec![2, 2])), stages: MEMBERS, ..config };
+    Job { elastic: true, pipelines, ..Job::new(config, MEMBERS, Stop::manual()).unwrap() }
+}
+
+#[test]
+fn one_that_joins_a_pool_follows_its_part_with_the_bits_of_one_for_which_all_wait() {
+    // The pool that has lost a member is the slower one. Without a loss, it is that of the second stage, which
+    // has the head.
+    for (lost, pools) in [(Some(3), "2, 2"), (Some(1), "2, 2"), (None, "2, 3")] {
+        let folder = tempfile::tempdir().unwrap();
+        let job = pooled(folder.path());
+        let run = |job: &Job, come: u64| {
+            let mut told = Noted::default();
+            let faults = match lost {
+                Some(lost) => Faults::new().at(Nanos(STEP * 3 / 2)).crash(PeerId(lost)),
+                None => Faults::new(),
+            };
+            let ended =
+                run_workers(job, connections(job, MEMBERS + 1, &[(NEW, Nanos(come))], &faults), &mut told);
+            assert!(!told.has(CAME) || told.has(&format!("; pools of {pools} members")), "{told:?}");
+            (ended, told)
+        };
+        let lost: Vec<u32> = lost.into_iter().collect();
+        let waits = Job { barrier: true, ..job.clone() };
+        let mut waited: BTreeMap<u64, String> = BTreeMap::new();
+        for part in 0..8 {
+            let (ended, told) = run(&waits, STEP * 2 + STEP * part);
+            assert!(!told.has(BEGINS));
+            if told.has(CAME) {
+                waited.insert(step_of(&told, CAME), hash(&ended, &lost, &told));
+            }
+        }
+        let mut compared = 0;
+        for part in 0..3 {
+            let (ended, told) = run(&job, STEP * 2 + STEP * part);
+            let (begins, came) = (step_of(&told, BEGINS), step_of(&told, CAME));
+            assert!(begins < came && told.has(FOLLOWED), "{told:?}");
+            let hash = hash(&ended, &lost, &told);
+            if let Some(waited) = waited.get(&came) {
+                assert_eq!(hash, *waited, "{told:?}");
+                compared += 1;
+            }
+        }
+        assert!(compared >= 2, "{compared}: {:?}", waited.keys());
     }
 }
 

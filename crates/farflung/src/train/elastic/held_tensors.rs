@@ -19,6 +19,11 @@ impl HeldTensors {
         Self { counted: pieces.counted.clone(), names: pieces.names() }
     }
 
+    /// Returns whether it holds tensors of all these names.
+    pub(super) fn has_all<'a>(&self, mut names: impl Iterator<Item = &'a String>) -> bool {
+        names.all(|name| self.names.contains(name))
+    }
+
     pub(super) fn holding(&self, member: usize) -> Holding {
         Holding { member, step: self.counted.step, names: self.names.clone() }
     }

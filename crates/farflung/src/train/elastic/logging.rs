@@ -13,10 +13,23 @@ use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
 
 impl Member<'_> {
+    /// Predicts which part of the model a newcomer would get. All members predict the same.
+    ///
+    /// Errors: those of the settings from which pools are planned.
+    pub(super) fn predict_newcomer(&mut self, job: &Job) -> Result<()> {
+        let team = self.team.as_ref();
+        let position = team.map(|team| team.position_of_newcomer(job, &self.pools)).transpose()?;
+        self.newcomer_position = position.flatten();
+        Ok(())
+    }
+
     /// Starts a log of this member's steps. In pipelines, only members that hold the newcomer's part keep one.
+    /// All members call it after the same step.
     ///
     /// Errors: those of the device.
     pub(super) fn begin_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
+        // In pools, the speeds may have changed since the view began.
+        self.predict_newcomer(job)?;
         if !self.holds_newcomers_part() {
             return Ok(());
         }

@@ -196,8 +196,8 @@ impl Member<'_> {
         let from_checkpoints = formed.from_checkpoints;
         self.pools.begin_anew(&formed.speeds);
         let works = team.rank().is_some();
-        self.newcomer_position = team.position_of_newcomer(&next);
         self.team = Some(team);
+        self.predict_newcomer(&next)?;
         self.copies.begin_anew(counted.step);
         self.idle.begin_anew();
         if !works {

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
-use farflung_parallel::membership::View;
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, PoolAdvice, PoolBalance, Pooling, rates_of};
 use farflung_zoo::GptConfig;
@@ -61,17 +60,18 @@ impl PoolSpeeds {
         self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
     }
 
-    /// Returns the input from which the pools of a view are formed. `work` is the operations of a microbatch in
-    /// each stage, `most` the maximum members of a pool. A member without a known speed counts as having the
-    /// median of the known ones.
-    pub(super) fn pooling(&self, view: &View, most: u32, work: Vec<f64>) -> Pooling {
-        let speeds = view.members.iter().map(|member| self.known.get(&member.slot).copied());
-        let speeds: Vec<Option<f64>> = speeds.collect();
+    /// Returns the input from which the pools of some members are formed. `slots` are the members' endpoints,
+    /// `None` for a newcomer that has none yet. `work` is the operations of a microbatch in each stage, `most`
+    /// the maximum members of a pool. A member without a known speed counts as having the median of the known
+    /// ones.
+    pub(super) fn pooling(&self, slots: &[Option<u32>], most: u32, work: Vec<f64>) -> Pooling {
+        let speeds: Vec<Option<f64>> =
+            slots.iter().map(|slot| self.known.get(slot.as_ref()?).copied()).collect();
         let mut told: Vec<f64> = speeds.iter().flatten().copied().collect();
         told.sort_by(f64::total_cmp);
         let middle = told.get(told.len() / 2).copied().unwrap_or(1.0);
         let speeds = speeds.into_iter().map(|speed| speed.unwrap_or(middle)).collect();
-        let member = |slot| view.members.iter().position(|member| member.slot == slot);
+        let member = |slot| slots.iter().position(|of| *of == Some(slot));
         let moving = self.moving.and_then(|Moving { slot, to }| Some((member(slot)?, to)));
         Pooling { stages: work.len() as u32, most, work, speeds, moving }
     }

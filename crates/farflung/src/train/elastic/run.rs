@@ -57,8 +57,8 @@ pub(in crate::train) fn work(
     let team = founded(&mut job, &place, &comm);
     let folder = run.as_ref().map(|run| run.path().to_owned());
     let mut member = Member::new(&mut place, threads, simulated, watchdog, folder);
-    member.newcomer_position = team.as_ref().and_then(|team| team.position_of_newcomer(&job));
     member.team = team;
+    member.predict_newcomer(&job)?;
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
             Some(team) => links::view_communicator(&job, team.split(job.config.deadline, 0)?, simulated)?,

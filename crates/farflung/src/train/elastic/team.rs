@@ -80,23 +80,30 @@ impl Team {
         Some(self.assignment.position_of(member)?.position)
     }
 
-    /// Returns the position in a pipeline that a newcomer would take if it joined now. `None` if it would be a
-    /// spare, or if other members would then hold other parts than now. A pure function, so all members predict
-    /// the same.
-    pub(super) fn position_of_newcomer(&self, job: &Job) -> Option<u32> {
-        let wished = job.pipelines.as_deref().filter(|wished| !wished.is_pooled())?;
+    /// Returns the position in a pipeline that a newcomer would take if it joined now, or its stage if stages
+    /// are pools: then `speeds` are those of the members. `None` if it would be a spare, or if other members
+    /// would then hold other parts than now. A pure function, so all members predict the same.
+    ///
+    /// Errors: those of the settings from which pools are planned.
+    pub(super) fn position_of_newcomer(&self, job: &Job, speeds: &PoolSpeeds) -> Result<Option<u32>> {
+        let Some(wished) = job.pipelines.as_deref() else { return Ok(None) };
         let now = &self.assignment;
         let mut stood: Vec<Option<PlanPosition>> =
             (0..self.ids.len()).map(|member| now.position_of(member)).collect();
         stood.push(None);
-        let next = assigned(wished, &stood, now.stages, can_be_rerouted(wished));
+        let next = if wished.is_pooled() {
+            let slots: Vec<Option<u32>> = self.slots.iter().map(|&slot| Some(slot)).chain([None]).collect();
+            Assignment::pooled(&stood, now.stages, &pooling(job, &slots, speeds)?)
+        } else {
+            assigned(wished, &stood, now.stages, can_be_rerouted(wished))
+        };
         let position = |of: &Assignment, member| of.position_of(member).map(|at: PlanPosition| at.position);
         let keeps = |member| match position(now, member) {
             Some(held) => position(&next, member).is_none_or(|then| then == held),
             None => position(&next, member).is_none(),
         };
         let others_keep = next.stages == now.stages && (0..self.ids.len()).all(keeps);
-        position(&next, self.ids.len()).filter(|_| others_keep)
+        Ok(position(&next, self.ids.len()).filter(|_| others_keep))
     }
 
     /// Returns the ids of the members that take steps, by rank.
@@ -216,7 +223,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;
-    let stood: Vec<Option<PlanPosition>> = (view.members.iter().zip(&told))
+    let mut stood: Vec<Option<PlanPosition>> = (view.members.iter().zip(&told))
         .map(|(member, told)| {
             let same = told.made == reference.made;
             let rank = reference.ranks.iter().position(|&slot| slot == member.slot).filter(|_| same)? as u32;
@@ -225,7 +232,16 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         .collect();
     let wished = wished(job)?;
     let cut = before.pools().map_or(before.stages(), Pools::stages);
-    let pooling = wished.is_pooled().then(|| pooling(job, view, reference)).transpose()?;
+    let pooling = if wished.is_pooled() {
+        followed_stages(job, (&before, &told), &mut stood)?;
+        let slots: Vec<Option<u32>> = view.members.iter().map(|member| Some(member.slot)).collect();
+        let mut speeds = PoolSpeeds::default();
+        speeds.begin_anew(&reference.speeds);
+        speeds.moving = reference.moving;
+        Some(pooling(job, &slots, &speeds)?)
+    } else {
+        None
+    };
     let assignment = match &pooling {
         Some(pooling) => Assignment::pooled(&stood, cut, pooling),
         None => assigned(wished, &stood, cut, can_be_rerouted(wished)),
@@ -330,16 +346,39 @@ fn can_be_rerouted(wished: &TrainConfig) -> bool {
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
 }
 
-/// Returns the input from which the pools of a view are formed, according to the speeds that one member has
-/// sent.
-fn pooling(job: &Job, view: &View, told: &MemberDescription) -> Result<Pooling> {
+/// Returns the input from which pools are formed of the members at these endpoints, according to the speeds
+/// that one member has.
+fn pooling(job: &Job, slots: &[Option<u32>], speeds: &PoolSpeeds) -> Result<Pooling> {
     let wished = wished(job)?;
-    let mut speeds = PoolSpeeds::default();
-    speeds.begin_anew(&told.speeds);
-    speeds.moving = told.moving;
     let settings = TrainConfig { workers: wished.stages, pools: None, pool_rates: None, ..wished.clone() };
     let cut = planned::from_settings(&settings, &job.model, wished.stages, None)?;
-    Ok(speeds.pooling(view, cut.microbatches[0], pool_speeds::work(&cut, &job.model)))
+    Ok(speeds.pooling(slots, cut.microbatches[0], pool_speeds::work(&cut, &job.model)))
+}
+
+/// Sets the stage of each newcomer to pools that has followed one: its pool is that of the part that it holds
+/// as it is after the members' last step. Speeds may have changed since it began.
+fn followed_stages(
+    job: &Job,
+    (before, told): (&Plan, &[MemberDescription]),
+    stood: &mut [Option<PlanPosition>],
+) -> Result<()> {
+    let newest = told.iter().flat_map(|told| &told.held).map(|held| held.counted.step).max();
+    let has = |told: &MemberDescription| told.held.iter().any(|held| Some(held.counted.step) == newest);
+    let newcomer = |(stood, told): (&Option<PlanPosition>, &MemberDescription)| stood.is_none() && has(told);
+    let Some(pools) = before.pools().filter(|_| stood.iter().zip(told).any(newcomer)) else {
+        return Ok(());
+    };
+    let by_rank = needs(&job.with_plan(before.clone())?)?;
+    for (stood, told) in stood.iter_mut().zip(told).filter(|(stood, _)| stood.is_none()) {
+        let held = told.held.iter().find(|held| Some(held.counted.step) == newest);
+        let holds = |needed: &BTreeMap<String, usize>| held.is_some_and(|held| held.has_all(needed.keys()));
+        let rank = (0..).zip(&by_rank).find(|(_, needed)| holds(needed)).map(|(rank, _)| rank);
+        *stood = rank.and_then(|rank| PlanPosition::in_pools(&pools.sizes, rank)).map(|at| PlanPosition {
+            replica: pools.sizes[at.position as usize],
+            ..at
+        });
+    }
+    Ok(())
 }
 
 /// Computes the plan of a team from the settings and the number of pipelines and stages. Levels of averaging
