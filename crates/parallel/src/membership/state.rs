@@ -43,6 +43,8 @@ pub struct State {
     pub(super) alone_since: Option<Nanos>,
     /// Members of an older incarnation that reject this member's incarnation.
     pub(super) refusals: Option<Refusals>,
+    /// The view that does not contain this member, until it stops.
+    pub(super) departure: Option<Departure>,
     pub(super) stopped: Option<Reason>,
     /// A deliberate flaw for tests: one vote counts as a majority.
     #[cfg(test)]
@@ -76,6 +78,17 @@ impl Round {
 pub(super) struct Refusals {
     pub(super) view: View,
     pub(super) from: BTreeSet<MemberId>,
+}
+
+/// What a member does that a decided view does not contain: it sends the view to its members, until one of them
+/// knows of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Departure {
+    pub(super) view: View,
+    pub(super) reason: Reason,
+    pub(super) round: Round,
+    /// Time at which the member stops in any case.
+    pub(super) until: Nanos,
 }
 
 impl State {
@@ -140,6 +153,7 @@ impl State {
             announcement: None,
             alone_since: None,
             refusals: None,
+            departure: None,
             stopped: None,
             #[cfg(test)]
             one_vote_is_a_majority: false,

@@ -2,6 +2,7 @@
 
 mod announce;
 mod change;
+mod depart;
 mod incarnation;
 mod propose;
 mod vote;
@@ -22,9 +23,14 @@ impl State {
     /// Applies an event as [`step`] does, in place.
     pub fn step(&mut self, event: Event, now: Nanos) -> Vec<Action> {
         let mut step = Step { state: self, now, actions: Vec::new() };
-        if step.state.stopped.is_none() {
+        if step.state.stopped.is_none() && step.state.departure.is_none() {
             let admit = step.take(event);
             step.advance(admit);
+        } else if step.state.stopped.is_none() {
+            step.take_at_departure(event);
+        }
+        if step.state.stopped.is_none() {
+            step.continue_departure();
         }
         step.actions
     }
@@ -73,17 +79,17 @@ impl Step<'_> {
 
     /// Sends messages and continues proposals that are due.
     fn advance(&mut self, admit: bool) {
-        let Some(mut place) = self.view_id().filter(|_| self.state.stopped.is_none()) else { return };
+        let Some(mut place) = self.view_id().filter(|_| self.goes_on()) else { return };
         // The view is sent before requests about the next one.
         self.send_view_to_rest();
         self.pursue(admit);
         // A member that is a quorum by itself may have the next change to propose at once.
-        while let Some(next) = self.view_id().filter(|&next| next != place && self.state.stopped.is_none()) {
+        while let Some(next) = self.view_id().filter(|&next| next != place && self.goes_on()) {
             place = next;
             self.send_view_to_rest();
             self.pursue(false);
         }
-        if self.has_left() || self.has_waited_in_vain() {
+        if !self.goes_on() || self.has_left() || self.has_waited_in_vain() {
             return;
         }
         self.announce();
@@ -166,6 +172,11 @@ impl Step<'_> {
         if !is_member && member.id != self.state.me.id && self.state.ready.len() < View::MOST_MEMBERS {
             self.state.ready.insert(member.id, member);
         }
+    }
+
+    /// Returns whether this member has neither stopped nor is about to.
+    const fn goes_on(&self) -> bool {
+        self.state.stopped.is_none() && self.state.departure.is_none()
     }
 
     fn view(&self) -> Option<&View> {

@@ -3,30 +3,30 @@
 
 use super::super::retry::Retry;
 use super::super::state::Round;
-use super::super::{MemberId, Message};
+use super::super::{MemberId, Message, View};
 use super::Step;
 
 impl Step<'_> {
     /// Sends the view to members that have not acknowledged it, and to members of an older incarnation that
     /// have not answered.
     pub(super) fn send_view_to_rest(&mut self) {
+        let Some(view) = self.view().cloned() else { return };
         let untold = std::mem::take(&mut self.state.unacknowledged);
-        self.state.unacknowledged = self.send_round(untold);
+        self.state.unacknowledged = self.send_round(untold, &view);
         let former = std::mem::take(&mut self.state.former);
-        self.state.former = self.send_round(former);
+        self.state.former = self.send_round(former, &view);
     }
 
-    fn send_round(&mut self, mut round: Round) -> Round {
+    /// Sends a view to the members of a round, if that is due.
+    pub(super) fn send_round(&mut self, mut round: Round, view: &View) -> Round {
         let retry = round.retry.unwrap_or(Retry::due(self.now));
         if round.to.is_empty() || !retry.is_due(self.now) {
             return round;
         }
-        if let Some(view) = self.view().cloned() {
-            for &id in &round.to {
-                self.send(id, Message::Decided { view: view.clone() });
-            }
-            round.retry = Some(retry.again(self.now, &self.state.settings));
+        for &id in &round.to {
+            self.send(id, Message::Decided { view: view.clone() });
         }
+        round.retry = Some(retry.again(self.now, &self.state.settings));
         round
     }
 

@@ -14,12 +14,12 @@ impl Step<'_> {
         members.remove(&self.state.me.id);
         // Members that the view removes are notified once: one that misses the message gets an answer when it
         // next sends something. Those that stay are notified until they answer (`unacknowledged`). If this
-        // member is itself removed, it stops now, so it notifies all others here, once.
+        // member is itself removed, it notifies all others here; see `depart`.
         let stays = view.has(&self.state.me.id);
         for id in if stays { &others - &members } else { others } {
             self.send(id, Message::Decided { view: view.clone() });
         }
-        self.enter(view);
+        self.enter(view, None);
         if stays {
             self.state.unacknowledged = Round::new(members);
         }
@@ -33,7 +33,7 @@ impl Step<'_> {
         }
         let Some(mine) = self.view() else {
             if view.members.iter().any(|m| m.id == self.state.me.id && m.slot == self.state.me.slot) {
-                self.enter(view);
+                self.enter(view, Some(from));
                 self.acknowledge(from);
             }
             return;
@@ -48,7 +48,7 @@ impl Step<'_> {
                 self.actions.push(Action::Fault { peer: from, fault });
                 return;
             }
-            self.enter(view);
+            self.enter(view, Some(from));
             self.acknowledge(from);
         } else if place == old && view != *mine {
             self.actions.push(Action::Fault { peer: from, fault: ViewFault::Another(place) });
@@ -63,17 +63,17 @@ impl Step<'_> {
 
     /// Acknowledges the view.
     fn acknowledge(&mut self, to: MemberId) {
-        if let (Some(at), None) = (self.view_id(), &self.state.stopped) {
+        if let (Some(at), None, None) = (self.view_id(), &self.state.stopped, &self.state.departure) {
             self.send(to, Message::Here { at });
         }
     }
 
-    /// Enters a view, or stops if the view does not contain this member.
-    fn enter(&mut self, view: View) {
+    /// Enters a view, or departs if the view does not contain this member. `from` has sent the view; `None` if
+    /// this member has decided it.
+    fn enter(&mut self, view: View, from: Option<MemberId>) {
         let me = self.state.me;
         let Some(&me) = view.members.iter().find(|m| m.id == me.id && m.slot == me.slot) else {
-            let left = self.state.leaving.contains(&me.id);
-            self.stop(if left { Reason::Left } else { Reason::Removed { by: view.id() } });
+            self.depart(view, from);
             return;
         };
         let state = &mut *self.state;

@@ -299,6 +299,62 @@ fn whoever_asks_to_leave_leaves_at_the_next_commit() {
     }
 }
 
+/// Lets member 0 of three leave. It decides that itself, and the first messages about it are lost.
+fn member_0_leaves_unheard() -> Net {
+    let mut net = Net::of(3);
+    net.event(0, Event::Leave(id(0)));
+    net.event(0, Event::Admit);
+    while let Some((from, to, message)) = net.queue.pop_front() {
+        if !matches!(message, Message::Decided { .. } | Message::Stale { .. }) {
+            net.step(to, Event::Message { from, message });
+        }
+    }
+    net
+}
+
+#[test]
+fn a_member_that_leaves_stays_until_one_that_remains_knows() {
+    let mut net = member_0_leaves_unheard();
+    assert!(net.stops.is_empty() && net.installed.is_empty());
+    net.pass(seconds(1));
+    assert_eq!(net.stops, BTreeMap::from([(id(0), Reason::Left)]));
+    assert_eq!((net.members(1), net.members(2)), (vec![1, 2], vec![1, 2]));
+}
+
+#[test]
+fn a_member_that_leaves_does_not_wait_for_ever() {
+    let mut net = member_0_leaves_unheard();
+    net.kill(1);
+    net.kill(2);
+    net.pass(seconds(7));
+    assert!(net.stops.is_empty());
+    net.pass(seconds(2));
+    assert_eq!(net.stops, BTreeMap::from([(id(0), Reason::Left)]));
+}
+
+#[test]
+fn a_removed_member_passes_the_view_on_if_only_those_outside_of_it_know_it() {
+    // Member 0 decides that 0 and 2 leave, tells 2, and crashes.
+    let mut net = Net::of(3);
+    net.event(0, Event::Leave(id(0)));
+    net.event(2, Event::Leave(id(2)));
+    net.settle();
+    net.event(0, Event::Admit);
+    while let Some((from, to, message)) = net.queue.pop_front() {
+        if to == id(2) || !matches!(message, Message::Decided { .. }) {
+            net.step(to, Event::Message { from, message });
+        }
+        if net.states[&id(2)].departure.is_some() {
+            break;
+        }
+    }
+    net.queue.clear();
+    net.kill(0);
+    net.pass(seconds(1));
+    assert_eq!(net.members(1), [1]);
+    assert_eq!(net.stops, BTreeMap::from([(id(2), Reason::Left)]));
+}
+
 #[test]
 fn the_last_member_leaves_alone() {
     let mut net = Net::of(1);
