@@ -140,6 +140,8 @@ struct StatusFlags {
     wants_change: bool,
     /// Whether this rank is still sending or receiving a copy of a part.
     copies: bool,
+    /// Whether it keeps records of its steps for a newcomer.
+    follows: bool,
 }
 
 /// Number of attempts of a step whose gradients are not finite: after a transient fault, a later attempt
@@ -316,7 +318,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
-        self.undecided.committed(vote.loss, vote.squares, vote.requests.copies);
+        self.undecided.committed(vote.loss, vote.squares, vote.requests);
         self.tell_speeds(&vote.speeds);
         self.fail_if_due(Moment::Committed, self.step)?;
         self.inject_fault(FaultyValue::Parameters, self.step)?;

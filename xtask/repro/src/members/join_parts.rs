@@ -1,9 +1,13 @@
-//! Lets a newcomer take the place of a lost rank of a pipeline at any time within a step. It fetches its part
-//! while the members train.
+//! Lets a newcomer take the place of a lost rank of a pipeline or of a pool at any time within a step. It fetches
+//! its part while the members train.
+
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use farflung::TrainConfig;
 use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
+use farflung::config::pools::Numbers;
 use farflung::train::Job;
 
 use super::{Notes, job, report as report_of, times, watched};
@@ -27,9 +31,9 @@ fn run(job: &Job, lost_at: Nanos, come: Nanos) -> Result<(farflung::train::Repor
     Ok((report, notes, failed))
 }
 
-/// Measures newcomers at `moments` times within two steps.
-pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
-    let job = job(report.seed(), MEMBERS, |config| {
+/// Returns the job of members that form pipelines, or pools of two members by choice.
+fn pipelines(seed: u64, pooled: bool) -> Result<Job> {
+    let job = job(seed, MEMBERS, |config| {
         config.layers = Some(2);
         config.stages = 2;
         config.microbatches = Some(4);
@@ -39,9 +43,26 @@ pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()>
         // A step takes seconds, so that the links carry its record in the meantime.
         config.compute_rate = 1e6;
         config.deadline = Nanos::from_millis(10_000);
+        config.pooled = pooled;
     })?;
+    if !pooled {
+        return Ok(job);
+    }
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..job.config.clone() }));
+    let pools = vec![MEMBERS as u32 / 2; 2];
+    let config = TrainConfig { pools: Some(Numbers(pools)), stages: MEMBERS, ..job.config.clone() };
+    Ok(Job { pipelines, ..job.with_config(config, MEMBERS)? })
+}
+
+/// Measures newcomers at `moments` times within two steps, to pipelines and to pools.
+pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
+    follow_part(report, moments, ("followed part", &pipelines(report.seed(), false)?))?;
+    follow_part(report, moments, ("followed part of a pool", &pipelines(report.seed(), true)?))
+}
+
+fn follow_part(report: &mut Report<'_>, moments: u32, (name, job): (&str, &Job)) -> Result<()> {
     let step = Nanos::from_millis(1_000);
-    let (calm, ..) = run(&job, step, Nanos::MAX)?;
+    let (calm, ..) = run(job, step, Nanos::MAX)?;
     let calm_times = times(&calm);
     let usual = calm_times[4] - calm_times[3];
     let (from, to) = (calm_times[3] * 1e9, calm_times[5] * 1e9);
@@ -51,7 +72,7 @@ pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()>
     let (mut broken, mut waited, mut slowest, mut slowed) = (0_usize, 0_u32, 0.0_f64, 0.0_f64);
     for moment in 0..moments {
         let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
-        let (found, notes, failed) = run(&job, step, at)?;
+        let (found, notes, failed) = run(job, step, at)?;
         broken += failed;
         let joined = notes.0.iter().find(|note| note.contains("member 4 joined"));
         waited +=
@@ -63,7 +84,6 @@ pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()>
         slowest = slowest.max(longer.iter().copied().fold(0.0, f64::max));
         slowed = slowed.max(times[came - 1] / calm_times[came - 1] - 1.0);
     }
-    let name = "followed part";
     report.row(&format!("{name}: newcomers"), f64::from(moments), "1", Threshold::None)?;
     let metric = format!("{name}: members that failed, or whose copies of a part differ");
     report.row(&metric, broken as f64, "1", Threshold::AtMost(0.0))?;

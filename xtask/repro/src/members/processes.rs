@@ -108,15 +108,61 @@ pub(super) fn wait_for_ticket(host: &Member) -> Result<()> {
     Ok(())
 }
 
+/// A run whose members are killed and frozen.
+struct Arm {
+    name: &'static str,
+    /// Flags that the run has beside those that all runs have.
+    flags: &'static str,
+    /// Number of members before each loss.
+    members: u64,
+    /// Number of losses, and of those with `--quick`.
+    losses: u64,
+    quick: u64,
+}
+
+const ARMS: [Arm; 4] = [
+    Arm { name: "ddp", flags: "--sync ddp --layers 2", members: 5, losses: 60, quick: 2 },
+    Arm {
+        name: "diloco",
+        flags: "--sync diloco --sync-every 4 --layers 2",
+        members: 5,
+        losses: 20,
+        quick: 1,
+    },
+    // Two pipelines, and a spare.
+    Arm {
+        name: "pipelines",
+        flags: "--sync ddp --layers 4 --stages 2 --microbatches 4",
+        members: 5,
+        losses: 20,
+        quick: 1,
+    },
+    Arm {
+        name: "pools",
+        flags: "--sync ddp --layers 4 --stages 2 --microbatches 4 --pooled true",
+        members: 5,
+        losses: 20,
+        quick: 1,
+    },
+];
+
+const FLAGS: &str = "host --listen 127.0.0.1:0 --deadline 2s --steps 100000000 --heads 2 --dim 8 --context 8 \
+                     --batch 1 --threads 1 --eval-every 100000000 --eval-batches 1 --sample-tokens 0 \
+                     --data text.txt --codec none --quiet --out 0 --checkpoint-every 0";
+
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let losses = if options.quick { 2 } else { 60 };
+    ARMS.iter().try_for_each(|arm| lose_members(arm, report, options))
+}
+
+/// Kills or freezes a random member at a random time, again and again. After each loss, a new or the woken
+/// process makes the members as many as before.
+fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let Arm { name, members: count, .. } = *arm;
+    let losses = if options.quick { arm.quick } else { arm.losses };
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let folder = folder.path();
     fs::write(folder.join("text.txt"), "the quick brown fox ".repeat(500))?;
-    let flags = "host --listen 127.0.0.1:0 --deadline 2s --steps 100000000 --layers 2 --heads 2 --dim 8 --context 8 \
-                 --batch 1 --threads 1 --eval-every 100000000 --eval-batches 1 --sample-tokens 0 --data text.txt \
-                 --sync ddp --codec none --quiet --out 0 --checkpoint-every 0";
-    let flags: Vec<&str> = flags.split_whitespace().collect();
+    let flags: Vec<&str> = FLAGS.split_whitespace().chain(arm.flags.split_whitespace()).collect();
     let mut members = vec![start(folder, 0, farflung(&flags)?)?];
     wait_for_ticket(&members[0])?;
     let mut started = 1;
@@ -129,24 +175,24 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         members.push(newcomer);
         Ok(())
     };
-    while members.len() < 5 {
+    while (members.len() as u64) < count {
         add(&mut members)?;
     }
     let random = Philox::new(report.seed(), 0);
     let (mut killed, mut frozen, mut slowest, mut came_back) = (0_u32, 0_u32, 0.0_f64, 0_u32);
     for loss in 0..losses {
-        let victim = random.below(3 * loss, 5) as usize;
+        let victim = random.below(3 * loss, count) as usize;
         let freeze = random.below(3 * loss + 1, 2) == 1;
         sleep(Duration::from_micros(random.below(3 * loss + 2, 50_000)));
         let watcher = usize::from(victim == 0);
         let (.., before) = members[watcher].last_change();
         members[victim].send(if freeze { Signal::STOP } else { Signal::KILL })?;
-        slowest = slowest.max(wait(&members[watcher], 4, before)?);
+        slowest = slowest.max(wait(&members[watcher], count - 1, before)?);
         if freeze {
             frozen += 1;
             let (.., before) = members[watcher].last_change();
             members[victim].send(Signal::CONT)?;
-            wait(&members[watcher], 5, before)?;
+            wait(&members[watcher], count, before)?;
             came_back += 1;
             // The member that came back is the youngest now.
             let youngest = members.remove(victim);
@@ -156,12 +202,14 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             members.remove(victim);
             add(&mut members)?;
         }
-        report.progress(&format!("{} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
+        report.progress(&format!("{name}: {} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
     }
-    report.row("processes: members killed", f64::from(killed), "1", Threshold::None)?;
-    report.row("processes: members frozen", f64::from(frozen), "1", Threshold::None)?;
-    let metric = "processes: frozen members that woke and joined again";
-    report.row(metric, f64::from(came_back), "1", Threshold::AtLeast(f64::from(frozen)))?;
-    let metric = "processes: longest time from the fault to the others' next step";
-    report.row(metric, slowest, "s", Threshold::AtMost(DEADLINE + 1.0))
+    let metric = format!("{name}, processes: members killed");
+    report.row(&metric, f64::from(killed), "1", Threshold::None)?;
+    let metric = format!("{name}, processes: members frozen");
+    report.row(&metric, f64::from(frozen), "1", Threshold::None)?;
+    let metric = format!("{name}, processes: frozen members that woke and joined again");
+    report.row(&metric, f64::from(came_back), "1", Threshold::AtLeast(f64::from(frozen)))?;
+    let metric = format!("{name}, processes: longest time from the fault to the others' next step");
+    report.row(&metric, slowest, "s", Threshold::AtMost(DEADLINE + 1.0))
 }

@@ -49,11 +49,17 @@ pub(super) fn reroute(job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> 
 }
 
 impl Member<'_> {
-    /// Returns how the pools should change after the step just done.
+    /// Returns how the pools should change after the step just done. While a newcomer fetches a part, no member
+    /// moves to another one: the newcomer's pool may need it no more, and would be another one.
     pub(super) fn pool_advice(&mut self, job: &Job, trainer: &mut Trainer) -> PoolAdvice {
-        match &self.team {
+        let advice = match &self.team {
             Some(team) => self.pools.advice(job, team.slots(), trainer),
             None => PoolAdvice::Stay,
+        };
+        if matches!(advice, PoolAdvice::Moves { .. }) && trainer.is_followed() {
+            PoolAdvice::Stay
+        } else {
+            advice
         }
     }
 

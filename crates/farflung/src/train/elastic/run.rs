@@ -173,6 +173,7 @@ fn train(
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         let leaves = leaving(&steps.job, trainer);
         member.look_at_log(trainer);
+        trainer.tell_followed(member.log.is_kept());
         trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
         if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
             announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);

@@ -373,10 +373,9 @@ fn followed_stages(
         let held = told.held.iter().find(|held| Some(held.counted.step) == newest);
         let holds = |needed: &BTreeMap<String, usize>| held.is_some_and(|held| held.has_all(needed.keys()));
         let rank = (0..).zip(&by_rank).find(|(_, needed)| holds(needed)).map(|(rank, _)| rank);
-        *stood = rank.and_then(|rank| PlanPosition::in_pools(&pools.sizes, rank)).map(|at| PlanPosition {
-            replica: pools.sizes[at.position as usize],
-            ..at
-        });
+        *stood = rank
+            .and_then(|rank| PlanPosition::in_pools(&pools.sizes, rank))
+            .map(|at| PlanPosition { replica: pools.sizes[at.position as usize], ..at });
     }
     Ok(())
 }

@@ -6,8 +6,8 @@ use farflung_comm::{CommError, ReduceOp};
 use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
-use super::Trainer;
 use super::speed::Speedometer;
+use super::{StatusFlags, Trainer};
 use crate::Result;
 
 /// Result of the vote after a pass, the same on all ranks that voted.
@@ -25,7 +25,7 @@ pub(super) struct Vote {
 }
 
 /// Requests of a rank that take effect after a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct StepRequests {
     /// Whether the run stops.
     pub(super) stop: bool,
@@ -33,23 +33,32 @@ pub(super) struct StepRequests {
     pub(super) change: bool,
     /// Whether no new copy of parts may begin, because one is still being transferred.
     pub(super) copies: bool,
+    /// Whether no rank may move to another part, because a newcomer follows one.
+    pub(super) follows: bool,
 }
 
 impl StepRequests {
-    /// Weight of a request for change relative to one to stop, and of one against copies relative to one for
-    /// change. The requests of 4096 ranks sum to less than one of the next higher kind.
-    const CHANGE: f64 = 1.0 / (1 << 20) as f64;
+    /// Weight of a request relative to one of the next higher kind. The requests of 4096 ranks sum to less than
+    /// one of the next higher kind.
+    const NEXT: f64 = 1.0 / (1 << 13) as f64;
 
-    /// Encodes the requests as a number to be summed over ranks. The sum is exact for up to 4096 ranks.
+    /// Encodes the requests as a number to be summed over ranks. The sum is exact for up to 4096 ranks: it has
+    /// at most 52 bits.
     fn weigh(self) -> f64 {
-        let one = |wish| f64::from(u8::from(wish));
-        one(self.stop) + (one(self.change) + one(self.copies) * Self::CHANGE) * Self::CHANGE
+        let highest_last = [self.follows, self.copies, self.change, self.stop];
+        highest_last.iter().fold(0.0, |sum, &wish| sum * Self::NEXT + f64::from(u8::from(wish)))
     }
 
     /// Decodes the union of the requests from the sum of [`StepRequests::weigh`] over ranks.
     fn of_sum(sum: f64) -> Self {
-        let changes = sum.fract() / Self::CHANGE;
-        Self { stop: sum >= 1.0, change: changes >= 1.0, copies: changes.fract() > 0.0 }
+        let changes = sum.fract() / Self::NEXT;
+        let copies = changes.fract() / Self::NEXT;
+        Self {
+            stop: sum >= 1.0,
+            change: changes >= 1.0,
+            copies: copies >= 1.0,
+            follows: copies.fract() > 0.0,
+        }
     }
 }
 
@@ -112,7 +121,8 @@ impl Trainer {
     }
 
     const fn wish(&self, stop: bool) -> StepRequests {
-        StepRequests { stop, change: self.told.wants_change, copies: self.told.copies }
+        let StatusFlags { wants_change, copies, follows, .. } = self.told;
+        StepRequests { stop, change: wants_change, copies, follows }
     }
 
     /// Returns this replica's or rank's step times at its own index and zeros elsewhere, to be summed over all
@@ -185,14 +195,17 @@ mod tests {
 
     #[test]
     fn a_sum_of_wishes_says_what_any_rank_wishes() {
-        for number in 0..8_u8 {
-            let wish = StepRequests { stop: number & 1 > 0, change: number & 2 > 0, copies: number & 4 > 0 };
-            for ranks in [1, 3, 4000] {
+        for number in 0..16_u8 {
+            let bit = |bit: u8| number & bit > 0;
+            let wish = StepRequests { stop: bit(1), change: bit(2), copies: bit(4), follows: bit(8) };
+            for ranks in [1, 3, 4000, 4096] {
                 let sum = (0..ranks).map(|_| wish.weigh()).sum();
                 assert_eq!(StepRequests::of_sum(sum), wish, "{ranks} ranks");
             }
-            let others = StepRequests { stop: false, change: false, copies: true }.weigh() * 4000.0;
-            assert_eq!(StepRequests::of_sum(wish.weigh() + others), StepRequests { copies: true, ..wish });
+            let copies = StepRequests { copies: true, ..StepRequests::default() }.weigh() * 4000.0;
+            assert_eq!(StepRequests::of_sum(wish.weigh() + copies), StepRequests { copies: true, ..wish });
+            let follow = StepRequests { follows: true, ..StepRequests::default() }.weigh() * 4000.0;
+            assert_eq!(StepRequests::of_sum(wish.weigh() + follow), StepRequests { follows: true, ..wish });
         }
     }
 }

@@ -135,7 +135,7 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            told: StatusFlags { sound: true, wants_change: false, copies: false },
+            told: StatusFlags { sound: true, wants_change: false, copies: false, follows: false },
             unmet: false,
             speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
             undecided: Undecided::default(),

@@ -10,6 +10,7 @@ use farflung_parallel::pipeline::Updates;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::agree::StepRequests;
 use super::step_done::StepDone;
 use crate::Result;
 use crate::train::part::Part;
@@ -35,8 +36,8 @@ pub(super) struct Undecided {
     settled: bool,
     /// Whether this rank of a pipeline has sent its vote on the step in flight and not received the result.
     open: bool,
-    /// Whether any rank was sending or receiving a copy of a part at the vote on the last step.
-    copies: bool,
+    /// The requests of all ranks in the last vote whose result has arrived.
+    requests: StepRequests,
 }
 
 impl Undecided {
@@ -50,10 +51,10 @@ impl Undecided {
         self.open = true;
     }
 
-    /// Records that the step was committed. `loss` and `squares` are those of its vote; `copies` says whether
-    /// any rank was still sending or receiving a copy of a part at the last vote whose result has arrived.
-    pub(super) const fn committed(&mut self, loss: f64, squares: Option<f64>, copies: bool) {
-        *self = Self { loss, squares, settled: false, open: false, copies };
+    /// Records that the step was committed. `loss` and `squares` are those of its vote; `requests` are those of
+    /// the last vote whose result has arrived.
+    pub(super) const fn committed(&mut self, loss: f64, squares: Option<f64>, requests: StepRequests) {
+        *self = Self { loss, squares, settled: false, open: false, requests };
     }
 
     /// Takes over a step that the rank has not recorded before it moved to another plan.
@@ -88,7 +89,17 @@ impl Trainer {
 
     /// Returns whether no rank was sending or receiving a copy of a part at the vote on the last step.
     pub(in crate::train) const fn all_have_copied(&self) -> bool {
-        !self.undecided.copies
+        !self.undecided.requests.copies
+    }
+
+    /// Sets what this rank reports with the next vote: whether it keeps records of its steps for a newcomer.
+    pub(in crate::train) const fn tell_followed(&mut self, follows: bool) {
+        self.told.follows = follows;
+    }
+
+    /// Returns whether any rank kept records for a newcomer at the vote on the last step.
+    pub(in crate::train) const fn is_followed(&self) -> bool {
+        self.undecided.requests.follows
     }
 
     /// Resolves an open vote by what the other ranks report: the newest step that any of them has committed.
@@ -111,7 +122,7 @@ impl Trainer {
                 self.scale.taken();
                 self.step += 1;
                 self.half_done = false;
-                self.undecided.committed(loss, Some(squares), self.undecided.copies);
+                self.undecided.committed(loss, Some(squares), self.undecided.requests);
                 self.undecided.settled = true;
             }
             _ => {
