@@ -190,6 +190,29 @@ fn a_part_that_nobody_else_holds_is_lost() {
 }
 
 #[test]
+fn a_step_that_is_done_again_has_one_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), 4, TrainConfig { copy_share: 0.5, ..TrainConfig::default() });
+    let job = Job { config: TrainConfig { steps: 16, ..job.config.clone() }, ..job };
+    let mut calm = Told::default();
+    let expected = losses(report(&run(&job, 4, &[], &Faults::new(), &mut calm)));
+    // Rank 0 is lost at a time within step 12. The rank in its place may have committed that step, or not.
+    let (begin, end) = (calm.times[10] * 1e9, calm.times[11] * 1e9);
+    for part in 0..12 {
+        let at = Nanos((begin + (end - begin) * f64::from(part) / 12.0) as u64);
+        let results = run(&job, 4, &[], &Faults::new().at(at).crash(PeerId(0)), &mut Quiet);
+        let left = report(&results);
+        for pair in left.rows.windows(2) {
+            assert!(pair[0].step < pair[1].step, "{at}: {pair:?}");
+        }
+        for row in &left.rows {
+            let expected = expected[row.step as usize - 1];
+            assert!((expected - row.train_loss).abs() < 1e-4, "{at}: {expected} {row:?}");
+        }
+    }
+}
+
+#[test]
 fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
     let folder = tempfile::tempdir().unwrap();
     let steps = 16;

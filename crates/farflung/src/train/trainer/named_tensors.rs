@@ -236,7 +236,10 @@ impl Trainer {
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
         next.take_pieces(counted, get)?;
-        next.undecided.carry(self.undecided);
+        // If all return to an earlier step, the last one is dropped, and there is nothing to record.
+        if next.step == self.step {
+            next.undecided.carry(self.undecided);
+        }
         Ok(next)
     }
 }
