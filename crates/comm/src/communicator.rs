@@ -208,7 +208,8 @@ where
         if let Some(body) = &self.body {
             // Sent to all endpoints, because a rank of another group may wait for this rank and needs the
             // report too.
-            let all: Vec<PeerId> = (0..self.group.peers as u32).map(PeerId).collect();
+            let all = (0..self.group.peers as u32).map(PeerId);
+            let all: Vec<PeerId> = all.filter(|&peer| port.is_reached(peer)).collect();
             self.group.tell(&all, Channel::Suspect, body.waits_for(), body.progress(), port);
         }
     }
@@ -405,6 +406,11 @@ impl Communicator {
     #[must_use]
     pub fn size(&self) -> usize {
         self.group.members.len()
+    }
+    /// Returns the endpoints of the ranks, by rank.
+    #[must_use]
+    pub fn members(&self) -> &[PeerId] {
+        &self.group.members
     }
     /// Returns the network.
     #[must_use]

@@ -35,6 +35,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Returns whether the network accepts another frame of this tag. If it does not, it signals the inbox as
     /// soon as it accepts one.
     fn has_room(&self, to: PeerId, tag: Tag) -> bool;
+    /// Returns whether the network has ever reached this peer.
+    fn is_reached(&self, _to: PeerId) -> bool {
+        true
+    }
     /// Called after an operation has taken a frame of this peer and tag from the inbox, where `left` such
     /// frames remain.
     fn taken(&self, from: PeerId, tag: Tag, left: usize);
@@ -152,6 +156,9 @@ impl<D: Driver> Port for OperationPort<'_, D> {
     }
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
         to == self.shared.me || self.shared.inbox.is_down(to) || self.shared.driver.has_room(to, tag)
+    }
+    fn is_reached(&self, to: PeerId) -> bool {
+        to == self.shared.me || self.shared.driver.is_reached(to)
     }
     fn send(&mut self, to: PeerId, tag: Tag, mut frame: Frame) -> Result<(), CommError> {
         if to == self.shared.me {

@@ -334,6 +334,9 @@ impl Driver for TcpDriver {
             None => self.second_network().is_some_and(|second_network| second_network.has_room(to, tag)),
         }
     }
+    fn is_reached(&self, to: PeerId) -> bool {
+        self.links.to(to).is_some() || self.second_network().is_some_and(|network| network.is_connected(to))
+    }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
         let Some(link) = self.link(from, tag) else {
             if let Some(second_network) = self.second_network() {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::line_file::LinesFromEnd;
 use crate::{Error, PeerCounters, Result};
 
 /// Metrics after a step. Counts are totals since the run's first step, over all its resumes.
@@ -68,14 +69,7 @@ impl MetricsWriter {
             .write(true)
             .open(path)
             .map_err(Error::io("open", path))?;
-        let bytes = fs::read(path).map_err(Error::io("read", path))?;
-        let mut keep = 0;
-        for (i, line) in whole(&bytes).split_inclusive(|&b| b == b'\n').enumerate() {
-            if parse(path, i + 1, line)?.step > step {
-                break;
-            }
-            keep += line.len() as u64;
-        }
+        let keep = length_up_to(path, &file, step)?;
         file.set_len(keep)
             .and_then(|()| std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)))
             .map_err(Error::io("cut", path))?;
@@ -90,13 +84,36 @@ impl MetricsWriter {
     }
 }
 
+/// Returns the length of the file with its rows up to `step`. Rows are in the order of their steps, so only those
+/// after it are read.
+fn length_up_to(path: &Path, file: &File, step: u64) -> Result<u64> {
+    let read = || Error::io("read", path);
+    let mut lines = LinesFromEnd::new(file).map_err(read())?;
+    // What a crash has left at the end.
+    let mut is_left = true;
+    loop {
+        let end = lines.end();
+        let Some(line) = lines.pop().map_err(read())? else { return Ok(0) };
+        is_left &= !(line.ends_with(b"\n") && is_text(&line));
+        if is_left {
+            continue;
+        }
+        let begins = usize::try_from(lines.end()).unwrap_or(usize::MAX);
+        let number =
+            || fs::read(path).map_or(0, |all| all.iter().take(begins).filter(|&&b| b == b'\n').count());
+        if parse(path, || number() + 1, &line)?.step <= step {
+            return Ok(end);
+        }
+    }
+}
+
 /// Reads all steps of a `metrics.jsonl`; a line that a crash left incomplete at the end is ignored.
 ///
 /// Errors: [`Error::Io`], [`Error::Metrics`] with the line.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     let bytes = fs::read(path).map_err(Error::io("read", path))?;
     let lines = whole(&bytes).split_inclusive(|&b| b == b'\n');
-    lines.enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
+    lines.enumerate().map(|(i, line)| parse(path, || i + 1, line)).collect()
 }
 
 /// Returns the bytes of all complete lines. A crash can leave, at the end, a line without a newline or lines
@@ -107,15 +124,20 @@ fn whole(bytes: &[u8]) -> &[u8] {
     let mut at = 0;
     for line in bytes[..ended].split_inclusive(|&b| b == b'\n') {
         at += line.len();
-        if std::str::from_utf8(line).is_ok_and(|text| !text.contains('\0')) {
+        if is_text(line) {
             end = at;
         }
     }
     &bytes[..end]
 }
 
-fn parse(path: &Path, line: usize, text: &[u8]) -> Result<StepMetrics> {
-    serde_json::from_slice(text).map_err(|source| Error::Metrics { path: path.to_owned(), line, source })
+fn is_text(line: &[u8]) -> bool {
+    std::str::from_utf8(line).is_ok_and(|text| !text.contains('\0'))
+}
+
+fn parse(path: &Path, line: impl FnOnce() -> usize, text: &[u8]) -> Result<StepMetrics> {
+    let wrong = |source| Error::Metrics { path: path.to_owned(), line: line(), source };
+    serde_json::from_slice(text).map_err(wrong)
 }
 
 #[cfg(test)]
@@ -164,11 +186,11 @@ mod tests {
             writer.write(&at(4)).unwrap();
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // In the middle of the file, an invalid line is an error.
+        // In the middle of the file, an invalid line is an error. To cut the file, only later lines are read.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();
-        for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, 9).unwrap_err()] {
+        for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, 3).unwrap_err()] {
             assert!(error.to_string().ends_with("metrics.jsonl:3 is not a valid line of metrics"), "{error}");
         }
     }

@@ -7,7 +7,7 @@ use std::fmt;
 use std::path::Path;
 
 use farflung_base::{Bytes, Nanos, PeerId};
-use farflung_comm::{PathStats, Stats, Transport};
+use farflung_comm::{Communicator, PathStats, Stats, Transport};
 use serde::{Deserialize, Serialize};
 
 use crate::line_file::LineFile;
@@ -109,11 +109,15 @@ impl PeerCounters {
         }
     }
 
-    /// Returns the counters for all peers with which the endpoint has exchanged bytes.
+    /// Returns the counters for all other ranks with which this one has exchanged bytes, in the order of their
+    /// endpoints. Peers that have left the run are not among them.
     #[must_use]
-    pub fn all(transport: &dyn Transport) -> Vec<Self> {
-        let peers = (0..transport.size() as u32).map(PeerId).filter(|&peer| peer != transport.me());
-        let all = peers.map(|peer| Self::of(transport, peer));
+    pub fn all(comm: &Communicator) -> Vec<Self> {
+        let transport = comm.transport().as_ref();
+        let mut peers = comm.members().to_vec();
+        peers.sort_unstable();
+        let all = peers.into_iter().filter(|&peer| peer != transport.me());
+        let all = all.map(|peer| Self::of(transport, peer));
         all.filter(|peer| peer.bytes_sent + peer.bytes_received > 0).collect()
     }
 }
@@ -150,7 +154,6 @@ impl PeerCountersLog {
 
 #[cfg(test)]
 mod tests {
-    use farflung_comm::Communicator;
     use farflung_comm::memory;
 
     use super::*;
@@ -160,7 +163,7 @@ mod tests {
         let ends = memory::cluster(3);
         let comms: Vec<_> = ends.iter().map(|end| Communicator::new(end.clone())).collect();
         comms[0].send(farflung_base::Rank(2), 1, &[0; 1000]).unwrap();
-        let counters = PeerCounters::all(ends[0].as_ref());
+        let counters = PeerCounters::all(&comms[0]);
         let [peer] = counters[..] else { unreachable!("one was sent to: {counters:?}") };
         assert!(peer.peer == 2 && peer.bytes_sent >= 1000 && peer.bytes_received == 0 && peer.path.is_none());
         let json = serde_json::to_string(&peer).unwrap();

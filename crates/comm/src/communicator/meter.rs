@@ -148,6 +148,9 @@ impl Port for Metered<'_> {
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
         self.port.has_room(to, tag)
     }
+    fn is_reached(&self, to: PeerId) -> bool {
+        self.port.is_reached(to)
+    }
     fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError> {
         self.sends(to, frame.len());
         self.port.send(to, tag, frame)

@@ -64,7 +64,7 @@ impl Steps<'_, '_> {
     pub(super) fn record_resolved(&mut self, trainer: &mut Trainer) -> Result<()> {
         let Some(done) = trainer.take_resolved().filter(|_| self.tells) else { return Ok(()) };
         let totals = self.clock.totals(trainer.comm());
-        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        let peers = PeerCounters::all(trainer.comm());
         self.record.step(&self.job, &done, None, None, &totals, peers)
     }
 
@@ -96,7 +96,7 @@ impl Steps<'_, '_> {
             ..StepTimes::of(trainer.last_spent())
         };
         kept.times.write(&times);
-        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        let peers = PeerCounters::all(trainer.comm());
         if !self.tells && peers.iter().any(|peer| peer.path.is_some()) {
             let line =
                 PeerCountersLine { step: done.step, rank, time_s: totals.time_s, peers: peers.clone() };

@@ -169,7 +169,7 @@ fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Ru
     if trainer.rank() == Rank(0) {
         let metrics = Some(run.metrics(done.step - 1)?);
         let mut record = RunRecorder { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
-        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        let peers = PeerCounters::all(trainer.comm());
         record.step(job, &done, None, None, &kept.totals, peers)?;
     }
     Ok(())
