@@ -187,6 +187,33 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
 }
 
+/// The host's own job has no pipelines, because it begins alone. It joins again with the settings of the run.
+#[test]
+fn a_host_of_pipelines_that_was_frozen_joins_again() {
+    let run = Run::new();
+    let pipelines = "--layers 2 --stages 2 --microbatches 2";
+    let host = host(&run, &format!("--steps 1000000 --out host {pipelines}"));
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &a, 3);
+    // By then each part has been copied to the other rank.
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap().lines().count();
+    let before = steps();
+    wait_until("steps", || (steps() > before + 300).then_some(()));
+    host.send(Signal::STOP);
+    // `b` was a spare, and takes the host's place.
+    members(&run, &a, 2);
+    host.send(Signal::CONT);
+    members(&run, &a, 3);
+    // Now the host is the spare.
+    let said = said_by(&a);
+    assert!(
+        said.contains("3 members continue") && said.contains("1 pipeline of 2, and 1 without a part"),
+        "{said}"
+    );
+    assert!(!said_by(&b).contains("error"), "{}", said_by(&b));
+}
+
 /// Each newcomer fetches the state while the others take steps, and then has the same bits.
 #[test]
 fn newcomers_fetch_the_state_while_the_others_train() {

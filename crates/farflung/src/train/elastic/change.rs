@@ -10,6 +10,7 @@ use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, Start, View};
 use farflung_parallel::plan::Digest;
 
+use super::all_gather::nonsense_of;
 use super::balance::Balance;
 use super::copies::Copies;
 use super::decide::{Agreed, Agreement, Loss, NextView, suspect};
@@ -317,11 +318,14 @@ impl Member<'_> {
     pub(super) fn next_view(
         &mut self,
         error: &Error,
-        silent: Vec<MemberId>,
+        mut silent: Vec<MemberId>,
         (step, start): (u64, Option<Start>),
     ) -> Result<View> {
         let before = self.place.view().cloned();
-        let loss = Loss { suspect: suspect(error), silent, again: self.repeats.may(step) };
+        let nonsense = nonsense_of(error).and_then(|peer| self.place.name(peer));
+        silent.extend(nonsense);
+        let again = nonsense.is_none() && self.repeats.may(step);
+        let loss = Loss { suspect: suspect(error), silent, again };
         let view = self.place.after_loss(loss, start)?;
         self.repeats.follows(step, before.as_ref(), &view);
         Ok(view)

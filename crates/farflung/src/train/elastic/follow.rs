@@ -24,9 +24,14 @@ pub(super) const SHARE: f64 = 0.5;
 const OTHERS: Nanos = Nanos::from_millis(100);
 /// Number of failed attempts to fetch a copy of the state after which the newcomer takes it while all wait.
 const TRIES: u32 = 3;
-/// The newcomer gives up following if the number of steps to replay has not fallen this many times in a row, or
-/// if more rounds than this have ended before it had the optimizer.
-const MAX_LAPS: u32 = 2;
+/// The newcomer gives up following if the number of steps to replay has not fallen below its least so far this
+/// many times in a row.
+const MAX_LAPS: u32 = 4;
+/// The newcomer gives up following if more rounds than this have ended before it had the optimizer.
+const MAX_LATE: u32 = 2;
+/// A newcomer that is behind by less than this time, and whose links carry the records in it, is ready. Steps may
+/// be so short that it is never behind by one only.
+const NEAR: Nanos = Nanos::from_millis(50);
 
 /// The rank that replays steps: alone, with the settings of the run.
 pub(super) struct Replayer<'a> {
@@ -87,12 +92,34 @@ pub(super) struct Follower<'a> {
     pub(super) store: ChunkStore,
     followed: Option<Followed>,
     tries: u32,
-    /// Number of steps that were to be replayed last, and how many times in a row this number has not fallen.
-    lap: (u64, u32),
+    laps: Laps,
     /// Number of times that a round ended before the optimizer was received.
     late: u32,
     /// Number of members that offered the copy of the state when it was last requested.
     holders: usize,
+    /// Bytes a second from all members together that offered the copy.
+    rate: u64,
+}
+
+/// How the number of steps to be replayed has changed since a copy of the state was taken.
+#[derive(Debug, Clone, Copy)]
+struct Laps {
+    least: u64,
+    /// How many times in a row it has not fallen below its least.
+    stalled: u32,
+}
+
+impl Laps {
+    const NONE: Self = Self { least: u64::MAX, stalled: 0 };
+
+    /// Notes the number of steps to be replayed now. One step is always under way.
+    const fn note(&mut self, count: u64) {
+        if count < self.least || count <= 1 {
+            *self = Self { least: count, stalled: 0 };
+        } else {
+            self.stalled += 1;
+        }
+    }
 }
 
 /// A blob to be fetched, and the members that have it.
@@ -108,9 +135,10 @@ impl<'a> Follower<'a> {
             store,
             followed: None,
             tries: 0,
-            lap: (u64::MAX, 0),
+            laps: Laps::NONE,
             late: 0,
             holders: 0,
+            rate: 0,
         }
     }
 
@@ -128,10 +156,9 @@ impl<'a> Follower<'a> {
             }
             (Phase::Replays(lap), Some(followed)) => {
                 let (step, newest) = (followed.step(), offers.newest().unwrap_or(0));
-                // One step is always under way while the newest one is being fetched.
-                let is_near =
-                    lap.len() <= 1 && offers.after(step).last().is_none_or(|last| last.what.after == step);
-                if is_near && followed.has_optimizer(self.replayer.job.averages_each_step(), offers) {
+                if self.is_near(lap, step, offers)
+                    && followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
+                {
                     FollowProgress::Stands { step }
                 } else {
                     FollowProgress::Replays { step, newest }
@@ -139,6 +166,21 @@ impl<'a> Follower<'a> {
             }
             (Phase::Gave(follows), _) => *follows,
         }
+    }
+
+    /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are being
+    /// fetched, and it has the state after `step`.
+    fn is_near(&self, lap: &[Logged], step: u64, offers: &Offers) -> bool {
+        let behind = offers.after(step);
+        // One step is always under way while the newest one is being fetched.
+        if lap.len() <= 1 && behind.len() <= 1 {
+            return true;
+        }
+        let time = |every: Nanos| every.0.saturating_mul(behind.len() as u64);
+        let bytes: u64 = behind.iter().map(|record| record.what.label.len).sum();
+        let carried = (self.rate as f64 * NEAR.as_secs_f64()) as u64;
+        offers.growth().and_then(|growth| growth.every).is_some_and(|every| time(every) <= NEAR.0)
+            && bytes <= carried
     }
 
     /// Returns what to fetch next; empty if nothing is to be fetched now. `ready` has the measured rates of the
@@ -154,6 +196,7 @@ impl<'a> Follower<'a> {
                 } else {
                     ready.sum()
                 };
+                self.rate = rate;
                 let waits = now < since.get_or_insert(now).saturating_add(OTHERS);
                 if waits && self.replayer.job.pipelines.is_some() {
                     return Vec::new();
@@ -199,7 +242,7 @@ impl<'a> Follower<'a> {
                     let holder = optimizer.holders.first().and_then(|id| ready.rate(id)).unwrap_or(0);
                     let growth =
                         offers.growth().map(|growth| Growth { bytes: optimizer.what.label.len, ..growth });
-                    if self.late > MAX_LAPS || growth.is_some_and(|growth| !keeps_up(growth, holder)) {
+                    if self.late > MAX_LATE || growth.is_some_and(|growth| !keeps_up(growth, holder)) {
                         tracing::info!(
                             "the first member's link does not carry its optimizer in the time of a round"
                         );
@@ -210,9 +253,8 @@ impl<'a> Follower<'a> {
                     return vec![Offered { what: optimizer.what.label, holders: optimizer.holders }];
                 }
                 if count > 0 {
-                    let grown = if count > 1 && count >= self.lap.0 { self.lap.1 + 1 } else { 0 };
-                    self.lap = (count, grown);
-                    if grown >= MAX_LAPS {
+                    self.laps.note(count);
+                    if self.laps.stalled >= MAX_LAPS {
                         self.phase = Phase::Gave(FollowProgress::TooSlow);
                         return Vec::new();
                     }
@@ -293,7 +335,7 @@ impl<'a> Follower<'a> {
             return;
         }
         self.tries += 1;
-        self.lap = (u64::MAX, 0);
+        self.laps = Laps::NONE;
         self.followed = None;
         self.phase =
             if self.tries >= TRIES { Phase::Gave(FollowProgress::TooSlow) } else { Phase::Asks(None) };
@@ -310,4 +352,24 @@ impl<'a> Follower<'a> {
 fn keeps_up(growth: Growth, rate: u64) -> bool {
     let Some(every) = growth.every.filter(|_| rate > 0) else { return true };
     (growth.bytes as f64) < SHARE * rate as f64 * every.as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn laps_that_get_no_shorter_are_counted_however_they_vary() {
+        let stalled = |counts: &[u64]| {
+            let mut laps = Laps::NONE;
+            counts.iter().for_each(|&count| laps.note(count));
+            laps.stalled
+        };
+        assert_eq!(stalled(&[50, 20, 8, 3, 2]), 0);
+        // One lap is longer than the one before, and the newcomer gets nearer all the same.
+        assert_eq!(stalled(&[50, 20, 25, 8]), 0);
+        // It falls now and then, but never below what it was.
+        assert_eq!(stalled(&[50, 60, 55, 70, 65]), 4);
+        assert_eq!(stalled(&[9, 1, 1, 1, 1, 1]), 0);
+    }
 }

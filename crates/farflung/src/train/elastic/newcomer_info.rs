@@ -59,10 +59,18 @@ impl NewcomerInfo {
         )
     }
 
-    /// Checks that this machine has the same model and data as the members.
+    /// Checks that this machine has the same settings, model and data as the members.
     ///
     /// Errors: [`Error::MemberDiffers`].
     pub(super) fn check_job(&self, job: &Job) -> Result<()> {
+        let values = |settings: &str| {
+            let value = |line: &str| {
+                let (name, value) = line.split_once(" = ").unwrap_or((line, ""));
+                NamedValue::new(name, value)
+            };
+            settings.lines().map(value).collect::<Vec<_>>()
+        };
+        differs("setting", &values(&Self::of(job).settings), &values(&self.settings))?;
         differs("setting", &facts(job), &self.facts)
     }
 
