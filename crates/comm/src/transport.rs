@@ -115,8 +115,8 @@ pub trait Port {
     /// Returns whether [`Port::send`] to this peer may be called now. If not, the task is polled again once it
     /// may.
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool;
-    /// Returns whether the network has ever reached this peer. In a network that grows, most ids have no endpoint
-    /// yet. A frame to a peer that was not reached is lost.
+    /// Returns whether the network has ever reached this peer. In a network that grows, most ids have no
+    /// endpoint yet. A frame to a peer that was not reached is lost.
     fn is_reached(&self, _to: PeerId) -> bool {
         true
     }

@@ -84,8 +84,8 @@ impl MetricsWriter {
     }
 }
 
-/// Returns the length of the file with its rows up to `step`. Rows are in the order of their steps, so only those
-/// after it are read.
+/// Returns the length of the file with its rows up to `step`. Rows are in the order of their steps, so only
+/// those after it are read.
 fn length_up_to(path: &Path, file: &File, step: u64) -> Result<u64> {
     let read = || Error::io("read", path);
     let mut lines = LinesFromEnd::new(file).map_err(read())?;

@@ -52,7 +52,7 @@ use super::spent::{Spent, add_since};
 use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
-use agree::{StepRequests, SyncVote, Vote, Voting};
+use agree::{Request, StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
@@ -122,7 +122,7 @@ pub struct Trainer {
     /// Number of attempts of the current step whose gradients were not finite and could not become finite by a
     /// smaller loss scale.
     tries: u32,
-    told: StatusFlags,
+    told: Told,
     /// Whether the average of all replicas at the end of the last step failed: the next step does only that.
     unmet: bool,
     /// Measured step times, if shares depend on them.
@@ -131,17 +131,13 @@ pub struct Trainer {
     undecided: Undecided,
 }
 
-/// Flags that this rank sends to the others.
+/// What this rank sends to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct StatusFlags {
+struct Told {
     /// Whether its own gradients were finite when a step was tried again.
     sound: bool,
-    /// Whether it requests a change of members.
-    wants_change: bool,
-    /// Whether this rank is still sending or receiving a copy of a part.
-    copies: bool,
-    /// Whether it keeps records of its steps for a newcomer.
-    follows: bool,
+    /// What it requests with its next vote.
+    wished: StepRequests,
 }
 
 /// Number of attempts of a step whose gradients are not finite: after a transient fault, a later attempt
@@ -174,7 +170,7 @@ impl Trainer {
 
     /// Requests a change of members after the next step at which all replicas have the same parameters.
     pub(super) const fn ask_for_change(&mut self, asks: bool) {
-        self.told.wants_change = asks;
+        self.told.wished = self.told.wished.with(Request::Change, asks);
     }
 
     /// Returns a guard during whose life a stop interrupts the rank's computation.
@@ -326,7 +322,7 @@ impl Trainer {
         let done = if self.each_step {
             self.agreed(&vote)
         } else {
-            self.local_step(vote.loss, stop || vote.requests.stop)?
+            self.local_step(vote.loss, stop || vote.requests.has(Request::Stop))?
         };
         self.compared(StepDone { skipped, ..done })
     }
@@ -368,7 +364,7 @@ impl Trainer {
 
     /// Returns the result of a step of all replicas together, for methods that average each step.
     fn agreed(&self, vote: &Vote) -> StepDone {
-        let StepRequests { stop, change, .. } = vote.requests;
+        let (stop, change) = (vote.requests.has(Request::Stop), vote.requests.has(Request::Change));
         StepDone { stop, change, ..StepDone::of_all(self.step, vote.loss) }
     }
 

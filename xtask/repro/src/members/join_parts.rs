@@ -1,5 +1,5 @@
-//! Lets a newcomer take the place of a lost rank of a pipeline or of a pool at any time within a step. It fetches
-//! its part while the members train.
+//! Lets a newcomer take the place of a lost rank of a pipeline or of a pool at any time within a step. It
+//! fetches its part while the members train.
 
 use std::sync::Arc;
 

@@ -29,8 +29,8 @@ const TRIES: u32 = 3;
 const MAX_LAPS: u32 = 4;
 /// The newcomer gives up following if more rounds than this have ended before it had the optimizer.
 const MAX_LATE: u32 = 2;
-/// A newcomer that is behind by less than this time, and whose links carry the records in it, is ready. Steps may
-/// be so short that it is never behind by one only.
+/// A newcomer that is behind by less than this time, and whose links carry the records in it, is ready. Steps
+/// may be so short that it is never behind by one only.
 const NEAR: Nanos = Nanos::from_millis(50);
 
 /// The rank that replays steps: alone, with the settings of the run.
@@ -168,8 +168,8 @@ impl<'a> Follower<'a> {
         }
     }
 
-    /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are being
-    /// fetched, and it has the state after `step`.
+    /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are
+    /// being fetched, and it has the state after `step`.
     fn is_near(&self, lap: &[Logged], step: u64, offers: &Offers) -> bool {
         let behind = offers.after(step);
         // One step is always under way while the newest one is being fetched.
@@ -362,7 +362,9 @@ mod tests {
     fn laps_that_get_no_shorter_are_counted_however_they_vary() {
         let stalled = |counts: &[u64]| {
             let mut laps = Laps::NONE;
-            counts.iter().for_each(|&count| laps.note(count));
+            for &count in counts {
+                laps.note(count);
+            }
             laps.stalled
         };
         assert_eq!(stalled(&[50, 20, 8, 3, 2]), 0);

@@ -6,8 +6,8 @@ use farflung_comm::{CommError, ReduceOp};
 use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
+use super::Trainer;
 use super::speed::Speedometer;
-use super::{StatusFlags, Trainer};
 use crate::Result;
 
 /// Result of the vote after a pass, the same on all ranks that voted.
@@ -24,41 +24,54 @@ pub(super) struct Vote {
     pub(super) speeds: Vec<Measured>,
 }
 
-/// Requests of a rank that take effect after a step.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct StepRequests {
-    /// Whether the run stops.
-    pub(super) stop: bool,
-    /// Whether the members change, because one has come or leaves.
-    pub(super) change: bool,
-    /// Whether no new copy of parts may begin, because one is still being transferred.
-    pub(super) copies: bool,
-    /// Whether no rank may move to another part, because a newcomer follows one.
-    pub(super) follows: bool,
+/// What a rank may request with its vote, from the highest weight in the sum of all requests to the lowest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Request {
+    /// The run stops.
+    Stop,
+    /// The members change, because one has come or leaves.
+    Change,
+    /// No new copy of parts begins, because one is still being transferred.
+    NoCopy,
+    /// No rank moves to another part, because a newcomer follows one.
+    NoMove,
 }
 
+/// Requests of a rank, or of all ranks, that take effect after a step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct StepRequests(u8);
+
 impl StepRequests {
-    /// Weight of a request relative to one of the next higher kind. The requests of 4096 ranks sum to less than
-    /// one of the next higher kind.
+    const ALL: [Request; 4] = [Request::Stop, Request::Change, Request::NoCopy, Request::NoMove];
+    /// Weight of a request relative to the one before it. The requests of 4096 ranks sum to less than one of
+    /// the request before.
     const NEXT: f64 = 1.0 / (1 << 13) as f64;
+
+    pub(super) const fn has(self, request: Request) -> bool {
+        self.0 & (1 << request as u8) != 0
+    }
+
+    /// Returns the requests with or without this one.
+    pub(super) const fn with(self, request: Request, wished: bool) -> Self {
+        let bit = 1 << request as u8;
+        Self(if wished { self.0 | bit } else { self.0 & !bit })
+    }
 
     /// Encodes the requests as a number to be summed over ranks. The sum is exact for up to 4096 ranks: it has
     /// at most 52 bits.
     fn weigh(self) -> f64 {
-        let highest_last = [self.follows, self.copies, self.change, self.stop];
-        highest_last.iter().fold(0.0, |sum, &wish| sum * Self::NEXT + f64::from(u8::from(wish)))
+        let one = |request: &Request| f64::from(u8::from(self.has(*request)));
+        Self::ALL.iter().rev().fold(0.0, |sum, request| sum * Self::NEXT + one(request))
     }
 
     /// Decodes the union of the requests from the sum of [`StepRequests::weigh`] over ranks.
-    fn of_sum(sum: f64) -> Self {
-        let changes = sum.fract() / Self::NEXT;
-        let copies = changes.fract() / Self::NEXT;
-        Self {
-            stop: sum >= 1.0,
-            change: changes >= 1.0,
-            copies: copies >= 1.0,
-            follows: copies.fract() > 0.0,
+    fn of_sum(mut sum: f64) -> Self {
+        let mut union = Self::default();
+        for request in Self::ALL {
+            union = union.with(request, sum >= 1.0);
+            sum = sum.fract() / Self::NEXT;
         }
+        union
     }
 }
 
@@ -121,8 +134,7 @@ impl Trainer {
     }
 
     const fn wish(&self, stop: bool) -> StepRequests {
-        let StatusFlags { wants_change, copies, follows, .. } = self.told;
-        StepRequests { stop, change: wants_change, copies, follows }
+        self.told.wished.with(Request::Stop, stop)
     }
 
     /// Returns this replica's or rank's step times at its own index and zeros elsewhere, to be summed over all
@@ -196,16 +208,15 @@ mod tests {
     #[test]
     fn a_sum_of_wishes_says_what_any_rank_wishes() {
         for number in 0..16_u8 {
-            let bit = |bit: u8| number & bit > 0;
-            let wish = StepRequests { stop: bit(1), change: bit(2), copies: bit(4), follows: bit(8) };
+            let wish = StepRequests(number);
             for ranks in [1, 3, 4000, 4096] {
                 let sum = (0..ranks).map(|_| wish.weigh()).sum();
                 assert_eq!(StepRequests::of_sum(sum), wish, "{ranks} ranks");
             }
-            let copies = StepRequests { copies: true, ..StepRequests::default() }.weigh() * 4000.0;
-            assert_eq!(StepRequests::of_sum(wish.weigh() + copies), StepRequests { copies: true, ..wish });
-            let follow = StepRequests { follows: true, ..StepRequests::default() }.weigh() * 4000.0;
-            assert_eq!(StepRequests::of_sum(wish.weigh() + follow), StepRequests { follows: true, ..wish });
+            for other in StepRequests::ALL {
+                let others = StepRequests::default().with(other, true).weigh() * 4000.0;
+                assert_eq!(StepRequests::of_sum(wish.weigh() + others), wish.with(other, true));
+            }
         }
     }
 }

@@ -12,9 +12,10 @@ use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{ActivationPolicy, Stage};
 
+use super::agree::StepRequests;
 use super::speed::Speedometer;
 use super::undecided::Undecided;
-use super::{StatusFlags, Trainer};
+use super::{Told, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
@@ -135,7 +136,7 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            told: StatusFlags { sound: true, wants_change: false, copies: false, follows: false },
+            told: Told { sound: true, wished: StepRequests::default() },
             unmet: false,
             speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
             undecided: Undecided::default(),

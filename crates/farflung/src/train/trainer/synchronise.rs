@@ -4,6 +4,7 @@
 use farflung_optim::OptimError;
 use farflung_optim::sync::StepEnd;
 
+use super::agree::Request;
 use super::{StepDone, Synced, Trainer, by_number};
 use crate::Result;
 use crate::train::executor::Executor;
@@ -74,8 +75,8 @@ impl Trainer {
             loss: vote.losses.last().copied().unwrap_or(f64::NAN),
             losses: vote.losses,
             synced: Synced::Yes,
-            stop: vote.requests.stop,
-            change: vote.requests.change,
+            stop: vote.requests.has(Request::Stop),
+            change: vote.requests.has(Request::Change),
             drift: None,
             skipped: 0,
         })

@@ -10,7 +10,7 @@ use farflung_parallel::pipeline::Updates;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::agree::StepRequests;
+use super::agree::{Request, StepRequests};
 use super::step_done::StepDone;
 use crate::Result;
 use crate::train::part::Part;
@@ -84,22 +84,22 @@ impl Trainer {
     /// Sets what this rank reports with the next vote: whether it is still sending or receiving a copy of a
     /// part.
     pub(in crate::train) const fn tell_copying(&mut self, copies: bool) {
-        self.told.copies = copies;
+        self.told.wished = self.told.wished.with(Request::NoCopy, copies);
     }
 
     /// Returns whether no rank was sending or receiving a copy of a part at the vote on the last step.
     pub(in crate::train) const fn all_have_copied(&self) -> bool {
-        !self.undecided.requests.copies
+        !self.undecided.requests.has(Request::NoCopy)
     }
 
     /// Sets what this rank reports with the next vote: whether it keeps records of its steps for a newcomer.
     pub(in crate::train) const fn tell_followed(&mut self, follows: bool) {
-        self.told.follows = follows;
+        self.told.wished = self.told.wished.with(Request::NoMove, follows);
     }
 
     /// Returns whether any rank kept records for a newcomer at the vote on the last step.
     pub(in crate::train) const fn is_followed(&self) -> bool {
-        self.undecided.requests.follows
+        self.undecided.requests.has(Request::NoMove)
     }
 
     /// Resolves an open vote by what the other ranks report: the newest step that any of them has committed.

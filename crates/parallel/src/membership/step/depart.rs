@@ -9,9 +9,9 @@ impl Step<'_> {
     /// Leaves the run because of a view that does not contain this member. `from` has sent the view; `None` if
     /// this member has decided it.
     ///
-    /// Those that know of a view may all be outside of it: the member that decided it, and removed ones. If they
-    /// stopped, its members would wait for them for ever. So this member stops only once a member of the view
-    /// knows of it, or after `Settings::slowest_resend`.
+    /// Those that know of a view may all be outside of it: the member that decided it, and removed ones. If
+    /// they stopped, its members would wait for them for ever. So this member stops only once a member of the
+    /// view knows of it, or after `Settings::slowest_resend`.
     pub(super) fn depart(&mut self, view: View, from: Option<MemberId>) {
         let left = self.state.leaving.contains(&self.state.me.id);
         let reason = if left { Reason::Left } else { Reason::Removed { by: view.id() } };
