@@ -193,7 +193,9 @@ fn a_host_of_pipelines_that_was_frozen_joins_again() {
     let run = Run::new();
     let pipelines = "--layers 2 --stages 2 --microbatches 2";
     let host = host(&run, &format!("--steps 1000000 --out host {pipelines}"));
+    // `a` completes the pipeline, and `b` comes as a spare.
     let a = join(&run, "a", "host/run.ticket", &[]);
+    members(&run, &host, 2);
     let b = join(&run, "b", "host/run.ticket", &[]);
     members(&run, &a, 3);
     // By then each part has been copied to the other rank.
@@ -201,7 +203,7 @@ fn a_host_of_pipelines_that_was_frozen_joins_again() {
     let before = steps();
     wait_until("steps", || (steps() > before + 300).then_some(()));
     host.send(Signal::STOP);
-    // `b` was a spare, and takes the host's place.
+    // `b` takes the host's place.
     members(&run, &a, 2);
     host.send(Signal::CONT);
     members(&run, &a, 3);

@@ -24,6 +24,8 @@ pub(super) const SHARE: f64 = 0.5;
 const OTHERS: Nanos = Nanos::from_millis(100);
 /// Number of failed attempts to fetch a copy of the state after which the newcomer takes it while all wait.
 const TRIES: u32 = 3;
+/// Number of steps whose records are fetched at a time.
+const LAP: usize = 64;
 /// The newcomer gives up following if the number of steps to replay has not fallen below its least so far this
 /// many times in a row.
 const MAX_LAPS: u32 = 4;
@@ -142,6 +144,11 @@ impl<'a> Follower<'a> {
         }
     }
 
+    /// Returns the number of steps done in the state that it has; `None` without one.
+    pub(super) fn step(&self) -> Option<u64> {
+        self.followed.as_ref().map(Followed::step)
+    }
+
     /// Returns the state that it has, once it is a member.
     pub(super) fn into_followed(self) -> Option<Followed> {
         self.followed
@@ -155,7 +162,7 @@ impl<'a> Follower<'a> {
                 FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
             (Phase::Replays(lap), Some(followed)) => {
-                let (step, newest) = (followed.step(), offers.newest().unwrap_or(0));
+                let (step, newest) = (followed.step(), offers.newest().unwrap_or(followed.step()));
                 if self.is_near(lap, step, offers)
                     && followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
                 {
@@ -171,7 +178,11 @@ impl<'a> Follower<'a> {
     /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are
     /// being fetched, and it has the state after `step`.
     fn is_near(&self, lap: &[Logged], step: u64, offers: &Offers) -> bool {
-        let behind = offers.after(step);
+        let behind: Vec<Offered<Logged>> = offers.after(step).take(LAP + 1).collect();
+        let reached = behind.last().map_or(step, |record| record.what.step);
+        if offers.newest().is_some_and(|newest| newest > reached) {
+            return false;
+        }
         // One step is always under way while the newest one is being fetched.
         if lap.len() <= 1 && behind.len() <= 1 {
             return true;
@@ -228,9 +239,9 @@ impl<'a> Follower<'a> {
             Phase::Replays(lap) => {
                 let Some(followed) = &self.followed else { return Vec::new() };
                 let step = followed.step();
-                let records = offers.after(step);
+                let count = offers.after(step).count() as u64;
+                let records: Vec<Offered<Logged>> = offers.after(step).take(LAP).collect();
                 *lap = records.iter().map(|record| record.what).collect();
-                let count = lap.len() as u64;
                 if count == 0 && (offers.is_empty() || offers.newest().is_some_and(|newest| newest > step)) {
                     // The record of the next step is not offered any more.
                     self.lost();
@@ -282,7 +293,7 @@ impl<'a> Follower<'a> {
     /// round, or more of them offer the copy. With local steps they offer it at different times.
     pub(super) fn is_outdated(&self, offers: &Offers) -> bool {
         match self.phase {
-            Phase::FetchesOptimizer(offer) => !offers.after(offer.step).is_empty(),
+            Phase::FetchesOptimizer(offer) => offers.after(offer.step).next().is_some(),
             Phase::Fetches(offer) => offers.holders(offer).len() > self.holders,
             _ => false,
         }

@@ -68,7 +68,12 @@ pub(super) fn catch_up(
         all_gather(all, &RecordsOffer { step: own.map(PartCopy::step), records, copy })?;
     let until = told.iter().filter_map(|told| told.step).max().unwrap_or(0);
     let offered: Vec<&[Logged]> = told.iter().map(|told| &told.records[..]).collect();
-    let lacks = |rank: &Rank| records_between(&offered, at[rank.index()]?, until);
+    // If the records are more than the parts, it takes the parts.
+    let whole = told.iter().filter_map(|told| told.copy).map(|copy| copy.len).max().unwrap_or(0);
+    let lacks = |rank: &Rank| {
+        let records = records_between(&offered, at[rank.index()]?, until);
+        records.filter(|records| bytes_of(records) <= whole)
+    };
     let wanted: Vec<Wanted> =
         takers.iter().find(|&&rank| rank == all.rank()).and_then(lacks).unwrap_or_default();
     let most = takers.iter().filter_map(lacks).max_by_key(|wanted| bytes_of(wanted)).unwrap_or_default();

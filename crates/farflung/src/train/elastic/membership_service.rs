@@ -200,6 +200,11 @@ impl MembershipService {
         &self.offers
     }
 
+    /// Forgets the records of steps up to `step` that members have offered: this newcomer has replayed them.
+    pub(super) fn forget_records(&mut self, step: u64) {
+        self.offers.forget_records(step);
+    }
+
     /// Forgets the copies of the state that members have offered.
     pub(super) fn forget_copies(&mut self) {
         self.offers.forget_copies();

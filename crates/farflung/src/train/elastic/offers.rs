@@ -129,9 +129,16 @@ impl Offers {
 
     /// Returns the records that follow `step` without a gap. If members offer different records of a step, the
     /// one that most members offer is returned.
-    pub(super) fn after(&self, step: u64) -> Vec<Offered<Logged>> {
+    pub(super) fn after(&self, step: u64) -> impl Iterator<Item = Offered<Logged>> {
         let first = self.record_after(step);
-        std::iter::successors(first, |record| self.record_after(record.what.step)).collect()
+        std::iter::successors(first, |record| self.record_after(record.what.step))
+    }
+
+    /// Forgets the records of steps up to `step`.
+    pub(super) fn forget_records(&mut self, step: u64) {
+        for records in self.records.values_mut() {
+            *records = records.split_off(&step);
+        }
     }
 
     fn record_after(&self, step: u64) -> Option<Offered<Logged>> {
@@ -195,16 +202,18 @@ mod tests {
         offers.log(MemberId::number(1), &[logged(6, 6), logged(7, 9)]);
         offers.log(MemberId::number(2), &[logged(7, 7)]);
         offers.log(MemberId::number(3), &[logged(7, 7)]);
-        let after = |step| offers.after(step).iter().map(|record| record.what.step).collect::<Vec<_>>();
+        let after = |step| offers.after(step).map(|record| record.what.step).collect::<Vec<_>>();
         assert_eq!((after(4), after(3)), (vec![5, 6, 7, 8], vec![]));
         assert_eq!(offers.newest(), Some(8));
-        let records = offers.after(4);
+        let records: Vec<_> = offers.after(4).collect();
         assert_eq!(
             (records[1].holders.len(), records[2].holders.len(), records[2].what.label),
             (2, 2, label(7))
         );
         offers.keep(&[MemberId::number(0)]);
-        assert_eq!(offers.after(4).len(), 2);
+        assert_eq!(offers.after(4).count(), 2);
+        offers.forget_records(5);
+        assert_eq!((offers.after(4).count(), offers.after(5).count(), offers.newest()), (0, 1, Some(8)));
     }
 
     #[test]
@@ -214,7 +223,7 @@ mod tests {
         offers.log(MemberId::number(0), &[logged(4, 8), logged(8, 12), logged(16, 20)]);
         // A record that leads nowhere is not followed.
         offers.log(MemberId::number(1), &[logged(12, 12)]);
-        let after = |step| offers.after(step).iter().map(|record| record.what.step).collect::<Vec<_>>();
+        let after = |step| offers.after(step).map(|record| record.what.step).collect::<Vec<_>>();
         assert_eq!((after(4), after(5), after(16)), (vec![8, 12], vec![], vec![20]));
         assert_eq!(offers.newest(), Some(20));
         offers.offer_optimizer(MemberId::number(2), Offer { step: 8, label: label(1) });

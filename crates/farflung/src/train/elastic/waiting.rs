@@ -98,6 +98,9 @@ impl Place {
                 self.wait(POLL_INTERVAL)?;
                 continue;
             };
+            if let Some(step) = follower.step() {
+                self.membership().forget_records(step);
+            }
             let offers = self.membership().offers().clone();
             self.measure_again(&offers, waiting);
             let wants = follower.next(&offers, &waiting.ready, self.transport().now());
