@@ -67,6 +67,11 @@ impl Round {
         Self { to, retry: None }
     }
 
+    /// Returns whether a message is due now.
+    pub(super) fn is_due(&self, now: Nanos) -> bool {
+        !self.to.is_empty() && self.retry.is_none_or(|retry| retry.is_due(now))
+    }
+
     /// Returns the time at which the next message is due.
     pub(super) fn wake(&self) -> Option<Nanos> {
         self.retry.filter(|_| !self.to.is_empty()).map(Retry::at)

@@ -23,15 +23,13 @@ impl State {
     /// Applies an event as [`step`] does, in place.
     pub fn step(&mut self, event: Event, now: Nanos) -> Vec<Action> {
         let mut step = Step { state: self, now, actions: Vec::new() };
-        if step.state.stopped.is_none() && step.state.departure.is_none() {
+        if step.goes_on() {
             let admit = step.take(event);
             step.advance(admit);
-        } else if step.state.stopped.is_none() {
+        } else {
             step.take_at_departure(event);
         }
-        if step.state.stopped.is_none() {
-            step.continue_departure();
-        }
+        step.continue_departure();
         step.actions
     }
 }
@@ -210,6 +208,7 @@ impl Step<'_> {
 
     fn stop(&mut self, reason: Reason) {
         self.state.stopped = Some(reason.clone());
+        self.state.departure = None;
         self.actions.push(Action::Stop(reason));
     }
 

@@ -10,6 +10,9 @@ impl Step<'_> {
     /// Sends the view to members that have not acknowledged it, and to members of an older incarnation that
     /// have not answered.
     pub(super) fn send_view_to_rest(&mut self) {
+        if !self.state.unacknowledged.is_due(self.now) && !self.state.former.is_due(self.now) {
+            return;
+        }
         let Some(view) = self.view().cloned() else { return };
         let untold = std::mem::take(&mut self.state.unacknowledged);
         self.state.unacknowledged = self.send_round(untold, &view);
@@ -19,13 +22,13 @@ impl Step<'_> {
 
     /// Sends a view to the members of a round, if that is due.
     pub(super) fn send_round(&mut self, mut round: Round, view: &View) -> Round {
-        let retry = round.retry.unwrap_or(Retry::due(self.now));
-        if round.to.is_empty() || !retry.is_due(self.now) {
+        if !round.is_due(self.now) {
             return round;
         }
         for &id in &round.to {
             self.send(id, Message::Decided { view: view.clone() });
         }
+        let retry = round.retry.unwrap_or(Retry::due(self.now));
         round.retry = Some(retry.again(self.now, &self.state.settings));
         round
     }

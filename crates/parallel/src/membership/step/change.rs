@@ -63,7 +63,7 @@ impl Step<'_> {
 
     /// Acknowledges the view.
     fn acknowledge(&mut self, to: MemberId) {
-        if let (Some(at), None, None) = (self.view_id(), &self.state.stopped, &self.state.departure) {
+        if let Some(at) = self.view_id().filter(|_| self.goes_on()) {
             self.send(to, Message::Here { at });
         }
     }
