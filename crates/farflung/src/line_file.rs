@@ -82,8 +82,9 @@ impl<'a> LinesFromEnd<'a> {
             let more = self.start.min(BLOCK.max(self.bytes.len() as u64));
             self.start -= more;
             let mut bytes = vec![0; usize::try_from(more).unwrap_or(usize::MAX)];
-            (&mut &*self.file).seek(SeekFrom::Start(self.start))?;
-            (&mut &*self.file).read_exact(&mut bytes)?;
+            let mut file = self.file;
+            file.seek(SeekFrom::Start(self.start))?;
+            file.read_exact(&mut bytes)?;
             bytes.append(&mut self.bytes);
             self.bytes = bytes;
         }

@@ -5,13 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 
 use crate::members_follow::{Noted, end, step_of};
-use crate::virtual_members::{Ended, connections, fox, tiny};
+use crate::virtual_members::{Ended, connections, fox, in_pools, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::OptimizerKind;
-use farflung::config::pools::Numbers;
 use farflung::optim::local::MUON;
 use farflung::train::{Fault, FaultyValue, Job, run_workers};
 use farflung::{Stop, TrainConfig};
@@ -102,10 +100,7 @@ fn one_that_follows_its_part_has_the_bits_of_one_for_which_all_wait() {
 
 /// Creates a job whose stages are two pools of two members, by choice.
 fn pooled(folder: &Path) -> Job {
-    let config = TrainConfig { pooled: true, ..job(folder, TrainConfig::default()).config };
-    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..config.clone() }));
-    let config = TrainConfig { pools: Some(Numbers(vec![2, 2])), stages: MEMBERS, ..config };
-    Job { elastic: true, pipelines, ..Job::new(config, MEMBERS, Stop::manual()).unwrap() }
+    in_pools(TrainConfig { pooled: true, ..job(folder, TrainConfig::default()).config }, &[2, 2])
 }
 
 #[test]

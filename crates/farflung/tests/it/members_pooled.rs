@@ -5,12 +5,10 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
-use std::sync::Arc;
 
-use crate::virtual_members::{Ended, Told, connections, fox, tiny};
+use crate::virtual_members::{Ended, Told, connections, fox, in_pools, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::BalanceKind;
-use farflung::config::pools::Numbers;
 use farflung::config::value::Setting as _;
 use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_workers};
 use farflung::{Error, Stop, TrainConfig};
@@ -41,12 +39,7 @@ fn settings(folder: &Path, stages: usize, config: TrainConfig) -> TrainConfig {
 /// the first members first, then those of newcomers.
 fn job(folder: &Path, pools: &[u32], speeds: &[f64], config: TrainConfig) -> Job {
     let ranks = pools.iter().sum::<u32>() as usize;
-    let config = settings(folder, pools.len(), config);
-    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..config.clone() }));
-    let config =
-        TrainConfig { pools: Some(Numbers(pools.to_vec())), stages: ranks, workers: ranks, ..config };
-    let job = Job::new(config, ranks, Stop::manual()).unwrap();
-    let mut job = Job { elastic: true, pipelines, ..job };
+    let mut job = in_pools(settings(folder, pools.len(), config), pools);
     let mut text = "default = \"1gbit,1ms\"\n".to_owned();
     for (n, speed) in speeds.iter().enumerate() {
         let kind = if n < ranks { "worker" } else { "member" };

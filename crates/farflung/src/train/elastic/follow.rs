@@ -162,13 +162,13 @@ impl<'a> Follower<'a> {
                 FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
             (Phase::Replays(lap), Some(followed)) => {
-                let (step, newest) = (followed.step(), offers.newest().unwrap_or(followed.step()));
+                let step = followed.step();
                 if self.is_near(lap, step, offers)
                     && followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
                 {
                     FollowProgress::Stands { step }
                 } else {
-                    FollowProgress::Replays { step, newest }
+                    FollowProgress::Replays { step, newest: offers.newest().unwrap_or(step) }
                 }
             }
             (Phase::Gave(follows), _) => *follows,
@@ -239,8 +239,9 @@ impl<'a> Follower<'a> {
             Phase::Replays(lap) => {
                 let Some(followed) = &self.followed else { return Vec::new() };
                 let step = followed.step();
-                let count = offers.after(step).count() as u64;
-                let records: Vec<Offered<Logged>> = offers.after(step).take(LAP).collect();
+                let mut records: Vec<Offered<Logged>> = offers.after(step).collect();
+                let count = records.len() as u64;
+                records.truncate(LAP);
                 *lap = records.iter().map(|record| record.what).collect();
                 if count == 0 && (offers.is_empty() || offers.newest().is_some_and(|newest| newest > step)) {
                     // The record of the next step is not offered any more.

@@ -107,7 +107,7 @@ pub fn host(
     open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     // The settings of this machine's job are those of a run of one member.
-    let settings = config.to_toml();
+    let own_settings = config.to_toml();
     let mut job = founder(config, stop)?;
     let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
     let folder = claim.path();
@@ -128,7 +128,7 @@ pub fn host(
     let me = Newcomer::from(&opened.own());
     let at = kept::next(before.as_ref());
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
-    let state = State::first(me.id, view.clone(), self::settings(job.config.deadline));
+    let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
     let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
     let comm = view_communicator(&job, place.enter(view)?, false)?;
@@ -137,7 +137,7 @@ pub fn host(
     match run_job(&job, vec![connection], watch) {
         Err(Error::Removed { reason }) if stop.requested().is_none() => {
             watch.note(&format!("{reason}: this member joins again as a newcomer"));
-            let given = TrainArgs::from_toml(&settings, Path::new("the host's settings"))?;
+            let given = TrainArgs::from_toml(&own_settings, Path::new("the host's settings"))?;
             let asked = opened.ask_again(gate)?;
             drop(opened);
             come_in(&given, gate, (asked, Some(claim)), stop, watch, open)

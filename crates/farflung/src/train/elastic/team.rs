@@ -363,16 +363,16 @@ fn followed_stages(
     stood: &mut [Option<PlanPosition>],
 ) -> Result<()> {
     let newest = told.iter().flat_map(|told| &told.held).map(|held| held.counted.step).max();
-    let has = |told: &MemberDescription| told.held.iter().any(|held| Some(held.counted.step) == newest);
-    let newcomer = |(stood, told): (&Option<PlanPosition>, &MemberDescription)| stood.is_none() && has(told);
-    let Some(pools) = before.pools().filter(|_| stood.iter().zip(told).any(newcomer)) else {
-        return Ok(());
-    };
+    let newcomers = stood.iter_mut().zip(told).filter(|(stood, _)| stood.is_none());
+    let at_newest =
+        |told: &'_ MemberDescription| told.held.iter().position(|held| Some(held.counted.step) == newest);
+    let follow: Vec<_> =
+        newcomers.filter_map(|(stood, told)| Some((stood, &told.held[at_newest(told)?]))).collect();
+    let Some(pools) = before.pools().filter(|_| !follow.is_empty()) else { return Ok(()) };
     let by_rank = needs(&job.with_plan(before.clone())?)?;
-    for (stood, told) in stood.iter_mut().zip(told).filter(|(stood, _)| stood.is_none()) {
-        let held = told.held.iter().find(|held| Some(held.counted.step) == newest);
-        let holds = |needed: &BTreeMap<String, usize>| held.is_some_and(|held| held.has_all(needed.keys()));
-        let rank = (0..).zip(&by_rank).find(|(_, needed)| holds(needed)).map(|(rank, _)| rank);
+    for (stood, held) in follow {
+        let mut ranks = (0..).zip(&by_rank);
+        let rank = ranks.find(|(_, needed)| held.has_all(needed.keys())).map(|(rank, _)| rank);
         *stood = rank
             .and_then(|rank| PlanPosition::in_pools(&pools.sizes, rank))
             .map(|at| PlanPosition { replica: pools.sizes[at.position as usize], ..at });

@@ -79,8 +79,8 @@ impl NamedTensors {
         }
     }
 
-    /// Decodes the output of [`NamedTensors::append_to`]. Returns `None` if the bytes
-    /// are not valid. Lengths in untrusted bytes are checked before anything is allocated.
+    /// Decodes the output of [`NamedTensors::append_to`]. Returns `None` if the bytes are not valid. Lengths in
+    /// untrusted bytes are checked before anything is allocated.
     pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (len, rest) = bytes.split_first_chunk::<8>()?;
         let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::LrScheduleKind;
+use farflung::config::pools::Numbers;
 use farflung::train::{Job, Report, RunObserver, WorkerConnection, elastic};
-use farflung::{Result, StepMetrics, TrainConfig};
+use farflung::{Result, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
 /// The result of a worker.
@@ -32,6 +33,15 @@ pub(crate) fn tiny(folder: &Path, text: &str, config: TrainConfig) -> TrainConfi
         data: Some(data),
         ..config
     }
+}
+
+/// Creates the job of members that begin as pools of these sizes, one for each stage of the settings.
+pub(crate) fn in_pools(config: TrainConfig, pools: &[u32]) -> Job {
+    let ranks = pools.iter().sum::<u32>() as usize;
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..config.clone() }));
+    let config =
+        TrainConfig { pools: Some(Numbers(pools.to_vec())), stages: ranks, workers: ranks, ..config };
+    Job { elastic: true, pipelines, ..Job::new(config, ranks, Stop::manual()).unwrap() }
 }
 
 /// Returns the text that most of these tests use.
