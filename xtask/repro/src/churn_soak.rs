@@ -12,7 +12,7 @@ pub(crate) const BENCH: Bench = Bench {
     claim: "16 machines with a mean life of 2 hours, rounds of a minute, 24 hours: each epoch has one view, \
             rounds continue, newcomers are admitted, and at least 90% of what living machines could compute \
             is committed; the trainer itself for two hours: equal digests, each sample in one step, and, \
-            with a trace of spot machines, more work done than by restarting from checkpoints",
+            with a recorded trace of spot machines, more work done than by restarting from checkpoints",
     source: "ours",
     seed: 0,
     run,

@@ -46,7 +46,8 @@ impl Error {
                 ParallelError::Plan { .. }
                 | ParallelError::PlanFile { .. }
                 | ParallelError::PlanVersion { .. }
-                | ParallelError::TraceLine { .. },
+                | ParallelError::TraceLine { .. }
+                | ParallelError::UnknownName { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             // `Taken` gets code 75: the rank is still held by a dead process, and becomes free after a while.

@@ -289,10 +289,12 @@ fn ways_of_going_on_are_compared_under_one_trace() {
     assert!(refused(&format!("churn home --trace {} --mtbf 0", path.display())).contains("mtbf"));
     std::fs::write(&path, "machines 8 time 1h\n5s lost 9\n").unwrap();
     assert!(refused(&format!("churn lan --trace {}", path.display())).contains("line 2"));
-    std::fs::write(&path, "machines 3 time 1h\n").unwrap();
-    assert!(
-        refused(&format!("churn lan --trace {}", path.display())).contains("expected a trace of 8 machines")
-    );
+    // There are as many machines as in the trace, and its mean lifetime decides how often to save.
+    let seen = json("churn lan --model gpt2 --microbatches 32 --trace ec2-p3");
+    assert_eq!((&seen["machines"], &seen["losses"]), (&32.into(), &167.into()));
+    let again = json("churn lan --model gpt2 --microbatches 32 --trace ec2-p3 --mtbf 24h");
+    assert!(seen["interval_s"].as_f64().unwrap() < again["interval_s"].as_f64().unwrap() / 3.0, "{seen}");
+    assert!(refused("churn lan --trace ec2-p4").contains("(known: ec2-p3, ec2-g4dn)"));
 }
 
 #[test]

@@ -72,6 +72,22 @@ impl Trace {
     pub fn losses(&self) -> usize {
         self.changes.iter().map(|change| change.lost.len()).sum()
     }
+
+    /// Returns the mean time for which a machine is present before it fails: the sum of these times over all
+    /// machines, divided by the number of failures. `None` if no machine fails.
+    #[must_use]
+    pub fn lifetime(&self) -> Option<Nanos> {
+        let losses = self.losses();
+        let present = self.mean() * self.time.as_secs_f64();
+        (losses > 0).then(|| Nanos::from_secs_f64(present / losses as f64))
+    }
+
+    /// Returns the part of the trace before `time`.
+    #[must_use]
+    pub fn until(&self, time: Nanos) -> Self {
+        let changes = self.changes.iter().take_while(|change| change.at < time).cloned().collect();
+        Self { machines: self.machines, time: self.time.min(time), changes }
+    }
 }
 
 /// The failure or return of one machine.
@@ -194,8 +210,20 @@ mod tests {
     fn the_mean_is_that_of_the_process() {
         let trace = Trace::drawn(64, 3600.0, 1200.0, HOUR * 400, 7);
         assert!((trace.mean() / 64.0 - 0.75).abs() < 0.01, "{}", trace.mean());
+        let lifetime = trace.lifetime().unwrap().as_secs_f64();
+        assert!((lifetime / 3600.0 - 1.0).abs() < 0.02, "{lifetime}");
         let calm = Trace { machines: 3, time: HOUR, changes: Vec::new() };
         assert!((calm.mean() - 3.0).abs() < 1e-12);
+        assert_eq!(calm.lifetime(), None);
+    }
+
+    #[test]
+    fn a_part_of_a_trace_has_the_changes_before_its_end() {
+        let text = "machines 2 time 1h\n1min lost 1\n2min back 1\n2min lost 0\n";
+        let trace: Trace = text.parse().unwrap();
+        let minute = Nanos(60_000_000_000);
+        assert_eq!(trace.until(minute * 2), "machines 2 time 2min\n1min lost 1\n".parse().unwrap());
+        assert_eq!(trace.until(minute * 90), trace);
     }
 
     #[test]

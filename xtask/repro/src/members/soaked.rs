@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
-use farflung::parallel::churn::{Change, Trace, daly};
+use farflung::parallel::churn::{Change, Trace, daly, recorded};
 use farflung::train::Job;
 
 use super::{Ended, job, report as report_of, run as run_once, times};
@@ -17,6 +17,8 @@ const LIFE: f64 = 7200.0;
 const ABSENCE: f64 = 600.0;
 /// Seconds of a step.
 const STEP: f64 = 20.0;
+/// The recorded trace of spot machines.
+const SPOT: &str = "ec2-p3";
 /// For a job that restarts from checkpoints: seconds to write one, and seconds from a loss to the first step
 /// after it.
 const SAVE: f64 = 1.0;
@@ -137,34 +139,6 @@ fn soak(seed: u64, trace: &Trace) -> Result<ChurnResult> {
     })
 }
 
-/// Returns a trace in which machines are taken away and given back in groups, as spot machines are: two to four
-/// of a group at once.
-fn spot(seed: u64, time: Nanos) -> Trace {
-    let groups = Trace::drawn(MACHINES / 4, 2400.0, 600.0, time, seed);
-    let machines = |groups: &[u32], at: Nanos| -> Vec<u32> {
-        let some = |group: &u32| {
-            let count = 2 + ((u64::from(*group) + at.0 / 1_000_000_000) % 3) as u32;
-            (0..count).map(|n| group * 4 + n).collect::<Vec<_>>()
-        };
-        groups.iter().flat_map(some).collect()
-    };
-    let mut taken: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-    let mut changes = Vec::new();
-    for Change { at, lost, back } in groups.changes {
-        let mut change = Change { at, lost: Vec::new(), back: Vec::new() };
-        for group in lost {
-            let gone = machines(&[group], at);
-            change.lost.extend(&gone);
-            taken.insert(group, gone);
-        }
-        for group in back {
-            change.back.extend(taken.remove(&group).unwrap_or_default());
-        }
-        changes.push(change);
-    }
-    Trace { machines: MACHINES, time, changes }
-}
-
 /// Returns the goodput of a job that restarts from its newest checkpoint after each loss and accepts newcomers
 /// only then. It is a fraction of the work that living machines could have done. Checkpoints have the interval
 /// that [`daly`] computes.
@@ -224,10 +198,12 @@ pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("trainer: virtual time, longest", longest, "h", Threshold::AtMost(1.15 * hours))?;
     report.row("trainer: goodput of living machines, worst seed", least, "%", Threshold::AtLeast(90.0))?;
 
-    let trace = spot(report.seed() + 7, time);
+    let trace = recorded(SPOT)?.until(time);
     let soaked = soak(report.seed(), &trace)?;
     let (goodput, restarts) = (100.0 * soaked.tokens / soaked.ideal, 100.0 * restarting(&trace));
-    report.row("spot trace: machines that were lost", soaked.lost as f64, "", Threshold::None)?;
-    report.row("spot trace: goodput of restarting from checkpoints", restarts, "%", Threshold::None)?;
-    report.row("spot trace: goodput of the trainer", goodput, "%", Threshold::AtLeast(restarts))
+    let row = |what: &str| format!("spot trace {SPOT}: {what}");
+    report.row(&row("machines that were lost"), soaked.lost as f64, "", Threshold::None)?;
+    report.row(&row("machines that joined"), soaked.came as f64, "", Threshold::None)?;
+    report.row(&row("goodput of restarting from checkpoints"), restarts, "%", Threshold::None)?;
+    report.row(&row("goodput of the trainer"), goodput, "%", Threshold::AtLeast(restarts))
 }

@@ -2,12 +2,13 @@
 //! recovery method.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 
 use farflung::base::{Bandwidth, Nanos};
 use farflung::parallel::churn::{
     CheckpointedJob, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
-    daly, replay,
+    daly, recorded, replay,
 };
 use farflung::terminal::print;
 use farflung::train::{PipelineSizes, fleet, read_topology};
@@ -15,6 +16,9 @@ use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 use super::file::write;
+
+/// An hour in nanoseconds.
+const HOUR: u64 = 3_600_000_000_000;
 
 /// Compare recovery methods while machines are lost and return: restarting from checkpoints, Varuna's morphing,
 /// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all with the same trace.
@@ -26,6 +30,7 @@ use super::file::write;
 #[command(after_help = "Examples:
   farflung plan churn spot --model gpt2-xl --mtbf 4h --absence 20min
   farflung plan churn lan --model gpt2 --mtbf 24h --hours 48 --seed 3 --json
+  farflung plan churn spot --model gpt2-xl --trace ec2-p3
   farflung plan churn spot --model gpt2-xl --trace preemptions.txt")]
 pub(crate) struct ChurnCommand {
     /// TOML file with devices, links and regions, or the name of a shipped one.
@@ -51,8 +56,11 @@ pub(crate) struct ChurnCommand {
         value_parser = clap::value_parser!(u32).range(1..=4096)
     )]
     microbatches: u32,
+    /// Mean time until a machine is lost; 24h, or with --trace that of the trace.
+    #[arg(long, value_name = "TIME", value_parser = positive)]
+    mtbf: Option<Nanos>,
     #[command(flatten)]
-    losses: Losses,
+    costs: SavingCosts,
     /// Mean time until a lost machine returns.
     #[arg(long, value_name = "TIME", default_value = "10min", value_parser = positive)]
     absence: Nanos,
@@ -71,7 +79,8 @@ pub(crate) struct ChurnCommand {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// File with losses and returns, instead of random ones: a line `machines N time TIME`, then lines
-    /// `TIME lost M` and `TIME back M`.
+    /// `TIME lost M` and `TIME back M`. Or the name of a recorded trace of spot machines: ec2-p3, ec2-g4dn. There
+    /// are as many machines as in the trace.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hours", "seed"])]
     trace: Option<PathBuf>,
     /// Write the random losses to this file.
@@ -80,16 +89,6 @@ pub(crate) struct ChurnCommand {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
-}
-
-/// Mean time between losses of machines, and the times of saving and restarting.
-#[derive(Debug, Clone, Copy, clap::Args)]
-pub(super) struct Losses {
-    /// Mean time until a machine is lost.
-    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = positive)]
-    pub(super) mtbf: Nanos,
-    #[command(flatten)]
-    pub(super) costs: SavingCosts,
 }
 
 /// Disk rate and restart time, from which the times of saving and restarting are computed.
@@ -142,20 +141,22 @@ impl ChurnCommand {
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
         let fleet = fleet(&model, &cluster, sizes)?;
         let mut prices = StepTimes::new(&fleet)?;
-        let machines = cluster.size() as u32;
-        let mtbf = self.losses.mtbf;
+        let mut mtbf = self.mtbf.unwrap_or(Nanos(24 * HOUR));
         let trace = if let Some(path) = &self.trace {
-            given(path, machines)?
+            let trace = given(path)?;
+            mtbf = self.mtbf.or_else(|| trace.lifetime()).unwrap_or(mtbf);
+            trace
         } else {
-            let time = Nanos(self.hours * 3_600_000_000_000);
-            Trace::drawn(machines, mtbf.as_secs_f64(), self.absence.as_secs_f64(), time, self.seed)
+            let (lifetime, absence) = (mtbf.as_secs_f64(), self.absence.as_secs_f64());
+            Trace::drawn(cluster.size() as u32, lifetime, absence, Nanos(self.hours * HOUR), self.seed)
         };
+        let machines = trace.machines;
         if let Some(path) = &self.trace_out {
             write(path, "write the trace", &trace.to_string())?;
         }
         let stages = best_shape(&mut prices, machines, 1).map_or(1, |shape| shape.stages);
         let state = prices.state(stages).unwrap_or_default();
-        let SavingTimes { save, restart } = self.losses.costs.times(state);
+        let SavingTimes { save, restart } = self.costs.times(state);
         let recovery = Recovery { save, restart, regroup: self.regroup, lifetime: mtbf };
         let mut policies = Vec::new();
         for row in &POLICIES {
@@ -181,22 +182,18 @@ pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nano
     CheckpointedJob { every: daly(save, between), save, restart, mtbf: between }
 }
 
-/// Reads a trace and checks its number of machines.
-fn given(path: &PathBuf, machines: u32) -> Result<Trace> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
-        action: "read",
-        path: path.clone(),
-        source,
-    })?;
-    let trace: Trace = text.parse()?;
-    if trace.machines != machines {
-        return Err(Error::Setting {
-            field: "trace",
-            value: format!("a trace of {} machines", trace.machines),
-            expected: format!("a trace of {machines} machines, as many as the topology has"),
-        });
+/// Reads a trace. If there is no such file, returns the recorded trace of this name.
+fn given(path: &Path) -> Result<Trace> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(text.parse()?),
+        Err(source) => {
+            let is_name = path.extension().is_none() && path.components().count() == 1;
+            match path.to_str().filter(|_| is_name && source.kind() == ErrorKind::NotFound) {
+                Some(name) => Ok(recorded(name)?),
+                None => Err(Error::Io { action: "read", path: path.to_owned(), source }),
+            }
+        }
     }
-    Ok(trace)
 }
 
 impl ChurnResults<'_> {

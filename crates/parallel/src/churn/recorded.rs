@@ -1,0 +1,75 @@
+//! Recorded traces of spot machines, included in the crate, by name.
+
+use super::Trace;
+use crate::ParallelError;
+
+/// A recorded trace.
+#[derive(Debug, Clone, Copy)]
+pub struct RecordedTrace {
+    /// Name on the command line.
+    pub name: &'static str,
+    /// One-line description.
+    pub about: &'static str,
+    /// Text of the file, as parsed by [`Trace`]. Its first lines name the source.
+    pub text: &'static str,
+}
+
+/// All included traces.
+pub const RECORDED: [RecordedTrace; 2] = [
+    RecordedTrace {
+        name: "ec2-p3",
+        about: "32 spot machines with a V100 each, for 11 hours (Bamboo)",
+        text: include_str!("../../traces/ec2-p3.txt"),
+    },
+    RecordedTrace {
+        name: "ec2-g4dn",
+        about: "24 spot machines with a T4 each, for 10.5 hours (Bamboo)",
+        text: include_str!("../../traces/ec2-g4dn.txt"),
+    },
+];
+
+/// Parses the recorded trace of this name.
+///
+/// Errors: [`ParallelError::UnknownName`].
+///
+/// ```
+/// let trace = farflung_parallel::churn::recorded("ec2-p3")?;
+/// assert_eq!((trace.machines, trace.losses()), (32, 167));
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+pub fn recorded(name: &str) -> Result<Trace, ParallelError> {
+    let found = RECORDED.iter().find(|recorded| recorded.name == name);
+    let known = || RECORDED.iter().map(|recorded| recorded.name.to_owned()).collect();
+    let unknown =
+        || ParallelError::UnknownName { kind: "recorded trace", name: name.to_owned(), known: known() };
+    found.ok_or_else(unknown)?.text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Nanos;
+
+    use super::*;
+
+    /// The numbers of machines are those of the record, counted by hand from its rows at these minutes (of the
+    /// record, which begin 25 and 15 minutes earlier than the traces).
+    #[test]
+    fn the_machines_that_are_there_are_those_of_the_record() {
+        let cases: [(&str, u64, &[(u64, usize)]); 2] = [
+            ("ec2-p3", 25, &[(59, 15), (71, 32), (269, 19), (408, 18), (508, 11), (682, 10)]),
+            ("ec2-g4dn", 15, &[(28, 14), (120, 6), (200, 2), (239, 14), (425, 17), (646, 5)]),
+        ];
+        for (name, begin, counts) in cases {
+            let trace = recorded(name).unwrap();
+            for &(minute, count) in counts {
+                let until = Nanos((minute - begin) * 60_000_000_000 + 59_000_000_000);
+                let changes = trace.changes.iter().take_while(|change| change.at <= until);
+                let there = changes.fold(trace.machines as usize, |there, change| {
+                    there + change.back.len() - change.lost.len()
+                });
+                assert_eq!(there, count, "{name} at minute {minute}");
+            }
+        }
+        assert!(recorded("ec2").unwrap_err().to_string().contains("ec2-g4dn"));
+    }
+}
