@@ -470,6 +470,11 @@ settings! {
         /// changes its stage if that makes steps a tenth shorter. A step takes the same sequences for any
         /// number of members.
         pooled: bool, "BOOL", false;
+        /// Whether the other members keep what they have computed of a step in which a member is lost (with
+        /// --pooled). They then do only the lost member's work again. Gradients are summed in another order, so
+        /// results differ by rounding from those after a member that leaves by itself; with false, the whole
+        /// step is done again, with the same bits.
+        keep_work: bool, "BOOL", true;
         /// Schedule of the pipeline; `farflung train --help` lists them.
         schedule: Method, "NAME", Method::OneFOneB;
         /// File with your own schedule, instead of --schedule, in the format that `farflung schedule --file`

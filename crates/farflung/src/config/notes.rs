@@ -188,6 +188,11 @@ impl TrainConfig {
             &["balance", "copy-share", "pooled"],
             "the run's members do not change: it is for `farflung host`",
         );
+        notes.note_without_effect(
+            !run.elastic || !self.is_pooled(),
+            &["keep-work"],
+            "stages are not pools of members that come and leave",
+        );
         let local = format!(
             "`sync` {} takes local steps between averages, so bucket sizes and algorithms make little \
              difference",

@@ -7,7 +7,7 @@ use std::ops::Range;
 use farflung_base::{Link, Rank, StageId};
 use farflung_parallel::pipeline::{
     Action, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
-    Schedule, SliceShare, TiedWeights, Updates,
+    ResumedStep, Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
 use farflung_parallel::{Plan, Recompute, ScheduleSource};
 use farflung_zoo::GptConfig;
@@ -44,10 +44,26 @@ impl ReplicaSchedule {
         Self::of(&job.plan, &job.model, &job.machines()?, replica)
     }
 
+    /// Makes the schedule of the rest of a step of a job whose stages are pools.
+    ///
+    /// Errors: as [`ReplicaSchedule::new`].
+    pub(super) fn resumed(job: &Job, replica: u32, step: &ResumedStep) -> Result<Self> {
+        Self::make((&job.plan, Some(step)), &job.model, &job.machines()?, replica)
+    }
+
     /// Makes the schedule of a replica of a plan, for a model on given machines.
     ///
     /// Errors: as [`ReplicaSchedule::new`].
     pub fn of(plan: &Plan, model: &GptConfig, machines: &Machines, replica: u32) -> Result<Self> {
+        Self::make((plan, None), model, machines, replica)
+    }
+
+    fn make(
+        (plan, resumed): (&Plan, Option<&ResumedStep>),
+        model: &GptConfig,
+        machines: &Machines,
+        replica: u32,
+    ) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
         let (ranks, first) = (plan.stages(), replica * plan.stages());
         let work = Work { model, batch: plan.batch as usize };
@@ -76,7 +92,11 @@ impl ReplicaSchedule {
             .iter()
             .map(|part| work.stage_cost(part, rates[first as usize]))
             .collect::<Result<_>>()?;
-        let placement = plan.order_with(count, &equal, hop).map_err(Error::schedule)?.placement().clone();
+        let order_with = |cost: &[StageCost]| match (resumed, plan.pools()) {
+            (Some(step), Some(pools)) => step.order(pools, cost, hop, plan.pipeline.memory),
+            _ => plan.order_with(count, cost, hop),
+        };
+        let placement = order_with(&equal).map_err(Error::schedule)?.placement().clone();
         let rate = |part: u32| {
             let holders =
                 (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
@@ -92,7 +112,7 @@ impl ReplicaSchedule {
             let rate = rates[(first + placement.rank(stage).0) as usize];
             work.stage_cost(&plan.parts[placement.part(stage) as usize], rate)
         };
-        let order = plan.order_with(count, &stages, hop).map_err(Error::schedule)?;
+        let order = order_with(&stages).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
             ScheduleSource::Named(method) => method.arrivals(&plan.settings(count, &stages, hop)),
             ScheduleSource::Text(_) | ScheduleSource::Pools(_) => None,

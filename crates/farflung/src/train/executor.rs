@@ -19,6 +19,7 @@ use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
+use super::kept_pass::KeptPass;
 use super::part::{Part, SavedMicrobatch, SendTiming, copy};
 use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
@@ -38,6 +39,22 @@ pub(super) enum Pass {
 
 /// A message that may still be in flight.
 type Bytes = Pending<Result<Vec<u8>, CommError>>;
+
+/// Data that one stage passes to another.
+#[derive(Debug)]
+pub(super) enum Flow {
+    /// Hidden states or their gradients.
+    Values(Tensor),
+    /// The result of a computation that was done before the pass.
+    Kept,
+}
+
+/// A message that another rank sends, unless the computation that needs it was done before the pass.
+#[derive(Debug)]
+pub(super) struct Awaited {
+    message: Message,
+    bytes: Option<Bytes>,
+}
 
 /// Sum of the losses of a microbatch or of one slice of it, which may still be in flight from the device.
 type Loss = Pending<Result<f64, ZooError>>;
@@ -89,6 +106,8 @@ pub(super) struct Executor {
     /// State that the slices of a microbatch pass on to each other on a stage, if there are several.
     pub(super) carried: BTreeMap<(StageId, u32), Slices>,
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
+    /// What is kept of the pass, if the run continues passes that fail.
+    pub(super) kept: KeptPass,
     /// The codecs of messages to other ranks.
     pub(super) boundaries: Boundaries,
     /// Times of the step so far, by use.
@@ -107,11 +126,13 @@ impl Executor {
     /// Clears the pipeline and begins a pass.
     pub(super) fn begin(&mut self, pass: Pass, microbatches: u32) {
         (self.pass, self.passing) = (pass, microbatches);
-        self.held.clear();
         self.carried.clear();
         self.sending.clear();
         self.losses.clear();
-        self.parts.values_mut().for_each(Part::begin);
+        if !self.kept.begin(pass != Pass::Evaluation) {
+            self.held.clear();
+            self.parts.values_mut().for_each(Part::begin);
+        }
     }
 
     /// Waits until all messages have been sent.
@@ -126,10 +147,11 @@ impl Executor {
             Pass::Training { .. } => self.sampler.shard().batch,
             Pass::Evaluation => self.evaluation.shard().batch,
         } * self.sampler.context();
-        let mut sums = BTreeMap::new();
+        let mut sums = self.kept.losses();
         for (microbatch, loss) in self.losses.drain(..) {
             *sums.entry(microbatch).or_insert(0.0) += loss.wait()?;
         }
+        self.kept.keep_losses(&sums);
         Ok((sums.values().sum(), sums.len() * tokens))
     }
 
@@ -248,12 +270,17 @@ impl Executor {
                 Some(saved)
             }
         };
-        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version });
+        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version, again });
         Ok(output)
     }
 
     fn recompute(&mut self, action: Action) -> Result<()> {
         let mut held = self.take(action);
+        // In a step that was resumed, the order before may not have needed it.
+        if !std::mem::take(&mut held.again) {
+            self.held.insert(place(action), held);
+            return Ok(());
+        }
         let input = self.input(action, held.input.take())?;
         self.comm.advance(self.cost(action).recompute);
         if let Some(saved) = &mut held.saved {
@@ -275,8 +302,12 @@ impl Executor {
     /// gradients of the weights.
     fn backward(&mut self, action: Action, dy: Option<Tensor>) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, slice, kind } = action;
+        if self.held.get(&place(action)).is_some_and(|held| held.again) {
+            // The order of a step that was resumed does not contain it.
+            self.recompute(action)?;
+        }
         let mut held = self.take(action);
-        let mut saved = held.saved.take().expect("a checked schedule recomputes before it");
+        let mut saved = held.saved.take().expect("it was recomputed before");
         if kind == ComputeKind::Backward && self.slices.len() == 1 {
             return self.whole_backward(action, held.version, saved, dy);
         }
@@ -371,15 +402,8 @@ impl Executor {
     }
 }
 
-impl Worker for Executor {
-    type Data = Tensor;
-    type Pending = (Message, Bytes);
-    type Error = Error;
-
-    fn compute(&mut self, action: Action, input: Option<Tensor>) -> Result<Option<Tensor>> {
-        if self.interrupt.is_raised() {
-            return Err(TensorError::Interrupted.into());
-        }
+impl Executor {
+    fn run(&mut self, action: Action, input: Option<Tensor>) -> Result<Option<Tensor>> {
         match action.kind {
             ComputeKind::Forward => return self.forward(action, input),
             ComputeKind::Recompute => self.recompute(action)?,
@@ -396,7 +420,8 @@ impl Worker for Executor {
         Ok(None)
     }
 
-    fn send(&mut self, to: Rank, message: Message, data: Tensor) -> Result<()> {
+    /// Returns a message as it is sent.
+    fn encoded(&mut self, message: Message, data: &Tensor) -> Result<Vec<u8>> {
         let values = data.to_vec::<f32>()?;
         let coded = match self.boundary_message(message) {
             Some((microbatch, samples)) => {
@@ -405,6 +430,47 @@ impl Worker for Executor {
             None => None,
         };
         let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
+        self.kept.keep((message.microbatch, message.content), &bytes);
+        Ok(bytes)
+    }
+
+    /// Returns whether another rank needs a message in this pass.
+    fn needs(&self, Message { from, content, microbatch, .. }: Message) -> bool {
+        self.kept.needs(microbatch, self.placement.part(from), content)
+    }
+}
+
+impl Worker for Executor {
+    type Data = Flow;
+    type Pending = Awaited;
+    type Error = Error;
+
+    fn compute(&mut self, action: Action, input: Option<Flow>) -> Result<Option<Flow>> {
+        if self.interrupt.is_raised() {
+            return Err(TensorError::Interrupted.into());
+        }
+        if self.kept.is_done(action, self.placement.part(action.stage)) {
+            return Ok(Some(Flow::Kept));
+        }
+        let input = match input {
+            Some(Flow::Values(values)) => Some(values),
+            Some(Flow::Kept) | None => None,
+        };
+        self.kept.begins(action.kind);
+        let output = self.run(action, input)?;
+        self.kept.did(action);
+        Ok(output.map(Flow::Values))
+    }
+
+    fn send(&mut self, to: Rank, message: Message, data: Flow) -> Result<()> {
+        let bytes = match data {
+            Flow::Values(values) => self.encoded(message, &values)?,
+            // Only messages that were kept are announced to the other ranks.
+            Flow::Kept => self.kept.sent((message.microbatch, message.content)).unwrap_or_default().to_vec(),
+        };
+        if !self.needs(message) {
+            return Ok(());
+        }
         let to = Rank(self.first + to.0);
         let sending = self.messages.start_send(to, self.tag(message), bytes);
         self.sending.push(sending);
@@ -413,10 +479,12 @@ impl Worker for Executor {
 
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending> {
         let from = Rank(self.first + from.0);
-        Ok((message, self.messages.start_recv(from, self.tag(message))))
+        let bytes = self.needs(message).then(|| self.messages.start_recv(from, self.tag(message)));
+        Ok(Awaited { message, bytes })
     }
 
-    fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {
+    fn wait(&mut self, Awaited { message, bytes }: Awaited) -> Result<Flow> {
+        let Some(pending) = bytes else { return Ok(Flow::Kept) };
         let begun = self.comm.now();
         let bytes = pending.wait()?;
         add_since(begun, &self.comm, &mut self.spent.wait);
@@ -434,7 +502,7 @@ impl Worker for Executor {
             message: message.to_string(),
             problem: "does not have the length of a microbatch's hidden states",
         })?;
-        Ok(self.device.tensor(&values, shape)?)
+        Ok(Flow::Values(self.device.tensor(&values, shape)?))
     }
 
     fn start_transfer(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
@@ -446,19 +514,25 @@ impl Worker for Executor {
         }
     }
 
-    fn restore_output(&mut self, message: Message) -> Result<Tensor> {
-        // Outputs are not kept: a failed pass starts again from its beginning, so no second executor needs
-        // them.
+    fn restore_output(&mut self, message: Message) -> Result<Flow> {
+        // A failed pass starts again from its beginning, where what is done is skipped, so no second executor
+        // of the pass needs an output.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }
 
 impl PollArrivals for Executor {
-    fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize> {
-        self.comm.first(&mut on_their_way(awaited), WaitMode::Now)
+    fn arrived(&mut self, awaited: &mut [&mut Awaited]) -> Option<usize> {
+        match awaited.iter().position(|awaited| awaited.bytes.is_none()) {
+            Some(kept) => Some(kept),
+            None => self.comm.first(&mut on_their_way(awaited), WaitMode::Now),
+        }
     }
 
-    fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
+    fn first(&mut self, awaited: &mut [&mut Awaited]) -> usize {
+        if let Some(kept) = awaited.iter().position(|awaited| awaited.bytes.is_none()) {
+            return kept;
+        }
         // `first` returns `None` only if the network has ended. Waiting for the first message then returns the
         // error.
         let begun = self.comm.now();
@@ -468,6 +542,6 @@ impl PollArrivals for Executor {
     }
 }
 
-fn on_their_way<'a>(awaited: &'a mut [&mut <Executor as Worker>::Pending]) -> Vec<&'a mut Bytes> {
-    awaited.iter_mut().map(|(_, pending)| pending).collect()
+fn on_their_way<'a>(awaited: &'a mut [&mut Awaited]) -> Vec<&'a mut Bytes> {
+    awaited.iter_mut().filter_map(|awaited| awaited.bytes.as_mut()).collect()
 }

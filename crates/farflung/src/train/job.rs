@@ -302,6 +302,12 @@ impl Job {
         self.pipelines.as_ref().is_some_and(|wished| wished.is_pooled())
     }
 
+    /// Returns whether ranks keep what they have computed of a step in which another rank is lost.
+    #[must_use]
+    pub fn keeps_work(&self) -> bool {
+        self.is_pooled() && self.config.keep_work && self.plan.pools().is_some()
+    }
+
     /// Returns whether members' shares of a step depend on their speed.
     #[must_use]
     pub fn follows_speed(&self) -> bool {

@@ -24,6 +24,7 @@ mod fit;
 mod fleet;
 mod exit_listener;
 mod job;
+mod kept_pass;
 mod links;
 mod meet;
 mod memory;

@@ -45,6 +45,10 @@ pub(super) struct Part {
     /// update.
     pending: bool,
     reducing: Reducing,
+    /// Whether a step that fails may continue with this rank's gradients: they are then copied before they are
+    /// averaged, to `before`.
+    keeps: bool,
+    before: Option<Tensor>,
     /// Number of updates since the pipeline was last empty: the version of `params`.
     version: u32,
     older: BTreeMap<u32, Tensor>,
@@ -92,6 +96,8 @@ pub(super) struct SavedMicrobatch {
     /// The received hidden states, if they are needed again.
     pub(super) input: Option<Tensor>,
     pub(super) version: u32,
+    /// Whether it must be recomputed before its backward pass.
+    pub(super) again: bool,
 }
 
 /// Copies a tensor on its device.
@@ -113,6 +119,8 @@ pub(super) struct Parts {
     pub(super) offload: usize,
     pub(super) shares_table: bool,
     pub(super) weight: f64,
+    /// Whether a step that fails may continue with this rank's gradients.
+    pub(super) keeps: bool,
 }
 
 /// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
@@ -138,7 +146,8 @@ fn contribute(
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table, weight } = made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table, weight, keeps } =
+            made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -154,6 +163,8 @@ impl Part {
             contribution: None,
             pending: false,
             reducing: Reducing::No,
+            keeps,
+            before: None,
             version: 0,
             older: BTreeMap::new(),
             deferred: VecDeque::new(),
@@ -169,7 +180,7 @@ impl Part {
     /// Resets the part for an empty pipeline: microbatches start with the newest parameters, and there are no
     /// gradients.
     pub(super) fn begin(&mut self) {
-        (self.pending, self.reducing, self.version) = (false, Reducing::No, 0);
+        (self.pending, self.reducing, self.version, self.before) = (false, Reducing::No, 0, None);
         self.older.clear();
         self.deferred.clear();
     }
@@ -319,6 +330,9 @@ impl Part {
             // A copy of the model without microbatches contributes zeros.
             self.grads = self.stage.zeros()?;
         }
+        if self.keeps {
+            self.before = Some(copy(&self.grads)?);
+        }
         if self.average().is_some() {
             weigh(&mut self.grads, self.weight)?;
         }
@@ -336,6 +350,24 @@ impl Part {
         }
         self.reducing = Reducing::All;
         Ok(())
+    }
+
+    /// Returns this rank's own gradients of a step that is dropped, before any average.
+    ///
+    /// Errors: no memory for other gradients in their place.
+    pub(super) fn take_own_gradients(&mut self) -> Result<Tensor> {
+        match self.before.take() {
+            Some(before) => Ok(before),
+            None => Ok(std::mem::replace(&mut self.grads, self.stage.zeros()?)),
+        }
+    }
+
+    /// Continues a step with the gradients that this rank had. `None`: it had none.
+    pub(super) fn continue_with(&mut self, grads: Option<Tensor>) {
+        self.pending = grads.is_some();
+        if let Some(grads) = grads {
+            self.grads = grads;
+        }
     }
 
     /// Makes a buffer for the values that replicas average in this step, if these are not the gradients.
@@ -390,6 +422,7 @@ impl Part {
         if let Some(average) = self.average() {
             average.commit();
         }
+        self.before = None;
         self.version += 1;
         self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));
         self.pending = false;

@@ -21,6 +21,7 @@ mod part_replay;
 mod named_tensors;
 mod replay;
 mod replay_round;
+mod resume;
 mod retreat;
 mod snapshot;
 mod speed;
@@ -57,6 +58,7 @@ pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
 pub(super) use part_replay::{PartCopy, ReplayedParts};
+use resume::KeptWork;
 use retreat::RollbackPoint;
 pub(super) use snapshot::{OptimizerCounters, Progress, Snapshot, StateBytes};
 use speed::Speedometer;
@@ -129,6 +131,8 @@ pub struct Trainer {
     speed: Option<Speedometer>,
     /// The vote of the last step, and whether the outcome of the vote on the current step is unknown.
     undecided: Undecided,
+    /// What this rank has computed of the step that failed last, until a step begins.
+    kept: Option<KeptWork>,
 }
 
 /// What this rank sends to the others.
@@ -266,6 +270,7 @@ impl Trainer {
         let mut skipped = 0;
         self.tries = 0;
         self.undecided.begin();
+        self.kept = None;
         if self.unmet {
             // The local step is already counted; only the average of all replicas after it failed.
             let begun = self.executor.comm.now();
@@ -311,6 +316,7 @@ impl Trainer {
             }
         };
         self.executor.boundaries.commit();
+        self.executor.kept.end();
         self.scale.taken();
         self.step += 1;
         self.half_done = false;

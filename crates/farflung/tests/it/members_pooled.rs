@@ -8,8 +8,9 @@ use std::path::Path;
 
 use crate::virtual_members::{Ended, Told, connections, fox, in_pools, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::BalanceKind;
+use farflung::config::choice::{BalanceKind, OptimizerKind};
 use farflung::config::value::Setting as _;
+use farflung::optim::local::SGD;
 use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_workers};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
@@ -95,6 +96,11 @@ fn calm(folder: &Path, pools: &[u32], steps: u64) -> Vec<(u64, u64, f64)> {
     rows(report(&ended, None, "calm"))
 }
 
+/// Settings with which a step that loses a member is done again as a whole.
+fn whole_steps(steps: u64) -> TrainConfig {
+    TrainConfig { keep_work: false, ..plain(steps) }
+}
+
 /// Returns the hash at the end of a run that a rank leaves on request before a step.
 fn after_leaving(folder: &Path, pools: &[u32], rank: u32, step: u64) -> String {
     let job = job(folder, pools, &[], plain(6));
@@ -115,7 +121,7 @@ fn a_loss_moves_no_state_and_has_the_bits_of_a_polite_leave() {
         assert_ne!(polite[0], polite[1]);
         for moment in Moment::ALL {
             let what = format!("rank {rank} at {moment:?}");
-            let job = job(folder.path(), &pools, &[], plain(6));
+            let job = job(folder.path(), &pools, &[], whole_steps(6));
             let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
             let (ended, notes) = run(&job, 5, &[], &Faults::new());
             assert!(matches!(ended[rank as usize], Err(Error::InjectedFailure { .. })), "{what}");
@@ -150,13 +156,123 @@ fn whoever_is_killed_frozen_or_cut_off_in_a_step_leaves_the_bits_of_a_polite_lea
             let frozen = faults().freeze(PeerId(rank), Nanos::from_millis(3_600_000));
             for (what, faults) in [("killed", killed), ("cut off", cut), ("frozen", frozen)] {
                 let what = format!("{rank} {what} at {at}");
-                let (ended, _) = run(&job(folder.path(), &pools, &[], plain(6)), 4, &[], &faults);
+                let (ended, _) = run(&job(folder.path(), &pools, &[], whole_steps(6)), 4, &[], &faults);
                 let left = report(&ended, Some(rank), &what);
                 assert!(polite.contains(&left.hash), "{what}: {} is not in {polite:?}", left.hash);
                 same_sequences(&what, left, &calm);
             }
         }
     }
+}
+
+/// Settings with plain gradient descent and a large rate: a microbatch that counted twice or not at all would
+/// change the losses of later steps by far more than rounding.
+fn descent(steps: u64) -> TrainConfig {
+    TrainConfig {
+        optimizer: OptimizerKind::of(&SGD),
+        lr: 0.5,
+        clip: 0.0,
+        balance: BalanceKind::Equal,
+        ..plain(steps)
+    }
+}
+
+/// Checks that each microbatch of each step has counted once: losses differ by rounding only.
+fn counts_once(what: &str, found: &Report, calm: &[(u64, u64, f64)]) {
+    let found = rows(found);
+    assert_eq!(found.last().map(|row| row.0), calm.last().map(|row| row.0), "{what}");
+    for found in &found {
+        let calm = calm.iter().find(|calm| calm.0 == found.0).unwrap();
+        assert_eq!(found.1, calm.1, "{what}");
+        assert!((found.2 - calm.2).abs() < 2e-6, "{what}: {found:?} {calm:?}");
+    }
+}
+
+#[test]
+fn after_a_loss_only_the_work_of_the_lost_member_is_done_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, speeds) = ([2, 3], [0.005; 5]);
+    let make = |keep_work| job(folder.path(), &pools, &speeds, TrainConfig { keep_work, ..descent(6) });
+    let (ended, told) = run(&make(true), 5, &[], &Faults::new());
+    let calm = rows(report(&ended, None, "calm"));
+    assert!(calm[0].2 - calm[5].2 > 0.05, "{calm:?}");
+    let (begin, end) = (told.times[2] * 1e9, told.times[3] * 1e9);
+    let (mut kept, mut took) = (0, [0.0; 2]);
+    for rank in [1, 4] {
+        for part in 0..10 {
+            let at = Nanos((begin + (end - begin) * f64::from(part) / 10.0) as u64);
+            let faults = || Faults::new().at(at);
+            let killed = faults().crash(PeerId(rank));
+            let cut = faults().partition(&[PeerId(rank)], 5, Nanos::MAX);
+            let frozen = faults().freeze(PeerId(rank), Nanos::from_millis(3_600_000));
+            for (what, faults) in [("killed", killed), ("cut off", cut), ("frozen", frozen)] {
+                let what = format!("{rank} {what} at {at}");
+                let (ended, told) = run(&make(true), 5, &[], &faults);
+                counts_once(&what, report(&ended, Some(rank), &what), &calm);
+                kept += u32::from(told.has("% of the step in flight is kept"));
+                let (_, whole) = run(&make(false), 5, &[], &faults);
+                took[0] += told.times.last().unwrap();
+                took[1] += whole.times.last().unwrap();
+            }
+        }
+    }
+    assert!(kept >= 45, "{kept}");
+    let step = told.times[3] - told.times[2];
+    let saved = (took[1] - took[0]) / 60.0 / step;
+    assert!(saved > 0.25, "{saved} of a step is saved");
+}
+
+#[test]
+fn work_is_kept_with_recomputed_activations_and_coded_messages_and_when_newcomers_come() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, speeds) = ([2, 3], [0.005; 6]);
+    let config = TrainConfig {
+        recompute: "full".parse().unwrap(),
+        boundary: "int8".parse().unwrap(),
+        boundary_backward: "int8".parse().unwrap(),
+        ..descent(7)
+    };
+    let make = || job(folder.path(), &pools, &speeds, config.clone());
+    let (ended, told) = run(&make(), 5, &[], &Faults::new());
+    let calm = rows(report(&ended, None, "calm"));
+    let (begin, end) = (told.times[1] * 1e9, told.times[2] * 1e9);
+    let mut kept = 0;
+    for part in 0..12 {
+        let at = Nanos((begin + (end - begin) * f64::from(part) / 12.0) as u64);
+        let what = format!("at {at}");
+        // The newcomer asks in the step before, and is admitted together with the loss or after it.
+        let come = [(PeerId(5), Nanos((begin * 0.7) as u64))];
+        let (ended, told) = run(&make(), 6, &come, &Faults::new().at(at).crash(PeerId(3)));
+        counts_once(&what, report(&ended, Some(3), &what), &calm);
+        kept += u32::from(told.has("% of the step in flight is kept"));
+        assert!(told.has("member 5 joined"), "{what}: {:?}", told.notes);
+    }
+    assert!(kept >= 6, "{kept}");
+}
+
+#[test]
+fn work_is_kept_when_a_second_member_is_lost_in_the_same_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, speeds) = ([2, 3, 2], [0.005; 7]);
+    let make = || job(folder.path(), &pools, &speeds, descent(5));
+    let (ended, told) = run(&make(), 7, &[], &Faults::new());
+    let calm = rows(report(&ended, None, "calm"));
+    let (begin, end) = (told.times[1] * 1e9, told.times[2] * 1e9);
+    let mut twice = 0;
+    for first in 1..5 {
+        for second in 0..5 {
+            let after = |part: u32| Nanos((begin + (end - begin) * f64::from(part) / 6.0) as u64);
+            let at = (after(first), after(first) + Nanos::from_millis(12 + 25 * second));
+            let what = format!("at {} and {}", at.0, at.1);
+            let faults = Faults::new().at(at.0).crash(PeerId(3)).at(at.1).crash(PeerId(5));
+            let (mut ended, told) = run(&make(), 7, &[], &faults);
+            assert!(ended.remove(5).is_err());
+            counts_once(&what, report(&ended, Some(3), &what), &calm);
+            let notes = told.notes.iter().filter(|note| note.contains("% of the step in flight is kept"));
+            twice += u32::from(notes.count() == 2);
+        }
+    }
+    assert!(twice >= 5, "{twice}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use farflung_base::{Nanos, Rank, StageId};
 
 use super::routed::{Hop, RankTimes, Routed};
-use super::{ComputeOrder, Placement, StageCost};
+use super::{CellProgress, ComputeOrder, Placement, StageCost};
 use crate::ParallelError;
 use crate::swarm::{PeerRate, Wiring};
 
@@ -166,7 +166,18 @@ impl Pools {
         hop: Nanos,
         memory: Option<u32>,
     ) -> Result<ComputeOrder, ParallelError> {
-        let routes = self.routes(microbatches)?;
+        self.order_along((&self.routes(microbatches)?, &[]), cost, hop, memory)
+    }
+
+    /// Returns the order of a step's work as [`Pools::order`] does, with these routes. `progress` is what is
+    /// done of each microbatch in each stage; empty if nothing is.
+    pub(super) fn order_along(
+        &self,
+        (routes, progress): (&[Vec<Rank>], &[Vec<CellProgress>]),
+        cost: &[StageCost],
+        hop: Nanos,
+        memory: Option<u32>,
+    ) -> Result<ComputeOrder, ParallelError> {
         let stages = self.sizes.len();
         let cost: Vec<StageCost> = match cost {
             [one] => vec![*one; stages],
@@ -176,9 +187,9 @@ impl Pools {
             }
         };
         let times = self.times(&cost);
-        let held = memory.map_or_else(|| self.held(&routes, &times, hop), |most| vec![most; times.len()]);
+        let held = memory.map_or_else(|| self.held(routes, &times, hop), |most| vec![most; times.len()]);
         let hops = vec![Hop { activation: hop, gradient: hop }; stages - 1];
-        Routed { routes: &routes, times: &times, hops: &hops, held: &held }.order()
+        Routed { routes, progress, times: &times, hops: &hops, held: &held }.order()
     }
 
     /// Returns all pairs of ranks of which the first may send microbatches to the second.

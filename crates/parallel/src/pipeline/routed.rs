@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use farflung_base::{Nanos, Rank};
 
-use super::{Action, ComputeKind, ComputeOrder, Op, Placement};
+use super::{Action, CellProgress, ComputeKind, ComputeOrder, Op, Placement};
 use crate::ParallelError;
 
 /// Input of the list scheduler.
@@ -13,6 +13,8 @@ pub(crate) struct Routed<'a> {
     /// The rank that each microbatch passes at each stage, `routes[microbatch][stage]`. A rank serves one stage
     /// and has at least one microbatch.
     pub(crate) routes: &'a [Vec<Rank>],
+    /// What is done of each microbatch in each stage; empty if nothing is. What is done takes no time.
+    pub(crate) progress: &'a [Vec<CellProgress>],
     /// Times of each rank for a microbatch.
     pub(crate) times: &'a [RankTimes],
     /// Message times between each stage and the next.
@@ -38,6 +40,11 @@ pub(crate) struct Hop {
 }
 
 impl Routed<'_> {
+    /// Returns what is done of a microbatch in a stage.
+    fn done(&self, microbatch: usize, stage: usize) -> CellProgress {
+        self.progress.get(microbatch).and_then(|cells| cells.get(stage)).copied().unwrap_or_default()
+    }
+
     /// Returns the order. Each rank runs the operation that can start first; if several can start at the same
     /// time, input gradients go before forward passes, because other ranks wait for them. Backward passes are
     /// split: `I` (input gradient) runs as soon as its output gradient has arrived, `W` (weight gradient) runs
@@ -149,21 +156,23 @@ impl<'a> RouteBuilder<'a> {
         let times = self.made_of.times[rank];
         let worker = &mut self.workers[rank];
         let stage = worker.stage;
+        let done = self.made_of.done(microbatch, stage);
+        let unless = |progress, time| if done >= progress { Nanos::ZERO } else { time };
         let (kind, time) = match kind {
             OpKind::Gradient => {
                 worker.gradients.pop_first();
                 worker.weights.push_back(microbatch);
-                (ComputeKind::BackwardInput, times.input)
+                (ComputeKind::BackwardInput, unless(CellProgress::InputGradient, times.input))
             }
             OpKind::Forward => {
                 worker.forwards.pop_first();
                 worker.held += 1;
-                (ComputeKind::Forward, times.forward)
+                (ComputeKind::Forward, unless(CellProgress::Forward, times.forward))
             }
             OpKind::Weight => {
                 worker.weights.pop_front();
                 worker.held -= 1;
-                (ComputeKind::BackwardWeight, times.weight)
+                (ComputeKind::BackwardWeight, unless(CellProgress::WeightGradient, times.weight))
             }
         };
         let end = start.saturating_add(time);
@@ -171,16 +180,21 @@ impl<'a> RouteBuilder<'a> {
         let at = (self.copy_of[microbatch] * self.depth + stage) as u32;
         worker.list.push(Action::new(kind, at, microbatch as u32).into());
         let route = &self.made_of.routes[microbatch];
+        // A message that nobody needs takes no time.
+        let way = |to: usize, progress, time| {
+            if self.made_of.done(microbatch, to) >= progress { end } else { end.saturating_add(time) }
+        };
         match kind {
             ComputeKind::Forward if stage + 1 == self.depth => {
                 self.workers[rank].gradients.insert((end, microbatch));
             }
             ComputeKind::Forward => {
-                let arrival = end.saturating_add(self.made_of.hops[stage].activation);
+                let arrival = way(stage + 1, CellProgress::Forward, self.made_of.hops[stage].activation);
                 self.workers[route[stage + 1].index()].forwards.insert((arrival, microbatch));
             }
             ComputeKind::BackwardInput if stage > 0 => {
-                let arrival = end.saturating_add(self.made_of.hops[stage - 1].gradient);
+                let arrival =
+                    way(stage - 1, CellProgress::InputGradient, self.made_of.hops[stage - 1].gradient);
                 self.workers[route[stage - 1].index()].gradients.insert((arrival, microbatch));
             }
             _ => {}

@@ -4,6 +4,7 @@
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator};
 use farflung_parallel::membership::View;
+use farflung_parallel::pipeline::{KeptCell, ResumedStep};
 use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
@@ -39,6 +40,8 @@ struct Placed {
     moved: (u64, usize),
     lost_steps: u64,
     from_checkpoints: bool,
+    /// The part of the step in flight that the members keep, from 0 to 1.
+    kept_work: f64,
 }
 
 impl Member<'_> {
@@ -79,6 +82,7 @@ impl Member<'_> {
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
             rerouted: !job.is_pooled(),
+            kept_work: placed.kept_work,
             moved: None,
             took: trainer.comm().now().saturating_sub(begun),
         })
@@ -205,18 +209,39 @@ impl Member<'_> {
         }
         (next.change, next.view) = (Some(change), Some(view.id()));
         let made = (|| {
+            let resumed = resumed((job, &next), trainer.as_deref(), &counted, &comm)?;
             let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
             let get = |name: &str| tensors.get(name).map(Vec::as_slice);
-            if let Some(trainer) = trainer.as_deref() {
-                return trainer.moved_to(&next, comm, &counted, &get);
+            let kept = resumed
+                .as_ref()
+                .map_or(0.0, |step| f64::from(step.computations_kept()) / f64::from(step.computations()));
+            if let Some(trainer) = trainer.as_deref_mut() {
+                return Ok((trainer.moved_to((&next, resumed.as_ref()), comm, &counted, &get)?, kept));
             }
-            let mut trainer = Trainer::new(&next, comm, self.threads)?;
+            let mut trainer = Trainer::resumed(&next, comm, self.threads, resumed.as_ref())?;
             trainer.take_pieces(&counted, &get)?;
-            Ok(trainer)
+            Ok((trainer, kept))
         })();
-        let trainer = made.inspect_err(|_: &Error| comm.abort())?;
-        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps, from_checkpoints }))
+        let (trainer, kept_work) = made.inspect_err(|_: &Error| comm.abort())?;
+        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps, from_checkpoints, kept_work }))
     }
+}
+
+/// Agrees with the other members on what is kept of the step in flight. `None` if the step is done as a whole.
+/// All members that take steps call it, with the communicator of these members.
+///
+/// Errors: a member that is lost meanwhile.
+fn resumed(
+    (job, next): (&Job, &Job),
+    trainer: Option<&Trainer>,
+    counted: &RunCounters,
+    comm: &Communicator,
+) -> Result<Option<ResumedStep>> {
+    let Some(pools) = next.plan.pools().filter(|_| next.keeps_work()) else { return Ok(None) };
+    let rank = comm.rank().0;
+    let own = trainer.map_or_else(Vec::new, |trainer| trainer.kept_cells((job, next), rank, counted));
+    let kept: Vec<Vec<KeptCell>> = all_gather(comm, &own)?;
+    Ok(ResumedStep::new(pools, next.plan.microbatches[0], &kept))
 }
 
 impl Team {

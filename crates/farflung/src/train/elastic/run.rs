@@ -193,6 +193,14 @@ fn train(
         }
         // After the last step no change is worthwhile.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
+        if trainer.has_resumed() && matches!(next, AfterStep::Step) && !is_over {
+            // The routes of that step went around the lost members' work.
+            let rates = steps.job.plan.pools().map_or_else(Vec::new, |pools| pools.rates.clone());
+            if let Err(error) = pools::reroute(&mut steps.job, trainer, rates) {
+                go_on_without(member, trainer, steps, events, error)?;
+            }
+            continue;
+        }
         let pooled = member.pool_advice(&steps.job, trainer);
         if pooled != PoolAdvice::Stay && matches!(next, AfterStep::Step) && !is_over {
             follow_pools(member, trainer, steps, events, pooled)?;

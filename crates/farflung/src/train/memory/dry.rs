@@ -166,7 +166,7 @@ impl<'a> DryRun<'a> {
                 Some(saved)
             }
         };
-        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version });
+        self.held.insert(place(action), SavedMicrobatch { saved, input: kept, version, again });
         Ok(output)
     }
 
@@ -284,6 +284,7 @@ fn part(
         shares_table: placement.tie() != TiedWeights::Whole
             && placement.is_first(stage) != placement.is_last(stage),
         weight: 1.0,
+        keeps: false,
     })
 }
 

@@ -226,6 +226,15 @@ impl RankGroup<'_> {
             _ => 0,
         };
         need.add(MemoryPurpose::Mark, mark);
+        if config.is_pooled() && config.keep_work {
+            // The rank's own gradients before they are averaged, and its messages of a step, two for each
+            // microbatch at most.
+            let hidden = u128::from(config.batch as u64)
+                .saturating_mul((self.model.context * self.model.dim) as u128)
+                .saturating_mul(F32);
+            let messages = hidden.saturating_mul(2 * super::super::planned::microbatches(config) as u128);
+            need.add(MemoryPurpose::Mark, messages.saturating_add(if here { model } else { 0 }));
+        }
 
         // Number of ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;

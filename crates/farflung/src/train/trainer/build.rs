@@ -7,7 +7,7 @@ use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain, token_weight};
-use farflung_parallel::pipeline::{Placement, TiedWeights, Updates};
+use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{ActivationPolicy, Stage};
@@ -22,6 +22,7 @@ use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::executor::{Executor, Pass, recomputed};
 use crate::train::job::Job;
+use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
@@ -32,16 +33,37 @@ use crate::{Result, TrainConfig};
 impl Trainer {
     /// Makes the trainer of one rank at step 0 of a job.
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+        Self::resumed(job, comm, threads, None)
+    }
+
+    /// Makes the trainer of a rank, as [`Trainer::new`] does. With `resumed`, its first step is the rest of a
+    /// step of which other ranks have done a part.
+    ///
+    /// Errors: as [`Trainer::new`].
+    pub(in crate::train) fn resumed(
+        job: &Job,
+        comm: Communicator,
+        threads: usize,
+        resumed: Option<&ResumedStep>,
+    ) -> Result<Self> {
         let plain = job.device(comm.rank().index(), threads)?;
-        Self::on(job, comm, (plain, Interrupt::default()))
+        Self::on(job, comm, (plain, Interrupt::default()), resumed)
     }
 
     /// Does the work of [`Trainer::new`] on a device that is already open. `plain` is a handle without an
     /// interrupt; ops of the trainer's other handle are interrupted by `interrupt`.
-    pub(super) fn on(job: &Job, comm: Communicator, (plain, interrupt): (Device, Interrupt)) -> Result<Self> {
+    pub(super) fn on(
+        job: &Job,
+        comm: Communicator,
+        (plain, interrupt): (Device, Interrupt),
+        resumed: Option<&ResumedStep>,
+    ) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
-        let schedule = ReplicaSchedule::new(job, replica)?;
+        let schedule = match resumed {
+            Some(step) => ReplicaSchedule::resumed(job, replica, step)?,
+            None => ReplicaSchedule::new(job, replica)?,
+        };
         let placement = schedule.placement().clone();
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
@@ -95,6 +117,7 @@ impl Trainer {
             held: BTreeMap::new(),
             carried: BTreeMap::new(),
             sending: Vec::new(),
+            kept: KeptPass::new(job.keeps_work(), resumed.cloned()),
             boundaries: Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?,
             placement,
             sampler,
@@ -140,6 +163,7 @@ impl Trainer {
             unmet: false,
             speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
             undecided: Undecided::default(),
+            kept: None,
             schedule,
         })
     }
@@ -224,6 +248,7 @@ fn build_part(
             true => 1.0,
             false => job.plan.weight(replica),
         },
+        keeps: job.keeps_work(),
     })
 }
 

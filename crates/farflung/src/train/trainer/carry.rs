@@ -60,6 +60,7 @@ impl Trainer {
             self.executor.tied.give_up();
             return;
         }
+        self.keep_work();
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.sending.clear();
         self.executor.tied.give_up();
@@ -102,7 +103,7 @@ impl Trainer {
         self.drop_step();
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
-        let mut next = Self::on(job, comm, device)?;
+        let mut next = Self::on(job, comm, device, None)?;
         // If microbatches can take several routes through the ranks, a part may have a different stage in the
         // next plan. Parts are therefore matched by their numbers.
         let number = |placement: &Placement, stage: &StageId| placement.part(*stage);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::StageId;
 use farflung_optim::Chain;
-use farflung_parallel::pipeline::Placement;
+use farflung_parallel::pipeline::{Placement, ResumedStep};
 use farflung_tensor::{Device, Param, ParamLayout, Tensor};
 use farflung_zoo::Stage;
 use serde::{Deserialize, Serialize};
@@ -223,19 +223,22 @@ impl Trainer {
     }
 
     /// Makes this rank's trainer in the run's next plan, on the same device, with the values that `get` returns
-    /// by name.
+    /// by name. If all ranks resume the step in which they lost another rank, it takes over the work of this one.
     ///
     /// Errors: those of [`Trainer::new`] and [`Trainer::take_pieces`].
     pub(in crate::train) fn moved_to<'a>(
-        &self,
-        job: &Job,
+        &mut self,
+        (job, resumed): (&Job, Option<&ResumedStep>),
         comm: farflung_comm::Communicator,
         counted: &RunCounters,
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<Self> {
         let device = (self.plain.clone(), self.executor.interrupt.clone());
-        let mut next = Self::on(job, comm, device)?;
+        let mut next = Self::on(job, comm, device, resumed)?;
         next.take_pieces(counted, get)?;
+        if let Some(step) = resumed {
+            next.resume_with(self, step);
+        }
         // If all return to an earlier step, the last one is dropped, and there is nothing to record.
         if next.step == self.step {
             next.undecided.carry(self.undecided);

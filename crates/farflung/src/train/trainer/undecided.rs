@@ -119,6 +119,7 @@ impl Trainer {
                     }
                 }
                 self.executor.boundaries.commit();
+                self.executor.kept.end();
                 self.scale.taken();
                 self.step += 1;
                 self.half_done = false;

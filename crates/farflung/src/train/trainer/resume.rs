@@ -1,0 +1,152 @@
+//! Continuation of a step of pools that failed because a rank was lost: the other ranks keep what they have
+//! computed, and only the work of the lost rank is done again.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Rank, StageId};
+use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, KeptCell, ResumedStep};
+use farflung_parallel::plan::{BoundaryCodecs, Part as PlannedPart};
+use farflung_tensor::Tensor;
+
+use super::{RunCounters, Trainer};
+use crate::train::executor::Pass;
+use crate::train::job::Job;
+use crate::train::kept_pass::WorkRecord;
+use crate::train::part::SavedMicrobatch;
+
+/// What a rank has computed of a step that failed.
+#[derive(Debug)]
+pub(super) struct KeptWork {
+    /// Number of steps done before it, and of microbatches of all ranks in them.
+    step: u64,
+    microbatches: u64,
+    /// The saved loss scale, which is a factor of the gradients.
+    scale: Vec<f32>,
+    /// The part of the model.
+    part: u32,
+    record: WorkRecord,
+    /// What the rank keeps of each microbatch whose work is not complete.
+    held: BTreeMap<u32, SavedMicrobatch>,
+    /// The sum of the gradients of the microbatches whose work is complete.
+    grads: Tensor,
+}
+
+impl KeptWork {
+    /// Returns what is done of each microbatch.
+    fn cells(&self) -> Vec<KeptCell> {
+        let cell = |(&microbatch, &progress)| KeptCell { microbatch, progress };
+        self.record.progress.iter().map(cell).collect()
+    }
+}
+
+/// The parts of a plan by which ranks compute a microbatch.
+fn computed_by(job: &Job) -> (&[PlannedPart], &[BoundaryCodecs], u32, &[u32]) {
+    let plan = &job.plan;
+    (&plan.parts, &plan.boundaries, plan.batch, &plan.microbatches)
+}
+
+impl Trainer {
+    /// Keeps the work of the step in flight, which is dropped, if the run does so and nothing of it is missing.
+    pub(super) fn keep_work(&mut self) {
+        let executor = &mut self.executor;
+        let Pass::Training { first } = executor.pass else { return };
+        let losses =
+            executor.losses.drain(..).map(|(microbatch, loss)| Some((microbatch, loss.wait().ok()?)));
+        let losses: Option<Vec<(u32, f64)>> = losses.collect();
+        let Some(mut record) = executor.kept.take_record() else { return };
+        let held = std::mem::take(&mut executor.held);
+        let placement = &executor.placement;
+        let mut parts = executor.parts.iter_mut();
+        let (Some((&stage, part)), None, Some(losses)) = (parts.next(), parts.next(), losses) else { return };
+        record.losses.extend(losses);
+        let (is_first, is_last) = (placement.is_first(stage), placement.is_last(stage));
+        let mut held: BTreeMap<u32, SavedMicrobatch> =
+            held.into_iter().map(|((_, microbatch, _), held)| (microbatch, held)).collect();
+        let has_all = |microbatch: u32, progress: CellProgress| {
+            let sent = |content| record.sent.contains_key(&(microbatch, content));
+            let forward =
+                if is_last { record.losses.contains_key(&microbatch) } else { sent(Content::Activation) };
+            let backward = progress < CellProgress::InputGradient || is_first || sent(Content::Gradient);
+            forward
+                && backward
+                && (progress == CellProgress::WeightGradient || held.contains_key(&microbatch))
+        };
+        let lacking = |(&microbatch, &progress): (&u32, &CellProgress)| {
+            (!has_all(microbatch, progress)).then_some((microbatch, progress))
+        };
+        let lacking: Vec<(u32, CellProgress)> = record.progress.iter().filter_map(lacking).collect();
+        // What a microbatch has added to the gradients cannot be taken away again.
+        let is_added = |&(_, progress): &(u32, CellProgress)| progress == CellProgress::WeightGradient;
+        if !record.has_whole_gradients() || lacking.iter().any(is_added) {
+            return;
+        }
+        for (microbatch, _) in lacking {
+            record.progress.remove(&microbatch);
+            record.losses.remove(&microbatch);
+            held.remove(&microbatch);
+        }
+        let Ok(grads) = part.take_own_gradients() else { return };
+        self.kept = (!record.progress.is_empty()).then(|| KeptWork {
+            step: self.step,
+            microbatches: first,
+            scale: self.scale.save().to_vec(),
+            part: self.executor.placement.part(stage),
+            record,
+            held,
+            grads,
+        });
+    }
+
+    /// Returns what this rank keeps of the step in flight for a plan in which it has the rank `rank`: nothing
+    /// if it then has another part of the model, or if the step or its sequences are others. `job` is that of
+    /// the step so far, `counted` the counters before the step.
+    pub(in crate::train) fn kept_cells(
+        &self,
+        (job, next): (&Job, &Job),
+        rank: u32,
+        counted: &RunCounters,
+    ) -> Vec<KeptCell> {
+        let Some(kept) = &self.kept else { return Vec::new() };
+        let part = next.plan.pools().and_then(|pools| pools.stage_of(rank));
+        let same = part == Some(kept.part)
+            && computed_by(job) == computed_by(next)
+            && (kept.step, kept.microbatches) == (counted.step, counted.microbatches)
+            && kept.scale == counted.scale;
+        if same { kept.cells() } else { Vec::new() }
+    }
+
+    /// Takes over the work that another trainer of this rank has kept of the step that this one resumes.
+    pub(super) fn resume_with(&mut self, before: &mut Self, step: &ResumedStep) {
+        let Some(KeptWork { part, record, mut held, grads, .. }) = before.kept.take() else { return };
+        let order = self.schedule.schedule.order();
+        let mine = order
+            .actions()
+            .filter(|(rank, action)| *rank == self.position && action.kind == ComputeKind::Forward);
+        let place = |(_, action): (Rank, Action)| (action.microbatch, action.stage);
+        let stage_of: BTreeMap<u32, StageId> = mine.map(place).collect();
+        // If this rank has not reported its work, others do it.
+        let is_counted = |(&microbatch, &done): (&u32, &CellProgress)| {
+            let rank = step.routes().get(microbatch as usize).and_then(|route| route.get(part as usize));
+            rank == Some(&self.position) && step.progress(microbatch, part) == done
+        };
+        if !record.progress.iter().all(is_counted) {
+            return;
+        }
+        for (microbatch, stage) in stage_of {
+            if let Some(held) = held.remove(&microbatch) {
+                self.executor.held.insert((stage, microbatch, 0), held);
+            }
+        }
+        let has_any = record.progress.values().any(|&done| done == CellProgress::WeightGradient);
+        if let Some(part) = self.executor.parts.values_mut().next() {
+            part.continue_with(has_any.then_some(grads));
+        }
+        self.executor.kept.set_record(record);
+    }
+
+    /// Returns whether the last step was the rest of a step that had failed: routes are then not those of the
+    /// plan.
+    pub(in crate::train) const fn has_resumed(&self) -> bool {
+        self.executor.kept.has_resumed()
+    }
+}
