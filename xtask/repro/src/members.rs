@@ -4,6 +4,7 @@
 mod injected_fault;
 pub(crate) mod churn;
 mod churn_pipelines;
+mod churn_pools;
 pub(crate) mod hosted;
 pub(crate) mod join;
 mod join_parts;
@@ -19,6 +20,7 @@ use anyhow::{Context, Result};
 use farflung::base::{Link, Nanos, PeerId, Topology};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::pools::Numbers;
 use farflung::train::{Departure, Job, Quiet, Report, RunObserver, elastic, run_workers};
 use farflung::{Error, StepMetrics, TrainConfig};
 
@@ -44,6 +46,15 @@ fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Resu
     };
     change(&mut config);
     workers::job(config, JobTransport::Simulated("100mbit,1ms".parse()?))
+}
+
+/// Returns a job whose members begin as pools of these sizes.
+fn in_pools(job: &Job, pools: &[u32]) -> Result<Job> {
+    let members = pools.iter().sum::<u32>() as usize;
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..job.config.clone() }));
+    let pools = Some(Numbers(pools.to_vec()));
+    let config = TrainConfig { pools, stages: members, ..job.config.clone() };
+    Ok(Job { pipelines, ..job.with_config(config, members)? })
 }
 
 /// Outcome of a member.

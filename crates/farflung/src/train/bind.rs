@@ -44,11 +44,12 @@ impl ReplicaSchedule {
         Self::of(&job.plan, &job.model, &job.machines()?, replica)
     }
 
-    /// Makes the schedule of the rest of a step of a job whose stages are pools.
+    /// Makes the schedule as [`ReplicaSchedule::new`] does. If a part of a step is done, makes that of its
+    /// rest; stages are then pools.
     ///
     /// Errors: as [`ReplicaSchedule::new`].
-    pub(super) fn resumed(job: &Job, replica: u32, step: &ResumedStep) -> Result<Self> {
-        Self::make((&job.plan, Some(step)), &job.model, &job.machines()?, replica)
+    pub(super) fn of_rest(job: &Job, replica: u32, step: Option<&ResumedStep>) -> Result<Self> {
+        Self::make((&job.plan, step), &job.model, &job.machines()?, replica)
     }
 
     /// Makes the schedule of a replica of a plan, for a model on given machines.

@@ -182,6 +182,9 @@ impl EventLine {
         if lost {
             let _ = write!(text, ", {} samples lost", self.count("lost_sequences").unwrap_or(0));
         }
+        if let Some(percent) = self.count("kept_percent").filter(|&percent| percent > 0) {
+            let _ = write!(text, ", {percent}% of the step kept");
+        }
         if let Some(members) = self.count("members") {
             let _ = write!(text, "; {members} now");
         }
@@ -225,12 +228,18 @@ mod tests {
             lost_sequences: 0,
             lost_steps: 0,
             from_checkpoints: false,
+            kept_percent: 0,
             took_ms: 2_140,
             reason: reason.map(str::to_owned),
         };
+        let mut keeping = members(&[], &[3], Some("killed"));
+        if let EventKind::Members { kept_percent, .. } = &mut keeping {
+            *kept_percent = 64;
+        }
         let reason = "because".to_owned();
         for (what, expected) in [
             (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
+            (keeping, "member 3 lost, 2.1 s, 0 samples lost, 64% of the step kept; 3 now"),
             (members(&[5], &[], None), "member 5 joined, 2.1 s; 3 now"),
             (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 joined, 2.1 s; 3 now"),
             (EventKind::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),

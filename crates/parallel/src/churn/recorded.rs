@@ -55,13 +55,11 @@ mod tests {
     /// record, which begin 25 and 15 minutes earlier than the traces).
     #[test]
     fn the_machines_that_are_there_are_those_of_the_record() {
-        let cases: [(&str, u64, &[(u64, usize)]); 2] = [
-            ("ec2-p3", 25, &[(59, 15), (71, 32), (269, 19), (408, 18), (508, 11), (682, 10)]),
-            ("ec2-g4dn", 15, &[(28, 14), (120, 6), (200, 2), (239, 14), (425, 17), (646, 5)]),
-        ];
-        for (name, begin, counts) in cases {
+        let p3 = [(59, 15), (71, 32), (269, 19), (408, 18), (508, 11), (682, 10)];
+        let g4dn = [(28, 14), (120, 6), (200, 2), (239, 14), (425, 17), (646, 5)];
+        for (name, begin, counts) in [("ec2-p3", 25, p3), ("ec2-g4dn", 15, g4dn)] {
             let trace = recorded(name).unwrap();
-            for &(minute, count) in counts {
+            for (minute, count) in counts {
                 let until = Nanos((minute - begin) * 60_000_000_000 + 59_000_000_000);
                 let changes = trace.changes.iter().take_while(|change| change.at <= until);
                 let there = changes.fold(trace.machines as usize, |there, change| {

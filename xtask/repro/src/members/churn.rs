@@ -11,7 +11,7 @@ use farflung::train::{Failure, Job, Moment};
 
 use super::injected_fault::InjectedFault;
 use super::{
-    DEADLINE, after_leaving, churn_pipelines, job, longest_wait, processes, report as report_of,
+    DEADLINE, after_leaving, churn_pipelines, churn_pools, job, longest_wait, processes, report as report_of,
     run as run_once, times,
 };
 use crate::harness::{Bench, Options, Report, Threshold};
@@ -22,7 +22,8 @@ pub(crate) const BENCH: Bench = Bench {
             within the deadline plus one second, with the same bits as a run that this member left in an \
             orderly way just before or just after the step; with DiLoCo, with the bits of a round without \
             its contribution; a pipeline of four continues from a replica of the lost part, or, if there is \
-            none, from a step that all members have copied; the same with real processes, where frozen \
+            none, from a step that all members have copied; in pools, each microbatch counts once and the \
+            others keep what they have computed; the same with real processes, where frozen \
             members join again",
     source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",
     seed: 1337,
@@ -126,6 +127,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&metric, all.slowest, "s", Threshold::AtMost(most))?;
     }
     churn_pipelines::run(report, options)?;
+    churn_pools::run(report, options)?;
     processes::run(report, options)
 }
 

@@ -1,16 +1,12 @@
 //! Lets a newcomer take the place of a lost rank of a pipeline or of a pool at any time within a step. It
 //! fetches its part while the members train.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
-use farflung::TrainConfig;
 use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
-use farflung::config::pools::Numbers;
 use farflung::train::Job;
 
-use super::{Notes, job, report as report_of, times, watched};
+use super::{Notes, in_pools, job, report as report_of, times, watched};
 use crate::harness::{Report, Threshold};
 
 const MEMBERS: usize = 4;
@@ -45,13 +41,7 @@ fn pipelines(seed: u64, pooled: bool) -> Result<Job> {
         config.deadline = Nanos::from_millis(10_000);
         config.pooled = pooled;
     })?;
-    if !pooled {
-        return Ok(job);
-    }
-    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..job.config.clone() }));
-    let pools = vec![MEMBERS as u32 / 2; 2];
-    let config = TrainConfig { pools: Some(Numbers(pools)), stages: MEMBERS, ..job.config.clone() };
-    Ok(Job { pipelines, ..job.with_config(config, MEMBERS)? })
+    if pooled { in_pools(&job, &[MEMBERS as u32 / 2; 2]) } else { Ok(job) }
 }
 
 /// Measures newcomers at `moments` times within two steps, to pipelines and to pools.

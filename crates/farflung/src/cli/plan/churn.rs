@@ -79,8 +79,8 @@ pub(crate) struct ChurnCommand {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// File with losses and returns, instead of random ones: a line `machines N time TIME`, then lines
-    /// `TIME lost M` and `TIME back M`. Or the name of a recorded trace of spot machines: ec2-p3, ec2-g4dn. There
-    /// are as many machines as in the trace.
+    /// `TIME lost M` and `TIME back M`. Or the name of a recorded trace of spot machines: ec2-p3, ec2-g4dn.
+    /// There are as many machines as in the trace.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hours", "seed"])]
     trace: Option<PathBuf>,
     /// Write the random losses to this file.

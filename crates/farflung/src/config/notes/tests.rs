@@ -98,6 +98,12 @@ const CASES: &[Case] = &[
     ("balance = 'equal'", 4, false, "`balance` changes nothing: the run's members do not change"),
     ("pooled = true\nstages = 2", 4, false, "`pooled` changes nothing: the run's members do not change"),
     ("copy-share = 0.5", 4, false, "`copy-share` changes nothing: the run's members do not change"),
+    (
+        "keep-work = false",
+        4,
+        false,
+        "`keep-work` changes nothing: stages are not pools of members that come and leave",
+    ),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     (
         "sync-delay = 1",

@@ -75,9 +75,8 @@ pub struct Changed {
     pub pools: Vec<u32>,
     /// Whether the stages are pools only because a pipeline has lost a rank.
     pub rerouted: bool,
-    /// The part of the step in flight that was computed before the change and is not computed again, from 0
-    /// to 1.
-    pub kept_work: f64,
+    /// Percentage of the step in flight that was computed before the change and is not computed again.
+    pub kept_percent: u32,
     /// The member that moved to another stage and the index of that stage, if this was the purpose of the
     /// change.
     pub moved: Option<(PeerId, u32)>,
@@ -131,8 +130,8 @@ impl fmt::Display for Changed {
                 if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
             }
         }?;
-        if self.kept_work > 0.0 {
-            write!(f, "; {:.0}% of the step in flight is kept", 100.0 * self.kept_work)?;
+        if self.kept_percent > 0 {
+            write!(f, "; {}% of the step in flight is kept", self.kept_percent)?;
         }
         if self.from_checkpoints {
             write!(f, "; from the checkpoints of step {step}")?;
@@ -171,6 +170,7 @@ impl Changed {
             lost_sequences: self.lost_sequences,
             lost_steps: self.lost_steps,
             from_checkpoints: self.from_checkpoints,
+            kept_percent: self.kept_percent,
             took_ms,
             reason: self.reason.clone(),
         }
@@ -386,7 +386,7 @@ impl Member<'_> {
                         pipelines: None,
                         pools: Vec::new(),
                         rerouted: false,
-                        kept_work: 0.0,
+                        kept_percent: 0,
                         moved: None,
                         members: now.len(),
                         step: trainer.steps_done(),

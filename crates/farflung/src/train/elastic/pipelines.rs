@@ -40,8 +40,8 @@ struct Placed {
     moved: (u64, usize),
     lost_steps: u64,
     from_checkpoints: bool,
-    /// The part of the step in flight that the members keep, from 0 to 1.
-    kept_work: f64,
+    /// Percentage of the step in flight that the members keep.
+    kept_percent: u32,
 }
 
 impl Member<'_> {
@@ -82,7 +82,7 @@ impl Member<'_> {
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
             rerouted: !job.is_pooled(),
-            kept_work: placed.kept_work,
+            kept_percent: placed.kept_percent,
             moved: None,
             took: trainer.comm().now().saturating_sub(begun),
         })
@@ -212,9 +212,7 @@ impl Member<'_> {
             let resumed = resumed((job, &next), trainer.as_deref(), &counted, &comm)?;
             let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
             let get = |name: &str| tensors.get(name).map(Vec::as_slice);
-            let kept = resumed
-                .as_ref()
-                .map_or(0.0, |step| f64::from(step.computations_kept()) / f64::from(step.computations()));
+            let kept = resumed.as_ref().map_or(0, |s| 100 * s.computations_kept() / s.computations());
             if let Some(trainer) = trainer.as_deref_mut() {
                 return Ok((trainer.moved_to((&next, resumed.as_ref()), comm, &counted, &get)?, kept));
             }
@@ -222,8 +220,17 @@ impl Member<'_> {
             trainer.take_pieces(&counted, &get)?;
             Ok((trainer, kept))
         })();
-        let (trainer, kept_work) = made.inspect_err(|_: &Error| comm.abort())?;
-        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps, from_checkpoints, kept_work }))
+        let (trainer, kept_percent) = made.inspect_err(|_: &Error| comm.abort())?;
+        Ok(Some(Placed {
+            job: next,
+            trainer,
+            last,
+            counted,
+            moved,
+            lost_steps,
+            from_checkpoints,
+            kept_percent,
+        }))
     }
 }
 

@@ -60,10 +60,7 @@ impl Trainer {
     ) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
-        let schedule = match resumed {
-            Some(step) => ReplicaSchedule::resumed(job, replica, step)?,
-            None => ReplicaSchedule::new(job, replica)?,
-        };
+        let schedule = ReplicaSchedule::of_rest(job, replica, resumed)?;
         let placement = schedule.placement().clone();
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
@@ -91,11 +88,7 @@ impl Trainer {
         // Pools have different numbers of ranks, so each part has its own weight: see `build_part`.
         let group =
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
-        let microbatches = match (schedule.updates(), each_step) {
-            (Updates::Flush, true) => plan.all_microbatches(),
-            (Updates::Flush, false) => u64::from(schedule.microbatches()),
-            _ => u64::from(schedule.per_update() * plan.replicas()),
-        };
+        let microbatches = microbatches_of_update(job, &schedule);
         let tokens = (sampler.shard().batch * sampler.context()) as u64 * microbatches;
         let order = schedule.schedule.order();
         let executor = Executor {
@@ -166,6 +159,17 @@ impl Trainer {
             kept: None,
             schedule,
         })
+    }
+}
+
+/// Returns the number of microbatches whose gradients are in an update: those of all replicas, unless steps are
+/// local.
+fn microbatches_of_update(job: &Job, schedule: &ReplicaSchedule) -> u64 {
+    let plan = &job.plan;
+    match (schedule.updates(), job.averages_each_step()) {
+        (Updates::Flush, true) => plan.all_microbatches(),
+        (Updates::Flush, false) => u64::from(schedule.microbatches()),
+        _ => u64::from(schedule.per_update() * plan.replicas()),
     }
 }
 

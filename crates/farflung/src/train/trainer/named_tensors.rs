@@ -223,7 +223,8 @@ impl Trainer {
     }
 
     /// Makes this rank's trainer in the run's next plan, on the same device, with the values that `get` returns
-    /// by name. If all ranks resume the step in which they lost another rank, it takes over the work of this one.
+    /// by name. If all ranks resume the step in which they lost another rank, it takes over the work of this
+    /// one.
     ///
     /// Errors: those of [`Trainer::new`] and [`Trainer::take_pieces`].
     pub(in crate::train) fn moved_to<'a>(

@@ -126,6 +126,7 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
         lost_sequences: 0,
         lost_steps: 0,
         from_checkpoints: false,
+        kept_percent: 0,
         took_ms,
         reason: (!went.is_empty()).then(|| "silent".to_owned()),
     };
@@ -239,6 +240,7 @@ fn memory_is_bounded_whatever_is_told() {
             lost_sequences: 0,
             lost_steps: 0,
             from_checkpoints: false,
+            kept_percent: 0,
             took_ms: 1,
             reason: None,
         };
