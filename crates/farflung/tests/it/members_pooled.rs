@@ -276,6 +276,27 @@ fn work_is_kept_when_a_second_member_is_lost_in_the_same_step() {
 }
 
 #[test]
+fn a_step_that_times_out_continues_with_what_is_done() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, speeds) = ([1, 2], [0.05, 0.05, 0.001]);
+    let make = |deadline, keep_work| {
+        let config = TrainConfig { keep_work, ..descent(3) };
+        let mut job = job(folder.path(), &pools, &speeds, config);
+        job.config.deadline = Nanos::from_millis(deadline);
+        job
+    };
+    let (ended, told) = run(&make(60_000, true), 3, &[], &Faults::new());
+    let calm = rows(report(&ended, None, "calm"));
+    assert!(told.notes.iter().all(|note| !note.contains("the step is repeated")), "{:?}", told.notes);
+    for (deadline, keep_work) in [(300, true), (160, true), (300, false)] {
+        let (ended, told) = run(&make(deadline, keep_work), 3, &[], &Faults::new());
+        counts_once("times out", report(&ended, None, "times out"), &calm);
+        assert!(told.has("all members answer, and the step is repeated"), "{:?}", told.notes);
+        assert_eq!(told.has("% of the step in flight is kept"), keep_work, "{:?}", told.notes);
+    }
+}
+
+#[test]
 fn an_empty_pool_is_filled_by_a_member_of_another() {
     let folder = tempfile::tempdir().unwrap();
     let (pools, steps) = ([1, 3], 16);
