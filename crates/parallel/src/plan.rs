@@ -4,6 +4,7 @@
 mod check;
 mod difference;
 mod assignment;
+mod limited;
 mod local_steps;
 mod members;
 mod part;

@@ -19,7 +19,7 @@ use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
-use super::kept_pass::KeptPass;
+use super::kept_pass::{KeptMessage, KeptPass};
 use super::part::{Part, SavedMicrobatch, SendTiming, copy};
 use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
@@ -276,7 +276,7 @@ impl Executor {
 
     fn recompute(&mut self, action: Action) -> Result<()> {
         let mut held = self.take(action);
-        // In a step that was resumed, the order before may not have needed it.
+        // The microbatch may have its activations already: it ran under the order before a loss.
         if !std::mem::take(&mut held.again) {
             self.held.insert(place(action), held);
             return Ok(());
@@ -303,7 +303,7 @@ impl Executor {
     fn backward(&mut self, action: Action, dy: Option<Tensor>) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, slice, kind } = action;
         if self.held.get(&place(action)).is_some_and(|held| held.again) {
-            // The order of a step that was resumed does not contain it.
+            // It ran under the order before a loss; this order does not contain the computation.
             self.recompute(action)?;
         }
         let mut held = self.take(action);
@@ -430,7 +430,8 @@ impl Executor {
             None => None,
         };
         let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
-        self.kept.keep((message.microbatch, message.content), &bytes);
+        let Message { microbatch, content, .. } = message;
+        self.kept.keep(KeptMessage { microbatch, content }, &bytes);
         Ok(bytes)
     }
 
@@ -465,8 +466,14 @@ impl Worker for Executor {
     fn send(&mut self, to: Rank, message: Message, data: Flow) -> Result<()> {
         let bytes = match data {
             Flow::Values(values) => self.encoded(message, &values)?,
-            // Only messages that were kept are announced to the other ranks.
-            Flow::Kept => self.kept.sent((message.microbatch, message.content)).unwrap_or_default().to_vec(),
+            Flow::Kept if !self.needs(message) => return Ok(()),
+            Flow::Kept => {
+                let Message { microbatch, content, .. } = message;
+                let kept = self.kept.sent(KeptMessage { microbatch, content }).map(<[u8]>::to_vec);
+                // Only messages that were kept are announced to the other ranks.
+                let problem = "was not kept";
+                kept.ok_or_else(|| Error::Message { message: message.to_string(), problem })?
+            }
         };
         if !self.needs(message) {
             return Ok(());

@@ -5,8 +5,12 @@ use std::collections::BTreeMap;
 
 use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, ResumedStep};
 
-/// A message to another rank: its microbatch and its content.
-type Sent = (u32, Content);
+/// A message to another rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct KeptMessage {
+    pub(super) microbatch: u32,
+    pub(super) content: Content,
+}
 
 /// What a rank has done in a training pass, by microbatch.
 #[derive(Debug, Default)]
@@ -14,7 +18,7 @@ pub(super) struct WorkRecord {
     /// What is done of each microbatch.
     pub(super) progress: BTreeMap<u32, CellProgress>,
     /// The messages that it has made for other ranks, as they are sent.
-    pub(super) sent: BTreeMap<Sent, Vec<u8>>,
+    pub(super) sent: BTreeMap<KeptMessage, Vec<u8>>,
     /// Sums of losses, if this rank has the model's last part.
     pub(super) losses: BTreeMap<u32, f64>,
     /// Whether the gradients may contain a part of a microbatch: adding it did not end.
@@ -36,7 +40,7 @@ pub(super) struct KeptPass {
     /// The record of the training pass; `None` in other passes.
     record: Option<WorkRecord>,
     resumed: Option<ResumedStep>,
-    /// Whether the first step is the rest of one that was resumed, so that routes are not those of the plan.
+    /// Whether the first step is the rest of one that failed, so that routes are not those of the plan.
     has_resumed: bool,
     /// Whether the next pass is the rest of `resumed`.
     is_due: bool,
@@ -118,15 +122,15 @@ impl KeptPass {
     }
 
     /// Keeps a message that is sent.
-    pub(super) fn keep(&mut self, sent: Sent, bytes: &[u8]) {
+    pub(super) fn keep(&mut self, message: KeptMessage, bytes: &[u8]) {
         if let Some(record) = &mut self.record {
-            record.sent.insert(sent, bytes.to_vec());
+            record.sent.insert(message, bytes.to_vec());
         }
     }
 
     /// Returns a message that was made before the pass.
-    pub(super) fn sent(&self, sent: Sent) -> Option<&[u8]> {
-        self.record.as_ref()?.sent.get(&sent).map(Vec::as_slice)
+    pub(super) fn sent(&self, message: KeptMessage) -> Option<&[u8]> {
+        self.record.as_ref()?.sent.get(&message).map(Vec::as_slice)
     }
 
     /// Returns the sums of losses from before the pass.

@@ -20,6 +20,7 @@ mod members_chunks;
 mod members_follow;
 mod members_follow_parts;
 mod members_follow_rounds;
+mod members_grow;
 mod members_in_pipelines;
 mod members_repeat;
 mod members_pooled;

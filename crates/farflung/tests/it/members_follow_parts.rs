@@ -21,12 +21,12 @@ const NEW: PeerId = PeerId(MEMBERS as u32);
 const BEGINS: &str = "of state while the others train on";
 const CAME: &str = "member 4 joined; ";
 /// Part of the note of a newcomer that has followed its part.
-const FOLLOWED: &str = "of the last step";
+pub(crate) const FOLLOWED: &str = "of the last step";
 /// About the time of a step.
-const STEP: u64 = 6_000_000_000;
+pub(crate) const STEP: u64 = 6_000_000_000;
 
 /// Creates a job of two pipelines of two members with about 1 MB of state each, on links of 10 Mbit/s.
-fn job(folder: &Path, config: TrainConfig) -> Job {
+pub(crate) fn job(folder: &Path, config: TrainConfig) -> Job {
     let config = TrainConfig {
         layers: Some(4),
         microbatches: Some(4),
@@ -55,7 +55,7 @@ fn run(job: &Job, lost: u32, come: Nanos, faults: Faults) -> (Vec<Ended>, Noted)
 }
 
 /// Returns the hash of the whole model, which one member has at the end.
-fn hash(ended: &[Ended], lost: &[u32], told: &Noted) -> String {
+pub(crate) fn hash(ended: &[Ended], lost: &[u32], told: &Noted) -> String {
     let others = || ended.iter().enumerate().filter(|(n, _)| !lost.contains(&(*n as u32)));
     let errors: Vec<_> =
         others().filter_map(|(n, ended)| Some((n, ended.as_ref().err()?.to_string()))).collect();

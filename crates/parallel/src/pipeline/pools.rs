@@ -125,7 +125,8 @@ impl Pools {
     /// microbatch if there are at least [`Pools::fewest`].
     ///
     /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: the routes of a step are fixed by the plan
-    /// before it begins, so that each microbatch counts exactly once even if a rank is late.
+    /// before it begins, so that each microbatch counts exactly once even if a rank is late. If a rank is lost,
+    /// [`ResumedStep`](super::ResumedStep) has the routes of the rest.
     ///
     /// Errors: [`ParallelError::Plan`] with the invalid field if [`Pools::fault`] returns one;
     /// [`ParallelError::TooLarge`] for more stages times microbatches than [`ComputeOrder::MAX_CELLS`].

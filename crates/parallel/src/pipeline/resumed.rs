@@ -44,11 +44,12 @@ pub struct ResumedStep {
 
 impl ResumedStep {
     /// Plans the rest of a step of `microbatches` microbatches. `kept` has the cells of each rank of `pools`,
-    /// which are the pools of the remaining ranks. The cells of lost ranks are assigned to the ranks of their
-    /// pool that have least to do, in proportion to their rates.
+    /// which are the pools of the remaining ranks and of newcomers. The cells of lost ranks are assigned to the
+    /// ranks of their pool that have least to do, in proportion to their rates.
     ///
     /// Returns `None` if the step must be done as a whole: no rank keeps anything; a cell is kept by two ranks
-    /// or does not exist; a rank would have no microbatch. A pure function, so all ranks get the same result.
+    /// or does not exist; a rank would have no microbatch; there would be too many different routes. A pure
+    /// function, so all ranks get the same result.
     #[must_use]
     pub fn new(pools: &Pools, microbatches: u32, kept: &[Vec<KeptCell>]) -> Option<Self> {
         if pools.fault().is_some() || kept.len() != pools.ranks() as usize {
@@ -98,6 +99,9 @@ impl ResumedStep {
         }
         let routes =
             route_of.into_iter().map(|route| route.into_iter().collect()).collect::<Option<Vec<_>>>()?;
+        // Each distinct route is a copy of the model in the order of the step.
+        let copies = routes.iter().collect::<std::collections::BTreeSet<_>>().len() as u64;
+        ComputeOrder::check_cells(copies * u64::from(pools.stages()), microbatches, 1).ok()?;
         (!has_any.contains(&false)).then_some(Self { routes, progress })
     }
 
@@ -128,14 +132,14 @@ impl ResumedStep {
 
     /// Returns the number of computations of the step: three for each microbatch in each stage.
     #[must_use]
-    pub fn computations(&self) -> u32 {
-        self.progress.iter().flatten().map(|_| CellProgress::Nothing.left()).sum()
+    pub fn computations(&self) -> u64 {
+        self.progress.iter().flatten().map(|_| u64::from(CellProgress::Nothing.left())).sum()
     }
 
     /// Returns the number of computations that are kept.
     #[must_use]
-    pub fn computations_kept(&self) -> u32 {
-        self.computations() - self.progress.iter().flatten().map(|done| done.left()).sum::<u32>()
+    pub fn computations_kept(&self) -> u64 {
+        self.computations() - self.progress.iter().flatten().map(|done| u64::from(done.left())).sum::<u64>()
     }
 
     /// Returns the order of the step's work, as [`Pools::order`] does. It has all computations in an
@@ -246,11 +250,43 @@ mod tests {
             let schedule = Schedule::new(order, &Lowering::default()).unwrap();
             let computed = run(&schedule, &step);
             let all = step.computations() - step.computations_kept();
-            assert_eq!(computed.len(), all as usize, "seed {seed}");
+            assert_eq!(computed.len() as u64, all, "seed {seed}");
             let place = |&(_, action): &(usize, Action)| {
                 (schedule.order().placement().part(action.stage), action.microbatch, action.kind.text())
             };
             assert_eq!(computed.iter().map(place).collect::<BTreeSet<_>>().len(), computed.len());
+        }
+    }
+
+    /// With any limit, a rank holds no more than that, or one more than it has kept.
+    #[test]
+    fn a_rank_holds_at_most_one_more_than_it_may() {
+        let pools = Pools::equal(vec![2, 2]);
+        let cells = |of: &[u32], progress| -> Vec<KeptCell> {
+            of.iter().map(|&microbatch| KeptCell { microbatch, progress }).collect()
+        };
+        let kept = [
+            vec![],
+            cells(&[1, 3, 5], CellProgress::Forward),
+            cells(&[0, 2], CellProgress::Forward),
+            cells(&[1], CellProgress::InputGradient),
+        ];
+        let step = ResumedStep::new(&pools, 12, &kept).unwrap();
+        for most in 1..5 {
+            let order = step.order(&pools, &[StageCost::UNIT], Nanos(100), Some(most)).unwrap();
+            for (rank, list) in order.lists().iter().enumerate() {
+                let (mut held, mut peak) = (kept[rank].len() as u32, 0);
+                for action in list.iter().flat_map(Op::actions) {
+                    let done = step.progress(action.microbatch, order.placement().part(action.stage));
+                    match action.kind {
+                        ComputeKind::Forward => held += u32::from(done < CellProgress::Forward),
+                        ComputeKind::BackwardWeight => held -= 1,
+                        _ => {}
+                    }
+                    peak = peak.max(held);
+                }
+                assert!(peak <= most.max(kept[rank].len() as u32 + 1), "rank {rank}, {most}: {peak}");
+            }
         }
     }
 

@@ -82,7 +82,10 @@ impl Routed<'_> {
 struct Worker {
     stage: usize,
     free: Nanos,
+    /// Number of microbatches that it holds.
     held: u32,
+    /// Number of further microbatches that it holds from before the order begins.
+    kept: u32,
     /// Microbatches ready for their forward pass, with arrival times.
     forwards: BTreeSet<(Nanos, usize)>,
     gradients: BTreeSet<(Nanos, usize)>,
@@ -120,7 +123,11 @@ impl<'a> RouteBuilder<'a> {
         let mut workers: Vec<Worker> = made_of.times.iter().map(|_| Worker::default()).collect();
         for (microbatch, route) in made_of.routes.iter().enumerate() {
             for (stage, rank) in route.iter().enumerate() {
-                workers[rank.index()].stage = stage;
+                let worker = &mut workers[rank.index()];
+                worker.stage = stage;
+                let done = made_of.done(microbatch, stage);
+                let is_open = done >= CellProgress::Forward && done < CellProgress::WeightGradient;
+                worker.kept += u32::from(is_open);
             }
             workers[route[0].index()].forwards.insert((Nanos::ZERO, microbatch));
         }
@@ -133,9 +140,11 @@ impl<'a> RouteBuilder<'a> {
             let &(ready, microbatch) = of.first()?;
             Some(Next { start: ready.max(worker.free), kind, microbatch })
         };
-        let forward = (worker.held < self.made_of.held[rank].max(1))
-            .then(|| first(&worker.forwards, OpKind::Forward))
-            .flatten();
+        // A rank that holds the maximum from before may hold one more, or ranks could wait for each other.
+        let most = self.made_of.held[rank].saturating_sub(worker.kept).max(1);
+        let is_done = |next: &Next| self.made_of.done(next.microbatch, worker.stage) >= CellProgress::Forward;
+        let forward = first(&worker.forwards, OpKind::Forward);
+        let forward = forward.filter(|next| worker.held < most || is_done(next));
         let head = [first(&worker.gradients, OpKind::Gradient), forward].into_iter().flatten().min();
         // A weight gradient runs in idle time, even if it delays the next operation a little.
         let idle = head.is_none_or(|head| head.start > worker.free);
@@ -166,12 +175,16 @@ impl<'a> RouteBuilder<'a> {
             }
             OpKind::Forward => {
                 worker.forwards.pop_first();
-                worker.held += 1;
+                worker.held += u32::from(done < CellProgress::Forward);
                 (ComputeKind::Forward, unless(CellProgress::Forward, times.forward))
             }
             OpKind::Weight => {
                 worker.weights.pop_front();
-                worker.held -= 1;
+                match done {
+                    CellProgress::Nothing => worker.held -= 1,
+                    CellProgress::Forward | CellProgress::InputGradient => worker.kept -= 1,
+                    CellProgress::WeightGradient => {}
+                }
                 (ComputeKind::BackwardWeight, unless(CellProgress::WeightGradient, times.weight))
             }
         };

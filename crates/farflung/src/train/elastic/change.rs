@@ -13,7 +13,7 @@ use farflung_parallel::plan::Digest;
 use super::all_gather::nonsense_of;
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::{Agreed, Agreement, Loss, NextView, suspect};
+use super::decide::{Agreed, Agreement, Asks, Loss, NextView, suspect};
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
@@ -26,7 +26,7 @@ use super::state_transfer::{LocalState, TransferStats, transfer_state};
 use super::status_publisher::StatusPublisher;
 use super::step_log::StepLog;
 use super::stoppable::stoppable;
-use super::team::Team;
+use super::team::{FutureRank, Team};
 use super::view::{EnteringRank, form_view};
 use super::watchdog::Watchdog;
 use crate::events::{EventKind, causes};
@@ -71,6 +71,8 @@ pub struct Changed {
     pub from_checkpoints: bool,
     /// In pipelines: number of pipelines now, stages of each, and number of members without a part.
     pub pipelines: Option<(u32, u32, usize)>,
+    /// Number of members without a part that fetch the parts of a further pipeline while the others train on.
+    pub fetching: usize,
     /// Number of members of each stage if stages are pools; otherwise empty.
     pub pools: Vec<u32>,
     /// Whether the stages are pools only because a pipeline has lost a rank.
@@ -127,7 +129,13 @@ impl fmt::Display for Changed {
                     _ if self.rerouted => write!(f, "; stages of {} members, re-routed", sizes.join(", ")),
                     _ => write!(f, "; pools of {} members", sizes.join(", ")),
                 }?;
-                if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
+                if spares > 0 {
+                    write!(f, ", and {spares} without a part")?;
+                }
+                match self.fetching {
+                    0 => Ok(()),
+                    n => write!(f, ", {n} of which fetch the parts of a further pipeline meanwhile"),
+                }
             }
         }?;
         if self.kept_percent > 0 {
@@ -207,8 +215,12 @@ pub(in crate::train) struct Member<'a> {
     pub(super) log: StepLog,
     /// In pipelines: the position that a newcomer would take, if the others would keep their parts.
     pub(super) newcomer_position: Option<u32>,
-    /// In pipelines: the parts that this newcomer has followed.
+    /// In pipelines: the spares that can form a further one, while they fetch their parts.
+    pub(super) growing: Vec<FutureRank>,
+    /// In pipelines: the parts that this newcomer or spare has followed.
     pub(super) followed: Option<Followed>,
+    /// Whether this spare is ready to be in a further pipeline.
+    pub(super) grows: bool,
 }
 
 impl<'a> Member<'a> {
@@ -236,7 +248,9 @@ impl<'a> Member<'a> {
             store: ChunkStore::default(),
             log: StepLog::default(),
             newcomer_position: None,
+            growing: Vec::new(),
             followed: None,
+            grows: false,
         }
     }
 }
@@ -245,12 +259,14 @@ impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {
         let wants = self.place.wants_change(self.logs(trainer))? || self.wants_round(trainer);
+        let wants = wants || self.can_grow();
         Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
     /// Returns whether this rank keeps a log of its steps.
     fn logs(&self, trainer: &Trainer) -> Logs {
         match self.log.is_kept() {
+            _ if !self.growing.is_empty() => Logs::OfSpares,
             _ if !trainer.keeps_averages() => Logs::Never,
             _ if self.team.is_some() && self.newcomer_position.is_none() => Logs::Never,
             _ if !self.holds_newcomers_part() => Logs::OfOthers,
@@ -271,7 +287,8 @@ impl Member<'_> {
         let working = self.working();
         let silent = self.idle.check(self.place, self.team.as_ref()).to_vec();
         let own = (trainer.steps_done(), trainer.state_bytes(), self.logs(trainer));
-        self.place.agree((trainer.comm(), &working), (leaves, &silent), own)
+        let asks = Asks { leaves, silent: &silent, grows: self.can_grow() };
+        self.place.agree((trainer.comm(), &working), &asks, own, &self.spares())
     }
 
     /// Carries out a change that all members have agreed on; `begun` is the time at which it began. `None` if
@@ -296,7 +313,7 @@ impl Member<'_> {
         }
     }
 
-    /// Continues without the lost members and drops the step in flight.
+    /// Continues without the lost members. The step in flight is dropped, or in pools resumed.
     ///
     /// Errors: [`Error::Removed`] if this rank must not continue.
     pub(in crate::train) fn after_loss(
@@ -384,6 +401,7 @@ impl Member<'_> {
                         lost_steps: 0,
                         from_checkpoints: false,
                         pipelines: None,
+                        fetching: 0,
                         pools: Vec::new(),
                         rerouted: false,
                         kept_percent: 0,
@@ -464,8 +482,15 @@ impl Member<'_> {
         let mut follower =
             (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
-        let followed = follower.and_then(Follower::into_followed);
+        let followed = follower.and_then(|follower| self.take_followed(follower));
         self.first_place(job, view, speed, followed)
+    }
+
+    /// Returns the state that has been followed. Keeps the chunks received of what is still missing.
+    pub(super) fn take_followed(&mut self, follower: Follower<'_>) -> Option<Followed> {
+        let (followed, store) = follower.into_followed();
+        self.store = store;
+        followed
     }
 
     /// Receives the state from the members of its first view. If one of them is lost meanwhile, tries again

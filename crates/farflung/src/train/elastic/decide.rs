@@ -12,7 +12,7 @@ use super::all_gather::all_gather;
 use super::arrivals::Newcomer;
 use super::membership_service::Outcome;
 use super::place::{Logs, Place};
-use super::ready::{Admission, Cost};
+use super::ready::{Admission, Cost, Ready};
 use super::watchdog::ROLL_CALL;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
@@ -27,6 +27,8 @@ const PAUSE: Nanos = Nanos::from_millis(1000);
 #[derive(Debug, Serialize, Deserialize)]
 struct ChangeMessage {
     leaves: bool,
+    /// Whether it has heard that all spares that form a further pipeline are ready.
+    grows: bool,
     /// Ids of members without a part that do not answer.
     silent: Vec<[u8; 32]>,
     /// The newcomers that are connected to this member and are ready, or ask for a copy of the state.
@@ -90,6 +92,24 @@ pub(super) enum Agreement {
     },
     /// Members change.
     Change(Agreed),
+    /// Spares form a further pipeline. Has the one that receives most.
+    Grow(Option<Admission>),
+}
+
+/// What a member asks for between two steps.
+pub(super) struct Asks<'a> {
+    /// Whether it leaves.
+    pub(super) leaves: bool,
+    /// Members without a part that do not answer.
+    pub(super) silent: &'a [MemberId],
+    /// Whether the spares that form a further pipeline are ready.
+    pub(super) grows: bool,
+}
+
+/// A spare that is ready to be in a further pipeline.
+pub(super) struct ReadySpare {
+    pub(super) peer: PeerId,
+    pub(super) ready: Ready,
 }
 
 /// A change on which the working members agree between two steps.
@@ -256,14 +276,15 @@ impl Place {
 
     /// Agrees on a change after a step at which a member requested it. All members that take steps must have
     /// finished the step, and all call this together. `comm` connects them, and `working` lists their ids by
-    /// rank. `step` is the number of steps done.
+    /// rank. `step` is the number of steps done, and `spares` are those that form a further pipeline.
     ///
     /// Errors: a member that is lost meanwhile.
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
-        (leaves, silent): (bool, &[MemberId]),
+        &Asks { leaves, silent, grows }: &Asks<'_>,
         (step, state, logs): (u64, StateBytes, Logs),
+        spares: &[ReadySpare],
     ) -> Result<Agreement> {
         self.renew();
         self.poll_services();
@@ -273,7 +294,7 @@ impl Place {
         };
         let here = self.callers(logs).iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let standing = ChangeMessage { leaves, silent, here, logs: logs == Logs::Yes, state };
+        let standing = ChangeMessage { leaves, grows, silent, here, logs: logs == Logs::Yes, state };
         let told = all_gather(comm, &standing)?;
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
@@ -286,6 +307,13 @@ impl Place {
         events.extend(idle.map(Event::Silent));
         let mut admission = None;
         if events.is_empty() {
+            if told.iter().all(|told| told.grows) {
+                let sizes: Vec<_> = working.iter().copied().zip(told.iter().map(|told| told.state)).collect();
+                let costs = spares
+                    .iter()
+                    .map(|spare| Admission { peer: spare.peer, cost: Cost::new(&spare.ready, &sizes, step) });
+                return Ok(Agreement::Grow(costs.max_by_key(|admission| admission.cost.state)));
+            }
             if let Some(KnownNewcomer { slot, id, .. }) = KnownNewcomer::first_of(&told, true) {
                 let id = MemberId(id);
                 events.push(Event::Ready(Member::new(id, slot)));

@@ -149,9 +149,9 @@ impl<'a> Follower<'a> {
         self.followed.as_ref().map(Followed::step)
     }
 
-    /// Returns the state that it has, once it is a member.
-    pub(super) fn into_followed(self) -> Option<Followed> {
-        self.followed
+    /// Returns the state that it has, and the chunks of what it was fetching.
+    pub(super) fn into_followed(self) -> (Option<Followed>, ChunkStore) {
+        (self.followed, self.store)
     }
 
     /// Returns what it says to the members. `left` is the number of bytes of the copy still to be received.

@@ -1,6 +1,8 @@
 //! The last records for newcomers that have followed their parts of the model: in the view that admits them,
 //! they catch up with the members before the parts are assigned.
 
+use std::ops::Range;
+
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 use serde::{Deserialize, Serialize};
@@ -41,6 +43,8 @@ pub(super) struct CaughtUp {
 struct RecordsOffer {
     /// Number of steps done; `None` on a newcomer.
     step: Option<u64>,
+    /// The layers of each of its parts, or of those that it has followed.
+    layers: Vec<Range<usize>>,
     records: Vec<Logged>,
     /// The copy of its parts after the last step, if it has records.
     copy: Option<Label>,
@@ -64,15 +68,23 @@ pub(super) fn catch_up(
     }
     let records = lent.records();
     let copy = own.filter(|_| !records.is_empty()).map(|own| label_of(&own.to_bytes()));
-    let told: Vec<RecordsOffer> =
-        all_gather(all, &RecordsOffer { step: own.map(PartCopy::step), records, copy })?;
+    let layers = own.map(PartCopy::layers).or_else(|| followed.as_ref().map(|parts| parts.layers()));
+    let layers = layers.unwrap_or_default().to_vec();
+    let step = own.map(PartCopy::step);
+    let told: Vec<RecordsOffer> = all_gather(all, &RecordsOffer { step, layers, records, copy })?;
     let until = told.iter().filter_map(|told| told.step).max().unwrap_or(0);
-    let offered: Vec<&[Logged]> = told.iter().map(|told| &told.records[..]).collect();
-    // If the records are more than the parts, it takes the parts.
-    let whole = told.iter().filter_map(|told| told.copy).map(|copy| copy.len).max().unwrap_or(0);
     let lacks = |rank: &Rank| {
+        let layers = &told[rank.index()].layers;
+        // The members that hold the parts that it has followed.
+        let hold = |offer: &&RecordsOffer| offer.step.is_some() && offer.layers == *layers;
+        let mut offered: Vec<&[Logged]> = Vec::with_capacity(told.len());
+        for offer in &told {
+            offered.push(if hold(&offer) { &offer.records } else { &[] });
+        }
+        // If the records are more than the parts, it takes the parts.
+        let whole = told.iter().filter(hold).filter_map(|told| told.copy).map(|copy| copy.len).max();
         let records = records_between(&offered, at[rank.index()]?, until);
-        records.filter(|records| bytes_of(records) <= whole)
+        records.filter(|records| bytes_of(records) <= whole.unwrap_or(0))
     };
     let wanted: Vec<Wanted> =
         takers.iter().find(|&&rank| rank == all.rank()).and_then(lacks).unwrap_or_default();

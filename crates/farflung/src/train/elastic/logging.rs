@@ -5,9 +5,11 @@ use farflung_base::PeerId;
 use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
+use super::decide::ReadySpare;
 use super::membership_service::MembershipService;
 use super::ready::FollowProgress;
 use super::state_transfer::chunk_fault;
+use super::team::FutureRank;
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
@@ -20,7 +22,37 @@ impl Member<'_> {
         let team = self.team.as_ref();
         let position = team.map(|team| team.position_of_newcomer(job, &self.pools)).transpose()?;
         self.newcomer_position = position.flatten();
+        self.growing = team.map_or_else(Vec::new, |team| team.growing(job));
         Ok(())
+    }
+
+    /// Returns the spares that can form a further pipeline and have told that they are ready.
+    pub(super) fn spares(&self) -> Vec<ReadySpare> {
+        let Some(team) = &self.team else { return Vec::new() };
+        let ready = |&FutureRank { member, .. }: &FutureRank| {
+            let ready = self.place.spare(&team.id(member), team.epoch)?;
+            ready.follows.is_ready().then(|| ReadySpare { peer: team.peer(member), ready })
+        };
+        self.growing.iter().filter_map(ready).collect()
+    }
+
+    /// Returns whether all spares that can form a further pipeline are ready.
+    pub(super) fn can_grow(&self) -> bool {
+        !self.growing.is_empty() && self.spares().len() == self.growing.len()
+    }
+
+    /// Returns the newcomers or spares that need this member's log.
+    fn followers(&self) -> Vec<(PeerId, MemberId, FollowProgress)> {
+        let Some(team) = self.team.as_ref().filter(|_| !self.growing.is_empty()) else {
+            return self.place.followers();
+        };
+        let own = self.growing.iter().filter(|future| Some(future.position) == team.position());
+        let follows = |future: &FutureRank| {
+            let id = team.id(future.member);
+            let follows = self.place.spare(&id, team.epoch)?.follows;
+            follows.needs_log().then(|| (team.peer(future.member), id, follows))
+        };
+        own.filter_map(follows).collect()
     }
 
     /// Starts a log of this member's steps. In pipelines, only members that hold the newcomer's part keep one.
@@ -33,10 +65,13 @@ impl Member<'_> {
         if !self.holds_newcomers_part() {
             return Ok(());
         }
+        self.log_from_now(trainer, job)?;
+        self.look_at_log(trainer, job)
+    }
+
+    fn log_from_now(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         let fault = chunk_fault(job, trainer.comm().rank(), trainer.steps_done());
-        self.log.begin(&mut self.place.offered_blobs(), (trainer, job), fault)?;
-        self.look_at_log(trainer);
-        Ok(())
+        self.log.begin(&mut self.place.offered_blobs(), (trainer, job), fault)
     }
 
     /// Returns whether this member holds what a newcomer needs; always true without pipelines.
@@ -44,26 +79,33 @@ impl Member<'_> {
         self.team.as_ref().is_none_or(|team| team.position() == self.newcomer_position)
     }
 
-    /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. Called between
-    /// two steps.
-    pub(super) fn look_at_log(&mut self, trainer: &Trainer) {
+    /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. Starts a log if
+    /// a spare of a further pipeline asks for one. Called between two steps.
+    ///
+    /// Errors: those of the device.
+    pub(super) fn look_at_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
         self.log.check(&mut self.place.offered_blobs(), trainer);
+        let followers = self.followers();
+        let asks = |follows: &FollowProgress| *follows == FollowProgress::Asks;
         if !self.log.is_kept() {
             self.tell_dropped();
-            return;
+            if self.growing.is_empty() || !followers.iter().any(|(.., follows)| asks(follows)) {
+                return Ok(());
+            }
+            self.log_from_now(trainer, job)?;
         }
         self.log.is_offered = true;
-        let followers = self.place.followers();
         if followers.is_empty() {
             self.log.drop_log(&mut self.place.offered_blobs());
             self.log.is_offered = false;
-            return;
+            return Ok(());
         }
-        let asking = followers.into_iter().filter(|(.., follows)| *follows == FollowProgress::Asks);
+        let asking = followers.into_iter().filter(|(.., follows)| asks(follows));
         let asking: Vec<(PeerId, MemberId)> = asking.map(|(peer, id, _)| (peer, id)).collect();
         for words in self.log.offers(trainer) {
             self.log.sends(self.place.tell_others(&asking, &words));
         }
+        Ok(())
     }
 
     /// Tells newcomers that a log was dropped that they may follow, in pipelines: they must follow another one,
@@ -77,7 +119,7 @@ impl Member<'_> {
 
     /// Sends a message to the newcomers that need a log.
     pub(super) fn tell_followers(&mut self, words: &[u8]) {
-        let followers: Vec<_> = self.place.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();
+        let followers: Vec<_> = self.followers().into_iter().map(|(peer, id, _)| (peer, id)).collect();
         self.log.sends(self.place.tell_others(&followers, words));
     }
 

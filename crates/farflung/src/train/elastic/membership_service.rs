@@ -205,6 +205,11 @@ impl MembershipService {
         self.offers.forget_records(step);
     }
 
+    /// Forgets all that members have offered.
+    pub(super) fn forget_offers(&mut self) {
+        self.offers = Offers::default();
+    }
+
     /// Forgets the copies of the state that members have offered.
     pub(super) fn forget_copies(&mut self) {
         self.offers.forget_copies();

@@ -3,7 +3,7 @@
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::{Cancel, Communicator};
-use farflung_parallel::membership::View;
+use farflung_parallel::membership::{MemberId, View};
 use farflung_parallel::pipeline::{KeptCell, ResumedStep};
 use serde::{Deserialize, Serialize};
 
@@ -80,12 +80,36 @@ impl Member<'_> {
             lost_steps: placed.lost_steps,
             from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
+            fetching: self.growing.len(),
             pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
             rerouted: !job.is_pooled(),
             kept_percent: placed.kept_percent,
             moved: None,
             took: trainer.comm().now().saturating_sub(begun),
         })
+    }
+
+    /// Forms a further pipeline of the spares that have fetched their parts, under a new view of the same
+    /// members. All members that take steps call it after the same step. `None` if they did not reach a new
+    /// view.
+    ///
+    /// Errors: as [`Member::between_steps`].
+    pub(super) fn grow(
+        &mut self,
+        (job, last): (&mut Job, &mut LastDone),
+        trainer: &mut Trainer,
+        begun: Nanos,
+    ) -> Result<Option<Changed>> {
+        let start = start(self.place, job, trainer)?;
+        let working = self.team.as_ref().map_or_else(Vec::new, Team::working);
+        let lead = self.team.as_ref().is_some_and(Team::leads);
+        match self.place.once_more(&working, lead, start)? {
+            None => Ok(None),
+            Some(view) => {
+                self.repeats = Repeats::default();
+                self.go_over_in_pipelines((job, last), trainer, view, (begun, None)).map(Some)
+            }
+        }
     }
 
     /// Takes a newcomer's first place.
@@ -102,7 +126,7 @@ impl Member<'_> {
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
         let mut follower = (!job.barrier).then(|| Follower::new(replayer));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
-        self.followed = follower.and_then(Follower::into_followed);
+        self.followed = follower.and_then(|follower| self.take_followed(follower));
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))
@@ -125,11 +149,7 @@ impl Member<'_> {
             view = match formed {
                 Ok(Some(placed)) => return Ok(placed),
                 Ok(None) => {
-                    let team = self.team.clone().expect("it has just been formed");
-                    tracing::info!(
-                        "this member is a spare: it has no part of the model until a member is lost or joins"
-                    );
-                    let waited = self.place.wait_as_spare(&team, job)?;
+                    let waited = self.wait_without_part(job)?;
                     self.repeats = Repeats::default();
                     match waited {
                         SpareEvent::View(view) => view,
@@ -150,6 +170,29 @@ impl Member<'_> {
                 Err(error) => return Err(error),
             };
         }
+    }
+
+    /// Waits as a spare. If it can be in a further pipeline, fetches its part meanwhile.
+    ///
+    /// Errors: as [`Place::wait_as_spare`](super::place::Place::wait_as_spare).
+    fn wait_without_part(&mut self, job: &Job) -> Result<SpareEvent> {
+        let team = self.team.clone().expect("it has just been formed");
+        tracing::info!("this member is a spare: it has no part of the model until a member is lost or joins");
+        let own = self.growing.iter().find(|future| future.member == team.all.rank().index());
+        let slot = self.place.transport().me().0;
+        let (threads, simulated) = (self.threads, self.simulated);
+        let replayer = Replayer { job, comm: &team.all, slot, threads, simulated };
+        // If it has measured no link from a member that holds its part, it receives the part while all wait.
+        let measured = self.place.measured.as_ref();
+        let is_measured = |id: &MemberId| measured.is_some_and(|links| links.rate(id).is_some());
+        let follows = own.is_some_and(|own| team.holders(own.position).iter().any(is_measured));
+        let grows = own.is_some();
+        let mut follower = follows.then(|| Follower::new(replayer));
+        self.place.membership().forget_offers();
+        let waited = self.place.wait_as_spare((&team, job), grows, follower.as_mut())?;
+        self.grows = waited.is_ready;
+        self.followed = follower.and_then(|follower| self.take_followed(follower));
+        Ok(waited.event)
     }
 
     /// Tries to take a place in a view's pipelines. `None` if this member is a spare.
@@ -185,7 +228,8 @@ impl Member<'_> {
             let held: Vec<NamedTensors> = live.chain(self.copies.kept().cloned()).collect();
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
-            let brings = EnteringMember { job, last, team, held, folder, pools, store };
+            let grows = self.grows;
+            let brings = EnteringMember { job, last, team, held, folder, pools, store, grows };
             let mut formed = form_team(view, &all, brings)?;
             formed.moved = (formed.moved.0 + taken.0, formed.moved.1.max(taken.1));
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
@@ -195,33 +239,37 @@ impl Member<'_> {
         // The parts that a newcomer would follow may be others now.
         self.log.drop_log(&mut self.place.offered_blobs());
         self.tell_dropped();
-        self.followed = None;
+        (self.followed, self.grows) = (None, false);
         let FormedTeam { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
         let from_checkpoints = formed.from_checkpoints;
-        self.pools.begin_anew(&formed.speeds);
         let works = team.rank().is_some();
+        if works {
+            (next.change, next.view) = (Some(change), Some(view.id()));
+        }
+        let made = (|| {
+            if !works {
+                return Ok(None);
+            }
+            let resumed = resumed((job, &next), trainer.as_deref_mut(), &counted, &comm)?;
+            let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
+            let get = |name: &str| tensors.get(name).map(Vec::as_slice);
+            let percent = |step: &ResumedStep| 100 * step.computations_kept() / step.computations();
+            let kept = resumed.as_ref().map_or(0, percent) as u32;
+            if let Some(trainer) = trainer.as_deref_mut() {
+                return Ok(Some((trainer.moved_to((&next, resumed.as_ref()), comm, &counted, &get)?, kept)));
+            }
+            let mut trainer = Trainer::resumed(&next, comm, self.threads, resumed.as_ref())?;
+            trainer.take_pieces(&counted, &get)?;
+            Ok(Some((trainer, kept)))
+        })();
+        // Until all of this has succeeded, the former team and plan are in force.
+        let made = made.inspect_err(|_: &Error| comm.abort())?;
+        self.pools.begin_anew(&formed.speeds);
         self.team = Some(team);
         self.predict_newcomer(&next)?;
         self.copies.begin_anew(counted.step);
         self.idle.begin_anew();
-        if !works {
-            return Ok(None);
-        }
-        (next.change, next.view) = (Some(change), Some(view.id()));
-        let made = (|| {
-            let resumed = resumed((job, &next), trainer.as_deref(), &counted, &comm)?;
-            let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
-            let get = |name: &str| tensors.get(name).map(Vec::as_slice);
-            let kept = resumed.as_ref().map_or(0, |s| 100 * s.computations_kept() / s.computations());
-            if let Some(trainer) = trainer.as_deref_mut() {
-                return Ok((trainer.moved_to((&next, resumed.as_ref()), comm, &counted, &get)?, kept));
-            }
-            let mut trainer = Trainer::resumed(&next, comm, self.threads, resumed.as_ref())?;
-            trainer.take_pieces(&counted, &get)?;
-            Ok((trainer, kept))
-        })();
-        let (trainer, kept_percent) = made.inspect_err(|_: &Error| comm.abort())?;
-        Ok(Some(Placed {
+        let placed = |(trainer, kept_percent)| Placed {
             job: next,
             trainer,
             last,
@@ -230,25 +278,34 @@ impl Member<'_> {
             lost_steps,
             from_checkpoints,
             kept_percent,
-        }))
+        };
+        Ok(made.map(placed))
     }
 }
 
 /// Agrees with the other members on what is kept of the step in flight. `None` if the step is done as a whole.
-/// All members that take steps call it, with the communicator of these members.
+/// Frees what this member has computed of it, if it is not needed. All members that take steps call it, with
+/// the communicator of these members.
 ///
 /// Errors: a member that is lost meanwhile.
 fn resumed(
     (job, next): (&Job, &Job),
-    trainer: Option<&Trainer>,
+    trainer: Option<&mut Trainer>,
     counted: &RunCounters,
     comm: &Communicator,
 ) -> Result<Option<ResumedStep>> {
-    let Some(pools) = next.plan.pools().filter(|_| next.keeps_work()) else { return Ok(None) };
-    let rank = comm.rank().0;
-    let own = trainer.map_or_else(Vec::new, |trainer| trainer.kept_cells((job, next), rank, counted));
-    let kept: Vec<Vec<KeptCell>> = all_gather(comm, &own)?;
-    Ok(ResumedStep::new(pools, next.plan.microbatches[0], &kept))
+    let (mut own, mut step) = (Vec::new(), None);
+    if let Some(pools) = next.plan.pools().filter(|_| next.keeps_work()) {
+        if let Some(trainer) = &trainer {
+            own = trainer.kept_cells((job, next), comm.rank().0, counted);
+        }
+        let kept: Vec<Vec<KeptCell>> = all_gather(comm, &own)?;
+        step = ResumedStep::new(pools, next.plan.microbatches[0], &kept);
+    }
+    if let Some(trainer) = trainer.filter(|_| step.is_none() || own.is_empty()) {
+        trainer.forget_work();
+    }
+    Ok(step)
 }
 
 impl Team {

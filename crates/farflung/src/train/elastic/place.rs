@@ -39,6 +39,8 @@ pub(super) enum Logs {
     OfOthers,
     /// No member can keep one, because of the method of synchronisation or of the newcomer's place.
     Never,
+    /// Members keep them for spares that form a further pipeline. Newcomers wait until that is done.
+    OfSpares,
 }
 
 /// A process's connection to a run, as a member or a possible member.
@@ -62,6 +64,8 @@ pub struct Place {
     pub(super) deadline: Nanos,
     /// Time until which this rank requests no change.
     pub(super) pause: Nanos,
+    /// The rates of the links from the other members, as measured when this rank was a newcomer.
+    pub(super) measured: Option<Ready>,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
 }
@@ -112,6 +116,7 @@ impl Place {
             names,
             deadline,
             pause,
+            measured: None,
             run,
         })
     }
@@ -212,6 +217,9 @@ impl Place {
     /// newcomer that was not heard recently is left out, so that no member waits for it. If members cannot
     /// keep a log, newcomers that ask also count as ready.
     pub(super) fn callers(&self, logs: Logs) -> Vec<(Newcomer, bool)> {
+        if logs == Logs::OfSpares {
+            return Vec::new();
+        }
         let never = logs == Logs::Never;
         let announced = self.announced(FRESH).into_iter();
         let calls = |(peer, follows): (Newcomer, FollowProgress)| {
@@ -230,6 +238,12 @@ impl Place {
     pub(super) fn followers(&self) -> Vec<(PeerId, MemberId, FollowProgress)> {
         let newcomers = self.announced(GONE).into_iter().filter(|(_, follows)| follows.needs_log());
         newcomers.map(|(peer, follows)| (peer.peer, peer.id, follows)).collect()
+    }
+
+    /// Returns how far a spare is with its part, as it has told in the view of `epoch`.
+    pub(super) fn spare(&self, id: &MemberId, epoch: u64) -> Option<Ready> {
+        let membership = self.membership();
+        membership.ready(id).filter(|ready| ready.spare_in == Some(epoch)).cloned()
     }
 
     /// Returns how far each newcomer is, as text, by endpoint.

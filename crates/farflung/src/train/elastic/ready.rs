@@ -92,6 +92,8 @@ pub(super) struct Ready {
     pub(super) rates: BTreeMap<MemberId, u64>,
     /// How far it is with the state.
     pub(super) follows: FollowProgress,
+    /// The number of the view in which it is a member without a part; `None` on a newcomer.
+    pub(super) spare_in: Option<u64>,
 }
 
 impl Ready {
@@ -278,7 +280,7 @@ pub(super) fn measured(comm: &Communicator, peers: &[Newcomer], state: u64, time
         }
     }
     let rate = |(rank, seen): (&Rank, &Vec<Nanos>)| Some((peers.get(rank.index())?.id, rate(seen, len)?));
-    Ready { rates: seen.iter().filter_map(rate).collect(), follows: FollowProgress::default() }
+    Ready { rates: seen.iter().filter_map(rate).collect(), ..Ready::default() }
 }
 
 #[cfg(test)]

@@ -172,7 +172,7 @@ fn train(
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         let leaves = leaving(&steps.job, trainer);
-        member.look_at_log(trainer);
+        member.look_at_log(trainer, &steps.job)?;
         trainer.tell_followed(member.log.is_kept());
         trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
         if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
@@ -276,6 +276,17 @@ fn change(
                 announce_admission(member, trainer, steps, events, admission);
             }
             member.between_steps((&mut steps.job, &mut steps.last), trainer, (agreed, begun))
+        }
+        Ok(Agreement::Grow(admission)) => {
+            if let Some(admission) = &admission {
+                announce_admission(member, trainer, steps, events, admission);
+            }
+            match member.grow((&mut steps.job, &mut steps.last), trainer, begun) {
+                Err(error) if Member::survives(&error) => {
+                    member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
+                }
+                grown => grown,
+            }
         }
         Err(error) if Member::survives(&error) => {
             member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)

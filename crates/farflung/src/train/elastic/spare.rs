@@ -1,12 +1,18 @@
 //! Waiting of a spare: a member without a part of the model, until a view gives it a place or the run is over.
+//! Spares that can form a further pipeline fetch their parts meanwhile, as newcomers do.
 
-use farflung_base::Nanos;
-use farflung_parallel::membership::{Event, Start, View};
+use farflung_base::{Nanos, Pending};
+use farflung_comm::CommError;
+use farflung_parallel::membership::{Event, MemberId, Start, View};
 
 use super::decide::{Loss, POLL_INTERVAL, stopped};
+use super::fetch::Sending;
+use super::follow::Follower;
 use super::membership_service::Outcome;
 use super::place::Place;
+use super::ready::{FollowProgress, Ready};
 use super::team::Team;
+use super::waiting::{ANNOUNCE_INTERVAL, Links};
 use crate::train::job::Job;
 use crate::{Error, Result, Signal};
 
@@ -19,6 +25,27 @@ pub(super) enum SpareEvent {
     View(View),
     /// The run is over.
     Over,
+}
+
+/// How a spare has waited.
+pub(super) struct SpareWait {
+    pub(super) event: SpareEvent,
+    /// Whether it has told the members that it is ready to be in a further pipeline.
+    pub(super) is_ready: bool,
+}
+
+/// State of a spare that waits.
+struct Waiting<'a> {
+    team: &'a Team,
+    job: &'a Job,
+    /// The message that the run is over.
+    over: Option<Pending<std::result::Result<Vec<u8>, CommError>>>,
+    /// Members that were reported as lost.
+    told: Vec<MemberId>,
+    /// What was announced last, and when.
+    said: Option<(FollowProgress, Nanos)>,
+    telling: Vec<Sending>,
+    is_ready: bool,
 }
 
 impl Team {
@@ -35,56 +62,98 @@ impl Team {
 }
 
 impl Place {
-    /// Waits as a spare of a team for a new view or the end of the run.
+    /// Waits as a spare of a team for a new view or the end of the run. With `grows`, the spare can be in a
+    /// further pipeline; its `follower` fetches its part meanwhile. Without one, it receives the part while all
+    /// wait.
     ///
-    /// Errors: [`Error::Removed`], [`Error::NoMajority`]; [`Error::Stopped`] after a signal.
-    pub(super) fn wait_as_spare(&mut self, team: &Team, job: &Job) -> Result<SpareEvent> {
-        let over = team.all.clone().with_deadline(Nanos::MAX).start_recv(team.lead(), OVER);
-        let mut told = Vec::new();
+    /// Errors: [`Error::Removed`], [`Error::NoMajority`]; [`Error::Stopped`] after a signal; those of the
+    /// follower's device.
+    pub(super) fn wait_as_spare(
+        &mut self,
+        (team, job): (&Team, &Job),
+        grows: bool,
+        mut follower: Option<&mut Follower<'_>>,
+    ) -> Result<SpareWait> {
+        let over = Some(team.all.clone().with_deadline(Nanos::MAX).start_recv(team.lead(), OVER));
+        let (told, said, telling) = (Vec::new(), None, Vec::new());
+        let mut waiting = Waiting { team, job, over, told, said, telling, is_ready: false };
         self.renew();
         if let Some(view) = self.view() {
             // If this member proposes the next view, that view contains the hashes of the current one.
             let start = Start { weights: view.weights, plan: view.plan };
             self.tell(Event::Starts(start))?;
         }
-        loop {
-            self.renew();
-            self.membership().awaited = true;
-            let outcome = self.membership().outcome();
-            let waited = match outcome {
-                Some(Outcome::Installed(view)) => Some(Ok(SpareEvent::View(view))),
-                Some(Outcome::Stopped(reason)) => Some(Err(stopped(reason))),
-                None => None,
+        let spare_in = grows.then_some(team.epoch);
+        let ready =
+            Ready { spare_in, follows: FollowProgress::Barrier, ..self.measured.clone().unwrap_or_default() };
+        let mut links = Links { ready, state: 0, again: 0 };
+        self.membership().awaited = true;
+        let mut look = |place: &mut Self, ready: &Ready| place.look_as_spare(&mut waiting, ready);
+        let event = loop {
+            let round = match &mut follower {
+                Some(follower) => self.follow(follower, &mut links, &mut look),
+                None => look(self, &links.ready).and_then(|found| match found {
+                    Some(found) => Ok(Some(found)),
+                    None => self.wait(POLL_INTERVAL).map(|()| None),
+                }),
             };
-            let signal = || job.stop.requested().map(|signal: Signal| Err(Error::Stopped(signal)));
-            if let Some(waited) = waited.or_else(signal) {
-                self.membership().awaited = false;
-                return waited;
+            match round {
+                Ok(None) => {}
+                Ok(Some(event)) => break Ok(event),
+                Err(error) => break Err(error),
             }
-            for id in self.lost() {
-                if !told.contains(&id) {
-                    self.tell(Event::Silent(id))?;
-                    told.push(id);
-                }
-            }
-            if over.is_ready() {
-                self.membership().awaited = false;
-                // The member at rank 0 may be lost. Then a new view follows.
-                return match over.wait() {
-                    Ok(_) => Ok(SpareEvent::Over),
-                    Err(error) => {
-                        tracing::debug!(%error, "the leading member will not report the end of the run");
-                        // Or the others' step has failed: they decide whether to repeat it.
-                        let loss = Loss { suspect: None, silent: Vec::new(), again: true };
-                        self.after_loss(loss, None).map(SpareEvent::View)
-                    }
-                };
-            }
-            let now = self.transport().now();
-            if self.membership().wake().is_some_and(|at| at <= now) {
-                self.tell(Event::Tick)?;
-            }
-            self.wait(POLL_INTERVAL)?;
+        };
+        self.membership().awaited = false;
+        Ok(SpareWait { event: event?, is_ready: waiting.is_ready })
+    }
+
+    /// Returns the event that ends a spare's waiting, if there is one. Reports lost members to the rules, and
+    /// announces how far the spare is if it can be in a further pipeline.
+    fn look_as_spare(&mut self, waiting: &mut Waiting<'_>, ready: &Ready) -> Result<Option<SpareEvent>> {
+        self.renew();
+        self.membership().awaited = true;
+        let outcome = self.membership().outcome();
+        match outcome {
+            Some(Outcome::Installed(view)) => return Ok(Some(SpareEvent::View(view))),
+            Some(Outcome::Stopped(reason)) => return Err(stopped(reason)),
+            None => {}
         }
+        if let Some(signal) = waiting.job.stop.requested() {
+            let signal: Signal = signal;
+            return Err(Error::Stopped(signal));
+        }
+        for id in self.lost() {
+            if !waiting.told.contains(&id) {
+                self.tell(Event::Silent(id))?;
+                waiting.told.push(id);
+            }
+        }
+        if let Some(over) = waiting.over.take_if(|over| over.is_ready()) {
+            // The member at rank 0 may be lost. Then a new view follows.
+            return match over.wait() {
+                Ok(_) => Ok(Some(SpareEvent::Over)),
+                Err(error) => {
+                    tracing::debug!(%error, "the leading member will not report the end of the run");
+                    // Or the others' step has failed: they decide whether to repeat it.
+                    let loss = Loss { suspect: None, silent: Vec::new(), again: true };
+                    self.after_loss(loss, None).map(SpareEvent::View).map(Some)
+                }
+            };
+        }
+        let now = self.transport().now();
+        if self.membership().wake().is_some_and(|at| at <= now) {
+            self.tell(Event::Tick)?;
+        }
+        let is_due = |(before, at): (FollowProgress, Nanos)| {
+            std::mem::discriminant(&before) != std::mem::discriminant(&ready.follows)
+                || now >= at.saturating_add(ANNOUNCE_INTERVAL)
+        };
+        if ready.spare_in == Some(waiting.team.epoch) && waiting.said.is_none_or(is_due) {
+            waiting.said = Some((ready.follows, now));
+            waiting.is_ready |= ready.follows.is_ready();
+            // An announcement that could not be sent yet is replaced.
+            waiting.telling = self.tell_ready(ready);
+        }
+        Ok(None)
     }
 }

@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Rank};
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
@@ -95,7 +95,8 @@ impl Team {
             let slots: Vec<Option<u32>> = self.slots.iter().map(|&slot| Some(slot)).chain([None]).collect();
             Assignment::pooled(&stood, now.stages, &pooling(job, &slots, speeds)?)
         } else {
-            assigned(wished, &stood, now.stages, can_be_rerouted(wished))
+            let most = if job.barrier { None } else { pipelines_of(now) };
+            assigned(wished, &stood, (now.stages, most), can_be_rerouted(wished))
         };
         let position = |of: &Assignment, member| of.position_of(member).map(|at: PlanPosition| at.position);
         let keeps = |member| match position(now, member) {
@@ -104,6 +105,39 @@ impl Team {
         };
         let others_keep = next.stages == now.stages && (0..self.ids.len()).all(keeps);
         Ok(position(&next, self.ids.len()).filter(|_| others_keep))
+    }
+
+    /// Returns the spares that can form further pipelines, each with the position that it will get. Empty if
+    /// there are too few, or if all members would wait for their parts anyway. A pure function.
+    pub(super) fn growing(&self, job: &Job) -> Vec<FutureRank> {
+        let now = &self.assignment;
+        let Some(wished) = job.pipelines.as_deref().filter(|wished| !wished.is_pooled()) else {
+            return Vec::new();
+        };
+        if job.barrier || pipelines_of(now).is_none() {
+            return Vec::new();
+        }
+        let stood: Vec<Option<PlanPosition>> =
+            (0..self.ids.len()).map(|member| now.position_of(member)).collect();
+        grown(wished, &stood, now.stages)
+    }
+
+    /// Returns the id of a member.
+    pub(super) fn id(&self, member: usize) -> MemberId {
+        self.ids[member]
+    }
+
+    /// Returns the endpoint of a member.
+    pub(super) fn peer(&self, member: usize) -> PeerId {
+        PeerId(self.slots[member])
+    }
+
+    /// Returns the ids of the members that hold the part at a position.
+    pub(super) fn holders(&self, position: u32) -> Vec<MemberId> {
+        let holds = |member: &usize| {
+            self.assignment.position_of(*member).is_some_and(|place| place.position == position)
+        };
+        self.assignment.ranks.iter().filter(|member| holds(member)).map(|&member| self.ids[member]).collect()
     }
 
     /// Returns the ids of the members that take steps, by rank.
@@ -138,6 +172,30 @@ impl Team {
     }
 }
 
+/// A member without a part, and the position that it gets in a further pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FutureRank {
+    /// Its index in the view.
+    pub(super) member: usize,
+    pub(super) position: u32,
+}
+
+/// Returns the number of whole pipelines, to which further ones may be added. `None` for pools.
+fn pipelines_of(assignment: &Assignment) -> Option<usize> {
+    assignment.pools.is_empty().then(|| assignment.replicas())
+}
+
+/// Returns the members without a part that can form further pipelines.
+fn grown(wished: &TrainConfig, stood: &[Option<PlanPosition>], before: u32) -> Vec<FutureRank> {
+    let next = assigned(wished, stood, (before, None), can_be_rerouted(wished));
+    if next.stages != before || !next.pools.is_empty() {
+        return Vec::new();
+    }
+    let free = (0..stood.len()).filter(|&member| stood[member].is_none());
+    let future = |member| Some(FutureRank { member, position: next.position_of(member)?.position });
+    free.filter_map(future).collect()
+}
+
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
 struct MemberDescription {
@@ -153,6 +211,8 @@ struct MemberDescription {
     /// With pools: speeds of the members, and the member that moves to another stage.
     speeds: BTreeMap<u32, f64>,
     moving: Option<Moving>,
+    /// Whether it is ready to be in a further pipeline, if it has no part.
+    grows: bool,
 }
 
 /// Data of a member that enters a view.
@@ -169,6 +229,8 @@ pub(super) struct EnteringMember<'a> {
     pub(super) pools: &'a PoolSpeeds,
     /// Chunks of a state that were received earlier.
     pub(super) store: &'a mut ChunkStore,
+    /// Whether it is ready to be in a further pipeline, if it has no part.
+    pub(super) grows: bool,
 }
 
 /// Result of [`form_team`]: the plan, step and tensors with which a view's members continue.
@@ -206,7 +268,7 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] if no remaining member has some part of the
 /// model.
 pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<'_>) -> Result<FormedTeam> {
-    let EnteringMember { job, last, team, held, folder, pools, store } = brings;
+    let EnteringMember { job, last, team, held, folder, pools, store, grows } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = MemberDescription {
         made: works.map(|team| team.epoch),
@@ -216,6 +278,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         held: held.iter().map(HeldTensors::of).collect(),
         speeds: pools.known.clone(),
         moving: pools.moving,
+        grows: grows || job.barrier,
     };
     let told: Vec<MemberDescription> = all_gather(all, &mine)?;
     // The plan so far is that of the newest view that any member has reached.
@@ -242,16 +305,19 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     } else {
         None
     };
+    // A further pipeline begins once all its members have fetched their parts, so that no member waits for it.
+    let waits = || grown(wished, &stood, cut).iter().any(|future| !told[future.member].grows);
+    let most = (pooling.is_none() && before.pools().is_none() && waits()).then(|| before.replicas() as usize);
     let assignment = match &pooling {
         Some(pooling) => Assignment::pooled(&stood, cut, pooling),
-        None => assigned(wished, &stood, cut, can_be_rerouted(wished)),
+        None => assigned(wished, &stood, (cut, most), can_be_rerouted(wished)),
     };
     let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
     let mut team = Team::new(view, all.clone(), assignment);
     let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
         // Settings that do not work with pools: train in whole pipelines only.
-        team = Team::new(view, all.clone(), assigned(wished, &stood, cut, false));
+        team = Team::new(view, all.clone(), assigned(wished, &stood, (cut, most), false));
         plan = plan_for(job, &team, (&before, &reference.ranks), None)?;
     }
     let mut next = job.with_plan(plan)?;
@@ -307,14 +373,25 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     })
 }
 
-/// Assigns members to pipelines of these settings, if stages are not pools by choice. With `reroutes`, a
-/// pipeline that lacks a member continues as pools.
-fn assigned(wished: &TrainConfig, stood: &[Option<PlanPosition>], before: u32, reroutes: bool) -> Assignment {
+/// Assigns members to pipelines of these settings, if stages are not pools by choice: to at most `most`
+/// pipelines, if it is given. With `reroutes`, a pipeline that lacks a member continues as pools.
+fn assigned(
+    wished: &TrainConfig,
+    stood: &[Option<PlanPosition>],
+    (before, most): (u32, Option<usize>),
+    reroutes: bool,
+) -> Assignment {
     let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
-    if reroutes {
-        Assignment::rerouted(stood, before, stages)
-    } else {
-        Assignment::new(stood, before, stages)
+    let assign = |stood: &[Option<PlanPosition>]| {
+        if reroutes {
+            Assignment::rerouted(stood, before, stages)
+        } else {
+            Assignment::new(stood, before, stages)
+        }
+    };
+    match most {
+        Some(most) => Assignment::limited(assign, stood, before, most),
+        None => assign(stood),
     }
 }
 

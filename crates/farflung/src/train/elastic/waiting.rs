@@ -1,5 +1,5 @@
 //! A newcomer's time before it is a member: it announces itself, fetches the state in the background if it can,
-//! and waits for a view that contains it.
+//! and waits for a view that contains it. Members without a part fetch theirs in the same way (`spare.rs`).
 
 use std::collections::BTreeMap;
 
@@ -19,8 +19,8 @@ use crate::{Error, Result};
 
 /// Time between two attempts of a newcomer to connect to other newcomers.
 const CONNECT_INTERVAL: Nanos = Nanos::from_millis(1_000);
-/// Time between two announcements of a newcomer.
-const ANNOUNCE_INTERVAL: Nanos = Nanos::from_millis(250);
+/// Time between two announcements of a process that follows.
+pub(super) const ANNOUNCE_INTERVAL: Nanos = Nanos::from_millis(250);
 /// Time without any answer after which open requests are forgotten and made again.
 const STALL_TIMEOUT: Nanos = Nanos::from_millis(3_000);
 /// Rate of a member that has not been measured, in bytes a second.
@@ -30,15 +30,19 @@ const MEASUREMENTS: u32 = 2;
 /// Time between two messages about the progress to the newcomer's user.
 const REPORT_INTERVAL: Nanos = Nanos::from_millis(5_000);
 
+/// The links to a process that follows, as it has measured them.
+pub(super) struct Links {
+    pub(super) ready: Ready,
+    /// Bytes of the state.
+    pub(super) state: u64,
+    /// How often the links may be measured again.
+    pub(super) again: u32,
+}
+
 /// What a newcomer has announced, and when.
 struct Waiting {
     patience: Nanos,
     until: Nanos,
-    /// Bytes of the state.
-    state: u64,
-    ready: Ready,
-    /// How often the links were measured.
-    measurements: u32,
     said: Option<(FollowProgress, Nanos)>,
     told: Option<(FollowProgress, Nanos)>,
     connected: usize,
@@ -47,16 +51,19 @@ struct Waiting {
 }
 
 /// How a fetch in the background ended.
-enum Ended {
+enum Ended<T> {
     /// All is received.
     Whole,
-    /// The members have admitted this newcomer.
-    In(Box<View>),
+    /// There is something more important than to fetch.
+    For(T),
     /// Peers have come or gone, or no answer came for a while: what is missing must be requested again.
     Again,
     /// No member has it any more.
     Gone,
 }
+
+/// Tells the members how far a process is that follows, and looks for what is more important than to follow.
+pub(super) type Look<'a, T> = dyn FnMut(&mut Place, &Ready) -> Result<Option<T>> + 'a;
 
 impl Place {
     /// Announces that this newcomer is here, for a state of about `state` bytes, and waits for a view that
@@ -73,66 +80,79 @@ impl Place {
         self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
         let ready = self.measure_links(state, 0);
+        let mut links = Links { ready, state, again: MEASUREMENTS - 1 };
         let (connected, meets) = (0, Nanos::ZERO);
         let (said, told, telling) = (None, None, Vec::new());
-        let measurements = 1;
-        let mut waiting =
-            Waiting { patience, until, state, ready, measurements, said, told, connected, meets, telling };
+        let mut waiting = Waiting { patience, until, said, told, connected, meets, telling };
         self.membership().awaited = true;
-        let view = self.wait_with(&mut waiting, &mut follower, tell);
+        let mut look = |place: &mut Self, ready: &Ready| place.announce_progress(&mut waiting, ready, tell);
+        let view = loop {
+            let round = match &mut follower {
+                Some(follower) => self.follow(follower, &mut links, &mut look),
+                None => look(self, &links.ready),
+            };
+            match round {
+                Ok(None) => {}
+                Ok(Some(view)) => break Ok(view),
+                Err(error) => break Err(error),
+            }
+            if follower.is_none()
+                && let Err(error) = self.wait(POLL_INTERVAL)
+            {
+                break Err(error);
+            }
+        };
         self.membership().awaited = false;
+        self.measured = Some(links.ready);
         view
     }
 
-    fn wait_with(
+    /// Fetches what a follower needs next, and gives it to the follower. Returns what `look` has found.
+    ///
+    /// Errors: those of `look`, and of the follower's device.
+    pub(super) fn follow<T>(
         &mut self,
-        waiting: &mut Waiting,
-        follower: &mut Option<&mut Follower<'_>>,
-        tell: &mut dyn FnMut(&str),
-    ) -> Result<View> {
-        loop {
-            let Some(follower) = follower else {
-                if let Some(view) = self.announce_progress(waiting, FollowProgress::Barrier, tell)? {
-                    return Ok(view);
-                }
-                self.wait(POLL_INTERVAL)?;
-                continue;
-            };
-            if let Some(step) = follower.step() {
-                self.membership().forget_records(step);
-            }
-            let offers = self.membership().offers().clone();
-            self.measure_again(&offers, waiting);
-            let wants = follower.next(&offers, &waiting.ready, self.transport().now());
-            if let Some(view) = self.announce_progress(waiting, follower.says(&offers, u64::MAX), tell)? {
-                return Ok(view);
-            }
-            if wants.is_empty() {
-                self.wait(POLL_INTERVAL)?;
-                continue;
-            }
-            match self.fetch_in_background(&wants, waiting, follower, tell)? {
-                Ended::Whole => follower.fetched()?,
-                Ended::In(view) => return Ok(*view),
-                // A little later, so that a broken connection is not tried without a pause.
-                Ended::Again => self.wait(POLL_INTERVAL)?,
-                Ended::Gone => follower.lost(),
-            }
-            if follower.asks() {
-                self.membership().forget_copies();
-            }
+        follower: &mut Follower<'_>,
+        links: &mut Links,
+        look: &mut Look<'_, T>,
+    ) -> Result<Option<T>> {
+        if let Some(step) = follower.step() {
+            self.membership().forget_records(step);
         }
+        let offers = self.membership().offers().clone();
+        self.measure_again(&offers, links);
+        let wants = follower.next(&offers, &links.ready, self.transport().now());
+        links.ready.follows = follower.says(&offers, u64::MAX);
+        if let Some(found) = look(self, &links.ready)? {
+            return Ok(Some(found));
+        }
+        if wants.is_empty() {
+            self.wait(POLL_INTERVAL)?;
+            return Ok(None);
+        }
+        match self.fetch_in_background(&wants, links, follower, look)? {
+            Ended::Whole => follower.fetched()?,
+            Ended::For(found) => return Ok(Some(found)),
+            // A little later, so that a broken connection is not tried without a pause.
+            Ended::Again => self.wait(POLL_INTERVAL)?,
+            Ended::Gone => follower.lost(),
+        }
+        if follower.asks() {
+            self.membership().forget_copies();
+        }
+        Ok(None)
     }
 
     /// Measures the links once more if a member that offers the state has not answered the first time: it
     /// answers newcomers only once its step has ended, which may take longer than the measurement.
-    fn measure_again(&mut self, offers: &Offers, waiting: &mut Waiting) {
-        let unknown = |id: &MemberId| waiting.ready.rate(id).is_none();
+    fn measure_again(&mut self, offers: &Offers, links: &mut Links) {
+        let unknown = |id: &MemberId| links.ready.rate(id).is_none();
         let lacks = offers.best().is_some_and(|best| best.holders.iter().any(unknown));
-        if lacks && waiting.measurements < MEASUREMENTS {
-            let follows = waiting.ready.follows;
-            waiting.ready = Ready { follows, ..self.measure_links(waiting.state, waiting.measurements) };
-            waiting.measurements += 1;
+        if lacks && links.again > 0 {
+            let Ready { follows, spare_in, .. } = links.ready;
+            let measured = self.measure_links(links.state, MEASUREMENTS - links.again);
+            links.ready = Ready { follows, spare_in, ..measured };
+            links.again -= 1;
         }
     }
 
@@ -140,9 +160,10 @@ impl Place {
     fn announce_progress(
         &mut self,
         waiting: &mut Waiting,
-        follows: FollowProgress,
+        ready: &Ready,
         tell: &mut dyn FnMut(&str),
     ) -> Result<Option<View>> {
+        let follows = ready.follows;
         self.renew();
         let costs = self.membership().costs();
         if let Some(cost) = costs {
@@ -181,22 +202,21 @@ impl Place {
             // Announced again and again, for peers that have connected since, and so that all hear that this
             // newcomer is not frozen.
             waiting.connected = self.connected();
-            waiting.ready.follows = follows;
             waiting.said = Some((follows, now));
             // An announcement that could not be sent yet is replaced.
-            waiting.telling = self.tell_ready(&waiting.ready);
+            waiting.telling = self.tell_ready(ready);
         }
         Ok(None)
     }
 
     /// Fetches blobs from members that train. Each member is asked for no more than its share.
-    fn fetch_in_background(
+    fn fetch_in_background<T>(
         &mut self,
         wants: &[Want],
-        waiting: &mut Waiting,
+        links: &mut Links,
         follower: &mut Follower<'_>,
-        tell: &mut dyn FnMut(&str),
-    ) -> Result<Ended> {
+        look: &mut Look<'_, T>,
+    ) -> Result<Ended<T>> {
         let (comm, ids) = self.membership_comm();
         let rank = |id: &MemberId| ids.iter().position(|peer| peer == id).map(|rank| Rank(rank as u32));
         let wanted = wants
@@ -207,31 +227,30 @@ impl Place {
             return Ok(Ended::Gone);
         }
         let mut store = std::mem::take(&mut follower.store);
-        let ended = self.fetch_from((&comm, &ids), (wanted, &mut store), waiting, follower, tell);
+        let ended = self.fetch_from((&comm, &ids), (wanted, &mut store), links, follower, look);
         follower.store = store;
         ended
     }
 
-    fn fetch_from(
+    fn fetch_from<T>(
         &mut self,
         (comm, ids): (&farflung_comm::Communicator, &[MemberId]),
         (wanted, store): (Vec<Wanted>, &mut ChunkStore),
-        waiting: &mut Waiting,
+        links: &mut Links,
         follower: &Follower<'_>,
-        tell: &mut dyn FnMut(&str),
-    ) -> Result<Ended> {
+        look: &mut Look<'_, T>,
+    ) -> Result<Ended<T>> {
         let patient = comm.clone().with_deadline(Nanos::MAX);
         let me = comm.rank();
         let mut fetching = Fetching::new(wanted, store);
-        let mut paces = Paces::new(ids, &waiting.ready);
+        let mut paces = Paces::new(ids, &links.ready);
         let mut asking: Vec<Sending> = Vec::new();
         let mut came = comm.now();
         while !fetching.is_done() {
             let offers = self.membership().offers().clone();
-            if let Some(view) =
-                self.announce_progress(waiting, follower.says(&offers, fetching.left()), tell)?
-            {
-                return Ok(Ended::In(Box::new(view)));
+            links.ready.follows = follower.says(&offers, fetching.left());
+            if let Some(found) = look(self, &links.ready)? {
+                return Ok(Ended::For(found));
             }
             let stalls = comm.now().saturating_sub(came) >= STALL_TIMEOUT;
             if self.membership_comm().1 != ids || stalls || follower.is_outdated(&offers) {
@@ -261,7 +280,7 @@ impl Place {
                     Ok(_) | Err(CommError::CancelledBy { .. }) => {}
                     Err(_) => return Ok(Ended::Again),
                 },
-                // There is a message about members; it is read in `announce_progress`.
+                // There is a message about members; `look` reads it.
                 Some(_) => drop(word.wait()),
                 None => {}
             }

@@ -31,6 +31,7 @@ pub(super) enum MemoryPurpose {
     Optimizer,
     Outer,
     Mark,
+    KeptWork,
     Averaging,
     Residuals,
     Samples,
@@ -47,12 +48,13 @@ pub(super) enum MemoryPurpose {
 }
 
 impl MemoryPurpose {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 19] = [
         Self::Parameters,
         Self::Gradients,
         Self::Optimizer,
         Self::Outer,
         Self::Mark,
+        Self::KeptWork,
         Self::Averaging,
         Self::Residuals,
         Self::Samples,
@@ -75,6 +77,7 @@ impl MemoryPurpose {
             Self::Optimizer => "optimizer",
             Self::Outer => "DiLoCo's anchor, delta and momentum",
             Self::Mark => "copies of the state for a stop within a step",
+            Self::KeptWork => "work of a step that is kept if a member is lost (--keep-work)",
             Self::Averaging => "buckets and messages",
             Self::Residuals => "codec residuals",
             Self::Samples => "samples of boundaries",
@@ -233,7 +236,7 @@ impl RankGroup<'_> {
                 .saturating_mul((self.model.context * self.model.dim) as u128)
                 .saturating_mul(F32);
             let messages = hidden.saturating_mul(2 * super::super::planned::microbatches(config) as u128);
-            need.add(MemoryPurpose::Mark, messages.saturating_add(if here { model } else { 0 }));
+            need.add(MemoryPurpose::KeptWork, messages.saturating_add(if here { model } else { 0 }));
         }
 
         // Number of ranks that average the same part of the model.

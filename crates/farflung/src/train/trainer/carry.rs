@@ -51,8 +51,9 @@ impl Trainer {
         self.base = base;
     }
 
-    /// Drops the step in flight, so that the rank is at its last committed step. A step of a pipeline that
-    /// others may have committed is kept until [`Trainer::resolve_vote`].
+    /// Drops the step in flight, so that the rank is at its last committed step. In pools, what it has computed
+    /// of the step may be kept. A step of a pipeline that others may have committed is kept until
+    /// [`Trainer::resolve_vote`].
     pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         if self.undecided.is_open() {

@@ -70,6 +70,11 @@ impl PartCopy {
         self.pieces.counted.step
     }
 
+    /// Returns the layers of each part.
+    pub(in crate::train) fn layers(&self) -> &[Range<usize>] {
+        &self.layers
+    }
+
     /// Returns its tensors by name.
     pub(in crate::train) fn into_pieces(self) -> NamedTensors {
         self.pieces
@@ -167,6 +172,11 @@ impl ReplayedParts {
     /// Returns the number of steps done.
     pub(in crate::train) const fn step(&self) -> u64 {
         self.counted.step
+    }
+
+    /// Returns the layers of each part.
+    pub(in crate::train) fn layers(&self) -> &[Range<usize>] {
+        &self.layers
     }
 
     /// Applies the update of the next step from the bytes of its record.

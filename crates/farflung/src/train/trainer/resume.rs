@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 
 use farflung_base::{Rank, StageId};
+use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, KeptCell, ResumedStep};
-use farflung_parallel::plan::{BoundaryCodecs, Part as PlannedPart};
 use farflung_tensor::Tensor;
 
 use super::{RunCounters, Trainer};
 use crate::train::executor::Pass;
 use crate::train::job::Job;
-use crate::train::kept_pass::WorkRecord;
+use crate::train::kept_pass::{KeptMessage, WorkRecord};
 use crate::train::part::SavedMicrobatch;
 
 /// What a rank has computed of a step that failed.
@@ -39,10 +39,12 @@ impl KeptWork {
     }
 }
 
-/// The parts of a plan by which ranks compute a microbatch.
-fn computed_by(job: &Job) -> (&[PlannedPart], &[BoundaryCodecs], u32, &[u32]) {
-    let plan = &job.plan;
-    (&plan.parts, &plan.boundaries, plan.batch, &plan.microbatches)
+/// Returns whether ranks compute a microbatch alike under two plans.
+fn compute_alike(a: &Plan, b: &Plan) -> bool {
+    a.parts == b.parts
+        && a.boundaries == b.boundaries
+        && a.batch == b.batch
+        && a.microbatches == b.microbatches
 }
 
 impl Trainer {
@@ -50,10 +52,10 @@ impl Trainer {
     pub(super) fn keep_work(&mut self) {
         let executor = &mut self.executor;
         let Pass::Training { first } = executor.pass else { return };
+        let Some(mut record) = executor.kept.take_record() else { return };
         let losses =
             executor.losses.drain(..).map(|(microbatch, loss)| Some((microbatch, loss.wait().ok()?)));
-        let losses: Option<Vec<(u32, f64)>> = losses.collect();
-        let Some(mut record) = executor.kept.take_record() else { return };
+        let losses: Option<Vec<_>> = losses.collect();
         let held = std::mem::take(&mut executor.held);
         let placement = &executor.placement;
         let mut parts = executor.parts.iter_mut();
@@ -63,7 +65,7 @@ impl Trainer {
         let mut held: BTreeMap<u32, SavedMicrobatch> =
             held.into_iter().map(|((_, microbatch, _), held)| (microbatch, held)).collect();
         let has_all = |microbatch: u32, progress: CellProgress| {
-            let sent = |content| record.sent.contains_key(&(microbatch, content));
+            let sent = |content| record.sent.contains_key(&KeptMessage { microbatch, content });
             let forward =
                 if is_last { record.losses.contains_key(&microbatch) } else { sent(Content::Activation) };
             let backward = progress < CellProgress::InputGradient || is_first || sent(Content::Gradient);
@@ -71,18 +73,17 @@ impl Trainer {
                 && backward
                 && (progress == CellProgress::WeightGradient || held.contains_key(&microbatch))
         };
-        let lacking = |(&microbatch, &progress): (&u32, &CellProgress)| {
-            (!has_all(microbatch, progress)).then_some((microbatch, progress))
-        };
-        let lacking: Vec<(u32, CellProgress)> = record.progress.iter().filter_map(lacking).collect();
+        let cells = record.progress.iter().map(|(&microbatch, &progress)| KeptCell { microbatch, progress });
+        let lacking: Vec<KeptCell> = cells.filter(|cell| !has_all(cell.microbatch, cell.progress)).collect();
         // What a microbatch has added to the gradients cannot be taken away again.
-        let is_added = |&(_, progress): &(u32, CellProgress)| progress == CellProgress::WeightGradient;
+        let is_added = |cell: &KeptCell| cell.progress == CellProgress::WeightGradient;
         if !record.has_whole_gradients() || lacking.iter().any(is_added) {
             return;
         }
-        for (microbatch, _) in lacking {
+        for KeptCell { microbatch, .. } in lacking {
             record.progress.remove(&microbatch);
             record.losses.remove(&microbatch);
+            record.sent.retain(|message, _| message.microbatch != microbatch);
             held.remove(&microbatch);
         }
         let Ok(grads) = part.take_own_gradients() else { return };
@@ -109,7 +110,7 @@ impl Trainer {
         let Some(kept) = &self.kept else { return Vec::new() };
         let part = next.plan.pools().and_then(|pools| pools.stage_of(rank));
         let same = part == Some(kept.part)
-            && computed_by(job) == computed_by(next)
+            && compute_alike(&job.plan, &next.plan)
             && (kept.step, kept.microbatches) == (counted.step, counted.microbatches)
             && kept.scale == counted.scale;
         if same { kept.cells() } else { Vec::new() }
@@ -144,8 +145,12 @@ impl Trainer {
         self.executor.kept.set_record(record);
     }
 
-    /// Returns whether the last step was the rest of a step that had failed: routes are then not those of the
-    /// plan.
+    /// Frees what this rank has computed of the step in flight: the step is done again as a whole.
+    pub(in crate::train) fn forget_work(&mut self) {
+        self.kept = None;
+    }
+
+    /// Returns whether this trainer's routes are those of a step that was resumed, and not those of the plan.
     pub(in crate::train) const fn has_resumed(&self) -> bool {
         self.executor.kept.has_resumed()
     }
