@@ -27,9 +27,20 @@ fn run(job: &Job, lost_at: Nanos, come: Nanos) -> Result<(farflung::train::Repor
     Ok((report, notes, failed))
 }
 
-/// Returns the job of members that form pipelines, or pools of two members by choice.
-fn pipelines(seed: u64, pooled: bool) -> Result<Job> {
-    let job = job(seed, MEMBERS, |config| {
+/// A run of one pipeline, with a spare from its second step on. Another newcomer comes at `come`: the two form
+/// a second pipeline.
+fn run_growing(job: &Job, come: Nanos) -> Result<(farflung::train::Report, Notes, usize)> {
+    let mut notes = Notes::default();
+    let come = [(PeerId(2), Nanos::from_millis(1_000)), (PeerId(3), come)];
+    let ended = watched(job, 4, &come, &Faults::new(), &mut notes)?;
+    let failed = ended.iter().filter(|ended| ended.is_err()).count();
+    let report = ended.iter().find_map(report_of).context("no member ends with a report")?.clone();
+    Ok((report, notes, failed))
+}
+
+/// Returns the job of members that form pipelines of two stages, or pools of two members by choice.
+fn pipelines(seed: u64, members: usize, pooled: bool) -> Result<Job> {
+    let job = job(seed, members, |config| {
         config.layers = Some(2);
         config.stages = 2;
         config.microbatches = Some(4);
@@ -40,19 +51,41 @@ fn pipelines(seed: u64, pooled: bool) -> Result<Job> {
         config.compute_rate = 1e6;
         config.deadline = Nanos::from_millis(10_000);
         config.pooled = pooled;
+        // Copies to the next rank would take part of some steps.
+        config.copy_share = 0.0;
     })?;
     if pooled { in_pools(&job, &[MEMBERS as u32 / 2; 2]) } else { Ok(job) }
 }
 
-/// Measures newcomers at `moments` times within two steps, to pipelines and to pools.
-pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
-    follow_part(report, moments, ("followed part", &pipelines(report.seed(), false)?))?;
-    follow_part(report, moments, ("followed part of a pool", &pipelines(report.seed(), true)?))
+/// A newcomer that follows parts.
+struct Case<'a> {
+    name: &'a str,
+    job: &'a Job,
+    /// Runs the job with a newcomer that comes at the given time. Returns the report, the notes, and the number
+    /// of members that failed.
+    run: &'a dyn Fn(Nanos) -> Result<(farflung::train::Report, Notes, usize)>,
+    /// A text in the note that the newcomer takes part.
+    joined: &'a str,
 }
 
-fn follow_part(report: &mut Report<'_>, moments: u32, (name, job): (&str, &Job)) -> Result<()> {
+/// Measures newcomers at `moments` times within two steps: to pipelines and to pools in place of a lost member,
+/// and to a pipeline with a spare, beside which a further one begins.
+pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
     let step = Nanos::from_millis(1_000);
-    let (calm, ..) = run(job, step, Nanos::MAX)?;
+    for (name, pooled) in [("followed part", false), ("followed part of a pool", true)] {
+        let job = pipelines(report.seed(), MEMBERS, pooled)?;
+        let run = |come| run(&job, step, come);
+        follow_part(report, moments, &Case { name, job: &job, run: &run, joined: "member 4 joined" })?;
+    }
+    let job = pipelines(report.seed(), 2, false)?;
+    let (name, joined) = ("followed parts of a further pipeline", "2 pipelines of 2");
+    let run = |come| run_growing(&job, come);
+    follow_part(report, moments, &Case { name, job: &job, run: &run, joined })
+}
+
+fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result<()> {
+    let Case { name, job, run, joined } = case;
+    let (calm, ..) = run(Nanos::MAX)?;
     let calm_times = times(&calm);
     let usual = calm_times[4] - calm_times[3];
     let (from, to) = (calm_times[3] * 1e9, calm_times[5] * 1e9);
@@ -62,9 +95,9 @@ fn follow_part(report: &mut Report<'_>, moments: u32, (name, job): (&str, &Job))
     let (mut broken, mut waited, mut slowest, mut slowed) = (0_usize, 0_u32, 0.0_f64, 0.0_f64);
     for moment in 0..moments {
         let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
-        let (found, notes, failed) = run(job, step, at)?;
+        let (found, notes, failed) = run(at)?;
         broken += failed;
-        let joined = notes.0.iter().find(|note| note.contains("member 4 joined"));
+        let joined = notes.0.iter().find(|note| note.contains(joined));
         waited +=
             u32::from(joined.is_none() || !notes.0.iter().any(|note| note.contains("of the last step")));
         // Steps after the loss: the one that takes longest is that at whose begin the newcomer joins.

@@ -79,8 +79,8 @@ impl Member<'_> {
         self.team.as_ref().is_none_or(|team| team.position() == self.newcomer_position)
     }
 
-    /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. Starts a log if
-    /// a spare of a further pipeline asks for one. Called between two steps.
+    /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. If a spare of
+    /// a further pipeline asks for one, starts a log. Called between two steps.
     ///
     /// Errors: those of the device.
     pub(super) fn look_at_log(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
