@@ -246,11 +246,18 @@ impl Place {
         membership.ready(id).filter(|ready| ready.spare_in == Some(epoch)).cloned()
     }
 
-    /// Returns how far each newcomer is, as text, by endpoint.
+    /// Returns how far each newcomer is, and each spare of a further pipeline, as text, by endpoint.
     pub(super) fn coming(&self) -> BTreeMap<u32, String> {
         let membership = self.membership();
-        let line = |peer: Newcomer| Some((peer.peer.0, membership.ready(&peer.id)?.follows.to_string()));
-        self.newcomers().into_iter().filter_map(line).collect()
+        let newcomers = self.newcomers().into_iter().map(|peer| (peer.peer, peer.id, None));
+        let spares = self.view.iter().flat_map(|view| {
+            view.members.iter().map(|member| (PeerId(member.slot), member.id, Some(view.epoch)))
+        });
+        let line = |(peer, id, spare_in): (PeerId, MemberId, Option<u64>)| {
+            let ready = membership.ready(&id).filter(|ready| ready.spare_in == spare_in)?;
+            Some((peer.0, ready.follows.to_string()))
+        };
+        newcomers.chain(spares).filter_map(line).collect()
     }
 
     /// Returns the communicator of the membership services, and the ids of its members by rank.
