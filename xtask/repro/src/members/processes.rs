@@ -108,6 +108,18 @@ pub(super) fn wait_for_ticket(host: &Member) -> Result<()> {
     Ok(())
 }
 
+/// Waits until the plan of a member has this mesh. Members of pipelines may still fetch their parts when all
+/// have joined.
+fn wait_for_mesh(member: &Member, mesh: &str) -> Result<()> {
+    let begun = now();
+    let plan = member.folder.join("plan.toml");
+    while !fs::read_to_string(&plan).is_ok_and(|text| text.contains(mesh)) {
+        anyhow::ensure!(begun.elapsed() < PATIENCE, "{} has no mesh {mesh}", plan.display());
+        sleep(LOOK);
+    }
+    Ok(())
+}
+
 /// A run whose members are killed and frozen.
 struct Arm {
     name: &'static str,
@@ -120,6 +132,8 @@ struct Arm {
     quick: u64,
     /// Least time before each loss.
     pause: Duration,
+    /// Mesh of the plan that all members together have, before the first loss.
+    mesh: &'static str,
 }
 
 const ARMS: [Arm; 4] = [
@@ -130,6 +144,7 @@ const ARMS: [Arm; 4] = [
         losses: 60,
         quick: 2,
         pause: Duration::ZERO,
+        mesh: "data=5,pipeline=1",
     },
     Arm {
         name: "diloco",
@@ -138,6 +153,7 @@ const ARMS: [Arm; 4] = [
         losses: 20,
         quick: 1,
         pause: Duration::ZERO,
+        mesh: "data=5,pipeline=1",
     },
     // Two pipelines. A spare would not hold up the others if it froze.
     Arm {
@@ -147,6 +163,7 @@ const ARMS: [Arm; 4] = [
         losses: 20,
         quick: 1,
         pause: Duration::ZERO,
+        mesh: "data=2,pipeline=2",
     },
     // A pool may have one member: its part must have been copied before.
     Arm {
@@ -156,6 +173,7 @@ const ARMS: [Arm; 4] = [
         losses: 20,
         quick: 1,
         pause: Duration::from_secs(1),
+        mesh: "data=1,pipeline=4",
     },
 ];
 
@@ -191,6 +209,7 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
     while (members.len() as u64) < count {
         add(&mut members)?;
     }
+    wait_for_mesh(&members[0], arm.mesh)?;
     let random = Philox::new(report.seed(), 0);
     let (mut killed, mut frozen, mut slowest, mut came_back) = (0_u32, 0_u32, 0.0_f64, 0_u32);
     for loss in 0..losses {

@@ -217,6 +217,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) newcomer_position: Option<u32>,
     /// In pipelines: the spares that can form a further one, while they fetch their parts.
     pub(super) growing: Vec<FutureRank>,
+    /// The time since which they do.
+    pub(super) grows_since: Nanos,
     /// In pipelines: the parts that this newcomer or spare has followed.
     pub(super) followed: Option<Followed>,
     /// Whether this spare is ready to be in a further pipeline.
@@ -249,6 +251,7 @@ impl<'a> Member<'a> {
             log: StepLog::default(),
             newcomer_position: None,
             growing: Vec::new(),
+            grows_since: Nanos::ZERO,
             followed: None,
             grows: false,
         }
@@ -259,14 +262,15 @@ impl Member<'_> {
     /// Returns whether this rank sees a reason for a change of members. Called between two steps.
     pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {
         let wants = self.place.wants_change(self.logs(trainer))? || self.wants_round(trainer);
-        let wants = wants || self.can_grow();
+        let now = self.place.transport().now();
+        let wants = wants || now >= self.place.pause && self.can_grow();
         Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
     /// Returns whether this rank keeps a log of its steps.
     fn logs(&self, trainer: &Trainer) -> Logs {
         match self.log.is_kept() {
-            _ if !self.growing.is_empty() => Logs::OfSpares,
+            _ if self.makes_newcomers_wait() => Logs::OfSpares,
             _ if !trainer.keeps_averages() => Logs::Never,
             _ if self.team.is_some() && self.newcomer_position.is_none() => Logs::Never,
             _ if !self.holds_newcomers_part() => Logs::OfOthers,

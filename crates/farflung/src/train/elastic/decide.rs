@@ -21,7 +21,7 @@ use crate::{Error, Result};
 /// Time between two checks while waiting for others.
 pub(super) const POLL_INTERVAL: Nanos = Nanos::from_millis(50);
 /// Time after a change that was requested but not reached, before the next change may be requested.
-const PAUSE: Nanos = Nanos::from_millis(1000);
+pub(super) const PAUSE: Nanos = Nanos::from_millis(1000);
 
 /// Message that each member sends to the others when they agree on a change between two steps.
 #[derive(Debug, Serialize, Deserialize)]

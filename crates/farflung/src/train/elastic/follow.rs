@@ -38,7 +38,7 @@ const NEAR: Nanos = Nanos::from_millis(50);
 /// The rank that replays steps: alone, with the settings of the run.
 pub(super) struct Replayer<'a> {
     pub(super) job: &'a Job,
-    /// Contains this rank only.
+    /// Contains this rank only; not used in pipelines.
     pub(super) comm: &'a Communicator,
     pub(super) slot: u32,
     pub(super) threads: usize,
@@ -201,7 +201,7 @@ impl<'a> Follower<'a> {
             Phase::Asks(since) => {
                 let Some(best) = offers.best() else { return Vec::new() };
                 let growth = offers.growth();
-                // In pipelines, only members that hold the newcomer's part offer it, after the same step.
+                // In pipelines, only members that hold the newcomer's part offer it.
                 let rate = if self.replayer.job.pipelines.is_some() {
                     best.holders.iter().filter_map(|id| ready.rate(id)).sum()
                 } else {

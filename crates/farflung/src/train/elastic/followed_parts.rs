@@ -1,6 +1,7 @@
 //! The last records for newcomers that have followed their parts of the model: in the view that admits them,
 //! they catch up with the members before the parts are assigned.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use farflung_base::Rank;
@@ -34,7 +35,7 @@ pub(super) struct CaughtUp {
     /// The tensors of the parts that this newcomer has followed, after the members' last step. `None` on
     /// others, and if the newcomer must receive its parts as a whole.
     pub(super) tensors: Option<NamedTensors>,
-    /// Bytes of the records of the newcomer that receives most, and number of members that sent them.
+    /// Bytes of the records of all newcomers, and number of members that sent them.
     pub(super) taken: (u64, usize),
 }
 
@@ -68,7 +69,9 @@ pub(super) fn catch_up(
     }
     let records = lent.records();
     let copy = own.filter(|_| !records.is_empty()).map(|own| label_of(&own.to_bytes()));
-    let layers = own.map(PartCopy::layers).or_else(|| followed.as_ref().map(|parts| parts.layers()));
+    // A spare may still have the parts that it held before it was one.
+    let own = own.filter(|_| followed.is_none());
+    let layers = followed.as_ref().map(|parts| parts.layers()).or_else(|| own.map(PartCopy::layers));
     let layers = layers.unwrap_or_default().to_vec();
     let step = own.map(PartCopy::step);
     let told: Vec<RecordsOffer> = all_gather(all, &RecordsOffer { step, layers, records, copy })?;
@@ -88,8 +91,8 @@ pub(super) fn catch_up(
     };
     let wanted: Vec<Wanted> =
         takers.iter().find(|&&rank| rank == all.rank()).and_then(lacks).unwrap_or_default();
-    let most = takers.iter().filter_map(lacks).max_by_key(|wanted| bytes_of(wanted)).unwrap_or_default();
-    let donors = most.iter().map(|wanted| wanted.holders.len()).max().unwrap_or(0);
+    let all_wanted: Vec<Wanted> = takers.iter().filter_map(lacks).flatten().collect();
+    let donors: BTreeSet<Rank> = all_wanted.iter().flat_map(|wanted| wanted.holders.clone()).collect();
     let mut blobs = OfferedBlobs::default();
     lent.offer_in(&mut blobs);
     fetch(
@@ -100,7 +103,7 @@ pub(super) fn catch_up(
         Some(followed) => replayed(followed, &wanted, store, (until, &told))?,
         None => None,
     };
-    Ok(CaughtUp { tensors, taken: (bytes_of(&most), donors) })
+    Ok(CaughtUp { tensors, taken: (bytes_of(&all_wanted), donors.len()) })
 }
 
 /// Replays the records that have arrived. Returns the tensors of the parts if they are those of the members.

@@ -1,7 +1,7 @@
 //! What a member does for newcomers between two steps: it offers them its copy of the state, and tells them
 //! of each step that it has recorded.
 
-use farflung_base::PeerId;
+use farflung_base::{Nanos, PeerId};
 use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
@@ -14,6 +14,10 @@ use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
 
+/// Longest time for which newcomers wait until a further pipeline is formed: half of the time after which they
+/// give up.
+const MAKE_WAIT: Nanos = Nanos::from_millis(300_000);
+
 impl Member<'_> {
     /// Predicts which part of the model a newcomer would get. All members predict the same.
     ///
@@ -22,15 +26,27 @@ impl Member<'_> {
         let team = self.team.as_ref();
         let position = team.map(|team| team.position_of_newcomer(job, &self.pools)).transpose()?;
         self.newcomer_position = position.flatten();
-        self.growing = team.map_or_else(Vec::new, |team| team.growing(job));
+        let growing = team.map_or_else(Vec::new, |team| team.growing(job));
+        if growing != self.growing {
+            self.grows_since = self.place.transport().now();
+        }
+        self.growing = growing;
         Ok(())
+    }
+
+    /// Returns whether newcomers wait until a further pipeline is formed. They give up after some time, so they
+    /// do not wait for spares that take longer.
+    pub(super) fn makes_newcomers_wait(&self) -> bool {
+        let waits = self.place.transport().now().saturating_sub(self.grows_since);
+        !self.growing.is_empty() && waits < MAKE_WAIT
     }
 
     /// Returns the spares that can form a further pipeline and have told that they are ready.
     pub(super) fn spares(&self) -> Vec<ReadySpare> {
         let Some(team) = &self.team else { return Vec::new() };
         let ready = |&FutureRank { member, .. }: &FutureRank| {
-            let ready = self.place.spare(&team.id(member), team.epoch)?;
+            let id = team.id(member);
+            let ready = self.place.spare(&id, team.epoch).filter(|_| self.place.is_fresh(&id))?;
             ready.follows.is_ready().then(|| ReadySpare { peer: team.peer(member), ready })
         };
         self.growing.iter().filter_map(ready).collect()
@@ -87,6 +103,9 @@ impl Member<'_> {
         self.log.check(&mut self.place.offered_blobs(), trainer);
         let followers = self.followers();
         let asks = |follows: &FollowProgress| *follows == FollowProgress::Asks;
+        if self.log.begins_later() && followers.iter().any(|(.., follows)| asks(follows)) {
+            self.log.drop_log(&mut self.place.offered_blobs());
+        }
         if !self.log.is_kept() {
             self.tell_dropped();
             if self.growing.is_empty() || !followers.iter().any(|(.., follows)| asks(follows)) {
@@ -99,6 +118,12 @@ impl Member<'_> {
             self.log.drop_log(&mut self.place.offered_blobs());
             self.log.is_offered = false;
             return Ok(());
+        }
+        // A spare may wait long for those that have other positions.
+        let replayed = followers.iter().map(|(.., follows)| follows.replayed());
+        let all = replayed.collect::<Option<Vec<u64>>>().filter(|_| !self.growing.is_empty());
+        if let Some(step) = all.and_then(|steps| steps.into_iter().min()) {
+            self.log.forget(&mut self.place.offered_blobs(), step);
         }
         let asking = followers.into_iter().filter(|(.., follows)| asks(follows));
         let asking: Vec<(PeerId, MemberId)> = asking.map(|(peer, id, _)| (peer, id)).collect();

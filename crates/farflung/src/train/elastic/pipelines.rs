@@ -9,6 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
 use super::change::{Changed, Member, start};
+use super::decide::PAUSE;
+use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
@@ -104,7 +106,10 @@ impl Member<'_> {
         let working = self.team.as_ref().map_or_else(Vec::new, Team::working);
         let lead = self.team.as_ref().is_some_and(Team::leads);
         match self.place.once_more(&working, lead, start)? {
-            None => Ok(None),
+            None => {
+                self.place.pause = trainer.comm().now().saturating_add(PAUSE);
+                Ok(None)
+            }
             Some(view) => {
                 self.repeats = Repeats::default();
                 self.go_over_in_pipelines((job, last), trainer, view, (begun, None)).map(Some)
@@ -239,7 +244,7 @@ impl Member<'_> {
         // The parts that a newcomer would follow may be others now.
         self.log.drop_log(&mut self.place.offered_blobs());
         self.tell_dropped();
-        (self.followed, self.grows) = (None, false);
+        (self.followed, self.grows, self.store) = (None, false, ChunkStore::default());
         let FormedTeam { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;
         let from_checkpoints = formed.from_checkpoints;
         let works = team.rank().is_some();

@@ -246,6 +246,11 @@ impl Place {
         membership.ready(id).filter(|ready| ready.spare_in == Some(epoch)).cloned()
     }
 
+    /// Returns whether a peer was heard recently.
+    pub(super) fn is_fresh(&self, id: &MemberId) -> bool {
+        self.membership().has_heard(id, self.transport.now().saturating_sub(FRESH))
+    }
+
     /// Returns how far each newcomer is, and each spare of a further pipeline, as text, by endpoint.
     pub(super) fn coming(&self) -> BTreeMap<u32, String> {
         let membership = self.membership();

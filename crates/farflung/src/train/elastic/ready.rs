@@ -63,6 +63,14 @@ impl FollowProgress {
         matches!(self, Self::Barrier | Self::TooSlow | Self::Stands { .. })
     }
 
+    /// Returns the last step replayed; `None` before the state was received.
+    pub(super) const fn replayed(self) -> Option<u64> {
+        match self {
+            Self::Replays { step, .. } | Self::Stands { step } => Some(step),
+            _ => None,
+        }
+    }
+
     /// Returns whether the newcomer needs a member's copy of the state and its records of steps.
     pub(super) const fn needs_log(self) -> bool {
         !matches!(self, Self::Barrier | Self::TooSlow)
@@ -84,7 +92,7 @@ impl fmt::Display for FollowProgress {
     }
 }
 
-/// Announcement of a newcomer to all members.
+/// Announcement to all members of a newcomer, or of a spare that can be in a further pipeline.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     /// Bytes a second from each member to the newcomer, measured while all members send. Members that have not

@@ -150,7 +150,9 @@ impl Place {
         };
         if ready.spare_in == Some(waiting.team.epoch) && waiting.said.is_none_or(is_due) {
             waiting.said = Some((ready.follows, now));
-            waiting.is_ready |= ready.follows.is_ready();
+            // One that was ready stays so while it replays further steps.
+            let replays = matches!(ready.follows, FollowProgress::Replays { .. });
+            waiting.is_ready = ready.follows.is_ready() || waiting.is_ready && replays;
             // An announcement that could not be sent yet is replaced.
             waiting.telling = self.tell_ready(ready);
         }

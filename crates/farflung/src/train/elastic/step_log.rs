@@ -31,6 +31,8 @@ struct Log {
     /// Bytes of all records, and their maximum.
     bytes: u64,
     most: u64,
+    /// Whether the records after the copy were dropped.
+    begins_later: bool,
 }
 
 /// This member's optimizer after a synchronisation.
@@ -83,7 +85,15 @@ impl StepLog {
         blobs.fault = fault;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
-        self.log = Some(Log { offer, last, last_step: step, records: Vec::new(), bytes: 0, most });
+        self.log = Some(Log {
+            offer,
+            last,
+            last_step: step,
+            records: Vec::new(),
+            bytes: 0,
+            most,
+            begins_later: false,
+        });
         Ok(())
     }
 
@@ -126,6 +136,23 @@ impl StepLog {
         }
         let newest = log.records.len().saturating_sub(LISTED);
         Ok(Some(MembershipService::logging(&log.records[newest..])))
+    }
+
+    /// Drops the records of the steps up to `step`, which all that follow have replayed. Another that asks for
+    /// the copy then needs a new log.
+    pub(super) fn forget(&mut self, blobs: &mut OfferedBlobs, step: u64) {
+        let Some(log) = &mut self.log else { return };
+        let old = log.records.iter().take_while(|logged| logged.step <= step).count();
+        for logged in log.records.drain(..old) {
+            blobs.remove(&logged.label);
+            log.bytes -= logged.label.len;
+            log.begins_later = true;
+        }
+    }
+
+    /// Returns whether the records do not begin after the copy of the state.
+    pub(super) fn begins_later(&self) -> bool {
+        self.log.as_ref().is_some_and(|log| log.begins_later)
     }
 
     /// Drops the log if it lacks a step: this rank has received a later state from another member.

@@ -267,8 +267,8 @@ impl Place {
             asking.retain(|asking| !asking.is_ready());
             let mut answer = patient.start_recv_any(&donors, fetch::TAGS.answer);
             let mut word = patient.start_recv_any(&[me], TAGS.answer);
-            let look = POLL_INTERVAL.min(paces.next(&donors, comm.now()));
-            match comm.first(&mut [&mut answer, &mut word], WaitMode::Within(look)) {
+            let pause = POLL_INTERVAL.min(paces.next(&donors, comm.now()));
+            match comm.first(&mut [&mut answer, &mut word], WaitMode::Within(pause)) {
                 Some(0) => match answer.wait() {
                     // Answers to requests of an earlier fetch are skipped.
                     Ok((donor, bytes)) if fetching.is_asked(donor, &bytes) => {
