@@ -27,7 +27,7 @@ pub use oobleck::{Mix, PipelineTimes, best_mix, mixes, shares, templates};
 pub use parcae::{liveput, survivors};
 pub use policies::POLICIES;
 pub use policy::{CheckpointInterval, PolicyRow, Recovery};
-pub use recorded::{RECORDED, RecordedTrace, recorded};
+pub use recorded::{RECORDED, recorded};
 pub use recycle::{Position, Rerouted, reroute};
 pub use replay::{Replay, replay};
 pub use trace::{Change, Trace};

@@ -1,15 +1,17 @@
 //! Topology files included in the crate, by name.
 
+use std::str::FromStr;
+
 use crate::{Cluster, ParallelError};
 
-/// An included topology file.
+/// An included file.
 #[derive(Debug, Clone, Copy)]
 pub struct Shipped {
     /// Name on the command line.
     pub name: &'static str,
     /// One-line description.
     pub about: &'static str,
-    /// Text of the file: TOML, as parsed by [`Cluster`].
+    /// Text of the file. A topology is TOML, as parsed by [`Cluster`].
     pub text: &'static str,
 }
 
@@ -92,10 +94,20 @@ pub const SHIPPED: [Shipped; 13] = [
 /// # Ok::<(), farflung_parallel::ParallelError>(())
 /// ```
 pub fn cluster(name: &str) -> Result<Cluster, ParallelError> {
-    let found = SHIPPED.iter().find(|shipped| shipped.name == name);
-    let known = || SHIPPED.iter().map(|shipped| shipped.name.to_owned()).collect();
-    let unknown =
-        || ParallelError::UnknownName { kind: "shipped topology", name: name.to_owned(), known: known() };
+    parsed(&SHIPPED, "shipped topology", name)
+}
+
+/// Parses the file of this name. `kind` is what the files are, for the error.
+///
+/// Errors: [`ParallelError::UnknownName`].
+pub(crate) fn parsed<T: FromStr<Err = ParallelError>>(
+    files: &[Shipped],
+    kind: &'static str,
+    name: &str,
+) -> Result<T, ParallelError> {
+    let found = files.iter().find(|shipped| shipped.name == name);
+    let known = || files.iter().map(|shipped| shipped.name.to_owned()).collect();
+    let unknown = || ParallelError::UnknownName { kind, name: name.to_owned(), known: known() };
     found.ok_or_else(unknown)?.text.parse()
 }
 

@@ -522,8 +522,8 @@ impl Worker for Executor {
     }
 
     fn restore_output(&mut self, message: Message) -> Result<Flow> {
-        // A failed pass starts again from its beginning, where what is done is skipped, so no second executor
-        // of the pass needs an output.
+        // A failed pass starts again from its beginning, and skips computations that are done. No executor
+        // continues in the middle of a list, so none needs an output.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
 }

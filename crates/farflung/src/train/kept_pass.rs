@@ -46,17 +46,6 @@ pub(super) struct KeptPass {
     is_due: bool,
 }
 
-/// Returns what is done of a microbatch after a computation of this kind. `None` for one that is not part of
-/// its progress.
-const fn progress_after(kind: ComputeKind) -> Option<CellProgress> {
-    match kind {
-        ComputeKind::Forward => Some(CellProgress::Forward),
-        ComputeKind::BackwardInput => Some(CellProgress::InputGradient),
-        ComputeKind::BackwardWeight | ComputeKind::Backward => Some(CellProgress::WeightGradient),
-        ComputeKind::Recompute | ComputeKind::Step => None,
-    }
-}
-
 impl KeptPass {
     /// Creates one. With `resumed`, the first training pass is the rest of that step.
     pub(super) fn new(keeps: bool, resumed: Option<ResumedStep>) -> Self {
@@ -97,7 +86,7 @@ impl KeptPass {
         let done = resumed.progress(action.microbatch, part);
         match action.kind {
             ComputeKind::Recompute => done >= CellProgress::InputGradient,
-            kind => progress_after(kind).is_some_and(|after| done >= after),
+            kind => CellProgress::after(kind).is_some_and(|after| done >= after),
         }
     }
 
@@ -109,13 +98,13 @@ impl KeptPass {
     /// Records that a computation begins, which adds to the gradients if it is of that kind.
     pub(super) fn begins(&mut self, kind: ComputeKind) {
         if let Some(record) = &mut self.record {
-            record.is_torn |= progress_after(kind) == Some(CellProgress::WeightGradient);
+            record.is_torn |= CellProgress::after(kind) == Some(CellProgress::WeightGradient);
         }
     }
 
     /// Records that a computation is done.
     pub(super) fn did(&mut self, action: Action) {
-        if let (Some(record), Some(after)) = (&mut self.record, progress_after(action.kind)) {
+        if let (Some(record), Some(after)) = (&mut self.record, CellProgress::after(action.kind)) {
             record.progress.insert(action.microbatch, after);
             record.is_torn = false;
         }

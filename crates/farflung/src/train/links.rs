@@ -5,13 +5,14 @@ pub(super) mod file;
 
 use std::io::ErrorKind;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use farflung_base::{Rank, Topology};
 use farflung_comm::Communicator;
 use farflung_comm::tcp::{Pace, SharedMemory};
-use farflung_parallel::{Cluster, Plan, shipped};
+use farflung_parallel::{Cluster, ParallelError, Plan, shipped};
 
 pub(super) use super::connection::view_communicator;
 pub use super::connection::{WorkerConnection, connections};
@@ -31,13 +32,22 @@ pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
 /// Errors: [`Error::Io`], and [`Error::Parallel`] with the line. For a plain name (without folder or extension)
 /// that is neither a file nor a shipped topology, [`Error::Parallel`] with the names of the shipped ones.
 pub fn read_topology(path: &Path) -> Result<Cluster> {
+    read_or_shipped(path, shipped::cluster)
+}
+
+/// Reads a file. If it cannot be read, returns the shipped one of this name, which `shipped` parses.
+///
+/// Errors: as [`read_topology`].
+pub fn read_or_shipped<T: FromStr<Err = ParallelError>>(
+    path: &Path,
+    shipped: impl Fn(&str) -> Result<T, ParallelError>,
+) -> Result<T> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text.parse()?),
         Err(source) => {
-            let shipped = path.to_str().map(shipped::cluster);
             let is_name = path.extension().is_none() && path.components().count() == 1;
-            match shipped {
-                Some(Ok(cluster)) => Ok(cluster),
+            match path.to_str().map(shipped) {
+                Some(Ok(shipped)) => Ok(shipped),
                 Some(Err(unknown)) if is_name && source.kind() == ErrorKind::NotFound => Err(unknown.into()),
                 _ => Err(Error::io("read", path)(source)),
             }

@@ -60,7 +60,7 @@ pub use fit::{Fit, fit};
 pub use fleet::fleet;
 pub use job::{Job, plan_of};
 pub use links::file::{DeclaredLinks, LINKS};
-pub use links::{WorkerConnection, connections, join, read_topology};
+pub use links::{WorkerConnection, connections, join, read_or_shipped, read_topology};
 pub(crate) use meet::Ranks;
 pub use meet::{RankValue, same_plan};
 pub use memory::{StepMemory, planned_memory, step_memory};

@@ -146,6 +146,21 @@ fn one_that_joins_a_pool_follows_its_part_with_the_bits_of_one_for_which_all_wai
     }
 }
 
+/// Checks that members are not slower while a newcomer fetches, and then wait for one record only. `calm` is a
+/// run without the newcomer, `all_wait` one in which all wait for it. `came` is a text in the note on its
+/// admission.
+pub(crate) fn waits_for_one_record(came: &str, calm: &Noted, told: &Noted, all_wait: &Noted) {
+    let at = step_of(told, came);
+    let slower = end(told, at) as f64 / end(calm, at) as f64;
+    assert!(slower < 1.01, "steps while it fetches take {slower} times as long");
+    // More members are done sooner with a step, so only the changes are compared.
+    let longest = |told: &Noted, at: u64| end(told, at + 1) - end(told, at);
+    let step = end(told, at + 2) - end(told, at + 1);
+    let (follows, waits) = (longest(told, at) - step, longest(all_wait, step_of(all_wait, came)) - step);
+    // A record is a third of the state.
+    assert!(follows * 5 < waits * 3, "{follows} {waits} {step}");
+}
+
 #[test]
 fn members_of_pipelines_wait_for_one_record_only() {
     let folder = tempfile::tempdir().unwrap();
@@ -154,17 +169,8 @@ fn members_of_pipelines_wait_for_one_record_only() {
     let (_, calm) = run(&job, 3, never, Faults::new());
     let come = Nanos(STEP * 2);
     let (_, told) = run(&job, 3, come, Faults::new());
-    let came = step_of(&told, CAME);
-    let slower = end(&told, came) as f64 / end(&calm, came) as f64;
-    assert!(slower < 1.01, "steps while it fetches take {slower} times as long");
     let (_, all_wait) = run(&Job { barrier: true, ..job }, 3, come, Faults::new());
-    // Four members are done sooner than three with a step, so only the changes are compared.
-    let longest = |told: &Noted, came: u64| end(told, came + 1) - end(told, came);
-    let barrier = step_of(&all_wait, CAME);
-    let step = end(&told, came + 2) - end(&told, came + 1);
-    let (follows, waits) = (longest(&told, came) - step, longest(&all_wait, barrier) - step);
-    // A record is a third of the state.
-    assert!(follows * 5 < waits * 3, "{follows} {waits} {step}");
+    waits_for_one_record(CAME, &calm, &told, &all_wait);
 }
 
 #[test]

@@ -137,6 +137,16 @@ fn a_loss_moves_no_state_and_has_the_bits_of_a_polite_leave() {
     }
 }
 
+/// Returns the faults that end one of `members` members at a time, each with its name.
+fn all_faults(peer: PeerId, members: usize, at: Nanos) -> [(&'static str, Faults); 3] {
+    let faults = || Faults::new().at(at);
+    [
+        ("killed", faults().crash(peer)),
+        ("cut off", faults().partition(&[peer], members, Nanos::MAX)),
+        ("frozen", faults().freeze(peer, Nanos::from_millis(3_600_000))),
+    ]
+}
+
 #[test]
 fn whoever_is_killed_frozen_or_cut_off_in_a_step_leaves_the_bits_of_a_polite_leave() {
     let folder = tempfile::tempdir().unwrap();
@@ -150,11 +160,7 @@ fn whoever_is_killed_frozen_or_cut_off_in_a_step_leaves_the_bits_of_a_polite_lea
             (2..=5).map(|step| after_leaving(folder.path(), &pools, rank, step)).collect();
         for part in 0..8 {
             let at = Nanos((begin + (end - begin) * f64::from(part) / 8.0) as u64);
-            let faults = || Faults::new().at(at);
-            let killed = faults().crash(PeerId(rank));
-            let cut = faults().partition(&[PeerId(rank)], 4, Nanos::MAX);
-            let frozen = faults().freeze(PeerId(rank), Nanos::from_millis(3_600_000));
-            for (what, faults) in [("killed", killed), ("cut off", cut), ("frozen", frozen)] {
+            for (what, faults) in all_faults(PeerId(rank), 4, at) {
                 let what = format!("{rank} {what} at {at}");
                 let (ended, _) = run(&job(folder.path(), &pools, &[], whole_steps(6)), 4, &[], &faults);
                 let left = report(&ended, Some(rank), &what);
@@ -201,11 +207,7 @@ fn after_a_loss_only_the_work_of_the_lost_member_is_done_again() {
     for rank in [1, 4] {
         for part in 0..10 {
             let at = Nanos((begin + (end - begin) * f64::from(part) / 10.0) as u64);
-            let faults = || Faults::new().at(at);
-            let killed = faults().crash(PeerId(rank));
-            let cut = faults().partition(&[PeerId(rank)], 5, Nanos::MAX);
-            let frozen = faults().freeze(PeerId(rank), Nanos::from_millis(3_600_000));
-            for (what, faults) in [("killed", killed), ("cut off", cut), ("frozen", frozen)] {
+            for (what, faults) in all_faults(PeerId(rank), 5, at) {
                 let what = format!("{rank} {what} at {at}");
                 let (ended, told) = run(&make(true), 5, &[], &faults);
                 counts_once(&what, report(&ended, Some(rank), &what), &calm);

@@ -2,26 +2,16 @@
 
 use super::Trace;
 use crate::ParallelError;
+use crate::shipped::{Shipped, parsed};
 
-/// A recorded trace.
-#[derive(Debug, Clone, Copy)]
-pub struct RecordedTrace {
-    /// Name on the command line.
-    pub name: &'static str,
-    /// One-line description.
-    pub about: &'static str,
-    /// Text of the file, as parsed by [`Trace`]. Its first lines name the source.
-    pub text: &'static str,
-}
-
-/// All included traces.
-pub const RECORDED: [RecordedTrace; 2] = [
-    RecordedTrace {
+/// All included traces, as text that [`Trace`] parses. The first lines of each name the source.
+pub const RECORDED: [Shipped; 2] = [
+    Shipped {
         name: "ec2-p3",
         about: "32 spot machines with a V100 each, for 11 hours (Bamboo)",
         text: include_str!("../../traces/ec2-p3.txt"),
     },
-    RecordedTrace {
+    Shipped {
         name: "ec2-g4dn",
         about: "24 spot machines with a T4 each, for 10.5 hours (Bamboo)",
         text: include_str!("../../traces/ec2-g4dn.txt"),
@@ -38,11 +28,7 @@ pub const RECORDED: [RecordedTrace; 2] = [
 /// # Ok::<(), farflung_parallel::ParallelError>(())
 /// ```
 pub fn recorded(name: &str) -> Result<Trace, ParallelError> {
-    let found = RECORDED.iter().find(|recorded| recorded.name == name);
-    let known = || RECORDED.iter().map(|recorded| recorded.name.to_owned()).collect();
-    let unknown =
-        || ParallelError::UnknownName { kind: "recorded trace", name: name.to_owned(), known: known() };
-    found.ok_or_else(unknown)?.text.parse()
+    parsed(&RECORDED, "recorded trace", name)
 }
 
 #[cfg(test)]

@@ -22,8 +22,8 @@ pub struct KeptCell {
 /// which it has done something, and the other cells of its former routes are assigned anew.
 ///
 /// Source: Ryabinin et al. 2023, "SWARM": a microbatch whose peer fails is sent to another peer of that stage.
-/// Differs: all ranks agree on what is done before they continue, so that a peer that is late or fails after
-/// its gradients were sent cannot make a microbatch count twice.
+/// Differs: all ranks first agree which work is done. So a microbatch cannot count twice, even if a peer is
+/// late, or fails after it has sent its gradients.
 ///
 /// ```
 /// use farflung_parallel::pipeline::{CellProgress, KeptCell, Pools, ResumedStep};
@@ -111,7 +111,8 @@ impl ResumedStep {
         &self.routes
     }
 
-    /// Returns what is done of a microbatch in a stage; nothing if there is no such cell.
+    /// Returns how far a microbatch is in a stage. [`CellProgress::Nothing`] if there is no such microbatch or
+    /// stage.
     #[must_use]
     pub fn progress(&self, microbatch: u32, stage: u32) -> CellProgress {
         let cell = self.progress.get(microbatch as usize).and_then(|cells| cells.get(stage as usize));
@@ -165,13 +166,8 @@ mod tests {
     use crate::pipeline::{Action, ComputeKind, Lowered, Lowering, Message, Op, Schedule, TransferDirection};
     use crate::seeded_rng::SeededRng;
 
-    /// Returns the progress that a computation completes.
-    fn completes(kind: ComputeKind) -> CellProgress {
-        match kind {
-            ComputeKind::Forward => CellProgress::Forward,
-            ComputeKind::BackwardInput => CellProgress::InputGradient,
-            _ => CellProgress::WeightGradient,
-        }
+    fn cells(of: &[u32], progress: CellProgress) -> Vec<KeptCell> {
+        of.iter().map(|&microbatch| KeptCell { microbatch, progress }).collect()
     }
 
     /// Runs the lists of a schedule: a computation that is done needs no message, and messages that nobody
@@ -192,7 +188,7 @@ mod tests {
                     } else if let Lowered::Compute(Op::Run(action)) = *entry {
                         let done = step.progress(action.microbatch, placement.part(action.stage));
                         let taken = Message::taken_by(action, placement);
-                        if action.kind != ComputeKind::Step && done < completes(action.kind) {
+                        if CellProgress::after(action.kind).is_some_and(|after| done < after) {
                             if taken.is_some_and(|message| !sent.contains(&message)) {
                                 break;
                             }
@@ -246,7 +242,8 @@ mod tests {
                     assert_eq!(step.progress(cell.microbatch, stage), cell.progress);
                 }
             }
-            let order = step.order(&pools, &[StageCost::UNIT], Nanos(100), None).unwrap();
+            let memory = (seed % 3 > 0).then(|| 1 + drawn(&mut rng, 3));
+            let order = step.order(&pools, &[StageCost::UNIT], Nanos(100), memory).unwrap();
             let schedule = Schedule::new(order, &Lowering::default()).unwrap();
             let computed = run(&schedule, &step);
             let all = step.computations() - step.computations_kept();
@@ -262,9 +259,6 @@ mod tests {
     #[test]
     fn a_rank_holds_at_most_one_more_than_it_may() {
         let pools = Pools::equal(vec![2, 2]);
-        let cells = |of: &[u32], progress| -> Vec<KeptCell> {
-            of.iter().map(|&microbatch| KeptCell { microbatch, progress }).collect()
-        };
         let kept = [
             vec![],
             cells(&[1, 3, 5], CellProgress::Forward),
@@ -293,9 +287,6 @@ mod tests {
     #[test]
     fn the_work_of_lost_ranks_goes_to_those_with_least_to_do() {
         let pools = Pools::equal(vec![1, 2]);
-        let cells = |of: &[u32], progress| -> Vec<KeptCell> {
-            of.iter().map(|&microbatch| KeptCell { microbatch, progress }).collect()
-        };
         let kept = [
             cells(&[0, 1, 2, 3, 4, 5], CellProgress::Forward),
             cells(&[0], CellProgress::Forward),

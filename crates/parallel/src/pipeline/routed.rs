@@ -193,7 +193,7 @@ impl<'a> RouteBuilder<'a> {
         let at = (self.copy_of[microbatch] * self.depth + stage) as u32;
         worker.list.push(Action::new(kind, at, microbatch as u32).into());
         let route = &self.made_of.routes[microbatch];
-        // A message that nobody needs takes no time.
+        // A message that no rank needs is not sent, and takes no time.
         let way = |to: usize, progress, time| {
             if self.made_of.done(microbatch, to) >= progress { end } else { end.saturating_add(time) }
         };

@@ -18,8 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
             them a step's record, and at most a hundredth of their time before that; one for which all wait, \
             at any moment of a step: all end with the same bits, its sequences are in a step at most three \
             steps after it is ready, and no member waits longer than a step plus the time to send the state \
-            over its link; members with unequal uplinks send parts of the state in proportion to their rates: the \
-            wait is the size of the state divided by the sum of these rates, within 5%, and as long as \
+            over its link; members with unequal uplinks send parts of the state in proportion to their rates: \
+            the wait is the size of the state divided by the sum of these rates, within 5%, and as long as \
             predicted, within 10%",
     source: "the design of farflung (issue 22)",
     seed: 1337,

@@ -2,18 +2,17 @@
 //! recovery method.
 
 use std::fmt::Write as _;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use farflung::Result;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::parallel::churn::{
     CheckpointedJob, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
     daly, recorded, replay,
 };
 use farflung::terminal::print;
-use farflung::train::{PipelineSizes, fleet, read_topology};
+use farflung::train::{PipelineSizes, fleet, read_or_shipped, read_topology};
 use farflung::zoo::GptConfig;
-use farflung::{Error, Result};
 
 use super::file::write;
 
@@ -143,7 +142,7 @@ impl ChurnCommand {
         let mut prices = StepTimes::new(&fleet)?;
         let mut mtbf = self.mtbf.unwrap_or(Nanos(24 * HOUR));
         let trace = if let Some(path) = &self.trace {
-            let trace = given(path)?;
+            let trace = read_or_shipped(path, recorded)?;
             mtbf = self.mtbf.or_else(|| trace.lifetime()).unwrap_or(mtbf);
             trace
         } else {
@@ -180,20 +179,6 @@ pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nano
     let between = mtbf.as_secs_f64() / f64::from(machines.max(1));
     let (save, restart) = (save.as_secs_f64(), restart.as_secs_f64());
     CheckpointedJob { every: daly(save, between), save, restart, mtbf: between }
-}
-
-/// Reads a trace. If there is no such file, returns the recorded trace of this name.
-fn given(path: &Path) -> Result<Trace> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(text.parse()?),
-        Err(source) => {
-            let is_name = path.extension().is_none() && path.components().count() == 1;
-            match path.to_str().filter(|_| is_name && source.kind() == ErrorKind::NotFound) {
-                Some(name) => Ok(recorded(name)?),
-                None => Err(Error::Io { action: "read", path: path.to_owned(), source }),
-            }
-        }
-    }
 }
 
 impl ChurnResults<'_> {

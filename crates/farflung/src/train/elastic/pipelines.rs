@@ -288,7 +288,8 @@ impl Member<'_> {
     }
 }
 
-/// Agrees with the other members on what is kept of the step in flight. `None` if the step is done as a whole.
+/// Agrees with the other members which work of the step in flight they keep. `None` if the whole step is done
+/// again.
 /// Frees what this member has computed of it, if it is not needed. All members that take steps call it, with
 /// the communicator of these members.
 ///

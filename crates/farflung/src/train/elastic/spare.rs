@@ -5,7 +5,7 @@ use farflung_base::{Nanos, Pending};
 use farflung_comm::CommError;
 use farflung_parallel::membership::{Event, MemberId, Start, View};
 
-use super::decide::{Loss, POLL_INTERVAL, stopped};
+use super::decide::{Loss, stopped};
 use super::fetch::Sending;
 use super::follow::Follower;
 use super::membership_service::Outcome;
@@ -14,7 +14,7 @@ use super::ready::{FollowProgress, Ready};
 use super::team::Team;
 use super::waiting::{ANNOUNCE_INTERVAL, Links};
 use crate::train::job::Job;
-use crate::{Error, Result, Signal};
+use crate::{Error, Result};
 
 /// Tag of the message to spares that the run is over.
 const OVER: u32 = u32::MAX / 2 - 11;
@@ -72,7 +72,7 @@ impl Place {
         &mut self,
         (team, job): (&Team, &Job),
         grows: bool,
-        mut follower: Option<&mut Follower<'_>>,
+        follower: Option<&mut Follower<'_>>,
     ) -> Result<SpareWait> {
         let over = Some(team.all.clone().with_deadline(Nanos::MAX).start_recv(team.lead(), OVER));
         let (told, said, telling) = (Vec::new(), None, Vec::new());
@@ -87,23 +87,8 @@ impl Place {
         let ready =
             Ready { spare_in, follows: FollowProgress::Barrier, ..self.measured.clone().unwrap_or_default() };
         let mut links = Links { ready, state: 0, again: 0 };
-        self.membership().awaited = true;
         let mut look = |place: &mut Self, ready: &Ready| place.look_as_spare(&mut waiting, ready);
-        let event = loop {
-            let round = match &mut follower {
-                Some(follower) => self.follow(follower, &mut links, &mut look),
-                None => look(self, &links.ready).and_then(|found| match found {
-                    Some(found) => Ok(Some(found)),
-                    None => self.wait(POLL_INTERVAL).map(|()| None),
-                }),
-            };
-            match round {
-                Ok(None) => {}
-                Ok(Some(event)) => break Ok(event),
-                Err(error) => break Err(error),
-            }
-        };
-        self.membership().awaited = false;
+        let event = self.follow_until(follower, &mut links, &mut look);
         Ok(SpareWait { event: event?, is_ready: waiting.is_ready })
     }
 
@@ -119,7 +104,6 @@ impl Place {
             None => {}
         }
         if let Some(signal) = waiting.job.stop.requested() {
-            let signal: Signal = signal;
             return Err(Error::Stopped(signal));
         }
         for id in self.lost() {

@@ -88,8 +88,7 @@ impl Team {
     pub(super) fn position_of_newcomer(&self, job: &Job, speeds: &PoolSpeeds) -> Result<Option<u32>> {
         let Some(wished) = job.pipelines.as_deref() else { return Ok(None) };
         let now = &self.assignment;
-        let mut stood: Vec<Option<PlanPosition>> =
-            (0..self.ids.len()).map(|member| now.position_of(member)).collect();
+        let mut stood = self.positions();
         stood.push(None);
         let next = if wished.is_pooled() {
             let slots: Vec<Option<u32>> = self.slots.iter().map(|&slot| Some(slot)).chain([None]).collect();
@@ -117,9 +116,7 @@ impl Team {
         if job.barrier || pipelines_of(now).is_none() {
             return Vec::new();
         }
-        let stood: Vec<Option<PlanPosition>> =
-            (0..self.ids.len()).map(|member| now.position_of(member)).collect();
-        grown(wished, &stood, now.stages)
+        grown(wished, &self.positions(), now.stages)
     }
 
     /// Returns the id of a member.
@@ -134,10 +131,13 @@ impl Team {
 
     /// Returns the ids of the members that hold the part at a position.
     pub(super) fn holders(&self, position: u32) -> Vec<MemberId> {
-        let holds = |member: &usize| {
-            self.assignment.position_of(*member).is_some_and(|place| place.position == position)
-        };
-        self.assignment.ranks.iter().filter(|member| holds(member)).map(|&member| self.ids[member]).collect()
+        let holds = |(rank, _): &(u32, MemberId)| self.position_of_rank(*rank) == Some(position);
+        (0..).zip(self.working()).filter(holds).map(|(_, id)| id).collect()
+    }
+
+    /// Returns the place of each member; `None` for spares.
+    fn positions(&self) -> Vec<Option<PlanPosition>> {
+        (0..self.ids.len()).map(|member| self.assignment.position_of(member)).collect()
     }
 
     /// Returns the ids of the members that take steps, by rank.

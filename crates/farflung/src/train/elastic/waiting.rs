@@ -74,7 +74,7 @@ impl Place {
     pub(super) fn wait_for_view(
         &mut self,
         (patience, state): (Nanos, u64),
-        mut follower: Option<&mut Follower<'_>>,
+        follower: Option<&mut Follower<'_>>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<View> {
         self.wait_to_begin();
@@ -84,33 +84,45 @@ impl Place {
         let (connected, meets) = (0, Nanos::ZERO);
         let (said, told, telling) = (None, None, Vec::new());
         let mut waiting = Waiting { patience, until, said, told, connected, meets, telling };
-        self.membership().awaited = true;
         let mut look = |place: &mut Self, ready: &Ready| place.announce_progress(&mut waiting, ready, tell);
-        let view = loop {
-            let round = match &mut follower {
-                Some(follower) => self.follow(follower, &mut links, &mut look),
-                None => look(self, &links.ready),
-            };
-            match round {
-                Ok(None) => {}
-                Ok(Some(view)) => break Ok(view),
-                Err(error) => break Err(error),
+        let view = self.follow_until(follower, &mut links, &mut look);
+        self.measured = Some(links.ready);
+        view
+    }
+
+    /// Waits until `look` finds something. A follower fetches what it needs meanwhile.
+    ///
+    /// Errors: as [`Place::follow`].
+    pub(super) fn follow_until<T>(
+        &mut self,
+        mut follower: Option<&mut Follower<'_>>,
+        links: &mut Links,
+        look: &mut Look<'_, T>,
+    ) -> Result<T> {
+        self.membership().awaited = true;
+        let mut round = |place: &mut Self| {
+            if let Some(follower) = &mut follower {
+                return place.follow(follower, links, look);
             }
-            if follower.is_none()
-                && let Err(error) = self.wait(POLL_INTERVAL)
-            {
-                break Err(error);
+            let found = look(place, &links.ready)?;
+            if found.is_none() {
+                place.wait(POLL_INTERVAL)?;
+            }
+            Ok(found)
+        };
+        let found = loop {
+            if let Some(found) = round(self).transpose() {
+                break found;
             }
         };
         self.membership().awaited = false;
-        self.measured = Some(links.ready);
-        view
+        found
     }
 
     /// Fetches what a follower needs next, and gives it to the follower. Returns what `look` has found.
     ///
     /// Errors: those of `look`, and of the follower's device.
-    pub(super) fn follow<T>(
+    fn follow<T>(
         &mut self,
         follower: &mut Follower<'_>,
         links: &mut Links,

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Rank, StageId};
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, KeptCell, ResumedStep};
 use farflung_tensor::Tensor;
@@ -119,12 +118,6 @@ impl Trainer {
     /// Takes over the work that another trainer of this rank has kept of the step that this one resumes.
     pub(super) fn resume_with(&mut self, before: &mut Self, step: &ResumedStep) {
         let Some(KeptWork { part, record, mut held, grads, .. }) = before.kept.take() else { return };
-        let order = self.schedule.schedule.order();
-        let mine = order
-            .actions()
-            .filter(|(rank, action)| *rank == self.position && action.kind == ComputeKind::Forward);
-        let place = |(_, action): (Rank, Action)| (action.microbatch, action.stage);
-        let stage_of: BTreeMap<u32, StageId> = mine.map(place).collect();
         // If this rank has not reported its work, others do it.
         let is_counted = |(&microbatch, &done): (&u32, &CellProgress)| {
             let rank = step.routes().get(microbatch as usize).and_then(|route| route.get(part as usize));
@@ -133,8 +126,12 @@ impl Trainer {
         if !record.progress.iter().all(is_counted) {
             return;
         }
-        for (microbatch, stage) in stage_of {
-            if let Some(held) = held.remove(&microbatch) {
+        // A microbatch may have another route now, and so another stage of the placement on this rank.
+        for (rank, Action { kind, stage, microbatch, .. }) in self.schedule.schedule.order().actions() {
+            if rank == self.position
+                && kind == ComputeKind::Forward
+                && let Some(held) = held.remove(&microbatch)
+            {
                 self.executor.held.insert((stage, microbatch, 0), held);
             }
         }
