@@ -11,6 +11,7 @@ mod part;
 mod pooled;
 mod rebalance;
 mod text;
+mod unbroken;
 
 #[cfg(test)]
 mod tests;

@@ -10,6 +10,7 @@ mod stoppable;
 mod status_publisher;
 mod arrivals;
 mod balance;
+mod broken_round;
 mod change;
 mod copies;
 mod decide;

@@ -20,6 +20,7 @@ use farflung_zoo::{
 use super::costs::Machines;
 use super::fault::{Departure, Failure, Fault};
 use super::fingerprint::digest;
+use super::round_plan::RoundPlan;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
@@ -50,6 +51,8 @@ pub struct Job {
     /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
     /// plan determines all.
     pub since_members_changed: Option<LocalSteps>,
+    /// The plan with which the current round of local steps began, if a pipeline was lost in it.
+    pub round_plan: Option<Arc<RoundPlan>>,
     /// Whether members may join and leave during training.
     pub elastic: bool,
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
@@ -124,6 +127,7 @@ impl Job {
             plan,
             plan_start: PlanStart::default(),
             since_members_changed: None,
+            round_plan: None,
             elastic: false,
             pipelines: None,
             change: None,
@@ -173,7 +177,16 @@ impl Job {
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
-        Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
+        Ok(Self {
+            config,
+            plan,
+            since_members_changed: None,
+            round_plan: None,
+            rates,
+            shards,
+            world,
+            ..self.clone()
+        })
     }
 
     /// Returns the time for which ranks wait for each other.
@@ -235,14 +248,6 @@ impl Job {
     #[must_use]
     pub fn tokens_after(&self, steps: u64) -> u64 {
         self.microbatches_after(steps) * u64::from(self.plan.batch) * self.model.context as u64
-    }
-
-    /// Returns the microbatches of all replicas in the first `steps` steps, which the plan must have reached.
-    #[must_use]
-    pub fn microbatches_after(&self, steps: u64) -> u64 {
-        let local = self.plan.local_steps();
-        self.plan_start.microbatches + local.all_microbatches(steps)
-            - local.all_microbatches(self.plan_start.step.min(steps))
     }
 
     /// Returns the tokens of all replicas in a step that all replicas take.

@@ -21,7 +21,9 @@ mod part_replay;
 mod named_tensors;
 mod replay;
 mod replay_round;
+mod replica_samples;
 mod resume;
+mod round_tensors;
 mod retreat;
 mod snapshot;
 mod speed;
@@ -37,7 +39,6 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
-use farflung_parallel::LocalSteps;
 use farflung_parallel::pipeline::{ArrivalExecutor, Placement, Schedule, Updates, run};
 use farflung_parallel::plan::Measured;
 use farflung_tensor::{Device, Param, Tensor, TensorError};
@@ -46,7 +47,6 @@ use farflung_zoo::Stage;
 use super::bind::ReplicaSchedule;
 use super::executor::{Executor, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
-use super::job::PlanStart;
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::spent::{Spent, add_since};
@@ -57,7 +57,9 @@ use agree::{Request, StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
+pub(super) use round_tensors::is_optimizer;
 pub(super) use part_replay::{PartCopy, ReplayedParts};
+use replica_samples::ReplicaSamples;
 use resume::KeptWork;
 use retreat::RollbackPoint;
 pub(super) use snapshot::{OptimizerCounters, Progress, Snapshot, StateBytes};
@@ -75,14 +77,9 @@ pub struct Trainer {
     /// The rank in its pipeline, and the number of its replica.
     position: Rank,
     replica: u32,
-    /// Number of this replica's first microbatch within a step, and number of microbatches of all replicas.
-    first_microbatch: u64,
-    all_microbatches: u64,
-    /// Where the plan's steps and microbatches begin.
-    base: PlanStart,
+    /// The microbatches of the data on which this replica trains.
+    samples: ReplicaSamples,
     replicas: u32,
-    /// Which replicas take which local steps.
-    local: LocalSteps,
     /// Steps between two averages.
     every: u64,
     executor: Executor,
@@ -280,7 +277,7 @@ impl Trainer {
             return self.compared(done);
         }
         self.fail_if_due(Moment::Begun, self.step + 1)?;
-        if !self.local.takes(self.replica, self.step + 1) {
+        if !self.samples.takes(self.step + 1) {
             return self.pass_over(stop);
         }
         let vote = loop {
@@ -419,9 +416,7 @@ impl Trainer {
         for part in self.executor.parts.values_mut() {
             part.stage.set_gradient_scale(self.scale.get());
         }
-        let taken = |step| self.local.taken(self.replica, step);
-        let taken = taken(self.step) - taken(self.base.step);
-        let first = self.base.microbatches + taken * self.all_microbatches + self.first_microbatch;
+        let first = self.samples.first(self.step);
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
         // Without a flush, updates happen within the pass, and only a return to the rollback point (`mark`)
         // undoes them.

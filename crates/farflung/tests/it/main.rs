@@ -22,6 +22,7 @@ mod members_follow_parts;
 mod members_follow_rounds;
 mod members_grow;
 mod members_in_pipelines;
+mod members_local_pipelines;
 mod members_repeat;
 mod members_pooled;
 mod members_rerouted;

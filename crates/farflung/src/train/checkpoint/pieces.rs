@@ -31,7 +31,13 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
         return Ok(None);
     };
     let source = Source::new(job.model, vec![files], Residuals::None)?;
-    let (states, tensors) = source.tensors();
+    let (states, kinds, tensors) = if job.averages_each_step() {
+        let (states, tensors) = source.tensors();
+        (states, Vec::new(), tensors)
+    } else {
+        let (kinds, tensors) = source.tensors_by_kind();
+        (0, kinds, tensors)
+    };
     let counted = RunCounters {
         step: record.step,
         // There is one update per step: pipelines whose members join and leave have a flush.
@@ -40,6 +46,8 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
         microbatches: plan_start.microbatches,
         scale: source.loss_scale().to_vec(),
         states,
+        outer_steps: record.outer_step,
+        kinds,
     };
     Ok(Some(Saved { view, pieces: NamedTensors { counted, tensors } }))
 }

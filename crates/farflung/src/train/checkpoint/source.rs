@@ -218,6 +218,23 @@ impl Source {
         (kinds.len(), self.weights.iter().filter_map(whole).collect())
     }
 
+    /// Returns the weights, and the states that were saved tensor by tensor under their own names: a kind, then
+    /// the name of the tensor. Returns the kinds, too.
+    pub(super) fn tensors_by_kind(&self) -> (Vec<String>, BTreeMap<String, Vec<f32>>) {
+        let weights = self.weights.iter().map(|(name, (_, values))| (name.clone(), values.clone()));
+        let mut tensors: BTreeMap<String, Vec<f32>> = weights.collect();
+        let mut kinds = BTreeSet::new();
+        for (name, values) in &self.states {
+            if let Some((kind, tensor)) = name.split_once('/')
+                && self.weights.get(tensor).is_some_and(|(_, weights)| weights.len() == values.len())
+            {
+                kinds.insert(kind.to_owned());
+                tensors.insert(name.clone(), values.clone());
+            }
+        }
+        (kinds.into_iter().collect(), tensors)
+    }
+
     /// Returns a state of an optimizer as a flat buffer of a layout, assembled tensor by tensor: ranks with
     /// stages save each tensor under its name, ranks with the whole model save one flat buffer.
     pub(in super::super) fn flat(&self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {

@@ -577,7 +577,7 @@ fn expected(job: &Job) -> Result<u64> {
 
 /// Returns the number of sequences that some replicas have trained on since the last average before `step`. 0
 /// if every step is averaged.
-fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
+pub(super) fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
     let every = u64::from(plan.outermost().every);
     if every <= 1 {
         return 0;

@@ -44,6 +44,8 @@ pub(super) struct Copies {
     held: Vec<NamedTensors>,
     outgoing: Option<OutgoingCopy>,
     incoming: Option<IncomingCopy>,
+    /// The step of the last copy that was begun since the members changed.
+    begun: Option<u64>,
 }
 
 impl Copies {
@@ -60,7 +62,7 @@ impl Copies {
     /// Drops unfinished copies and the values of steps after `step`. Called after a change of members, which
     /// continue from `step`.
     pub(super) fn begin_anew(&mut self, step: u64) {
-        (self.outgoing, self.incoming) = (None, None);
+        (self.outgoing, self.incoming, self.begun) = (None, None, None);
         self.own.retain(|kept| kept.counted.step <= step);
         self.held.retain(|kept| kept.counted.step <= step);
     }
@@ -80,9 +82,12 @@ impl Copies {
         if self.is_under_way() {
             return self.go_on(comm, job);
         }
-        if !trainer.all_have_copied() {
+        // With local steps, what is copied changes with each average.
+        let step = trainer.agreed_step();
+        if !trainer.all_have_copied() || self.begun == Some(step) {
             return Ok(());
         }
+        self.begun = Some(step);
         let pieces = trainer.pieces(job)?;
         let bytes = pieces.to_bytes();
         keep(&mut self.own, pieces);

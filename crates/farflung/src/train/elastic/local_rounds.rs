@@ -18,11 +18,11 @@ impl Member<'_> {
 
     /// Begins a log if a newcomer asks for a copy of the state, and returns that newcomer. It need not be
     /// agreed on, because all members have the same state after the last synchronisation. Does nothing if
-    /// replicas agree at each step.
+    /// replicas agree at each step, and in pipelines, where newcomers receive their parts while all wait.
     ///
     /// Errors: those of the device.
     pub(super) fn offer_round(&mut self, trainer: &mut Trainer, job: &Job) -> Result<Option<PeerId>> {
-        if job.averages_each_step() {
+        if job.averages_each_step() || self.team.is_some() {
             return Ok(None);
         }
         // The first member of the next view is the first one of this view, unless it is lost.

@@ -11,7 +11,7 @@ use super::blobs::{Label, OfferedBlobs};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
 use crate::train::floats::floats;
-use crate::train::trainer::NamedTensors;
+use crate::train::trainer::{NamedTensors, is_optimizer};
 use crate::{Error, Result};
 
 /// Tensors that move, by name: the blob with the values, and the ranks that have it.
@@ -25,8 +25,16 @@ fn bytes_of(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
+/// Returns the bytes that all members together receive. Equal tensors of a member are received once.
+pub(super) fn moved_bytes(held: &Holders, moving: &[Move]) -> u64 {
+    let received = moving.iter().filter_map(|moved| Some((moved.to, held.get(&moved.name)?.label)));
+    let received: BTreeSet<(usize, Label)> = received.collect();
+    received.into_iter().map(|(_, label)| label.len).sum()
+}
+
 /// Offers the moving tensors that this member has. Returns the offered blobs, and which ranks hold each
-/// tensor. All members call it.
+/// tensor. With local steps, the members of a part have different optimizers: newcomers receive that of the
+/// first one. All members call it.
 ///
 /// Errors: [`Error::Message`] if members have different values of the same tensor.
 pub(super) fn offered(
@@ -52,6 +60,9 @@ pub(super) fn offered(
             let new = || Wanted { label, holders: BTreeSet::new() };
             let wanted = held.entry(name.clone()).or_insert_with(new);
             if wanted.label != label {
+                if is_optimizer(&name) {
+                    continue;
+                }
                 tracing::error!(name, "members have different values of this tensor");
                 return Err(wrong("differs between the members that have it"));
             }

@@ -8,6 +8,7 @@ use farflung_parallel::pipeline::{KeptCell, ResumedStep};
 use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
+use super::broken_round::RoundPosition;
 use super::change::{Changed, Member, start};
 use super::decide::PAUSE;
 use super::fetching::ChunkStore;
@@ -17,7 +18,7 @@ use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
 use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
-use super::team::{EnteringMember, FormedTeam, Team, form_team};
+use super::team::{EnteringMember, FormedTeam, FutureRank, Team, form_team};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
@@ -31,6 +32,18 @@ struct EnteringStep {
     committed: Option<Committed>,
     /// The number of steps after which it has followed its parts, if it is a newcomer that has.
     follows: Option<u64>,
+    /// How far its pipeline is, if steps are local and it takes any.
+    round: Option<RoundPosition>,
+}
+
+impl EnteringStep {
+    /// Returns whether this member and another have voted on the same steps.
+    fn votes_with(&self, other: &Self) -> bool {
+        match (&self.round, &other.round) {
+            (Some(round), Some(other)) => round.is_with(other),
+            (own, other) => own.is_none() && other.is_none(),
+        }
+    }
 }
 
 /// A member that has a place in a view, with all that it needs to continue.
@@ -38,9 +51,9 @@ struct Placed {
     job: Job,
     trainer: Trainer,
     last: LastDone,
-    counted: RunCounters,
     moved: (u64, usize),
     lost_steps: u64,
+    lost_sequences: u64,
     from_checkpoints: bool,
     /// Percentage of the step in flight that the members keep.
     kept_percent: u32,
@@ -59,26 +72,28 @@ impl Member<'_> {
         (begun, reason): (Nanos, Option<String>),
     ) -> Result<Changed> {
         let before: Vec<u32> = self.members();
-        let stood = trainer.progress();
+        let stood = (trainer.steps_done(), trainer.agreed_step());
         let placed = self.place_in((&*job, *last), Some(trainer), view)?;
         let now = self.members();
         let fresh = |from: &[u32], than: &[u32]| {
             from.iter().filter(|slot| !than.contains(slot)).map(|&slot| PeerId(slot)).collect()
         };
         (*job, *last, *trainer) = (placed.job, placed.last, placed.trainer);
+        // A rank that finishes a round has done its local steps itself.
+        let caught_up = trainer.agreed_step() != stood.1 || trainer.steps_done() < stood.0;
         let spares = self.team.as_ref().map_or(0, |team| team.spares().count());
         Ok(Changed {
             epoch: self.team.as_ref().map_or(0, |team| team.epoch),
             joined: fresh(&now, &before),
             left: fresh(&before, &now),
             members: now.len(),
-            step: placed.counted.step,
+            step: trainer.steps_done(),
             reason,
             state: placed.moved.0,
             donors: placed.moved.1,
-            caught_up: trainer.progress() != stood,
-            lost_sequences: 0,
-            repeated: self.repeats.times(stood.step),
+            caught_up,
+            lost_sequences: placed.lost_sequences,
+            repeated: self.repeats.times(stood.0),
             lost_steps: placed.lost_steps,
             from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
@@ -129,7 +144,9 @@ impl Member<'_> {
     ) -> Result<(Trainer, LastDone)> {
         let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
-        let mut follower = (!job.barrier).then(|| Follower::new(replayer));
+        // With local steps, it receives its part after an average, while all wait.
+        let follows = !job.barrier && job.averages_each_step();
+        let mut follower = follows.then(|| Follower::new(replayer));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
@@ -190,7 +207,8 @@ impl Member<'_> {
         // If it has measured no link from a member that holds its part, it receives the part while all wait.
         let measured = self.place.measured.as_ref();
         let is_measured = |id: &MemberId| measured.is_some_and(|links| links.rate(id).is_some());
-        let follows = own.is_some_and(|own| team.holders(own.position).iter().any(is_measured));
+        let measured = |own: &FutureRank| team.holders(own.position).iter().any(is_measured);
+        let follows = job.averages_each_step() && own.is_some_and(measured);
         let grows = own.is_some();
         let mut follower = follows.then(|| Follower::new(replayer));
         self.place.membership().forget_offers();
@@ -212,16 +230,26 @@ impl Member<'_> {
         self.place.membership().ends(view.epoch, change.clone());
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
-            let committed = trainer.as_deref().map(Trainer::committed);
+            let made = self.team.as_ref().filter(|team| team.rank().is_some()).map(|team| team.epoch);
+            let round = |trainer: &Trainer| RoundPosition::new(trainer, job, made?);
+            let entering = |trainer: Option<&Trainer>, follows| EnteringStep {
+                committed: trainer.map(Trainer::committed),
+                follows,
+                round: trainer.and_then(round),
+            };
             let followed = match &mut self.followed {
                 Some(Followed::Parts(parts)) => Some(parts),
                 _ => None,
             };
             let follows = followed.as_ref().map(|parts| parts.step());
-            let told: Vec<EnteringStep> = all_gather(&all, &EnteringStep { committed, follows })?;
-            let newest = told.iter().filter_map(|told| told.committed).max_by_key(|committed| committed.step);
+            let own = entering(trainer.as_deref(), follows);
+            let told: Vec<EnteringStep> = all_gather(&all, &own)?;
+            let voted = told.iter().filter(|told| told.votes_with(&own));
+            let newest = voted.filter_map(|told| told.committed).max_by_key(|committed| committed.step);
             if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
                 trainer.resolve_vote(newest)?;
+                let rounds = told.iter().filter_map(|told| told.round);
+                trainer.resolve_average(rounds.filter(|r| Some(r.made) == made).map(|round| round.agreed))?;
             }
             let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
             let live = trainer.as_deref().map(|trainer| trainer.part_copy(job)).transpose()?;
@@ -230,11 +258,13 @@ impl Member<'_> {
             let before = BeforeCatchUp { at: &at, own, lent, followed };
             let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
             let live = live.map(PartCopy::into_pieces).into_iter().chain(tensors);
-            let held: Vec<NamedTensors> = live.chain(self.copies.kept().cloned()).collect();
+            // With local steps, copies have the optimizer as it was after the average.
+            let held: Vec<NamedTensors> = self.copies.kept().cloned().chain(live).collect();
+            let round = trainer.as_deref().and_then(round);
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
             let grows = self.grows;
-            let brings = EnteringMember { job, last, team, held, folder, pools, store, grows };
+            let brings = EnteringMember { job, last, team, held, round, folder, pools, store, grows };
             let mut formed = form_team(view, &all, brings)?;
             formed.moved = (formed.moved.0 + taken.0, formed.moved.1.max(taken.1));
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
@@ -254,6 +284,10 @@ impl Member<'_> {
         let made = (|| {
             if !works {
                 return Ok(None);
+            }
+            if let Some(trainer) = trainer.as_deref_mut().filter(|_| formed.finishes_round) {
+                let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
+                return Ok(Some((trainer.carried(&next, comm)?, 0)));
             }
             let resumed = resumed((job, &next), trainer.as_deref_mut(), &counted, &comm)?;
             let comm = links::view_communicator(&next, comm.clone(), self.simulated)?;
@@ -278,9 +312,9 @@ impl Member<'_> {
             job: next,
             trainer,
             last,
-            counted,
             moved,
             lost_steps,
+            lost_sequences: formed.lost_sequences,
             from_checkpoints,
             kept_percent,
         };

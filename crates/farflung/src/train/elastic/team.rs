@@ -19,9 +19,10 @@ use farflung_parallel::plan::{Assignment, Holding, Needed, PlanPosition, Pooling
 use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
+use super::broken_round::{BrokenRound, RoundPosition};
 use super::fetching::ChunkStore;
 use super::held_tensors::HeldTensors;
-use super::pieces::{exchange, offered};
+use super::pieces::{exchange, moved_bytes, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
 use super::state_transfer::chunk_fault;
@@ -30,7 +31,7 @@ use crate::train::combination;
 use crate::train::job::{Job, PlanStart};
 use crate::train::planned;
 use crate::train::steps::LastDone;
-use crate::train::trainer::{NamedTensors, RunCounters, needs};
+use crate::train::trainer::{NamedTensors, RunCounters, is_optimizer, needs};
 use crate::{Error, Result, TrainConfig};
 
 /// The slowest link for which the others wait while tensors are moved: 1 Mbit/s.
@@ -86,7 +87,10 @@ impl Team {
     ///
     /// Errors: those of the settings from which pools are planned.
     pub(super) fn position_of_newcomer(&self, job: &Job, speeds: &PoolSpeeds) -> Result<Option<u32>> {
-        let Some(wished) = job.pipelines.as_deref() else { return Ok(None) };
+        // With local steps, newcomers receive their parts after an average, while all wait.
+        let Some(wished) = job.pipelines.as_deref().filter(|_| job.averages_each_step()) else {
+            return Ok(None);
+        };
         let now = &self.assignment;
         let mut stood = self.positions();
         stood.push(None);
@@ -95,7 +99,7 @@ impl Team {
             Assignment::pooled(&stood, now.stages, &pooling(job, &slots, speeds)?)
         } else {
             let most = if job.barrier { None } else { pipelines_of(now) };
-            assigned(wished, &stood, (now.stages, most), can_be_rerouted(wished))
+            assigned(wished, &stood, (now.stages, most), reroutes(job, wished))
         };
         let position = |of: &Assignment, member| of.position_of(member).map(|at: PlanPosition| at.position);
         let keeps = |member| match position(now, member) {
@@ -116,7 +120,7 @@ impl Team {
         if job.barrier || pipelines_of(now).is_none() {
             return Vec::new();
         }
-        grown(wished, &self.positions(), now.stages)
+        grown((job, wished), &self.positions(), now.stages)
     }
 
     /// Returns the id of a member.
@@ -186,8 +190,12 @@ fn pipelines_of(assignment: &Assignment) -> Option<usize> {
 }
 
 /// Returns the members without a part that can form further pipelines.
-fn grown(wished: &TrainConfig, stood: &[Option<PlanPosition>], before: u32) -> Vec<FutureRank> {
-    let next = assigned(wished, stood, (before, None), can_be_rerouted(wished));
+fn grown(
+    (job, wished): (&Job, &TrainConfig),
+    stood: &[Option<PlanPosition>],
+    before: u32,
+) -> Vec<FutureRank> {
+    let next = assigned(wished, stood, (before, None), reroutes(job, wished));
     if next.stages != before || !next.pools.is_empty() {
         return Vec::new();
     }
@@ -213,6 +221,8 @@ struct MemberDescription {
     moving: Option<Moving>,
     /// Whether it is ready to be in a further pipeline, if it has no part.
     grows: bool,
+    /// How far it is, if steps are local and it takes any.
+    round: Option<RoundPosition>,
 }
 
 /// Data of a member that enters a view.
@@ -221,8 +231,10 @@ pub(super) struct EnteringMember<'a> {
     pub(super) last: LastDone,
     /// Its team so far, if it has one.
     pub(super) team: Option<&'a Team>,
-    /// Its tensors: the newest first, then copies of earlier steps.
+    /// Its tensors: copies of earlier steps, and the newest last.
     pub(super) held: Vec<NamedTensors>,
+    /// How far it is, if steps are local and it takes any.
+    pub(super) round: Option<RoundPosition>,
     /// Folder of its checkpoints.
     pub(super) folder: Option<&'a Path>,
     /// Speeds of the members, if stages are pools.
@@ -251,6 +263,11 @@ pub(super) struct FormedTeam {
     pub(super) from_checkpoints: bool,
     /// With pools: the speeds of the members, the same on all members.
     pub(super) speeds: BTreeMap<u32, f64>,
+    /// Whether the members that take steps are in the middle of a round of local steps, which they finish with
+    /// the state that they have.
+    pub(super) finishes_round: bool,
+    /// Number of sequences of lost pipelines that are in no average.
+    pub(super) lost_sequences: u64,
 }
 
 fn wrong(problem: &'static str) -> Error {
@@ -268,7 +285,7 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] if no remaining member has some part of the
 /// model.
 pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<'_>) -> Result<FormedTeam> {
-    let EnteringMember { job, last, team, held, folder, pools, store, grows } = brings;
+    let EnteringMember { job, last, team, held, round, folder, pools, store, grows } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = MemberDescription {
         made: works.map(|team| team.epoch),
@@ -279,10 +296,13 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         speeds: pools.known.clone(),
         moving: pools.moving,
         grows: grows || job.barrier,
+        round,
     };
     let told: Vec<MemberDescription> = all_gather(all, &mine)?;
     // The plan so far is that of the newest view that any member has reached.
-    let newest = |told: &&MemberDescription| (told.made, told.held.first().map(|held| held.counted.step));
+    let newest = |told: &&MemberDescription| {
+        (told.made, told.held.iter().map(|held| held.counted.step).max())
+    };
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;
@@ -293,6 +313,10 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
             replica_and_position(&before, rank)
         })
         .collect();
+    let rounds: Vec<Option<RoundPosition>> = told.iter().map(|told| told.round).collect();
+    if let Some(round) = BrokenRound::new(job, &before, &stood, &rounds) {
+        return finished_round((view, all, job), (&before, round), last, &told);
+    }
     let wished = wished(job)?;
     let cut = before.pools().map_or(before.stages(), Pools::stages);
     let pooling = if wished.is_pooled() {
@@ -306,11 +330,15 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         None
     };
     // A further pipeline begins once all its members have fetched their parts, so that no member waits for it.
-    let waits = || grown(wished, &stood, cut).iter().any(|future| !told[future.member].grows);
+    // With local steps they receive their parts now, after an average.
+    let waits = || {
+        let mut spares = grown((job, wished), &stood, cut).into_iter();
+        job.averages_each_step() && spares.any(|future| !told[future.member].grows)
+    };
     let most = (pooling.is_none() && before.pools().is_none() && waits()).then(|| before.replicas() as usize);
     let assignment = match &pooling {
         Some(pooling) => Assignment::pooled(&stood, cut, pooling),
-        None => assigned(wished, &stood, (cut, most), can_be_rerouted(wished)),
+        None => assigned(wished, &stood, (cut, most), reroutes(job, wished)),
     };
     let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
     let mut team = Team::new(view, all.clone(), assignment);
@@ -330,14 +358,12 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let holdings: Vec<Holding> = told.iter().enumerate().flat_map(holding).collect();
     let by_position = needs(&next)?;
     let all_counted = || told.iter().flat_map(|told| &told.held).map(|held| &held.counted);
-    let states = all_counted().map(|counted| counted.states).max().unwrap_or(0);
-    let bytes = |elements: usize| (elements * (1 + states) * size_of::<f32>()) as u64;
-    let needed = |tensors: &BTreeMap<String, usize>| -> Vec<Needed> {
-        tensors.iter().map(|(name, &len)| Needed { name: name.clone(), bytes: bytes(len) }).collect()
-    };
+    let most = all_counted().max_by_key(|counted| (counted.states, counted.kinds.len()));
+    let needed = |tensors: &BTreeMap<String, usize>| most.map_or_else(Vec::new, |most| most.needed(tensors));
     let by_position: Vec<Vec<Needed>> = by_position.iter().map(needed).collect();
     let whole: Vec<Needed> = by_position.concat();
-    let done = all_counted().map(|counted| counted.step).max().unwrap_or(0);
+    let local = rounds.iter().flatten().map(|round| round.step).max();
+    let done = all_counted().map(|counted| counted.step).max().max(local).unwrap_or(0);
     let in_memory = newest_whole(&holdings, &whole);
     let (from, from_checkpoints) = match in_memory {
         Ok(step) => (in_memory_at(step, &told, (holdings, held))?, false),
@@ -346,19 +372,29 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
             (saved::newest(all, (folder, job), &whole, done)?.ok_or_else(lost)?, true)
         }
     };
-    let Whole { holdings, held: HeldTensors { counted, .. }, own } = from;
+    let Whole { holdings, held, own } = from;
+    let mut counted = held.counted;
     let step = counted.step;
     let place = |(rank, &member): (usize, &usize)| (member, &by_position[rank % by_position.len()][..]);
     let places: Vec<(usize, &[Needed])> = team.assignment.ranks.iter().enumerate().map(place).collect();
     let moving = moves(&holdings, step, &places);
 
+    let me = all.rank().index();
+    if let Some(own) = &own
+        && !moving.iter().any(|moving| moving.to == me && is_optimizer(&moving.name))
+        && !job.averages_each_step()
+    {
+        // It keeps its optimizer.
+        counted.updates = own.counted.updates;
+    }
     let (mut blobs, held) = offered(all, own.as_ref(), &moving)?;
+    let bytes = moved_bytes(&held, &moving);
     blobs.fault = chunk_fault(job, all.rank(), step);
     let came = exchange(all, (blobs, &held), &moving, store)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);
     tensors.extend(came);
     let donors: BTreeSet<usize> = moving.iter().map(|moving| moving.from).collect();
-    let moved = (moving.iter().map(|moving| moving.bytes).sum(), donors.len());
+    let moved = (bytes, donors.len());
     next.plan_start = PlanStart { step, microbatches: counted.microbatches };
     Ok(FormedTeam {
         job: next,
@@ -370,6 +406,39 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         from_checkpoints,
         team,
         speeds: reference.speeds.clone(),
+        finishes_round: false,
+        lost_sequences: 0,
+    })
+}
+
+/// Returns the team of the pipelines that finish a round of local steps. No tensor moves.
+///
+/// Errors: those of the plan.
+fn finished_round(
+    (view, all, job): (&View, &Communicator, &Job),
+    (before, round): (&Plan, BrokenRound),
+    last: LastDone,
+    told: &[MemberDescription],
+) -> Result<FormedTeam> {
+    let lost_sequences = round.lost_sequences(before);
+    let own = told[all.rank().index()].held.last();
+    let any = own.or_else(|| told.iter().find_map(|told| told.held.last()));
+    let counted = any.ok_or_else(|| wrong("is lost: no member has a part of the model"))?.counted.clone();
+    let team = Team::new(view, all.clone(), round.assignment.clone());
+    // A member without a part has another plan, or none.
+    let next = if team.rank().is_some() { round.job(job)? } else { job.clone() };
+    Ok(FormedTeam {
+        team,
+        job: next,
+        last,
+        counted,
+        tensors: BTreeMap::new(),
+        moved: (0, 0),
+        lost_steps: 0,
+        from_checkpoints: false,
+        speeds: BTreeMap::new(),
+        finishes_round: true,
+        lost_sequences,
     })
 }
 
@@ -421,6 +490,12 @@ fn can_be_rerouted(wished: &TrainConfig) -> bool {
     let method = wished.schedule;
     let parts = wished.chunks.unwrap_or(method.default_chunks() as usize);
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
+}
+
+/// Returns whether a pipeline that lacks a member continues as pools. With local steps it cannot: the members of
+/// another pipeline have other parameters.
+fn reroutes(job: &Job, wished: &TrainConfig) -> bool {
+    job.averages_each_step() && can_be_rerouted(wished)
 }
 
 /// Returns the input from which pools are formed of the members at these endpoints, according to the speeds

@@ -175,7 +175,7 @@ impl Trainer {
 
     /// Returns this replica's weight in the mean loss of a step, where 1 is an equal share.
     fn part_of(&self, step: u64) -> f64 {
-        self.local.weight(self.replica, step - 1..step)
+        self.samples.weight(step - 1..step)
     }
 
     /// Starts the vote of all replicas on the steps since they last voted, and clears the list of their losses.

@@ -13,6 +13,7 @@ use farflung_zoo::weights::Weights;
 use farflung_zoo::{ActivationPolicy, Stage};
 
 use super::agree::StepRequests;
+use super::replica_samples::ReplicaSamples;
 use super::speed::Speedometer;
 use super::undecided::Undecided;
 use super::{Told, Trainer};
@@ -125,11 +126,8 @@ impl Trainer {
             evaluation: schedule.forwards(held_out)?,
             position,
             replica,
-            first_microbatch: plan.first_microbatch(replica),
-            all_microbatches: plan.all_microbatches(),
-            base: job.plan_start,
+            samples: ReplicaSamples::new(job, replica),
             replicas: plan.replicas(),
-            local: job.local_steps(),
             every: plan.outermost().every.into(),
             executor,
             plain,

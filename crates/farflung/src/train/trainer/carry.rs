@@ -8,7 +8,6 @@ use farflung_parallel::pipeline::{Placement, Updates};
 
 use super::Trainer;
 use super::speed::Speedometer;
-use crate::train::averages;
 use crate::train::executor::Pass;
 use crate::train::job::{Job, PlanStart};
 use crate::train::part::Part;
@@ -25,12 +24,8 @@ impl Trainer {
         }
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
-        let refuse = |reason: &str| {
-            let expected = format!("{} in a run whose members may join and leave: {reason}", survivors());
-            Err(Error::Setting { field: "sync", value: level.method.clone(), expected })
-        };
         if let Some(OnMemberLoss::Unsupported(reason)) = method.map(|method| method.on_member_loss) {
-            return refuse(reason);
+            return Err(refused(&level.method, reason));
         }
         // The table allows the method to continue without a member, but replicas that can differ after an
         // average are rejected all the same.
@@ -41,14 +36,15 @@ impl Trainer {
         let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
         let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
         if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
-            return refuse("its replicas do not all have the same parameters after an average");
+            let reason = "its replicas do not all have the same parameters after an average";
+            return Err(refused(&level.method, reason));
         }
         Ok(())
     }
 
     /// Sets where the plan's numbers of steps and microbatches begin.
     pub(in crate::train) const fn begin_at(&mut self, base: PlanStart) {
-        self.base = base;
+        self.samples.begin_at(base);
     }
 
     /// Drops the step in flight, so that the rank is at its last committed step. In pools, what it has computed
@@ -101,6 +97,15 @@ impl Trainer {
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
     pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {
+        *self = self.carried(job, comm)?;
+        Ok(())
+    }
+
+    /// Returns this rank's trainer in the run's next plan, as [`Trainer::carry_over`] does. Its parts are taken
+    /// from this one, unless there is an error of [`Trainer::new`].
+    ///
+    /// Errors: as [`Trainer::carry_over`].
+    pub(in crate::train) fn carried(&mut self, job: &Job, comm: Communicator) -> Result<Self> {
         self.drop_step();
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
@@ -122,8 +127,8 @@ impl Trainer {
         next.unmet = self.unmet;
         next.speed = self.speed.take().map(Speedometer::carried).filter(|_| next.speed.is_some());
         next.resync.restart(next.step);
-        *self = next;
-        Ok(())
+        next.undecided.carry(self.undecided);
+        Ok(next)
     }
 }
 
@@ -139,19 +144,27 @@ fn survivors() -> String {
 
 /// Checks that members of the plan's pipelines can come and leave.
 ///
-/// Errors: [`Error::Setting`] if the parts of a pipeline are not all at the same step.
+/// Errors: [`Error::Setting`] for a method that cannot continue without a member, with its reason, and if the
+/// parts of a pipeline are not all at the same step.
 pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
     let level = plan.outermost();
-    let (field, value, expected) = if !averages::each_step(plan) {
-        let why = "ddp with `stages`: only then are all parts of the model at the same step";
-        ("sync", level.method.clone(), why)
-    } else if plan.updates() != Updates::Flush {
-        let why = "a schedule with a flush: only then are all parts of the model at the same step";
-        ("schedule", plan.pipeline.schedule.to_string(), why)
-    } else {
-        return Ok(());
-    };
-    Err(Error::Setting { field, value, expected: expected.to_owned() })
+    if let Some(OnMemberLoss::Unsupported(reason)) =
+        SyncMethod::by_name(&level.method).map(|method| method.on_member_loss)
+    {
+        return Err(refused(&level.method, reason));
+    }
+    if plan.updates() != Updates::Flush {
+        let expected = "a schedule with a flush: only then are all parts of the model at the same step";
+        let (field, value) = ("schedule", plan.pipeline.schedule.to_string());
+        return Err(Error::Setting { field, value, expected: expected.to_owned() });
+    }
+    Ok(())
+}
+
+/// Returns the error for a method with which members cannot join and leave, for this reason.
+fn refused(method: &str, reason: &str) -> Error {
+    let expected = format!("{} in a run whose members may join and leave: {reason}", survivors());
+    Error::Setting { field: "sync", value: method.to_owned(), expected }
 }
 
 /// Moves the parameters, the optimizer and the state of the method into the same part of the next plan.

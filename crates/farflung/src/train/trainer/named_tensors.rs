@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use farflung_base::StageId;
 use farflung_optim::Chain;
 use farflung_parallel::pipeline::{Placement, ResumedStep};
+use farflung_parallel::plan::Needed;
 use farflung_tensor::{Device, Param, ParamLayout, Tensor};
 use farflung_zoo::Stage;
 use serde::{Deserialize, Serialize};
@@ -30,11 +31,16 @@ pub(in crate::train) struct RunCounters {
     pub(in crate::train) microbatches: u64,
     /// The saved loss scale.
     pub(in crate::train) scale: Vec<f32>,
-    /// Number of states that the optimizer keeps for each value.
+    /// Number of states of the optimizer that follow the values of each tensor.
     pub(in crate::train) states: usize,
+    /// With local steps: number of averages of the replicas so far.
+    pub(in crate::train) outer_steps: u64,
+    /// With local steps: the kinds of states that are tensors of their own, with the kind before the name.
+    pub(in crate::train) kinds: Vec<String>,
 }
 
-/// Tensors by name: the parameters of each, followed by its optimizer states in the order of their names.
+/// Tensors by name: the parameters of each, followed by its optimizer states in the order of their names. With
+/// local steps each state is a tensor of its own: see [`is_optimizer`](super::is_optimizer).
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::train) struct NamedTensors {
     pub(in crate::train) counted: RunCounters,
@@ -47,12 +53,28 @@ impl NamedTensors {
         self.tensors.keys().cloned().collect()
     }
 
-    /// Merges pieces that belong to the same step; `None` if there are none.
+    /// Merges pieces that belong to the same step; `None` if there are none. If several have the same tensor,
+    /// the first one counts.
     pub(in crate::train) fn merge(all: impl IntoIterator<Item = Self>) -> Option<Self> {
         all.into_iter().reduce(|mut all, more| {
-            all.tensors.extend(more.tensors);
+            for (name, values) in more.tensors {
+                all.tensors.entry(name).or_insert(values);
+            }
             all
         })
+    }
+}
+
+impl RunCounters {
+    /// Returns what a rank needs that holds these tensors, given with their numbers of elements.
+    pub(in crate::train) fn needed(&self, tensors: &BTreeMap<String, usize>) -> Vec<Needed> {
+        let bytes = |len: usize| (len * (1 + self.states) * size_of::<f32>()) as u64;
+        let of = |(name, &len): (&String, &usize)| {
+            let kinds = self.kinds.iter().map(move |kind| format!("{kind}/{name}"));
+            let names: Vec<String> = std::iter::once(name.clone()).chain(kinds).collect();
+            names.into_iter().map(move |name| Needed { name, bytes: bytes(len) })
+        };
+        tensors.iter().flat_map(of).collect()
     }
 }
 
@@ -173,10 +195,14 @@ pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>>
 }
 
 impl Trainer {
-    /// Returns this rank's parameters and optimizer states by tensor.
+    /// Returns this rank's parameters and optimizer states by tensor; with local steps, those after the last
+    /// average.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn pieces(&self, job: &Job) -> Result<NamedTensors> {
+        if !self.each_step {
+            return self.round_pieces(job);
+        }
         let mut tensors = BTreeMap::new();
         for part in self.executor.parts.values() {
             tensors.extend(tensors_of(part.stage.layout(), &part.params, &part.chain)?);
@@ -194,6 +220,8 @@ impl Trainer {
             microbatches: job.microbatches_after(self.step),
             scale: self.scale.save().to_vec(),
             states: parts().map(|part| part.chain.states().count()).max().unwrap_or(0),
+            outer_steps: self.counters().outer_step,
+            kinds: Vec::new(),
         }
     }
 
@@ -206,6 +234,24 @@ impl Trainer {
         counted: &RunCounters,
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<()> {
+        if self.each_step {
+            self.take_step_pieces(counted, get)?;
+        } else {
+            self.take_round_pieces(counted, get)?;
+        }
+        self.scale.restore(&counted.scale);
+        self.step = counted.step;
+        self.window.clear();
+        self.unmet = false;
+        self.resync.restart(self.step);
+        Ok(())
+    }
+
+    fn take_step_pieces<'a>(
+        &mut self,
+        counted: &RunCounters,
+        get: &dyn Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<()> {
         for part in self.executor.parts.values_mut() {
             let Part { stage, params, chain, .. } = part;
             restore((stage.layout(), params, chain), counted.updates, get)?;
@@ -214,11 +260,6 @@ impl Trainer {
                 sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?;
             }
         }
-        self.scale.restore(&counted.scale);
-        self.step = counted.step;
-        self.window.clear();
-        self.unmet = false;
-        self.resync.restart(self.step);
         Ok(())
     }
 
@@ -261,8 +302,16 @@ mod tests {
 
     #[test]
     fn pieces_come_back_and_other_bytes_are_none() {
-        let counted =
-            RunCounters { step: 7, updates: 7, rounds: 3, microbatches: 28, scale: vec![1.0], states: 1 };
+        let counted = RunCounters {
+            step: 7,
+            updates: 7,
+            rounds: 3,
+            microbatches: 28,
+            scale: vec![1.0],
+            states: 1,
+            outer_steps: 0,
+            kinds: vec!["outer.anchor".to_owned()],
+        };
         let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
         let pieces = NamedTensors { counted, tensors };
         let bytes = pieces.to_bytes();

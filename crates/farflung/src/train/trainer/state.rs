@@ -158,7 +158,7 @@ impl Trainer {
     /// Restores the state of the checkpoint `from`. Residuals are restored only if this rank wrote them with
     /// its current parts.
     pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
-        let updates = self.local.taken(self.replica, from.step()) * self.updates;
+        let updates = self.samples.taken(from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
             let layout = part.stage.layout().clone();
             part.params.write(&from.weights(&layout)?)?;

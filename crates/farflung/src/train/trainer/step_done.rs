@@ -34,6 +34,12 @@ pub struct StepDone {
 }
 
 impl StepDone {
+    /// Returns the result of a local step after which replicas do not meet.
+    pub(super) fn local(step: u64, loss: f64) -> Self {
+        let (stop, change, losses, drift, skipped) = (false, false, Vec::new(), None, 0);
+        Self { step, loss, losses, synced: Synced::No, stop, change, drift, skipped }
+    }
+
     /// Returns the result of a step that all replicas have taken together, without requests.
     pub(super) fn of_all(step: u64, loss: f64) -> Self {
         Self {

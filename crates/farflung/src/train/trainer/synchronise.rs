@@ -39,8 +39,7 @@ impl Trainer {
             return self.synchronise_now(stop);
         }
         self.start_exchanges(after, stop)?;
-        let (stop, change, losses, drift, skipped) = (false, false, Vec::new(), None, 0);
-        Ok(StepDone { step, loss, losses, synced: Synced::No, stop, change, drift, skipped })
+        Ok(StepDone::local(step, loss))
     }
 
     /// Averages over all replicas after the step that was done. If this fails, the next call of
@@ -87,14 +86,15 @@ impl Trainer {
     fn weight_since(&self, after: StepEnd) -> f64 {
         // A run may end within a period.
         let over = if after.last { (after.step - 1) % self.every + 1 } else { self.every };
-        self.local.weight(self.replica, after.step.saturating_sub(over)..after.step)
+        self.samples.weight(after.step.saturating_sub(over)..after.step)
     }
 
     /// Averages over all replicas, then runs `beside`. If either fails, the average is rolled back and nothing
-    /// has changed.
+    /// has changed, unless others may have applied the average.
     fn synchronise<T>(&mut self, after: StepEnd, beside: impl FnOnce() -> Result<T>) -> Result<T> {
         let met = self.exchange(after).and_then(|()| beside());
-        if met.is_err() {
+        // If others may have applied the average, `Trainer::resolve_average` decides.
+        if met.is_err() && !self.undecided.is_average_open() {
             self.executor.parts.values_mut().for_each(Part::rollback);
         }
         met
@@ -102,7 +102,8 @@ impl Trainer {
 
     /// Commits the exchanged averages. Returns whether replicas meet once more after this step; the result is
     /// the same on all replicas.
-    fn commit_exchanged(&mut self) -> Result<bool> {
+    pub(super) fn commit_exchanged(&mut self) -> Result<bool> {
+        self.undecided.begin();
         let mut goes_on = false;
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
@@ -181,9 +182,16 @@ impl Trainer {
             false
         } else {
             let mut refusals = [f64::from(u8::from(refused.is_some()))];
+            if refused.is_none() {
+                // From here on others may apply the average, whether or not this rank receives the sum.
+                self.undecided.can_average();
+            }
             comm.all_reduce(&mut refusals, farflung_comm::ReduceOp::Sum)?;
             refusals[0] > 0.0
         };
+        if refused.is_some() || elsewhere {
+            self.undecided.begin();
+        }
         match refused {
             Some(error) => Err(error.into()),
             None if elsewhere => {

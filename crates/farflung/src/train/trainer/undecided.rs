@@ -4,8 +4,12 @@
 //! its gradients are averaged. So if another rank reports that the step was committed, this rank commits it
 //! too, and all ranks are at the same step. If each rank has the whole model, ranks vote before the averages
 //! are complete, and such a vote never counts as open here.
+//!
+//! With local steps, the ranks of one pipeline vote on a step. The average of all pipelines after a round is
+//! handled in the same way: each rank tells whether it can apply the average, and only then applies it.
 
 use farflung_optim::Prepared;
+use farflung_optim::sync::StepEnd;
 use farflung_parallel::pipeline::Updates;
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +40,8 @@ pub(super) struct Undecided {
     settled: bool,
     /// Whether this rank of a pipeline has sent its vote on the step in flight and not received the result.
     open: bool,
+    /// Whether this rank has told the others that it can apply the average of a round, and has not applied it.
+    averages: bool,
     /// The requests of all ranks in the last vote whose result has arrived.
     requests: StepRequests,
 }
@@ -43,7 +49,7 @@ pub(super) struct Undecided {
 impl Undecided {
     /// Records that no vote is open: a step begins, or the result of a vote was received.
     pub(super) const fn begin(&mut self) {
-        self.open = false;
+        (self.open, self.averages) = (false, false);
     }
 
     /// Records that the vote on the step in flight is sent.
@@ -51,10 +57,20 @@ impl Undecided {
         self.open = true;
     }
 
+    /// Records that this rank tells the others that it can apply the average of a round.
+    pub(super) const fn can_average(&mut self) {
+        self.averages = true;
+    }
+
+    /// Returns whether others may have applied the average of a round that this rank has not applied.
+    pub(super) const fn is_average_open(self) -> bool {
+        self.averages
+    }
+
     /// Records that the step was committed. `loss` and `squares` are those of its vote; `requests` are those of
     /// the last vote whose result has arrived.
     pub(super) const fn committed(&mut self, loss: f64, squares: Option<f64>, requests: StepRequests) {
-        *self = Self { loss, squares, settled: false, open: false, requests };
+        *self = Self { loss, squares, settled: false, open: false, averages: false, requests };
     }
 
     /// Takes over a step that the rank has not recorded before it moved to another plan.
@@ -64,7 +80,7 @@ impl Undecided {
     }
 
     pub(super) const fn is_open(self) -> bool {
-        self.open
+        self.open || self.averages
     }
 }
 
@@ -78,7 +94,8 @@ impl Trainer {
     /// [`Trainer::step`] has returned it.
     pub(in crate::train) fn take_resolved(&mut self) -> Option<StepDone> {
         let settled = std::mem::take(&mut self.undecided.settled);
-        settled.then(|| StepDone::of_all(self.step, self.undecided.loss))
+        let done = if self.each_step { StepDone::of_all } else { StepDone::local };
+        settled.then(|| done(self.step, self.undecided.loss))
     }
 
     /// Sets what this rank reports with the next vote: whether it is still sending or receiving a copy of a
@@ -107,7 +124,7 @@ impl Trainer {
     ///
     /// Errors: those of the optimizer.
     pub(in crate::train) fn resolve_vote(&mut self, newest: Committed) -> Result<()> {
-        if !self.undecided.is_open() {
+        if !self.undecided.open {
             return Ok(());
         }
         match newest {
@@ -124,13 +141,43 @@ impl Trainer {
                 self.step += 1;
                 self.half_done = false;
                 self.undecided.committed(loss, Some(squares), self.undecided.requests);
-                self.undecided.settled = true;
+                self.undecided.settled = self.each_step || self.ends_local_step(loss);
             }
             _ => {
                 self.undecided.begin();
                 self.drop_step();
             }
         }
+        Ok(())
+    }
+
+    /// Counts a local step whose vote was resolved. Returns whether its row can be written: if an average
+    /// follows, the row is written after it.
+    fn ends_local_step(&mut self, loss: f64) -> bool {
+        self.window.push(loss);
+        let after = StepEnd { step: self.step, last: self.step == self.steps };
+        let mut syncs = self.executor.parts.values().filter_map(|part| part.sync.as_ref());
+        self.unmet = syncs.any(|sync| sync.is_due(after));
+        !self.unmet
+    }
+
+    /// Resolves an average of a round that others may have applied. `agreed` are the numbers of steps after
+    /// which the other ranks last had the same parameters. If one of them has applied the average, this rank
+    /// does so, too; otherwise it drops it.
+    ///
+    /// Errors: those of the method.
+    pub(in crate::train) fn resolve_average(&mut self, agreed: impl IntoIterator<Item = u64>) -> Result<()> {
+        if !self.undecided.is_average_open() {
+            return Ok(());
+        }
+        if agreed.into_iter().any(|step| step == self.step) {
+            self.commit_exchanged()?;
+            self.window.clear();
+            self.unmet = false;
+        } else {
+            self.executor.parts.values_mut().for_each(Part::rollback);
+        }
+        self.undecided.begin();
         Ok(())
     }
 }

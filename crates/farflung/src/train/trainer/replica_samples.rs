@@ -1,0 +1,73 @@
+//! The microbatches of the data on which a replica trains, by step.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use farflung_parallel::LocalSteps;
+
+use crate::train::job::{Job, PlanStart};
+use crate::train::round_plan::RoundPlan;
+
+/// The microbatches of one replica.
+#[derive(Debug, Clone)]
+pub(super) struct ReplicaSamples {
+    replica: u32,
+    /// Where the plan's steps and microbatches begin.
+    start: PlanStart,
+    /// Number of this replica's first microbatch within a step, and number of microbatches of all replicas.
+    first_microbatch: u64,
+    all_microbatches: u64,
+    /// Which replicas take which local steps.
+    local: LocalSteps,
+    /// The plan with which the current round began, if it differs.
+    round: Option<Arc<RoundPlan>>,
+}
+
+impl ReplicaSamples {
+    pub(super) fn new(job: &Job, replica: u32) -> Self {
+        Self {
+            replica,
+            start: job.plan_start,
+            first_microbatch: job.plan.first_microbatch(replica),
+            all_microbatches: job.plan.all_microbatches(),
+            local: job.local_steps(),
+            round: job.round_plan.clone(),
+        }
+    }
+
+    /// Sets where the plan's numbers of steps and microbatches begin.
+    pub(super) const fn begin_at(&mut self, start: PlanStart) {
+        self.start = start;
+    }
+
+    fn round_of(&self, step: u64) -> Option<&RoundPlan> {
+        self.round.as_deref().filter(|round| round.has(step))
+    }
+
+    /// Returns whether the replica takes a local step in this step of the run. Steps are counted from 1.
+    pub(super) fn takes(&self, step: u64) -> bool {
+        match self.round_of(step) {
+            Some(round) => round.takes(self.replica, step),
+            None => self.local.takes(self.replica, step),
+        }
+    }
+
+    /// Returns the number of the replica's first microbatch in the step after `step` steps.
+    pub(super) fn first(&self, step: u64) -> u64 {
+        if let Some(round) = self.round_of(step + 1) {
+            return round.first_microbatch(self.replica, step);
+        }
+        let taken = self.taken(step) - self.taken(self.start.step);
+        self.start.microbatches + taken * self.all_microbatches + self.first_microbatch
+    }
+
+    /// Returns the number of local steps that the replica takes in the first `steps` steps of the plan.
+    pub(super) fn taken(&self, steps: u64) -> u64 {
+        self.local.taken(self.replica, steps)
+    }
+
+    /// Returns the replica's weight in a mean over the tokens of these steps, where 1 is an equal share.
+    pub(super) fn weight(&self, steps: Range<u64>) -> f64 {
+        self.local.weight(self.replica, steps)
+    }
+}
