@@ -225,7 +225,11 @@ fn without_a_whole_pipeline_all_go_back_to_the_last_average() {
         assert!(results[n].is_ok(), "{n}: {:?}", results[n].as_ref().err());
     }
     let back = told.notes.iter().find(|note| note.contains("steps are lost"));
-    assert!(back.is_some_and(|note| note.contains("after step 4: ") && note.contains("; 1 pipeline of 3")), "{:?}", told.notes);
+    assert!(
+        back.is_some_and(|note| note.contains("after step 4: ") && note.contains("; 1 pipeline of 3")),
+        "{:?}",
+        told.notes
+    );
     let left = report(&results);
     assert_eq!(left.workers, 3);
     let steps: Vec<u64> = left.rows.iter().map(|row| row.step).collect();
@@ -262,4 +266,12 @@ fn one_pipeline_goes_back_to_an_average_that_all_have_copied() {
         }
     }
     assert!(went_back > 0);
+}
+
+#[test]
+fn the_others_go_on_when_one_of_two_pipelines_is_left() {
+    for rank in 0..4 {
+        let hash = after_leaving(&diloco(), 4, rank, 4);
+        assert!(!hash.is_empty());
+    }
 }

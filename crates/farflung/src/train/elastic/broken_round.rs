@@ -140,7 +140,10 @@ mod tests {
         let stood = [at(0, 0), at(1, 0), at(1, 1), None];
         let rounds = [round(0, 5, 4), round(1, 7, 4), round(1, 7, 4), None];
         let next = BrokenRound::new(&job, &job.plan, &stood, &rounds).unwrap();
-        assert_eq!((&next.assignment.ranks[..], &next.stays[..], &next.lost[..]), (&[1, 2][..], &[1][..], &[0][..]));
+        assert_eq!(
+            (&next.assignment.ranks[..], &next.stays[..], &next.lost[..]),
+            (&[1, 2][..], &[1][..], &[0][..])
+        );
         assert_eq!((next.until, next.lost_sequences(&job.plan)), (8, 4 * 2));
         // Up to the end of the round it has the microbatches of the second of two pipelines, and then all.
         let next = next.job(&job).unwrap();

@@ -221,12 +221,25 @@ fn place(
     Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
 }
 
-/// Asks a run's members for its status; `None` if it has not begun.
+/// Asks a run's members for its status; `None` if it has not begun. If the member that answers takes no steps,
+/// asks the others.
 ///
 /// Errors: no member answers at these addresses, or one rejects the connection.
 pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>> {
-    let asked = ask(gate, addresses)?;
-    Ok(NewcomerInfo::read(&asked.welcome)?.status)
+    let status =
+        |addresses: &[String]| Ok::<_, Error>(NewcomerInfo::read(&ask(gate, addresses)?.welcome)?.status);
+    let first = status(addresses)?;
+    let Some(spare) = first.as_ref().filter(|first| first.is_spare) else { return Ok(first) };
+    let others =
+        spare.members.iter().filter(|member| !member.answers).filter_map(|member| member.address.clone());
+    let mut told = others.filter_map(|other| match status(&[other]) {
+        Ok(told) => told.filter(|told| !told.is_spare),
+        Err(error) => {
+            tracing::debug!(%error, "a member does not answer");
+            None
+        }
+    });
+    Ok(told.next().or_else(|| first.clone()))
 }
 
 fn ask(gate: &GateConfig, addresses: &[String]) -> Result<MemberList> {

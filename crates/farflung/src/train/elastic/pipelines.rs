@@ -199,7 +199,8 @@ impl Member<'_> {
     /// Errors: as [`Place::wait_as_spare`](super::place::Place::wait_as_spare).
     fn wait_without_part(&mut self, job: &Job) -> Result<SpareEvent> {
         let team = self.team.clone().expect("it has just been formed");
-        tracing::info!("this member is a spare: it has no part of the model until a member is lost or joins");
+        tracing::warn!("this member is a spare: it has no part of the model until a member is lost or joins");
+        self.publisher.publish_as_spare(self.place);
         let own = self.growing.iter().find(|future| future.member == team.all.rank().index());
         let slot = self.place.transport().me().0;
         let (threads, simulated) = (self.threads, self.simulated);

@@ -43,6 +43,9 @@ pub struct Status {
     pub changing_s: f64,
     /// Newest changes of members as text, oldest first.
     pub changes: Vec<String>,
+    /// Whether the member that answers has no part of the model now. The rest is as it was when it last had one.
+    #[serde(default)]
+    pub is_spare: bool,
 }
 
 /// Status of one member.
@@ -96,6 +99,12 @@ impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let loss = |loss: Option<f64>| loss.map_or_else(|| "-".to_owned(), |loss| format!("{loss:.4}"));
         writeln!(f, "{}: step {} of {}", self.model, self.step, self.steps)?;
+        if self.is_spare {
+            writeln!(
+                f,
+                "the member that answers has no part of the model now, and does not know of later steps"
+            )?;
+        }
         writeln!(f, "loss      {} (held out {})", loss(self.train_loss), loss(self.val_loss))?;
         writeln!(
             f,
@@ -189,6 +198,7 @@ mod tests {
             time_s: 20.0,
             changing_s: 1.0,
             changes: vec!["after step 3: member 7 joined".to_owned()],
+            is_spare: false,
         };
         let text = "gpt-2x32: step 12 of 100\nloss      2.5000 (held out -)\nspeed     1234 tokens/s; 95.0% \
                     of 20 s in steps, 5 MB sent\nview      3 of incarnation 1\n\nmember  share  since view  \

@@ -22,6 +22,7 @@ pub(super) struct StatusPublisher {
     changes: Vec<String>,
     changing: Nanos,
     last_published: Option<Nanos>,
+    last: Option<Status>,
 }
 
 impl StatusPublisher {
@@ -52,7 +53,20 @@ impl StatusPublisher {
         }
         self.last_published = Some(now);
         let status = self.status((place, team), trainer, steps);
+        self.last = Some(status.clone());
         place.arrivals.publish_status(status);
+    }
+
+    /// Publishes that this member has no part of the model any more. It then says so when it is asked, and
+    /// others are asked instead.
+    pub(super) fn publish_as_spare(&mut self, place: &Place) {
+        self.last_published = None;
+        if let Some(mut status) = self.last.take() {
+            let still_here =
+                |slot| place.view().is_some_and(|view| view.members.iter().any(|m| m.slot == slot));
+            status.members.retain(|member| still_here(member.slot));
+            place.arrivals.publish_status(Status { is_spare: true, ..status });
+        }
     }
 
     fn status(
@@ -81,6 +95,7 @@ impl StatusPublisher {
             time_s: totals.time_s,
             changing_s: self.changing.as_secs_f64(),
             changes: self.changes.clone(),
+            is_spare: false,
         }
     }
 }

@@ -300,9 +300,8 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     };
     let told: Vec<MemberDescription> = all_gather(all, &mine)?;
     // The plan so far is that of the newest view that any member has reached.
-    let newest = |told: &&MemberDescription| {
-        (told.made, told.held.iter().map(|held| held.counted.step).max())
-    };
+    let newest =
+        |told: &&MemberDescription| (told.made, told.held.iter().map(|held| held.counted.step).max());
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;

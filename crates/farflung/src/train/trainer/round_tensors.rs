@@ -85,11 +85,7 @@ impl Trainer {
 }
 
 /// Returns a flat buffer of a layout, from the tensors with this prefix before their names.
-fn flat<'a>(
-    layout: &ParamLayout,
-    prefix: &str,
-    get: &dyn Fn(&str) -> Option<&'a [f32]>,
-) -> Result<Vec<f32>> {
+fn flat<'a>(layout: &ParamLayout, prefix: &str, get: &dyn Fn(&str) -> Option<&'a [f32]>) -> Result<Vec<f32>> {
     let mut flat = vec![0.0; layout.len()];
     for param in layout.params() {
         let name = format!("{prefix}{}", param.name);
