@@ -22,7 +22,8 @@ pub(crate) const BENCH: Bench = Bench {
             within the deadline plus one second, with the same bits as a run that this member left in an \
             orderly way just before or just after the step; with DiLoCo, with the bits of a round without \
             its contribution; a pipeline of four continues from a replica of the lost part, or, if there is \
-            none, from a step that all members have copied; in pools, each microbatch counts once and the \
+            none, from a step that all members have copied; with DiLoCo, a pipeline that loses a member gives \
+            nothing to the round; in pools, each microbatch counts once and the \
             others keep what they have computed; the same with real processes, where frozen \
             members join again",
     source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",

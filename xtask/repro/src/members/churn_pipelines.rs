@@ -5,7 +5,10 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result};
 use farflung::base::Nanos;
 use farflung::comm::simulated::Faults;
-use farflung::train::Job;
+use farflung::config::choice::SyncKind;
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Failure, Job, Moment};
+use farflung::{Stop, TrainConfig};
 
 use super::injected_fault::InjectedFault;
 use super::{
@@ -93,6 +96,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     };
     let seen = inject_faults(&job, two, 4, moments, &mut same)?;
     rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
+    local_steps(report, two, moments)?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
     let calm = run_once(&job, STAGES, &[], &Faults::new())?;
@@ -113,6 +117,41 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "runs whose losses differ from those of the same sequences without faults",
     )?;
     report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(11.0))
+}
+
+/// Two pipelines with rounds of two local steps. The pipeline that loses a member gives nothing to the round.
+fn local_steps(report: &mut Report<'_>, members: &[u32], moments: u64) -> Result<()> {
+    let job = pipelines(report.seed(), 2 * STAGES, 6)?;
+    let config = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..job.config };
+    let job = Job { elastic: true, ..Job::new(config, 2 * STAGES, Stop::manual())? };
+    let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
+    for &member in members {
+        let mut hashes = after_leaving(&job, member, 2..=2)?;
+        hashes.extend(after_leaving(&job, member, 4..=4)?);
+        for round in 0..3 {
+            let mut ways = BTreeSet::new();
+            for moment in [Moment::Begun, Moment::Prepared] {
+                let failure = Some(Failure { rank: member, step: 2 * round + 2, moment });
+                let ended = run_once(&Job { failure, ..job.clone() }, job.world, &[], &Faults::new())?;
+                ways.insert(ended.iter().find_map(report_of).context("no member is left")?.hash.clone());
+            }
+            anyhow::ensure!(ways.len() == 1, "the result depends on the moment of the loss within a round");
+            hashes.append(&mut ways);
+        }
+        allowed.push((member, hashes));
+    }
+    let mut same = |member: u32, left: &farflung::train::Report| {
+        Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
+    };
+    let mut seen = FaultTally::default();
+    for step in [3, 4] {
+        let all = inject_faults(&job, members, step, moments, &mut same)?;
+        seen.runs += all.runs;
+        seen.stuck += all.stuck;
+        seen.other += all.other;
+        seen.slowest = seen.slowest.max(all.slowest);
+    }
+    rows(report, "2 pipelines of 4 with diloco", &seen, "runs whose bits are not among the allowed ones")
 }
 
 fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, other: &str) -> Result<()> {

@@ -87,15 +87,29 @@ fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
 /// Waits until a member reports a new change after which there are `members` members. Returns the seconds that
 /// this took.
 pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
+    wait_for_any(&[(member, before)], members)
+}
+
+/// Waits until any of some members reports a new change after which there are `members` members. Each is given
+/// with the number of changes that it has reported before. Returns the seconds that this took. A member that
+/// has no part of the model after a change reports it later.
+fn wait_for_any(any: &[(&Member, usize)], members: u64) -> Result<f64> {
     let begun = now();
     while begun.elapsed() < PATIENCE {
-        let (count, changes) = member.last_change();
-        if changes > before && count == members {
+        let reports = |&(member, before): &(&Member, usize)| {
+            let (count, changes) = member.last_change();
+            changes > before && count == members
+        };
+        if any.iter().any(reports) {
             return Ok(begun.elapsed().as_secs_f64());
         }
         sleep(LOOK);
     }
-    bail!("{} reported no change to {members} members: {:?}", member.folder.display(), member.last_change())
+    let told: Vec<String> = any
+        .iter()
+        .map(|(member, _)| format!("{}: {:?}", member.folder.display(), member.last_change()))
+        .collect();
+    bail!("nobody reported a change to {members} members: {}", told.join(", "))
 }
 
 /// Waits until the host has written a ticket, so that others can join.
@@ -136,7 +150,7 @@ struct Arm {
     mesh: &'static str,
 }
 
-const ARMS: [Arm; 4] = [
+const ARMS: [Arm; 5] = [
     Arm {
         name: "ddp",
         flags: "--sync ddp --layers 2",
@@ -165,6 +179,15 @@ const ARMS: [Arm; 4] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
     },
+    Arm {
+        name: "pipelines with diloco",
+        flags: "--sync diloco --sync-every 4 --layers 4 --stages 2 --microbatches 4",
+        members: 4,
+        losses: 20,
+        quick: 1,
+        pause: Duration::ZERO,
+        mesh: "data=2,pipeline=2",
+    },
     // A pool may have one member: its part must have been copied before.
     Arm {
         name: "pools",
@@ -183,6 +206,12 @@ const FLAGS: &str = "host --listen 127.0.0.1:0 --deadline 2s --steps 100000000 -
 
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ARMS.iter().try_for_each(|arm| lose_members(arm, report, options))
+}
+
+/// Returns all members but one, each with the number of changes that it has reported.
+fn others(members: &[Member], victim: usize) -> Vec<(&Member, usize)> {
+    let others = members.iter().enumerate().filter(|(number, _)| *number != victim);
+    others.map(|(_, member)| (member, member.last_change().1)).collect()
 }
 
 /// Kills or freezes a random member at a random time, again and again. After each loss, a new or the woken
@@ -216,15 +245,14 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
         let victim = random.below(3 * loss, count) as usize;
         let freeze = random.below(3 * loss + 1, 2) == 1;
         sleep(arm.pause + Duration::from_micros(random.below(3 * loss + 2, 50_000)));
-        let watcher = usize::from(victim == 0);
-        let (.., before) = members[watcher].last_change();
+        let watchers = others(&members, victim);
         members[victim].send(if freeze { Signal::STOP } else { Signal::KILL })?;
-        slowest = slowest.max(wait(&members[watcher], count - 1, before)?);
+        slowest = slowest.max(wait_for_any(&watchers, count - 1)?);
         if freeze {
             frozen += 1;
-            let (.., before) = members[watcher].last_change();
+            let watchers = others(&members, victim);
             members[victim].send(Signal::CONT)?;
-            wait(&members[watcher], count, before)?;
+            wait_for_any(&watchers, count)?;
             came_back += 1;
             // The member that came back is the youngest now.
             let youngest = members.remove(victim);
