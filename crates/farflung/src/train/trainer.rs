@@ -18,6 +18,7 @@ mod gather;
 mod synchronise;
 mod optimizer_state;
 mod part_replay;
+mod part_rounds;
 mod named_tensors;
 mod replay;
 mod replay_round;

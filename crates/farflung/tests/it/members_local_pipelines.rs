@@ -191,7 +191,7 @@ fn a_broken_pipeline_is_whole_again_after_the_round() {
     for lost in [2, 3] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 4, diloco());
-        let job = Job { config: TrainConfig { steps: 24, ..job.config.clone() }, ..job };
+        let job = Job { config: TrainConfig { steps: 80, ..job.config.clone() }, ..job };
         let faults = Faults::new().at(Nanos::from_millis(30)).crash(PeerId(lost));
         let mut told = Told::default();
         let results = run(&job, 5, &[(PeerId(4), Nanos::from_millis(60))], &faults, &mut told);
@@ -201,10 +201,13 @@ fn a_broken_pipeline_is_whole_again_after_the_round() {
         let notes = &told.notes;
         let broken = notes.iter().find(|note| note.contains(&format!("member {lost} lost"))).unwrap();
         assert!(broken.contains("; 1 pipeline of 2, and 1 without a part"), "{notes:?}");
-        let whole = |note: &String| note.contains("4 joined") && note.contains("; 2 pipelines of 2");
-        assert!(notes.iter().any(whole), "{notes:?}");
+        let joined = notes.iter().find(|note| note.contains("member 4 joined"));
+        let joined = joined.unwrap_or_else(|| unreachable!("{notes:?}"));
+        assert!(joined.contains(", 2 of which fetch the parts of a further pipeline meanwhile"), "{notes:?}");
+        let whole = notes.iter().find(|note| note.ends_with("; 2 pipelines of 2"));
+        let whole = whole.unwrap_or_else(|| unreachable!("{notes:?}"));
         let left = report(&results);
-        assert_eq!((left.rows.last().unwrap().step, left.workers), (24, 4));
+        assert_eq!((left.rows.last().unwrap().step, left.workers), (80, 4));
     }
 }
 

@@ -107,6 +107,7 @@ mod tests {
     use super::*;
     use crate::{Stop, TrainConfig};
 
+    #[expect(clippy::unnecessary_wraps, reason = "members are given as options")]
     const fn round(replica: u32, step: u64, agreed: u64) -> Option<RoundPosition> {
         Some(RoundPosition { made: 1, replica, step, agreed })
     }

@@ -26,6 +26,7 @@ use super::state_transfer::{LocalState, TransferStats, transfer_state};
 use super::status_publisher::StatusPublisher;
 use super::step_log::StepLog;
 use super::stoppable::stoppable;
+use super::team::FuturePlace::{self, Position};
 use super::team::{FutureRank, Team};
 use super::view::{EnteringRank, form_view};
 use super::watchdog::Watchdog;
@@ -213,8 +214,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) store: ChunkStore,
     /// Records of its steps, if a newcomer follows them.
     pub(super) log: StepLog,
-    /// In pipelines: the position that a newcomer would take, if the others would keep their parts.
-    pub(super) newcomer_position: Option<u32>,
+    /// In pipelines: the place that a newcomer would take.
+    pub(super) newcomer_place: Option<FuturePlace>,
     /// In pipelines: the spares that can form a further one, while they fetch their parts.
     pub(super) growing: Vec<FutureRank>,
     /// The time since which they do.
@@ -249,7 +250,7 @@ impl<'a> Member<'a> {
             pools: PoolSpeeds::default(),
             store: ChunkStore::default(),
             log: StepLog::default(),
-            newcomer_position: None,
+            newcomer_place: None,
             growing: Vec::new(),
             grows_since: Nanos::ZERO,
             followed: None,
@@ -272,7 +273,7 @@ impl Member<'_> {
         match self.log.is_kept() {
             _ if self.makes_newcomers_wait() => Logs::OfSpares,
             _ if !trainer.keeps_averages() => Logs::Never,
-            _ if self.team.is_some() && self.newcomer_position.is_none() => Logs::Never,
+            _ if self.team.is_some() && !matches!(self.newcomer_place, Some(Position(_))) => Logs::Never,
             _ if !self.holds_newcomers_part() => Logs::OfOthers,
             true => Logs::Yes,
             false => Logs::No,
@@ -291,7 +292,8 @@ impl Member<'_> {
         let working = self.working();
         let silent = self.idle.check(self.place, self.team.as_ref()).to_vec();
         let own = (trainer.steps_done(), trainer.state_bytes(), self.logs(trainer));
-        let asks = Asks { leaves, silent: &silent, grows: self.can_grow() };
+        let costs = self.newcomer_place != Some(FuturePlace::Spare);
+        let asks = Asks { leaves, silent: &silent, grows: self.can_grow(), costs };
         self.place.agree((trainer.comm(), &working), &asks, own, &self.spares())
     }
 

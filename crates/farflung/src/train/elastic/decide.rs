@@ -104,6 +104,8 @@ pub(super) struct Asks<'a> {
     pub(super) silent: &'a [MemberId],
     /// Whether the spares that form a further pipeline are ready.
     pub(super) grows: bool,
+    /// Whether a newcomer receives anything when it joins.
+    pub(super) costs: bool,
 }
 
 /// A spare that is ready to be in a further pipeline.
@@ -282,7 +284,7 @@ impl Place {
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
-        &Asks { leaves, silent, grows }: &Asks<'_>,
+        &Asks { leaves, silent, grows, costs }: &Asks<'_>,
         (step, state, logs): (u64, StateBytes, Logs),
         spares: &[ReadySpare],
     ) -> Result<Agreement> {
@@ -319,7 +321,7 @@ impl Place {
                 events.push(Event::Ready(Member::new(id, slot)));
                 let sizes: Vec<_> = working.iter().copied().zip(told.iter().map(|told| told.state)).collect();
                 let cost = self.membership().ready(&id).map(|ready| Cost::new(ready, &sizes, step));
-                admission = cost.map(|cost| Admission { peer: PeerId(slot), cost });
+                admission = cost.filter(|_| costs).map(|cost| Admission { peer: PeerId(slot), cost });
             } else if let Some(KnownNewcomer { slot, .. }) = KnownNewcomer::first_of(&told, false)
                 && !told.iter().any(|told| told.logs)
             {

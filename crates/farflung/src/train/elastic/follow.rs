@@ -38,7 +38,7 @@ const NEAR: Nanos = Nanos::from_millis(50);
 /// The rank that replays steps: alone, with the settings of the run.
 pub(super) struct Replayer<'a> {
     pub(super) job: &'a Job,
-    /// Contains this rank only; not used in pipelines.
+    /// Contains this rank only.
     pub(super) comm: &'a Communicator,
     pub(super) slot: u32,
     pub(super) threads: usize,
@@ -52,7 +52,8 @@ impl Replayer<'_> {
     fn take(&self, bytes: &[u8], step: u64) -> Result<Option<Followed>> {
         if self.job.pipelines.is_some() {
             let copy = PartCopy::from_bytes(bytes).filter(|copy| copy.step() == step);
-            let parts = |copy| ReplayedParts::new(self.job, &self.job.device(0, self.threads)?, &copy);
+            let device = self.job.device(0, self.threads)?;
+            let parts = |copy| ReplayedParts::new((self.job, self.comm), &device, &copy);
             return Ok(copy.map(parts).transpose()?.map(Followed::Parts));
         }
         let snapshot = Snapshot::from_bytes(bytes).filter(|snapshot| snapshot.step() == step);

@@ -58,24 +58,35 @@ impl Followed {
     pub(super) fn take_optimizer(&mut self, bytes: &[u8]) -> Result<()> {
         let wrong =
             |problem| Error::Message { message: "the optimizer of another member".to_owned(), problem };
-        let Self::Whole(whole) = self else { return Err(wrong("belongs to runs without pipelines")) };
-        let optimizer = Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"))?;
-        whole.trainer.take_optimizer(&optimizer)?;
-        whole.optimizer = Some(0);
-        Ok(())
+        match self {
+            Self::Whole(whole) => {
+                let optimizer = Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"))?;
+                whole.trainer.take_optimizer(&optimizer)?;
+                whole.optimizer = Some(0);
+                Ok(())
+            }
+            Self::Parts(parts) => parts.take_optimizer(bytes),
+        }
+    }
+
+    /// Returns the number of synchronisations replayed since the optimizer was taken; `None` without it.
+    const fn optimizer(&self) -> Option<u32> {
+        match self {
+            Self::Whole(whole) => whole.optimizer,
+            Self::Parts(parts) => parts.optimizer(),
+        }
     }
 
     /// Returns the optimizer that is to be fetched, if a member offers it and this newcomer lacks it.
     pub(super) fn lacks_optimizer(&self, offers: &Offers) -> Option<Offered<Offer>> {
-        let Self::Whole(whole) = self else { return None };
-        if whole.optimizer == Some(0) { None } else { offers.optimizer(self.step()) }
+        if self.optimizer() == Some(0) { None } else { offers.optimizer(self.step()) }
     }
 
     /// Returns whether the optimizer is that which a newcomer has after the next synchronisation. If no member
     /// offers a newer one, the members have not begun the next round.
     pub(super) fn has_optimizer(&self, each_step: bool, offers: &Offers) -> bool {
-        let Self::Whole(whole) = self else { return true };
-        each_step || whole.optimizer.is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
+        each_step
+            || self.optimizer().is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
     }
 
     /// Returns the whole state; `None` in pipelines.

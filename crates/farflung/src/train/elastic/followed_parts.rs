@@ -126,5 +126,5 @@ fn replayed(
         tracing::warn!("this newcomer's parts are not those of the members: it takes them as a whole");
         return Ok(None);
     }
-    Ok(Some(copy.into_pieces()))
+    Ok(Some(followed.with_optimizer(copy.into_pieces())?))
 }

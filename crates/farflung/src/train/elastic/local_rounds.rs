@@ -1,5 +1,6 @@
 //! What a member does for newcomers between two steps if steps are local: it offers them the state after the
-//! last synchronisation, which no member changes before the next one, and the first member also its optimizer.
+//! last synchronisation, which no member changes before the next one, and the first member also its optimizer;
+//! in pipelines, each member of the first one.
 
 use farflung_base::PeerId;
 
@@ -18,26 +19,30 @@ impl Member<'_> {
 
     /// Begins a log if a newcomer asks for a copy of the state, and returns that newcomer. It need not be
     /// agreed on, because all members have the same state after the last synchronisation. Does nothing if
-    /// replicas agree at each step, and in pipelines, where newcomers receive their parts while all wait.
+    /// replicas agree at each step.
     ///
     /// Errors: those of the device.
     pub(super) fn offer_round(&mut self, trainer: &mut Trainer, job: &Job) -> Result<Option<PeerId>> {
-        if job.averages_each_step() || self.team.is_some() {
+        if job.averages_each_step() {
             return Ok(None);
         }
         // The first member of the next view is the first one of this view, unless it is lost.
-        if trainer.comm().rank().0 == 0 {
+        let gives_optimizer = trainer.replica() == 0;
+        if gives_optimizer {
             trainer.mark_round()?;
         }
-        if !self.place.has_newcomers() {
+        if !self.holds_followers_part() || !self.place.has_newcomers() && self.growing.is_empty() {
             self.log.drop_optimizers(&mut self.place.offered_blobs());
             return Ok(None);
         }
-        if trainer.comm().rank().0 == 0 {
-            let words = self.log.keep_optimizer(&mut self.place.offered_blobs(), trainer)?;
+        if gives_optimizer {
+            let words = self.log.keep_optimizer(&mut self.place.offered_blobs(), (trainer, job))?;
             if let Some(words) = words {
                 self.tell_followers(&words);
             }
+        }
+        if self.makes_newcomers_wait() {
+            return Ok(None);
         }
         let followers = self.place.followers();
         let asking = followers.iter().find(|(.., follows)| *follows == FollowProgress::Asks);
@@ -45,6 +50,6 @@ impl Member<'_> {
             return Ok(None);
         };
         self.begin_log(trainer, job)?;
-        Ok(Some(newcomer))
+        Ok(self.log.is_kept().then_some(newcomer))
     }
 }

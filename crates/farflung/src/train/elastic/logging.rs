@@ -9,7 +9,7 @@ use super::decide::ReadySpare;
 use super::membership_service::MembershipService;
 use super::ready::FollowProgress;
 use super::state_transfer::chunk_fault;
-use super::team::FutureRank;
+use super::team::{FuturePlace, FutureRank, Team};
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
@@ -24,8 +24,8 @@ impl Member<'_> {
     /// Errors: those of the settings from which pools are planned.
     pub(super) fn predict_newcomer(&mut self, job: &Job) -> Result<()> {
         let team = self.team.as_ref();
-        let position = team.map(|team| team.position_of_newcomer(job, &self.pools)).transpose()?;
-        self.newcomer_position = position.flatten();
+        self.newcomer_place =
+            team.map(|team| team.place_of_newcomer(job, &self.pools)).transpose()?.flatten();
         let growing = team.map_or_else(Vec::new, |team| team.growing(job));
         if growing != self.growing {
             self.grows_since = self.place.transport().now();
@@ -92,7 +92,18 @@ impl Member<'_> {
 
     /// Returns whether this member holds what a newcomer needs; always true without pipelines.
     pub(super) fn holds_newcomers_part(&self) -> bool {
-        self.team.as_ref().is_none_or(|team| team.position() == self.newcomer_position)
+        self.team.as_ref().is_none_or(|team| {
+            team.position().map(FuturePlace::Position).is_some_and(|own| Some(own) == self.newcomer_place)
+        })
+    }
+
+    /// Returns whether this member holds what newcomers, or the spares of a further pipeline, need.
+    pub(super) fn holds_followers_part(&self) -> bool {
+        if self.growing.is_empty() {
+            return self.holds_newcomers_part();
+        }
+        let position = self.team.as_ref().and_then(Team::position);
+        self.growing.iter().any(|future| Some(future.position) == position)
     }
 
     /// Offers the copy to newcomers that ask for one, and drops the log if no newcomer needs it. If a spare of
@@ -151,7 +162,8 @@ impl Member<'_> {
     /// Returns the sizes of the state that a newcomer fetches, of the states of all members by rank.
     pub(super) fn copied(&self, sizes: &[StateBytes]) -> Option<StateBytes> {
         let Some(team) = &self.team else { return sizes.first().copied() };
-        let holds = |(rank, _): &(u32, &StateBytes)| team.position_of_rank(*rank) == self.newcomer_position;
+        let place = |rank| team.position_of_rank(rank).map(FuturePlace::Position);
+        let holds = |(rank, _): &(u32, &StateBytes)| place(*rank) == self.newcomer_place;
         (0..).zip(sizes).find(holds).map(|(_, sizes)| *sizes)
     }
 

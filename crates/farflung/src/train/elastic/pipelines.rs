@@ -22,7 +22,7 @@ use super::team::{EnteringMember, FormedTeam, FutureRank, Team, form_team};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
-use crate::train::trainer::{Committed, NamedTensors, PartCopy, RunCounters, Trainer};
+use crate::train::trainer::{Committed, NamedTensors, RunCounters, Trainer};
 use crate::{Error, Result};
 
 /// What a member of a view tells the others first.
@@ -144,9 +144,7 @@ impl Member<'_> {
     ) -> Result<(Trainer, LastDone)> {
         let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
-        // With local steps, it receives its part after an average, while all wait.
-        let follows = !job.barrier && job.averages_each_step();
-        let mut follower = follows.then(|| Follower::new(replayer));
+        let mut follower = (!job.barrier).then(|| Follower::new(replayer));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
@@ -204,12 +202,13 @@ impl Member<'_> {
         let own = self.growing.iter().find(|future| future.member == team.all.rank().index());
         let slot = self.place.transport().me().0;
         let (threads, simulated) = (self.threads, self.simulated);
-        let replayer = Replayer { job, comm: &team.all, slot, threads, simulated };
+        let alone = self.place.own_communicator()?;
+        let replayer = Replayer { job, comm: &alone, slot, threads, simulated };
         // If it has measured no link from a member that holds its part, it receives the part while all wait.
         let measured = self.place.measured.as_ref();
         let is_measured = |id: &MemberId| measured.is_some_and(|links| links.rate(id).is_some());
         let measured = |own: &FutureRank| team.holders(own.position).iter().any(is_measured);
-        let follows = job.averages_each_step() && own.is_some_and(measured);
+        let follows = own.is_some_and(measured);
         let grows = own.is_some();
         let mut follower = follows.then(|| Follower::new(replayer));
         self.place.membership().forget_offers();
@@ -253,12 +252,13 @@ impl Member<'_> {
                 trainer.resolve_average(rounds.filter(|r| Some(r.made) == made).map(|round| round.agreed))?;
             }
             let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
-            let live = trainer.as_deref().map(|trainer| trainer.part_copy(job)).transpose()?;
+            let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
+            let copy = trainer.as_deref().zip(live.clone()).map(|(trainer, live)| trainer.copy_of(live));
             let at: Vec<Option<u64>> = told.iter().map(|told| told.follows).collect();
-            let (own, lent) = (live.as_ref(), lent.unwrap_or_default());
+            let (own, lent) = (copy.as_ref(), lent.unwrap_or_default());
             let before = BeforeCatchUp { at: &at, own, lent, followed };
             let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
-            let live = live.map(PartCopy::into_pieces).into_iter().chain(tensors);
+            let live = live.into_iter().chain(tensors);
             // With local steps, copies have the optimizer as it was after the average.
             let held: Vec<NamedTensors> = self.copies.kept().cloned().chain(live).collect();
             let round = trainer.as_deref().and_then(round);
@@ -274,6 +274,7 @@ impl Member<'_> {
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
         // The parts that a newcomer would follow may be others now.
         self.log.drop_log(&mut self.place.offered_blobs());
+        self.log.drop_optimizers(&mut self.place.offered_blobs());
         self.tell_dropped();
         (self.followed, self.grows, self.store) = (None, false, ChunkStore::default());
         let FormedTeam { team, job: mut next, last, counted, tensors, moved, lost_steps, .. } = formed;

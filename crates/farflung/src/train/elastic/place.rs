@@ -421,6 +421,13 @@ impl Place {
     /// Errors: none for an endpoint of the network.
     pub(in crate::train) fn alone(&mut self) -> Result<Communicator> {
         self.view = None;
+        self.own_communicator()
+    }
+
+    /// Returns a communicator of this endpoint alone.
+    ///
+    /// Errors: none for an endpoint of the network.
+    pub(super) fn own_communicator(&self) -> Result<Communicator> {
         Ok(Communicator::of_members(Arc::clone(&self.transport), &[self.me.peer], ALONE)?)
     }
 }

@@ -179,14 +179,14 @@ impl StepLog {
     pub(super) fn keep_optimizer(
         &mut self,
         blobs: &mut OfferedBlobs,
-        trainer: &Trainer,
+        (trainer, job): (&Trainer, &Job),
     ) -> Result<Option<Vec<u8>>> {
         let round = trainer.agreements();
         if self.optimizers.last().is_some_and(|kept| kept.round == round) {
             return Ok(None);
         }
-        let Some(optimizer) = trainer.marked_optimizer()? else { return Ok(None) };
-        let offer = Offer { step: trainer.agreed_step(), label: blobs.put(optimizer.to_bytes()) };
+        let Some(optimizer) = trainer.encoded_optimizer(job)? else { return Ok(None) };
+        let offer = Offer { step: trainer.agreed_step(), label: blobs.put(optimizer) };
         self.optimizers.push(KeptOptimizer { offer, round });
         if self.optimizers.len() > OPTIMIZERS {
             let old = self.optimizers.remove(0).offer.label;

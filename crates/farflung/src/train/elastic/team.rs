@@ -81,16 +81,12 @@ impl Team {
         Some(self.assignment.position_of(member)?.position)
     }
 
-    /// Returns the position in a pipeline that a newcomer would take if it joined now, or its stage if stages
-    /// are pools: then `speeds` are those of the members. `None` if it would be a spare, or if other members
-    /// would then hold other parts than now. A pure function, so all members predict the same.
+    /// Returns the place that a newcomer would take if it joined now; `None` without pipelines. If stages are
+    /// pools, `speeds` are those of the members. A pure function, so all members predict the same.
     ///
     /// Errors: those of the settings from which pools are planned.
-    pub(super) fn position_of_newcomer(&self, job: &Job, speeds: &PoolSpeeds) -> Result<Option<u32>> {
-        // With local steps, newcomers receive their parts after an average, while all wait.
-        let Some(wished) = job.pipelines.as_deref().filter(|_| job.averages_each_step()) else {
-            return Ok(None);
-        };
+    pub(super) fn place_of_newcomer(&self, job: &Job, speeds: &PoolSpeeds) -> Result<Option<FuturePlace>> {
+        let Some(wished) = job.pipelines.as_deref() else { return Ok(None) };
         let now = &self.assignment;
         let mut stood = self.positions();
         stood.push(None);
@@ -107,7 +103,11 @@ impl Team {
             None => position(&next, member).is_none(),
         };
         let others_keep = next.stages == now.stages && (0..self.ids.len()).all(keeps);
-        Ok(position(&next, self.ids.len()).filter(|_| others_keep))
+        Ok(Some(match position(&next, self.ids.len()) {
+            None => FuturePlace::Spare,
+            Some(position) if others_keep => FuturePlace::Position(position),
+            Some(_) => FuturePlace::Others,
+        }))
     }
 
     /// Returns the spares that can form further pipelines, each with the position that it will get. Empty if
@@ -174,6 +174,17 @@ impl Team {
         let comm = all.split(u32::from(rank.is_none()), rank.unwrap_or(self.all.rank().0))?;
         Ok(comm.with_deadline(deadline))
     }
+}
+
+/// The place that a newcomer would take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum FuturePlace {
+    /// It would have no part.
+    Spare,
+    /// A position in a pipeline, or a stage if stages are pools. All other members keep their parts.
+    Position(u32),
+    /// A position for which other members would hold other parts than now.
+    Others,
 }
 
 /// A member without a part, and the position that it gets in a further pipeline.
@@ -305,7 +316,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let reference = told.iter().filter(|told| told.made.is_some()).max_by_key(newest);
     let reference = reference.ok_or_else(|| wrong("is lost: no member has a part of the model"))?;
     let before: Plan = reference.plan.parse()?;
-    let mut stood: Vec<Option<PlanPosition>> = (view.members.iter().zip(&told))
+    let stood: Vec<Option<PlanPosition>> = (view.members.iter().zip(&told))
         .map(|(member, told)| {
             let same = told.made == reference.made;
             let rank = reference.ranks.iter().position(|&slot| slot == member.slot).filter(|_| same)? as u32;
@@ -316,37 +327,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     if let Some(round) = BrokenRound::new(job, &before, &stood, &rounds) {
         return finished_round((view, all, job), (&before, round), last, &told);
     }
-    let wished = wished(job)?;
-    let cut = before.pools().map_or(before.stages(), Pools::stages);
-    let pooling = if wished.is_pooled() {
-        followed_stages(job, (&before, &told), &mut stood)?;
-        let slots: Vec<Option<u32>> = view.members.iter().map(|member| Some(member.slot)).collect();
-        let mut speeds = PoolSpeeds::default();
-        speeds.begin_anew(&reference.speeds);
-        speeds.moving = reference.moving;
-        Some(pooling(job, &slots, &speeds)?)
-    } else {
-        None
-    };
-    // A further pipeline begins once all its members have fetched their parts, so that no member waits for it.
-    // With local steps they receive their parts now, after an average.
-    let waits = || {
-        let mut spares = grown((job, wished), &stood, cut).into_iter();
-        job.averages_each_step() && spares.any(|future| !told[future.member].grows)
-    };
-    let most = (pooling.is_none() && before.pools().is_none() && waits()).then(|| before.replicas() as usize);
-    let assignment = match &pooling {
-        Some(pooling) => Assignment::pooled(&stood, cut, pooling),
-        None => assigned(wished, &stood, (cut, most), reroutes(job, wished)),
-    };
-    let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
-    let mut team = Team::new(view, all.clone(), assignment);
-    let mut plan = plan_for(job, &team, (&before, &reference.ranks), rates)?;
-    if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
-        // Settings that do not work with pools: train in whole pipelines only.
-        team = Team::new(view, all.clone(), assigned(wished, &stood, (cut, most), false));
-        plan = plan_for(job, &team, (&before, &reference.ranks), None)?;
-    }
+    let NextTeam { team, plan } = next_team((view, all, job), (&before, reference, &told), stood)?;
     let mut next = job.with_plan(plan)?;
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
@@ -379,7 +360,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let moving = moves(&holdings, step, &places);
 
     let me = all.rank().index();
-    if let Some(own) = &own
+    if let Some(own) = own.as_ref().filter(|_| works.is_some())
         && !moving.iter().any(|moving| moving.to == me && is_optimizer(&moving.name))
         && !job.averages_each_step()
     {
@@ -408,6 +389,51 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         finishes_round: false,
         lost_sequences: 0,
     })
+}
+
+/// A team and its plan.
+struct NextTeam {
+    team: Team,
+    plan: Plan,
+}
+
+/// Assigns the members of a view to places, and makes the plan for them. `before` is the plan so far, as the
+/// member of `reference` has it, and `stood` has the members' places there.
+///
+/// Errors: settings that make no plan for these members.
+fn next_team(
+    (view, all, job): (&View, &Communicator, &Job),
+    (before, reference, told): (&Plan, &MemberDescription, &[MemberDescription]),
+    mut stood: Vec<Option<PlanPosition>>,
+) -> Result<NextTeam> {
+    let wished = wished(job)?;
+    let cut = before.pools().map_or(before.stages(), Pools::stages);
+    let pooling = if wished.is_pooled() {
+        followed_stages(job, (before, told), &mut stood)?;
+        let slots: Vec<Option<u32>> = view.members.iter().map(|member| Some(member.slot)).collect();
+        let mut speeds = PoolSpeeds::default();
+        speeds.begin_anew(&reference.speeds);
+        speeds.moving = reference.moving;
+        Some(pooling(job, &slots, &speeds)?)
+    } else {
+        None
+    };
+    // A further pipeline begins once all its members have fetched their parts, so that no member waits for it.
+    let waits = || grown((job, wished), &stood, cut).iter().any(|future| !told[future.member].grows);
+    let most = (pooling.is_none() && before.pools().is_none() && waits()).then(|| before.replicas() as usize);
+    let assignment = match &pooling {
+        Some(pooling) => Assignment::pooled(&stood, cut, pooling),
+        None => assigned(wished, &stood, (cut, most), reroutes(job, wished)),
+    };
+    let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
+    let mut team = Team::new(view, all.clone(), assignment);
+    let mut plan = plan_for(job, &team, (before, &reference.ranks), rates)?;
+    if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
+        // Settings that do not work with pools: train in whole pipelines only.
+        team = Team::new(view, all.clone(), assigned(wished, &stood, (cut, most), false));
+        plan = plan_for(job, &team, (before, &reference.ranks), None)?;
+    }
+    Ok(NextTeam { team, plan })
 }
 
 /// Returns the team of the pipelines that finish a round of local steps. No tensor moves.
@@ -469,7 +495,9 @@ fn in_memory_at(
     told: &[MemberDescription],
     (holdings, held): (Vec<Holding>, Vec<NamedTensors>),
 ) -> Result<Whole> {
-    let at_step = told.iter().flat_map(|told| &told.held).find(|held| held.counted.step == step);
+    // With local steps, those that have followed their parts do not count updates.
+    let at_step = told.iter().flat_map(|told| &told.held).filter(|held| held.counted.step == step);
+    let at_step = at_step.rev().max_by_key(|held| held.counted.updates);
     let at_step = at_step.ok_or_else(|| wrong("is lost: no member is at the step to continue from"))?.clone();
     let own = NamedTensors::merge(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })

@@ -220,6 +220,7 @@ fn build_part(
                 density: rounds_of(job.config.density_warmup),
             };
             let share = job.plan.weight(replica);
+            let group = averages::in_regions(group.clone(), &job.plan)?;
             Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
@@ -267,7 +268,7 @@ struct Warmups {
 /// `rounds` are the steps after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
-    group: &Communicator,
+    group: Communicator,
     (device, share): (&Device, f64),
     model: &Stage,
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
@@ -283,7 +284,7 @@ fn synchroniser(
         average.codec = AverageConfig::default().codec;
     }
     Ok((method.build)(SyncSettings {
-        comm: averages::in_regions(group.clone(), &job.plan)?,
+        comm: group,
         device,
         layout: model.layout(),
         average: AverageConfig { warmup: warmup.plain, density_warmup: warmup.density, ..average },
@@ -305,6 +306,19 @@ fn synchroniser(
         rounds,
         params,
     })?)
+}
+
+/// Makes the plan's method of synchronisation for a part on a rank that replays the averages of others. `alone`
+/// contains this rank only.
+pub(super) fn replayed_method(
+    (job, alone): (&Job, &Communicator),
+    device: &Device,
+    model: &Stage,
+    params: &Tensor,
+) -> Result<Box<dyn Synchroniser>> {
+    // Nothing goes through a codec here.
+    let warmup = Warmups { plain: 0, density: 0 };
+    synchroniser(job, alone.clone(), (device, 1.0), model, (params, warmup, None))
 }
 
 /// Returns the settings of a replica's optimizer. A slower replica takes fewer local steps: its learning-rate

@@ -34,7 +34,7 @@ impl Trainer {
     /// copy of it; see [`Trainer::mark_round`].
     ///
     /// Errors: those of the device.
-    pub(in crate::train) fn marked_optimizer(&self) -> Result<Option<Snapshot>> {
+    pub(super) fn marked_optimizer(&self) -> Result<Option<Snapshot>> {
         let Some(mark) = self.mark.as_ref().filter(|mark| mark.step() == self.agreed_step()) else {
             return Ok(None);
         };

@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use farflung_base::StageId;
+use farflung_comm::Communicator;
+use farflung_optim::sync::Synchroniser;
 use farflung_optim::{Chain, Prepared};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::Stage;
@@ -13,8 +15,9 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Trainer;
-use super::build::chain;
+use super::build::{chain, replayed_method};
 use super::named_tensors::{NamedTensors, RunCounters, restore, tensors_of};
+use super::round_tensors::restore_shared;
 use crate::train::fault::Fault;
 use crate::train::job::Job;
 use crate::{Error, Result};
@@ -27,13 +30,14 @@ pub(in crate::train) struct PartCopy {
     pieces: NamedTensors,
 }
 
-/// From this, the update of a step is computed again.
+/// From this, the update of a step is computed again, or with local steps the average after a round.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PartRecord {
-    /// Sum of the squares of the gradients of the whole model.
-    squares: f64,
-    /// Averaged gradients by tensor, with the run's counters after the step.
-    grads: NamedTensors,
+    /// Sum of the squares of the gradients of the whole model; 0 with local steps.
+    pub(super) squares: f64,
+    /// Averaged gradients by tensor, with the run's counters after the step. With local steps: what the
+    /// replicas have averaged, with its kind before each name.
+    pub(super) grads: NamedTensors,
 }
 
 /// Encodes a head (its length as `u64`, little endian, then its bytes) and the tensors after it.
@@ -98,20 +102,29 @@ impl PartRecord {
 }
 
 impl Trainer {
-    /// Returns the state of this rank's parts after the last step.
+    /// Returns the state of this rank's parts after the last step. With local steps: what all replicas have in
+    /// common after the last average.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn part_copy(&self, job: &Job) -> Result<PartCopy> {
+        Ok(self.copy_of(self.pieces(job)?))
+    }
+
+    /// Returns the copy of this rank's parts with these tensors.
+    pub(in crate::train) fn copy_of(&self, pieces: NamedTensors) -> PartCopy {
         let number = |stage: &StageId| self.executor.placement.part(*stage) as usize;
         let layers =
             self.executor.parts.keys().map(|stage| self.schedule.layers[number(stage)].clone()).collect();
-        Ok(PartCopy { layers, pieces: self.pieces(job)? })
+        PartCopy { layers, pieces: if self.each_step { pieces } else { pieces.shared() } }
     }
 
     /// Returns the record of the step that was just committed. Only valid until the next step begins.
     ///
     /// Errors: those of the device; [`Error::Message`] if the vote on the step had no norm of the gradients.
     pub(super) fn part_record(&self, job: &Job) -> Result<PartRecord> {
+        if !self.each_step {
+            return self.part_round_record(job);
+        }
         let squares = self.committed().squares;
         let squares = squares.ok_or_else(|| wrong("has no norm of the gradients"))?;
         let mut tensors = BTreeMap::new();
@@ -125,33 +138,43 @@ impl Trainer {
     }
 }
 
-fn wrong(problem: &'static str) -> Error {
+pub(super) fn wrong(problem: &'static str) -> Error {
     Error::Message { message: "the record of a step".to_owned(), problem }
 }
 
 /// A part of the model with its optimizer.
 #[derive(Debug)]
-struct ReplayedPart {
-    stage: Stage,
-    params: Tensor,
+pub(super) struct ReplayedPart {
+    pub(super) stage: Stage,
+    pub(super) params: Tensor,
     grads: Tensor,
-    chain: Chain,
+    pub(super) chain: Chain,
+    /// With local steps: the method that averages, if the part has parameters.
+    pub(super) sync: Option<Box<dyn Synchroniser>>,
 }
 
 /// Parts of the model that are replayed step by step.
 #[derive(Debug)]
 pub(in crate::train) struct ReplayedParts {
     layers: Vec<Range<usize>>,
-    parts: Vec<ReplayedPart>,
-    counted: RunCounters,
+    pub(super) parts: Vec<ReplayedPart>,
+    pub(super) counted: RunCounters,
+    each_step: bool,
+    /// With local steps: number of averages replayed since the optimizer was taken; `None` without it.
+    pub(super) optimizer: Option<u32>,
 }
 
 impl ReplayedParts {
-    /// Makes the parts of a copy, with the settings of the run.
+    /// Makes the parts of a copy, with the settings of the run. `alone` contains this rank only.
     ///
     /// Errors: those of the model, if the layers of the copy are not in it; [`Error::Message`] if parts
     /// overlap, or if a tensor is missing or has another length.
-    pub(in crate::train) fn new(job: &Job, device: &Device, copy: &PartCopy) -> Result<Self> {
+    pub(in crate::train) fn new(
+        (job, alone): (&Job, &Communicator),
+        device: &Device,
+        copy: &PartCopy,
+    ) -> Result<Self> {
+        let each_step = job.averages_each_step();
         let PartCopy { layers, pieces } = copy;
         if !are_disjoint(layers, job.model.layers) {
             let message = "the copy of other members' parts".to_owned();
@@ -162,11 +185,18 @@ impl ReplayedParts {
             let stage = Stage::new(job.model, layers.clone(), device)?;
             let (mut params, grads) = (stage.zeros()?, stage.zeros()?);
             let mut chain = chain(&job.config, device, &stage, 1)?;
-            restore((stage.layout(), &mut params, &mut chain), pieces.counted.updates, &get)?;
-            Ok::<_, Error>(ReplayedPart { stage, params, grads, chain })
+            let mut sync = None;
+            if each_step {
+                restore((stage.layout(), &mut params, &mut chain), pieces.counted.updates, &get)?;
+            } else if !stage.layout().is_empty() {
+                sync = Some(replayed_method((job, alone), device, &stage, &params)?);
+                restore_shared((stage.layout(), &mut params, sync.as_mut()), &pieces.counted, &get)?;
+            }
+            Ok::<_, Error>(ReplayedPart { stage, params, grads, chain, sync })
         };
         let parts = layers.iter().map(part).collect::<Result<_>>()?;
-        Ok(Self { layers: layers.clone(), parts, counted: pieces.counted.clone() })
+        let (layers, counted) = (layers.clone(), pieces.counted.clone());
+        Ok(Self { layers, parts, counted, each_step, optimizer: None })
     }
 
     /// Returns the number of steps done.
@@ -179,13 +209,21 @@ impl ReplayedParts {
         &self.layers
     }
 
-    /// Applies the update of the next step from the bytes of its record.
+    /// Returns the number of averages replayed since the optimizer was taken; `None` if it was not.
+    pub(in crate::train) const fn optimizer(&self) -> Option<u32> {
+        self.optimizer
+    }
+
+    /// Applies the update of the next step, or with local steps the next average, from the bytes of its record.
     ///
     /// Errors: [`Error::Message`] for bytes that are not the record of that step and of these parts; those of
     /// the optimizer.
     pub(in crate::train) fn replay(&mut self, bytes: &[u8]) -> Result<()> {
         let PartRecord { squares, grads } =
             PartRecord::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"))?;
+        if !self.each_step {
+            return self.replay_round(grads);
+        }
         if grads.counted.step != self.counted.step + 1 {
             return Err(wrong("is not that of the next step"));
         }
@@ -217,8 +255,12 @@ impl ReplayedParts {
     /// Errors: those of the device.
     pub(in crate::train) fn copy(&self) -> Result<PartCopy> {
         let mut tensors = BTreeMap::new();
-        for ReplayedPart { stage, params, chain, .. } in &self.parts {
-            tensors.extend(tensors_of(stage.layout(), params, chain)?);
+        if self.each_step {
+            for ReplayedPart { stage, params, chain, .. } in &self.parts {
+                tensors.extend(tensors_of(stage.layout(), params, chain)?);
+            }
+        } else {
+            tensors = self.shared_tensors()?;
         }
         Ok(PartCopy {
             layers: self.layers.clone(),

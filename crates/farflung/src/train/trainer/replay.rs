@@ -28,6 +28,17 @@ impl Trainer {
         Ok(self.shared_snapshot()?.to_bytes())
     }
 
+    /// Returns this rank's optimizer after the last synchronisation, as bytes for a newcomer. `None` if there is
+    /// no copy of it; see [`Trainer::mark_round`].
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn encoded_optimizer(&self, job: &Job) -> Result<Option<Vec<u8>>> {
+        if job.pipelines.is_some() {
+            return self.part_optimizer(job);
+        }
+        Ok(self.marked_optimizer()?.map(|optimizer| optimizer.to_bytes()))
+    }
+
     /// Returns the record of the step or synchronisation that was just committed, as bytes for a newcomer that
     /// follows this rank. Only valid until the next step begins. `fault` is the bit that a test flips in it.
     ///

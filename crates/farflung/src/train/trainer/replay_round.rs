@@ -20,7 +20,9 @@ impl Trainer {
     /// synchronisation.
     pub(in crate::train) fn agreements(&self) -> u64 {
         let progress = self.progress();
-        if self.each_step { progress.step } else { progress.outer_step }
+        // The method has already counted an average that is not applied yet.
+        let open = u64::from(self.undecided.is_average_open());
+        if self.each_step { progress.step } else { progress.outer_step.saturating_sub(open) }
     }
 
     /// Returns the record of the synchronisation that was just committed.

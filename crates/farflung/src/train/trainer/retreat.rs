@@ -31,6 +31,11 @@ impl RollbackPoint {
         self.step
     }
 
+    /// Returns the number of updates of the optimizer.
+    pub(super) fn updates(&self) -> u64 {
+        self.parts.values().map(|part| part.updates).max().unwrap_or(0)
+    }
+
     /// Returns the states of the optimizer by part and name.
     pub(super) fn states(&self) -> impl Iterator<Item = (StageId, &str, &Tensor)> {
         self.parts.iter().flat_map(|(&stage, part)| {

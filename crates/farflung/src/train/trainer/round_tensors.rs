@@ -5,7 +5,10 @@
 
 use std::collections::BTreeMap;
 
+use farflung_optim::Chain;
+use farflung_optim::sync::Synchroniser;
 use farflung_tensor::{ParamLayout, Tensor};
+use farflung_zoo::Stage;
 
 use super::named_tensors::{NamedTensors, RunCounters};
 use super::retreat::agreed;
@@ -15,19 +18,102 @@ use crate::train::job::Job;
 use crate::train::part::Part;
 use crate::{Error, Result};
 
-/// Prefix of the names of the method's states.
+/// Prefix of the kinds of the method's states.
 const OUTER: &str = "outer.";
+/// The kind of the parameters.
+pub(super) const PARAMS: &str = "";
+
+/// Tensors by name.
+pub(super) type Tensors = BTreeMap<String, Vec<f32>>;
 
 /// Returns whether a tensor with this name belongs to one replica's optimizer.
 pub(in crate::train) fn is_optimizer(name: &str) -> bool {
     name.starts_with(CHAIN)
 }
 
+/// Returns the states of a method by kind.
+pub(super) fn outer_states(sync: &dyn Synchroniser) -> impl Iterator<Item = (String, &Tensor)> {
+    sync.states().into_iter().map(|(name, state)| (format!("{OUTER}{name}"), state))
+}
+
+/// Returns the states of an optimizer by kind.
+pub(super) fn chain_states(chain: &Chain) -> impl Iterator<Item = (String, &Tensor)> {
+    chain.states().map(|(name, state)| (format!("{CHAIN}{name}"), state))
+}
+
 /// Returns the states of a part by kind: those of the method, then those of the optimizer.
 fn states(part: &Part) -> impl Iterator<Item = (String, &Tensor)> {
-    let outer = part.sync.iter().flat_map(|sync| sync.states());
-    let chain = part.chain.states().map(|(name, state)| (format!("{CHAIN}{name}"), state));
-    outer.map(|(name, state)| (format!("{OUTER}{name}"), state)).chain(chain)
+    part.sync.iter().flat_map(|sync| outer_states(&**sync)).chain(chain_states(&part.chain))
+}
+
+fn name_of(kind: &str, tensor: &str) -> String {
+    if kind == PARAMS { tensor.to_owned() } else { format!("{kind}/{tensor}") }
+}
+
+/// Adds the tensors of a flat buffer of this kind.
+///
+/// Errors: those of the device.
+pub(super) fn add_tensors(into: &mut Tensors, stage: &Stage, kind: &str, flat: &Tensor) -> Result<()> {
+    let tensors = named(stage, flat, |tensor| name_of(kind, tensor))?;
+    into.extend(tensors.into_iter().map(|tensor| (tensor.name, tensor.values)));
+    Ok(())
+}
+
+/// Returns a flat buffer of this kind; `get` returns its tensors by name.
+///
+/// Errors: [`Error::Message`] if a tensor is missing or has another length.
+pub(super) fn flat<'a>(
+    layout: &ParamLayout,
+    kind: &str,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+) -> Result<Vec<f32>> {
+    let mut flat = vec![0.0; layout.len()];
+    for param in layout.params() {
+        let name = name_of(kind, &param.name);
+        let values = get(&name).filter(|values| values.len() == param.shape.len());
+        let values = values.ok_or_else(|| Error::Message {
+            message: format!("{name} of the run's state"),
+            problem: "is missing or has the wrong length",
+        })?;
+        flat[param.range()].copy_from_slice(values);
+    }
+    Ok(flat)
+}
+
+fn flats<'a, 's>(
+    layout: &ParamLayout,
+    states: impl Iterator<Item = (String, &'s Tensor)>,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+) -> Result<Tensors> {
+    states.map(|(kind, _)| flat(layout, &kind, get).map(|flat| (kind, flat))).collect()
+}
+
+/// Replaces the parameters of a part and the state of its method; `get` returns tensors by name.
+///
+/// Errors: as [`flat`]; those of the method. The parameters may have changed then.
+pub(super) fn restore_shared<'a>(
+    (layout, params, sync): (&ParamLayout, &mut Tensor, Option<&mut Box<dyn Synchroniser>>),
+    counted: &RunCounters,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+) -> Result<()> {
+    params.write(&flat(layout, PARAMS, get)?)?;
+    let Some(sync) = sync else { return Ok(()) };
+    let flats = flats(layout, outer_states(&**sync), get)?;
+    sync.on_params_set(params)?;
+    sync.restore(counted.outer_steps, &|name| flats.get(&format!("{OUTER}{name}")).cloned())?;
+    Ok(sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?)
+}
+
+/// Replaces the state of an optimizer, which has taken `updates` updates; `get` returns tensors by name.
+///
+/// Errors: as [`flat`]; those of the optimizer.
+pub(super) fn restore_optimizer<'a>(
+    (layout, chain): (&ParamLayout, &mut Chain),
+    updates: u64,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+) -> Result<()> {
+    let flats = flats(layout, chain_states(chain), get)?;
+    Ok(chain.restore(updates, |name| flats.get(&format!("{CHAIN}{name}")).map(Vec::as_slice))?)
 }
 
 impl Trainer {
@@ -35,21 +121,23 @@ impl Trainer {
     ///
     /// Errors: those of the device.
     pub(super) fn round_pieces(&self, job: &Job) -> Result<NamedTensors> {
-        let mut tensors = BTreeMap::new();
+        let mut tensors = Tensors::new();
         for part in self.executor.parts.values() {
-            let params = (String::new(), agreed(part).unwrap_or(&part.params));
-            let states = states(part).map(|(kind, state)| (format!("{kind}/"), state));
-            for (prefix, flat) in std::iter::once(params).chain(states) {
-                let of_part = named(&part.stage, flat, |name| format!("{prefix}{name}"))?;
-                tensors.extend(of_part.into_iter().map(|tensor| (tensor.name, tensor.values)));
+            let params = (PARAMS.to_owned(), agreed(part).unwrap_or(&part.params));
+            for (kind, flat) in std::iter::once(params).chain(states(part)) {
+                add_tensors(&mut tensors, &part.stage, &kind, flat)?;
             }
         }
+        Ok(NamedTensors { counted: self.round_counted(job), tensors })
+    }
+
+    /// Returns the run's counters after the last average.
+    pub(super) fn round_counted(&self, job: &Job) -> RunCounters {
         let kinds = self.executor.parts.values().map(|part| states(part).map(|(kind, _)| kind).collect());
-        let kinds = kinds.max_by_key(Vec::len).unwrap_or_default();
+        let kinds: Vec<String> = kinds.max_by_key(Vec::len).unwrap_or_default();
         let step = self.agreed_step();
         let microbatches = job.microbatches_after(step);
-        let counted = RunCounters { step, microbatches, states: 0, kinds, ..self.counted(job) };
-        Ok(NamedTensors { counted, tensors })
+        RunCounters { step, microbatches, states: 0, kinds, ..self.counted(job) }
     }
 
     /// Replaces the parameters and states of this rank's parts by those that `get` returns by name.
@@ -62,39 +150,12 @@ impl Trainer {
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<()> {
         for part in self.executor.parts.values_mut() {
-            let layout = part.stage.layout().clone();
-            if layout.is_empty() {
-                continue;
-            }
-            let mut flats = BTreeMap::new();
-            for (kind, _) in states(part) {
-                let flat = flat(&layout, &format!("{kind}/"), get)?;
-                flats.insert(kind, flat);
-            }
-            part.params.write(&flat(&layout, "", get)?)?;
-            let state = |name: &str| flats.get(&format!("{CHAIN}{name}")).map(Vec::as_slice);
-            part.chain.restore(counted.updates, state)?;
-            if let Some(sync) = &mut part.sync {
-                sync.on_params_set(&part.params)?;
-                sync.restore(counted.outer_steps, &|name| flats.get(&format!("{OUTER}{name}")).cloned())?;
-                sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?;
+            let Part { stage, params, chain, sync, .. } = part;
+            if !stage.layout().is_empty() {
+                restore_shared((stage.layout(), params, sync.as_mut()), counted, get)?;
+                restore_optimizer((stage.layout(), chain), counted.updates, get)?;
             }
         }
         Ok(())
     }
-}
-
-/// Returns a flat buffer of a layout, from the tensors with this prefix before their names.
-fn flat<'a>(layout: &ParamLayout, prefix: &str, get: &dyn Fn(&str) -> Option<&'a [f32]>) -> Result<Vec<f32>> {
-    let mut flat = vec![0.0; layout.len()];
-    for param in layout.params() {
-        let name = format!("{prefix}{}", param.name);
-        let values = get(&name).filter(|values| values.len() == param.shape.len());
-        let values = values.ok_or_else(|| Error::Message {
-            message: format!("{name} of the run's state"),
-            problem: "is missing or has the wrong length",
-        })?;
-        flat[param.range()].copy_from_slice(values);
-    }
-    Ok(flat)
 }
