@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
+use farflung::config::choice::SyncKind;
 use farflung::events::{self, EventKind};
+use farflung::optim::sync::DILOCO;
 use farflung::train::{Job, Report, RunObserver, run_workers};
 use farflung::{Error, Existing, RunDir, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
@@ -23,7 +25,7 @@ const LOSS: u64 = 9;
 
 /// Returns a job of small steps in a pipeline of two, saved every three steps and without copies between
 /// members.
-fn job(folder: &Path) -> Job {
+fn job(folder: &Path, config: TrainConfig) -> Job {
     let config = TrainConfig {
         layers: Some(2),
         microbatches: Some(2),
@@ -36,7 +38,7 @@ fn job(folder: &Path) -> Job {
         copy_share: 0.0,
         codec: "none".parse().unwrap(),
         deadline: Nanos::from_millis(2000),
-        ..tiny(folder, &fox(), TrainConfig::default())
+        ..tiny(folder, &fox(), config)
     };
     Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
 }
@@ -122,8 +124,13 @@ struct Undisturbed {
 
 impl Undisturbed {
     fn new(spare: bool) -> Self {
+        Self::of(spare, TrainConfig::default())
+    }
+
+    fn of(spare: bool, config: TrainConfig) -> Self {
         let root = tempfile::tempdir().unwrap();
-        let (ended, _) = run(&job(root.path()), &shared(&root.path().join("run")), spare, &Faults::new());
+        let job = job(root.path(), config);
+        let (ended, _) = run(&job, &shared(&root.path().join("run")), spare, &Faults::new());
         let report = report(&ended);
         let time = |step: u64| report.rows[step as usize - 1].time_s * 1e9;
         let loss = Nanos(f64::midpoint(time(LOSS - 1), time(LOSS)) as u64);
@@ -141,7 +148,8 @@ fn a_lost_part_comes_from_the_checkpoints_on_a_shared_disk() {
     for rank in 0..STAGES as u32 {
         let root = tempfile::tempdir().unwrap();
         let folders = shared(&root.path().join("run"));
-        let (ended, notes) = run(&job(root.path()), &folders, true, &calm.without(rank));
+        let (ended, notes) =
+            run(&job(root.path(), TrainConfig::default()), &folders, true, &calm.without(rank));
         for (n, ended) in ended.iter().enumerate().filter(|(n, _)| *n != rank as usize) {
             assert!(ended.is_ok(), "{rank} is lost: {n}: {:?}", ended.as_ref().err());
         }
@@ -159,11 +167,35 @@ fn a_lost_part_comes_from_the_checkpoints_on_a_shared_disk() {
     }
 }
 
+/// The checkpoint has the anchor and the momentum of the outer optimizer, and each rank's own optimizer.
+#[test]
+fn with_local_steps_it_comes_from_the_checkpoint_of_an_average() {
+    let config = || TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 3, ..TrainConfig::default() };
+    let calm = Undisturbed::of(true, config());
+    for rank in 0..STAGES as u32 {
+        let root = tempfile::tempdir().unwrap();
+        let folders = shared(&root.path().join("run"));
+        let (ended, notes) = run(&job(root.path(), config()), &folders, true, &calm.without(rank));
+        let left = report(&ended);
+        assert_eq!(left.hash, calm.hash, "{rank} is lost: {notes:?}");
+        let told = changes(&folders[1 - rank as usize]);
+        assert!(told.contains(&(LOSS - 1 - SAVED, true)), "{told:?}");
+        if rank == 1 {
+            assert_eq!(losses(left), calm.losses);
+        }
+    }
+}
+
 #[test]
 fn without_a_spare_who_is_left_goes_on_alone() {
     let calm = Undisturbed::new(false);
     let root = tempfile::tempdir().unwrap();
-    let (ended, _) = run(&job(root.path()), &shared(&root.path().join("run")), false, &calm.without(1));
+    let (ended, _) = run(
+        &job(root.path(), TrainConfig::default()),
+        &shared(&root.path().join("run")),
+        false,
+        &calm.without(1),
+    );
     let left = report(&ended);
     assert_eq!((left.workers, left.rows.len() as u64), (1, STEPS));
     for (found, expected) in losses(left).iter().zip(&calm.losses) {
@@ -175,7 +207,7 @@ fn without_a_spare_who_is_left_goes_on_alone() {
 fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
     let calm = Undisturbed::new(true);
     let root = tempfile::tempdir().unwrap();
-    let (job, folders) = (job(root.path()), shared(&root.path().join("run")));
+    let (job, folders) = (job(root.path(), TrainConfig::default()), shared(&root.path().join("run")));
     let damages = Some(folders[1].join(format!("step-{SAVED:08}/optimizer.safetensors")));
     let notes = Notes { damages, ..Notes::default() };
     let (ended, notes) = watched(&job, &folders, (true, &calm.without(1)), notes);
@@ -190,7 +222,7 @@ fn a_part_that_no_member_can_read_is_lost() {
     let root = tempfile::tempdir().unwrap();
     // Each member has its own disk.
     let folders: Vec<PathBuf> = (0..MEMBERS).map(|n| root.path().join(format!("disk-{n}"))).collect();
-    let (ended, _) = run(&job(root.path()), &folders, true, &calm.without(1));
+    let (ended, _) = run(&job(root.path(), TrainConfig::default()), &folders, true, &calm.without(1));
     for n in [0, 2] {
         let error = ended[n].as_ref().unwrap_err();
         assert!(matches!(error, Error::PartLost { .. }) && error.exit_code() == 75, "{n}: {error}");
