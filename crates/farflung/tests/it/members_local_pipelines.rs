@@ -243,15 +243,16 @@ fn without_a_whole_pipeline_all_go_back_to_the_last_average() {
 
 #[test]
 fn one_pipeline_goes_back_to_an_average_that_all_have_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = TrainConfig { copy_share: 0.5, ..diloco() };
+    let config = TrainConfig { layers: Some(3), stages: 3, ..job(folder.path(), 6, config).config };
+    let config = TrainConfig { steps: 16, workers: 3, ..config };
+    let all = Job { elastic: true, ..Job::new(config, 3, Stop::manual()).unwrap() };
+    let calm = report(&run(&all, 3, &[], &Faults::new(), &mut Quiet)).rows.clone();
     let mut went_back = 0;
     for rank in 0..3 {
         for moment in Moment::ALL {
-            let folder = tempfile::tempdir().unwrap();
-            let config = TrainConfig { copy_share: 0.5, ..diloco() };
-            let config = TrainConfig { layers: Some(3), stages: 3, ..job(folder.path(), 6, config).config };
-            let config = TrainConfig { steps: 16, workers: 3, ..config };
-            let job = Job { elastic: true, ..Job::new(config, 3, Stop::manual()).unwrap() };
-            let job = Job { failure: Some(Failure { rank, step: 12, moment }), ..job };
+            let job = Job { failure: Some(Failure { rank, step: 12, moment }), ..all.clone() };
             let mut told = Told::default();
             let results = run(&job, 3, &[], &Faults::new(), &mut told);
             for (n, result) in results.iter().enumerate().filter(|(n, _)| *n != rank as usize) {
@@ -264,6 +265,11 @@ fn one_pipeline_goes_back_to_an_average_that_all_have_copied() {
                 went_back += u32::from(shorter.contains("steps are lost"));
                 let steps: Vec<u64> = left.rows.iter().map(|row| row.step).collect();
                 assert_eq!(steps, (1..=16).collect::<Vec<_>>(), "{rank} at {moment:?}");
+                // The steps that are done again begin with the optimizer of the average, too.
+                for (row, calm) in left.rows.iter().zip(&calm) {
+                    let apart = (row.train_loss - calm.train_loss).abs();
+                    assert!(apart < 1e-4, "{rank} at {moment:?}: {row:?} {calm:?}");
+                }
             }
         }
     }

@@ -68,7 +68,7 @@ impl BrokenRound {
         if working().all(|(_, round)| round.is_at_average() && round.agreed == agreed) {
             return None;
         }
-        // All members of a pipeline are at the same step. One that is not has another plan than it says.
+        // A member at another step cannot take the pipeline's next step, so its pipeline counts as lost.
         let first = |replica: u32| {
             working().find(|(stood, _)| stood.replica == replica).map(|(_, round)| (round.step, round.agreed))
         };

@@ -28,7 +28,8 @@ impl Member<'_> {
         }
         // The first member of the next view is the first one of this view, unless it is lost.
         let gives_optimizer = trainer.replica() == 0;
-        if gives_optimizer {
+        // In pipelines, all may have to return to the last average.
+        if gives_optimizer || self.team.is_some() {
             trainer.mark_round()?;
         }
         if !self.holds_followers_part() || !self.place.has_newcomers() && self.growing.is_empty() {

@@ -15,7 +15,7 @@ use crate::train::job::Job;
 use crate::train::trainer::{StateBytes, Trainer};
 
 /// Longest time for which newcomers wait until a further pipeline is formed: half of the time after which they
-/// give up.
+/// give up if replicas agree at each step.
 const MAKE_WAIT: Nanos = Nanos::from_millis(300_000);
 
 impl Member<'_> {

@@ -33,8 +33,8 @@ pub(super) fn moved_bytes(held: &Holders, moving: &[Move]) -> u64 {
 }
 
 /// Offers the moving tensors that this member has. Returns the offered blobs, and which ranks hold each
-/// tensor. With local steps, the members of a part have different optimizers: newcomers receive that of the
-/// first one. All members call it.
+/// tensor. With local steps, the members of a part have different optimizers: of each tensor, newcomers receive
+/// the states of the first member by rank that has it. All members call it.
 ///
 /// Errors: [`Error::Message`] if members have different values of the same tensor.
 pub(super) fn offered(

@@ -253,13 +253,15 @@ impl Member<'_> {
             }
             let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
-            let copy = trainer.as_deref().zip(live.clone()).map(|(trainer, live)| trainer.copy_of(live));
+            // Only those that have followed their parts compare them.
+            let compares = told.iter().any(|told| told.follows.is_some());
+            let compared = if compares { live.clone() } else { None };
+            let copy = trainer.as_deref().zip(compared).map(|(trainer, live)| trainer.copy_of(live));
             let at: Vec<Option<u64>> = told.iter().map(|told| told.follows).collect();
             let (own, lent) = (copy.as_ref(), lent.unwrap_or_default());
             let before = BeforeCatchUp { at: &at, own, lent, followed };
             let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
             let live = live.into_iter().chain(tensors);
-            // With local steps, copies have the optimizer as it was after the average.
             let held: Vec<NamedTensors> = self.copies.kept().cloned().chain(live).collect();
             let round = trainer.as_deref().and_then(round);
             let folder = self.folder.as_deref();

@@ -31,6 +31,8 @@ use crate::{Error, Result, RunDir, Signal};
 /// Minimum time for which a newcomer waits to be admitted before it gives up, for each step of a round. Members
 /// admit newcomers between steps only, and with local steps after a round only. A step may take long.
 const PATIENCE: Nanos = Nanos::from_millis(600_000);
+/// The longest of these times: two hours.
+const MAX_PATIENCE: Nanos = Nanos::from_millis(7_200_000);
 
 /// Runs one member from its first view to the run's last step, or until it leaves.
 ///
@@ -53,7 +55,8 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let steps = if job.averages_each_step() { 1 } else { job.plan.outermost().every };
-    let patience = Nanos(job.config.deadline.max(PATIENCE).0.saturating_mul(steps.into()));
+    let round = Nanos(PATIENCE.0.saturating_mul(steps.into())).min(MAX_PATIENCE);
+    let patience = job.config.deadline.max(round);
     let watchdog = (!simulated).then(|| Watchdog::new(place.transport(), job.config.deadline));
     let team = founded(&mut job, &place, &comm);
     let folder = run.as_ref().map(|run| run.path().to_owned());

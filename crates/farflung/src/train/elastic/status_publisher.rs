@@ -61,7 +61,7 @@ impl StatusPublisher {
     /// others are asked instead.
     pub(super) fn publish_as_spare(&mut self, place: &Place) {
         self.last_published = None;
-        if let Some(mut status) = self.last.take() {
+        if let Some(mut status) = self.last.clone() {
             let still_here =
                 |slot| place.view().is_some_and(|view| view.members.iter().any(|m| m.slot == slot));
             status.members.retain(|member| still_here(member.slot));

@@ -101,8 +101,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// Returns this rank's trainer in the run's next plan, as [`Trainer::carry_over`] does. Its parts are taken
-    /// from this one, unless there is an error of [`Trainer::new`].
+    /// Returns this rank's trainer in the run's next plan, as [`Trainer::carry_over`] does, with the parts of
+    /// this one. After an error of [`Trainer::new`] this one still has its parts; after another result it has
+    /// none, and must not be used again.
     ///
     /// Errors: as [`Trainer::carry_over`].
     pub(in crate::train) fn carried(&mut self, job: &Job, comm: Communicator) -> Result<Self> {
@@ -128,6 +129,8 @@ impl Trainer {
         next.speed = self.speed.take().map(Speedometer::carried).filter(|_| next.speed.is_some());
         next.resync.restart(next.step);
         next.undecided.carry(self.undecided);
+        // Pipelines that finish a round may still return to the last average.
+        next.mark = self.mark.take().filter(|_| job.pipelines.is_some() && !next.each_step);
         Ok(next)
     }
 }

@@ -1,7 +1,7 @@
 //! Parts of the model with local steps on a process that takes none yet: the replay of averages, from what the
 //! replicas have averaged of these parts, and one replica's optimizer, which is fetched by itself.
 
-use farflung_base::StageId;
+use std::collections::BTreeSet;
 
 use super::Trainer;
 use super::named_tensors::{NamedTensors, RunCounters};
@@ -10,7 +10,6 @@ use super::round_tensors::{
     PARAMS, Tensors, add_tensors, chain_states, flat, is_optimizer, outer_states, restore_optimizer,
 };
 use crate::train::job::Job;
-use crate::train::part::Part;
 use crate::{Error, Result};
 
 impl RunCounters {
@@ -49,20 +48,11 @@ impl Trainer {
     ///
     /// Errors: those of the device.
     pub(super) fn part_optimizer(&self, job: &Job) -> Result<Option<Vec<u8>>> {
-        let Some(mark) = self.mark.as_ref().filter(|mark| mark.step() == self.agreed_step()) else {
+        if self.last_mark().is_none() {
             return Ok(None);
-        };
-        let mut tensors = Tensors::new();
-        for (stage, name, state) in mark.states() {
-            let kind = format!("{}{name}", crate::train::checkpoint::CHAIN);
-            add_tensors(&mut tensors, &self.part(stage).stage, &kind, state)?;
         }
-        let counted = RunCounters { updates: mark.updates(), ..self.round_counted(job) };
+        let (counted, tensors) = (self.round_counted(job), self.marked_tensors()?);
         Ok(Some(NamedTensors { counted, tensors }.to_bytes()))
-    }
-
-    fn part(&self, stage: StageId) -> &Part {
-        &self.executor.parts[&stage]
     }
 }
 
@@ -75,8 +65,12 @@ impl ReplayedParts {
             return Err(wrong("is not that of the next round"));
         }
         let get = |name: &str| averaged.tensors.get(name).map(Vec::as_slice);
+        let kinds = averaged.tensors.keys().filter_map(|name| Some(name.split_once('/')?.0));
+        let kinds: BTreeSet<&str> = kinds.collect();
         for ReplayedPart { stage, chain, sync, .. } in &mut self.parts {
             let Some(sync) = sync else { continue };
+            // What the record has of one tensor, it has of all.
+            kinds.iter().try_for_each(|kind| flat(stage.layout(), kind, &get).map(drop))?;
             sync.set_averaged(chain, &|kind| flat(stage.layout(), kind, &get).ok())?;
             sync.prepare()?;
         }

@@ -31,6 +31,11 @@ impl RollbackPoint {
         self.step
     }
 
+    /// Returns the saved loss scale.
+    pub(super) fn scale(&self) -> &[f32] {
+        &self.scale
+    }
+
     /// Returns the number of updates of the optimizer.
     pub(super) fn updates(&self) -> u64 {
         self.parts.values().map(|part| part.updates).max().unwrap_or(0)

@@ -11,7 +11,7 @@ use farflung_tensor::{ParamLayout, Tensor};
 use farflung_zoo::Stage;
 
 use super::named_tensors::{NamedTensors, RunCounters};
-use super::retreat::agreed;
+use super::retreat::{RollbackPoint, agreed};
 use super::{Trainer, named};
 use crate::train::checkpoint::CHAIN;
 use crate::train::job::Job;
@@ -117,7 +117,8 @@ pub(super) fn restore_optimizer<'a>(
 }
 
 impl Trainer {
-    /// Returns the state of this rank's parts after the last average.
+    /// Returns the state of this rank's parts after the last average. Without a copy of the optimizer as it was
+    /// then ([`Trainer::mark_round`]), its present state.
     ///
     /// Errors: those of the device.
     pub(super) fn round_pieces(&self, job: &Job) -> Result<NamedTensors> {
@@ -128,7 +129,25 @@ impl Trainer {
                 add_tensors(&mut tensors, &part.stage, &kind, flat)?;
             }
         }
+        tensors.extend(self.marked_tensors()?);
         Ok(NamedTensors { counted: self.round_counted(job), tensors })
+    }
+
+    /// Returns the copy of this rank's state after the last average, if there is one.
+    pub(super) fn last_mark(&self) -> Option<&RollbackPoint> {
+        self.mark.as_ref().filter(|mark| mark.step() == self.agreed_step())
+    }
+
+    /// Returns this rank's optimizer after the last average; empty if there is no copy of it.
+    ///
+    /// Errors: those of the device.
+    pub(super) fn marked_tensors(&self) -> Result<Tensors> {
+        let mut tensors = Tensors::new();
+        for (stage, name, state) in self.last_mark().iter().flat_map(|mark| mark.states()) {
+            let part = &self.executor.parts[&stage];
+            add_tensors(&mut tensors, &part.stage, &format!("{CHAIN}{name}"), state)?;
+        }
+        Ok(tensors)
     }
 
     /// Returns the run's counters after the last average.
@@ -137,7 +156,12 @@ impl Trainer {
         let kinds: Vec<String> = kinds.max_by_key(Vec::len).unwrap_or_default();
         let step = self.agreed_step();
         let microbatches = job.microbatches_after(step);
-        RunCounters { step, microbatches, states: 0, kinds, ..self.counted(job) }
+        let now = self.counted(job);
+        let (updates, scale) = match self.last_mark() {
+            Some(mark) => (mark.updates(), mark.scale().to_vec()),
+            None => (now.updates, now.scale),
+        };
+        RunCounters { step, microbatches, updates, scale, states: 0, kinds, ..now }
     }
 
     /// Replaces the parameters and states of this rank's parts by those that `get` returns by name.

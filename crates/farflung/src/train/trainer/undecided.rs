@@ -5,8 +5,9 @@
 //! too, and all ranks are at the same step. If each rank has the whole model, ranks vote before the averages
 //! are complete, and such a vote never counts as open here.
 //!
-//! With local steps, the ranks of one pipeline vote on a step. The average of all pipelines after a round is
-//! handled in the same way: each rank tells whether it can apply the average, and only then applies it.
+//! With local steps, the ranks of one pipeline vote on a step. In pipelines of several stages, the average after
+//! a round is handled in the same way: each rank tells all others whether it can apply the average, and applies
+//! it once all have told.
 
 use farflung_optim::Prepared;
 use farflung_optim::sync::StepEnd;
@@ -151,8 +152,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Counts a local step whose vote was resolved. Returns whether its row can be written: if an average
-    /// follows, the row is written after it.
+    /// Counts a local step whose vote was resolved. Returns whether its row can be written now: if an average
+    /// follows, the row is written after it, unless this rank learns of that average from others.
     fn ends_local_step(&mut self, loss: f64) -> bool {
         self.window.push(loss);
         let after = StepEnd { step: self.step, last: self.step == self.steps };
