@@ -27,9 +27,10 @@ use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_te
 use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
-use super::job::{Job, PlanStart};
+use super::job::Job;
 use super::meet::model_facts;
 pub(in crate::train) use super::named::Named;
+use super::plan_start::PlanStart;
 use super::planned;
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;

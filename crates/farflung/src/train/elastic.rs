@@ -25,6 +25,7 @@ mod kept;
 mod step_records;
 mod local_rounds;
 mod logging;
+mod lost_sequences;
 mod measure;
 mod meet;
 mod offers;

@@ -10,7 +10,6 @@ use farflung_optim::AverageConfig;
 use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
-use serde::{Deserialize, Serialize};
 
 use farflung_zoo::{
     Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Stage, Tokenizer, ZooError,
@@ -20,22 +19,13 @@ use farflung_zoo::{
 use super::costs::Machines;
 use super::fault::{Departure, Failure, Fault};
 use super::fingerprint::digest;
+use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
-
-/// The point at which the steps and microbatches of a plan begin; earlier ones belong to other plans of the
-/// same run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlanStart {
-    /// Number of steps before that point.
-    pub step: u64,
-    /// Number of microbatches of all replicas before that point.
-    pub microbatches: u64,
-}
 
 /// A run whose workers are not started yet.
 #[derive(Debug, Clone)]
@@ -248,6 +238,16 @@ impl Job {
     #[must_use]
     pub fn tokens_after(&self, steps: u64) -> u64 {
         self.microbatches_after(steps) * u64::from(self.plan.batch) * self.model.context as u64
+    }
+
+    /// Returns the microbatches of all replicas in the first `steps` steps, which the plan, or the one with
+    /// which its first round began, must have reached.
+    #[must_use]
+    pub fn microbatches_after(&self, steps: u64) -> u64 {
+        match self.round_plan.as_deref().filter(|round| round.has(steps)) {
+            Some(round) => round.microbatches_after(steps),
+            None => self.plan_start.microbatches_after(&self.plan.local_steps(), steps),
+        }
     }
 
     /// Returns the tokens of all replicas in a step that all replicas take.

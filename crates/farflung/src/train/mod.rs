@@ -38,6 +38,7 @@ mod record;
 mod repeat;
 mod report;
 mod resync;
+mod plan_start;
 mod round_plan;
 mod run;
 mod floats;

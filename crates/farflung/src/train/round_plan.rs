@@ -2,13 +2,9 @@
 //! the microbatches that they have had so far, and only then divide the data anew. So the result of the round
 //! does not depend on when in the round the loss is noticed.
 
-use std::sync::Arc;
+use farflung_parallel::{LocalSteps, Plan};
 
-use farflung_parallel::LocalSteps;
-use farflung_parallel::plan::Replica;
-
-use super::job::{Job, PlanStart};
-use crate::Result;
+use super::plan_start::PlanStart;
 
 /// The division of the data with which a round began, for the replicas that finish it.
 #[derive(Debug, Clone)]
@@ -29,6 +25,22 @@ struct EarlierReplica {
 }
 
 impl RoundPlan {
+    /// Creates the division for the replicas `stays` of a plan that began at `start`, up to step `until`.
+    pub(super) fn new(plan: &Plan, start: PlanStart, stays: &[u32], until: u64) -> Self {
+        let replica = |&number: &u32| {
+            let first_microbatch = plan.first_microbatch(number);
+            EarlierReplica { number, first_microbatch }
+        };
+        let (local, all_microbatches) = (plan.local_steps(), plan.all_microbatches());
+        Self { until, start, local, all_microbatches, replicas: stays.iter().map(replica).collect() }
+    }
+
+    /// Returns the division for some of these replicas, when another pipeline is lost in the same round.
+    pub(super) fn of(&self, stays: &[u32]) -> Self {
+        let replicas = stays.iter().map(|&replica| self.replicas[replica as usize]).collect();
+        Self { replicas, ..self.clone() }
+    }
+
     /// Returns whether a step belongs to the round. Steps are counted from 1.
     pub(super) const fn has(&self, step: u64) -> bool {
         step <= self.until
@@ -48,62 +60,7 @@ impl RoundPlan {
 
     /// Returns the number of microbatches of all replicas in the first `steps` steps, the lost replicas
     /// included.
-    fn microbatches_after(&self, steps: u64) -> u64 {
-        let before = self.local.all_microbatches(self.start.step.min(steps));
-        self.start.microbatches + self.local.all_microbatches(steps) - before
-    }
-}
-
-impl Job {
-    /// Returns the job of the replicas `stays` alone, whose plan begins after the round that ends with step
-    /// `until`: up to there they train on the microbatches that this job gives them.
-    ///
-    /// Errors: a replica that the plan does not have.
-    pub(super) fn after_round(&self, stays: &[u32], until: u64) -> Result<Self> {
-        let replicas: Vec<Replica> = stays.iter().map(|&replica| Replica::Stays(replica)).collect();
-        let plan = self.plan.with_replicas(&replicas)?;
-        let every = u64::from(plan.outermost().every.max(1));
-        let since = until.saturating_sub(1) / every * every;
-        let old: Vec<Option<u32>> = stays.iter().copied().map(Some).collect();
-        let local = plan.local_steps().after(until, &self.local_steps(), &old, since);
-        let before = match self.round_plan.as_deref().filter(|round| round.has(until)) {
-            // Another pipeline was lost before, in the same round.
-            Some(round) => RoundPlan {
-                replicas: stays.iter().map(|&replica| round.replicas[replica as usize]).collect(),
-                ..round.clone()
-            },
-            None => RoundPlan {
-                until,
-                start: self.plan_start,
-                local: self.plan.local_steps(),
-                all_microbatches: self.plan.all_microbatches(),
-                replicas: stays
-                    .iter()
-                    .map(|&number| EarlierReplica {
-                        number,
-                        first_microbatch: self.plan.first_microbatch(number),
-                    })
-                    .collect(),
-            },
-        };
-        let microbatches = self.microbatches_after(until);
-        Ok(Self {
-            plan_start: PlanStart { step: until, microbatches },
-            since_members_changed: Some(local),
-            round_plan: Some(Arc::new(before)),
-            ..self.with_plan(plan)?
-        })
-    }
-
-    /// Returns the microbatches of all replicas in the first `steps` steps, which the plan, or the one with
-    /// which its first round began, must have reached.
-    #[must_use]
-    pub fn microbatches_after(&self, steps: u64) -> u64 {
-        if let Some(round) = self.round_plan.as_deref().filter(|round| round.has(steps)) {
-            return round.microbatches_after(steps);
-        }
-        let local = self.plan.local_steps();
-        self.plan_start.microbatches + local.all_microbatches(steps)
-            - local.all_microbatches(self.plan_start.step.min(steps))
+    pub(super) fn microbatches_after(&self, steps: u64) -> u64 {
+        self.start.microbatches_after(&self.local, steps)
     }
 }

@@ -4,12 +4,16 @@
 //! whole, all members return to the last average.
 
 use farflung_parallel::Plan;
-use farflung_parallel::plan::{Assignment, PlanPosition};
+use std::sync::Arc;
+
+use farflung_parallel::plan::{Assignment, PlanPosition, Replica};
 use serde::{Deserialize, Serialize};
 
-use super::change::unaveraged;
+use super::lost_sequences::unaveraged;
 use crate::Result;
 use crate::train::job::Job;
+use crate::train::plan_start::PlanStart;
+use crate::train::round_plan::RoundPlan;
 use crate::train::trainer::Trainer;
 
 /// How far a member of a pipeline with local steps is.
@@ -86,14 +90,31 @@ impl BrokenRound {
         Some(Self { assignment, stays, lost, until })
     }
 
-    /// Returns the job of the members that finish the round, whose plan so far is that of `job`.
+    /// Returns the job of the members that finish the round, whose plan so far is that of `job`. Its plan
+    /// begins after the round: up to there they train on the microbatches that they have had so far.
     ///
     /// Errors: those of the plan.
     pub(super) fn job(&self, job: &Job) -> Result<Job> {
-        let mut next = job.after_round(&self.stays, self.until)?;
-        // Failures and departures for tests are given by rank, and the ranks have changed.
-        (next.failure, next.departure) = (None, None);
-        Ok(next)
+        let (stays, until) = (&self.stays[..], self.until);
+        let replicas: Vec<Replica> = stays.iter().map(|&replica| Replica::Stays(replica)).collect();
+        let plan = job.plan.with_replicas(&replicas)?;
+        let every = u64::from(plan.outermost().every.max(1));
+        let since = until.saturating_sub(1) / every * every;
+        let old: Vec<Option<u32>> = stays.iter().copied().map(Some).collect();
+        let local = plan.local_steps().after(until, &job.local_steps(), &old, since);
+        let round = match job.round_plan.as_deref().filter(|round| round.has(until)) {
+            Some(round) => round.of(stays),
+            None => RoundPlan::new(&job.plan, job.plan_start, stays, until),
+        };
+        Ok(Job {
+            plan_start: PlanStart { step: until, microbatches: job.microbatches_after(until) },
+            since_members_changed: Some(local),
+            round_plan: Some(Arc::new(round)),
+            // Failures and departures for tests are given by rank, and the ranks have changed.
+            failure: None,
+            departure: None,
+            ..job.with_plan(plan)?
+        })
     }
 
     /// Returns the number of sequences of the lost pipelines in this round, which are in no average.

@@ -6,7 +6,6 @@ use std::path::PathBuf;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::Communicator;
-use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, Start, View};
 use farflung_parallel::plan::Digest;
 
@@ -18,6 +17,7 @@ use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::idle::Idle;
+use super::lost_sequences::unaveraged;
 use super::measure::measured;
 use super::place::{Logs, Place};
 use super::pool_speeds::PoolSpeeds;
@@ -575,19 +575,6 @@ pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<O
 fn expected(job: &Job) -> Result<u64> {
     let elements: usize = needs(job)?.iter().flat_map(std::collections::BTreeMap::values).sum();
     Ok((3 * elements * size_of::<f32>()) as u64)
-}
-
-/// Returns the number of sequences that some replicas have trained on since the last average before `step`. 0
-/// if every step is averaged.
-pub(super) fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
-    let every = u64::from(plan.outermost().every);
-    if every <= 1 {
-        return 0;
-    }
-    let (local, since) = (plan.local_steps(), step.saturating_sub(1) / every * every);
-    let taken = |&replica: &u32| local.taken(replica, step) - local.taken(replica, since);
-    let of = |replica| taken(replica) * u64::from(plan.microbatches[*replica as usize] * plan.batch);
-    replicas.iter().map(of).sum()
 }
 
 fn slots(view: Option<&View>) -> Vec<u32> {

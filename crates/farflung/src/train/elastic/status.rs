@@ -43,7 +43,8 @@ pub struct Status {
     pub changing_s: f64,
     /// Newest changes of members as text, oldest first.
     pub changes: Vec<String>,
-    /// Whether the member that answers has no part of the model now. The rest is as it was when it last had one.
+    /// Whether the member that answers has no part of the model now. The rest is as it was when it last had
+    /// one.
     #[serde(default)]
     pub is_spare: bool,
 }

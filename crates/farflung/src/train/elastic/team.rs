@@ -28,7 +28,8 @@ use super::saved::{self, Whole};
 use super::state_transfer::chunk_fault;
 use crate::config::pools::Numbers;
 use crate::train::combination;
-use crate::train::job::{Job, PlanStart};
+use crate::train::job::Job;
+use crate::train::plan_start::PlanStart;
 use crate::train::planned;
 use crate::train::steps::LastDone;
 use crate::train::trainer::{NamedTensors, RunCounters, is_optimizer, needs};
@@ -519,8 +520,8 @@ fn can_be_rerouted(wished: &TrainConfig) -> bool {
     wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
 }
 
-/// Returns whether a pipeline that lacks a member continues as pools. With local steps it cannot: the members of
-/// another pipeline have other parameters.
+/// Returns whether a pipeline that lacks a member continues as pools. With local steps it cannot: the members
+/// of another pipeline have other parameters.
 fn reroutes(job: &Job, wished: &TrainConfig) -> bool {
     job.averages_each_step() && can_be_rerouted(wished)
 }

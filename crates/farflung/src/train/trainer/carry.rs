@@ -9,8 +9,9 @@ use farflung_parallel::pipeline::{Placement, Updates};
 use super::Trainer;
 use super::speed::Speedometer;
 use crate::train::executor::Pass;
-use crate::train::job::{Job, PlanStart};
+use crate::train::job::Job;
 use crate::train::part::Part;
+use crate::train::plan_start::PlanStart;
 use crate::{Error, Result};
 
 impl Trainer {

@@ -28,8 +28,8 @@ impl Trainer {
         Ok(self.shared_snapshot()?.to_bytes())
     }
 
-    /// Returns this rank's optimizer after the last synchronisation, as bytes for a newcomer. `None` if there is
-    /// no copy of it; see [`Trainer::mark_round`].
+    /// Returns this rank's optimizer after the last synchronisation, as bytes for a newcomer. `None` if there
+    /// is no copy of it; see [`Trainer::mark_round`].
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn encoded_optimizer(&self, job: &Job) -> Result<Option<Vec<u8>>> {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use farflung_parallel::LocalSteps;
 
-use crate::train::job::{Job, PlanStart};
+use crate::train::job::Job;
+use crate::train::plan_start::PlanStart;
 use crate::train::round_plan::RoundPlan;
 
 /// The microbatches of one replica.

@@ -5,9 +5,9 @@
 //! too, and all ranks are at the same step. If each rank has the whole model, ranks vote before the averages
 //! are complete, and such a vote never counts as open here.
 //!
-//! With local steps, the ranks of one pipeline vote on a step. In pipelines of several stages, the average after
-//! a round is handled in the same way: each rank tells all others whether it can apply the average, and applies
-//! it once all have told.
+//! With local steps, the ranks of one pipeline vote on a step. In pipelines of several stages, the average
+//! after a round is handled in the same way: each rank tells all others whether it can apply the average, and
+//! applies it once all have told.
 
 use farflung_optim::Prepared;
 use farflung_optim::sync::StepEnd;
