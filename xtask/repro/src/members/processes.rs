@@ -179,13 +179,14 @@ const ARMS: [Arm; 5] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
     },
+    // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts.
     Arm {
         name: "pipelines with diloco",
         flags: "--sync diloco --sync-every 4 --layers 4 --stages 2 --microbatches 4",
         members: 4,
         losses: 20,
         quick: 1,
-        pause: Duration::ZERO,
+        pause: Duration::from_secs(1),
         mesh: "data=2,pipeline=2",
     },
     // A pool may have one member: its part must have been copied before.
