@@ -231,8 +231,10 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
         let oldest = &members[0];
         let (.., before) = oldest.last_change();
         let newcomer = join(folder, started, &oldest.folder.join("run.ticket"))?;
+        let said = folder.join(format!("home-{started}")).join("said.txt");
         started += 1;
-        wait(oldest, members.len() as u64 + 1, before)?;
+        let told = || format!("the newcomer said {:?}", fs::read_to_string(&said).unwrap_or_default());
+        wait(oldest, members.len() as u64 + 1, before).with_context(told)?;
         members.push(newcomer);
         Ok(())
     };
