@@ -34,7 +34,8 @@ const HOST_EXAMPLES: &str = "Examples:
 If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline,
 the steps since all parts of the model were last copied. The host may leave, too.
 With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
-With --stages and --sync diloco, a pipeline that loses a member gives nothing to that round, and the others finish it.
+With --stages and --sync diloco, a pipeline that loses a member gives nothing to that round, and the others
+finish it.
 With --pooled true, each stage is a pool of members, and there are no spares. If one is lost, the others keep
 what they have computed of the step, and do only its work again.
 With --relay (a `farflung relay`, in builds with the feature iroh), members connect over TCP where it reaches

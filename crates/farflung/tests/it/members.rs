@@ -51,12 +51,12 @@ fn hash(result: &Result<Option<Report>>) -> String {
     }
 }
 
-fn diloco() -> TrainConfig {
+pub(crate) fn diloco() -> TrainConfig {
     TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() }
 }
 
 /// Parameters and both moments are averaged every two steps.
-fn des_loc() -> TrainConfig {
+pub(crate) fn des_loc() -> TrainConfig {
     let moments = Some(2);
     TrainConfig {
         sync: SyncKind::of(&DES_LOC),

@@ -6,13 +6,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::members::{des_loc, diloco};
 use crate::members_follow::{Noted, end, step_of};
 use crate::members_follow_parts::{FOLLOWED, STEP, hash, job, waits_for_one_record};
 use crate::virtual_members::{Ended, connections};
 use farflung::TrainConfig;
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::SyncKind;
-use farflung::optim::sync::{DES_LOC, DILOCO, SyncMethod};
 use farflung::train::{Job, run_workers};
 use farflung_base::{Nanos, PeerId};
 
@@ -65,29 +64,16 @@ fn spares_that_form_a_further_pipeline_fetch_their_parts_while_the_others_train(
     assert!(compared >= 4, "{compared}: {:?}", waited.keys());
 }
 
-/// Returns settings with rounds of two local steps.
-fn local(method: &'static SyncMethod) -> TrainConfig {
-    let moments = (method.name == DES_LOC.name).then_some(2);
-    TrainConfig {
-        sync: SyncKind::of(method),
-        sync_every: 2,
-        first_moment_every: moments,
-        second_moment_every: moments,
-        ..TrainConfig::default()
-    }
-}
-
 #[test]
 fn spares_replay_averages_of_local_steps() {
-    for method in [&DILOCO, &DES_LOC] {
+    // With DiLoCo, spares that follow have an optimizer of the round before.
+    for (config, same_bits) in [(diloco(), false), (des_loc(), true)] {
         let folder = tempfile::tempdir().unwrap();
-        let job = growing(folder.path(), local(method));
+        let job = growing(folder.path(), config);
         let job = job.with_config(TrainConfig { steps: 18, ..job.config.clone() }, 2).unwrap();
         let come = |part: u64| [Nanos(STEP / 2), Nanos(STEP * 3 / 2 + STEP * part / 2)];
         let waits = Job { barrier: true, ..job.clone() };
         let mut waited: BTreeMap<u64, String> = BTreeMap::new();
-        // With DiLoCo, spares that follow have an optimizer of the round before.
-        let same_bits = method.name == DES_LOC.name;
         for part in (0..20).step_by(4).filter(|_| same_bits) {
             let (ended, told) = run(&waits, &come(part), &Faults::new());
             assert!(!told.has(FETCH), "{told:?}");

@@ -32,7 +32,7 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
 }
 
 /// Returns the result of each worker in a network of `ends` endpoints.
-fn run(
+pub(crate) fn run(
     job: &Job,
     ends: usize,
     come: &[(PeerId, Nanos)],
@@ -43,7 +43,7 @@ fn run(
 }
 
 /// Returns the report of the only member that has the whole model at the end.
-fn report(results: &[Ended]) -> &Report {
+pub(crate) fn report(results: &[Ended]) -> &Report {
     let mut reports = results.iter().filter_map(|result| result.as_ref().ok().and_then(Option::as_ref));
     let first = reports.next().unwrap_or_else(|| {
         let errors: Vec<String> = results.iter().map(|r| format!("{:?}", r.as_ref().err())).collect();

@@ -5,31 +5,15 @@
 
 use std::path::Path;
 
-use crate::virtual_members::{Ended, Told, connections, fox, tiny};
+use crate::members::{des_loc, diloco};
+use crate::members_in_pipelines::{report, run};
+use crate::virtual_members::{Told, fox, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::SyncKind;
-use farflung::optim::sync::{DES_LOC, DILOCO};
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_workers};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, elastic};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 8;
-
-fn diloco() -> TrainConfig {
-    TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() }
-}
-
-/// Parameters and both moments are averaged every two steps.
-fn des_loc() -> TrainConfig {
-    let moments = Some(2);
-    TrainConfig {
-        sync: SyncKind::of(&DES_LOC),
-        sync_every: 2,
-        first_moment_every: moments,
-        second_moment_every: moments,
-        ..TrainConfig::default()
-    }
-}
 
 /// Returns a job of eight small steps in pipelines of two.
 fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
@@ -46,28 +30,6 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
         ..tiny(folder, &fox(), config)
     };
     Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
-}
-
-/// Returns the result of each worker in a network of `ends` endpoints.
-fn run(
-    job: &Job,
-    ends: usize,
-    come: &[(PeerId, Nanos)],
-    faults: &Faults,
-    watch: &mut dyn RunObserver,
-) -> Vec<Ended> {
-    run_workers(job, connections(job, ends, come, faults), watch)
-}
-
-/// Returns the report of the only member that has the whole model at the end.
-fn report(results: &[Ended]) -> &Report {
-    let mut reports = results.iter().filter_map(|result| result.as_ref().ok().and_then(Option::as_ref));
-    let first = reports.next().unwrap_or_else(|| {
-        let errors: Vec<String> = results.iter().map(|r| format!("{:?}", r.as_ref().err())).collect();
-        unreachable!("nobody ends with a report: {errors:?}")
-    });
-    assert!(reports.next().is_none(), "one rank has the whole model");
-    first
 }
 
 /// Returns the final hash of a run in which a rank leaves normally before a step.

@@ -109,7 +109,7 @@ fn wait_for_any(any: &[(&Member, usize)], members: u64) -> Result<f64> {
         .iter()
         .map(|(member, _)| format!("{}: {:?}", member.folder.display(), member.last_change()))
         .collect();
-    bail!("nobody reported a change to {members} members: {}", told.join(", "))
+    bail!("no member reported that there are {members} members now: {}", told.join(", "))
 }
 
 /// Waits until the host has written a ticket, so that others can join.

@@ -3,9 +3,9 @@
 //! members of a pipeline that has lost one wait without a part until the round is over. If no pipeline is
 //! whole, all members return to the last average.
 
-use farflung_parallel::Plan;
 use std::sync::Arc;
 
+use farflung_parallel::Plan;
 use farflung_parallel::plan::{Assignment, PlanPosition, Replica};
 use serde::{Deserialize, Serialize};
 

@@ -52,8 +52,10 @@ impl Replayer<'_> {
     fn take(&self, bytes: &[u8], step: u64) -> Result<Option<Followed>> {
         if self.job.pipelines.is_some() {
             let copy = PartCopy::from_bytes(bytes).filter(|copy| copy.step() == step);
-            let device = self.job.device(0, self.threads)?;
-            let parts = |copy| ReplayedParts::new((self.job, self.comm), &device, &copy);
+            let parts = |copy| {
+                let device = self.job.device(0, self.threads)?;
+                ReplayedParts::new((self.job, self.comm), &device, &copy)
+            };
             return Ok(copy.map(parts).transpose()?.map(Followed::Parts));
         }
         let snapshot = Snapshot::from_bytes(bytes).filter(|snapshot| snapshot.step() == step);

@@ -232,17 +232,14 @@ impl Member<'_> {
             // If one member has committed the step, all that voted on it must commit it, too.
             let made = self.team.as_ref().filter(|team| team.rank().is_some()).map(|team| team.epoch);
             let round = |trainer: &Trainer| RoundPosition::new(trainer, job, made?);
-            let entering = |trainer: Option<&Trainer>, follows| EnteringStep {
-                committed: trainer.map(Trainer::committed),
-                follows,
-                round: trainer.and_then(round),
-            };
             let followed = match &mut self.followed {
                 Some(Followed::Parts(parts)) => Some(parts),
                 _ => None,
             };
             let follows = followed.as_ref().map(|parts| parts.step());
-            let own = entering(trainer.as_deref(), follows);
+            let (committed, at) =
+                (trainer.as_deref().map(Trainer::committed), trainer.as_deref().and_then(round));
+            let own = EnteringStep { committed, follows, round: at };
             let told: Vec<EnteringStep> = all_gather(&all, &own)?;
             let voted = told.iter().filter(|told| told.votes_with(&own));
             let newest = voted.filter_map(|told| told.committed).max_by_key(|committed| committed.step);

@@ -19,7 +19,7 @@ use crate::train::part::Part;
 use crate::{Error, Result};
 
 /// Counters of a run at the step to which some values belong.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(in crate::train) struct RunCounters {
     /// Number of steps done.
     pub(in crate::train) step: u64,
@@ -308,9 +308,8 @@ mod tests {
             rounds: 3,
             microbatches: 28,
             scale: vec![1.0],
-            states: 1,
-            outer_steps: 0,
             kinds: vec!["outer.anchor".to_owned()],
+            ..RunCounters::default()
         };
         let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
         let pieces = NamedTensors { counted, tensors };

@@ -35,9 +35,7 @@ impl Trainer {
     ///
     /// Errors: those of the device.
     pub(super) fn marked_optimizer(&self) -> Result<Option<Snapshot>> {
-        let Some(mark) = self.mark.as_ref().filter(|mark| mark.step() == self.agreed_step()) else {
-            return Ok(None);
-        };
+        let Some(mark) = self.last_mark() else { return Ok(None) };
         let mut values = BTreeMap::new();
         for (stage, name, state) in mark.states() {
             values.insert(named(stage, CHAIN, name), state.to_vec::<f32>()?);

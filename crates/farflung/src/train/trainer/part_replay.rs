@@ -294,16 +294,7 @@ mod tests {
 
     #[test]
     fn copies_and_records_come_back_and_other_bytes_are_none() {
-        let counted = RunCounters {
-            step: 7,
-            updates: 7,
-            rounds: 7,
-            microbatches: 28,
-            scale: vec![1.0],
-            states: 1,
-            outer_steps: 0,
-            kinds: Vec::new(),
-        };
+        let counted = RunCounters { step: 7, scale: vec![1.0], ..RunCounters::default() };
         let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
         let pieces = NamedTensors { counted, tensors };
         let copy = PartCopy { layers: vec![0..2, 4..6], pieces: pieces.clone() };

@@ -122,14 +122,14 @@ impl Trainer {
     ///
     /// Errors: those of the device.
     pub(super) fn round_pieces(&self, job: &Job) -> Result<NamedTensors> {
-        let mut tensors = Tensors::new();
+        let (mut tensors, marked) = (self.marked_tensors()?, self.last_mark().is_some());
         for part in self.executor.parts.values() {
             let params = (PARAMS.to_owned(), agreed(part).unwrap_or(&part.params));
-            for (kind, flat) in std::iter::once(params).chain(states(part)) {
+            let states = states(part).filter(|(kind, _)| !(marked && is_optimizer(kind)));
+            for (kind, flat) in std::iter::once(params).chain(states) {
                 add_tensors(&mut tensors, &part.stage, &kind, flat)?;
             }
         }
-        tensors.extend(self.marked_tensors()?);
         Ok(NamedTensors { counted: self.round_counted(job), tensors })
     }
 
