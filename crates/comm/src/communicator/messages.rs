@@ -184,7 +184,8 @@ impl Communicator {
         self.clone().with_deadline(Nanos::MAX).start("service", serving, false)
     }
 
-    /// Starts a [`Communicator::recv`].
+    /// Starts a [`Communicator::recv`]. If the result is dropped although the message has arrived, the message
+    /// is lost: to wait again after [`Communicator::first`], keep it.
     pub fn start_recv(&self, from: Rank, tag: u32) -> Pending<Result<Vec<u8>, CommError>> {
         match self.incoming(from, tag) {
             Ok(body) => self.start("recv", body, false),
@@ -211,7 +212,8 @@ impl Communicator {
         self.run("recv_any", self.incoming_any(from, tag)?, false)
     }
 
-    /// Starts a [`Communicator::recv_any`].
+    /// Starts a [`Communicator::recv_any`]. As with [`Communicator::start_recv`], a message that has arrived is
+    /// lost if the result is dropped.
     pub fn start_recv_any(&self, from: &[Rank], tag: u32) -> Pending<Result<(Rank, Vec<u8>), CommError>> {
         match self.incoming_any(from, tag) {
             Ok(body) => self.start("recv_any", body, false),

@@ -148,6 +148,8 @@ struct Arm {
     pause: Duration,
     /// Mesh of the plan that all members together have, before the first loss.
     mesh: &'static str,
+    /// Whether they have it again before each loss.
+    is_whole: bool,
 }
 
 const ARMS: [Arm; 5] = [
@@ -159,6 +161,7 @@ const ARMS: [Arm; 5] = [
         quick: 2,
         pause: Duration::ZERO,
         mesh: "data=5,pipeline=1",
+        is_whole: false,
     },
     Arm {
         name: "diloco",
@@ -168,6 +171,7 @@ const ARMS: [Arm; 5] = [
         quick: 1,
         pause: Duration::ZERO,
         mesh: "data=5,pipeline=1",
+        is_whole: false,
     },
     // Two pipelines. A spare would not hold up the others if it froze.
     Arm {
@@ -178,16 +182,19 @@ const ARMS: [Arm; 5] = [
         quick: 1,
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
+        is_whole: false,
     },
-    // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts.
+    // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts: no other
+    // member has a copy then.
     Arm {
         name: "pipelines with diloco",
         flags: "--sync diloco --sync-every 4 --layers 4 --stages 2 --microbatches 4",
         members: 4,
         losses: 20,
         quick: 1,
-        pause: Duration::from_secs(1),
+        pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
+        is_whole: true,
     },
     // A pool may have one member: its part must have been copied before.
     Arm {
@@ -198,6 +205,7 @@ const ARMS: [Arm; 5] = [
         quick: 1,
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
+        is_whole: false,
     },
 ];
 
@@ -247,6 +255,9 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
     for loss in 0..losses {
         let victim = random.below(3 * loss, count) as usize;
         let freeze = random.below(3 * loss + 1, 2) == 1;
+        if arm.is_whole {
+            members.iter().try_for_each(|member| wait_for_mesh(member, arm.mesh))?;
+        }
         sleep(arm.pause + Duration::from_micros(random.below(3 * loss + 2, 50_000)));
         let watchers = others(&members, victim);
         members[victim].send(if freeze { Signal::STOP } else { Signal::KILL })?;

@@ -74,7 +74,8 @@ pub(super) fn fetch(comm: &Communicator, part: FetchRole<'_>) -> Result<usize> {
 
 /// A message that is being sent.
 pub(super) type Sending = Pending<std::result::Result<(), CommError>>;
-type Arriving = Pending<std::result::Result<(Rank, Vec<u8>), CommError>>;
+/// An answer of any donor.
+pub(super) type Arriving = Pending<std::result::Result<(Rank, Vec<u8>), CommError>>;
 
 fn tell(comm: &Communicator, word: u8, telling: &mut Vec<Sending>) {
     let others = (0..comm.size() as u32).map(Rank).filter(|&rank| rank != comm.rank());

@@ -31,6 +31,9 @@ const LAP: usize = 64;
 const MAX_LAPS: u32 = 4;
 /// The newcomer gives up following if more rounds than this have ended before it had the optimizer.
 const MAX_LATE: u32 = 2;
+/// The newcomer gives up following if more rounds than this have ended in a row before it could ask for the
+/// optimizer.
+const MAX_MISSED: u32 = 16;
 /// A newcomer that is behind by less than this time, and whose links carry the records in it, is ready. Steps
 /// may be so short that it is never behind by one only.
 const NEAR: Nanos = Nanos::from_millis(50);
@@ -100,6 +103,8 @@ pub(super) struct Follower<'a> {
     laps: Laps,
     /// Number of times that a round ended before the optimizer was received.
     late: u32,
+    /// Number of rounds in a row that ended before it could ask for the optimizer.
+    missed: u32,
     /// Number of members that offered the copy of the state when it was last requested.
     holders: usize,
     /// Bytes a second from all members together that offered the copy.
@@ -142,6 +147,7 @@ impl<'a> Follower<'a> {
             tries: 0,
             laps: Laps::NONE,
             late: 0,
+            missed: 0,
             holders: 0,
             rate: 0,
         }
@@ -159,23 +165,36 @@ impl<'a> Follower<'a> {
 
     /// Returns what it says to the members. `left` is the number of bytes of the copy still to be received.
     pub(super) fn says(&self, offers: &Offers, left: u64) -> FollowProgress {
+        let lap = match &self.phase {
+            Phase::Replays(lap) => &lap[..],
+            _ => &[],
+        };
+        let stands = |followed: &&Followed| {
+            self.is_near(lap, followed.step(), offers) && self.has_optimizer(followed, offers)
+        };
         match (&self.phase, &self.followed) {
             (Phase::Asks(_), _) | (Phase::Replays(_), None) => FollowProgress::Asks,
+            (Phase::Gave(follows), _) => *follows,
+            (Phase::Replays(_) | Phase::FetchesOptimizer(_), Some(followed)) if stands(&followed) => {
+                FollowProgress::Stands { step: followed.step() }
+            }
+            (Phase::Replays(_), Some(followed)) => {
+                let step = followed.step();
+                FollowProgress::Replays { step, newest: offers.newest().unwrap_or(step) }
+            }
             (Phase::Fetches(Offer { step, label }) | Phase::FetchesOptimizer(Offer { step, label }), _) => {
                 FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
-            (Phase::Replays(lap), Some(followed)) => {
-                let step = followed.step();
-                if self.is_near(lap, step, offers)
-                    && followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
-                {
-                    FollowProgress::Stands { step }
-                } else {
-                    FollowProgress::Replays { step, newest: offers.newest().unwrap_or(step) }
-                }
-            }
-            (Phase::Gave(follows), _) => *follows,
         }
+    }
+
+    /// Returns whether the newcomer has the optimizer that it needs, or one that is older by less than
+    /// [`NEAR`]: rounds may be so short that it always lacks the newest one.
+    fn has_optimizer(&self, followed: &Followed, offers: &Offers) -> bool {
+        let every = offers.growth().and_then(|growth| growth.every);
+        let age = followed.optimizer_age().zip(every);
+        let is_recent = age.is_some_and(|(rounds, every)| every.0.saturating_mul(rounds.into()) <= NEAR.0);
+        is_recent || followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
     }
 
     /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are
@@ -200,6 +219,8 @@ impl<'a> Follower<'a> {
     /// Returns what to fetch next; empty if nothing is to be fetched now. `ready` has the measured rates of the
     /// members.
     pub(super) fn next(&mut self, offers: &Offers, ready: &Ready, now: Nanos) -> Vec<Want> {
+        let has_optimizer =
+            self.followed.as_ref().is_some_and(|followed| self.has_optimizer(followed, offers));
         match &mut self.phase {
             Phase::Asks(since) => {
                 let Some(best) = offers.best() else { return Vec::new() };
@@ -264,12 +285,15 @@ impl<'a> Follower<'a> {
                         self.phase = Phase::Gave(FollowProgress::TooSlow);
                         return Vec::new();
                     }
+                    self.missed = 0;
                     self.phase = Phase::FetchesOptimizer(optimizer.what);
                     return vec![Offered { what: optimizer.what.label, holders: optimizer.holders }];
                 }
                 if count > 0 {
                     self.laps.note(count);
-                    if self.laps.stalled >= MAX_LAPS {
+                    // Here, the next round has begun before it could ask for the optimizer.
+                    self.missed = if has_optimizer { 0 } else { self.missed + u32::from(count == 1) };
+                    if self.laps.stalled >= MAX_LAPS || self.missed > MAX_MISSED {
                         self.phase = Phase::Gave(FollowProgress::TooSlow);
                         return Vec::new();
                     }
@@ -371,7 +395,122 @@ fn keeps_up(growth: Growth, rate: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use farflung_comm::memory;
+    use farflung_parallel::membership::MemberId;
+
+    use super::super::blobs::label_of;
     use super::*;
+    use crate::{Stop, TrainConfig};
+
+    /// Returns the job of one worker with rounds of two steps.
+    fn job() -> Job {
+        let config = TrainConfig {
+            sync: crate::config::choice::SyncKind::of(&farflung_optim::sync::DILOCO),
+            sync_every: 2,
+            workers: 1,
+            layers: Some(1),
+            steps: 100,
+            data: Some(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml").into()),
+            context: Some(8),
+            batch: 1,
+            ..TrainConfig::default()
+        };
+        Job { elastic: true, ..Job::new(config, 1, Stop::manual()).unwrap() }
+    }
+
+    /// A member that trains, and what it offers.
+    struct Donor {
+        trainer: Trainer,
+        offers: Offers,
+    }
+
+    impl Donor {
+        const ID: MemberId = MemberId::number(7);
+
+        /// Does a round, and offers its record and the optimizer after it. Returns the record.
+        fn round(&mut self, job: &Job) -> Vec<u8> {
+            let after = self.trainer.agreed_step();
+            for _ in 0..2 {
+                self.trainer.step(false).unwrap();
+            }
+            let (step, record) =
+                (self.trainer.agreed_step(), self.trainer.encoded_record(job, None).unwrap());
+            assert_eq!((after + 2, self.trainer.steps_done()), (step, step));
+            self.offers.log(Self::ID, &[Logged { after, step, label: label_of(&record) }]);
+            self.offer_optimizer(job);
+            record
+        }
+
+        /// Offers the optimizer, and returns it.
+        fn offer_optimizer(&mut self, job: &Job) -> Vec<u8> {
+            self.trainer.mark_round().unwrap();
+            let optimizer = self.trainer.encoded_optimizer(job).unwrap().unwrap();
+            let step = self.trainer.agreed_step();
+            self.offers.offer_optimizer(Self::ID, Offer { step, label: label_of(&optimizer) });
+            optimizer
+        }
+
+        fn offer_copy(&mut self, bytes: &[u8], every: Nanos) {
+            let offer = Offer { step: self.trainer.agreed_step(), label: label_of(bytes) };
+            self.offers.offer(Self::ID, offer, Growth { bytes: 1, every: Some(every) });
+        }
+    }
+
+    /// Calls `check` with a donor at the first step, and a follower that has its state and replays.
+    fn follow(check: impl FnOnce(&Job, Donor, Follower<'_>)) {
+        let (job, comm) = (job(), || Communicator::new(memory::cluster(1).remove(0)));
+        let trainer = Trainer::new(&job, comm(), 1).unwrap();
+        let alone = comm();
+        let replayer = Replayer { job: &job, comm: &alone, slot: 1, threads: 1, simulated: false };
+        let copy = trainer.encoded_copy(&job).unwrap();
+        let followed = replayer.take(&copy, 0).unwrap();
+        assert!(followed.is_some());
+        let follower = Follower {
+            followed,
+            phase: Phase::Replays(Vec::new()),
+            rate: 1 << 30,
+            ..Follower::new(replayer)
+        };
+        check(&job, Donor { trainer, offers: Offers::default() }, follower);
+    }
+
+    #[test]
+    fn one_that_never_has_time_for_the_optimizer_takes_the_state_while_all_wait() {
+        follow(|job, mut donor, mut follower| {
+            donor.round(job);
+            let ready = Ready { rates: [(Donor::ID, 1 << 30)].into(), ..Ready::default() };
+            let mut fetched = 0;
+            // There is always a record that it lacks when it asks what to fetch.
+            while !follower.next(&donor.offers, &ready, Nanos::ZERO).is_empty() {
+                let progress = follower.says(&donor.offers, 0);
+                assert_eq!(progress, FollowProgress::Replays { step: 0, newest: 2 });
+                fetched += 1;
+                assert!(fetched < 100, "it goes on for ever");
+            }
+            assert_eq!(fetched, MAX_MISSED);
+            assert_eq!(follower.says(&donor.offers, 0), FollowProgress::TooSlow);
+        });
+    }
+
+    #[test]
+    fn an_optimizer_that_is_older_by_a_moment_only_is_enough() {
+        follow(|job, mut donor, mut follower| {
+            let (optimizer, record) = (donor.offer_optimizer(job), donor.round(job));
+            let followed = follower.followed.as_mut().unwrap();
+            followed.take_optimizer(&optimizer).unwrap();
+            followed.replay(&record).unwrap();
+            assert_eq!((followed.step(), followed.optimizer_age()), (2, Some(1)));
+            assert_eq!(followed.lacks_optimizer(&donor.offers).unwrap().holders, BTreeSet::from([Donor::ID]));
+            let mut says = |every| {
+                donor.offer_copy(b"", every);
+                follower.says(&donor.offers, 0)
+            };
+            assert_eq!(says(Nanos::from_millis(10)), FollowProgress::Stands { step: 2 });
+            assert_eq!(says(Nanos::from_millis(1_000)), FollowProgress::Replays { step: 2, newest: 2 });
+        });
+    }
 
     #[test]
     fn laps_that_get_no_shorter_are_counted_however_they_vary() {

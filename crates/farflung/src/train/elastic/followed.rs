@@ -70,7 +70,7 @@ impl Followed {
     }
 
     /// Returns the number of synchronisations replayed since the optimizer was taken; `None` without it.
-    const fn optimizer(&self) -> Option<u32> {
+    pub(super) const fn optimizer_age(&self) -> Option<u32> {
         match self {
             Self::Whole(whole) => whole.optimizer,
             Self::Parts(parts) => parts.optimizer(),
@@ -79,14 +79,14 @@ impl Followed {
 
     /// Returns the optimizer that is to be fetched, if a member offers it and this newcomer lacks it.
     pub(super) fn lacks_optimizer(&self, offers: &Offers) -> Option<Offered<Offer>> {
-        if self.optimizer() == Some(0) { None } else { offers.optimizer(self.step()) }
+        if self.optimizer_age() == Some(0) { None } else { offers.optimizer(self.step()) }
     }
 
     /// Returns whether the optimizer is that which a newcomer has after the next synchronisation. If no member
     /// offers a newer one, the members have not begun the next round.
     pub(super) fn has_optimizer(&self, each_step: bool, offers: &Offers) -> bool {
         each_step
-            || self.optimizer().is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
+            || self.optimizer_age().is_some_and(|since| since <= 1) && self.lacks_optimizer(offers).is_none()
     }
 
     /// Returns the whole state; `None` in pipelines.

@@ -8,7 +8,7 @@ use farflung_comm::{CommError, WaitMode};
 use farflung_parallel::membership::{MemberId, View};
 
 use super::decide::POLL_INTERVAL;
-use super::fetch::{self, Sending};
+use super::fetch::{self, Arriving, Sending};
 use super::fetching::{ChunkStore, Fetching, Wanted};
 use super::follow::{Follower, SHARE, Want};
 use super::membership_service::Outcome;
@@ -258,6 +258,8 @@ impl Place {
         let mut paces = Paces::new(ids, &links.ready);
         let mut asking: Vec<Sending> = Vec::new();
         let mut came = comm.now();
+        // Kept until an answer has come: one that is complete would be lost with it.
+        let mut arriving: Option<Arriving> = None;
         while !fetching.is_done() {
             let offers = self.membership().offers().clone();
             links.ready.follows = follower.says(&offers, fetching.left());
@@ -277,7 +279,8 @@ impl Place {
                 }
             }
             asking.retain(|asking| !asking.is_ready());
-            let mut answer = patient.start_recv_any(&donors, fetch::TAGS.answer);
+            let mut answer =
+                arriving.take().unwrap_or_else(|| patient.start_recv_any(&donors, fetch::TAGS.answer));
             let mut word = patient.start_recv_any(&[me], TAGS.answer);
             let pause = POLL_INTERVAL.min(paces.next(&donors, comm.now()));
             match comm.first(&mut [&mut answer, &mut word], WaitMode::Within(pause)) {
@@ -292,9 +295,13 @@ impl Place {
                     Ok(_) | Err(CommError::CancelledBy { .. }) => {}
                     Err(_) => return Ok(Ended::Again),
                 },
-                // There is a message about members; `look` reads it.
-                Some(_) => drop(word.wait()),
-                None => {}
+                found => {
+                    arriving = Some(answer);
+                    if found.is_some() {
+                        // There is a message about members; `look` reads it.
+                        drop(word.wait());
+                    }
+                }
             }
         }
         Ok(Ended::Whole)
