@@ -1,6 +1,8 @@
 //! The members of a run and the links between them: from the run's plan, its declared links, changes of
 //! members, and the status that a member reports.
 
+use std::collections::BTreeMap;
+
 use farflung_base::{Bandwidth, Rank, Topology};
 use farflung_parallel::Plan;
 
@@ -71,7 +73,7 @@ impl Who {
     pub(super) fn members(&self) -> (Vec<MemberFacts>, usize) {
         let mut members = match (&self.status, &self.roster, &self.plan) {
             (Some(status), ..) => asked(status),
-            (None, Some(roster), _) => roster.members(self.shares.as_deref()),
+            (None, Some(roster), plan) => roster.members(self.shares.as_deref(), plan.as_ref()),
             (None, None, Some(plan)) => planned(plan),
             (None, None, None) => Vec::new(),
         };
@@ -80,33 +82,24 @@ impl Who {
         (members, more)
     }
 
-    /// Returns the links between neighbours in an average's ring or in a pipeline.
+    /// Returns the links between neighbours in an average's ring, in a pipeline, or in pools of neighbouring
+    /// stages.
     pub(super) fn links(&self, members: &[MemberFacts]) -> Vec<LinkFacts> {
-        let here: Vec<usize> =
-            (0..members.len()).filter(|&i| members[i].presence == Presence::Here).collect();
-        let Some(plan) = self.plan.as_ref().filter(|_| self.ranks().is_some()) else {
-            return ring(&here)
-                .into_iter()
-                .map(|(from, to)| self.link(from, to, Carries::Averages))
-                .collect();
-        };
-        let stages = plan.stages() as usize;
-        let mut links = Vec::new();
-        for place in 0..stages as u32 {
-            let holds = |rank: &usize| plan.place(Rank(*rank as u32)) == place;
-            let holders: Vec<usize> = here.iter().copied().filter(holds).collect();
-            links.extend(ring(&holders).into_iter().map(|(a, b)| self.link(a, b, Carries::Averages)));
+        let mut stages: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (i, member) in members.iter().enumerate() {
+            if let Some(stage) = member.stage.filter(|_| member.presence == Presence::Here) {
+                stages.entry(stage).or_default().push(i);
+            }
         }
-        if let Some(pools) = plan.pools() {
-            let pairs = pools.neighbours().map(|(from, to)| (from.index(), to.index()));
-            let there = pairs.filter(|(from, to)| here.contains(from) && here.contains(to));
-            links.extend(there.map(|(a, b)| self.link(a, b, Carries::Activations)));
-            return links;
+        let rings = stages.values().flat_map(|holders| ring(holders));
+        let mut links: Vec<LinkFacts> = rings.map(|(a, b)| self.link(a, b, Carries::Averages)).collect();
+        for (stage, holders) in &stages {
+            let next = stage.checked_add(1).and_then(|next| stages.get(&next)).into_iter().flatten();
+            let pairs = next.flat_map(|&b| holders.iter().map(move |&a| (a, b)));
+            // In pools, replicas are not told apart: each member sends to all of the next stage.
+            let neighbours = pairs.filter(|&(a, b)| members[a].replica == members[b].replica);
+            links.extend(neighbours.map(|(a, b)| self.link(a, b, Carries::Activations)));
         }
-        let next =
-            |&rank: &usize| (rank % stages + 1 < stages && rank + 1 < members.len()).then_some(rank + 1);
-        let pairs = here.iter().filter_map(|rank| next(rank).map(|next| (*rank, next)));
-        links.extend(pairs.map(|(a, b)| self.link(a, b, Carries::Activations)));
         links
     }
 
@@ -129,8 +122,18 @@ impl Who {
                 .map(|(rate, _)| rate)
                 .filter(|rate| *rate != Bandwidth::UNLIMITED)
                 .map(|rate| rate.0),
-            latency_s: declared.map(|(_, latency)| latency.as_secs_f64()),
+            latency_s: declared.map(|(_, latency)| latency.as_secs_f64()).or_else(|| self.measured(from, to)),
         }
+    }
+
+    /// Returns half of the least time of a round trip between the member that has reported its status and
+    /// another one, in seconds.
+    fn measured(&self, from: usize, to: usize) -> Option<f64> {
+        let members = &self.status.as_ref()?.members;
+        let (from, to) = (members.get(from)?, members.get(to)?);
+        let other = if from.answers { to } else { Some(from).filter(|_| to.answers)? };
+        let least = other.counters?.path?.least_round_trip_s?;
+        Some(least / 2.0).filter(|latency| latency.is_finite())
     }
 }
 
@@ -156,7 +159,7 @@ fn planned(plan: &Plan) -> Vec<MemberFacts> {
         MemberFacts {
             name: cut(name),
             rank: Some(rank),
-            replica: Some(replica),
+            replica: plan.pools().is_none().then_some(replica),
             stage: Some(plan.place(Rank(rank))),
             share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
             ..MemberFacts::default()
@@ -168,24 +171,29 @@ fn planned(plan: &Plan) -> Vec<MemberFacts> {
 impl Roster {
     /// Returns the members of a plan.
     fn of(plan: Option<&Plan>) -> Self {
-        let machines = (0..).zip(plan.into_iter().flat_map(|plan| &plan.machines));
-        let number = |name: &str| name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
-        Self {
-            here: machines.take(MOST_KNOWN).map(|(rank, name)| number(name).unwrap_or(rank)).collect(),
-            gone: Vec::new(),
-        }
+        let here = plan.into_iter().flat_map(slots).map(|(slot, _)| slot);
+        Self { here: here.take(MOST_KNOWN).collect(), gone: Vec::new() }
     }
 
     /// Returns the current members, followed by former ones. Shares are included if there is one for each
-    /// current member.
-    fn members(&self, shares: Option<&[u32]>) -> Vec<MemberFacts> {
+    /// current member. In pipelines, members that the plan does not name have no part of the model.
+    fn members(&self, shares: Option<&[u32]>, plan: Option<&Plan>) -> Vec<MemberFacts> {
+        let stages = plan.filter(|plan| plan.stages() > 1);
+        let ranks: BTreeMap<u32, u32> = stages.into_iter().flat_map(slots).collect();
+        let place = |slot: &u32, rank: u32| match stages {
+            None => (Some(rank), Some(0)),
+            Some(plan) => ranks.get(slot).map_or((None, None), |&rank| {
+                let replica = plan.pools().is_none().then_some(rank / plan.stages().max(1));
+                (replica, Some(plan.place(Rank(rank))))
+            }),
+        };
         let shares = shares.filter(|shares| shares.len() == self.here.len());
         let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
         let named = |slot: u32| MemberFacts { name: format!("member {slot}"), ..MemberFacts::default() };
         let here = (0..).zip(&self.here).map(|(rank, &slot)| MemberFacts {
             rank: Some(rank),
-            replica: Some(rank),
-            stage: Some(0),
+            replica: place(&slot, rank).0,
+            stage: place(&slot, rank).1,
             share: shares.filter(|_| all > 0).map(|shares| f64::from(shares[rank as usize]) / all as f64),
             ..named(slot)
         });
@@ -194,14 +202,24 @@ impl Roster {
     }
 }
 
+/// Returns the number of each member of a plan, with its rank.
+fn slots(plan: &Plan) -> impl Iterator<Item = (u32, u32)> + '_ {
+    let number = |name: &str| name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
+    (0..).zip(&plan.machines).map(move |(rank, name)| (number(name).unwrap_or(rank), rank))
+}
+
 /// Returns the members of a status report.
 fn asked(status: &Status) -> Vec<MemberFacts> {
     let name = |slot: u32| format!("member {slot}");
+    let whole = status.members.iter().all(|member| member.stage.is_none());
+    // A member may report any number.
+    let drawn = |number: &u32| (*number as usize) < MOST_MEMBERS;
     let member = |(rank, member): (u32, &crate::train::elastic::MemberStatus)| MemberFacts {
         name: name(member.slot),
         rank: Some(rank),
-        replica: Some(rank),
-        stage: Some(0),
+        replica: if whole { Some(rank) } else { member.replica.filter(drawn) },
+        stage: if whole { Some(0) } else { member.stage.filter(drawn) },
+        progress: status.coming.get(&member.slot).map(|text| cut(text)),
         share: Some(member.share).filter(|share| share.is_finite()),
         address: member.address.as_deref().map(cut),
         // A member that names itself here waits for no other member.
@@ -223,6 +241,8 @@ mod tests {
     use farflung_base::Link;
 
     use super::*;
+    use crate::train::elastic::MemberStatus;
+    use crate::{PathCounters, PeerCounters};
 
     fn plan(mesh: &str, machines: &[&str], microbatches: &str, parts: &[&str]) -> Plan {
         let parts: Vec<String> =
@@ -298,5 +318,76 @@ mod tests {
         who.change(&Change { joined: (20_000..30_000).collect(), left: Vec::new(), took_s: 0.0 });
         let (members, more) = who.members();
         assert_eq!((members.len(), more), (MOST_MEMBERS, MOST_KNOWN + MOST_GONE - MOST_MEMBERS));
+    }
+
+    #[test]
+    fn members_of_pipelines_and_pools_are_drawn_where_they_are() {
+        let member = |slot, replica, stage| MemberStatus {
+            slot,
+            address: None,
+            joined: 1,
+            share: 0.5,
+            replica,
+            stage,
+            answers: slot == 3,
+            waits_for: None,
+            counters: (slot == 4).then(|| PeerCounters {
+                peer: slot,
+                path: Some(PathCounters { least_round_trip_s: Some(0.02), ..PathCounters::default() }),
+                ..PeerCounters::default()
+            }),
+        };
+        let seen = |members: Vec<MemberStatus>| {
+            let status = Some(Status { members, ..Status::default() });
+            let who = Who { status, ..Who::default() };
+            let (members, _) = who.members();
+            (members.iter().map(|m| (m.replica, m.stage)).collect::<Vec<_>>(), who.links(&members))
+        };
+        let (first, second) = (Some(0), Some(1));
+        // Two pipelines, whose members have joined in another order, and a member without a part.
+        let pipelines =
+            [(3, second, first), (4, first, second), (5, None, None), (6, first, first), (7, second, second)];
+        let (places, links) =
+            seen(pipelines.map(|(slot, replica, stage)| member(slot, replica, stage)).to_vec());
+        assert_eq!(places, pipelines.map(|(_, replica, stage)| (replica, stage)));
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 3), (1, 4)]);
+        assert_eq!(pairs(&links, Carries::Activations), [(3, 1), (0, 4)]);
+        // In pools, each member sends to all of the next stage. The delay is that of the member that answers.
+        let pools = [(3, None, first), (4, None, second), (5, None, second)];
+        let (places, links) = seen(pools.map(|(slot, replica, stage)| member(slot, replica, stage)).to_vec());
+        assert_eq!(places, pools.map(|(_, replica, stage)| (replica, stage)));
+        assert_eq!(pairs(&links, Carries::Averages), [(1, 2)]);
+        assert_eq!(pairs(&links, Carries::Activations), [(0, 1), (0, 2)]);
+        assert_eq!(links.iter().map(|link| link.latency_s).collect::<Vec<_>>(), [None, Some(0.01), None]);
+        // Numbers that no run has are not drawn.
+        let (places, links) = seen(vec![member(3, Some(u32::MAX), Some(u32::MAX)), member(4, first, first)]);
+        assert_eq!((places, links), (vec![(None, None), (first, first)], Vec::new()));
+        // Without stages, all average.
+        let (places, links) = seen((0..3).map(|slot| member(slot, Some(slot), None)).collect());
+        assert_eq!(places, [(Some(0), first), (Some(1), first), (Some(2), first)]);
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 1), (1, 2), (2, 0)]);
+    }
+
+    #[test]
+    fn members_of_a_changed_plan_are_where_the_plan_says() {
+        let plan = plan(
+            "data=2,pipeline=2",
+            &["member.5", "member.0", "member.2", "member.7"],
+            "[1, 1]",
+            &["0..2", "2..4"],
+        );
+        let mut who = Who { plan: Some(plan), ..Who::default() };
+        who.change(&Change { joined: vec![9], left: vec![], took_s: 1.0 });
+        let seen: Vec<_> = who.members().0.into_iter().map(|m| (m.name, m.replica, m.stage)).collect();
+        let at = |slot: u32, replica, stage| (format!("member {slot}"), replica, stage);
+        let (first, second) = (Some(0), Some(1));
+        let all = [
+            at(5, first, first),
+            at(0, first, second),
+            at(2, second, first),
+            at(7, second, second),
+            at(9, None, None),
+        ];
+        assert_eq!(seen, all);
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::PeerCounters;
 
 /// Status of a run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The model's name.
     pub model: String,
@@ -61,7 +61,11 @@ pub struct MemberStatus {
     /// Its fraction of a step's microbatches, between 0 and 1. With pools, its fraction of its stage's
     /// microbatches.
     pub share: f64,
-    /// Index of its stage, if stages are pools of members.
+    /// Index of its replica, which in pipelines is its pipeline; `None` if stages are pools, and without a part
+    /// of the model.
+    #[serde(default)]
+    pub replica: Option<u32>,
+    /// Index of its stage, if the model is divided into stages and it has a part of it.
     #[serde(default)]
     pub stage: Option<u32>,
     /// Whether this is the member that answers.
@@ -82,17 +86,30 @@ impl Status {
 }
 
 impl Status {
-    /// Writes the members of each stage, if stages are pools.
-    fn write_pools(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    /// Writes the members of each stage.
+    fn write_stages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
-        writeln!(f, "\nstage  members, with their shares of its microbatches")?;
+        let pools = self.members.iter().any(|member| member.stage.is_some() && member.replica.is_none());
+        let shares = if pools { "shares of its microbatches" } else { "pipelines" };
+        writeln!(f, "\nstage  members, with their {shares}")?;
         for stage in 0..=last {
-            let pool = self.members.iter().filter(|member| member.stage == Some(stage));
-            let pool: Vec<String> =
-                pool.map(|member| format!("{} ({:.0}%)", member.slot, 100.0 * member.share)).collect();
-            writeln!(f, "{:>5}  {}", stage + 1, pool.join(", "))?;
+            let here = self.members.iter().filter(|member| member.stage == Some(stage));
+            let mut here: Vec<&MemberStatus> = here.collect();
+            here.sort_by_key(|member| member.replica);
+            let named = |member: &&MemberStatus| match member.replica {
+                Some(replica) => format!("{} ({})", member.slot, replica.saturating_add(1)),
+                None => format!("{} ({:.0}%)", member.slot, 100.0 * member.share),
+            };
+            let here: Vec<String> = here.iter().map(named).collect();
+            writeln!(f, "{:>5}  {}", stage.saturating_add(1), here.join(", "))?;
         }
-        Ok(())
+        let without: Vec<String> = self
+            .members
+            .iter()
+            .filter(|member| member.stage.is_none())
+            .map(|member| member.slot.to_string())
+            .collect();
+        if without.is_empty() { Ok(()) } else { writeln!(f, "without a part: {}", without.join(", ")) }
     }
 }
 
@@ -129,7 +146,7 @@ impl fmt::Display for Status {
                 if member.answers { " (answers)" } else { "" }
             )?;
         }
-        self.write_pools(f)?;
+        self.write_stages(f)?;
         let counters = |member: &MemberStatus| member.counters.filter(|counters| counters.path.is_some());
         if self.members.iter().any(|member| counters(member).is_some()) {
             writeln!(f, "\nconnections of the member that answered:")?;
@@ -166,6 +183,7 @@ mod tests {
             address: Some(format!("10.0.0.{slot}:29500")),
             joined: 1,
             share: 0.5,
+            replica: Some(slot),
             stage: None,
             answers: slot == 0,
             waits_for,
@@ -210,11 +228,27 @@ mod tests {
                     total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
                     member 7 joined\n";
         assert_eq!(status.to_string(), text);
-        let at = |slot, stage, share| MemberStatus { stage: Some(stage), share, ..member(slot, None) };
+        let at = |slot, stage, share| {
+            let (replica, stage) = (None, Some(stage));
+            MemberStatus { share, replica, stage, ..member(slot, None) }
+        };
         let members = vec![at(0, 0, 1.0), at(3, 1, 0.75), at(4, 1, 0.25)];
-        let text = Status { members, ..status }.to_string();
+        let text = Status { members, ..status.clone() }.to_string();
         let pools = "\nstage  members, with their shares of its microbatches\n    1  0 (100%)\n    2  3 \
                      (75%), 4 (25%)\n";
         assert!(text.contains(pools), "{text}");
+        let at = |slot, replica, stage| MemberStatus { replica, stage, ..member(slot, None) };
+        let (first, second) = (Some(0), Some(1));
+        let members = vec![
+            at(0, second, first),
+            at(3, second, second),
+            at(4, first, second),
+            at(8, first, first),
+            at(9, None, None),
+        ];
+        let text = Status { members, ..status }.to_string();
+        let stages = "\nstage  members, with their pipelines\n    1  8 (1), 0 (2)\n    2  4 (1), 3 (2)\nwithout a \
+                      part: 9\n";
+        assert!(text.contains(stages), "{text}");
     }
 }

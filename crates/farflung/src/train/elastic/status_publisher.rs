@@ -2,6 +2,7 @@
 
 use farflung_base::{Nanos, PeerId};
 use farflung_parallel::pipeline::Pools;
+use farflung_parallel::plan::PlanPosition;
 
 use super::place::Place;
 use super::status::{MemberStatus, Status};
@@ -106,24 +107,29 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let addresses = place.arrivals.addresses();
     let all: u32 = job.plan.microbatches.iter().sum();
     let members = place.view().into_iter().flat_map(|view| &view.members);
-    // The replica of a member's pipeline; `None` for a spare.
-    let replica = |member| match team {
-        Some(team) => team.assignment.position_of(member).map(|stands| stands.replica as usize),
-        None => Some(member),
+    // Where a member is in its pipeline; `None` for a spare.
+    let position = |member| match team {
+        Some(team) => team.assignment.position_of(member),
+        None => Some(PlanPosition { replica: member as u32, position: 0 }),
     };
-    let microbatches =
-        |member| replica(member).and_then(|replica| job.plan.microbatches.get(replica).copied());
+    let microbatches = |member| {
+        position(member).and_then(|stands| job.plan.microbatches.get(stands.replica as usize).copied())
+    };
     let pooled = |member| in_pool(job.plan.pools()?, team?.assignment.rank_of(member)?);
     let share = |member| f64::from(microbatches(member).unwrap_or(0)) / f64::from(all.max(1));
     members
         .enumerate()
-        .map(|(number, member)| (member, share(number), pooled(number)))
-        .map(|(member, share, pooled)| MemberStatus {
+        .map(|(number, member)| (member, share(number), pooled(number), position(number)))
+        .map(|(member, share, pooled, stands)| MemberStatus {
             slot: member.slot,
             address: addresses.get(&PeerId(member.slot)).cloned(),
             joined: member.joined,
             share: pooled.map_or(share, |(_, share)| share),
-            stage: pooled.map(|(stage, _)| stage),
+            replica: stands.filter(|_| job.plan.pools().is_none()).map(|stands| stands.replica),
+            stage: match pooled {
+                Some((stage, _)) => Some(stage),
+                None => stands.filter(|_| team.is_some()).map(|stands| stands.position),
+            },
             answers: PeerId(member.slot) == me,
             waits_for: transport
                 .awaited_by(PeerId(member.slot))
