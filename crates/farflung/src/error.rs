@@ -82,14 +82,15 @@ pub enum Error {
     },
     /// The run of a folder is still running on other members.
     #[error(
-        "the run of this folder is still running: {address} answers, one of {members} members; join the run \
-         with its ticket, or give another folder with `--out`"
+        "the run of this folder is still running: {address} answers{}; join the run with its ticket, or give \
+         another folder with `--out`",
+        .expired.then_some(", and says that the ticket in this folder has expired").unwrap_or_default()
     )]
     StillRuns {
         /// The address of the member that answers.
         address: String,
-        /// Number of members that it counts.
-        members: usize,
+        /// Whether the member refuses the folder's ticket because it has expired.
+        expired: bool,
     },
     /// A list of members is not a valid view.
     #[error("invalid list of the run's members: {reason}")]

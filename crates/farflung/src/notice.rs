@@ -1,5 +1,6 @@
 //! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
-//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step.
+//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step, or
+//! with local steps and other members the round.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -212,7 +212,8 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file run.ticket --transport iroh
   farflung join --at my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
-After Ctrl-C, this member finishes the current step, saves a checkpoint and leaves; the others continue.
+After Ctrl-C, this member finishes the current step (with local steps, the round), saves a checkpoint unless it
+holds only a part of the model, and leaves; the others continue.
 ";
 
 /// Join a run of `farflung host`, at any time, as a member that trains.

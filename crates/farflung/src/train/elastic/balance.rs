@@ -9,6 +9,9 @@ use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
+/// A member that reports to be this many times faster than the middle one is not believed.
+const MAX_RATIO: u64 = 4096;
+
 /// Speed measurements that a rank keeps about all replicas.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Balance {
@@ -80,15 +83,16 @@ impl Balance {
 }
 
 /// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
-/// replicas. A replica without a known time counts as having the median of the known ones. `None` if no time is
-/// known.
+/// replicas. A replica without a known time, or with one that cannot be true ([`MAX_RATIO`]), counts as having
+/// the median of the known ones. `None` if no time is known.
 pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
     let mut known: Vec<Nanos> = measured.iter().flatten().map(|measured| measured.microbatch).collect();
     known.retain(|&time| time > Nanos::ZERO);
     known.sort_unstable();
     let middle = *known.get(known.len() / 2)?;
     let time = |measured: &Option<Measured>| {
-        let told = measured.map(|measured| measured.microbatch).filter(|&time| time > Nanos::ZERO);
+        let least = middle.0 / MAX_RATIO;
+        let told = measured.map(|measured| measured.microbatch).filter(|time| time.0 > least);
         Measured { microbatch: told.unwrap_or(middle), rest: Nanos::ZERO }
     };
     let all: Vec<Measured> = measured.iter().map(time).collect();
@@ -104,5 +108,11 @@ mod tests {
         let of = |ms| Some(Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO });
         assert_eq!(shares(4, &[of(10), of(40), of(10), None]), Some(vec![5, 1, 5, 5]));
         assert_eq!(shares(4, &[None, None]), None);
+        // One that reports a time that no machine needs does not get all microbatches.
+        assert_eq!(
+            shares(4, &[of(10), of(10), of(10), Some(Measured { microbatch: Nanos(1), rest: Nanos::ZERO })]),
+            Some(vec![4; 4])
+        );
+        assert_eq!(shares(4, &[of(1000), of(1000), of(2)]).map(|shares| shares[2]), Some(10));
     }
 }

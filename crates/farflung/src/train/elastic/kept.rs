@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung_comm::tcp::{GateConfig, GrowingNetwork};
+use farflung_comm::{CommError, Refusal};
 use farflung_parallel::membership::{DurableState, ViewId};
 
 use crate::train::run::RunObserver;
@@ -84,9 +85,55 @@ pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObser
         watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
         let mut asks = gate.clone();
         asks.deadline = ASKED;
-        if let Ok(asked) = GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {
-            return Err(Error::StillRuns { address: shown, members: asked.members().len() });
-        }
+        let expired = match GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {
+            Ok(_) => false,
+            // A member checks the date only after the ticket has proven to belong to its run.
+            Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => true,
+            Err(error) => {
+                tracing::debug!(%error, "no member of the run of this folder answers at {shown}");
+                continue;
+            }
+        };
+        return Err(Error::StillRuns { address: shown, expired });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
+
+    use super::*;
+
+    struct Silent;
+    impl RunObserver for Silent {
+        fn step(&mut self, _: &crate::StepMetrics, _: Option<f64>) {}
+        fn note(&mut self, _: &str) {}
+    }
+
+    #[test]
+    fn a_run_whose_members_find_the_ticket_too_old_is_not_over() {
+        let identity = |number: u8| Identity::from_seed([number; 32]);
+        let gate = |security| GateConfig::new("127.0.0.1:0", "night", security);
+        let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
+        let member = GrowingNetwork::found(&gate(Security::by_secret(&identity(1), &secret))).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let by_ticket = |secret: &JoinSecret, expiry| {
+            let (host, addresses) = (identity(1).public(), vec!["127.0.0.1:1".to_owned()]);
+            let ticket = Ticket { addresses, host, secret: secret.until(expiry), expiry };
+            let gate = gate(Security::by_ticket(&identity(2), &ticket));
+            is_over(folder.path(), &gate, &mut Silent)
+        };
+        by_ticket(&secret, unix_seconds() + 3600).unwrap();
+        write_addresses(folder.path(), &[member.address().to_owned()]).unwrap();
+        let (later, earlier) = (unix_seconds() + 3600, unix_seconds() - 60);
+        for (until, old) in [(later, false), (earlier, true)] {
+            let error = by_ticket(&secret, until).unwrap_err();
+            assert!(matches!(error, Error::StillRuns { expired, .. } if expired == old), "{error}");
+        }
+        // A member of another run answers at the address now.
+        by_ticket(&JoinSecret::from_text(b"a frog that nobody has seen").unwrap(), later).unwrap();
+        drop(member);
+        by_ticket(&secret, later).unwrap();
+    }
 }

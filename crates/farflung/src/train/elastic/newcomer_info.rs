@@ -103,3 +103,49 @@ fn differs(what: &'static str, own: &[NamedValue], theirs: &[NamedValue]) -> Res
     let found = theirs.iter().find(|fact| fact.name == *name).map_or("missing", |fact| &fact.value);
     Err(Error::MemberDiffers { what, field: name.clone(), own: value.clone(), theirs: found.to_owned() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Stop, TrainConfig};
+
+    fn job(layers: usize, data: &str) -> Job {
+        let config = TrainConfig {
+            layers: Some(layers),
+            workers: 1,
+            data: Some(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(data)),
+            context: Some(8),
+            batch: 1,
+            ..TrainConfig::default()
+        };
+        Job::new(config, 1, Stop::manual()).unwrap()
+    }
+
+    /// Returns what a newcomer is told that may not join; `None` if it may.
+    fn refused(members: &NewcomerInfo, newcomer: &Job) -> Option<String> {
+        let read = NewcomerInfo::read(&members.to_bytes()).unwrap();
+        read.check_version().and_then(|()| read.check_job(newcomer)).err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn newcomers_with_another_version_model_or_data_are_refused_with_the_reason() {
+        let members = NewcomerInfo::of(&job(1, "Cargo.toml"));
+        assert_eq!(refused(&members, &job(1, "Cargo.toml")), None);
+        let old = NewcomerInfo { version: "0.0.9".to_owned(), ..members.clone() };
+        let says = |refused: Option<String>, words: [&str; 3]| {
+            let refused = refused.unwrap();
+            assert!(words.iter().all(|word| refused.contains(word)), "{refused}");
+        };
+        says(refused(&old, &job(1, "Cargo.toml")), ["version", VERSION, "0.0.9"]);
+        says(refused(&members, &job(2, "Cargo.toml")), ["layers", "1", "2"]);
+        says(
+            refused(&members, &job(1, "README.md")),
+            [
+                "data",
+                "tokens with hash",
+                &members.facts.iter().find(|fact| fact.name == "data").unwrap().value,
+            ],
+        );
+        assert!(NewcomerInfo::read(&members.to_bytes()[1..]).is_err());
+    }
+}

@@ -112,7 +112,7 @@ impl Ready {
 
     /// Returns the bytes a second from all members together.
     pub(super) fn sum(&self) -> u64 {
-        self.rates.values().fold(0, |sum: u64, &rate| sum.saturating_add(rate))
+        together(self.rates.values().copied())
     }
 
     /// Returns whether the number of rates is possible for a view.
@@ -159,6 +159,11 @@ impl fmt::Display for Replays {
     }
 }
 
+/// Adds rates. Those that others report may be of any size.
+fn together(rates: impl IntoIterator<Item = u64>) -> u64 {
+    rates.into_iter().fold(0, u64::saturating_add)
+}
+
 impl Cost {
     /// Computes the cost of a newcomer after `step` steps. `told` has the sizes of each member's state; the
     /// first member is the one that sends the part of the state that replicas do not share.
@@ -170,33 +175,34 @@ impl Cost {
         let at_most = sizes().any(|sizes| sizes.is_part);
         let shared = sizes().map(|sizes| sizes.shared).max().unwrap_or(0);
         let own = sizes().map(|sizes| sizes.own).max().unwrap_or(0);
+        let whole = shared.saturating_add(own);
         if let FollowProgress::Stands { step: at } = ready.follows {
             let record = sizes().map(|sizes| sizes.record).max().unwrap_or(0);
             let every = sizes().map(|sizes| sizes.every).max().unwrap_or(1).max(1);
             let behind = step.saturating_sub(at).div_ceil(every);
             let replays = if every == 1 { Replays::Steps(behind) } else { Replays::Rounds(behind) };
             // If the records are more than the state, it takes the state.
-            let (records, whole) = (record.saturating_mul(behind), shared + own);
+            let records = record.saturating_mul(behind);
             let (state, replays) = if records < whole { (records, Some(replays)) } else { (whole, None) };
             // In pipelines, only the members that hold the newcomer's part send: in the worst case the slowest.
-            let together = |rates: Vec<u64>| {
+            let sends = |rates: Vec<u64>| {
                 let slowest = rates.iter().copied().min().unwrap_or(1);
-                if at_most { slowest } else { rates.iter().sum::<u64>().max(1) }
+                if at_most { slowest } else { together(rates).max(1) }
             };
-            let predicted = rates.map(|rates| seconds(state, together(rates)));
+            let predicted = rates.map(|rates| seconds(state, sends(rates)));
             let predicted = predicted.map(Nanos::from_secs_f64);
             return Self { state, predicted, at_most, replays };
         }
         let predicted = rates.map(|rates| {
             if at_most {
                 // Worst case: only the slowest member holds the newcomer's part.
-                return seconds(shared + own, rates.iter().copied().min().unwrap_or(1));
+                return seconds(whole, rates.iter().copied().min().unwrap_or(1));
             }
-            let all = seconds(shared + own, rates.iter().sum::<u64>().max(1));
+            let all = seconds(whole, together(rates.iter().copied()).max(1));
             all.max(seconds(own, rates.first().copied().unwrap_or(1)))
         });
         let predicted = predicted.map(Nanos::from_secs_f64);
-        Self { state: shared + own, predicted, at_most, replays: None }
+        Self { state: whole, predicted, at_most, replays: None }
     }
 }
 
@@ -332,6 +338,9 @@ mod tests {
         // The newcomer's part may be held by the slowest member only.
         let part = cost(&told(20_000_000, 0, true));
         assert_eq!(part.to_string(), "20 MB of state, at most 4s during which all members wait");
+        // Rates that no link has are no reason to stop.
+        let lies = Cost::new(&rates(&[u64::MAX, u64::MAX, 1]), &told(5, 0, false), 9);
+        assert_eq!(lies.predicted, Some(Nanos::ZERO));
         // The rate of one member is not known.
         let cost = Cost::new(&rates(&[1, 1]), &told(5, 0, false), 9);
         assert_eq!(cost.predicted, None);

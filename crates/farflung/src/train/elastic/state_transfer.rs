@@ -271,6 +271,22 @@ mod tests {
         assert_eq!(StateTransfer::new(&[None, None], true), None);
     }
 
+    /// The vectors of torchft's healing. Where it assigns one healthy replica to each of the others, here all
+    /// healthy ones give chunks to all others; and if all are at the first step, they already have one state.
+    #[test]
+    fn the_same_replicas_heal_as_with_torchft() {
+        let ranks = |ranks: &[u32]| ranks.iter().copied().map(Rank).collect::<Vec<_>>();
+        let cases: [(&[u64], &[u32], &[u32]); 2] =
+            [(&[0, 1, 0, 1, 0], &[1, 3], &[0, 2, 4]), (&[0, 0], &[0, 1], &[])];
+        for (steps, healthy, healed) in cases {
+            let at: Vec<Option<Progress>> =
+                steps.iter().map(|&step| Some(Progress { step, outer_step: 0 })).collect();
+            let exchange = StateTransfer::new(&at, true).unwrap();
+            assert_eq!((exchange.donors, exchange.takers), (ranks(healthy), ranks(healed)), "{steps:?}");
+            assert_eq!(exchange.furthest, Rank(healthy[0]));
+        }
+    }
+
     #[test]
     fn with_local_steps_those_give_that_have_the_last_average() {
         let at = |step, outer_step| Some(Progress { step, outer_step });
