@@ -116,7 +116,9 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         &seen,
         "runs whose losses differ from those of the same sequences without faults",
     )?;
-    report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(11.0))
+    // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last whole
+    // one may be two copies old.
+    report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(6.0))
 }
 
 /// Two pipelines with rounds of two local steps. The pipeline that loses a member gives nothing to the round.

@@ -150,6 +150,8 @@ struct Arm {
     mesh: &'static str,
     /// Whether they have it again before each loss.
     is_whole: bool,
+    /// Tokens of each member in each step; `None` if steps are local or shared by several members.
+    tokens: Option<u64>,
 }
 
 const ARMS: [Arm; 5] = [
@@ -162,6 +164,7 @@ const ARMS: [Arm; 5] = [
         pause: Duration::ZERO,
         mesh: "data=5,pipeline=1",
         is_whole: false,
+        tokens: Some(8),
     },
     Arm {
         name: "diloco",
@@ -172,6 +175,7 @@ const ARMS: [Arm; 5] = [
         pause: Duration::ZERO,
         mesh: "data=5,pipeline=1",
         is_whole: false,
+        tokens: None,
     },
     // Two pipelines. A spare would not hold up the others if it froze.
     Arm {
@@ -183,6 +187,7 @@ const ARMS: [Arm; 5] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
         is_whole: false,
+        tokens: None,
     },
     // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts: no other
     // member has a copy then.
@@ -195,6 +200,7 @@ const ARMS: [Arm; 5] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
         is_whole: true,
+        tokens: None,
     },
     // A pool may have one member: its part must have been copied before.
     Arm {
@@ -206,6 +212,7 @@ const ARMS: [Arm; 5] = [
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
         is_whole: false,
+        tokens: None,
     },
 ];
 
@@ -221,6 +228,58 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn others(members: &[Member], victim: usize) -> Vec<(&Member, usize)> {
     let others = members.iter().enumerate().filter(|(number, _)| *number != victim);
     others.map(|(_, member)| (member, member.last_change().1)).collect()
+}
+
+/// Steps of the members' metrics, and those among them with other tokens than those of all members.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct TokenTally {
+    steps: u64,
+    wrong: u64,
+}
+
+impl TokenTally {
+    /// Adds the metrics of a member in whose run each member trains on `each` tokens in a step.
+    fn add(&mut self, folder: &Path, each: u64) -> Result<()> {
+        let lines = |name: &str| -> Result<Vec<serde_json::Value>> {
+            // A member that was killed may not have written its last line.
+            let text = fs::read_to_string(folder.join(name)).unwrap_or_default();
+            let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+            whole.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
+        };
+        let number = |row: &serde_json::Value, name: &str| row[name].as_u64().unwrap_or(0);
+        let (rows, events) = (lines("metrics.jsonl")?, lines("events.jsonl")?);
+        let changes: Vec<&serde_json::Value> =
+            events.iter().filter(|event| event["event"] == "members").collect();
+        for pair in rows.windows(2) {
+            let (before, after) = (number(&pair[0], "step"), number(&pair[1], "step"));
+            // The members of the last change before the step. Steps before the first one have other members.
+            let Some(change) = changes.iter().rfind(|change| number(change, "step") <= before) else {
+                continue;
+            };
+            if after != before + 1 {
+                continue;
+            }
+            self.steps += 1;
+            let tokens = number(&pair[1], "tokens").saturating_sub(number(&pair[0], "tokens"));
+            self.wrong += u64::from(tokens != each * number(change, "members"));
+        }
+        Ok(())
+    }
+}
+
+/// Checks that each step has the tokens of all of its members, by the metrics of each process.
+fn count_tokens(
+    name: &str,
+    each: u64,
+    (folder, started): (&Path, usize),
+    report: &mut Report<'_>,
+) -> Result<()> {
+    let mut tally = TokenTally::default();
+    (0..started).try_for_each(|number| tally.add(&folder.join(number.to_string()), each))?;
+    let metric = format!("{name}, processes: steps whose tokens were counted");
+    report.row(&metric, tally.steps as f64, "1", Threshold::AtLeast(100.0))?;
+    let metric = format!("{name}, processes: steps with other tokens than those of all their members");
+    report.row(&metric, tally.wrong as f64, "1", Threshold::AtMost(0.0))
 }
 
 /// Kills or freezes a random member at a random time, again and again. After each loss, a new or the woken
@@ -277,6 +336,9 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
             add(&mut members)?;
         }
         report.progress(&format!("{name}: {} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
+    }
+    if let Some(tokens) = arm.tokens {
+        count_tokens(name, tokens, (folder, started), report)?;
     }
     let metric = format!("{name}, processes: members killed");
     report.row(&metric, f64::from(killed), "1", Threshold::None)?;
