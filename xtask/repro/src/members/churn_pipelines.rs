@@ -116,8 +116,8 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         &seen,
         "runs whose losses differ from those of the same sequences without faults",
     )?;
-    // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last whole
-    // one may be two copies old.
+    // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last
+    // whole one may be two copies old.
     report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(6.0))
 }
 
