@@ -1,6 +1,8 @@
-//! `ci --only browser`: checks the page of `farflung watch` in headless Chromium during a training run.
+//! `ci --only browser`: checks the page of `farflung watch` in headless Chromium, during a training run and
+//! while members come and go.
 
 mod devtools;
+mod hosted;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -95,7 +97,7 @@ pub(crate) fn check() -> Result<()> {
 
     shell::run(&mut train(&binary, &run, FIRST))?;
     let mut training = Process(train(&binary, &run, STEPS).stderr(Stdio::null()).spawn()?);
-    let (watching, address) = watch(&binary, &run)?;
+    let (watching, address) = watch(&binary, &run, None)?;
     let mut browser = Browser::start(&folder)?;
     browser.look(1280, 1.0, "light")?;
     browser.call("Page.navigate", &serde_json::json!({ "url": address }))?;
@@ -144,6 +146,8 @@ pub(crate) fn check() -> Result<()> {
         fs::write(&documented, &picture)?;
         println!("browser: wrote docs/watch.png");
     }
+    drop(browser);
+    hosted::check(&binary, &folder.join("hosted"))?;
     println!("browser: pictures in {}", folder.display());
     Ok(())
 }
@@ -158,8 +162,8 @@ fn train(binary: &Path, run: &Path, steps: u64) -> Command {
     command
 }
 
-/// Starts the page's server, and returns it with its address.
-fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
+/// Starts the page's server, and returns it with its address. With a ticket, it also asks the members.
+fn watch(binary: &Path, run: &Path, ticket: Option<&Path>) -> Result<(Process, String)> {
     let mut command = Command::new(binary);
     command
         .arg("watch")
@@ -167,6 +171,9 @@ fn watch(binary: &Path, run: &Path) -> Result<(Process, String)> {
         .args(["--listen", "127.0.0.1:0"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
+    if let Some(ticket) = ticket {
+        command.arg("--ticket-file").arg(ticket);
+    }
     let mut child = command.spawn().context("failed to start farflung watch")?;
     let mut line = String::new();
     let stdout = child.stdout.take().context("stdout is not piped")?;
@@ -230,7 +237,7 @@ fn an_event_appears(browser: &mut Browser, run: &Path) -> Result<()> {
     let expected = Value::String(format!("lost: {HOSTILE}"));
     browser.wait_for("an event appears", &format!("{newest}.startsWith({expected})"), PATIENCE)?;
     file.write_all(b"\xff not an event\n")?;
-    let problem = "document.getElementById('problems').textContent.includes('events.jsonl: 1 line left out')";
+    let problem = "document.getElementById('problems').textContent.includes('events.jsonl: 1 line skipped')";
     browser.wait_for("the invalid line is counted", problem, PATIENCE)?;
     let taken = browser.value("document.querySelectorAll('img, #events script').length + document.title")?;
     if taken != "0homes · farflung" {
