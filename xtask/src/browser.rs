@@ -140,15 +140,21 @@ pub(crate) fn check() -> Result<()> {
     let said = "!document.getElementById('connection').hidden";
     browser.wait_for("the page says that the server no longer answers", said, PATIENCE)?;
 
-    ensure!(picture.len() < LARGEST, "the picture has {} bytes, at most {LARGEST}", picture.len());
-    let documented = shell::root().join("docs/watch.png");
-    if !documented.exists() {
-        fs::write(&documented, &picture)?;
-        println!("browser: wrote docs/watch.png");
-    }
+    document(&picture, "watch.png")?;
     drop(browser);
     hosted::check(&binary, &folder.join("hosted"))?;
     println!("browser: pictures in {}", folder.display());
+    Ok(())
+}
+
+/// Writes a picture of the documentation, unless it exists.
+fn document(picture: &[u8], name: &str) -> Result<()> {
+    ensure!(picture.len() < LARGEST, "the picture has {} bytes, at most {LARGEST}", picture.len());
+    let documented = shell::root().join("docs").join(name);
+    if !documented.exists() {
+        fs::write(&documented, picture)?;
+        println!("browser: wrote docs/{name}");
+    }
     Ok(())
 }
 

@@ -9,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use super::devtools::Browser;
-use super::{LARGEST, PATIENCE, Process, watch};
+use super::{PATIENCE, Process, document, watch};
 use crate::shell;
 
-const SETTINGS: &str = "--sync ddp --stages 2 --layers 4 --heads 2 --dim 64 --context 64 --batch 2 --microbatches 2 \
-    --lr 0.004 --steps 5000 --deadline 10s --eval-every 20 --eval-batches 2 --sample-tokens 0";
+const SETTINGS: &str = "--sync ddp --stages 2 --layers 4 --heads 2 --dim 64 --context 64 --batch 2 \
+    --microbatches 2 --lr 0.004 --steps 5000 --deadline 10s --eval-every 20 --eval-batches 2 --sample-tokens 0";
 /// Number of members: two pipelines of two, and one without a part.
 const MEMBERS: usize = 5;
 /// The member that is killed. It has a part.
@@ -86,12 +86,5 @@ pub(super) fn check(binary: &Path, folder: &Path) -> Result<()> {
     ensure!(errors.is_empty(), "the console has errors:\n  {}", errors.join("\n  "));
     drop(watching);
     println!("browser: members that came and went were drawn at their stages, and a loss was told");
-
-    ensure!(picture.len() < LARGEST, "the picture has {} bytes, at most {LARGEST}", picture.len());
-    let documented = shell::root().join("docs/members.png");
-    if !documented.exists() {
-        fs::write(&documented, &picture)?;
-        println!("browser: wrote docs/members.png");
-    }
-    Ok(())
+    document(&picture, "members.png")
 }
