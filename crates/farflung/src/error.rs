@@ -48,9 +48,12 @@ pub enum Error {
     /// Part of the model is lost: the members that held it are gone, and no other member has a copy.
     #[error(
         "{tensor} of the model is lost: the member that held it failed, and no other member has it or can \
-         read a checkpoint of it"
+         read a checkpoint of it{}",
+        left.as_deref().map(ToString::to_string).unwrap_or_default()
     )]
     PartLost {
+        /// The parts that this rank has saved.
+        left: Option<Box<crate::train::StopSummary>>,
         /// The first tensor that is missing.
         tensor: String,
     },

@@ -51,7 +51,7 @@ pub use step_times::StepTimes;
 pub use access::{AccessArgs, Home};
 pub use launch::Launch;
 pub use launch_env::LaunchEnv;
-pub use notice::NoticeArgs;
+pub use notice::{MemberNoticeArgs, NoticeArgs};
 pub use observe::ObserveArgs;
 pub use progress::{Progress, Show};
 

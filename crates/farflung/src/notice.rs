@@ -1,6 +1,7 @@
 //! Termination notices, as spot machines get them before they are taken away: a file appears, or a command
-//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step, or
-//! with local steps and other members the round.
+//! succeeds. The run is then asked to stop as by SIGTERM, but it always finishes the current step, or with
+//! local steps and other members the round. A member does not wait for the end of a round that is farther away
+//! than its machine's end.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -27,6 +28,30 @@ pub struct NoticeArgs {
 }
 
 const NOTICE: &str = "Termination notices";
+
+/// How a member of a run that machines join and leave is told that its machine is taken away, and how long
+/// before.
+#[derive(Debug, Clone, clap::Args)]
+pub struct MemberNoticeArgs {
+    #[command(flatten)]
+    notice: NoticeArgs,
+    /// Time from a notice or a signal until this machine is taken away, such as 2m on AWS and 30s on other
+    /// clouds. With local steps, a member leaves after the round; if that takes longer than this time, it leaves
+    /// at once, and what it did in the round is lost. Default: it always waits for the end of the round.
+    #[arg(long = "notice-time", value_name = "TIME", help_heading = NOTICE)]
+    time: Option<Nanos>,
+}
+
+impl MemberNoticeArgs {
+    /// Catches signals as [`Stop::install_leaving`] does, and checks for a notice as [`NoticeArgs::watch`] does.
+    ///
+    /// Errors: [`Error::Io`] if the system does not accept the handlers, or cannot start a thread.
+    pub fn install(&self) -> Result<Stop> {
+        let stop = Stop::install_leaving()?.within(self.time);
+        self.notice.watch(&stop)?;
+        Ok(stop)
+    }
+}
 
 impl NoticeArgs {
     /// Starts a thread that checks for a notice at the given interval and requests a stop from `stop` once

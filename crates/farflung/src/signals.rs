@@ -14,6 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use farflung_base::Nanos;
 use farflung_comm::{Cancel, Communicator};
 use farflung_tensor::Interrupt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -116,9 +117,24 @@ pub struct Stop {
     tied: Arc<AtomicBool>,
     /// Whether there may be something to save.
     begun: Arc<AtomicBool>,
+    /// Time between a request and the end of the machine; `None` if it is not known.
+    notice: Option<Nanos>,
 }
 
 impl Stop {
+    /// Sets the time within which the process must end after a request. A member that leaves a run does not wait
+    /// for an average that is farther away; see [`NoticeArgs`](crate::NoticeArgs).
+    #[must_use]
+    pub fn within(self, notice: Option<Nanos>) -> Self {
+        Self { notice, ..self }
+    }
+
+    /// Returns the time within which the process must end after a request; `None` if it is not known.
+    #[must_use]
+    pub const fn notice(&self) -> Option<Nanos> {
+        self.notice
+    }
+
     /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first signal requests a stop
     /// (see the module). The second one cancels the calls that are [tied](Stop::with_stop) to this handle and
     /// ends the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`,

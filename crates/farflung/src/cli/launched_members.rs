@@ -22,6 +22,8 @@ struct Members<'a> {
     config: TrainConfig,
     /// Threads of each process, unless the command sets them.
     threads: Option<usize>,
+    /// Number of members with which the run begins, unless the command sets it.
+    least: Option<usize>,
     /// Whether the first process still hosts the run. If it fails and is started again, it joins.
     hosts: bool,
     /// Modification time of the ticket that an earlier run left in the folder.
@@ -47,9 +49,10 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     })?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = (config.threads == 0 && !host.tells_threads()).then(|| cores.div_ceil(job.most));
+    let least = (config.min_members < job.least && !host.tells_min_members()).then_some(job.least);
     let former = written(&folder.join(TICKET));
     let words = command;
-    let mut members = Members { program, words, host, folder, config, threads, hosts: true, former };
+    let mut members = Members { program, words, host, folder, config, threads, least, hosts: true, former };
     let ended = job.run(stop, |start| Ok(members.command(start)));
     if let Err(error) = &ended
         && !matches!(error, Error::Stopped(_))
@@ -85,6 +88,9 @@ impl Members<'_> {
         let mut command = Command::new(self.program);
         if running.is_empty() {
             command.args(self.words);
+            if let Some(least) = self.least {
+                command.arg("--min-members").arg(least.to_string());
+            }
         } else {
             let ticket = running.iter().find_map(|&of| self.ticket(of))?;
             // The ticket that this member wrote before it was restarted has its old address.

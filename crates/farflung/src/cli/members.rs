@@ -15,7 +15,7 @@ use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
 use farflung::train::{Report, RunObserver, elastic};
 use farflung::transports::{IROH, Reach, TCP, is_second_network_address};
-use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
+use farflung::{Error, MemberNoticeArgs, ObserveArgs, Result, Show, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
@@ -70,7 +70,7 @@ pub(crate) struct HostCommand {
     #[command(flatten)]
     site: SiteMemberArgs,
     #[command(flatten)]
-    notice: NoticeArgs,
+    notice: MemberNoticeArgs,
     #[command(flatten)]
     observe: ObserveArgs,
     #[command(flatten)]
@@ -108,6 +108,11 @@ impl HostCommand {
     /// Returns whether the command sets the number of threads.
     pub(super) const fn tells_threads(&self) -> bool {
         self.flags.args.threads.is_some()
+    }
+
+    /// Returns whether the command sets the number of members with which the run begins.
+    pub(super) const fn tells_min_members(&self) -> bool {
+        self.flags.args.min_members.is_some()
     }
 
     /// Returns whether members show certificates, so that there is no ticket.
@@ -197,8 +202,7 @@ impl HostCommand {
             Ok(())
         };
         let (quiet, json) = (config.quiet, config.json);
-        let stop = Stop::install_leaving()?;
-        self.notice.watch(&stop)?;
+        let stop = self.notice.install()?;
         watched(quiet, json, &self.observe, |watch| {
             elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open)
         })
@@ -274,7 +278,7 @@ pub(crate) struct JoinCommand {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    notice: NoticeArgs,
+    notice: MemberNoticeArgs,
     #[command(flatten)]
     observe: ObserveArgs,
 }
@@ -306,8 +310,7 @@ impl JoinCommand {
             self.relay.iter().flat_map(|relays| relays.split(',')).map(str::to_owned).collect();
         let reach = Reach { transport, relays, advertise: self.address.clone().into_iter().collect() };
         let gate = reach.open(gate, &known)?;
-        let stop = Stop::install_leaving()?;
-        self.notice.watch(&stop)?;
+        let stop = self.notice.install()?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
             let Some(ticket) = &ticket else { return Ok(()) };

@@ -339,6 +339,9 @@ settings! {
         /// host): by-speed or equal. With by-speed, a slower machine gets fewer of --microbatches if that makes
         /// steps at least a tenth shorter; a machine that is too slow for even one leaves.
         balance: BalanceKind, "KIND", BalanceKind::BySpeed;
+        /// Number of members with which a run begins (farflung host): those that are here earlier wait for the
+        /// others. 1 begins at once.
+        min_members: usize, "N", 1_usize;
         /// Fraction of a rank's link to the next rank that is used for copies of its part of the model, in a
         /// run of members with a single pipeline (farflung host --stages). After a loss, the members go back to
         /// the newest step of which all parts were copied. 0 sends no copies.

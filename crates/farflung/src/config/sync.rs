@@ -111,6 +111,7 @@ impl TrainConfig {
         check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;
         let share = self.copy_share;
         check("copy-share", &share, (0.0..=1.0).contains(&share), "between 0 and 1")?;
+        check("min-members", &self.min_members, self.min_members > 0, "at least 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
         let stays = self.world_mixing;
         check("world-mixing", &stays, (0.0..=1.0).contains(&stays), "between 0 and 1")?;

@@ -34,7 +34,7 @@ use super::plan_start::PlanStart;
 use super::planned;
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
-use crate::{Error, Packing, Result, RunDir, run_dir};
+use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
 pub(super) use neighbours::beside;
 pub(super) use pieces::{Saved, saved};
 pub(super) use source::{Residuals, Source};
@@ -141,6 +141,22 @@ pub(super) fn save_without(
     })
 }
 
+/// Saves the parts of the model that this rank holds, after the last step that counts on all ranks, without the
+/// other ranks: those that cannot continue save theirs in the same way.
+pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
+    trainer.back_to_common()?;
+    let writer = written(trainer, job, run, totals, &[])?;
+    let path = run.commit(writer)?;
+    prune(job, run)?;
+    Ok(path)
+}
+
+/// Deletes old checkpoints. The previous one is kept even if only one is wanted: another rank may have failed
+/// before it made its newest checkpoint valid.
+fn prune(job: &Job, run: &RunDir) -> Result<()> {
+    run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })
+}
+
 /// Like [`save_without`], called while the parameters common to all replicas are in place.
 fn save_common(
     trainer: &mut Trainer,
@@ -149,6 +165,22 @@ fn save_common(
     totals: Totals,
     absent: &[Rank],
 ) -> Result<PathBuf> {
+    let writer = written(trainer, job, run, totals, absent)?;
+    trainer.comm().barrier()?;
+    let path = run.commit(writer)?;
+    trainer.comm().barrier()?;
+    prune(job, run)?;
+    Ok(path)
+}
+
+/// Writes a checkpoint that is not valid yet.
+fn written(
+    trainer: &Trainer,
+    job: &Job,
+    run: &RunDir,
+    totals: Totals,
+    absent: &[Rank],
+) -> Result<CheckpointWriter> {
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
     let Counters { step, outer_step, rounds } = trainer.counters();
     let mut writer = run.begin_checkpoint(step, packing)?;
@@ -185,14 +217,7 @@ fn save_common(
     };
     let text = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
     writer.write(TRAINER, &text)?;
-
-    trainer.comm().barrier()?;
-    let path = run.commit(writer)?;
-    trainer.comm().barrier()?;
-    // The previous checkpoint is kept even if only one is wanted: another rank may have failed between the two
-    // barriers above.
-    run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })?;
-    Ok(path)
+    Ok(writer)
 }
 
 /// Returns the sequences per step of one replica alone, with which a member continues if it restarts alone.

@@ -317,9 +317,10 @@ impl Job {
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
-        let pooled = || self.is_pooled() && self.plan.pools().is_some();
+        // Routes around a lost member follow no speeds.
+        let can_follow = self.plan.pools().is_none() || self.is_pooled();
         self.elastic
-            && (self.pipelines.is_none() || pooled())
+            && can_follow
             && self.config.balance == BalanceKind::BySpeed
             && level.steps.is_empty()
     }

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::SyncKind;
+use farflung::config::choice::{Resume, SyncKind};
 use farflung::events::{self, EventKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Job, Report, RunObserver, run_workers};
+use farflung::train::{Job, Report, RunObserver, elastic, run_workers};
 use farflung::{Error, Existing, RunDir, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -226,5 +226,55 @@ fn a_part_that_no_member_can_read_is_lost() {
     for n in [0, 2] {
         let error = ended[n].as_ref().unwrap_err();
         assert!(matches!(error, Error::PartLost { .. }) && error.exit_code() == 75, "{n}: {error}");
+    }
+}
+
+/// Two pipelines are cut off from each other. The second one may not continue: its members save their parts, and
+/// a run begins again from there.
+#[test]
+fn those_that_may_not_go_on_save_their_parts() {
+    for sync_every in [1, 3] {
+        let local = sync_every > 1;
+        let sync = if local { SyncKind::of(&DILOCO) } else { TrainConfig::default().sync };
+        let root = tempfile::tempdir().unwrap();
+        let config = TrainConfig { sync, sync_every, resume: Resume::Auto, ..TrainConfig::default() };
+        let job = |workers| {
+            let job = job(root.path(), config.clone());
+            let config = TrainConfig { workers, checkpoint_every: 0, ..job.config };
+            Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
+        };
+        let disk = |name: &str| root.path().join(name);
+        let folders = [disk("a"), disk("b"), disk("run"), disk("run").join("members").join("1")];
+        let train = |faults: &Faults, names: &[&PathBuf]| {
+            let job = job(4);
+            let mut connections = connections(&job, 4, &[], faults);
+            for (connection, folder) in connections.iter_mut().zip(names) {
+                let own = RunDir::open(folder, Existing::Continue).unwrap();
+                connection.place = connection.place.take().map(|place| place.saves_in(own));
+            }
+            run_workers(&job, connections, &mut Notes::default())
+        };
+        let calm = train(&Faults::new(), &[]);
+        let time = |step: usize| report(&calm).rows[step - 1].time_s * 1e9;
+        let cut = Nanos(f64::midpoint(time(7), time(8)) as u64);
+        let faults = Faults::new().at(cut).partition(&[PeerId(2), PeerId(3)], 4, Nanos::MAX);
+        let ended = train(&faults, &folders.each_ref());
+        assert_eq!(report(&ended).rows.len() as u64, STEPS);
+        // With local steps, replicas agreed last after the sixth step.
+        let step = if local { 6 } else { 7 };
+        for n in [2, 3] {
+            let error = ended[n].as_ref().unwrap_err();
+            let Error::NoMajority { left: Some(left), .. } = error else { panic!("{n}: {error}") };
+            assert_eq!((left.step, left.saved.as_ref().map(|saved| saved.0)), (step, Some(step)), "{error}");
+            assert_eq!(error.exit_code(), 75);
+        }
+        // A host finds both parts, and begins after that step.
+        let founder = elastic::founder(TrainConfig { workers: 1, ..job(4).config }, &Stop::manual()).unwrap();
+        let mut connections = connections(&founder, 1, &[], &Faults::new());
+        let own = RunDir::open(&folders[2], Existing::Continue).unwrap();
+        connections[0].place = connections[0].place.take().map(|place| place.saves_in(own));
+        let ended = run_workers(&founder, connections, &mut Notes::default());
+        let rows = &report(&ended).rows;
+        assert_eq!(rows.first().map(|row| row.step), Some(step + 1));
     }
 }

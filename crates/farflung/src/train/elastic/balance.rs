@@ -3,6 +3,7 @@
 
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
+use farflung_parallel::pipeline::{StageCost, peaks};
 use farflung_parallel::plan::{Advice, Measured, Rebalance, shares_by_speed, step_time};
 
 use crate::Result;
@@ -16,8 +17,10 @@ const MAX_RATIO: u64 = 4096;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Balance {
     rebalance: Rebalance,
-    /// The newest measurement of each replica.
+    /// The newest measurement of each replica. A pipeline has that of its slowest rank.
     measured: Vec<Measured>,
+    /// The slowest rank of each replica.
+    slowest: Vec<u32>,
 }
 
 /// A change of the replicas' shares.
@@ -33,10 +36,17 @@ pub(super) struct Reshared {
 impl Balance {
     /// Returns how the shares should change after the step just done. The result is the same on all ranks.
     pub(super) fn advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
-        let Some(measured) = trainer.measured() else { return Advice::Stay };
-        let advice = self.rebalance.observe(&job.plan.microbatches, &measured);
-        self.measured = measured;
-        advice
+        let Some(ranks) = trainer.measured() else { return Advice::Stay };
+        (self.slowest, self.measured) = slowest(&ranks, job.plan.stages());
+        match self.rebalance.observe(&job.plan.microbatches, &self.measured) {
+            Advice::Shares(shares) if !is_possible(&job.plan, &shares) => Advice::Stay,
+            advice => advice,
+        }
+    }
+
+    /// Returns whether `rank` is the one that makes a replica too slow to stay.
+    pub(super) fn is_slowest(&self, replica: u32, rank: u32) -> bool {
+        self.slowest.get(replica as usize) == Some(&rank)
     }
 
     /// Returns the newest measurement of each replica, for the next plan.
@@ -82,6 +92,31 @@ impl Balance {
     }
 }
 
+/// Returns the slowest rank of each replica of `stages` ranks, and its times. If those of any of its ranks are
+/// not known, the replica's are not.
+fn slowest(ranks: &[Measured], stages: u32) -> (Vec<u32>, Vec<Measured>) {
+    let slowest = |(first, ranks): (u32, &[Measured])| {
+        let is_known = ranks.iter().all(|rank| rank.microbatch > Nanos::ZERO);
+        let key = |(_, rank): &(u32, &Measured)| rank.microbatch;
+        let (rank, &times) = (first..).zip(ranks).max_by_key(key)?;
+        let unknown = Measured { microbatch: Nanos::ZERO, ..times };
+        Some((rank, if is_known { times } else { unknown }))
+    };
+    (0..).step_by(stages as usize).zip(ranks.chunks(stages as usize)).filter_map(slowest).unzip()
+}
+
+/// Returns whether pipelines can have these shares, and hold as many activations as now. With a schedule that
+/// holds those of all microbatches, a larger share could take more memory than a rank has; others require
+/// certain numbers of microbatches.
+fn is_possible(plan: &Plan, shares: &[u32]) -> bool {
+    let moment = Nanos(1);
+    let cost = StageCost { forward: moment, input: moment, weight: moment, ..StageCost::default() };
+    let cost = vec![cost; plan.parts.len()];
+    let most = |&count: &u32| peaks(&plan.order_with(count, &cost, Nanos::ZERO).ok()?).into_iter().max();
+    let most = |shares: &[u32]| shares.iter().map(most).collect::<Option<Vec<u32>>>()?.into_iter().max();
+    plan.stages() == 1 || most(shares).zip(most(&plan.microbatches)).is_some_and(|(then, now)| then <= now)
+}
+
 /// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
 /// replicas. A replica without a known time, or with one that cannot be true ([`MAX_RATIO`]), counts as having
 /// the median of the known ones. `None` if no time is known.
@@ -102,6 +137,16 @@ pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipeline_is_as_slow_as_its_slowest_rank() {
+        let of = |ms| Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::from_millis(ms + 1) };
+        let (ranks, times) = slowest(&[of(3), of(8), of(9), of(2), of(0), of(4)], 2);
+        assert_eq!((ranks, &times[..2]), (vec![1, 2, 5], &[of(8), of(9)][..]));
+        // One of its ranks has not said how long it takes.
+        assert_eq!(times[2].microbatch, Nanos::ZERO);
+        assert_eq!(slowest(&[of(3), of(8)], 1), (vec![0, 1], vec![of(3), of(8)]));
+    }
 
     #[test]
     fn a_newcomer_counts_as_the_middle_one() {

@@ -139,9 +139,12 @@ struct PingRound {
 }
 
 impl Place {
-    /// Returns how long an answer to a ping is waited for.
+    /// Returns how long an answer to a ping is waited for: at least the longest two round trips to any other
+    /// member, as far as they are measured, and at most the deadline.
     pub(super) fn roll_call(&self) -> Nanos {
-        ROLL_CALL.min(self.deadline)
+        let others = self.others();
+        let longest = self.membership().round_trips().longest(others.iter().map(|(_, id)| id));
+        ROLL_CALL.max(Nanos(longest.0.saturating_mul(2))).min(self.deadline)
     }
 
     /// Returns whether this member would propose the next view, as far as it knows.

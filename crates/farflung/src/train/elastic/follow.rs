@@ -37,6 +37,9 @@ const MAX_MISSED: u32 = 16;
 /// A newcomer that is behind by less than this time, and whose links carry the records in it, is ready. Steps
 /// may be so short that it is never behind by one only.
 const NEAR: Nanos = Nanos::from_millis(50);
+/// A newcomer that was ready stays so while it is behind by at most this number of records, and its links carry
+/// them in the time of one step. Members that form a further pipeline must be ready at the same time.
+const STAYS: usize = 4;
 
 /// The rank that replays steps: alone, with the settings of the run.
 pub(super) struct Replayer<'a> {
@@ -109,6 +112,8 @@ pub(super) struct Follower<'a> {
     holders: usize,
     /// Bytes a second from all members together that offered the copy.
     rate: u64,
+    /// Whether it was ready when it last decided what to fetch.
+    stood: bool,
 }
 
 /// How the number of steps to be replayed has changed since a copy of the state was taken.
@@ -150,6 +155,7 @@ impl<'a> Follower<'a> {
             missed: 0,
             holders: 0,
             rate: 0,
+            stood: false,
         }
     }
 
@@ -165,17 +171,10 @@ impl<'a> Follower<'a> {
 
     /// Returns what it says to the members. `left` is the number of bytes of the copy still to be received.
     pub(super) fn says(&self, offers: &Offers, left: u64) -> FollowProgress {
-        let lap = match &self.phase {
-            Phase::Replays(lap) => &lap[..],
-            _ => &[],
-        };
-        let stands = |followed: &&Followed| {
-            self.is_near(lap, followed.step(), offers) && self.has_optimizer(followed, offers)
-        };
         match (&self.phase, &self.followed) {
             (Phase::Asks(_), _) | (Phase::Replays(_), None) => FollowProgress::Asks,
             (Phase::Gave(follows), _) => *follows,
-            (Phase::Replays(_) | Phase::FetchesOptimizer(_), Some(followed)) if stands(&followed) => {
+            (Phase::Replays(_) | Phase::FetchesOptimizer(_), Some(followed)) if self.stands(offers) => {
                 FollowProgress::Stands { step: followed.step() }
             }
             (Phase::Replays(_), Some(followed)) => {
@@ -186,6 +185,19 @@ impl<'a> Follower<'a> {
                 FollowProgress::Fetches { step: *step, got: label.len.saturating_sub(left), of: label.len }
             }
         }
+    }
+
+    /// Returns whether the newcomer is ready.
+    fn stands(&self, offers: &Offers) -> bool {
+        let lap = match &self.phase {
+            Phase::Replays(lap) => &lap[..],
+            Phase::FetchesOptimizer(_) => &[],
+            _ => return false,
+        };
+        let Some(followed) = &self.followed else { return false };
+        let step = followed.step();
+        let is_near = self.is_near(lap, step, offers) || self.stood && self.stays_near(step, offers);
+        is_near && self.has_optimizer(followed, offers)
     }
 
     /// Returns whether the newcomer has the optimizer that it needs, or one that is older by less than
@@ -216,9 +228,20 @@ impl<'a> Follower<'a> {
             && bytes <= carried
     }
 
+    /// Returns whether a newcomer that was ready, and has the state after `step`, still is: see [`STAYS`].
+    fn stays_near(&self, step: u64, offers: &Offers) -> bool {
+        let behind: Vec<Offered<Logged>> = offers.after(step).take(STAYS + 1).collect();
+        let reached = behind.last().map_or(step, |record| record.what.step);
+        let bytes: u64 = behind.iter().map(|record| record.what.label.len).sum();
+        behind.len() <= STAYS
+            && offers.newest().is_none_or(|newest| newest <= reached)
+            && offers.growth().is_some_and(|growth| keeps_up(Growth { bytes, ..growth }, self.rate))
+    }
+
     /// Returns what to fetch next; empty if nothing is to be fetched now. `ready` has the measured rates of the
     /// members.
     pub(super) fn next(&mut self, offers: &Offers, ready: &Ready, now: Nanos) -> Vec<Want> {
+        self.stood = self.stands(offers);
         let has_optimizer =
             self.followed.as_ref().is_some_and(|followed| self.has_optimizer(followed, offers));
         match &mut self.phase {
@@ -376,6 +399,7 @@ impl<'a> Follower<'a> {
         self.tries += 1;
         self.laps = Laps::NONE;
         self.followed = None;
+        self.stood = false;
         self.phase =
             if self.tries >= TRIES { Phase::Gave(FollowProgress::TooSlow) } else { Phase::Asks(None) };
     }
@@ -509,6 +533,36 @@ mod tests {
             };
             assert_eq!(says(Nanos::from_millis(10)), FollowProgress::Stands { step: 2 });
             assert_eq!(says(Nanos::from_millis(1_000)), FollowProgress::Replays { step: 2, newest: 2 });
+        });
+    }
+
+    #[test]
+    fn one_that_was_ready_stays_so_while_it_is_a_few_records_behind() {
+        follow(|job, mut donor, mut follower| {
+            let ready = Ready::default();
+            let says = |follower: &mut Follower<'_>, donor: &Donor| {
+                follower.next(&donor.offers, &ready, Nanos::ZERO);
+                follower.says(&donor.offers, 0)
+            };
+            donor.offer_copy(b"", Nanos::from_millis(1_000));
+            let optimizer = donor.offer_optimizer(job);
+            follower.followed.as_mut().unwrap().take_optimizer(&optimizer).unwrap();
+            // Two rounds behind, it is not ready.
+            donor.round(job);
+            donor.round(job);
+            assert_eq!(says(&mut follower, &donor), FollowProgress::Replays { step: 0, newest: 4 });
+            // If it was ready before, it is.
+            follower.stood = true;
+            assert_eq!(says(&mut follower, &donor), FollowProgress::Stands { step: 0 });
+            assert!(follower.stood);
+            // Its links do not carry the two records in the time of a round.
+            follower.rate = 1_000;
+            assert_eq!(says(&mut follower, &donor), FollowProgress::Replays { step: 0, newest: 4 });
+            (follower.rate, follower.stood) = (1 << 30, true);
+            // Five rounds are too many.
+            (0..3).for_each(|_| drop(donor.round(job)));
+            assert_eq!(says(&mut follower, &donor), FollowProgress::Replays { step: 0, newest: 10 });
+            assert!(!follower.stood);
         });
     }
 

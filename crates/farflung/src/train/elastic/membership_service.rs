@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::offers::{Growth, Logged, Offer, Offers};
 use super::ready::{Cost, Ready};
+use super::round_trips::RoundTrips;
 use crate::Result;
 
 /// Message to a membership service.
@@ -21,11 +22,11 @@ enum MembershipMessage {
     Event(Event),
     /// A message of the membership rules, from another member.
     Message(Message),
-    /// A question of another member whether this one is reachable, with the sender's position in the sequence
-    /// of views.
-    Ping(Option<Message>),
-    /// The answer to a ping, with the sender's position in the sequence of views.
-    Pong(Option<Message>),
+    /// A question of another member whether this one is reachable, at a time of its clock, with the sender's
+    /// position in the sequence of views.
+    Ping { asked: Nanos, here: Option<Message> },
+    /// The answer to a ping with its time, and the sender's position in the sequence of views.
+    Pong { asked: Nanos, here: Option<Message> },
     /// From another member of pipelines: its step in the view of this epoch has failed because a member is
     /// lost.
     GivenUp { epoch: u64 },
@@ -80,6 +81,7 @@ pub(super) struct MembershipService {
     costs: Option<Cost>,
     /// What members offer to this newcomer.
     offers: Offers,
+    round_trips: RoundTrips,
 }
 
 /// Decodes a message. The connection proves who the sender is, but the content may be malformed: then `None`.
@@ -116,6 +118,7 @@ impl MembershipService {
             ready: BTreeMap::new(),
             costs: None,
             offers: Offers::default(),
+            round_trips: RoundTrips::default(),
         };
         if let Some(kept) = membership.state.durable() {
             membership.write(kept)?;
@@ -127,6 +130,7 @@ impl MembershipService {
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
         self.ready.retain(|id, _| ranks.contains(id));
         self.offers.keep(&ranks);
+        self.round_trips.keep(&ranks);
         self.ranks = ranks;
     }
 
@@ -150,9 +154,15 @@ impl MembershipService {
         self.heard.get(id).is_some_and(|&at| at >= since)
     }
 
-    /// Encodes a ping.
-    pub(super) fn ping(&self) -> Vec<u8> {
-        encode(&MembershipMessage::Ping(self.here()))
+    /// Encodes a ping that is sent now. The round trips of its answers are measured.
+    pub(super) fn ping(&mut self, now: Nanos) -> Vec<u8> {
+        self.round_trips.ask(now);
+        encode(&MembershipMessage::Ping { asked: now, here: self.here() })
+    }
+
+    /// Returns the measured round trips.
+    pub(super) const fn round_trips(&self) -> &RoundTrips {
+        &self.round_trips
     }
 
     /// Encodes the message that a step in the view of `epoch` has failed.
@@ -297,14 +307,15 @@ impl MembershipService {
         let Some(&sender) = self.ranks.get(from.index()) else { return Vec::new() };
         let own = sender == self.state.me().id;
         self.heard.insert(sender, now);
-        let (message, answers) = match word {
+        let (message, asked) = match word {
             MembershipMessage::Event(event) if own => return self.step(event, now),
             MembershipMessage::Event(_) => return Vec::new(),
-            MembershipMessage::Message(message) | MembershipMessage::Pong(Some(message)) => {
-                (Some(message), false)
+            MembershipMessage::Message(message) => (Some(message), None),
+            MembershipMessage::Pong { asked, here } => {
+                self.round_trips.answered(sender, asked, now);
+                (here, None)
             }
-            MembershipMessage::Pong(None) => (None, false),
-            MembershipMessage::Ping(message) => (message, true),
+            MembershipMessage::Ping { asked, here } => (here, Some(asked)),
             MembershipMessage::GivenUp { epoch } => {
                 // Only members take steps. This member may be one view behind the sender.
                 let view = self.state.view();
@@ -316,33 +327,33 @@ impl MembershipService {
                     self.given_up = self.given_up.max(epoch);
                     self.end_steps();
                 }
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Ready(ready) => {
                 if ready.is_sound() {
                     self.ready.insert(sender, ready);
                 }
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Costs(cost) => {
                 self.costs = Some(cost);
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Offers(offer, growth) => {
                 self.offers.offer(sender, offer, growth);
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Logged(records) => {
                 self.offers.log(sender, &records);
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Optimizer(offer) => {
                 self.offers.offer_optimizer(sender, offer);
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Dropped => {
                 self.offers.forget(&sender);
-                (None, false)
+                (None, None)
             }
             MembershipMessage::Agreed { epoch, events } => {
                 let view = self.state.view();
@@ -354,8 +365,9 @@ impl MembershipService {
             }
         };
         let mut leaving = Vec::new();
-        if answers {
-            leaving.push(Answer::to_service(from, encode(&MembershipMessage::Pong(self.here()))));
+        if let Some(asked) = asked {
+            let pong = encode(&MembershipMessage::Pong { asked, here: self.here() });
+            leaving.push(Answer::to_service(from, pong));
         }
         if let Some(message) = message {
             leaving.extend(self.step(Event::Message { from: sender, message }, now));

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
 use super::broken_round::RoundPosition;
-use super::change::{Changed, Member, start};
+use super::change::{Member, start};
+use super::changed::Changed;
 use super::decide::PAUSE;
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
@@ -305,6 +306,7 @@ impl Member<'_> {
         // Until all of this has succeeded, the former team and plan are in force.
         let made = made.inspect_err(|_: &Error| comm.abort())?;
         self.pools.begin_anew(&formed.speeds);
+        self.balance.begin_anew();
         self.team = Some(team);
         self.predict_newcomer(&next)?;
         self.copies.begin_anew(counted.step);

@@ -24,6 +24,8 @@ const ALONE: u64 = u64::MAX - 1;
 const FRESH: Nanos = Nanos::from_millis(1_500);
 /// Time after which a newcomer that is silent counts as gone, and nothing is kept for it any more.
 const GONE: Nanos = Nanos::from_millis(10_000);
+/// Time between two measurements of the round trips to the other members.
+const CALM_INTERVAL: Nanos = Nanos::from_millis(30_000);
 /// Tags of messages about members.
 pub(super) const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
 
@@ -64,10 +66,19 @@ pub struct Place {
     pub(super) deadline: Nanos,
     /// Time until which this rank requests no change.
     pub(super) pause: Nanos,
+    calm: CalmPings,
     /// The rates of the links from the other members, as measured when this rank was a newcomer.
     pub(super) measured: Option<Ready>,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
+}
+
+/// Pings that are sent while no member is missed, so that round trips are known before one is.
+#[derive(Debug, Default)]
+struct CalmPings {
+    /// Time of the next ones.
+    due: Nanos,
+    _sending: Vec<Pending<std::result::Result<(), CommError>>>,
 }
 
 /// The communicator of the membership services of all connected peers.
@@ -116,6 +127,7 @@ impl Place {
             names,
             deadline,
             pause,
+            calm: CalmPings::default(),
             measured: None,
             run,
         })
@@ -192,6 +204,10 @@ impl Place {
         let due = self.membership().wake().is_some_and(|at| at <= now);
         if due {
             self.tell(Event::Tick)?;
+        }
+        if now >= self.calm.due {
+            let sending = self.ping(&self.others());
+            self.calm = CalmPings { due: now.saturating_add(CALM_INTERVAL), _sending: sending };
         }
         let calls = self.callers(logs).iter().any(|(_, is_ready)| *is_ready || logs == Logs::No);
         Ok(now >= self.pause && (calls || !self.lost_members().is_empty()))
@@ -413,6 +429,8 @@ impl Place {
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?;
         self.names.extend(view.members.iter().map(|member| (PeerId(member.slot), member.id)));
         self.view = Some(view);
+        // New members are pinged after the next step.
+        self.calm = CalmPings::default();
         Ok(comm)
     }
 

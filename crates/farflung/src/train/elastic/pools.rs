@@ -6,7 +6,8 @@ use farflung_base::PeerId;
 use farflung_parallel::plan::PoolAdvice;
 use farflung_parallel::{Plan, ScheduleSource};
 
-use super::change::{Changed, Member, start};
+use super::change::{Member, start};
+use super::changed::Changed;
 use super::pool_speeds::Moving;
 use super::team::Team;
 use crate::Result;

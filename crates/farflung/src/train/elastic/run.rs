@@ -2,21 +2,20 @@
 
 use std::sync::Arc;
 
-use farflung_base::{Bytes, Nanos, PeerId};
+use farflung_base::Nanos;
 use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
-use super::balance::Reshared;
-use super::change::{Changed, Member};
-use super::decide::Agreement;
-use super::kept;
+use super::carry_out::{
+    Leaving, announce_log, change_members, follow_pools, go_on_without, note_shares, tell,
+};
+use super::change::Member;
+use super::decide::POLL_INTERVAL;
 use super::place::Place;
-use super::pool_speeds::Moving;
 use super::pools;
-use super::ready::Admission;
 use super::team::Team;
 use super::watchdog::Watchdog;
-use crate::events::{EventKind, EventLog, causes};
+use crate::events::{EventKind, EventLog};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
 use crate::train::links::{self, WorkerConnection};
@@ -25,7 +24,7 @@ use crate::train::report::{Report, sample};
 use crate::train::run::{RunObserver, announce};
 use crate::train::steps::{AfterStep, LastDone, Steps, evaluated};
 use crate::train::stop_in_step::{RunProgress, StopSummary};
-use crate::train::trainer::{StateBytes, Trainer, hash};
+use crate::train::trainer::{Trainer, hash};
 use crate::{Error, Result, RunDir, Signal};
 
 /// Minimum time for which a newcomer waits to be admitted before it gives up, for each step of a round. Members
@@ -138,14 +137,6 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// Logs a line of text and shows it to the user.
-fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
-    tracing::info!("{text}");
-    if let Some(watch) = watch {
-        watch.note(text);
-    }
-}
-
 /// Returns the members' ranks at the beginning of a run of pipelines; `None` without pipelines.
 fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let view = place.view().filter(|_| job.pipelines.is_some())?;
@@ -175,14 +166,23 @@ fn train(
     steps.last_loss = first_loss;
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
+        gather(member, trainer, steps, events)?;
         let leaves = leaving(&steps.job, trainer);
+        if let Some(signal) = leaves.filter(|_| must_go(member, &steps.job, trainer)) {
+            return Err(left_at_once(signal, trainer));
+        }
         member.look_at_log(trainer, &steps.job)?;
         trainer.tell_followed(member.log.is_kept());
         trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
         if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
             announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);
         }
+        let begun = (trainer.comm().now(), trainer.agreed_step());
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
+        if done.is_ok() {
+            let took = trainer.comm().now().saturating_sub(begun.0);
+            member.notice.step(took, trainer.agreed_step() != begun.1);
+        }
         member.log_step(trainer, &steps.job)?;
         let next = match done {
             Ok(next) => next,
@@ -222,27 +222,13 @@ fn train(
                 }
             }
             (_, advice) => {
-                let slow = matches!(advice, Advice::Leave(replica) if replica == trainer.replica());
-                let slow = slow.then(|| member.balance.too_slow(trainer.replica()));
+                let (replica, rank) = (trainer.replica(), trainer.rank().0);
+                let slow = advice == Advice::Leave(replica) && member.balance.is_slowest(replica, rank);
+                let slow = slow.then(|| member.balance.too_slow(replica));
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
-                let goes = leaves.is_some() || slow.is_some();
-                match change(member, trainer, steps, events, goes) {
-                    Ok(None) => {}
-                    Ok(Some(changed)) => note(member, trainer, steps, events, &changed)?,
-                    Err(error @ Error::Removed { .. }) => {
-                        if !goes {
-                            return Err(error);
-                        }
-                        let left = Box::new(save_alone(member, trainer, steps, events)?);
-                        return Err(match (leaves, slow) {
-                            (None, Some(reason)) => Error::TooSlow { reason, left },
-                            (signal, _) => {
-                                Error::StoppedAt { signal: signal.unwrap_or(Signal::Terminate), left }
-                            }
-                        });
-                    }
-                    Err(error) => return Err(parted(member, trainer, steps, events, error)),
-                }
+                let asked = leaves.map(Leaving::Asked);
+                let leaving = asked.or_else(|| slow.map(Leaving::TooSlow));
+                change_members(member, trainer, steps, events, leaving)?;
             }
         }
     }
@@ -256,91 +242,6 @@ fn train(
     Ok(first_loss)
 }
 
-/// Changes to the view on which the members agree after a step; `None` if nothing changes.
-///
-/// Errors: as [`Member::between_steps`].
-fn change(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    leaves: bool,
-) -> Result<Option<Changed>> {
-    let begun = trainer.comm().now();
-    match member.agree(trainer, leaves) {
-        Ok(Agreement::GoOn) => Ok(None),
-        Ok(Agreement::Log { newcomer, sizes }) => {
-            member.begin_log(trainer, &steps.job)?;
-            let copied = member.copied(&sizes).unwrap_or_else(|| trainer.state_bytes());
-            announce_log((trainer, copied), steps, events, newcomer);
-            Ok(None)
-        }
-        Ok(Agreement::Change(agreed)) => {
-            if let Some(admission) = &agreed.admission {
-                announce_admission(member, trainer, steps, events, admission);
-            }
-            member.between_steps((&mut steps.job, &mut steps.last), trainer, (agreed, begun))
-        }
-        Ok(Agreement::Grow(admission)) => {
-            if let Some(admission) = &admission {
-                announce_admission(member, trainer, steps, events, admission);
-            }
-            match member.grow((&mut steps.job, &mut steps.last), trainer, begun) {
-                Err(error) if Member::survives(&error) => {
-                    member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
-                }
-                grown => grown,
-            }
-        }
-        Err(error) if Member::survives(&error) => {
-            member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// Reports that a newcomer fetches the state while the members train on. `sizes` are those of a member whose
-/// state it fetches.
-fn announce_log(
-    (trainer, sizes): (&Trainer, StateBytes),
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    newcomer: PeerId,
-) {
-    let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
-    let unit = if sizes.every > 1 { "round" } else { "step" };
-    let text = format!(
-        "member {member} fetches {} of state while the others train on, and then {} for each {unit} since",
-        Bytes(state),
-        Bytes(record)
-    );
-    tell(steps.record.watch.as_deref_mut(), &text);
-    events.time_s = steps.clock.totals(trainer.comm()).time_s;
-    events.write(trainer.steps_done(), EventKind::Following { member, state, record });
-}
-
-/// Reports the cost of a newcomer's state before the transfer begins.
-fn announce_admission(
-    member: &mut Member<'_>,
-    trainer: &Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    admission: &Admission,
-) {
-    let text = admission.to_string();
-    tell(steps.record.watch.as_deref_mut(), &text);
-    events.time_s = steps.clock.totals(trainer.comm()).time_s;
-    let Admission { peer, cost } = admission;
-    let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);
-    let (member_number, state, at_most) = (peer.0, cost.state, cost.at_most);
-    events.write(
-        trainer.steps_done(),
-        EventKind::Admitting { member: member_number, state, predicted_ms, at_most },
-    );
-    member.publisher.announce(format!("after step {}: {text}", trainer.steps_done()));
-    member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
-}
-
 impl Member<'_> {
     /// Executes a step while the watchdog checks for silent members.
     fn watched<T>(
@@ -350,42 +251,65 @@ impl Member<'_> {
     ) -> Result<T> {
         let Some(watchdog) = &mut self.watchdog else { return step(trainer) };
         let caller = self.place.pinger(&self.place.others());
-        let begun = watchdog.begin(trainer.comm(), caller);
+        let begun = watchdog.begin(trainer.comm(), caller, self.place.roll_call());
         let done = step(trainer);
         watchdog.end(begun, done.is_ok());
         done
     }
 }
 
-/// Applies a change of pools: new routes of microbatches, or a member that moves to another stage.
-fn follow_pools(
+/// Returns whether the machine of a member that was asked to leave may be taken away before the next moment at
+/// which members leave.
+fn must_go(member: &mut Member<'_>, job: &Job, trainer: &Trainer) -> bool {
+    let every = if job.averages_each_step() { 1 } else { u64::from(job.plan.outermost().every.max(1)) };
+    let steps = every - trainer.steps_done() % every;
+    member.notice.is_too_short(job.stop.notice(), steps, trainer.comm().now())
+}
+
+/// Returns the error with which a member ends that does not wait for the next average. For the others, it is
+/// lost.
+fn left_at_once(signal: Signal, trainer: &Trainer) -> Error {
+    let step = trainer.agreed_step();
+    let dropped = trainer.steps_done().saturating_sub(step);
+    let problem = Some("the notice is too short for that, and the other members have it".to_owned());
+    let left = Box::new(StopSummary { step, dropped, saved: None, problem, resume: None });
+    Error::StoppedAt { signal, left }
+}
+
+/// Waits with the first step until there are as many members as the run begins with, and those that form
+/// further pipelines have their parts. All members that are here call it; newcomers join meanwhile.
+///
+/// Errors: as [`change_members`].
+fn gather(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
-    advice: PoolAdvice,
 ) -> Result<()> {
-    match advice {
-        PoolAdvice::Stay => Ok(()),
-        PoolAdvice::Rates(rates) => match pools::reroute(&mut steps.job, trainer, rates) {
-            Ok(()) => {
-                let what = pools::event(&steps.job.plan, member.team.as_ref(), None);
-                let text = format!("after step {}: microbatches are routed by speed", trainer.steps_done());
-                what.map_or(Ok(()), |what| tell_new_plan(trainer, steps, events, (&text, what)))
-            }
-            Err(error) => go_on_without(member, trainer, steps, events, error),
-        },
-        PoolAdvice::Moves { rank, to } => {
-            match member.change_stage((&mut steps.job, &mut steps.last), trainer, (rank, to)) {
-                Ok(None) => Ok(()),
-                Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
-                Err(error) if Member::survives(&error) => {
-                    go_on_without(member, trainer, steps, events, error)
-                }
-                Err(error) => Err(parted(member, trainer, steps, events, error)),
-            }
+    let least = steps.job.config.min_members;
+    let mut told = 0;
+    let waits = |member: &Member<'_>| member.count() < least || least > 1 && !member.growing.is_empty();
+    while trainer.steps_done() == 0 && waits(member) {
+        // One that is asked to stop while it is alone ends in the first step.
+        let leaves = leaving(&steps.job, trainer);
+        if leaves.is_none() && steps.job.stop.requested().is_some() {
+            break;
         }
+        if told != member.count() {
+            told = member.count();
+            let text = format!("{told} of the {least} members with which the run begins are here");
+            tell(steps.record.watch.as_deref_mut(), &text);
+        }
+        member.look_at_log(trainer, &steps.job)?;
+        member.wants_change(trainer)?;
+        if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
+            announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);
+        }
+        member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
+        change_members(member, trainer, steps, events, leaves.map(Leaving::Asked))?;
+        member.place.wait(POLL_INTERVAL)?;
     }
+    Ok(())
 }
 
 /// Returns the signal by which this member leaves; `None` if it stays, or if no other members would be left.
@@ -396,144 +320,3 @@ fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
     asked.filter(|_| job.leaves_alone())
 }
 
-/// Continues with the remaining members after an error, unless this rank caused it.
-fn go_on_without(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    error: Error,
-) -> Result<()> {
-    if !Member::survives(&error) {
-        return Err(error);
-    }
-    tracing::warn!("{}", causes(&error));
-    match member.after_loss((&mut steps.job, &mut steps.last), trainer, &error) {
-        Ok(changed) => note(member, trainer, steps, events, &changed),
-        Err(error) => Err(parted(member, trainer, steps, events, error)),
-    }
-}
-
-/// Returns the error with which a rank ends that must not continue. If too few members are left, its state is
-/// saved first, since no other rank may have it.
-fn parted(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    error: Error,
-) -> Error {
-    let Error::NoMajority { reason, left: None } = error else { return error };
-    match save_alone(member, trainer, steps, events) {
-        Ok(left) => Error::NoMajority { reason, left: Some(Box::new(left)) },
-        Err(error) => error,
-    }
-}
-
-/// Reports a change of members.
-///
-/// Errors: [`Error::Io`].
-fn note(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    changed: &Changed,
-) -> Result<()> {
-    steps.record_resolved(trainer)?;
-    let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
-    // A step whose average is still missing gets its row after the average.
-    if changed.caught_up || !trainer.lacks_average() && behind() {
-        // This rank does not know the losses of steps that it received from others.
-        steps.record.rows.truncate(steps.record.told);
-    }
-    if changed.lost_steps > 0 {
-        // These steps are done again.
-        steps.record.rows.retain(|row| row.step <= changed.step);
-        steps.record.told = steps.record.rows.len();
-        if let Some(run) = steps.run {
-            steps.record.metrics = Some(run.metrics(changed.step)?);
-        }
-    }
-    let text = changed.to_string();
-    member.publisher.changed(text.clone(), changed.took);
-    tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
-    if steps.job.is_pooled()
-        && let moved = changed.moved.map(|(peer, to)| Moving { slot: peer.0, to })
-        && let Some(what) = pools::event(&steps.job.plan, member.team.as_ref(), moved)
-    {
-        events.write(trainer.steps_done(), what);
-    }
-    steps.run.map_or(Ok(()), |run| {
-        let addresses = member.place.arrivals.to_reach().into_iter();
-        let me = member.place.transport().me();
-        let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
-        kept::write_addresses(run.path(), &others)
-    })
-}
-
-/// Reports why the run continues under another plan, and writes the reason and the plan.
-///
-/// Errors: [`Error::Io`].
-fn tell_new_plan(
-    trainer: &Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    (text, what): (&str, EventKind),
-) -> Result<()> {
-    tracing::info!("{text}");
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(text);
-    }
-    events.time_s = steps.clock.totals(trainer.comm()).time_s;
-    events.write(trainer.steps_done(), what);
-    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
-}
-
-/// Reports a change of the replicas' shares.
-///
-/// Errors: [`Error::Io`].
-fn note_shares(
-    trainer: &Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    reshared: Reshared,
-) -> Result<()> {
-    let Reshared { microbatches, before, now } = reshared;
-    let counts: Vec<String> = microbatches.iter().map(u32::to_string).collect();
-    let step = trainer.steps_done();
-    let text = format!(
-        "after step {step}: microbatches by speed are {}: a step takes {now} instead of {before}",
-        counts.join(", ")
-    );
-    let in_us = |time: Nanos| time.0 / 1_000;
-    let (before_us, now_us) = (in_us(before), in_us(now));
-    tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
-}
-
-/// Saves a checkpoint of a member that leaves. In pipelines nothing is saved.
-fn save_alone(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-) -> Result<StopSummary> {
-    let step = trainer.steps_done();
-    let mut left = StopSummary { step, dropped: 0, saved: None, problem: None, resume: None };
-    let Some(run) = steps.run else { return Ok(left) };
-    if steps.job.plan.stages() > 1 {
-        // This member has only a part of the model. The remaining members have all of it, unless they are too
-        // few to continue.
-        return Ok(left);
-    }
-    member.alone(&mut steps.job, trainer)?;
-    let totals = steps.clock.totals(trainer.comm());
-    match checkpoint::save(trainer, &steps.job, run, totals) {
-        Ok(path) => {
-            events.write(step, EventKind::Saved { path: path.display().to_string() });
-            left.saved = Some((step, path));
-        }
-        Err(error) => left.problem = Some(causes(&error)),
-    }
-    Ok(left)
-}

@@ -349,7 +349,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let (from, from_checkpoints) = match in_memory {
         Ok(step) => (in_memory_at(step, &told, (holdings, held))?, false),
         Err(tensor) => {
-            let lost = || Error::PartLost { tensor: tensor.to_owned() };
+            let lost = || Error::PartLost { left: None, tensor: tensor.to_owned() };
             (saved::newest(all, (folder, job), &whole, done)?.ok_or_else(lost)?, true)
         }
     };

@@ -13,13 +13,13 @@ use farflung_parallel::membership::{AdaptiveTimeout, MemberId};
 
 use super::membership_service::MembershipService;
 
-/// Time within which a member must answer a ping; after that it counts as silent. Two round trips around the
-/// world.
+/// Least time within which a member must answer a ping; after that it counts as silent. Two round trips around
+/// the world. It is longer where two measured round trips are: see [`Place::roll_call`](super::place::Place).
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Time between two checks of the current step.
 const POLL_INTERVAL: Nanos = Nanos::from_millis(100);
-/// Minimum time without an answer after which a member is given up.
-const SILENCE: Nanos = Nanos(2 * ROLL_CALL.0);
+/// Minimum time without an answer after which a member is given up, in units of the time to answer a ping.
+const SILENCE: u64 = 2;
 
 /// Pings other members.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ impl Pinger {
 
     /// Starts to ping all of them.
     pub(super) fn ping(&self) -> Vec<Sent> {
-        let ping = self.membership().ping();
+        let ping = self.membership().ping(self.comm.now());
         self.others.iter().map(|&(rank, _)| self.comm.start_send(rank, self.tag, ping.clone())).collect()
     }
 
@@ -61,6 +61,8 @@ struct Step {
     pinger: Pinger,
     /// Time at which the members are pinged.
     due: Nanos,
+    /// Time within which they must answer.
+    roll_call: Nanos,
     /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
     /// queued on the member's link can leave first.
     silence: Nanos,
@@ -110,13 +112,14 @@ impl Watchdog {
         Self { shared, thread: thread.ok(), patience, steps: 0 }
     }
 
-    /// Starts to watch a step of the members of `comm`.
-    pub(super) fn begin(&mut self, comm: &Communicator, caller: Pinger) -> StepStart {
+    /// Starts to watch a step of the members of `comm`, which must answer pings within `roll_call`.
+    pub(super) fn begin(&mut self, comm: &Communicator, caller: Pinger, roll_call: Nanos) -> StepStart {
         let now = self.shared.transport.now();
         self.steps += 1;
-        let limit = self.patience.limit();
-        let (due, silence) = (now.saturating_add(limit), limit.max(SILENCE));
-        self.shared.set(Some(Step { number: self.steps, comm: comm.clone(), pinger: caller, due, silence }));
+        let limit = self.patience.limit().max(roll_call);
+        let (due, silence) = (now.saturating_add(limit), limit.max(Nanos(SILENCE * roll_call.0)));
+        let (number, comm) = (self.steps, comm.clone());
+        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, silence }));
         StepStart(now)
     }
 
@@ -201,7 +204,7 @@ impl Shared {
         loop {
             let since = self.transport.now();
             let _asking = step.pinger.ping();
-            if !self.pause(ROLL_CALL) || !self.goes_on(step) {
+            if !self.pause(step.roll_call) || !self.goes_on(step) {
                 return None;
             }
             if step.pinger.membership().has_outcome() {

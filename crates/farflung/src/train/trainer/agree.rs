@@ -7,7 +7,7 @@ use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
 use super::Trainer;
-use super::speed::Speedometer;
+use super::speed::{Measures, Speedometer};
 use crate::Result;
 
 /// Result of the vote after a pass, the same on all ranks that voted.
@@ -141,27 +141,34 @@ impl Trainer {
     /// ranks; empty if step times are not measured.
     fn own_speeds(&self) -> Vec<f64> {
         let Some(speed) = &self.speed else { return Vec::new() };
-        if speed.by_rank {
-            return speed.contribution(self.position.0, self.schedule.placement().ranks(), true);
+        let ranks = self.schedule.placement().ranks();
+        match speed.measures {
+            Measures::Replicas => speed.contribution(self.replica, self.replicas),
+            Measures::RanksOfPools => speed.contribution(self.position.0, ranks),
+            Measures::RanksOfPipelines => {
+                speed.contribution(self.replica * ranks + self.position.0, self.replicas * ranks)
+            }
         }
-        speed.contribution(self.replica, self.replicas, self.position.0 == 0)
     }
 
     /// Adds the step that was just done to the measured step times. `meets` says whether all replicas agreed on
-    /// it. A rank of a pool computes only some of the microbatches and waits for other ranks in between: this
-    /// waiting is not counted as computing.
+    /// it. A rank of a pool or a pipeline waits for other ranks within the pass: this is not counted as
+    /// computing. A rank of a pool computes only some of the microbatches.
     pub(super) fn measure_step(&mut self, meets: bool) {
         let Some(speed) = &mut self.speed else { return };
         let ((from, to), spent) = (self.pass, self.executor.spent);
         let pass = to.saturating_sub(from);
         let order = self.schedule.schedule.order();
-        let (microbatches, computing) = if speed.by_rank {
-            let mine = |&(rank, action): &(Rank, Action)| {
-                rank == self.position && action.kind == ComputeKind::Forward
-            };
-            (order.actions().filter(mine).count() as u32, pass.saturating_sub(spent.wait))
-        } else {
-            (self.schedule.microbatches(), pass)
+        let all = self.schedule.microbatches();
+        let (microbatches, computing) = match speed.measures {
+            Measures::Replicas => (all, pass),
+            Measures::RanksOfPipelines => (all, pass.saturating_sub(spent.wait)),
+            Measures::RanksOfPools => {
+                let mine = |&(rank, action): &(Rank, Action)| {
+                    rank == self.position && action.kind == ComputeKind::Forward
+                };
+                (order.actions().filter(mine).count() as u32, pass.saturating_sub(spent.wait))
+            }
         };
         speed.step(microbatches, computing, spent.took, meets);
     }

@@ -14,7 +14,7 @@ use farflung_zoo::{ActivationPolicy, Stage};
 
 use super::agree::StepRequests;
 use super::replica_samples::ReplicaSamples;
-use super::speed::Speedometer;
+use super::speed::{Measures, Speedometer};
 use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
@@ -152,7 +152,7 @@ impl Trainer {
             tries: 0,
             told: Told { sound: true, wished: StepRequests::default() },
             unmet: false,
-            speed: job.follows_speed().then(|| Speedometer::new(plan.pools().is_some())),
+            speed: job.follows_speed().then(|| Speedometer::new(Measures::of(plan))),
             undecided: Undecided::default(),
             kept: None,
             schedule,

@@ -126,6 +126,19 @@ impl Trainer {
         Ok(())
     }
 
+    /// Returns to the last step after which all replicas were equal, and drops the step in flight and what was
+    /// gathered of other ranks' parts. A step that others may have committed is dropped, too.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn back_to_common(&mut self) -> Result<()> {
+        if self.undecided.is_open() {
+            self.resolve_vote(self.committed())?;
+        }
+        self.drop_step();
+        self.whole = None;
+        self.restore_rollback_point()
+    }
+
     fn restore_rollback_point(&mut self) -> Result<()> {
         let half_done = std::mem::take(&mut self.half_done);
         let gone_on = |mark: &RollbackPoint| half_done || mark.step != self.step;

@@ -2,6 +2,7 @@
 //! rest of a step. Both are moving averages, so that a brief delay has little influence.
 
 use farflung_base::Nanos;
+use farflung_parallel::Plan;
 use farflung_parallel::plan::Measured;
 
 /// Weight of a new measurement in the moving average.
@@ -30,6 +31,29 @@ struct Sums {
     whole: f64,
 }
 
+/// Whose times are measured.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Measures {
+    /// Those of replicas, each of which is one rank.
+    #[default]
+    Replicas,
+    /// Those of the ranks of pools, which share the microbatches of a step.
+    RanksOfPools,
+    /// Those of the ranks of pipelines, each of which computes its part of all microbatches of its pipeline.
+    RanksOfPipelines,
+}
+
+impl Measures {
+    /// Returns what is measured with a plan.
+    pub(super) fn of(plan: &Plan) -> Self {
+        match plan.pools() {
+            Some(_) => Self::RanksOfPools,
+            None if plan.stages() > 1 => Self::RanksOfPipelines,
+            None => Self::Replicas,
+        }
+    }
+}
+
 /// Measures a rank's steps, and keeps the times that all replicas sent.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Speedometer {
@@ -38,16 +62,15 @@ pub(super) struct Speedometer {
     sums: Sums,
     /// Whether the first step is over, which is slower than others and is not measured.
     is_warm: bool,
-    /// Whether step times are measured per rank, as in pools, rather than per replica.
-    pub(super) by_rank: bool,
+    pub(super) measures: Measures,
     /// Step times of all replicas or ranks, from the last vote of all.
     pub(super) all: Vec<Measured>,
 }
 
 impl Speedometer {
-    /// Makes one without measurements. `by_rank` says whether ranks are measured, or replicas.
-    pub(super) fn new(by_rank: bool) -> Self {
-        Self { by_rank, ..Self::default() }
+    /// Makes one without measurements.
+    pub(super) fn new(measures: Measures) -> Self {
+        Self { measures, ..Self::default() }
     }
 
     /// Returns it for the run's next plan: the averages are kept, and the times of other replicas are dropped.
@@ -74,14 +97,12 @@ impl Speedometer {
         }
     }
 
-    /// Returns the vector that this replica contributes to the sum: its own two times in seconds at its index,
-    /// and zeros elsewhere. All are zero unless `tells`.
-    pub(super) fn contribution(&self, replica: u32, replicas: u32, tells: bool) -> Vec<f64> {
-        let mut told = vec![0.0; 2 * replicas as usize];
-        if tells {
-            let own = &mut told[2 * replica as usize..][..2];
-            own.copy_from_slice(&[self.microbatch.0.unwrap_or(0.0), self.rest.0.unwrap_or(0.0)]);
-        }
+    /// Returns the vector that one of `count` replicas or ranks contributes to the sum: its own two times in
+    /// seconds at its index, and zeros elsewhere.
+    pub(super) fn contribution(&self, index: u32, count: u32) -> Vec<f64> {
+        let mut told = vec![0.0; 2 * count as usize];
+        let own = &mut told[2 * index as usize..][..2];
+        own.copy_from_slice(&[self.microbatch.0.unwrap_or(0.0), self.rest.0.unwrap_or(0.0)]);
         told
     }
 
@@ -114,14 +135,13 @@ mod tests {
     fn steps_become_times_and_the_first_is_left_out() {
         let mut speed = Speedometer::default();
         speed.step(4, MS(4_000), MS(9_000), true);
-        assert_eq!(speed.contribution(1, 2, true), [0.0; 4]);
+        assert_eq!(speed.contribution(1, 2), [0.0; 4]);
         speed.step(4, MS(40), MS(100), false);
         speed.step(4, MS(40), MS(300), true);
-        let told = speed.contribution(1, 2, true);
+        let told = speed.contribution(1, 2);
         let all = Speedometer::read(&told);
         assert_eq!(all[0], Measured { microbatch: Nanos::ZERO, rest: Nanos::ZERO });
         assert_eq!(all[1], Measured { microbatch: MS(10), rest: MS(160) });
-        assert_eq!(speed.contribution(1, 2, false), [0.0; 4]);
     }
 
     #[test]
@@ -129,10 +149,10 @@ mod tests {
         let mut speed = Speedometer::default();
         (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
         speed.step(1, MS(10_000), MS(10_010), true);
-        let [hurt] = Speedometer::read(&speed.contribution(0, 1, true))[..] else { unreachable!() };
+        let [hurt] = Speedometer::read(&speed.contribution(0, 1))[..] else { unreachable!() };
         assert!(hurt.microbatch <= Nanos::from_secs_f64(0.0126), "{hurt:?}");
         (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
-        let [healed] = Speedometer::read(&speed.contribution(0, 1, true))[..] else { unreachable!() };
+        let [healed] = Speedometer::read(&speed.contribution(0, 1))[..] else { unreachable!() };
         assert!(healed.microbatch < Nanos::from_secs_f64(0.0103), "{healed:?}");
     }
 

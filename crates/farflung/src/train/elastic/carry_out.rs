@@ -1,0 +1,334 @@
+//! Carries out the changes on which a member agrees with the others, and reports them to the user and in the
+//! run's files.
+
+use farflung_base::{Bytes, Nanos, PeerId};
+use farflung_parallel::plan::PoolAdvice;
+
+use super::balance::Reshared;
+use super::change::Member;
+use super::changed::Changed;
+use super::decide::Agreement;
+use super::kept;
+use super::pool_speeds::Moving;
+use super::pools;
+use super::ready::Admission;
+use crate::events::{EventKind, EventLog, causes};
+use crate::train::checkpoint;
+use crate::train::run::RunObserver;
+use crate::train::steps::Steps;
+use crate::train::stop_in_step::StopSummary;
+use crate::train::trainer::{StateBytes, Trainer};
+use crate::{Error, Result, Signal};
+
+/// Why a member leaves.
+pub(super) enum Leaving {
+    /// It was asked to.
+    Asked(Signal),
+    /// It delays the others, which are faster without it.
+    TooSlow(String),
+}
+
+/// Logs a line of text and shows it to the user.
+pub(super) fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
+    tracing::info!("{text}");
+    if let Some(watch) = watch {
+        watch.note(text);
+    }
+}
+
+/// Agrees with the others on a change of members after a step that all have done, and carries it out. All
+/// members that take steps call it together.
+///
+/// Errors: the reason for which this member leaves, with what it has saved; as [`Member::between_steps`].
+pub(super) fn change_members(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    leaving: Option<Leaving>,
+) -> Result<()> {
+    match change(member, trainer, steps, events, leaving.is_some()) {
+        Ok(None) => Ok(()),
+        Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
+        Err(error @ Error::Removed { .. }) => {
+            let Some(leaving) = leaving else { return Err(error) };
+            let left = Box::new(save_alone(member, trainer, steps, events, true)?);
+            Err(match leaving {
+                Leaving::Asked(signal) => Error::StoppedAt { signal, left },
+                Leaving::TooSlow(reason) => Error::TooSlow { reason, left },
+            })
+        }
+        Err(error) => Err(parted(member, trainer, steps, events, error)),
+    }
+}
+
+/// Changes to the view on which the members agree after a step; `None` if nothing changes.
+///
+/// Errors: as [`Member::between_steps`].
+fn change(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    leaves: bool,
+) -> Result<Option<Changed>> {
+    let begun = trainer.comm().now();
+    match member.agree(trainer, leaves) {
+        Ok(Agreement::GoOn) => Ok(None),
+        Ok(Agreement::Log { newcomer, sizes }) => {
+            member.begin_log(trainer, &steps.job)?;
+            let copied = member.copied(&sizes).unwrap_or_else(|| trainer.state_bytes());
+            announce_log((trainer, copied), steps, events, newcomer);
+            Ok(None)
+        }
+        Ok(Agreement::Change(agreed)) => {
+            if let Some(admission) = &agreed.admission {
+                announce_admission(member, trainer, steps, events, admission);
+            }
+            member.between_steps((&mut steps.job, &mut steps.last), trainer, (agreed, begun))
+        }
+        Ok(Agreement::Grow(admission)) => {
+            if let Some(admission) = &admission {
+                announce_admission(member, trainer, steps, events, admission);
+            }
+            match member.grow((&mut steps.job, &mut steps.last), trainer, begun) {
+                Err(error) if Member::survives(&error) => {
+                    member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
+                }
+                grown => grown,
+            }
+        }
+        Err(error) if Member::survives(&error) => {
+            member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Applies a change of pools: new routes of microbatches, or a member that moves to another stage.
+pub(super) fn follow_pools(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    advice: PoolAdvice,
+) -> Result<()> {
+    match advice {
+        PoolAdvice::Stay => Ok(()),
+        PoolAdvice::Rates(rates) => match pools::reroute(&mut steps.job, trainer, rates) {
+            Ok(()) => {
+                let what = pools::event(&steps.job.plan, member.team.as_ref(), None);
+                let text = format!("after step {}: microbatches are routed by speed", trainer.steps_done());
+                what.map_or(Ok(()), |what| tell_new_plan(trainer, steps, events, (&text, what)))
+            }
+            Err(error) => go_on_without(member, trainer, steps, events, error),
+        },
+        PoolAdvice::Moves { rank, to } => {
+            match member.change_stage((&mut steps.job, &mut steps.last), trainer, (rank, to)) {
+                Ok(None) => Ok(()),
+                Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
+                Err(error) if Member::survives(&error) => {
+                    go_on_without(member, trainer, steps, events, error)
+                }
+                Err(error) => Err(parted(member, trainer, steps, events, error)),
+            }
+        }
+    }
+}
+
+/// Reports that a newcomer fetches the state while the members train on. `sizes` are those of a member whose
+/// state it fetches.
+pub(super) fn announce_log(
+    (trainer, sizes): (&Trainer, StateBytes),
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    newcomer: PeerId,
+) {
+    let (member, state, record) = (newcomer.0, sizes.shared, sizes.record);
+    let unit = if sizes.every > 1 { "round" } else { "step" };
+    let text = format!(
+        "member {member} fetches {} of state while the others train on, and then {} for each {unit} since",
+        Bytes(state),
+        Bytes(record)
+    );
+    tell(steps.record.watch.as_deref_mut(), &text);
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    events.write(trainer.steps_done(), EventKind::Following { member, state, record });
+}
+
+/// Reports the cost of a newcomer's state before the transfer begins.
+fn announce_admission(
+    member: &mut Member<'_>,
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    admission: &Admission,
+) {
+    let text = admission.to_string();
+    tell(steps.record.watch.as_deref_mut(), &text);
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    let Admission { peer, cost } = admission;
+    let predicted_ms = cost.predicted.map(|time| time.0 / 1_000_000);
+    let (member_number, state, at_most) = (peer.0, cost.state, cost.at_most);
+    events.write(
+        trainer.steps_done(),
+        EventKind::Admitting { member: member_number, state, predicted_ms, at_most },
+    );
+    member.publisher.announce(format!("after step {}: {text}", trainer.steps_done()));
+    member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
+}
+
+/// Continues with the remaining members after an error, unless this rank caused it.
+pub(super) fn go_on_without(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    error: Error,
+) -> Result<()> {
+    if !Member::survives(&error) {
+        return Err(error);
+    }
+    tracing::warn!("{}", causes(&error));
+    match member.after_loss((&mut steps.job, &mut steps.last), trainer, &error) {
+        Ok(changed) => note(member, trainer, steps, events, &changed),
+        Err(error) => Err(parted(member, trainer, steps, events, error)),
+    }
+}
+
+/// Returns the error with which a rank ends that must not continue. If too few members are left, or some part of
+/// the model is lost, its state is saved first, since no other rank may have it.
+fn parted(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    error: Error,
+) -> Error {
+    match error {
+        Error::NoMajority { reason, left: None } => match save_alone(member, trainer, steps, events, false) {
+            Ok(left) => Error::NoMajority { reason, left: Some(Box::new(left)) },
+            Err(error) => error,
+        },
+        Error::PartLost { tensor, left: None } => match save_alone(member, trainer, steps, events, false) {
+            Ok(left) => Error::PartLost { tensor, left: Some(Box::new(left)) },
+            Err(error) => error,
+        },
+        error => error,
+    }
+}
+
+/// Reports a change of members.
+///
+/// Errors: [`Error::Io`].
+fn note(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    changed: &Changed,
+) -> Result<()> {
+    steps.record_resolved(trainer)?;
+    let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
+    // A step whose average is still missing gets its row after the average.
+    if changed.caught_up || !trainer.lacks_average() && behind() {
+        // This rank does not know the losses of steps that it received from others.
+        steps.record.rows.truncate(steps.record.told);
+    }
+    if changed.lost_steps > 0 {
+        // These steps are done again.
+        steps.record.rows.retain(|row| row.step <= changed.step);
+        steps.record.told = steps.record.rows.len();
+        if let Some(run) = steps.run {
+            steps.record.metrics = Some(run.metrics(changed.step)?);
+        }
+    }
+    let text = changed.to_string();
+    member.publisher.changed(text.clone(), changed.took);
+    tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
+    if steps.job.is_pooled()
+        && let moved = changed.moved.map(|(peer, to)| Moving { slot: peer.0, to })
+        && let Some(what) = pools::event(&steps.job.plan, member.team.as_ref(), moved)
+    {
+        events.write(trainer.steps_done(), what);
+    }
+    steps.run.map_or(Ok(()), |run| {
+        let addresses = member.place.arrivals.to_reach().into_iter();
+        let me = member.place.transport().me();
+        let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
+        kept::write_addresses(run.path(), &others)
+    })
+}
+
+/// Reports why the run continues under another plan, and writes the reason and the plan.
+///
+/// Errors: [`Error::Io`].
+fn tell_new_plan(
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    (text, what): (&str, EventKind),
+) -> Result<()> {
+    tracing::info!("{text}");
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        watch.note(text);
+    }
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    events.write(trainer.steps_done(), what);
+    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
+}
+
+/// Reports a change of the replicas' shares.
+///
+/// Errors: [`Error::Io`].
+pub(super) fn note_shares(
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    reshared: Reshared,
+) -> Result<()> {
+    let Reshared { microbatches, before, now } = reshared;
+    let counts: Vec<String> = microbatches.iter().map(u32::to_string).collect();
+    let step = trainer.steps_done();
+    let text = format!(
+        "after step {step}: microbatches by speed are {}: a step takes {now} instead of {before}",
+        counts.join(", ")
+    );
+    let in_us = |time: Nanos| time.0 / 1_000;
+    let (before_us, now_us) = (in_us(before), in_us(now));
+    tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
+}
+
+/// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of the
+/// model: those of a member that leaves are not saved, since the remaining members have all of it.
+fn save_alone(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    goes_on: bool,
+) -> Result<StopSummary> {
+    let mut left =
+        StopSummary { step: trainer.steps_done(), dropped: 0, saved: None, problem: None, resume: None };
+    let Some(run) = steps.run else { return Ok(left) };
+    let has_parts = steps.job.plan.stages() > 1;
+    if has_parts && goes_on {
+        return Ok(left);
+    }
+    if !has_parts {
+        member.alone(&mut steps.job, trainer)?;
+    }
+    let totals = steps.clock.totals(trainer.comm());
+    let save = if has_parts { checkpoint::save_parts } else { checkpoint::save };
+    let saved = save(trainer, &steps.job, run, totals);
+    let (before, step) = (left.step, trainer.steps_done());
+    (left.step, left.dropped) = (step, before.saturating_sub(step));
+    match saved {
+        Ok(path) => {
+            events.write(step, EventKind::Saved { path: path.display().to_string() });
+            left.saved = Some((step, path));
+        }
+        Err(error) => left.problem = Some(causes(&error)),
+    }
+    Ok(left)
+}
