@@ -122,8 +122,8 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Sets the time within which the process must end after a request. A member that leaves a run does not wait
-    /// for an average that is farther away; see [`NoticeArgs`](crate::NoticeArgs).
+    /// Sets the time within which the process must end after a request. A member that leaves a run does not
+    /// wait for an average that is farther away; see [`NoticeArgs`](crate::NoticeArgs).
     #[must_use]
     pub fn within(self, notice: Option<Nanos>) -> Self {
         Self { notice, ..self }

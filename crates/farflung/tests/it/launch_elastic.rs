@@ -122,6 +122,11 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     };
     let host = run.at("run");
     wait(&host, 3);
+    // No step is taken before the second member has joined.
+    let events = fs::read_to_string(host.join("events.jsonl")).unwrap();
+    let mut events = events.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    let first = events.find(|event| event["event"] == "members").unwrap();
+    assert_eq!((first["members"].as_u64(), first["step"].as_u64()), (Some(2), Some(0)), "{first}");
     let process = |words: &str| child_of(launcher.id(), words).unwrap();
     send(process("run/members/1"), SystemSignal::KILL);
     wait(&host, 2);

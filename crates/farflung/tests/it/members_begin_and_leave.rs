@@ -50,9 +50,8 @@ fn a_run_begins_with_the_number_of_members_that_it_waits_for() {
     for (name, config, members) in cases {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 1, TrainConfig { min_members: members, ..config });
-        let come: Vec<(PeerId, Nanos)> = (1..members as u32)
-            .map(|n| (PeerId(n), Nanos::from_millis(u64::from(n) * 700)))
-            .collect();
+        let come: Vec<(PeerId, Nanos)> =
+            (1..members as u32).map(|n| (PeerId(n), Nanos::from_millis(u64::from(n) * 700))).collect();
         let (ended, told) = run(&job, members, &come);
         let found = reports(&ended);
         // Every step has the sequences of all members; a pipeline has two microbatches.

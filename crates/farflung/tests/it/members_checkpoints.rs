@@ -229,8 +229,8 @@ fn a_part_that_no_member_can_read_is_lost() {
     }
 }
 
-/// Two pipelines are cut off from each other. The second one may not continue: its members save their parts, and
-/// a run begins again from there.
+/// Two pipelines are cut off from each other. The second one may not continue: its members save their parts,
+/// and a run begins again from there.
 #[test]
 fn those_that_may_not_go_on_save_their_parts() {
     for sync_every in [1, 3] {

@@ -1,5 +1,5 @@
-//! Members of pipelines on machines of unequal speed: a pipeline with a slow rank gets fewer microbatches, and a
-//! rank that is too slow for any share leaves.
+//! Members of pipelines on machines of unequal speed: a pipeline with a slow rank gets fewer microbatches, and
+//! a rank that is too slow for any share leaves.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -62,7 +62,8 @@ fn diloco() -> TrainConfig {
 fn a_pipeline_with_a_slow_rank_gets_a_smaller_share() {
     for config in [TrainConfig::default(), diloco()] {
         let folder = tempfile::tempdir().unwrap();
-        let job = |balance| job(folder.path(), &[8.0, 8.0, 8.0, 2.0], TrainConfig { balance, ..config.clone() });
+        let job =
+            |balance| job(folder.path(), &[8.0, 8.0, 8.0, 2.0], TrainConfig { balance, ..config.clone() });
         let (ended, by_speed) = train(&job(BalanceKind::BySpeed));
         let (ended_equal, equal) = train(&job(BalanceKind::Equal));
         let (found, all) = (report(&ended), report(&ended_equal));

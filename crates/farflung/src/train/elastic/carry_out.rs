@@ -196,8 +196,8 @@ pub(super) fn go_on_without(
     }
 }
 
-/// Returns the error with which a rank ends that must not continue. If too few members are left, or some part of
-/// the model is lost, its state is saved first, since no other rank may have it.
+/// Returns the error with which a rank ends that must not continue. If too few members are left, or some part
+/// of the model is lost, its state is saved first, since no other rank may have it.
 fn parted(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -299,8 +299,8 @@ pub(super) fn note_shares(
     tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
 }
 
-/// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of the
-/// model: those of a member that leaves are not saved, since the remaining members have all of it.
+/// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of
+/// the model: those of a member that leaves are not saved, since the remaining members have all of it.
 fn save_alone(
     member: &mut Member<'_>,
     trainer: &mut Trainer,

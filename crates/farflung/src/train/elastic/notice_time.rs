@@ -21,8 +21,8 @@ impl NoticeTime {
     }
 
     /// Returns whether `steps` more steps, of which the last one has an average, take longer than what is left
-    /// of a notice of this time. Without a notice, or before a step was measured, they do not. To be called from
-    /// the moment on at which the member is asked to leave.
+    /// of a notice of this time. Without a notice, or before a step was measured, they do not. To be called
+    /// from the moment on at which the member is asked to leave.
     pub(super) fn is_too_short(&mut self, notice: Option<Nanos>, steps: u64, now: Nanos) -> bool {
         let asked = *self.asked.get_or_insert(now);
         let Some(notice) = notice else { return false };

@@ -319,4 +319,3 @@ fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
     let asked = job.stop.requested().or(placed.then_some(Signal::Terminate));
     asked.filter(|_| job.leaves_alone())
 }
-
