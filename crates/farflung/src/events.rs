@@ -105,6 +105,15 @@ pub enum EventKind {
         /// Predicted time of a step now, in microseconds.
         now_us: u64,
     },
+    /// The model's layers are divided among the stages in another way.
+    Layers {
+        /// Number of layers of each stage.
+        layers: Vec<u32>,
+        /// Predicted time of a step before the change, from measured times, in microseconds.
+        before_us: u64,
+        /// Predicted time of a step now, in microseconds.
+        now_us: u64,
+    },
     /// The pools of the stages have changed, or the routes of microbatches through them.
     Pools {
         /// Endpoints of each stage's members.

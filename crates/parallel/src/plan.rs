@@ -4,6 +4,7 @@
 mod check;
 mod difference;
 mod assignment;
+mod layers_by_speed;
 mod limited;
 mod local_steps;
 mod members;
@@ -27,6 +28,7 @@ use crate::{Axis, Mesh, ParallelError};
 
 pub use assignment::{Assignment, Holding, Move, Needed, PlanPosition, moves, newest_whole};
 pub use difference::{Difference, Digest};
+pub use layers_by_speed::layers_by_speed;
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};

@@ -64,7 +64,7 @@ pub struct GateConfig {
 }
 
 impl GateConfig {
-    /// Creates a configuration with room for 1,024 endpoints and a deadline of one minute.
+    /// Creates a configuration with room for 16,384 endpoints, which takes 4 MB, and a deadline of one minute.
     #[must_use]
     pub fn new(listen: impl Into<String>, job: impl Into<String>, security: Security) -> Self {
         let (listen, job, advertise) = (listen.into(), job.into(), None);
@@ -74,7 +74,7 @@ impl GateConfig {
             advertise,
             job,
             security,
-            slots: 1024,
+            slots: 16_384,
             deadline: Duration::from_mins(1),
             shared_memory,
             sockets: true,

@@ -317,9 +317,7 @@ impl Job {
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
-        // Routes around a lost member follow no speeds.
-        let can_follow = self.plan.pools().is_none() || self.is_pooled();
-        self.elastic && can_follow && self.config.balance == BalanceKind::BySpeed && level.steps.is_empty()
+        self.elastic && self.config.balance == BalanceKind::BySpeed && level.steps.is_empty()
     }
 
     /// Returns the number of threads of each worker when `local` workers share this machine.

@@ -50,7 +50,8 @@ pub(super) fn microbatches(config: &TrainConfig) -> usize {
     config.microbatches.or(accumulated).unwrap_or(unless_told)
 }
 
-/// Makes the plan that follows from the settings.
+/// Makes the plan that follows from the settings, in which the parts of the model have nearly equal numbers of
+/// layers.
 ///
 /// Errors: [`Error::Setting`] with the invalid setting, and the values that are allowed.
 pub(super) fn from_settings(
@@ -58,6 +59,19 @@ pub(super) fn from_settings(
     model: &GptConfig,
     world: usize,
     cluster: Option<&Cluster>,
+) -> Result<Plan> {
+    divided(config, model, (world, cluster), None)
+}
+
+/// Makes the plan that follows from the settings. Its parts have the layers of `own_cut`, if that has as many
+/// parts as the plan.
+///
+/// Errors: as [`from_settings`].
+pub(super) fn divided(
+    config: &TrainConfig,
+    model: &GptConfig,
+    (world, cluster): (usize, Option<&Cluster>),
+    own_cut: Option<Vec<Range<u32>>>,
 ) -> Result<Plan> {
     check(config, world)?;
     let own = config.schedule_file.as_deref().filter(|_| config.stages > 1).map(read_schedule).transpose()?;
@@ -77,7 +91,8 @@ pub(super) fn from_settings(
         (None, _) => stages.saturating_mul(chunks.unwrap_or(method.default_chunks())),
     };
     let layers = small("layers", model.layers)?;
-    let cut = cut(layers, parts)?;
+    let equal = cut(layers, parts)?;
+    let cut = own_cut.filter(|cut| cut.len() == equal.len()).unwrap_or(equal);
     let part = |layers: Range<u32>| {
         let count = layers.end - layers.start;
         // A part with fewer layers than requested recomputes all of them.

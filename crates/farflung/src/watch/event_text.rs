@@ -114,6 +114,7 @@ impl EventLine {
                 format!("all members answer: the step is repeated, with a deadline of {deadline} s")
             }
             "shares" => self.shares_text(),
+            "layers" => self.layers_text(),
             "pools" => self.pools_text(),
             "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
             "named" => format!("wrong values: {reason}"),
@@ -136,10 +137,19 @@ impl EventLine {
     }
 
     fn shares_text(&self) -> String {
-        let shares: Vec<String> = self.numbers("microbatches").iter().map(ToString::to_string).collect();
+        format!("shares are now {}", self.shorter("microbatches"))
+    }
+
+    fn layers_text(&self) -> String {
+        format!("layers of the stages are now {}", self.shorter("layers"))
+    }
+
+    /// Returns numbers that have changed, and how much shorter a step is with them.
+    fn shorter(&self, field: &str) -> String {
+        let numbers: Vec<String> = self.numbers(field).iter().map(ToString::to_string).collect();
         let seconds = |field: &str| self.count(field).unwrap_or(0) as f64 / 1e6;
         let (before, now) = (seconds("before_us"), seconds("now_us"));
-        format!("shares are now {}: a step takes {now:.3} s instead of {before:.3} s", shares.join(" : "))
+        format!("{}: a step takes {now:.3} s instead of {before:.3} s", numbers.join(" : "))
     }
 
     fn pools_text(&self) -> String {
@@ -264,6 +274,10 @@ mod tests {
             (
                 EventKind::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
                 "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
+            ),
+            (
+                EventKind::Layers { layers: vec![2, 3, 1], before_us: 2_000_000, now_us: 1_500_000 },
+                "layers of the stages are now 2 : 3 : 1: a step takes 1.500 s instead of 2.000 s",
             ),
             (
                 EventKind::Pools {

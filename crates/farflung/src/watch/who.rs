@@ -150,17 +150,32 @@ fn ring(of: &[usize]) -> Vec<(usize, usize)> {
     }
 }
 
+/// The place of a rank in a plan.
+#[derive(Debug, Clone, Copy, Default)]
+struct Seat {
+    replica: Option<u32>,
+    stage: Option<u32>,
+}
+
+impl Seat {
+    /// Returns the place of a rank. In pools, replicas are not told apart.
+    fn of(plan: &Plan, rank: u32) -> Self {
+        let replica = plan.pools().is_none().then_some(rank / plan.stages().max(1));
+        Self { replica, stage: Some(plan.place(Rank(rank))) }
+    }
+}
+
 /// Returns the ranks of a plan as members.
 fn planned(plan: &Plan) -> Vec<MemberFacts> {
-    let (stages, all) = (plan.stages().max(1), plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>());
+    let all = plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>();
     let member = |(rank, name): (u32, &String)| {
-        let replica = rank / stages;
-        let microbatches = plan.microbatches.get(replica as usize);
+        let Seat { replica, stage } = Seat::of(plan, rank);
+        let microbatches = plan.microbatches.get(replica.unwrap_or(0) as usize);
         MemberFacts {
             name: cut(name),
             rank: Some(rank),
-            replica: plan.pools().is_none().then_some(replica),
-            stage: Some(plan.place(Rank(rank))),
+            replica,
+            stage,
             share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
             ..MemberFacts::default()
         }
@@ -176,26 +191,24 @@ impl Roster {
     }
 
     /// Returns the current members, followed by former ones. Shares are included if there is one for each
-    /// current member. In pipelines, members that the plan does not name have no part of the model.
+    /// current member, or in pipelines for each pipeline. In pipelines, members that the plan does not name
+    /// have no part of the model.
     fn members(&self, shares: Option<&[u32]>, plan: Option<&Plan>) -> Vec<MemberFacts> {
         let stages = plan.filter(|plan| plan.stages() > 1);
         let ranks: BTreeMap<u32, u32> = stages.into_iter().flat_map(slots).collect();
-        let place = |slot: &u32, rank: u32| match stages {
-            None => (Some(rank), Some(0)),
-            Some(plan) => ranks.get(slot).map_or((None, None), |&rank| {
-                let replica = plan.pools().is_none().then_some(rank / plan.stages().max(1));
-                (replica, Some(plan.place(Rank(rank))))
-            }),
+        let seat = |slot: &u32, rank: u32| match stages {
+            None => Seat { replica: Some(rank), stage: Some(0) },
+            Some(plan) => ranks.get(slot).map_or_else(Seat::default, |&rank| Seat::of(plan, rank)),
         };
-        let shares = shares.filter(|shares| shares.len() == self.here.len());
+        let count = stages.map_or(self.here.len(), |plan| plan.replicas() as usize);
+        let shares = shares.filter(|shares| shares.len() == count);
         let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
+        let share = |replica: u32| Some(f64::from(*shares?.get(replica as usize)?) / all as f64);
         let named = |slot: u32| MemberFacts { name: format!("member {slot}"), ..MemberFacts::default() };
-        let here = (0..).zip(&self.here).map(|(rank, &slot)| MemberFacts {
-            rank: Some(rank),
-            replica: place(&slot, rank).0,
-            stage: place(&slot, rank).1,
-            share: shares.filter(|_| all > 0).map(|shares| f64::from(shares[rank as usize]) / all as f64),
-            ..named(slot)
+        let here = (0..).zip(&self.here).map(|(rank, &slot)| {
+            let Seat { replica, stage } = seat(&slot, rank);
+            let share = replica.filter(|_| all > 0).and_then(share);
+            MemberFacts { rank: Some(rank), replica, stage, share, ..named(slot) }
         });
         let gone = self.gone.iter().map(|&slot| MemberFacts { presence: Presence::Gone, ..named(slot) });
         here.chain(gone).collect()
@@ -389,5 +402,9 @@ mod tests {
             at(9, None, None),
         ];
         assert_eq!(seen, all);
+        // Shares are those of the two pipelines.
+        who.share(vec![3, 1]);
+        let shares: Vec<Option<f64>> = who.members().0.iter().map(|member| member.share).collect();
+        assert_eq!(shares, [Some(0.75), Some(0.75), Some(0.25), Some(0.25), None]);
     }
 }

@@ -11,13 +11,13 @@ use crate::virtual_members::{Ended, Told, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, SyncKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::Job;
+use farflung::train::{Job, Report};
 use farflung::{Error, Stop, TrainConfig};
-use farflung_base::Nanos;
+use farflung_base::{Nanos, PeerId};
 
 const STEPS: usize = 40;
 
-/// Returns a job of two pipelines of two, on machines with these speeds in MFLOP/s.
+/// Returns a job of pipelines of two, on machines with these speeds in MFLOP/s.
 fn job(folder: &Path, speeds: &[f64], config: TrainConfig) -> Job {
     let mut machines = "default = \"1gbit,1ms\"\n".to_owned();
     for (n, speed) in speeds.iter().enumerate() {
@@ -28,11 +28,11 @@ fn job(folder: &Path, speeds: &[f64], config: TrainConfig) -> Job {
     std::fs::write(&path, machines).unwrap();
     let config = TrainConfig {
         topology: Some(path),
-        layers: Some(4),
+        layers: config.layers.or(Some(4)),
         stages: 2,
         workers: speeds.len(),
         microbatches: Some(4),
-        steps: STEPS as u64,
+        steps: if config.steps == TrainConfig::default().steps { STEPS as u64 } else { config.steps },
         eval_every: 100,
         eval_batches: 1,
         check_every: 1,
@@ -44,8 +44,12 @@ fn job(folder: &Path, speeds: &[f64], config: TrainConfig) -> Job {
 }
 
 fn train(job: &Job) -> (Vec<Ended>, Told) {
+    train_with(job, &Faults::new())
+}
+
+fn train_with(job: &Job, faults: &Faults) -> (Vec<Ended>, Told) {
     let mut told = Told::default();
-    let ended = run(job, 4, &[], &Faults::new(), &mut told);
+    let ended = run(job, job.plan.ranks() as usize, &[], faults, &mut told);
     (ended, told)
 }
 
@@ -84,13 +88,15 @@ fn shares_stay_equal_where_a_larger_one_would_take_more_memory() {
     let config = TrainConfig { schedule: "gpipe".parse().unwrap(), ..TrainConfig::default() };
     let (ended, told) = train(&job(folder.path(), &[8.0, 8.0, 8.0, 2.0], config));
     report(&ended);
-    assert!(!told.has("by speed"), "{:?}", told.notes);
+    assert!(!told.has("microbatches by speed"), "{:?}", told.notes);
 }
 
 #[test]
 fn a_rank_that_is_too_slow_for_any_share_leaves_its_pipeline() {
     let folder = tempfile::tempdir().unwrap();
-    let (ended, told) = train(&job(folder.path(), &[8.0, 8.0, 8.0, 0.05], TrainConfig::default()));
+    // Before it leaves, it gets fewer microbatches and then fewer layers.
+    let config = TrainConfig { steps: 80, ..TrainConfig::default() };
+    let (ended, told) = train(&job(folder.path(), &[8.0, 8.0, 8.0, 0.05], config));
     let error = ended[3].as_ref().unwrap_err();
     assert!(matches!(error, Error::TooSlow { .. }) && error.exit_code() == 2, "{error}");
     for (n, ended) in ended.iter().take(3).enumerate() {
@@ -99,5 +105,69 @@ fn a_rank_that_is_too_slow_for_any_share_leaves_its_pipeline() {
     report(&ended);
     assert!(told.has("member 3 left"), "{:?}", told.notes);
     let before = (told.times[10] - told.times[0]) / 10.0;
-    assert!(pace(&told) < 0.1 * before, "{} {before}", pace(&told));
+    let after = (told.times[79] - told.times[69]) / 10.0;
+    assert!(after < 0.1 * before, "{after} {before}");
+}
+
+/// Checks that two runs have the same losses, except for rounding.
+fn same_losses(found: &Report, expected: &Report) {
+    assert_eq!(found.rows.len(), expected.rows.len());
+    for (found, expected) in found.rows.iter().zip(&expected.rows) {
+        assert!((found.train_loss - expected.train_loss).abs() < 1e-4, "{found:?} {expected:?}");
+    }
+}
+
+#[test]
+fn a_slow_stage_of_a_lone_pipeline_gets_fewer_layers() {
+    for config in [TrainConfig::default(), diloco()] {
+        let local = config.sync_every > 1;
+        let folder = tempfile::tempdir().unwrap();
+        // A head of 256 characters takes as long as some layers. With local steps, speeds are compared once a
+        // round.
+        let config = TrainConfig { layers: Some(12), steps: if local { 60 } else { 40 }, ..config };
+        let job = |balance| job(folder.path(), &[8.0, 4.0], TrainConfig { balance, ..config.clone() });
+        let (ended, told) = train(&job(BalanceKind::BySpeed));
+        let (ended_equal, equal) = train(&job(BalanceKind::Equal));
+        same_losses(report(&ended), report(&ended_equal));
+        let divided: Vec<&String> =
+            told.notes.iter().filter(|note| note.contains("layers of the stages by speed are")).collect();
+        assert_eq!(divided.len(), 1, "{:?}", told.notes);
+        let (_, after) = divided[0].split_once("by speed are ").unwrap();
+        let (layers, times) = after.split_once(": a step takes ").unwrap();
+        let layers: Vec<u32> = layers.split(", ").map(|layers| layers.parse().unwrap()).collect();
+        assert!(layers.iter().sum::<u32>() == 12 && layers[0] > 6, "{layers:?}");
+        let (now, before) = times.split_once(" instead of ").unwrap();
+        let [now, before] = [now, before].map(|time| time.parse::<Nanos>().unwrap().as_secs_f64());
+        // Steps take as long as predicted.
+        let last = told.times.len() - 1;
+        let found = (told.times[last] - told.times[last - 6]) / 6.0;
+        let found_equal = (equal.times[last] - equal.times[last - 6]) / 6.0;
+        assert!((found / now - 1.0).abs() < 0.15, "{found} {now}");
+        assert!((found_equal / before - 1.0).abs() < 0.15, "{found_equal} {before}");
+        assert!(found < 0.9 * found_equal, "{found} {found_equal}");
+    }
+}
+
+/// Two pipelines of two lose the second rank of one of them: the stages are pools of two members and of one.
+#[test]
+fn a_stage_that_has_lost_a_member_gets_fewer_layers() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = TrainConfig { layers: Some(12), steps: 60, ..TrainConfig::default() };
+    let make = |balance| job(folder.path(), &[8.0; 4], TrainConfig { balance, ..config.clone() });
+    let (calm, calm_told) = train(&make(BalanceKind::Equal));
+    let lost_at = Nanos((calm_told.times[2] * 1e9) as u64 + 1);
+    let faults = Faults::new().at(lost_at).crash(PeerId(3));
+    let (ended, told) = train_with(&make(BalanceKind::BySpeed), &faults);
+    let (ended_equal, equal) = train_with(&make(BalanceKind::Equal), &faults);
+    for (ended, what) in [(&ended, "by speed"), (&ended_equal, "equal")] {
+        for (n, ended) in ended.iter().enumerate().take(3) {
+            assert!(ended.is_ok(), "{what}: {n}: {:?}", ended.as_ref().err());
+        }
+        same_losses(report(ended), report(&calm));
+    }
+    assert!(told.has("stages of 2, 1 members, re-routed"), "{:?}", told.notes);
+    assert!(told.has("layers of the stages by speed are"), "{:?}", told.notes);
+    let last = told.times.len() - 1;
+    let pace = |told: &Told| (told.times[last] - told.times[last - 10]) / 10.0;
+    assert!(pace(&told) < 0.85 * pace(&equal), "{} {}", pace(&told), pace(&equal));
 }

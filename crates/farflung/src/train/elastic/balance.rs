@@ -3,15 +3,13 @@
 
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
-use farflung_parallel::pipeline::{StageCost, peaks};
-use farflung_parallel::plan::{Advice, Measured, Rebalance, shares_by_speed, step_time};
+use farflung_parallel::plan::{Advice, Measured, Rebalance, step_time};
 
+use super::layers::{Division, LayerBalance};
+use super::shares::is_possible;
 use crate::Result;
 use crate::train::job::Job;
 use crate::train::trainer::Trainer;
-
-/// A member that reports to be this many times faster than the middle one is not believed.
-const MAX_RATIO: u64 = 4096;
 
 /// Speed measurements that a rank keeps about all replicas.
 #[derive(Debug, Clone, Default)]
@@ -21,6 +19,9 @@ pub(super) struct Balance {
     measured: Vec<Measured>,
     /// The slowest rank of each replica.
     slowest: Vec<u32>,
+    layers: LayerBalance,
+    /// The division of the layers that the last measurement has advised.
+    division: Option<Division>,
 }
 
 /// A change of the replicas' shares.
@@ -34,14 +35,23 @@ pub(super) struct Reshared {
 }
 
 impl Balance {
-    /// Returns how the shares should change after the step just done. The result is the same on all ranks.
-    pub(super) fn advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
-        let Some(ranks) = trainer.measured() else { return Advice::Stay };
-        (self.slowest, self.measured) = slowest(&ranks, job.plan.stages());
+    /// Returns how the shares should change after the step just done, from the newest times of all ranks. The
+    /// result is the same on all ranks.
+    pub(super) fn advice(&mut self, job: &Job, ranks: &[Measured]) -> Advice {
+        self.division = self.layers.observe(job, ranks);
+        if job.plan.pools().is_some() {
+            return Advice::Stay;
+        }
+        (self.slowest, self.measured) = slowest(ranks, job.plan.stages());
         match self.rebalance.observe(&job.plan.microbatches, &self.measured) {
             Advice::Shares(shares) if !is_possible(&job.plan, &shares) => Advice::Stay,
             advice => advice,
         }
+    }
+
+    /// Returns and clears the division of the layers that the last measurement has advised.
+    pub(super) const fn division(&mut self) -> Option<Division> {
+        self.division.take()
     }
 
     /// Returns whether `rank` is the one that makes a replica too slow to stay.
@@ -105,35 +115,6 @@ fn slowest(ranks: &[Measured], stages: u32) -> (Vec<u32>, Vec<Measured>) {
     (0..).step_by(stages as usize).zip(ranks.chunks(stages as usize)).filter_map(slowest).unzip()
 }
 
-/// Returns whether pipelines can have these shares, and hold as many activations as now. With a schedule that
-/// holds those of all microbatches, a larger share could take more memory than a rank has; others require
-/// certain numbers of microbatches.
-fn is_possible(plan: &Plan, shares: &[u32]) -> bool {
-    let moment = Nanos(1);
-    let cost = StageCost { forward: moment, input: moment, weight: moment, ..StageCost::default() };
-    let cost = vec![cost; plan.parts.len()];
-    let most = |&count: &u32| peaks(&plan.order_with(count, &cost, Nanos::ZERO).ok()?).into_iter().max();
-    let most = |shares: &[u32]| shares.iter().map(most).collect::<Option<Vec<u32>>>()?.into_iter().max();
-    plan.stages() == 1 || most(shares).zip(most(&plan.microbatches)).is_some_and(|(then, now)| then <= now)
-}
-
-/// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
-/// replicas. A replica without a known time, or with one that cannot be true ([`MAX_RATIO`]), counts as having
-/// the median of the known ones. `None` if no time is known.
-pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
-    let mut known: Vec<Nanos> = measured.iter().flatten().map(|measured| measured.microbatch).collect();
-    known.retain(|&time| time > Nanos::ZERO);
-    known.sort_unstable();
-    let middle = *known.get(known.len() / 2)?;
-    let time = |measured: &Option<Measured>| {
-        let least = middle.0 / MAX_RATIO;
-        let told = measured.map(|measured| measured.microbatch).filter(|time| time.0 > least);
-        Measured { microbatch: told.unwrap_or(middle), rest: Nanos::ZERO }
-    };
-    let all: Vec<Measured> = measured.iter().map(time).collect();
-    shares_by_speed(each.checked_mul(u32::try_from(all.len()).ok()?)?, &all)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -146,18 +127,5 @@ mod tests {
         // One of its ranks has not said how long it takes.
         assert_eq!(times[2].microbatch, Nanos::ZERO);
         assert_eq!(slowest(&[of(3), of(8)], 1), (vec![0, 1], vec![of(3), of(8)]));
-    }
-
-    #[test]
-    fn a_newcomer_counts_as_the_middle_one() {
-        let of = |ms| Some(Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO });
-        assert_eq!(shares(4, &[of(10), of(40), of(10), None]), Some(vec![5, 1, 5, 5]));
-        assert_eq!(shares(4, &[None, None]), None);
-        // One that reports a time that no machine needs does not get all microbatches.
-        assert_eq!(
-            shares(4, &[of(10), of(10), of(10), Some(Measured { microbatch: Nanos(1), rest: Nanos::ZERO })]),
-            Some(vec![4; 4])
-        );
-        assert_eq!(shares(4, &[of(1000), of(1000), of(2)]).map(|shares| shares[2]), Some(10));
     }
 }

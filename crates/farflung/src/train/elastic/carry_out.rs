@@ -9,6 +9,7 @@ use super::change::Member;
 use super::changed::Changed;
 use super::decide::Agreement;
 use super::kept;
+use super::layers::Division;
 use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
@@ -297,6 +298,35 @@ pub(super) fn note_shares(
     let in_us = |time: Nanos| time.0 / 1_000;
     let (before_us, now_us) = (in_us(before), in_us(now));
     tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
+}
+
+/// Divides the layers anew among the stages, and reports it.
+///
+/// Errors: as [`go_on_without`].
+pub(super) fn divide_anew(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    division: Division,
+) -> Result<()> {
+    let Division { layers, before, now } = division;
+    match member.divide_anew((&mut steps.job, &mut steps.last), trainer, &layers) {
+        Ok(None) => Ok(()),
+        Ok(Some(changed)) => {
+            note(member, trainer, steps, events, &changed)?;
+            let counts: Vec<String> = layers.iter().map(u32::to_string).collect();
+            let step = trainer.steps_done();
+            let text = format!(
+                "after step {step}: layers of the stages by speed are {}: a step takes {now} instead of {before}",
+                counts.join(", ")
+            );
+            let (before_us, now_us) = (before.0 / 1_000, now.0 / 1_000);
+            tell_new_plan(trainer, steps, events, (&text, EventKind::Layers { layers, before_us, now_us }))
+        }
+        Err(error) if Member::survives(&error) => go_on_without(member, trainer, steps, events, error),
+        Err(error) => Err(parted(member, trainer, steps, events, error)),
+    }
 }
 
 /// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of

@@ -62,6 +62,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) repeats: Repeats,
     /// Speeds of the members, if stages are pools.
     pub(super) pools: PoolSpeeds,
+    /// In pipelines: number of layers of each stage, while the layers are divided anew.
+    pub(super) layers: Vec<u32>,
     /// Chunks received of a state that is not complete yet.
     pub(super) store: ChunkStore,
     /// Records of its steps, if a newcomer follows them.
@@ -102,6 +104,7 @@ impl<'a> Member<'a> {
             folder,
             repeats: Repeats::default(),
             pools: PoolSpeeds::default(),
+            layers: Vec::new(),
             store: ChunkStore::default(),
             log: StepLog::default(),
             newcomer_place: None,

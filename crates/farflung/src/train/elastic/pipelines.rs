@@ -16,10 +16,11 @@ use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
+use super::form_team::{EnteringMember, FormedTeam, form_team};
 use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
-use super::team::{EnteringMember, FormedTeam, FutureRank, Team, form_team};
+use super::team::{FutureRank, Team};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
@@ -131,6 +132,23 @@ impl Member<'_> {
                 self.go_over_in_pipelines((job, last), trainer, view, (begun, None)).map(Some)
             }
         }
+    }
+
+    /// Divides the model's layers among the stages anew, under a new view of the same members. Members receive
+    /// the state of the layers that are new to them. All members that take steps call it after the same step.
+    /// `None` if they did not reach a new view.
+    ///
+    /// Errors: as [`Member::between_steps`].
+    pub(super) fn divide_anew(
+        &mut self,
+        (job, last): (&mut Job, &mut LastDone),
+        trainer: &mut Trainer,
+        layers: &[u32],
+    ) -> Result<Option<Changed>> {
+        self.layers = layers.to_vec();
+        let changed = self.grow((job, last), trainer, trainer.comm().now())?;
+        self.layers.clear();
+        Ok(changed)
     }
 
     /// Takes a newcomer's first place.
@@ -264,8 +282,8 @@ impl Member<'_> {
             let round = trainer.as_deref().and_then(round);
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
-            let grows = self.grows;
-            let brings = EnteringMember { job, last, team, held, round, folder, pools, store, grows };
+            let (grows, layers) = (self.grows, &self.layers[..]);
+            let brings = EnteringMember { job, last, team, held, round, folder, pools, layers, store, grows };
             let mut formed = form_team(view, &all, brings)?;
             formed.moved = (formed.moved.0 + taken.0, formed.moved.1.max(taken.1));
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
@@ -307,6 +325,7 @@ impl Member<'_> {
         let made = made.inspect_err(|_: &Error| comm.abort())?;
         self.pools.begin_anew(&formed.speeds);
         self.balance.begin_anew();
+        self.layers.clear();
         self.team = Some(team);
         self.predict_newcomer(&next)?;
         self.copies.begin_anew(counted.step);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::Pools;
-use farflung_parallel::plan::{Assignment, PoolAdvice, PoolBalance, Pooling, rates_of};
+use farflung_parallel::plan::{Assignment, Measured, PoolAdvice, PoolBalance, Pooling, rates_of};
 use farflung_zoo::GptConfig;
 
 use crate::train::costs::Work;
@@ -50,14 +50,22 @@ impl PoolSpeeds {
     pub(super) fn advice(&mut self, job: &Job, slots: Vec<u32>, trainer: &mut Trainer) -> PoolAdvice {
         let Some(pools) = job.plan.pools().filter(|_| job.is_pooled()) else { return PoolAdvice::Stay };
         let Some(measured) = trainer.measured() else { return PoolAdvice::Stay };
+        let work = self.note(job, slots, &measured);
+        self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
+    }
+
+    /// Notes the measured speeds of the ranks with these endpoints, each of which has one part. Returns the
+    /// operations of a microbatch in each part.
+    pub(super) fn note(&mut self, job: &Job, slots: Vec<u32>, measured: &[Measured]) -> Vec<f64> {
         let work = work(&job.plan, &job.model);
-        for ((rank, slot), told) in (0..).zip(slots).zip(&measured) {
-            let done = pools.stage_of(rank).and_then(|stage| work.get(stage as usize));
+        for ((rank, slot), told) in (0..).zip(slots).zip(measured) {
+            let stage = job.plan.pools().map_or(Some(rank % job.plan.stages()), |pools| pools.stage_of(rank));
+            let done = stage.and_then(|stage| work.get(stage as usize));
             if let Some(done) = done.filter(|_| told.microbatch > Nanos::ZERO) {
                 self.known.insert(slot, done / told.microbatch.as_secs_f64());
             }
         }
-        self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
+        work
     }
 
     /// Returns the input from which the pools of some members are formed. `slots` are the members' endpoints,

@@ -3,7 +3,7 @@
 //! messages.
 
 use farflung_base::PeerId;
-use farflung_parallel::plan::PoolAdvice;
+use farflung_parallel::plan::{Advice, PoolAdvice};
 use farflung_parallel::{Plan, ScheduleSource};
 
 use super::change::{Member, start};
@@ -62,6 +62,16 @@ impl Member<'_> {
         } else {
             advice
         }
+    }
+
+    /// Returns how the replicas' shares should change after the step just done, and notes the members' speeds
+    /// for the plans of later views.
+    pub(super) fn share_advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
+        let Some(measured) = trainer.measured() else { return Advice::Stay };
+        if let Some(team) = &self.team {
+            self.pools.note(job, team.slots(), &measured);
+        }
+        self.balance.advice(job, &measured)
     }
 
     /// Moves the member at `rank` to stage `to`, under a new view of the same members. It receives the part's

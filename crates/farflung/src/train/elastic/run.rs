@@ -7,7 +7,7 @@ use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
-    Leaving, announce_log, change_members, follow_pools, go_on_without, note_shares, tell,
+    Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_shares, tell,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
@@ -210,7 +210,14 @@ fn train(
             follow_pools(member, trainer, steps, events, pooled)?;
             continue;
         }
-        let advice = member.balance.advice(&steps.job, trainer);
+        let advice = member.share_advice(&steps.job, trainer);
+        let division = member.balance.division().filter(|_| member.growing.is_empty());
+        // A newcomer or spare that fetches a part would have another part than it will need.
+        let division = division.filter(|_| matches!(next, AfterStep::Step) && !trainer.is_followed());
+        if let Some(division) = division.filter(|_| !is_over) {
+            divide_anew(member, trainer, steps, events, division)?;
+            continue;
+        }
         match (next, if is_over { Advice::Stay } else { advice }) {
             (AfterStep::Step, Advice::Stay) => {
                 member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);

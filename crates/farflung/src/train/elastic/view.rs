@@ -9,7 +9,7 @@ use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
 use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
-use super::balance;
+use super::shares;
 use super::state_transfer::StateTransfer;
 use crate::config::choice::BalanceKind;
 use crate::train::job::Job;
@@ -133,7 +133,7 @@ fn plan_for(
         time.map(|time| Measured { microbatch: Nanos(time), rest: Nanos::ZERO })
     };
     let times: Vec<Option<Measured>> = slots().enumerate().map(measured).collect();
-    let shares = balance::shares(each, &times);
+    let shares = shares::by_speed(each, &times);
     let equal = vec![each; view.members.len()];
     if next.microbatches != equal {
         next.microbatches = shares.unwrap_or(equal);
