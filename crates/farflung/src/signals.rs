@@ -117,6 +117,8 @@ pub struct Stop {
     tied: Arc<AtomicBool>,
     /// Whether there may be something to save.
     begun: Arc<AtomicBool>,
+    /// Whether the whole run is to stop, rather than this member.
+    for_all: Arc<AtomicBool>,
     /// Time between a request and the end of the machine; `None` if it is not known.
     notice: Option<Nanos>,
 }
@@ -323,6 +325,18 @@ impl Stop {
     /// Requests a stop as `signal` would.
     pub fn request(&self, signal: Signal) {
         self.signal.store(signal.number(), Ordering::Relaxed);
+    }
+
+    /// Requests a stop of the whole run as `signal` would, also in a run that goes on without a member that is
+    /// stopped.
+    pub(crate) fn request_for_all(&self, signal: Signal) {
+        self.for_all.store(true, Ordering::Relaxed);
+        self.request(signal);
+    }
+
+    /// Returns whether the whole run is to stop.
+    pub(crate) fn is_for_all(&self) -> bool {
+        self.for_all.load(Ordering::Relaxed)
     }
 
     /// Returns the last signal since the last call of this function, and clears it.

@@ -18,6 +18,7 @@ mod unbroken;
 mod tests;
 
 use std::fmt;
+use std::ops::Range;
 
 use farflung_base::{Algorithm, Precision};
 
@@ -213,6 +214,22 @@ impl Level {
     #[must_use]
     pub fn unless_told(codec: &str) -> Algorithm {
         if codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct }
+    }
+
+    /// Returns the round between two averages to which step `step`, counted from 1, belongs: the numbers of steps
+    /// done before it and after it.
+    ///
+    /// ```
+    /// use farflung_parallel::Level;
+    ///
+    /// let level = Level { every: 10, ..Level::default() };
+    /// assert_eq!([1, 10, 11].map(|step| level.round_of(step)), [0..10, 0..10, 10..20]);
+    /// ```
+    #[must_use]
+    pub fn round_of(&self, step: u64) -> Range<u64> {
+        let every = u64::from(self.every.max(1));
+        let begin = step.saturating_sub(1) / every * every;
+        begin..begin.saturating_add(every)
     }
 }
 

@@ -22,6 +22,7 @@ mod follow;
 mod followed;
 mod followed_parts;
 mod form_team;
+mod former_members;
 mod idle;
 mod membership_service;
 mod kept;

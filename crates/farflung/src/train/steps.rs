@@ -77,7 +77,8 @@ impl Steps<'_, '_> {
         events: &mut EventLog,
         kept: &mut RunProgress,
     ) -> Result<AfterStep> {
-        let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
+        let stop = &self.job.stop;
+        let stops = stop.requested().is_some() && (stop.is_for_all() || !self.job.leaves_alone());
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
         let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
         let config = &self.job.config;

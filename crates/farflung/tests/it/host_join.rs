@@ -339,6 +339,42 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     assert!(of_a == of_b && of_b == of_c, "the members' weights differ");
 }
 
+/// The host is started again while the other members cannot answer. Once they can, the second run ends.
+#[test]
+fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
+    let run = Run::new();
+    let first = host(&run, "--steps 1000000 --out host --checkpoint-every 20");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    trains(&run, &b);
+    wait_until("a checkpoint", || (!saved(&run, &first).is_empty()).then_some(()));
+    first.send(Signal::KILL);
+    members(&run, &b, 2);
+    [&a, &b].into_iter().for_each(|member| member.send(Signal::STOP));
+    let ticket = || fs::read(run.at("host/run.ticket")).unwrap();
+    let before = ticket();
+    let mut again = host(&run, "--steps 1000000 --out host --resume auto");
+    wait_until("another ticket", || (ticket() != before).then_some(()));
+    // Another machine joins the second run.
+    let mut c = join(&run, "c", "host/run.ticket", &[]);
+    trains(&run, &c);
+    [&a, &b].into_iter().for_each(|member| member.send(Signal::CONT));
+    let code = |member: &mut Member| {
+        wait_until_or(
+            || "the second run goes on".to_owned(),
+            || member.process.as_mut().unwrap().try_wait().unwrap().map(|status| status.code()),
+        )
+    };
+    assert_eq!(code(&mut again), Some(2), "{}", said_by(&again));
+    assert!(said_by(&again).contains("the run of this folder is still running"), "{}", said_by(&again));
+    assert_eq!(code(&mut c), Some(143), "{}", said_by(&c));
+    // The first run goes on.
+    let steps = || fs::read_to_string(run.at("a/metrics.jsonl")).unwrap().lines().count();
+    let before = steps();
+    wait_until("more steps", || (steps() > before + 5).then_some(()));
+}
+
 #[test]
 fn sockets_alone_carry_what_members_say_where_the_run_says_so() {
     let run = Run::new();

@@ -85,8 +85,7 @@ impl BrokenRound {
         let firsts = assignment.ranks.iter().step_by(before.stages() as usize);
         let stays: Vec<u32> = firsts.filter_map(|&member| Some(usable[member]?.replica)).collect();
         let lost = (0..before.replicas()).filter(|replica| !stays.contains(replica)).collect();
-        let every = u64::from(before.outermost().every.max(1));
-        let until = (agreed / every + 1).saturating_mul(every).min(job.config.steps);
+        let until = before.outermost().round_of(agreed.saturating_add(1)).end.min(job.config.steps);
         Some(Self { assignment, stays, lost, until })
     }
 
@@ -98,8 +97,7 @@ impl BrokenRound {
         let (stays, until) = (&self.stays[..], self.until);
         let replicas: Vec<Replica> = stays.iter().map(|&replica| Replica::Stays(replica)).collect();
         let plan = job.plan.with_replicas(&replicas)?;
-        let every = u64::from(plan.outermost().every.max(1));
-        let since = until.saturating_sub(1) / every * every;
+        let since = plan.outermost().round_of(until).start;
         let old: Vec<Option<u32>> = stays.iter().copied().map(Some).collect();
         let local = plan.local_steps().after(until, &job.local_steps(), &old, since);
         let round = match job.round_plan.as_deref().filter(|round| round.has(until)) {

@@ -73,28 +73,59 @@ pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()>
     run_dir::replace(&folder.join(ADDRESSES), addresses.join("\n").as_bytes())
 }
 
+/// A former member that has answered.
+#[derive(Debug)]
+pub(super) struct Answered {
+    pub(super) address: String,
+    /// Whether it refuses the folder's ticket because it has expired.
+    expired: bool,
+}
+
+impl Answered {
+    pub(super) fn into_error(self) -> Error {
+        let Self { address, expired } = self;
+        Error::StillRuns { address, expired }
+    }
+}
+
+/// Returns the addresses of the other members of the run of a folder.
+///
+/// Errors: a file that is too long.
+pub(super) fn addresses(folder: &Path) -> Result<Vec<String>> {
+    Ok(text(folder, ADDRESSES)?.iter().flat_map(|text| text.lines()).map(str::to_owned).collect())
+}
+
+fn shown(address: &str) -> &str {
+    address.split(",key:").next().unwrap_or_default()
+}
+
+/// Asks whether a member of the run of `gate` trains at an address; `None` if not.
+pub(super) fn asked(address: &str, gate: &GateConfig) -> Option<Answered> {
+    let mut asks = gate.clone();
+    asks.deadline = ASKED;
+    let expired = match GrowingNetwork::ask(&asks, &[address.to_owned()]) {
+        Ok(_) => false,
+        // A member checks the date only after the ticket has proven to belong to its run.
+        Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => true,
+        Err(error) => {
+            tracing::debug!(%error, "no member of the run of this folder answers at {}", shown(address));
+            return None;
+        }
+    };
+    Some(Answered { address: shown(address).to_owned(), expired })
+}
+
 /// Checks that the run of a folder is over, by asking its members at their saved addresses.
 ///
 /// Errors: [`Error::StillRuns`] if a member answers. This machine must then join that run: otherwise there
 /// would be two runs from the same state.
 pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObserver) -> Result<()> {
-    let Some(text) = text(folder, ADDRESSES)? else { return Ok(()) };
-    let addresses: Vec<String> = text.lines().map(str::to_owned).collect();
-    for address in addresses {
-        let shown = address.split(",key:").next().unwrap_or_default().to_owned();
+    for address in addresses(folder)? {
+        let shown = shown(&address);
         watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
-        let mut asks = gate.clone();
-        asks.deadline = ASKED;
-        let expired = match GrowingNetwork::ask(&asks, std::slice::from_ref(&address)) {
-            Ok(_) => false,
-            // A member checks the date only after the ticket has proven to belong to its run.
-            Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => true,
-            Err(error) => {
-                tracing::debug!(%error, "no member of the run of this folder answers at {shown}");
-                continue;
-            }
-        };
-        return Err(Error::StillRuns { address: shown, expired });
+        if let Some(answered) = asked(&address, gate) {
+            return Err(answered.into_error());
+        }
     }
     Ok(())
 }

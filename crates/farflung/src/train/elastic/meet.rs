@@ -9,6 +9,7 @@ use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
+use super::former_members::FormerMembers;
 use super::kept;
 use super::newcomer_info::NewcomerInfo;
 use super::place::Place;
@@ -94,10 +95,11 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
 
 /// Starts a run that others can join, and trains. `open` is called with the run's folder once others can
 /// connect. `former` is used to ask the members of an earlier run of that folder whether they are still
-/// training.
+/// training, at the beginning and from time to time.
 ///
 /// Errors: settings that do not work in a run whose members change; a port in use; [`Error::StillRuns`] if the
-/// run of this folder is still training without this machine.
+/// run of this folder is still training without this machine. If that becomes known only later, all members of
+/// the new run save and stop.
 pub fn host(
     config: TrainConfig,
     gate: &GateConfig,
@@ -115,7 +117,8 @@ pub fn host(
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
     let run = RunDir::open(folder, existing)?;
     let before = kept::read(folder)?;
-    if let Some(former) = former.filter(|_| before.is_some()) {
+    let former = former.filter(|_| before.is_some());
+    if let Some(former) = former {
         kept::is_over(folder, former, watch)?;
     }
     let mut gate = gate.clone();
@@ -134,7 +137,15 @@ pub fn host(
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
-    match run_job(&job, vec![connection], watch) {
+    let asks = |former: &GateConfig| {
+        Ok::<_, Error>(FormerMembers::ask(kept::addresses(folder)?, former.clone(), stop.clone()))
+    };
+    let former = former.map(asks).transpose()?;
+    let done = run_job(&job, vec![connection], watch);
+    if let Some(error) = former.and_then(|former| former.answered()) {
+        return Err(error);
+    }
+    match done {
         Err(Error::Removed { reason }) if stop.requested().is_none() => {
             watch.note(&format!("{reason}: this member joins again as a newcomer"));
             let given = TrainArgs::from_toml(&own_settings, Path::new("the host's settings"))?;

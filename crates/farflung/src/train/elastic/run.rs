@@ -268,8 +268,8 @@ impl Member<'_> {
 /// Returns whether the machine of a member that was asked to leave may be taken away before the next moment at
 /// which members leave.
 fn must_go(member: &mut Member<'_>, job: &Job, trainer: &Trainer) -> bool {
-    let every = if job.averages_each_step() { 1 } else { u64::from(job.plan.outermost().every.max(1)) };
-    let steps = every - trainer.steps_done() % every;
+    let (done, level) = (trainer.steps_done(), job.plan.outermost());
+    let steps = if job.averages_each_step() { 1 } else { level.round_of(done + 1).end - done };
     member.notice.is_too_short(job.stop.notice(), steps, trainer.comm().now())
 }
 
@@ -296,7 +296,7 @@ fn gather(
     let least = steps.job.config.min_members;
     let mut told = 0;
     let waits = |member: &Member<'_>| member.count() < least || least > 1 && !member.growing.is_empty();
-    while trainer.steps_done() == 0 && waits(member) {
+    while trainer.steps_done() == 0 && waits(member) && !steps.job.stop.is_for_all() {
         // One that is asked to stop while it is alone ends in the first step.
         let leaves = leaving(&steps.job, trainer);
         if leaves.is_none() && steps.job.stop.requested().is_some() {
@@ -324,5 +324,5 @@ fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
     let (rank, step) = (trainer.comm().rank().0, trainer.steps_done() + 1);
     let placed = job.departure.is_some_and(|d| d.rank == rank && d.step <= step);
     let asked = job.stop.requested().or(placed.then_some(Signal::Terminate));
-    asked.filter(|_| job.leaves_alone())
+    asked.filter(|_| job.leaves_alone() && !job.stop.is_for_all())
 }

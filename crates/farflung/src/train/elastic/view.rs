@@ -95,8 +95,7 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
             return Err(wrong("has local steps that do not match its plan"));
         }
         let step = exchange.progress.step;
-        let since = step.saturating_sub(1) / u64::from(next.plan.outermost().every.max(1));
-        let since = since * u64::from(next.plan.outermost().every);
+        let since = next.plan.outermost().round_of(step).start;
         let old = |slot: u32| furthest.members.iter().position(|&old| old == slot).map(|old| old as u32);
         let replicas: Vec<Option<u32>> = view.members.iter().map(|member| old(member.slot)).collect();
         let local = next.plan.local_steps().after(step, &furthest.local, &replicas, since);

@@ -1,0 +1,88 @@
+//! Members of the run that a restarted host continues. If none of them answered when it began, they may be out
+//! of its reach and still train. So they are asked again from time to time, and the new run ends once one
+//! answers: a run must not go on twice.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use farflung_comm::tcp::GateConfig;
+
+use super::kept::{Answered, asked};
+use crate::{Error, Signal, Stop};
+
+/// Time between two rounds of questions.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Asks former members from a thread, until it is dropped.
+#[derive(Debug, Default)]
+pub(super) struct FormerMembers(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    bell: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    answered: Option<Answered>,
+    is_over: bool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the next round. Returns false if there is none.
+    fn pause(&self) -> bool {
+        let state = self.state();
+        let waits = |state: &mut State| !state.is_over;
+        let waited = self.bell.wait_timeout_while(state, INTERVAL, waits);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.is_over
+    }
+}
+
+impl FormerMembers {
+    /// Starts to ask the members at these addresses. Once one answers, the whole run of `stop` is stopped.
+    pub(super) fn ask(addresses: Vec<String>, gate: GateConfig, stop: Stop) -> Self {
+        let own = Self::default();
+        if addresses.is_empty() {
+            return own;
+        }
+        let shared = Arc::clone(&own.0);
+        let ask = move || {
+            while shared.pause() {
+                let Some(answered) = addresses.iter().find_map(|address| asked(address, &gate)) else {
+                    continue;
+                };
+                tracing::error!(
+                    address = answered.address,
+                    "a member of the run that this one continues still trains: this run ends"
+                );
+                shared.state().answered = Some(answered);
+                stop.request_for_all(Signal::Terminate);
+                return;
+            }
+        };
+        let started = thread::Builder::new().name("former-members".to_owned()).spawn(ask);
+        if let Err(error) = started {
+            tracing::warn!(%error, "the members of the former run are not asked again");
+        }
+        own
+    }
+
+    /// Returns the error of a run that ended because a former member has answered.
+    pub(super) fn answered(&self) -> Option<Error> {
+        self.0.state().answered.take().map(Answered::into_error)
+    }
+}
+
+impl Drop for FormerMembers {
+    fn drop(&mut self) {
+        self.0.state().is_over = true;
+        self.0.bell.notify_all();
+    }
+}
