@@ -25,6 +25,7 @@ mod members_grow;
 mod members_in_pipelines;
 mod members_local_pipelines;
 mod members_repeat;
+mod members_return;
 mod members_pooled;
 mod members_rerouted;
 mod members_slow_ranks;
