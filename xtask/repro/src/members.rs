@@ -11,7 +11,9 @@ mod join_parts;
 pub(crate) mod launched;
 mod processes;
 pub(crate) mod recovery;
+mod replay;
 pub(crate) mod soaked;
+mod throughput;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -107,6 +109,12 @@ impl Notes {
     fn number(&self, word: &str) -> Option<f64> {
         let before = self.0.iter().find_map(|note| note.split_once(word))?.0;
         before.rsplit(' ').next()?.parse().ok()
+    }
+
+    /// Returns the number of steps done at the change of members of which the first note contains `text`.
+    fn step(&self, text: &str) -> Option<u64> {
+        let steps = |note: &str| note.strip_prefix("after step ")?.split_once(':')?.0.parse().ok();
+        self.0.iter().filter(|note| note.contains(text)).find_map(|note| steps(note))
     }
 }
 

@@ -1,21 +1,23 @@
 //! Lets a newcomer join at any time within a step.
 
 use anyhow::{Context, Result};
+use farflung::TrainConfig;
 use farflung::base::{AccessLink, Bandwidth, Link, Nanos, PeerId, Rank, Topology};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::SyncKind;
 use farflung::optim::sync::DILOCO;
-
 use farflung::train::Job;
 
 use super::join_parts::followed_part;
+use super::throughput::{Expected, JoinedRun, RiseTally, predicted_rate};
 use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times, watched};
 use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "join-anywhere",
     claim: "a newcomer that fetches its state, or in pipelines and pools its part, while members train costs \
-            them a step's record, and at most a hundredth of their time before that; one for which all wait, \
+            them a step's record, and at most a hundredth of their time before that; within three steps of \
+            its admission, the tokens per second rise as the plans predict, within 3%; one for which all wait, \
             at any moment of a step: all end with the same bits, its sequences are in a step at most three \
             steps after it is ready, and no member waits longer than a step plus the time to send the state \
             over its link; members with unequal uplinks send parts of the state in proportion to their rates: \
@@ -105,7 +107,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// replicas meet after every `every` of them, and the newcomer replays these meetings.
 fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
-        config.steps = 2 * STEPS;
+        config.steps = 2 * STEPS * every;
+        // The time of a step is that of the plan, without evaluations.
+        config.eval_every = 2 * STEPS * every;
         if every > 1 {
             config.sync = SyncKind::of(&DILOCO);
             config.sync_every = every;
@@ -123,6 +127,11 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
     let unit = if every > 1 { "round" } else { "step" };
     let steps_of = |times: &[f64]| times.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<f64>>();
     let calm_steps = steps_of(&calm_times);
+    let larger = TrainConfig { workers: MEMBERS + 1, ..job.config.clone() };
+    let rise = predicted_rate(&job.with_config(larger, MEMBERS + 1)?)? / predicted_rate(&job)?;
+    let joined = format!("member {MEMBERS} joined");
+    let expected = Expected { rise, joined: &joined, skipped: every, every };
+    let mut rises = RiseTally::new(every);
     let (mut apart, mut waited, mut slowest, mut slowed) = (0_u32, 0_u32, 0.0_f64, 0.0_f64);
     for moment in 0..moments {
         let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
@@ -134,6 +143,7 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
         apart += u32::from(!same);
         waited += u32::from(!notes.0.iter().any(|note| note.contains(&format!("of the last {unit}"))));
         let Some(first) = all.first() else { continue };
+        rises.add(&JoinedRun { report: first, notes: &notes, appeared: at }, &expected)?;
         slowest = slowest.max(longest_wait(first));
         // The newcomer is admitted at the beginning of the step that becomes longest through it. It fetches
         // during the steps before.
@@ -161,7 +171,8 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
     report.row(&format!("{name}: a {unit}'s record on one link"), transfer(record), "s", Threshold::None)?;
     report.row(&format!("{name}: longest time between two steps"), slowest, "s", Threshold::AtMost(bound))?;
     let metric = format!("{name}: members slower while the newcomer fetches");
-    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
+    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))?;
+    rises.rows(report, name, rise)
 }
 
 /// Uplinks of homes, in Mbit/s. All have ten times as much down.

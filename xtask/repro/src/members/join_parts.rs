@@ -2,15 +2,19 @@
 //! fetches its part while the members train.
 
 use anyhow::{Context, Result};
+use farflung::TrainConfig;
 use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
+use super::throughput::{Expected, JoinedRun, RiseTally, predicted_rate};
 use super::{Notes, in_pools, job, report as report_of, times, watched};
 use crate::harness::{Report, Threshold};
 
 const MEMBERS: usize = 4;
 const STEPS: u64 = 24;
+/// Steps before those that are compared: a member is lost in the second one.
+const COUNTED_AFTER: u64 = 3;
 /// The member that is lost, by rank: the second stage of the second pipeline.
 const LOST: PeerId = PeerId(3);
 /// Estimated number of sequential messages of a change of members in pipelines: the vote and the view, then
@@ -66,6 +70,8 @@ struct Case<'a> {
     run: &'a dyn Fn(Nanos) -> Result<(farflung::train::Report, Notes, usize)>,
     /// A text in the note that the newcomer takes part.
     joined: &'a str,
+    /// Tokens per second with the newcomer, divided by those without it, as the two plans predict.
+    rise: f64,
 }
 
 /// Measures newcomers at `moments` times within two steps: to pipelines and to pools in place of a lost member,
@@ -74,17 +80,24 @@ pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()>
     let step = Nanos::from_millis(1_000);
     for (name, pooled) in [("followed part", false), ("followed part of a pool", true)] {
         let job = pipelines(report.seed(), MEMBERS, pooled)?;
+        // After the loss, the member that is left of the second stages gets all microbatches of a step.
+        let config =
+            TrainConfig { microbatches: Some(job.plan.all_microbatches() as usize), ..job.config.clone() };
+        let fewer = in_pools(&job.with_config(config, MEMBERS)?, &[2, 1])?;
+        let rise = predicted_rate(&job)? / predicted_rate(&fewer)?;
         let run = |come| run(&job, step, come);
-        follow_part(report, moments, &Case { name, job: &job, run: &run, joined: "member 4 joined" })?;
+        let joined = "member 4 joined";
+        follow_part(report, moments, &Case { name, job: &job, run: &run, joined, rise })?;
     }
     let job = pipelines(report.seed(), 2, false)?;
+    let rise = predicted_rate(&pipelines(report.seed(), MEMBERS, false)?)? / predicted_rate(&job)?;
     let (name, joined) = ("followed parts of a further pipeline", "2 pipelines of 2");
     let run = |come| run_growing(&job, come);
-    follow_part(report, moments, &Case { name, job: &job, run: &run, joined })
+    follow_part(report, moments, &Case { name, job: &job, run: &run, joined, rise })
 }
 
 fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result<()> {
-    let Case { name, job, run, joined } = case;
+    let &Case { name, job, run, joined, rise } = case;
     let (calm, ..) = run(Nanos::MAX)?;
     let calm_times = times(&calm);
     let usual = calm_times[4] - calm_times[3];
@@ -92,11 +105,14 @@ fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result
     let link = job.config.link;
     let record = calm.parameters as f64 * 4.0;
     let transfer = record * 8.0 / link.bandwidth.0 as f64;
+    let expected = Expected { rise, joined, skipped: COUNTED_AFTER, every: 1 };
+    let mut rises = RiseTally::new(1);
     let (mut broken, mut waited, mut slowest, mut slowed) = (0_usize, 0_u32, 0.0_f64, 0.0_f64);
     for moment in 0..moments {
         let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
         let (found, notes, failed) = run(at)?;
         broken += failed;
+        rises.add(&JoinedRun { report: &found, notes: &notes, appeared: at }, &expected)?;
         let joined = notes.0.iter().find(|note| note.contains(joined));
         waited +=
             u32::from(joined.is_none() || !notes.0.iter().any(|note| note.contains("of the last step")));
@@ -117,5 +133,6 @@ fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result
     let bound = usual + transfer + MESSAGES * link.latency.as_secs_f64();
     report.row(&format!("{name}: longest time between two steps"), slowest, "s", Threshold::AtMost(bound))?;
     let metric = format!("{name}: members slower while the newcomer fetches");
-    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))
+    report.row(&metric, 100.0 * slowed, "%", Threshold::AtMost(1.0))?;
+    rises.rows(report, name, rise)
 }

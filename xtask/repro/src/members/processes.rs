@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use farflung::base::Philox;
+use farflung::{Event, EventKind, StepMetrics};
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::replay::{self, EndedRun};
 use crate::binary::farflung;
 use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
@@ -45,15 +47,42 @@ impl Drop for Member {
     }
 }
 
+/// Returns the events in a member's folder; none if it has written none.
+pub(super) fn events(folder: &Path) -> Result<Vec<Event>> {
+    let path = folder.join("events.jsonl");
+    if path.exists() { Ok(farflung::events::read(&path)?) } else { Ok(Vec::new()) }
+}
+
+/// Returns the steps in a member's folder; none if it has written none.
+pub(super) fn metrics(folder: &Path) -> Result<Vec<StepMetrics>> {
+    let path = folder.join("metrics.jsonl");
+    if path.exists() { Ok(farflung::metrics::read(&path)?) } else { Ok(Vec::new()) }
+}
+
+/// A change of members in a member's events.
+#[derive(Debug, Clone, Copy)]
+struct MemberChange {
+    /// Number of steps done before it.
+    step: u64,
+    /// Number of members after it.
+    members: u64,
+}
+
+/// Returns the changes of members in a folder's events.
+fn changes(folder: &Path) -> Result<Vec<MemberChange>> {
+    let change = |event: Event| match event.what {
+        EventKind::Members { members, .. } => {
+            Some(MemberChange { step: event.step, members: members as u64 })
+        }
+        _ => None,
+    };
+    Ok(events(folder)?.into_iter().filter_map(change).collect())
+}
+
 /// Returns the number of members after the last change in a folder's events, and the number of changes there.
 pub(super) fn last_change(folder: &Path) -> (u64, usize) {
-    let text = fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default();
-    let changes: Vec<serde_json::Value> = text
-        .lines()
-        .filter_map(|line| serde_json::from_str(line).ok())
-        .filter(|event: &serde_json::Value| event["event"] == "members")
-        .collect();
-    (changes.last().and_then(|event| event["members"].as_u64()).unwrap_or(0), changes.len())
+    let changes = changes(folder).unwrap_or_default();
+    (changes.last().map_or(0, |change| change.members), changes.len())
 }
 
 pub(super) fn send(process: u32, signal: Signal) -> Result<()> {
@@ -150,14 +179,15 @@ struct Arm {
     mesh: &'static str,
     /// Whether they have it again before each loss.
     is_whole: bool,
-    /// Tokens of each member in each step; `None` if steps are local or shared by several members.
+    /// Tokens of each member in each step; `None` if steps are local or shared by several members. With it, the
+    /// weights after each step are compared with those of a run without losses.
     tokens: Option<u64>,
 }
 
 const ARMS: [Arm; 5] = [
     Arm {
         name: "ddp",
-        flags: "--sync ddp --layers 2",
+        flags: "--sync ddp --layers 2 --digest-every 1 --lr-schedule constant --warmup 0",
         members: 5,
         losses: 60,
         quick: 2,
@@ -240,28 +270,19 @@ struct TokenTally {
 impl TokenTally {
     /// Adds the metrics of a member in whose run each member trains on `each` tokens in a step.
     fn add(&mut self, folder: &Path, each: u64) -> Result<()> {
-        let lines = |name: &str| -> Result<Vec<serde_json::Value>> {
-            // A member that was killed may not have written its last line.
-            let text = fs::read_to_string(folder.join(name)).unwrap_or_default();
-            let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-            whole.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
-        };
-        let number = |row: &serde_json::Value, name: &str| row[name].as_u64().unwrap_or(0);
-        let (rows, events) = (lines("metrics.jsonl")?, lines("events.jsonl")?);
-        let changes: Vec<&serde_json::Value> =
-            events.iter().filter(|event| event["event"] == "members").collect();
+        let (rows, changes) = (metrics(folder)?, changes(folder)?);
         for pair in rows.windows(2) {
-            let (before, after) = (number(&pair[0], "step"), number(&pair[1], "step"));
+            let (before, after) = (&pair[0], &pair[1]);
             // The members of the last change before the step. Steps before the first one have other members.
-            let Some(change) = changes.iter().rfind(|change| number(change, "step") <= before) else {
+            let Some(change) = changes.iter().rfind(|change| change.step <= before.step) else {
                 continue;
             };
-            if after != before + 1 {
+            if after.step != before.step + 1 {
                 continue;
             }
             self.steps += 1;
-            let tokens = number(&pair[1], "tokens").saturating_sub(number(&pair[0], "tokens"));
-            self.wrong += u64::from(tokens != each * number(change, "members"));
+            let tokens = after.tokens.saturating_sub(before.tokens);
+            self.wrong += u64::from(tokens != each * change.members);
         }
         Ok(())
     }
@@ -338,7 +359,11 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
         report.progress(&format!("{name}: {} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
     }
     if let Some(tokens) = arm.tokens {
+        // All end at once, so that no more members are lost.
+        members.iter().try_for_each(|member| member.send(Signal::KILL))?;
+        members.clear();
         count_tokens(name, tokens, (folder, started), report)?;
+        replay::compare(name, EndedRun { folder, started, losses }, report)?;
     }
     let metric = format!("{name}, processes: members killed");
     report.row(&metric, f64::from(killed), "1", Threshold::None)?;

@@ -1,0 +1,251 @@
+//! Repeats a run of processes whose members came, left and were lost, without any such change: as many workers
+//! as there were members take the same steps, in one ordinary job after the other. All of them end normally, so
+//! each loss is compared with a member that left normally after the same step.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use farflung::config::choice::{Resume, TransportKind};
+use farflung::train::{Job, Quiet, connections, run_job};
+use farflung::transports::MEMORY;
+use farflung::{
+    Checkpoint, Event, EventKind, Existing, Packing, RunDir, StepMetrics, Stop, TrainArgs, TrainConfig,
+};
+
+use super::processes::{events, metrics};
+use crate::harness::{Report, Threshold};
+
+/// Steps that have the same members.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stretch {
+    /// Number of steps done before the first and after the last of these steps.
+    from: u64,
+    to: u64,
+    members: usize,
+}
+
+/// A view of the members, as one of them reported it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ReportedView {
+    /// Number of steps done when it began.
+    step: u64,
+    members: usize,
+}
+
+/// The views of a run by their numbers, as all members together reported them.
+#[derive(Debug, Default)]
+struct Views {
+    by_epoch: BTreeMap<u64, ReportedView>,
+    /// Reports of a view that differ from another report of a view with the same number.
+    differing: u32,
+}
+
+impl Views {
+    fn add(&mut self, events: Vec<Event>) {
+        for Event { step, what, .. } in events {
+            let EventKind::Members { epoch, members, .. } = what else { continue };
+            let view = ReportedView { step, members };
+            let known = self.by_epoch.entry(epoch).or_insert(view);
+            self.differing += u32::from(*known != view);
+        }
+    }
+
+    /// Returns the stretches of a run that one member began, up to a step.
+    fn stretches(&self, end: u64) -> Vec<Stretch> {
+        let mut all = Vec::new();
+        let mut now = Stretch { from: 0, to: 0, members: 1 };
+        for view in self.by_epoch.values().filter(|view| view.step < end) {
+            all.push(Stretch { to: view.step, ..now });
+            now = Stretch { from: view.step, to: view.step, members: view.members };
+        }
+        all.push(Stretch { to: end, ..now });
+        all.retain(|stretch| stretch.from < stretch.to);
+        all
+    }
+
+    /// Returns the numbers of steps after which members left or were lost.
+    fn losses(&self) -> Vec<u64> {
+        let views: Vec<ReportedView> = self.by_epoch.values().copied().collect();
+        let fewer = |pair: &[ReportedView]| (pair[1].members < pair[0].members).then_some(pair[1].step);
+        views.windows(2).filter_map(fewer).collect()
+    }
+}
+
+/// The digest of the weights after a member's last step before it was lost. The others may have dropped the step.
+#[derive(Debug)]
+struct LastDigest {
+    step: u64,
+    digest: String,
+}
+
+/// The digests of the weights after the steps of a run, as its members reported them.
+#[derive(Debug, Default)]
+struct Digests {
+    by_step: BTreeMap<u64, Vec<String>>,
+    last: Vec<LastDigest>,
+}
+
+impl Digests {
+    fn add(&mut self, rows: Vec<StepMetrics>) {
+        let steps: Vec<u64> = rows.iter().map(|row| row.step).collect();
+        for (n, row) in rows.into_iter().enumerate() {
+            let Some(digest) = row.digest else { continue };
+            if steps.get(n + 1) == Some(&(row.step + 1)) {
+                self.by_step.entry(row.step).or_default().push(digest);
+            } else {
+                self.last.push(LastDigest { step: row.step, digest });
+            }
+        }
+    }
+}
+
+/// Returns a copy of a checkpoint for a job in which each step takes this number of sequences.
+fn for_workers(path: &Path, workers: usize, sequences: u64, folder: &Path) -> Result<PathBuf> {
+    let from = Checkpoint::open(path)?;
+    let run = RunDir::open(folder, Existing::Refuse)?;
+    let mut to = run.begin_checkpoint(from.step(), Packing::Plain)?;
+    for name in from.names() {
+        let bytes = from.read(name)?;
+        if name == "trainer.json" {
+            let mut record: serde_json::Value = serde_json::from_slice(&bytes)?;
+            (record["world"], record["sequences"]) = (workers.into(), sequences.into());
+            to.write(name, &serde_json::to_vec(&record)?)?;
+        } else {
+            to.write(name, &bytes)?;
+        }
+    }
+    Ok(run.commit(to)?)
+}
+
+/// A sequence of ordinary jobs, each of which continues from the checkpoint of the one before.
+struct Replay<'a> {
+    config: TrainConfig,
+    folder: &'a Path,
+    /// Number of jobs done.
+    jobs: u32,
+    /// Checkpoint of the last job.
+    checkpoint: Option<PathBuf>,
+    /// Microbatches that all jobs so far have trained on.
+    microbatches: u64,
+}
+
+impl Replay<'_> {
+    /// Takes the steps of a stretch. Returns their metrics.
+    fn take(&mut self, stretch: Stretch) -> Result<Vec<StepMetrics>> {
+        let Stretch { from, to, members } = stretch;
+        let out = self.folder.join(format!("job-{}", self.jobs));
+        let mut config = TrainConfig { workers: members, steps: to, ..self.config.clone() };
+        if let Some(path) = self.checkpoint.take() {
+            let copy = self.folder.join(format!("for-{}", self.jobs));
+            let sequences = members as u64 * config.batch as u64;
+            config.resume = Resume::Path(for_workers(&path, members, sequences, &copy)?);
+        }
+        let mut job = Job::new(config, members, Stop::manual())?;
+        (job.plan_start.step, job.plan_start.microbatches) = (from, self.microbatches);
+        job.out = Some(out.clone());
+        let report =
+            run_job(&job, connections(&job, None)?, &mut Quiet)?.context("a job without a report")?;
+        self.jobs += 1;
+        self.microbatches = job.microbatches_after(to);
+        let saved =
+            RunDir::open(&out, Existing::Continue)?.latest()?.context("a job without a checkpoint")?;
+        self.checkpoint = Some(saved.path().to_owned());
+        Ok(report.rows)
+    }
+}
+
+/// Returns the settings of the run in a folder, for a job in this process.
+fn settings(folder: &Path) -> Result<TrainConfig> {
+    let path = folder.join("config.toml");
+    let args = TrainArgs::from_toml(&fs::read_to_string(&path)?, &path)?;
+    let config = TrainConfig::merge(TrainArgs::default(), args)?;
+    Ok(TrainConfig {
+        transport: TransportKind::of(&MEMORY),
+        out: None,
+        resume: Resume::No,
+        data: config.data.map(|data| folder.with_file_name(data)),
+        ..config
+    })
+}
+
+/// The processes of a run that has ended.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct EndedRun<'a> {
+    /// Contains a folder for each process, named by its number.
+    pub(super) folder: &'a Path,
+    /// Number of processes that were started.
+    pub(super) started: usize,
+    /// Number of members that were lost.
+    pub(super) losses: u64,
+}
+
+/// Compares the weights after each step of some processes with those of the same steps without losses.
+pub(super) fn compare(name: &str, run: EndedRun<'_>, report: &mut Report<'_>) -> Result<()> {
+    let (mut views, mut digests) = (Views::default(), Digests::default());
+    for number in 0..run.started {
+        let member = run.folder.join(number.to_string());
+        views.add(events(&member)?);
+        digests.add(metrics(&member)?);
+    }
+    let end = digests.by_step.keys().next_back().copied().context("the run has no digests")?;
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let config = settings(&run.folder.join("0"))?;
+    let mut replay = Replay { config, folder: folder.path(), jobs: 0, checkpoint: None, microbatches: 0 };
+    let mut expected = BTreeMap::new();
+    for stretch in views.stretches(end) {
+        let Stretch { from, to, members } = stretch;
+        report.progress(&format!("{name}: again the steps {} to {to}, with {members} members", from + 1))?;
+        let rows = replay.take(stretch)?.into_iter();
+        expected.extend(rows.filter_map(|row| Some((row.step, row.digest?))));
+    }
+    let (mut other, mut differing) = (0_u32, 0_u32);
+    for (step, found) in &digests.by_step {
+        let expected = expected.get(step).context("a step was not repeated")?;
+        other += u32::from(found.iter().any(|found| found != expected));
+        differing += u32::from(found.iter().any(|digest| *digest != found[0]));
+    }
+    let is_other = |last: &&LastDigest| expected.get(&last.step).is_some_and(|it| *it != last.digest);
+    let dropped = digests.last.iter().filter(is_other).count();
+    // Steps that the survivors took right after a loss.
+    let after_losses = views.losses().into_iter().filter(|step| digests.by_step.contains_key(&(step + 1)));
+    let none = Threshold::AtMost(0.0);
+    let metric = format!("{name}, processes: reports of a view that differ from another report of it");
+    report.row(&metric, f64::from(views.differing), "1", none)?;
+    let metric = format!("{name}, processes: steps whose weights were compared");
+    report.row(&metric, digests.by_step.len() as f64, "1", Threshold::AtLeast(100.0))?;
+    let metric = format!("{name}, processes: of these, steps right after a loss");
+    let losses = Threshold::AtLeast(run.losses as f64);
+    report.row(&metric, after_losses.count() as f64, "1", losses)?;
+    let metric = format!("{name}, processes: steps after which members have different weights");
+    report.row(&metric, f64::from(differing), "1", none)?;
+    let metric = format!("{name}, processes: steps with other weights than if all lost members had left");
+    report.row(&metric, f64::from(other), "1", none)?;
+    let metric = format!("{name}, processes: lost members' last steps that the others dropped");
+    report.row(&metric, dropped as f64, "1", Threshold::None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_between_two_views_have_the_same_members() {
+        let view = |step, members| ReportedView { step, members };
+        let views = [(2, view(4, 2)), (3, view(4, 3)), (4, view(9, 2)), (5, view(12, 3))];
+        let views = Views { by_epoch: BTreeMap::from(views), differing: 0 };
+        let stretch = |from, to, members| Stretch { from, to, members };
+        assert_eq!(views.stretches(11), [stretch(0, 4, 1), stretch(4, 9, 3), stretch(9, 11, 2)]);
+        assert_eq!(views.losses(), [9]);
+    }
+
+    #[test]
+    fn the_last_step_before_a_gap_is_set_aside() {
+        let row = |step| StepMetrics { step, digest: Some(step.to_string()), ..StepMetrics::default() };
+        let mut digests = Digests::default();
+        digests.add([1, 2, 5, 6].map(row).to_vec());
+        assert_eq!(digests.by_step.keys().copied().collect::<Vec<u64>>(), [1, 5]);
+        assert_eq!(digests.last.iter().map(|last| last.step).collect::<Vec<u64>>(), [2, 6]);
+    }
+}
