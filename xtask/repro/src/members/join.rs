@@ -107,9 +107,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// replicas meet after every `every` of them, and the newcomer replays these meetings.
 fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
-        config.steps = 2 * STEPS * every;
+        // Rounds before the newcomer, and after it.
+        config.steps = STEPS * every.max(2);
         // The time of a step is that of the plan, without evaluations.
-        config.eval_every = 2 * STEPS * every;
+        config.eval_every = config.steps;
         if every > 1 {
             config.sync = SyncKind::of(&DILOCO);
             config.sync_every = every;

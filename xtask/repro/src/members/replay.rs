@@ -73,7 +73,8 @@ impl Views {
     }
 }
 
-/// The digest of the weights after a member's last step before it was lost. The others may have dropped the step.
+/// The digest of the weights after a member's last step before it was lost. The others may have dropped this
+/// step.
 #[derive(Debug)]
 struct LastDigest {
     step: u64,

@@ -11,11 +11,12 @@ use crate::harness::{Report, Threshold};
 /// the time on the virtual clock (bench `predict-vs-run`), and members may be 1% slower than predicted while a
 /// newcomer fetches (a row of `join-anywhere`).
 const LEAST_PART: f64 = 0.97;
-/// Most steps, or rounds of local steps, until a newcomer is admitted, where the state is sent in less time than
-/// a step takes: one in which it measures its links and the members agree to keep a log, one in which it fetches
-/// the state and is ready, and one in which they agree to admit it.
-const UNITS_BEFORE: u64 = 3;
-/// Most steps, or rounds of local steps, from the admission of a newcomer to one at the new rate.
+/// Most steps, or rounds of local steps, until a newcomer is ready, where the state is sent in less time than a
+/// step takes: one in which it measures its links, one after which the members keep a log of their steps, and
+/// one in which it fetches the state.
+const UNITS_UNTIL_READY: u64 = 3;
+/// Most steps, or rounds of local steps, from the one in which a newcomer is ready to one at the new rate. Also
+/// the most from its admission.
 const MOST_UNITS: u64 = 3;
 
 /// Returns the tokens per second that the plan of a job predicts.
@@ -71,7 +72,7 @@ fn rate(report: &TrainReport, from: u64, to: u64) -> Option<f64> {
 impl RiseTally {
     /// Creates a tally of runs with rounds of `every` steps.
     pub(super) const fn new(every: u64) -> Self {
-        let allowed = (UNITS_BEFORE + MOST_UNITS) * every;
+        let allowed = (UNITS_UNTIL_READY + MOST_UNITS) * every;
         Self { late: 0, slowest: 0, allowed, least: f64::INFINITY, largest: 0.0 }
     }
 
