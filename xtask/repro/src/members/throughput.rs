@@ -102,7 +102,9 @@ impl RiseTally {
         let risen = (1..=MOST_UNITS).map(|unit| came + unit * every).find(has_risen);
         let appeared = report.rows.iter().find(|row| row.time_s >= appeared.as_secs_f64());
         match (risen, appeared) {
-            (Some(risen), Some(appeared)) => self.slowest = self.slowest.max(risen - appeared.step),
+            (Some(risen), Some(appeared)) => {
+                self.slowest = self.slowest.max(risen.saturating_sub(appeared.step))
+            }
             _ => self.late += 1,
         }
         Ok(())
