@@ -1,6 +1,7 @@
 //! Repeats a run of processes whose members came, left and were lost, without any such change: as many workers
 //! as there were members take the same steps, in one ordinary job after the other. All of them end normally, so
-//! each loss is compared with a member that left normally after the same step.
+//! each loss is compared with a member that left normally after the same step. This assumes that each member
+//! has one microbatch in a step, so that shares do not follow speed.
 
 use std::collections::BTreeMap;
 use std::fs;
