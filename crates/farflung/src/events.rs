@@ -44,8 +44,8 @@ pub enum EventKind {
         joined: Vec<u32>,
         /// Endpoints that left or were lost.
         left: Vec<u32>,
-        /// Sequences that a lost member had trained on in local steps since the last average; their effect is
-        /// lost.
+        /// Sequences of the lost members in the local steps of a round whose average lacks them: those on which
+        /// they trained, and those that were theirs and on which nobody trains.
         lost_sequences: u64,
         /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]
