@@ -36,8 +36,9 @@ pub struct MemberNoticeArgs {
     #[command(flatten)]
     notice: NoticeArgs,
     /// Time from a notice or a signal until this machine is taken away, such as 2m on AWS and 30s on other
-    /// clouds. With local steps, a member leaves after the round; if that takes longer than this time, it
-    /// leaves at once, and what it did in the round is lost. Default: it always waits for the end of the round.
+    /// clouds. With local steps, a member leaves after the round. If that takes longer than this time, it
+    /// leaves at once, and what it did in the round is lost; unless the others would be no majority without it,
+    /// or have no whole model. Default: it always waits for the end of the round.
     #[arg(long = "notice-time", value_name = "TIME", help_heading = NOTICE)]
     time: Option<Nanos>,
 }

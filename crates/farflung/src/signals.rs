@@ -10,7 +10,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -119,6 +119,8 @@ pub struct Stop {
     begun: Arc<AtomicBool>,
     /// Whether the whole run is to stop, rather than this member.
     for_all: Arc<AtomicBool>,
+    /// The time of the first request.
+    since: Arc<OnceLock<Instant>>,
     /// Time between a request and the end of the machine; `None` if it is not known.
     notice: Option<Nanos>,
 }
@@ -324,7 +326,17 @@ impl Stop {
 
     /// Requests a stop as `signal` would.
     pub fn request(&self, signal: Signal) {
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "how long ago a stop was requested; no result sees it"
+        )]
+        self.since.get_or_init(Instant::now);
         self.signal.store(signal.number(), Ordering::Relaxed);
+    }
+
+    /// Returns the time since the first request; `None` if there was none.
+    pub(crate) fn since(&self) -> Option<Nanos> {
+        self.since.get().map(|since| since.elapsed().into())
     }
 
     /// Requests a stop of the whole run as `signal` would, also in a run that goes on without a member that is

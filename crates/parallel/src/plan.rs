@@ -216,8 +216,8 @@ impl Level {
         if codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct }
     }
 
-    /// Returns the round between two averages to which step `step`, counted from 1, belongs: the numbers of steps
-    /// done before it and after it.
+    /// Returns the round between two averages to which step `step`, counted from 1, belongs: the numbers of
+    /// steps done before it and after it.
     ///
     /// ```
     /// use farflung_parallel::Level;

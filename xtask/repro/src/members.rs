@@ -11,6 +11,7 @@ mod join_parts;
 pub(crate) mod launched;
 mod processes;
 pub(crate) mod recovery;
+mod records;
 mod replay;
 pub(crate) mod soaked;
 mod throughput;

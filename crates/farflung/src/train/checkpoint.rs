@@ -142,13 +142,12 @@ pub(super) fn save_without(
 }
 
 /// Saves the parts of the model that this rank holds, after the last step that counts on all ranks, without the
-/// other ranks: those that cannot continue save theirs in the same way.
+/// other ranks: those that cannot continue save theirs in the same way. They may be one step apart, so that no
+/// older checkpoint is deleted.
 pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.back_to_common()?;
     let writer = written(trainer, job, run, totals, &[])?;
-    let path = run.commit(writer)?;
-    prune(job, run)?;
-    Ok(path)
+    run.commit(writer)
 }
 
 /// Deletes old checkpoints. The previous one is kept even if only one is wanted: another rank may have failed

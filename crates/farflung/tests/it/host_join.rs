@@ -351,7 +351,9 @@ fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
     wait_until("a checkpoint", || (!saved(&run, &first).is_empty()).then_some(()));
     first.send(Signal::KILL);
     members(&run, &b, 2);
-    [&a, &b].into_iter().for_each(|member| member.send(Signal::STOP));
+    for member in [&a, &b] {
+        member.send(Signal::STOP);
+    }
     let ticket = || fs::read(run.at("host/run.ticket")).unwrap();
     let before = ticket();
     let mut again = host(&run, "--steps 1000000 --out host --resume auto");
@@ -359,7 +361,9 @@ fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
     // Another machine joins the second run.
     let mut c = join(&run, "c", "host/run.ticket", &[]);
     trains(&run, &c);
-    [&a, &b].into_iter().for_each(|member| member.send(Signal::CONT));
+    for member in [&a, &b] {
+        member.send(Signal::CONT);
+    }
     let code = |member: &mut Member| {
         wait_until_or(
             || "the second run goes on".to_owned(),

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+use std::fmt::Write as _;
 use std::path::Path;
 
 use crate::members::diloco;
@@ -45,8 +46,13 @@ fn reports(ended: &[Ended]) -> Vec<&Report> {
 
 #[test]
 fn a_run_begins_with_the_number_of_members_that_it_waits_for() {
-    let pipelines = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
-    let cases = [("ddp", TrainConfig::default(), 3), ("diloco", diloco(), 3), ("pipelines", pipelines, 4)];
+    let pipelines = |config| TrainConfig { stages: 2, microbatches: Some(2), ..config };
+    let cases = [
+        ("ddp", TrainConfig::default(), 3),
+        ("diloco", diloco(), 3),
+        ("pipelines", pipelines(TrainConfig::default()), 4),
+        ("pipelines with diloco", pipelines(diloco()), 4),
+    ];
     for (name, config, members) in cases {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 1, TrainConfig { min_members: members, ..config });
@@ -55,7 +61,7 @@ fn a_run_begins_with_the_number_of_members_that_it_waits_for() {
         let (ended, told) = run(&job, members, &come);
         let found = reports(&ended);
         // Every step has the sequences of all members; a pipeline has two microbatches.
-        let sequences = if name == "pipelines" { 2 * 2 } else { members as u64 };
+        let sequences = if name.starts_with("pipelines") { 2 * 2 } else { members as u64 };
         let tokens: Vec<u64> = found[0].rows.iter().map(|row| row.tokens).collect();
         let expected: Vec<u64> = (1..=STEPS).map(|step| step * sequences * 8).collect();
         assert_eq!(tokens, expected, "{name}: {:?}", told.notes);
@@ -63,6 +69,31 @@ fn a_run_begins_with_the_number_of_members_that_it_waits_for() {
         let waits = format!("1 of the {members} members with which the run begins are here");
         assert!(told.has(&waits), "{name}: {:?}", told.notes);
     }
+}
+
+/// Three pipelines with local steps, of which the first is slower than the others, and the last loses a member
+/// when it has done one step. The others finish the round, and do not wait for a member although the first has
+/// done no step yet.
+#[test]
+fn pipelines_that_finish_the_first_round_do_not_wait_for_a_member() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut machines = "default = \"1gbit,1ms\"\n".to_owned();
+    for (n, speed) in [1, 1, 8, 8, 8, 8].into_iter().enumerate() {
+        let device = format!("name = \"m{n}\"\nflops = \"{speed} MFLOPS\"\nmemory = \"8GB\"\n");
+        write!(machines, "[[device]]\n{device}").unwrap();
+    }
+    let path = folder.path().join("machines.toml");
+    std::fs::write(&path, machines).unwrap();
+    let (topology, microbatches) = (Some(path), Some(2));
+    let config = TrainConfig { topology, microbatches, stages: 2, min_members: 6, ..diloco() };
+    let failure = Some(Failure { rank: 4, step: 2, moment: Moment::Begun });
+    let job = Job { failure, ..job(folder.path(), 6, config) };
+    let (ended, told) = run(&job, 6, &[]);
+    for (n, ended) in ended.iter().enumerate().filter(|(n, _)| *n != 4) {
+        assert!(ended.is_ok(), "{n}: {:?}", ended.as_ref().err());
+    }
+    assert!(told.has("after step 0: member 4 lost"), "{:?}", told.notes);
+    assert!(told.has("sequences are lost"), "{:?}", told.notes);
 }
 
 /// Asks a run to stop once a note says that it waits for members.

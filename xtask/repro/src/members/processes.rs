@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use farflung::base::Philox;
-use farflung::{Event, EventKind, StepMetrics};
+use farflung::{Event, EventKind};
 use rustix::process::{Pid, Signal, kill_process};
 
+use super::records::{events, metrics};
 use super::replay::{self, EndedRun};
 use crate::binary::farflung;
 use crate::harness::{Options, Report, Threshold};
@@ -45,18 +46,6 @@ impl Drop for Member {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
-}
-
-/// Returns the events in a member's folder; none if it has written none.
-pub(super) fn events(folder: &Path) -> Result<Vec<Event>> {
-    let path = folder.join("events.jsonl");
-    if path.exists() { Ok(farflung::events::read(&path)?) } else { Ok(Vec::new()) }
-}
-
-/// Returns the steps in a member's folder; none if it has written none.
-pub(super) fn metrics(folder: &Path) -> Result<Vec<StepMetrics>> {
-    let path = folder.join("metrics.jsonl");
-    if path.exists() { Ok(farflung::metrics::read(&path)?) } else { Ok(Vec::new()) }
 }
 
 /// A change of members in a member's events.

@@ -15,7 +15,7 @@ use farflung::{
     Checkpoint, Event, EventKind, Existing, Packing, RunDir, StepMetrics, Stop, TrainArgs, TrainConfig,
 };
 
-use super::processes::{events, metrics};
+use super::records::{events, metrics};
 use crate::harness::{Report, Threshold};
 
 /// Steps that have the same members.

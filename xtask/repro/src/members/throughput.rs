@@ -103,7 +103,7 @@ impl RiseTally {
         let appeared = report.rows.iter().find(|row| row.time_s >= appeared.as_secs_f64());
         match (risen, appeared) {
             (Some(risen), Some(appeared)) => {
-                self.slowest = self.slowest.max(risen.saturating_sub(appeared.step))
+                self.slowest = self.slowest.max(risen.saturating_sub(appeared.step));
             }
             _ => self.late += 1,
         }

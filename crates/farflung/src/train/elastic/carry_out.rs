@@ -342,7 +342,9 @@ fn save_alone(
         StopSummary { step: trainer.steps_done(), dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
     let has_parts = steps.job.plan.stages() > 1;
-    if has_parts && goes_on {
+    // A spare holds the parts that it had before.
+    let is_spare = member.team.as_ref().is_some_and(|team| team.rank().is_none());
+    if is_spare || has_parts && goes_on {
         return Ok(left);
     }
     if !has_parts {

@@ -259,7 +259,9 @@ impl Member<'_> {
                     let lost = |peer: &PeerId| before.iter().position(|&slot| slot == peer.0);
                     let lost: Vec<u32> = went.iter().filter_map(lost).map(|rank| rank as u32).collect();
                     self.balance.begin_anew();
-                    let sequences = unaveraged(&plan, &lost, trainer.steps_done());
+                    // After an average, nothing of the round is lost.
+                    let is_open = stood.outer_step < stood.step;
+                    let sequences = if is_open { unaveraged(&plan, &lost, trainer.steps_done()) } else { 0 };
                     return Ok(Changed {
                         epoch,
                         joined: fresh(&now, &before),

@@ -30,8 +30,8 @@ pub struct Changed {
     pub donors: usize,
     /// Whether this rank received state from others.
     pub caught_up: bool,
-    /// Sequences of the lost members in the local steps of a round whose average lacks them, whether or not they
-    /// have trained on them.
+    /// Sequences of the lost members in the local steps of a round whose average lacks them, whether or not
+    /// they have trained on them.
     pub lost_sequences: u64,
     /// Number of times that the step in flight has failed although all members answered.
     pub repeated: u32,

@@ -251,6 +251,12 @@ impl Place {
         }
     }
 
+    /// Returns whether the other members of the view are a majority without this one.
+    pub(super) fn can_be_missed(&self) -> bool {
+        let me = self.name(PeerId(self.transport().me().0));
+        self.is_majority_without(me.iter())
+    }
+
     /// Returns whether the members of the view other than these are a majority.
     fn is_majority_without<'a>(&self, gone: impl Iterator<Item = &'a MemberId>) -> bool {
         let gone: BTreeSet<MemberId> = gone.copied().collect();

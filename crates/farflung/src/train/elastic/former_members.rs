@@ -2,11 +2,11 @@
 //! of its reach and still train. So they are asked again from time to time, and the new run ends once one
 //! answers: a run must not go on twice.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use farflung_comm::tcp::GateConfig;
+use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
 
 use super::kept::{Answered, asked};
 use crate::{Error, Signal, Stop};
@@ -46,8 +46,15 @@ impl Shared {
 }
 
 impl FormerMembers {
-    /// Starts to ask the members at these addresses. Once one answers, the whole run of `stop` is stopped.
-    pub(super) fn ask(addresses: Vec<String>, gate: GateConfig, stop: Stop) -> Self {
+    /// Starts to ask the members at these addresses. Once one answers that is not in the run that continues, of
+    /// this incarnation, the whole run of `stop` is stopped. `gate` asks, and `opened` is the gate of the run
+    /// that continues.
+    pub(super) fn ask(
+        addresses: Vec<String>,
+        (gate, opened): (GateConfig, Weak<GrowingNetwork>),
+        incarnation: u64,
+        stop: Stop,
+    ) -> Self {
         let own = Self::default();
         if addresses.is_empty() {
             return own;
@@ -55,15 +62,23 @@ impl FormerMembers {
         let shared = Arc::clone(&own.0);
         let ask = move || {
             while shared.pause() {
-                let Some(answered) = addresses.iter().find_map(|address| asked(address, &gate)) else {
+                // A machine of the former run may have joined this one at the address that it had.
+                let joined: Vec<String> = opened.upgrade().map_or_else(Vec::new, |opened| {
+                    opened.connected().iter().map(Connected::to_reach).collect()
+                });
+                let mut others = addresses.iter().filter(|address| !joined.contains(address));
+                let Some(answered) = others.find_map(|address| asked(address, &gate, incarnation)) else {
                     continue;
                 };
-                tracing::error!(
-                    address = answered.address,
-                    "a member of the run that this one continues still trains: this run ends"
-                );
-                shared.state().answered = Some(answered);
-                stop.request_for_all(Signal::Terminate);
+                let mut state = shared.state();
+                if !state.is_over {
+                    tracing::error!(
+                        address = answered.address,
+                        "a member of the run that this one continues still trains: this run ends"
+                    );
+                    state.answered = Some(answered);
+                    stop.request_for_all(Signal::Terminate);
+                }
                 return;
             }
         };

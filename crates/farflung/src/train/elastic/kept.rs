@@ -8,6 +8,7 @@ use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_comm::{CommError, Refusal};
 use farflung_parallel::membership::{DurableState, ViewId};
 
+use super::newcomer_info::NewcomerInfo;
 use crate::train::run::RunObserver;
 use crate::{Error, Result, run_dir};
 
@@ -99,12 +100,23 @@ fn shown(address: &str) -> &str {
     address.split(",key:").next().unwrap_or_default()
 }
 
-/// Asks whether a member of the run of `gate` trains at an address; `None` if not.
-pub(super) fn asked(address: &str, gate: &GateConfig) -> Option<Answered> {
+/// The incarnation than which every run is older.
+const ANY: u64 = u64::MAX;
+
+/// Asks whether a member of the run of `gate` trains at an address; `None` if not. A member that tells that it
+/// trains in a run of incarnation `than` or a later one does not count: it has joined the run that continues.
+pub(super) fn asked(address: &str, gate: &GateConfig, than: u64) -> Option<Answered> {
     let mut asks = gate.clone();
     asks.deadline = ASKED;
     let expired = match GrowingNetwork::ask(&asks, &[address.to_owned()]) {
-        Ok(_) => false,
+        Ok(members) => {
+            let status = NewcomerInfo::read(&members.welcome).ok().and_then(|welcome| welcome.status);
+            // One that does not tell yet may have just joined.
+            if status.map_or(than < ANY, |status| status.incarnation >= than) {
+                return None;
+            }
+            false
+        }
         // A member checks the date only after the ticket has proven to belong to its run.
         Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => true,
         Err(error) => {
@@ -123,7 +135,7 @@ pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObser
     for address in addresses(folder)? {
         let shown = shown(&address);
         watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
-        if let Some(answered) = asked(&address, gate) {
+        if let Some(answered) = asked(&address, gate, ANY) {
             return Err(answered.into_error());
         }
     }
@@ -134,6 +146,7 @@ pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObser
 mod tests {
     use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
 
+    use super::super::status::Status;
     use super::*;
 
     struct Silent;
@@ -161,6 +174,25 @@ mod tests {
         for (until, old) in [(later, false), (earlier, true)] {
             let error = by_ticket(&secret, until).unwrap_err();
             assert!(matches!(error, Error::StillRuns { expired, .. } if expired == old), "{error}");
+        }
+        // Once it has joined the run that continues, it does not count.
+        let ticket = Ticket {
+            addresses: vec!["127.0.0.1:1".to_owned()],
+            host: identity(1).public(),
+            secret: secret.until(later),
+            expiry: later,
+        };
+        let asks = gate(Security::by_ticket(&identity(2), &ticket));
+        let answers = |than| asked(member.address(), &asks, than).is_some();
+        let welcome = |incarnation: Option<u64>| {
+            let status = incarnation.map(|incarnation| Status { incarnation, ..Status::default() });
+            let (version, settings) = (String::new(), String::new());
+            let info = NewcomerInfo { version, settings, facts: Vec::new(), status };
+            member.set_welcome(info.to_bytes()).unwrap();
+        };
+        for (told, counts) in [(None, false), (Some(2), true), (Some(3), false), (Some(4), false)] {
+            welcome(told);
+            assert_eq!((answers(3), answers(ANY)), (counts, true), "{told:?}");
         }
         // A member of another run answers at the address now.
         by_ticket(&JoinSecret::from_text(b"a frog that nobody has seen").unwrap(), later).unwrap();

@@ -138,11 +138,13 @@ pub fn host(
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
     let asks = |former: &GateConfig| {
-        Ok::<_, Error>(FormerMembers::ask(kept::addresses(folder)?, former.clone(), stop.clone()))
+        let gates = (former.clone(), Arc::downgrade(&opened));
+        Ok::<_, Error>(FormerMembers::ask(kept::addresses(folder)?, gates, at.incarnation, stop.clone()))
     };
     let former = former.map(asks).transpose()?;
     let done = run_job(&job, vec![connection], watch);
-    if let Some(error) = former.and_then(|former| former.answered()) {
+    let answered = former.and_then(|former| former.answered());
+    if let Some(error) = answered.filter(|_| done.is_err()) {
         return Err(error);
     }
     match done {

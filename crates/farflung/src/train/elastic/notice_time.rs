@@ -1,5 +1,5 @@
-//! Whether a member that was asked to leave can wait for the next moment at which members leave: the end of a
-//! step, or with local steps the next average. Its machine may be taken away before.
+//! Whether a member that was asked to leave can wait for the next moment at which members leave: with local
+//! steps, the next average. Its machine may be taken away before.
 
 use farflung_base::Nanos;
 
@@ -20,12 +20,15 @@ impl NoticeTime {
         *last = Some(took);
     }
 
+    /// Notes the time at which this member was asked to leave, unless it is known.
+    pub(super) fn ask(&mut self, at: Nanos) {
+        self.asked.get_or_insert(at);
+    }
+
     /// Returns whether `steps` more steps, of which the last one has an average, take longer than what is left
-    /// of a notice of this time. Without a notice, or before a step was measured, they do not. To be called
-    /// from the moment on at which the member is asked to leave.
-    pub(super) fn is_too_short(&mut self, notice: Option<Nanos>, steps: u64, now: Nanos) -> bool {
-        let asked = *self.asked.get_or_insert(now);
-        let Some(notice) = notice else { return false };
+    /// of a notice of this time. Without a notice, or before a step was measured, they do not.
+    pub(super) fn is_too_short(&self, notice: Option<Nanos>, steps: u64, now: Nanos) -> bool {
+        let Some((notice, asked)) = notice.zip(self.asked) else { return false };
         let [local, averaged] = [self.local.or(self.averaged), self.averaged.or(self.local)];
         let local = local.map_or(0, |local| local.0.saturating_mul(steps.saturating_sub(1)));
         let left = notice.saturating_sub(now.saturating_sub(asked));
@@ -42,10 +45,12 @@ mod tests {
     #[test]
     fn the_rest_of_the_round_must_fit_into_what_is_left_of_the_notice() {
         let mut time = NoticeTime::default();
-        assert!(!time.is_too_short(Some(MS(1)), 1_000, MS(50)));
+        time.ask(MS(50));
+        assert!(!time.is_too_short(Some(MS(1)), 1_000, MS(70)));
         time.step(MS(100), false);
         time.step(MS(400), true);
-        // It was asked at 50 ms: nine local steps and the average take 1.3 s.
+        // It is known since 50 ms: nine local steps and the average take 1.3 s.
+        time.ask(MS(60));
         assert!(!time.is_too_short(None, 10, MS(50)));
         assert!(!time.is_too_short(Some(MS(1_300)), 10, MS(50)));
         assert!(time.is_too_short(Some(MS(1_299)), 10, MS(50)));

@@ -146,9 +146,9 @@ impl Member<'_> {
         layers: &[u32],
     ) -> Result<Option<Changed>> {
         self.layers = layers.to_vec();
-        let changed = self.grow((job, last), trainer, trainer.comm().now())?;
+        let changed = self.grow((job, last), trainer, trainer.comm().now());
         self.layers.clear();
-        Ok(changed)
+        changed
     }
 
     /// Takes a newcomer's first place.
@@ -196,6 +196,8 @@ impl Member<'_> {
                     }
                 }
                 Err(error) if Self::survives(&error) => {
+                    // A member may have failed because it cannot hold the layers that it would get.
+                    self.layers.clear();
                     let _telling = self.place.give_up();
                     let start = match trainer.as_deref_mut() {
                         Some(trainer) => {

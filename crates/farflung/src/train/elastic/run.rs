@@ -114,6 +114,11 @@ pub(in crate::train) fn work(
     if matches!(done, Err(Error::OverForSpare)) {
         return Ok(None);
     }
+    if let (Err(Error::Stopped(_)), Some(team)) = (&done, &member.team)
+        && team.leads()
+    {
+        team.tell_over();
+    }
     if let Err(error) = &done
         && run.is_some_and(RunDir::has_begun)
     {
@@ -265,12 +270,15 @@ impl Member<'_> {
     }
 }
 
-/// Returns whether the machine of a member that was asked to leave may be taken away before the next moment at
-/// which members leave.
+/// Returns whether the machine of a member that was asked to leave may be taken away before the next average,
+/// if the others can finish the round without it.
 fn must_go(member: &mut Member<'_>, job: &Job, trainer: &Trainer) -> bool {
-    let (done, level) = (trainer.steps_done(), job.plan.outermost());
-    let steps = if job.averages_each_step() { 1 } else { level.round_of(done + 1).end - done };
-    member.notice.is_too_short(job.stop.notice(), steps, trainer.comm().now())
+    let is_needed = job.averages_each_step() || job.plan.replicas() == 1 || !member.place.can_be_missed();
+    let (done, round) = (trainer.steps_done(), job.plan.outermost().round_of(trainer.steps_done() + 1));
+    let left = if trainer.lacks_average() { 1 } else { round.end.min(job.config.steps).saturating_sub(done) };
+    let now = trainer.comm().now();
+    member.notice.ask(now.saturating_sub(job.stop.since().unwrap_or_default()));
+    !is_needed && member.notice.is_too_short(job.stop.notice(), left, now)
 }
 
 /// Returns the error with which a member ends that does not wait for the next average. For the others, it is
@@ -296,7 +304,11 @@ fn gather(
     let least = steps.job.config.min_members;
     let mut told = 0;
     let waits = |member: &Member<'_>| member.count() < least || least > 1 && !member.growing.is_empty();
-    while trainer.steps_done() == 0 && waits(member) && !steps.job.stop.is_for_all() {
+    // Pipelines that finish a round of local steps have done different numbers of them.
+    while trainer.steps_done() == 0 && steps.job.round_plan.is_none() && waits(member) {
+        if let Some(signal) = steps.job.stop.requested().filter(|_| steps.job.stop.is_for_all()) {
+            return Err(Error::Stopped(signal));
+        }
         // One that is asked to stop while it is alone ends in the first step.
         let leaves = leaving(&steps.job, trainer);
         if leaves.is_none() && steps.job.stop.requested().is_some() {

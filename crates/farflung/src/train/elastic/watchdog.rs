@@ -41,6 +41,9 @@ impl Pinger {
 
     /// Starts to ping all of them.
     pub(super) fn ping(&self) -> Vec<Sent> {
+        if self.others.is_empty() {
+            return Vec::new();
+        }
         let ping = self.membership().ping(self.comm.now());
         self.others.iter().map(|&(rank, _)| self.comm.start_send(rank, self.tag, ping.clone())).collect()
     }
