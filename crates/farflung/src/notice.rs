@@ -3,6 +3,7 @@
 //! local steps and other members the round. A member does not wait for the end of a round that is farther away
 //! than its machine's end.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
@@ -15,11 +16,12 @@ use crate::{Error, Result, Signal, Stop, terminal};
 /// How the process detects a termination notice for its machine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NoticeArgs {
-    /// Stop the run once this file exists. The current step is always finished first.
+    /// Stop once this file exists: the run, or in a run that machines join and leave only this member. The
+    /// current step is always finished first, and in such a run with local steps the round.
     #[arg(long = "notice-file", value_name = "FILE", help_heading = NOTICE)]
     file: Option<PathBuf>,
-    /// Stop the run once this shell command succeeds. The current step is always finished first. On an AWS spot
-    /// machine, for example: `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action`.
+    /// The same once this shell command succeeds. On an AWS spot machine, for example: `curl -sf
+    /// http://169.254.169.254/latest/meta-data/spot/instance-action`.
     #[arg(long = "notice-command", value_name = "COMMAND", help_heading = NOTICE)]
     command: Option<String>,
     /// Time between two checks of the file and the command.
@@ -44,6 +46,26 @@ pub struct MemberNoticeArgs {
 }
 
 impl MemberNoticeArgs {
+    /// Returns the notice without its time.
+    #[must_use]
+    pub const fn notice(&self) -> &NoticeArgs {
+        &self.notice
+    }
+
+    /// Returns the flags with which another process has the same notice.
+    #[must_use]
+    pub fn flags(&self) -> Vec<OsString> {
+        let NoticeArgs { file, command, every } = &self.notice;
+        let mut flags: Vec<OsString> = vec!["--notice-every".into(), every.to_string().into()];
+        let mut add = |flag: &str, value: Option<OsString>| {
+            flags.extend(value.into_iter().flat_map(|value| [flag.into(), value]));
+        };
+        add("--notice-file", file.as_ref().map(|file| file.clone().into()));
+        add("--notice-command", command.as_ref().map(Into::into));
+        add("--notice-time", self.time.map(|time| time.to_string().into()));
+        flags
+    }
+
     /// Catches signals as [`Stop::install_leaving`] does, and checks for a notice as [`NoticeArgs::watch`]
     /// does.
     ///
@@ -69,7 +91,9 @@ impl NoticeArgs {
         let look = move || {
             while stop.requested().is_none() {
                 if let Some(what) = notice.given() {
-                    terminal::write_stderr(format!("{what}: this process stops after the current step\n"));
+                    terminal::write_stderr(format!(
+                        "{what}: this process stops after the current step, or with local steps the round\n"
+                    ));
                     stop.request(Signal::Terminate);
                     return;
                 }
@@ -78,6 +102,12 @@ impl NoticeArgs {
         };
         let started = thread::Builder::new().name("farflung-notice".to_owned()).spawn(look);
         started.map(drop).map_err(Error::io("start", Path::new("a thread that checks for a notice")))
+    }
+
+    /// Returns whether the notice has been given.
+    #[must_use]
+    pub fn is_given(&self) -> bool {
+        self.given().is_some()
     }
 
     /// Returns a description of the notice, or `None` if there is none yet.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use farflung::comm::secure::JoinSecret;
 use farflung::launch::{Elastic, Hosts, Remote, restarting, serve};
-use farflung::{Error, Launch, Result, Stop, access, launch_env};
+use farflung::{Error, Launch, NoticeArgs, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
 use super::launched_members as members;
@@ -92,7 +92,7 @@ impl LaunchCommand {
         }
         if let Some(Range { least, most }) = self.elastic {
             let (restarts, grace) = (self.restarts, Duration::from(self.grace));
-            let job = Elastic { least, most, restarts, grace };
+            let job = Elastic { least, most, restarts, grace, notice: None };
             return members::launch(&program, &self.command, &job, &Stop::install_passing()?);
         }
         let processes = usize::from(self.processes.unwrap_or(1));
@@ -103,7 +103,9 @@ impl LaunchCommand {
         let grace = Duration::from(self.grace);
         let launch = Launch { master, secret, grace, over_quic, ..Launch::here(processes) };
         let stop = Stop::install_passing()?;
-        restarting(self.restarts, &stop, || launch.run(&program, &self.command, &stop))
+        let notice = TrainCommand::notice_of(&self.command);
+        let is_taken = || notice.as_ref().is_some_and(NoticeArgs::is_given);
+        restarting(self.restarts, &stop, is_taken, || launch.run(&program, &self.command, &stop))
     }
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
@@ -152,7 +154,8 @@ impl LaunchCommand {
             dir: Some(self.dir.clone().unwrap_or(here)),
         };
         let stop = Stop::install_passing()?;
-        restarting(self.restarts, &stop, || remote.run(&self.command, env::vars_os(), &stop))
+        // Notices are given to the other machines, which this one cannot ask.
+        restarting(self.restarts, &stop, || false, || remote.run(&self.command, env::vars_os(), &stop))
     }
 }
 

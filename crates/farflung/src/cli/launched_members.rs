@@ -42,6 +42,7 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     if host.has_certificates() {
         return Err(wrong("`host` without --tls-*: the processes of one machine join with its ticket"));
     }
+    let job = Elastic { notice: Some(host.notice().notice().clone()), ..job.clone() };
     let config = host.config()?;
     let folder = config.out.clone();
     let folder = folder.ok_or_else(|| {
@@ -102,6 +103,7 @@ impl Members<'_> {
             if self.config.quiet {
                 command.arg("--quiet");
             }
+            command.args(self.host.notice().flags());
             for (flag, path) in
                 [("--data", self.config.data.as_deref()), ("--key-file", self.host.key_file())]
             {

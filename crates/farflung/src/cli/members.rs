@@ -31,8 +31,8 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
   farflung host --address my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   farflung host --relay http://198.51.100.7:3340 --sync diloco --sync-every 50
-If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress; with a single pipeline,
-the steps since all parts of the model were last copied. The host may leave, too.
+If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress. If no other member has its
+part of the model, they lose the steps since all parts were last copied, or else saved. The host may leave, too.
 With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
 With --stages and --sync diloco, a pipeline that loses a member gives nothing to that round, and the others
 finish it.
@@ -44,8 +44,8 @@ and else over QUIC, so that they may be behind routers. With --transport iroh th
 
 /// Start a run that other machines may join and leave, and train.
 ///
-/// Writes a ticket, which `farflung join` needs, to a file, and begins to train alone. With certificates there
-/// is no ticket.
+/// Writes a ticket, which `farflung join` needs, to a file, and begins to train alone, or with `--min-members`
+/// once these are here. With certificates there is no ticket.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HOST_EXAMPLES, mut_arg("workers", |workers| workers.hide(true)))]
 pub(crate) struct HostCommand {
@@ -108,6 +108,11 @@ impl HostCommand {
     /// Returns whether the command sets the number of threads.
     pub(super) const fn tells_threads(&self) -> bool {
         self.flags.args.threads.is_some()
+    }
+
+    /// Returns how this machine's end is announced.
+    pub(super) const fn notice(&self) -> &MemberNoticeArgs {
+        &self.notice
     }
 
     /// Returns whether the command sets the number of members with which the run begins.

@@ -141,6 +141,15 @@ impl TrainCommand {
         Ok(true)
     }
 
+    /// Returns how the processes of a `train` command are told that their machine is taken away; `None` for
+    /// another command.
+    pub(super) fn notice_of(words: &[OsString]) -> Option<NoticeArgs> {
+        match <Alone as clap::Parser>::try_parse_from(words) {
+            Ok(Alone::Train(train)) => Some(train.notice),
+            Err(_) => None,
+        }
+    }
+
     pub(crate) fn run(self) -> Result<()> {
         if self.combinations {
             return super::print(&combination::table());

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
-use crate::{Error, Result, Stop, terminal};
+use crate::{Error, NoticeArgs, Result, Stop, terminal};
 
 /// Time before a process is started again, since the cause of the failure may last a while.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -24,6 +24,8 @@ pub struct Elastic {
     /// Time for which the other processes may continue after the run has ended for one of them, and time within
     /// which they must end when asked to.
     pub grace: Duration,
+    /// How the processes are told that their machine is taken away. Once it is, none is started again.
+    pub notice: Option<NoticeArgs>,
 }
 
 /// A process that is to be started.
@@ -109,7 +111,8 @@ impl Running<'_> {
     /// Decides whether a failed member is started again, and tells the user.
     fn failed(&mut self, failure: Failure) {
         let Whose::Rank(member) = failure.whose else { return };
-        let again = failure.code() != USAGE && self.restarts > 0;
+        let is_taken = self.elastic.notice.as_ref().is_some_and(NoticeArgs::is_given);
+        let again = failure.code() != USAGE && self.restarts > 0 && !is_taken;
         self.members[member] = if again { Member::Due(PAUSE) } else { Member::Gone };
         let left = self.running().len();
         let what = if again {

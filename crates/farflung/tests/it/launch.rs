@@ -45,7 +45,7 @@ fn a_job_that_failed_is_started_again_with_all_its_ranks() {
     let script =
         format!("echo >> {out}/$RANK; test $RANK = 1 && test $(wc -l < {out}/1) = 1 && exit 75; exit 0");
     let stop = Stop::manual();
-    restarting(2, &stop, || launch(&script, Duration::from_secs(5), &stop)).unwrap();
+    restarting(2, &stop, || false, || launch(&script, Duration::from_secs(5), &stop)).unwrap();
     for rank in 0..3 {
         assert_eq!(
             std::fs::read_to_string(dir.path().join(rank.to_string())).unwrap(),

@@ -16,7 +16,7 @@ use farflung::{Error, Signal, Stop};
 use rustix::process::Signal as SystemSignal;
 
 fn elastic(least: usize, most: usize, restarts: u32) -> Elastic {
-    Elastic { least, most, restarts, grace: Duration::from_millis(300) }
+    Elastic { least, most, restarts, grace: Duration::from_millis(300), notice: None }
 }
 
 /// Runs shell scripts; returns the result and the list of starts.
@@ -142,6 +142,32 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     assert_eq!(ended.code(), Some(130), "{}", says());
     let text = says();
     assert!(text.contains("it is started again, restart 1 of 2"), "{text}");
+}
+
+#[test]
+fn after_a_notice_all_processes_leave_and_none_is_started_again() {
+    let run = Run::new();
+    let said = fs::File::create(run.at("said.txt")).unwrap();
+    let mut command = farflung();
+    command.env("FARFLUNG_HOME", run.at("home")).current_dir(run.at(""));
+    command.args(["launch", "--elastic", "1:3", "--restarts", "5", "--", "host"]);
+    let flags = "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run \
+                 --notice-file notice --notice-every 20ms";
+    command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
+    let mut launcher = command.spawn().unwrap();
+    let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
+    wait_until_or(says, || (members(&run.at("run")) == Some(3)).then_some(()));
+    fs::write(run.at("notice"), "").unwrap();
+    let ended = wait_until_or(says, || launcher.try_wait().unwrap());
+    assert_eq!(ended.code(), Some(75), "{}", says());
+    let text = says();
+    assert_eq!(text.matches("it is not started again").count(), 3, "{text}");
+    assert!(!text.contains("is started again, restart"), "{text}");
+    // The state is saved at least once.
+    let folders = ["run", "run/members/1", "run/members/2"].map(|folder| run.at(folder));
+    let entries = folders.iter().flat_map(|folder| fs::read_dir(folder).unwrap());
+    let names = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(names.filter(|name| name.starts_with("step-")).count() > 0, "{text}");
 }
 
 #[test]

@@ -19,7 +19,8 @@ pub struct View {
     pub members: Vec<Member>,
     /// Digest of the previous view; zeros for the first.
     pub parent: Digest,
-    /// Digest of the weights at the start of the view.
+    /// Digest of the weights at the start of the view, as its proposer had them: after a loss, others may be a
+    /// step ahead. A proposer that holds a part of the model has the digest of that part.
     pub weights: Digest,
     /// Digest of the plan at the start of the view.
     pub plan: Digest,

@@ -22,7 +22,7 @@ pub(crate) const BENCH: Bench = Bench {
     name: "host-join",
     claim: "eight machines behind links of 100 Mbit/s and 20 ms join, are killed, freeze, wake and leave by \
             a script, the host included: the run needs no help, all members have the same weights, and the \
-            loss is that of an undisturbed run on as many tokens",
+            loss is at most two standard deviations above that of undisturbed runs on as many tokens",
     source: "the design of farflung (issue 22); hivemind and Psyche lose peers or batches",
     seed: 1337,
     run,

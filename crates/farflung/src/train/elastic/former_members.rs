@@ -1,7 +1,8 @@
 //! Members of the run that a restarted host continues. If none of them answered when it began, they may be out
-//! of its reach and still train. So they are asked again from time to time, and the new run ends once one
-//! answers: a run must not go on twice.
+//! of its reach and still train. So they are asked again from time to time, and the new run ends once one of
+//! them is seen to train: a run must not go on twice.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
@@ -13,6 +14,28 @@ use crate::{Error, Signal, Stop};
 
 /// Time between two rounds of questions.
 const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Number of rounds in a row in which a member must answer to count as training, if it is not seen to take
+/// steps meanwhile. One that was frozen, and whose run went on without it or ended, ends within 30 s.
+const ROUNDS: u32 = 4;
+
+/// What a former member has answered.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Seen {
+    /// Number of rounds in a row.
+    rounds: u32,
+    /// Number of steps done, as it told first.
+    step: Option<u64>,
+}
+
+impl Seen {
+    /// Notes an answer of a member that has done `step` steps, if it tells. Returns whether it trains.
+    fn note(&mut self, step: Option<u64>) -> bool {
+        self.rounds += 1;
+        let before = *self.step.get_or_insert(step.unwrap_or(u64::MAX));
+        self.rounds >= ROUNDS || step.is_some_and(|step| step > before)
+    }
+}
 
 /// Asks former members from a thread, until it is dropped.
 #[derive(Debug, Default)]
@@ -61,15 +84,20 @@ impl FormerMembers {
         }
         let shared = Arc::clone(&own.0);
         let ask = move || {
+            let mut seen: BTreeMap<String, Seen> = BTreeMap::new();
             while shared.pause() {
                 // A machine of the former run may have joined this one at the address that it had.
                 let joined: Vec<String> = opened.upgrade().map_or_else(Vec::new, |opened| {
                     opened.connected().iter().map(Connected::to_reach).collect()
                 });
-                let mut others = addresses.iter().filter(|address| !joined.contains(address));
-                let Some(answered) = others.find_map(|address| asked(address, &gate, incarnation)) else {
-                    continue;
+                let others = addresses.iter().filter(|address| !joined.contains(address));
+                let answers: Vec<Answered> =
+                    others.filter_map(|address| asked(address, &gate, incarnation)).collect();
+                seen.retain(|address, _| answers.iter().any(|answered| answered.address == *address));
+                let mut trains = |answered: &Answered| {
+                    seen.entry(answered.address.clone()).or_default().note(answered.step)
                 };
+                let Some(answered) = answers.into_iter().find(&mut trains) else { continue };
                 let mut state = shared.state();
                 if !state.is_over {
                     tracing::error!(
@@ -99,5 +127,22 @@ impl Drop for FormerMembers {
     fn drop(&mut self) {
         self.0.state().is_over = true;
         self.0.bell.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_takes_no_steps_and_does_not_end_counts_after_a_while() {
+        let counts = |steps: &[Option<u64>]| {
+            let mut seen = Seen::default();
+            steps.iter().map(|&step| seen.note(step)).collect::<Vec<bool>>()
+        };
+        assert_eq!(counts(&[Some(7), Some(7), Some(8)]), [false, false, true]);
+        assert_eq!(counts(&[Some(7); 4]), [false, false, false, true]);
+        // A member that finds the ticket too old does not tell its step.
+        assert_eq!(counts(&[None, None, Some(3), None]), [false, false, false, true]);
     }
 }

@@ -80,11 +80,13 @@ pub(super) struct Answered {
     pub(super) address: String,
     /// Whether it refuses the folder's ticket because it has expired.
     expired: bool,
+    /// Number of steps that it has done, if it tells.
+    pub(super) step: Option<u64>,
 }
 
 impl Answered {
     pub(super) fn into_error(self) -> Error {
-        let Self { address, expired } = self;
+        let Self { address, expired, .. } = self;
         Error::StillRuns { address, expired }
     }
 }
@@ -108,23 +110,23 @@ const ANY: u64 = u64::MAX;
 pub(super) fn asked(address: &str, gate: &GateConfig, than: u64) -> Option<Answered> {
     let mut asks = gate.clone();
     asks.deadline = ASKED;
-    let expired = match GrowingNetwork::ask(&asks, &[address.to_owned()]) {
+    let (expired, step) = match GrowingNetwork::ask(&asks, &[address.to_owned()]) {
         Ok(members) => {
             let status = NewcomerInfo::read(&members.welcome).ok().and_then(|welcome| welcome.status);
             // One that does not tell yet may have just joined.
-            if status.map_or(than < ANY, |status| status.incarnation >= than) {
+            if status.as_ref().map_or(than < ANY, |status| status.incarnation >= than) {
                 return None;
             }
-            false
+            (false, status.map(|status| status.step))
         }
         // A member checks the date only after the ticket has proven to belong to its run.
-        Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => true,
+        Err(CommError::Refused { reason: Refusal::Expired { .. }, .. }) => (true, None),
         Err(error) => {
             tracing::debug!(%error, "no member of the run of this folder answers at {}", shown(address));
             return None;
         }
     };
-    Some(Answered { address: shown(address).to_owned(), expired })
+    Some(Answered { address: shown(address).to_owned(), expired, step })
 }
 
 /// Checks that the run of a folder is over, by asking its members at their saved addresses.
