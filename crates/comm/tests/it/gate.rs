@@ -135,7 +135,10 @@ fn strangers_are_refused_by_name_and_the_members_go_on() {
     let mut fewer = config(&security);
     fewer.slots = 1000;
     let error = GrowingNetwork::ask(&fewer, &[first.address().to_owned()]).unwrap().join().unwrap_err();
-    assert!(matches!(error, CommError::Refused { reason: Refusal::WorldSize { want: 1024, got: 1000 }, .. }));
+    assert!(matches!(
+        error,
+        CommError::Refused { reason: Refusal::WorldSize { want: 16_384, got: 1000 }, .. }
+    ));
     let second = ask(&first, &security).unwrap().join().unwrap();
     wait_for(&first, 1);
     assert_eq!(sums(&[&first, &second], 1), [2.0; 2]);
