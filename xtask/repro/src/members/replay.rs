@@ -172,6 +172,36 @@ fn settings(folder: &Path) -> Result<TrainConfig> {
     })
 }
 
+/// Returns the held-out losses after step `end` of repetitions of a run with different seeds, the first of
+/// which is that of the run.
+pub(super) fn held_out_losses(
+    run: EndedRun<'_>,
+    end: u64,
+    seeds: u64,
+    report: &mut Report<'_>,
+) -> Result<Vec<f64>> {
+    let mut views = Views::default();
+    (0..run.started).try_for_each(|number| {
+        views.add(events(&run.folder.join(number.to_string()))?);
+        anyhow::Ok(())
+    })?;
+    let config = settings(&run.folder.join("0"))?;
+    let mut losses = Vec::new();
+    for seed in config.seed..config.seed + seeds {
+        let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+        let config = TrainConfig { seed, ..config.clone() };
+        let mut replay = Replay { config, folder: folder.path(), jobs: 0, checkpoint: None, microbatches: 0 };
+        let mut last = Vec::new();
+        for stretch in views.stretches(end) {
+            report.progress(&format!("seed {seed}: again up to step {} of {end}", stretch.to))?;
+            last = replay.take(stretch)?;
+        }
+        let loss = last.last().filter(|row| row.step == end).and_then(|row| row.val_loss);
+        losses.push(loss.with_context(|| format!("no held-out loss after step {end}"))?);
+    }
+    Ok(losses)
+}
+
 /// The processes of a run that has ended.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct EndedRun<'a> {
