@@ -44,8 +44,8 @@ pub enum EventKind {
         joined: Vec<u32>,
         /// Endpoints that left or were lost.
         left: Vec<u32>,
-        /// Sequences of the lost members in the local steps of a round whose average lacks them: those on which
-        /// they trained, and those that were theirs and on which nobody trains.
+        /// Sequences of the lost members in the local steps of a round whose average lacks these members. They
+        /// may have trained on some of them; nobody trains on the others.
         lost_sequences: u64,
         /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]

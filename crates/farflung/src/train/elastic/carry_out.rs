@@ -125,15 +125,30 @@ pub(super) fn follow_pools(
             Err(error) => go_on_without(member, trainer, steps, events, error),
         },
         PoolAdvice::Moves { rank, to } => {
-            match member.change_stage((&mut steps.job, &mut steps.last), trainer, (rank, to)) {
-                Ok(None) => Ok(()),
-                Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
-                Err(error) if Member::survives(&error) => {
-                    go_on_without(member, trainer, steps, events, error)
-                }
-                Err(error) => Err(parted(member, trainer, steps, events, error)),
-            }
+            let done = member.change_stage((&mut steps.job, &mut steps.last), trainer, (rank, to));
+            settle(member, trainer, steps, events, done).map(drop)
         }
+    }
+}
+
+/// Reports a change under a new view of the same members, or continues without those that were lost in it.
+/// Returns whether it was carried out.
+///
+/// Errors: as [`go_on_without`].
+fn settle(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    done: Result<Option<Changed>>,
+) -> Result<bool> {
+    match done {
+        Ok(None) => Ok(false),
+        Ok(Some(changed)) => note(member, trainer, steps, events, &changed).map(|()| true),
+        Err(error) if Member::survives(&error) => {
+            go_on_without(member, trainer, steps, events, error).map(|()| false)
+        }
+        Err(error) => Err(parted(member, trainer, steps, events, error)),
     }
 }
 
@@ -270,13 +285,17 @@ fn tell_new_plan(
     events: &mut EventLog,
     (text, what): (&str, EventKind),
 ) -> Result<()> {
-    tracing::info!("{text}");
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(text);
-    }
+    tell(steps.record.watch.as_deref_mut(), text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
     events.write(trainer.steps_done(), what);
     steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
+}
+
+/// Returns the text on numbers that follow speed, and the step times before and now.
+fn by_speed(step: u64, what: &str, numbers: &[u32], [before, now]: [Nanos; 2]) -> String {
+    let numbers: Vec<String> = numbers.iter().map(u32::to_string).collect();
+    let numbers = numbers.join(", ");
+    format!("after step {step}: {what} by speed are {numbers}: a step takes {now} instead of {before}")
 }
 
 /// Reports a change of the replicas' shares.
@@ -289,14 +308,8 @@ pub(super) fn note_shares(
     reshared: Reshared,
 ) -> Result<()> {
     let Reshared { microbatches, before, now } = reshared;
-    let counts: Vec<String> = microbatches.iter().map(u32::to_string).collect();
-    let step = trainer.steps_done();
-    let text = format!(
-        "after step {step}: microbatches by speed are {}: a step takes {now} instead of {before}",
-        counts.join(", ")
-    );
-    let in_us = |time: Nanos| time.0 / 1_000;
-    let (before_us, now_us) = (in_us(before), in_us(now));
+    let text = by_speed(trainer.steps_done(), "microbatches", &microbatches, [before, now]);
+    let (before_us, now_us) = (before.0 / 1_000, now.0 / 1_000);
     tell_new_plan(trainer, steps, events, (&text, EventKind::Shares { microbatches, before_us, now_us }))
 }
 
@@ -311,22 +324,13 @@ pub(super) fn divide_anew(
     division: Division,
 ) -> Result<()> {
     let Division { layers, before, now } = division;
-    match member.divide_anew((&mut steps.job, &mut steps.last), trainer, &layers) {
-        Ok(None) => Ok(()),
-        Ok(Some(changed)) => {
-            note(member, trainer, steps, events, &changed)?;
-            let counts: Vec<String> = layers.iter().map(u32::to_string).collect();
-            let step = trainer.steps_done();
-            let text = format!(
-                "after step {step}: layers of the stages by speed are {}: a step takes {now} instead of {before}",
-                counts.join(", ")
-            );
-            let (before_us, now_us) = (before.0 / 1_000, now.0 / 1_000);
-            tell_new_plan(trainer, steps, events, (&text, EventKind::Layers { layers, before_us, now_us }))
-        }
-        Err(error) if Member::survives(&error) => go_on_without(member, trainer, steps, events, error),
-        Err(error) => Err(parted(member, trainer, steps, events, error)),
+    let done = member.divide_anew((&mut steps.job, &mut steps.last), trainer, &layers);
+    if !settle(member, trainer, steps, events, done)? {
+        return Ok(());
     }
+    let text = by_speed(trainer.steps_done(), "layers of the stages", &layers, [before, now]);
+    let (before_us, now_us) = (before.0 / 1_000, now.0 / 1_000);
+    tell_new_plan(trainer, steps, events, (&text, EventKind::Layers { layers, before_us, now_us }))
 }
 
 /// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of
