@@ -213,14 +213,36 @@ pub(super) struct EndedRun<'a> {
     pub(super) losses: u64,
 }
 
-/// Compares the weights after each step of some processes with those of the same steps without losses.
-pub(super) fn compare(name: &str, run: EndedRun<'_>, report: &mut Report<'_>) -> Result<()> {
+/// What the processes of a run have reported.
+pub(super) struct Reported<'a> {
+    run: EndedRun<'a>,
+    views: Views,
+    digests: Digests,
+}
+
+/// Compares what the members of a run have reported of its views, and of the weights after its steps.
+pub(super) fn agree<'a>(name: &str, run: EndedRun<'a>, report: &mut Report<'_>) -> Result<Reported<'a>> {
     let (mut views, mut digests) = (Views::default(), Digests::default());
     for number in 0..run.started {
         let member = run.folder.join(number.to_string());
         views.add(events(&member)?);
         digests.add(metrics(&member)?);
     }
+    let differs = |found: &&Vec<String>| found.iter().any(|digest| *digest != found[0]);
+    let differing = digests.by_step.values().filter(differs).count();
+    let none = Threshold::AtMost(0.0);
+    let metric = format!("{name}, processes: reports of a view that differ from another report of it");
+    report.row(&metric, f64::from(views.differing), "1", none)?;
+    let metric = format!("{name}, processes: steps whose weights were compared");
+    report.row(&metric, digests.by_step.len() as f64, "1", Threshold::AtLeast(100.0))?;
+    let metric = format!("{name}, processes: steps after which members have different weights");
+    report.row(&metric, differing as f64, "1", none)?;
+    Ok(Reported { run, views, digests })
+}
+
+/// Compares the weights after each step of some processes with those of the same steps without losses.
+pub(super) fn compare(name: &str, told: &Reported<'_>, report: &mut Report<'_>) -> Result<()> {
+    let Reported { run, views, digests } = told;
     let end = digests.by_step.keys().next_back().copied().context("the run has no digests")?;
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let config = settings(&run.folder.join("0"))?;
@@ -232,28 +254,20 @@ pub(super) fn compare(name: &str, run: EndedRun<'_>, report: &mut Report<'_>) ->
         let rows = replay.take(stretch)?.into_iter();
         expected.extend(rows.filter_map(|row| Some((row.step, row.digest?))));
     }
-    let (mut other, mut differing) = (0_u32, 0_u32);
+    let mut other = 0_u32;
     for (step, found) in &digests.by_step {
         let expected = expected.get(step).context("a step was not repeated")?;
         other += u32::from(found.iter().any(|found| found != expected));
-        differing += u32::from(found.iter().any(|digest| *digest != found[0]));
     }
     let is_other = |last: &&LastDigest| expected.get(&last.step).is_some_and(|it| *it != last.digest);
     let dropped = digests.last.iter().filter(is_other).count();
     // Steps that the survivors took right after a loss.
     let after_losses = views.losses().into_iter().filter(|step| digests.by_step.contains_key(&(step + 1)));
-    let none = Threshold::AtMost(0.0);
-    let metric = format!("{name}, processes: reports of a view that differ from another report of it");
-    report.row(&metric, f64::from(views.differing), "1", none)?;
-    let metric = format!("{name}, processes: steps whose weights were compared");
-    report.row(&metric, digests.by_step.len() as f64, "1", Threshold::AtLeast(100.0))?;
-    let metric = format!("{name}, processes: of these, steps right after a loss");
+    let metric = format!("{name}, processes: of the steps compared, those right after a loss");
     let losses = Threshold::AtLeast(run.losses as f64);
     report.row(&metric, after_losses.count() as f64, "1", losses)?;
-    let metric = format!("{name}, processes: steps after which members have different weights");
-    report.row(&metric, f64::from(differing), "1", none)?;
     let metric = format!("{name}, processes: steps with other weights than if all lost members had left");
-    report.row(&metric, f64::from(other), "1", none)?;
+    report.row(&metric, f64::from(other), "1", Threshold::AtMost(0.0))?;
     let metric = format!("{name}, processes: lost members' last steps that the others dropped");
     report.row(&metric, dropped as f64, "1", Threshold::None)
 }
