@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
+use farflung::config::choice::TransportKind;
 use farflung::launch::{Elastic, Start};
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
@@ -49,8 +50,8 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
         wrong("`host --out DIR`, because the folders of the members that join are in this folder")
     })?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = (config.threads == 0 && !host.tells_threads()).then(|| cores.div_ceil(job.most));
-    let least = (config.min_members < job.least && !host.tells_min_members()).then_some(job.least);
+    let threads = (config.threads == 0 && host.given().threads.is_none()).then(|| cores.div_ceil(job.most));
+    let least = (config.min_members < job.least && host.given().min_members.is_none()).then_some(job.least);
     let former = written(&folder.join(TICKET));
     let words = command;
     let mut members = Members { program, words, host, folder, config, threads, least, hosts: true, former };
@@ -98,7 +99,10 @@ impl Members<'_> {
             let _ = fs::remove_file(self.folder(*member).join(TICKET));
             self.hosts &= *member != 0;
             command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));
-            command.arg("--job").arg(&self.config.job);
+            command.arg("--job").arg(&self.config.job).arg("--listen").arg(self.host.listen_of_joiner());
+            if let TransportKind::Named(name) = self.config.transport {
+                command.arg("--transport").arg(name.to_string());
+            }
             command.arg("--device").arg(self.config.device.of(*member).to_string());
             if self.config.quiet {
                 command.arg("--quiet");
@@ -110,6 +114,9 @@ impl Members<'_> {
                 if let Some(path) = path {
                     command.arg(flag).arg(path);
                 }
+            }
+            if let Some(relay) = &self.config.relay {
+                command.arg("--relay").arg(relay);
             }
             if self.threads.is_none() {
                 command.arg("--threads").arg(self.config.threads.to_string());

@@ -105,19 +105,19 @@ impl HostCommand {
         self.flags.clone().resolve()
     }
 
-    /// Returns whether the command sets the number of threads.
-    pub(super) const fn tells_threads(&self) -> bool {
-        self.flags.args.threads.is_some()
+    /// Returns the settings that the command line gives.
+    pub(super) const fn given(&self) -> &TrainArgs {
+        &self.flags.args
+    }
+
+    /// Returns the address at which another process of this machine listens: any port of the same interface.
+    pub(super) fn listen_of_joiner(&self) -> String {
+        format!("{}:0", self.listen.rsplit_once(':').map_or(&self.listen[..], |(host, _)| host))
     }
 
     /// Returns how this machine's end is announced.
     pub(super) const fn notice(&self) -> &MemberNoticeArgs {
         &self.notice
-    }
-
-    /// Returns whether the command sets the number of members with which the run begins.
-    pub(super) const fn tells_min_members(&self) -> bool {
-        self.flags.args.min_members.is_some()
     }
 
     /// Returns whether members show certificates, so that there is no ticket.

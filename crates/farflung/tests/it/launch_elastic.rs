@@ -113,7 +113,8 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     let mut command = farflung();
     command.env("FARFLUNG_HOME", run.at("home")).current_dir(run.at(""));
     command.args(["launch", "--elastic", "2:3", "--restarts", "2", "--", "host"]);
-    let flags = "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run";
+    let flags =
+        "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run --transport tcp";
     command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
     let mut launcher = command.spawn().unwrap();
     let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
@@ -128,6 +129,8 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     let first = events.find(|event| event["event"] == "members").unwrap();
     assert_eq!((first["members"].as_u64(), first["step"].as_u64()), (Some(2), Some(0)), "{first}");
     let process = |words: &str| child_of(launcher.id(), words).unwrap();
+    // Those that join listen on the host's interface only.
+    process("--listen\x00127.0.0.1:0\0--transport\0tcp");
     send(process("run/members/1"), SystemSignal::KILL);
     wait(&host, 2);
     wait(&host, 3);
