@@ -72,6 +72,9 @@ pub enum Error {
         /// The steps that are saved, and those that are dropped.
         left: Box<crate::train::StopSummary>,
     },
+    /// The members refuse this newcomer, because of what it has reported.
+    #[error("the members of the run refuse this machine: it has reported {0}")]
+    JoinRefused(String),
     /// No member of a run answers.
     #[error(
         "no member of the run answered at {addresses} within {after}: the run may have ended, or the ticket \

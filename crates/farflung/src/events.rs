@@ -2,6 +2,7 @@
 //! folder; rank 0's is beside the metrics. Lines of earlier starts of the run are kept.
 
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,37 @@ use crate::{Error, Result};
 
 /// The file's name.
 pub const EVENTS: &str = "events.jsonl";
+
+/// Sequences of a lost replica that are in no average.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostSequences {
+    /// Endpoints of the replica's members. Not all of them need be lost.
+    pub members: Vec<u32>,
+    /// Number of the first sequence. Sequences are numbered from 0 in the order in which the run takes them
+    /// from its data; with `--shards`, from the data of this replica.
+    pub first: u64,
+    /// Number of sequences in each step, with consecutive numbers.
+    pub each: u64,
+    /// Number of steps.
+    pub steps: u64,
+    /// Difference between the first numbers of a step and the next one.
+    pub stride: u64,
+}
+
+impl LostSequences {
+    /// Returns the number of sequences.
+    #[must_use]
+    pub const fn count(&self) -> u64 {
+        self.each.saturating_mul(self.steps)
+    }
+
+    /// Returns the numbers of the sequences, by step.
+    pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        let Self { first, each, steps, stride, .. } = *self;
+        let start = move |step: u64| first.saturating_add(step.saturating_mul(stride));
+        (0..steps).map(move |step| start(step)..start(step).saturating_add(each))
+    }
+}
 
 /// A kind of event with its data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +79,9 @@ pub enum EventKind {
         /// Sequences of the lost members in the local steps of a round whose average lacks these members. They
         /// may have trained on some of them; nobody trains on the others.
         lost_sequences: u64,
+        /// These sequences, by replica. Empty on a member that has joined after the steps in question.
+        #[serde(default)]
+        lost: Vec<LostSequences>,
         /// Steps that were done and are lost, since no remaining member has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
@@ -122,6 +157,13 @@ pub enum EventKind {
         rates: Vec<Vec<u32>>,
         /// The member that has changed its stage, if that is the cause.
         moved: Option<u32>,
+    },
+    /// A member or newcomer has reported numbers that cannot be true. They are not used.
+    Nonsense {
+        /// Its endpoint.
+        member: u32,
+        /// What it has reported, and what was expected.
+        reason: String,
     },
     /// A peer was lost, which ended the run on this rank.
     Lost {

@@ -40,7 +40,7 @@ pub use signals::{Signal, Stop};
 
 // Items for programs that read a run's folder.
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
-pub use events::{Event, EventKind};
+pub use events::{Event, EventKind, LostSequences};
 pub use metrics::{MetricsWriter, StepMetrics};
 pub use peer_counters::{PathCounters, PeerCounters};
 pub use plot::loss_curve_svg;

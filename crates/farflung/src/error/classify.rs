@@ -31,6 +31,7 @@ impl Error {
             )
             | Self::RanksDiffer { .. }
             | Self::MemberDiffers { .. }
+            | Self::JoinRefused(_)
             | Self::TooSlow { .. }
             | Self::StillRuns { .. }
             | Self::ForeignFolder { .. }

@@ -38,6 +38,7 @@ mod pieces;
 mod pipelines;
 mod place;
 mod pools;
+mod rank_speeds;
 mod ready;
 mod repeats;
 mod round_trips;
@@ -56,6 +57,7 @@ mod view;
 mod waiting;
 mod watchdog;
 mod newcomer_info;
+mod nonsense;
 mod notice_time;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};

@@ -21,6 +21,8 @@ pub enum FaultyValue {
     Chunk,
     /// The record of that step that it keeps for newcomers.
     Record,
+    /// The times of a microbatch that it tells the others after that step and all later ones.
+    StepTime,
 }
 
 /// A bit that is flipped on one rank in one step.
@@ -106,6 +108,11 @@ impl Fault {
         (self.rank, self.step, self.value) == (rank, step, value)
     }
 
+    /// Returns whether the fault is in these values of a rank in a step, if it is in all steps from its own on.
+    pub(super) fn is_in_all_since(self, rank: u32, step: u64, value: FaultyValue) -> bool {
+        step >= self.step && self.is_in(rank, self.step, value)
+    }
+
     /// Flips the bit in a range of a flat buffer on the device.
     pub(super) fn flip_bit(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
         let mut values = flat.to_vec::<f32>()?;
@@ -119,6 +126,11 @@ impl Fault {
         if let Some(value) = values.get_mut(self.element % count) {
             *value = f32::from_bits(value.to_bits() ^ (1 << (self.bit % 32)));
         }
+    }
+
+    /// Flips the bit in a number of eight bytes.
+    pub(super) fn flip_bit_in_number(self, number: f64) -> f64 {
+        f64::from_bits(number.to_bits() ^ (1 << (self.bit % 64)))
     }
 
     /// Flips the bit in the last of some tensors.

@@ -437,7 +437,7 @@ impl Part {
             (FaultyValue::Parameters, _) => fault.flip_bit(&mut self.params, range),
             (FaultyValue::Reduced, Some(averaged)) => fault.flip_bit(averaged, range),
             (FaultyValue::Reduced, None) => fault.flip_bit(&mut self.grads, range),
-            (FaultyValue::Chunk | FaultyValue::Record, _) => Ok(()),
+            (FaultyValue::Chunk | FaultyValue::Record | FaultyValue::StepTime, _) => Ok(()),
             (FaultyValue::Moments, _) => {
                 let mut states = BTreeMap::new();
                 for (name, state) in self.chain.states() {

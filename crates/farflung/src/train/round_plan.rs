@@ -58,6 +58,11 @@ impl RoundPlan {
         self.start.microbatches + taken * self.all_microbatches + first_microbatch
     }
 
+    /// Returns the number of microbatches of all replicas in a step, the lost replicas included.
+    pub(super) const fn all_microbatches(&self) -> u64 {
+        self.all_microbatches
+    }
+
     /// Returns the number of microbatches of all replicas in the first `steps` steps, the lost replicas
     /// included.
     pub(super) fn microbatches_after(&self, steps: u64) -> u64 {

@@ -59,7 +59,7 @@ pub(super) use build::chain;
 pub(super) use carry::check_pipelines;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
 pub(super) use part_replay::{PartCopy, ReplayedParts};
-use replica_samples::ReplicaSamples;
+pub(super) use replica_samples::ReplicaSamples;
 use resume::KeptWork;
 use retreat::RollbackPoint;
 pub(super) use round_tensors::is_optimizer;

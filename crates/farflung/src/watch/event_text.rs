@@ -77,7 +77,7 @@ impl EventLine {
     pub(super) fn is_alarming(&self) -> bool {
         match self.kind.as_str() {
             "members" => self.text_of("reason").is_some(),
-            kind => ["lost", "named", "refused"].contains(&kind),
+            kind => ["lost", "named", "nonsense", "refused"].contains(&kind),
         }
     }
 
@@ -116,6 +116,9 @@ impl EventLine {
             "shares" => self.shares_text(),
             "layers" => self.layers_text(),
             "pools" => self.pools_text(),
+            "nonsense" => {
+                format!("member {} has reported {reason}: not used", self.count("member").unwrap_or(0))
+            }
             "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
             "named" => format!("wrong values: {reason}"),
             "stopped" => reason.to_owned(),
@@ -236,6 +239,7 @@ mod tests {
             joined: came.into(),
             left: went.into(),
             lost_sequences: 0,
+            lost: Vec::new(),
             lost_steps: 0,
             from_checkpoints: false,
             kept_percent: 0,
@@ -269,6 +273,10 @@ mod tests {
             (
                 EventKind::Following { member: 3, state: 60_000_000, record: 20_000_000 },
                 "member 3 fetches 60 MB while the others train on; 20 MB for each step since",
+            ),
+            (
+                EventKind::Nonsense { member: 3, reason: "1ns for a microbatch".into() },
+                "member 3 has reported 1ns for a microbatch: not used",
             ),
             (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (

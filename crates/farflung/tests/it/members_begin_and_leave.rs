@@ -2,11 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::fmt::Write as _;
 use std::path::Path;
 
 use crate::members::diloco;
-use crate::virtual_members::{Ended, Told, connections, fox, tiny};
+use crate::virtual_members::{Ended, Told, connections, fox, machines, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Report, RunObserver, elastic, run_workers};
 use farflung::{Error, Signal, StepMetrics, Stop, TrainConfig};
@@ -77,14 +76,8 @@ fn a_run_begins_with_the_number_of_members_that_it_waits_for() {
 #[test]
 fn pipelines_that_finish_the_first_round_do_not_wait_for_a_member() {
     let folder = tempfile::tempdir().unwrap();
-    let mut machines = "default = \"1gbit,1ms\"\n".to_owned();
-    for (n, speed) in [1, 1, 8, 8, 8, 8].into_iter().enumerate() {
-        let device = format!("name = \"m{n}\"\nflops = \"{speed} MFLOPS\"\nmemory = \"8GB\"\n");
-        write!(machines, "[[device]]\n{device}").unwrap();
-    }
-    let path = folder.path().join("machines.toml");
-    std::fs::write(&path, machines).unwrap();
-    let (topology, microbatches) = (Some(path), Some(2));
+    let topology = Some(machines(folder.path(), &[1.0, 1.0, 8.0, 8.0, 8.0, 8.0]));
+    let microbatches = Some(2);
     let config = TrainConfig { topology, microbatches, stages: 2, min_members: 6, ..diloco() };
     let failure = Some(Failure { rank: 4, step: 2, moment: Moment::Begun });
     let job = Job { failure, ..job(folder.path(), 6, config) };

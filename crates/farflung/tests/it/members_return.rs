@@ -9,7 +9,7 @@ use std::path::Path;
 use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, WorkerConnection, run_workers};
-use farflung::{Error, Event, EventKind, Existing, RunDir, Stop, TrainConfig, events};
+use farflung::{Error, Event, EventKind, Existing, LostSequences, RunDir, Stop, TrainConfig, events};
 use farflung_base::{Nanos, PeerId};
 
 const MEMBERS: usize = 5;
@@ -182,8 +182,18 @@ fn a_member_that_was_given_up_joins_again() {
 fn lost_sequences(outcome: &Outcome, lost: usize) -> (u64, u64) {
     let others = (0..MEMBERS).filter(|n| *n != lost);
     let first = |n: usize| match &outcome.events[n][0] {
-        Event { step, what: EventKind::Members { left, lost_sequences, .. }, .. } => {
+        Event { step, what: EventKind::Members { left, lost_sequences, lost: listed, .. }, .. } => {
             assert_eq!(*left, [lost as u32]);
+            // The sequences themselves: those of the lost member in each step of the round.
+            let mut of_round = Vec::new();
+            if *lost_sequences > 0 {
+                let all = MEMBERS as u64 * 3;
+                let first = |step| step * all + lost as u64 * 3;
+                of_round.extend((step - 4..*step).map(|step| first(step)..first(step) + 3));
+            }
+            let listed_of = |lost: &LostSequences| (lost.members.clone(), lost.ranges().collect::<Vec<_>>());
+            let expected = (*lost_sequences > 0).then(|| (vec![lost as u32], of_round));
+            assert_eq!(listed.iter().map(listed_of).collect::<Vec<_>>(), Vec::from_iter(expected));
             (*step, *lost_sequences)
         }
         other => unreachable!("member {n}: {other:?}"),
@@ -224,6 +234,13 @@ fn events_tell_the_sequences_that_an_average_lacks() {
         assert_eq!(lost_sequences(&outcome, 3), (average, every * sequences), "{what}");
         assert_eq!(digest(&outcome) != calm, average == 8, "{what}");
     }
+    // It is in the average of step 8, and the others notice its loss in the evaluation after that step.
+    let failure = Some(Failure { rank: 3, step: 8, moment: Moment::Met });
+    let evaluated = run(&local, &|job| {
+        let config = TrainConfig { eval_every: 8, ..job.config.clone() };
+        Job { failure, config, ..job }
+    });
+    assert_eq!(lost_sequences(&evaluated, 3), (8, 0));
     let departure = Some(Departure { rank: 3, step: 6 });
     assert_eq!(lost_sequences(&run(&local, &|job| Job { departure, ..job }), 3), (8, 0));
     // With an average in each step, the step is done again without the member.

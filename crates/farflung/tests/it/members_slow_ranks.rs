@@ -3,15 +3,14 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::fmt::Write as _;
 use std::path::Path;
 
 use crate::members_in_pipelines::{report, run};
-use crate::virtual_members::{Ended, Told, fox, tiny};
+use crate::virtual_members::{Ended, Told, fox, in_pools, machines, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::config::choice::{BalanceKind, SyncKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Job, Report};
+use farflung::train::{Fault, FaultyValue, Job, Report};
 use farflung::{Error, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
@@ -19,15 +18,8 @@ const STEPS: usize = 40;
 
 /// Returns a job of pipelines of two, on machines with these speeds in MFLOP/s.
 fn job(folder: &Path, speeds: &[f64], config: TrainConfig) -> Job {
-    let mut machines = "default = \"1gbit,1ms\"\n".to_owned();
-    for (n, speed) in speeds.iter().enumerate() {
-        let device = format!("name = \"m{n}\"\nflops = \"{speed} MFLOPS\"\nmemory = \"8GB\"\n");
-        write!(machines, "[[device]]\n{device}").unwrap();
-    }
-    let path = folder.join("machines.toml");
-    std::fs::write(&path, machines).unwrap();
     let config = TrainConfig {
-        topology: Some(path),
+        topology: Some(machines(folder, speeds)),
         layers: config.layers.or(Some(4)),
         stages: 2,
         workers: speeds.len(),
@@ -170,4 +162,34 @@ fn a_stage_that_has_lost_a_member_gets_fewer_layers() {
     let last = told.times.len() - 1;
     let pace = |told: &Told| (told.times[last] - told.times[last - 10]) / 10.0;
     assert!(pace(&told) < 0.85 * pace(&equal), "{} {}", pace(&told), pace(&equal));
+}
+
+/// A rank reports times of a microbatch that no machine can have, from a step on: that is said, and nothing
+/// follows from them. The bits are the highest and the second highest one of the exponent, and the sign.
+#[test]
+fn a_time_that_cannot_be_true_is_reported_and_not_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipelines = job(folder.path(), &[8.0; 4], TrainConfig::default());
+    let whole = TrainConfig { stages: 1, ..pipelines.config.clone() };
+    let whole = Job { elastic: true, ..Job::new(whole, 4, Stop::manual()).unwrap() };
+    let pools = in_pools(pipelines.config.clone(), &[2, 2]);
+    for (calm, rank, what) in [(whole, 3, "whole models"), (pipelines, 2, "pipelines"), (pools, 1, "pools")] {
+        for bit in [61, 62, 63] {
+            let fault = Fault { rank, step: 20, value: FaultyValue::StepTime, element: 0, bit };
+            let (ended, told) = train(&Job { fault: Some(fault), ..calm.clone() });
+            let what = format!("{what}, bit {bit}: {:?}", told.notes);
+            let said = told.notes.iter().filter(|note| note.contains("has reported")).collect::<Vec<_>>();
+            assert!(said.len() == 1 && said[0].starts_with(&format!("member {rank} ")), "{what}");
+            assert!(said[0].contains("that is no time"), "{what}");
+            assert!(!told.has("by speed") && !told.has("moves to stage"), "{what}");
+            // Without the fault, microbatches take other routes through pools once their speeds are known.
+            assert!(calm.plan.pools().is_some() || hash(&ended) == hash(&train(&calm).0), "{what}");
+        }
+    }
+}
+
+/// Returns the hash of the model at the end of a run.
+fn hash(ended: &[Ended]) -> &str {
+    let reports = ended.iter().map(|ended| ended.as_ref().unwrap());
+    &reports.flatten().next().unwrap().hash
 }

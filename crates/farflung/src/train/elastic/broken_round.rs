@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lost_sequences::unaveraged;
 use crate::Result;
+use crate::events::LostSequences;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
 use crate::train::round_plan::RoundPlan;
@@ -115,9 +116,15 @@ impl BrokenRound {
         })
     }
 
-    /// Returns the number of sequences of the lost pipelines in this round, which are in no average.
-    pub(super) fn lost_sequences(&self, before: &Plan) -> u64 {
-        unaveraged(before, &self.lost, self.until)
+    /// Returns the sequences of the lost pipelines in this round, which are in no average. `job` has the plan
+    /// so far, and `slots` the endpoints of its ranks.
+    pub(super) fn lost_sequences(&self, job: &Job, slots: &[u32]) -> Vec<LostSequences> {
+        let stages = job.plan.stages() as usize;
+        let of = |&replica: &u32| {
+            let members = slots.get(replica as usize * stages..)?.get(..stages)?.to_vec();
+            unaveraged(job, (replica, members), self.until)
+        };
+        self.lost.iter().filter_map(of).collect()
     }
 }
 
@@ -164,7 +171,10 @@ mod tests {
             (&next.assignment.ranks[..], &next.stays[..], &next.lost[..]),
             (&[1, 2][..], &[1][..], &[0][..])
         );
-        assert_eq!((next.until, next.lost_sequences(&job.plan)), (8, 4 * 2));
+        let lost = next.lost_sequences(&job, &[6, 7, 8, 9]);
+        assert_eq!((next.until, &lost[0].members[..], lost.len()), (8, &[6, 7][..], 1));
+        // Two of the four microbatches of each step of the round.
+        assert_eq!(lost[0].ranges().collect::<Vec<_>>(), [16..18, 20..22, 24..26, 28..30]);
         // Up to the end of the round it has the microbatches of the second of two pipelines, and then all.
         let next = next.job(&job).unwrap();
         assert_eq!((next.plan.replicas(), next.plan_start.step, next.plan_start.microbatches), (1, 8, 8 * 4));

@@ -10,6 +10,7 @@ use super::changed::Changed;
 use super::decide::Agreement;
 use super::kept;
 use super::layers::Division;
+use super::nonsense::Report;
 use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
@@ -34,6 +35,30 @@ pub(super) fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
     tracing::info!("{text}");
     if let Some(watch) = watch {
         watch.note(text);
+    }
+}
+
+/// Reports what other members and newcomers have announced that cannot be true.
+pub(super) fn tell_nonsense(
+    member: &mut Member<'_>,
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+) {
+    let announced = member.place.membership().nonsense();
+    for (id, reason) in announced {
+        if let Some(peer) = member.place.peer_of(&id) {
+            member.nonsense.note(peer.0, reason);
+        }
+    }
+    for Report { member, reason } in member.nonsense.take() {
+        let text = format!("member {member} has reported {reason}: this is not used");
+        tracing::warn!("{text}");
+        if let Some(watch) = steps.record.watch.as_deref_mut() {
+            watch.note(&text);
+        }
+        events.time_s = steps.clock.totals(trainer.comm()).time_s;
+        events.write(trainer.steps_done(), EventKind::Nonsense { member, reason });
     }
 }
 

@@ -17,8 +17,9 @@ use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::idle::Idle;
-use super::lost_sequences::unaveraged;
+use super::lost_sequences::RoundTaken;
 use super::measure::measured;
+use super::nonsense::{Nonsense, Report};
 use super::notice_time::NoticeTime;
 use super::place::{Logs, Place};
 use super::pool_speeds::PoolSpeeds;
@@ -56,6 +57,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) copies: Copies,
     /// Asks members without a part whether they are reachable.
     pub(super) idle: Idle,
+    /// The plan with which the last round before a change was trained, where members hold the whole model.
+    round: Option<RoundTaken>,
     /// Folder of its checkpoints.
     pub(super) folder: Option<PathBuf>,
     /// Counts how often the last step was repeated.
@@ -80,6 +83,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) grows: bool,
     /// Whether it may wait for the next average before it leaves.
     pub(super) notice: NoticeTime,
+    /// What others have reported that cannot be true.
+    pub(super) nonsense: Nonsense,
 }
 
 impl<'a> Member<'a> {
@@ -101,6 +106,7 @@ impl<'a> Member<'a> {
             team: None,
             copies: Copies::default(),
             idle: Idle::default(),
+            round: None,
             folder,
             repeats: Repeats::default(),
             pools: PoolSpeeds::default(),
@@ -113,6 +119,7 @@ impl<'a> Member<'a> {
             followed: None,
             grows: false,
             notice: NoticeTime::default(),
+            nonsense: Nonsense::default(),
         }
     }
 }
@@ -243,8 +250,8 @@ impl Member<'_> {
             return self.go_over_in_pipelines((job, last), trainer, view, (begun, reason));
         }
         let before = slots(self.place.view());
-        let plan = job.plan.clone();
         let stood = trainer.progress();
+        let round = RoundTaken::of(self.round.take(), job, &before, stood.step);
         let mut view = view;
         loop {
             let epoch = view.epoch;
@@ -256,18 +263,19 @@ impl Member<'_> {
                         from.iter().filter(|slot| !than.contains(slot)).map(|&slot| PeerId(slot)).collect()
                     };
                     let went: Vec<PeerId> = fresh(&before, &now);
-                    let lost = |peer: &PeerId| before.iter().position(|&slot| slot == peer.0);
-                    let lost: Vec<u32> = went.iter().filter_map(lost).map(|rank| rank as u32).collect();
                     self.balance.begin_anew();
                     // After an average, nothing of the round is lost.
-                    let is_open = stood.outer_step < stood.step;
-                    let sequences = if is_open { unaveraged(&plan, &lost, trainer.steps_done()) } else { 0 };
+                    let is_open = trainer.agreed_step() < trainer.steps_done() && reason.is_some();
+                    let lost: Vec<u32> = went.iter().filter(|_| is_open).map(|peer| peer.0).collect();
+                    let round = round.up_to(trainer.steps_done());
+                    let lost = round.lost(&lost);
+                    self.round = Some(round);
                     return Ok(Changed {
                         epoch,
                         joined: fresh(&now, &before),
                         left: went,
                         caught_up: trainer.progress() != stood,
-                        lost_sequences: if reason.is_some() { sequences } else { 0 },
+                        lost,
                         repeated: self.repeats.times(stood.step),
                         lost_steps: 0,
                         from_checkpoints: false,
@@ -328,6 +336,9 @@ impl Member<'_> {
             Ok(shared)
         });
         let shared = done.inspect_err(|_| comm.abort())?;
+        for Report { member, reason } in stood.nonsense {
+            self.nonsense.note(member, reason);
+        }
         (*job, *last) = (stood.job, stood.last);
         Ok(shared)
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 
-use crate::events::EventKind;
+use crate::events::{EventKind, LostSequences};
 
 /// Result of a change of members.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,7 +32,7 @@ pub struct Changed {
     pub caught_up: bool,
     /// Sequences of the lost members in the local steps of a round whose average lacks them, whether or not
     /// they have trained on them.
-    pub lost_sequences: u64,
+    pub lost: Vec<LostSequences>,
     /// Number of times that the step in flight has failed although all members answered.
     pub repeated: u32,
     /// Number of steps that were done and must be done again, because the remaining members together do not
@@ -119,7 +119,7 @@ impl fmt::Display for Changed {
             0 => Ok(()),
             n => write!(f, "; {n} steps are lost"),
         }?;
-        match self.lost_sequences {
+        match self.lost_sequences() {
             0 => Ok(()),
             n => write!(f, "; {n} sequences are lost"),
         }
@@ -127,6 +127,10 @@ impl fmt::Display for Changed {
 }
 
 impl Changed {
+    fn lost_sequences(&self) -> u64 {
+        self.lost.iter().map(LostSequences::count).sum()
+    }
+
     /// Returns whether the members are the same as before and only repeat a step.
     fn is_repeat(&self) -> bool {
         self.repeated > 0 && self.joined.is_empty() && self.left.is_empty()
@@ -146,7 +150,8 @@ impl Changed {
             members: self.members,
             joined: numbers(&self.joined),
             left: numbers(&self.left),
-            lost_sequences: self.lost_sequences,
+            lost_sequences: self.lost_sequences(),
+            lost: self.lost.clone(),
             lost_steps: self.lost_steps,
             from_checkpoints: self.from_checkpoints,
             kept_percent: self.kept_percent,

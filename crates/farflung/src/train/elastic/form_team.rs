@@ -26,10 +26,11 @@ use super::layers::ranges;
 use super::pieces::{exchange, moved_bytes, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
-use super::shares;
 use super::state_transfer::chunk_fault;
 use super::team::{Team, assigned, grown, pooling, reroutes, wished, wrong};
+use super::{rank_speeds, shares};
 use crate::config::pools::Numbers;
+use crate::events::LostSequences;
 use crate::train::combination;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
@@ -103,8 +104,8 @@ pub(super) struct FormedTeam {
     /// Whether the members that take steps are in the middle of a round of local steps, which they finish with
     /// the state that they have.
     pub(super) finishes_round: bool,
-    /// Number of sequences of lost pipelines that are in no average.
-    pub(super) lost_sequences: u64,
+    /// Sequences of lost pipelines that are in no average.
+    pub(super) lost: Vec<LostSequences>,
 }
 
 /// Agrees on the places of a view's members and on the step, and transfers the tensors that they need. All
@@ -143,7 +144,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         .collect();
     let rounds: Vec<Option<RoundPosition>> = told.iter().map(|told| told.round).collect();
     if let Some(round) = BrokenRound::new(job, &before, &stood, &rounds) {
-        return finished_round((view, all, job), (&before, round), last, &told);
+        return finished_round((view, all, job), (&before, &round, &reference.ranks), last, &told);
     }
     let NextTeam { team, plan } = next_team((view, all, job), (&before, reference, &told), stood)?;
     let mut next = job.with_plan(plan)?;
@@ -205,7 +206,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         team,
         speeds: reference.speeds.clone(),
         finishes_round: false,
-        lost_sequences: 0,
+        lost: Vec::new(),
     })
 }
 
@@ -260,11 +261,13 @@ fn next_team(
 /// Errors: those of the plan.
 fn finished_round(
     (view, all, job): (&View, &Communicator, &Job),
-    (before, round): (&Plan, BrokenRound),
+    (before, round, ranks): (&Plan, &BrokenRound, &[u32]),
     last: LastDone,
     told: &[MemberDescription],
 ) -> Result<FormedTeam> {
-    let lost_sequences = round.lost_sequences(before);
+    // A spare has the plan of another round, and does not report this change.
+    let takes_part = job.plan.to_string() == before.to_string();
+    let lost = if takes_part { round.lost_sequences(job, ranks) } else { Vec::new() };
     let own = told[all.rank().index()].held.last();
     let any = own.or_else(|| told.iter().find_map(|told| told.held.last()));
     let counted = any.ok_or_else(|| wrong("is lost: no member has a part of the model"))?.counted.clone();
@@ -282,7 +285,7 @@ fn finished_round(
         from_checkpoints: false,
         speeds: BTreeMap::new(),
         finishes_round: true,
-        lost_sequences,
+        lost,
     })
 }
 
@@ -379,7 +382,7 @@ fn plan_for(
     plan.machines = team.slots().iter().map(machine).collect();
     plan.levels.clone_from(&before.levels);
     let follows = plan.pools().is_none() && job.follows_speed();
-    let work = pool_speeds::work(&plan, &job.model);
+    let work = rank_speeds::work(&plan, &job.model);
     let shares = || shares::of_pipelines(&plan, &team.slots(), (&work, &reference.speeds));
     if let Some(shares) = follows.then(shares).flatten() {
         plan.microbatches = shares;

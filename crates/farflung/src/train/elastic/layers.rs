@@ -9,6 +9,7 @@ use farflung_parallel::plan::{Measured, is_worth_it, layers_by_speed, shares_by_
 use farflung_parallel::{Plan, ScheduleSource};
 use farflung_zoo::GptConfig;
 
+use super::rank_speeds::work_of_ranks;
 use super::shares::is_possible;
 use crate::train::costs::Work;
 use crate::train::job::Job;
@@ -85,17 +86,8 @@ impl<'a> Stages<'a> {
         }
         let work = Work { model, batch: plan.batch as usize };
         let mut speeds = vec![Vec::new(); plan.parts.len()];
-        for (rank, measured) in (0..plan.ranks()).zip(ranks) {
-            let stage = match plan.pools() {
-                Some(pools) => pools.stage_of(rank)?,
-                None => rank % plan.stages(),
-            };
-            let part = plan.parts.get(stage as usize)?;
-            let done = work.slice_flops(&part.layers, &(0..model.context));
-            if measured.microbatch == Nanos::ZERO || done <= 0.0 {
-                return None;
-            }
-            speeds[stage as usize].push(done / measured.microbatch.as_secs_f64());
+        for (work, told) in work_of_ranks(plan, model).iter().zip(ranks) {
+            speeds.get_mut(work.stage as usize)?.push(work.speed(told)?);
         }
         let rest = ranks.iter().map(|rank| rank.rest).min()?;
         Some(Self { plan, work, speeds, rest })

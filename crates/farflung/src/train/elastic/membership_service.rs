@@ -35,6 +35,8 @@ enum MembershipMessage {
     Agreed { epoch: u64, events: Vec<Event> },
     /// From a newcomer to all members: it is ready to be admitted.
     Ready(Ready),
+    /// From a member to a newcomer: it is not admitted, because it has reported what cannot be true.
+    Refused,
     /// From a member to a newcomer that is about to be admitted: the cost of its state.
     Costs(Cost),
     /// From a member to a newcomer: the copy of the state that it offers.
@@ -77,6 +79,10 @@ pub(super) struct MembershipService {
     given_up: u64,
     /// Newcomers that have announced that they are ready.
     ready: BTreeMap<MemberId, Ready>,
+    /// What newcomers and spares have announced that cannot be true, until it is taken.
+    nonsense: BTreeMap<MemberId, String>,
+    /// Whether another member says that this newcomer has announced what cannot be true.
+    is_refused: bool,
     /// Cost of this newcomer's state, as sent by the members.
     costs: Option<Cost>,
     /// What members offer to this newcomer.
@@ -116,6 +122,8 @@ impl MembershipService {
             steps,
             given_up,
             ready: BTreeMap::new(),
+            nonsense: BTreeMap::new(),
+            is_refused: false,
             costs: None,
             offers: Offers::default(),
             round_trips: RoundTrips::default(),
@@ -129,6 +137,7 @@ impl MembershipService {
     /// Sets the ids of the connected peers, by rank in the communicator of the membership services.
     pub(super) fn reaches(&mut self, ranks: Vec<MemberId>) {
         self.ready.retain(|id, _| ranks.contains(id));
+        self.nonsense.retain(|id, _| ranks.contains(id));
         self.offers.keep(&ranks);
         self.round_trips.keep(&ranks);
         self.ranks = ranks;
@@ -228,6 +237,17 @@ impl MembershipService {
     /// Returns a newcomer's announcement; `None` if it is not ready.
     pub(super) fn ready(&self, id: &MemberId) -> Option<&Ready> {
         self.ready.get(id)
+    }
+
+    /// Returns and clears what others have announced that cannot be true.
+    pub(super) fn nonsense(&mut self) -> BTreeMap<MemberId, String> {
+        std::mem::take(&mut self.nonsense)
+    }
+
+    /// Returns whether another member says that this newcomer has announced what cannot be true. Any peer can
+    /// say so.
+    pub(super) const fn is_refused(&self) -> bool {
+        self.is_refused
     }
 
     /// Returns and clears the cost of this newcomer's state, if the members have sent it.
@@ -330,9 +350,16 @@ impl MembershipService {
                 (None, None)
             }
             MembershipMessage::Ready(ready) => {
-                if ready.is_sound() {
+                let Some(reason) = ready.nonsense() else {
                     self.ready.insert(sender, ready);
-                }
+                    return Vec::new();
+                };
+                self.ready.remove(&sender);
+                self.nonsense.insert(sender, reason);
+                return vec![Answer::to_service(from, encode(&MembershipMessage::Refused))];
+            }
+            MembershipMessage::Refused => {
+                self.is_refused = true;
                 (None, None)
             }
             MembershipMessage::Costs(cost) => {
@@ -387,5 +414,43 @@ impl Service for MembershipService {
         let own = self.rank(&self.state.me().id).filter(|_| self.awaited);
         leaving.extend(own.map(|me| Answer::new(me, Vec::new())));
         leaving
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_parallel::membership::{Member, Settings, Start, ViewId};
+    use farflung_parallel::plan::Digest;
+
+    use super::*;
+
+    #[test]
+    fn a_newcomer_that_reports_impossible_rates_is_refused_with_the_reason() {
+        let ids = [0, 1].map(MemberId::number);
+        let of = |n: u32| Member::new(MemberId::number(n), n);
+        let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
+        let view = View::first(ViewId { incarnation: 1, epoch: 1 }, &[of(0)], start).unwrap();
+        let settings = Settings::default;
+        let state = State::first(ids[0], view, settings()).unwrap();
+        let mut member = MembershipService::new(state, None).unwrap();
+        let mut newcomer = MembershipService::new(State::newcomer(of(1), settings()), None).unwrap();
+        member.reaches(ids.to_vec());
+        newcomer.reaches(ids.to_vec());
+        let at = Nanos::from_millis(5);
+        let mut announce = |rate: u64| {
+            let ready = Ready { rates: [(ids[0], rate)].into(), ..Ready::default() };
+            member.receive(Question { from: Rank(1), at, bytes: MembershipService::is_ready(&ready) })
+        };
+        assert!(announce(1_000_000).is_empty());
+        let answers = announce(u64::MAX);
+        for answer in answers {
+            newcomer.receive(Question { from: Rank(0), at, bytes: answer.bytes });
+        }
+        // The earlier announcement counts no more.
+        assert_eq!(member.ready(&ids[1]), None);
+        let reason = member.nonsense().remove(&ids[1]).unwrap();
+        assert!(reason.contains(&u64::MAX.to_string()), "{reason}");
+        assert!(newcomer.is_refused());
+        assert!(member.nonsense().is_empty());
     }
 }

@@ -21,6 +21,7 @@ use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
 use super::team::{FutureRank, Team};
+use crate::events::LostSequences;
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
@@ -55,7 +56,7 @@ struct Placed {
     last: LastDone,
     moved: (u64, usize),
     lost_steps: u64,
-    lost_sequences: u64,
+    lost: Vec<LostSequences>,
     from_checkpoints: bool,
     /// Percentage of the step in flight that the members keep.
     kept_percent: u32,
@@ -94,7 +95,7 @@ impl Member<'_> {
             state: placed.moved.0,
             donors: placed.moved.1,
             caught_up,
-            lost_sequences: placed.lost_sequences,
+            lost: placed.lost,
             repeated: self.repeats.times(stood.0),
             lost_steps: placed.lost_steps,
             from_checkpoints: placed.from_checkpoints,
@@ -338,7 +339,7 @@ impl Member<'_> {
             last,
             moved,
             lost_steps,
-            lost_sequences: formed.lost_sequences,
+            lost: formed.lost,
             from_checkpoints,
             kept_percent,
         };

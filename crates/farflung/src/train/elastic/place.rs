@@ -175,6 +175,11 @@ impl Place {
         self.names.get(&peer).copied()
     }
 
+    /// Returns the endpoint of a peer that is or was connected.
+    pub(super) fn peer_of(&self, id: &MemberId) -> Option<PeerId> {
+        self.names.iter().find(|(_, name)| *name == id).map(|(&peer, _)| peer)
+    }
+
     /// Returns the endpoints and ids of the other members whose connections are not broken.
     pub(super) fn others(&self) -> Vec<(PeerId, MemberId)> {
         let members = self.view.iter().flat_map(|view| &view.members);

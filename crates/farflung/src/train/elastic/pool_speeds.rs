@@ -3,14 +3,12 @@
 use std::collections::BTreeMap;
 
 use farflung_base::Nanos;
-use farflung_parallel::Plan;
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, Measured, PoolAdvice, PoolBalance, Pooling, rates_of};
-use farflung_zoo::GptConfig;
 
-use crate::train::costs::Work;
+use super::nonsense::MOST_OPERATIONS_PER_S;
+use super::rank_speeds::{work, work_of_ranks};
 use crate::train::job::Job;
-use crate::train::trainer::Trainer;
 
 /// A member that moves to another stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -30,42 +28,29 @@ pub(super) struct PoolSpeeds {
     pub(super) moving: Option<Moving>,
 }
 
-/// Returns the number of operations of a microbatch in each part of a plan.
-pub(super) fn work(plan: &Plan, model: &GptConfig) -> Vec<f64> {
-    let (work, all) = (Work { model, batch: plan.batch as usize }, 0..model.context);
-    plan.parts.iter().map(|part| work.slice_flops(&part.layers, &all)).collect()
-}
-
 impl PoolSpeeds {
-    /// Starts anew with the speeds that a member has sent in a new view. Values that are not positive and
-    /// finite are ignored.
+    /// Starts anew with the speeds that a member has sent in a new view. Those that no member can have are
+    /// ignored.
     pub(super) fn begin_anew(&mut self, known: &BTreeMap<u32, f64>) {
-        let known = known.iter().filter(|(_, speed)| speed.is_finite() && **speed > 0.0);
+        let known = known.iter().filter(|(_, speed)| **speed > 0.0 && **speed <= MOST_OPERATIONS_PER_S);
         let known = known.map(|(&slot, &speed)| (slot, speed)).collect();
         *self = Self { known, ..Self::default() };
     }
 
     /// Returns how the pools should change after the step just done. `slots` are the endpoints of the ranks.
     /// The result is the same on all members that take steps.
-    pub(super) fn advice(&mut self, job: &Job, slots: Vec<u32>, trainer: &mut Trainer) -> PoolAdvice {
-        let Some(pools) = job.plan.pools().filter(|_| job.is_pooled()) else { return PoolAdvice::Stay };
-        let Some(measured) = trainer.measured() else { return PoolAdvice::Stay };
-        let work = self.note(job, slots, &measured);
-        self.balance.observe(pools, job.plan.microbatches[0], &measured, &work)
+    pub(super) fn advice(&mut self, job: &Job, slots: &[u32], measured: &[Measured]) -> PoolAdvice {
+        let Some(pools) = job.plan.pools() else { return PoolAdvice::Stay };
+        self.note(job, slots, measured);
+        let work = work(&job.plan, &job.model);
+        self.balance.observe(pools, job.plan.microbatches[0], measured, &work)
     }
 
-    /// Notes the measured speeds of the ranks with these endpoints, each of which has one part. Returns the
-    /// operations of a microbatch in each part.
-    pub(super) fn note(&mut self, job: &Job, slots: Vec<u32>, measured: &[Measured]) -> Vec<f64> {
-        let work = work(&job.plan, &job.model);
-        for ((rank, slot), told) in (0..).zip(slots).zip(measured) {
-            let stage = job.plan.pools().map_or(Some(rank % job.plan.stages()), |pools| pools.stage_of(rank));
-            let done = stage.and_then(|stage| work.get(stage as usize));
-            if let Some(done) = done.filter(|_| told.microbatch > Nanos::ZERO) {
-                self.known.insert(slot, done / told.microbatch.as_secs_f64());
-            }
-        }
-        work
+    /// Notes the measured speeds of the ranks with these endpoints, each of which has one part.
+    pub(super) fn note(&mut self, job: &Job, slots: &[u32], measured: &[Measured]) {
+        let work = work_of_ranks(&job.plan, &job.model);
+        let speeds = work.iter().zip(measured).map(|(work, told)| work.speed(told));
+        self.known.extend(slots.iter().zip(speeds).filter_map(|(&slot, speed)| Some((slot, speed?))));
     }
 
     /// Returns the input from which the pools of some members are formed. `slots` are the members' endpoints,

@@ -3,12 +3,14 @@
 //! messages.
 
 use farflung_base::PeerId;
-use farflung_parallel::plan::{Advice, PoolAdvice};
+use farflung_parallel::plan::{Advice, Measured, PoolAdvice};
 use farflung_parallel::{Plan, ScheduleSource};
 
 use super::change::{Member, start};
 use super::changed::Changed;
+use super::nonsense::without_impossible;
 use super::pool_speeds::Moving;
+use super::rank_speeds::work_of_ranks;
 use super::team::Team;
 use crate::Result;
 use crate::events::EventKind;
@@ -53,10 +55,12 @@ impl Member<'_> {
     /// Returns how the pools should change after the step just done. While a newcomer fetches a part, no member
     /// moves to another one: the newcomer's pool may need it no more, and would be another one.
     pub(super) fn pool_advice(&mut self, job: &Job, trainer: &mut Trainer) -> PoolAdvice {
-        let advice = match &self.team {
-            Some(team) => self.pools.advice(job, team.slots(), trainer),
-            None => PoolAdvice::Stay,
+        let has_pools = job.is_pooled() && job.plan.pools().is_some();
+        let Some(slots) = self.team.as_ref().map(Team::slots).filter(|_| has_pools) else {
+            return PoolAdvice::Stay;
         };
+        let Some(measured) = self.measured(job, trainer) else { return PoolAdvice::Stay };
+        let advice = self.pools.advice(job, &slots, &measured);
         if matches!(advice, PoolAdvice::Moves { .. }) && trainer.is_followed() {
             PoolAdvice::Stay
         } else {
@@ -67,11 +71,25 @@ impl Member<'_> {
     /// Returns how the replicas' shares should change after the step just done, and notes the members' speeds
     /// for the plans of later views.
     pub(super) fn share_advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
-        let Some(measured) = trainer.measured() else { return Advice::Stay };
+        let Some(measured) = self.measured(job, trainer) else { return Advice::Stay };
         if let Some(team) = &self.team {
-            self.pools.note(job, team.slots(), &measured);
+            self.pools.note(job, &team.slots(), &measured);
         }
         self.balance.advice(job, &measured)
+    }
+
+    /// Returns the step times that all ranks have told since the last call. Those that cannot be true count as
+    /// not known.
+    fn measured(&mut self, job: &Job, trainer: &mut Trainer) -> Option<Vec<Measured>> {
+        let mut told = trainer.measured()?;
+        let found = without_impossible(&work_of_ranks(&job.plan, &job.model), &mut told);
+        let by_replica =
+            || self.place.view().iter().flat_map(|view| &view.members).map(|of| of.slot).collect();
+        let slots = self.team.as_ref().map_or_else(by_replica, Team::slots);
+        for (rank, reason) in found {
+            self.nonsense.note(slots.get(rank).copied().unwrap_or_default(), reason);
+        }
+        Some(told)
     }
 
     /// Moves the member at `rank` to stage `to`, under a new view of the same members. It receives the part's

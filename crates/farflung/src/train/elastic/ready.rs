@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::arrivals::Newcomer;
 use super::blobs::{BlobReply, BlobRequest, PROBE as MOST};
 use super::fetch::TAGS;
+use super::nonsense::{MOST_BYTES_PER_S, impossible_rate};
 use crate::train::trainer::StateBytes;
 
 /// Number of probes requested from each member, all at once.
@@ -115,9 +116,13 @@ impl Ready {
         together(self.rates.values().copied())
     }
 
-    /// Returns whether the number of rates is possible for a view.
-    pub(super) fn is_sound(&self) -> bool {
-        self.rates.len() <= View::MOST_MEMBERS
+    /// Returns what of this cannot be true; `None` if it can.
+    pub(super) fn nonsense(&self) -> Option<String> {
+        let (count, most) = (self.rates.len(), View::MOST_MEMBERS);
+        if count > most {
+            return Some(format!("rates of {count} members, expected at most {most}"));
+        }
+        self.rates.values().find_map(|&rate| impossible_rate(rate))
     }
 
     /// Returns the rates of some members; `None` unless all of them are known.
@@ -243,7 +248,8 @@ fn rate(arrived: &[Nanos], bytes: u32) -> Option<u64> {
     let span = (arrived.len() / 2).max(1);
     let times = arrived.windows(span + 1).map(|window| window[span].saturating_sub(window[0]));
     let least = times.filter(|&time| time > Nanos::ZERO).min()?;
-    Some((span as f64 * f64::from(bytes) / least.as_secs_f64()) as u64)
+    // Answers that were read at nearly the same moment look faster than any link.
+    Some(((span as f64 * f64::from(bytes) / least.as_secs_f64()) as u64).min(MOST_BYTES_PER_S))
 }
 
 /// Measures how fast all other ranks send to this one at the same time. `peers` are the processes by rank. The
@@ -320,6 +326,7 @@ mod tests {
         assert_eq!(rate(&at(&[10, 20, 500, 510, 520]), 1000), Some(100_000));
         // Pairs of answers were read at the same moment.
         assert_eq!(rate(&at(&[10, 10, 20, 20, 30]), 1000), Some(200_000));
+        assert_eq!(rate(&[Nanos(5), Nanos(6), Nanos(7)], 1_000_000), Some(MOST_BYTES_PER_S));
         for none in [&[][..], &[5], &[5, 5, 5]] {
             assert_eq!(rate(&at(none), 1000), None);
         }

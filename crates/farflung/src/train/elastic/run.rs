@@ -8,6 +8,7 @@ use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
     Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_shares, tell,
+    tell_nonsense,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
@@ -196,6 +197,7 @@ fn train(
                 continue;
             }
         };
+        tell_nonsense(member, trainer, steps, events);
         if steps.job.pipelines.is_some() {
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
@@ -325,6 +327,7 @@ fn gather(
             announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);
         }
         member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
+        tell_nonsense(member, trainer, steps, events);
         change_members(member, trainer, steps, events, leaves.map(Leaving::Asked))?;
         member.place.wait(POLL_INTERVAL)?;
     }

@@ -7,6 +7,8 @@ use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{StageCost, peaks};
 use farflung_parallel::plan::{Measured, is_worth_it, shares_by_speed, step_time};
 
+use super::nonsense::MOST_OPERATIONS_PER_S;
+
 /// A member that reports to be this many times faster than the middle one is not believed.
 const MAX_RATIO: u64 = 4096;
 
@@ -46,7 +48,7 @@ pub(super) fn of_pipelines(
         return None;
     }
     let time = |(slot, work): (&u32, &f64)| {
-        let speed = speeds.get(slot).filter(|speed| speed.is_finite() && **speed > 0.0)?;
+        let speed = speeds.get(slot).filter(|speed| **speed > 0.0 && **speed <= MOST_OPERATIONS_PER_S)?;
         Some(Nanos::from_secs_f64(work / speed))
     };
     // A pipeline is as fast as its slowest rank. If the speed of a rank is not known, its pipeline counts as

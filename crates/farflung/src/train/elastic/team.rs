@@ -7,7 +7,8 @@ use farflung_parallel::membership::{MemberId, View};
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, PlanPosition, Pooling};
 
-use super::pool_speeds::{self, PoolSpeeds};
+use super::pool_speeds::PoolSpeeds;
+use super::rank_speeds;
 use crate::train::job::Job;
 use crate::train::planned;
 use crate::{Error, Result, TrainConfig};
@@ -243,5 +244,5 @@ pub(super) fn pooling(job: &Job, slots: &[Option<u32>], speeds: &PoolSpeeds) -> 
     let wished = wished(job)?;
     let settings = TrainConfig { workers: wished.stages, pools: None, pool_rates: None, ..wished.clone() };
     let cut = planned::from_settings(&settings, &job.model, wished.stages, None)?;
-    Ok(speeds.pooling(slots, cut.microbatches[0], pool_speeds::work(&cut, &job.model)))
+    Ok(speeds.pooling(slots, cut.microbatches[0], rank_speeds::work(&cut, &job.model)))
 }

@@ -4,11 +4,13 @@ use std::str::FromStr;
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
-use farflung_parallel::membership::View;
+use farflung_parallel::membership::{Member, View};
 use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
 use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
+use super::nonsense::{Report, impossible_time};
+use super::rank_speeds::work_of_ranks;
 use super::shares;
 use super::state_transfer::StateTransfer;
 use crate::config::choice::BalanceKind;
@@ -61,6 +63,8 @@ pub(super) struct FormedView {
     pub(super) exchange: StateTransfer,
     /// Steps at which the member that has done the most steps last evaluated, saved and checked.
     pub(super) last: LastDone,
+    /// What the members have reported that cannot be true.
+    pub(super) nonsense: Vec<Report>,
 }
 
 /// Exchanges the members' progress and makes the plan of the view. All members call it.
@@ -85,7 +89,20 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     let exchange = StateTransfer::new(&standing, job.averages_each_step())
         .ok_or_else(|| wrong("is lost: no member has the run's state"))?;
     let furthest = &told[exchange.furthest.index()];
-    let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
+    let operations: f64 =
+        work_of_ranks(&job.plan, &job.model).iter().map(|work| work.operations).next().unwrap_or(0.0);
+    let mut nonsense = Vec::new();
+    let mut believed = |(member, told): (&Member, &ReplicaDescription)| {
+        let impossible = impossible_time(operations, Nanos(told.speed?));
+        let Some(reason) = impossible else { return told.speed };
+        nonsense.push(Report { member: member.slot, reason });
+        None
+    };
+    let newcomers: Vec<Option<u64>> = view.members.iter().zip(&told).map(&mut believed).collect();
+    // The times of the members so far are those that they reported with their votes.
+    let is_possible = |time: &u64| impossible_time(operations, Nanos(*time)).is_none();
+    let speeds = furthest.speeds.iter().map(|time| if is_possible(time) { *time } else { 0 }).collect();
+    let furthest = &ReplicaDescription { speeds, ..furthest.clone() };
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
     if !next.averages_each_step() {
@@ -104,7 +121,7 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
     next.plan_start = PlanStart { step: exchange.progress.step, microbatches: furthest.microbatches };
-    Ok(FormedView { job: next, exchange, last: furthest.last })
+    Ok(FormedView { job: next, exchange, last: furthest.last, nonsense })
 }
 
 /// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
@@ -149,7 +166,7 @@ fn plan_for(
 
 #[cfg(test)]
 mod tests {
-    use farflung_parallel::membership::{Member, MemberId, Start, ViewId};
+    use farflung_parallel::membership::{MemberId, Start, ViewId};
     use farflung_parallel::plan::Digest;
 
     use super::*;

@@ -181,6 +181,11 @@ impl Place {
         if let Some(cost) = costs {
             tell(&format!("this member is ready to join: it receives {cost}"));
         }
+        if self.membership().is_refused()
+            && let Some(reason) = ready.nonsense()
+        {
+            return Err(Error::JoinRefused(reason));
+        }
         let outcome = self.membership().outcome();
         if let Some(Outcome::Installed(view)) = outcome {
             return Ok(Some(view));

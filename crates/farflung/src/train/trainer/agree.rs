@@ -9,6 +9,7 @@ use farflung_parallel::plan::Measured;
 use super::Trainer;
 use super::speed::{Measures, Speedometer};
 use crate::Result;
+use crate::train::fault::FaultyValue;
 
 /// Result of the vote after a pass, the same on all ranks that voted.
 #[derive(Debug)]
@@ -117,7 +118,7 @@ impl Trainer {
         let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
-        let told = if self.each_step { self.own_speeds() } else { Vec::new() };
+        let told = if self.each_step { self.own_speeds(self.step + 1) } else { Vec::new() };
         mine.extend(&told);
         let told = told.len();
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
@@ -138,17 +139,23 @@ impl Trainer {
     }
 
     /// Returns this replica's or rank's step times at its own index and zeros elsewhere, to be summed over all
-    /// ranks; empty if step times are not measured.
-    fn own_speeds(&self) -> Vec<f64> {
+    /// ranks; empty if step times are not measured. `step` is the step after which it tells them.
+    fn own_speeds(&self, step: u64) -> Vec<f64> {
         let Some(speed) = &self.speed else { return Vec::new() };
         let ranks = self.schedule.placement().ranks();
-        match speed.measures {
-            Measures::Replicas => speed.contribution(self.replica, self.replicas),
-            Measures::RanksOfPools => speed.contribution(self.position.0, ranks),
-            Measures::RanksOfPipelines => {
-                speed.contribution(self.replica * ranks + self.position.0, self.replicas * ranks)
-            }
+        let (own, count) = match speed.measures {
+            Measures::Replicas => (self.replica, self.replicas),
+            Measures::RanksOfPools => (self.position.0, ranks),
+            Measures::RanksOfPipelines => (self.replica * ranks + self.position.0, self.replicas * ranks),
+        };
+        let mut told = speed.contribution(own, count);
+        if let Some(fault) =
+            self.fault.filter(|fault| fault.is_in_all_since(own, step, FaultyValue::StepTime))
+        {
+            let time = &mut told[2 * own as usize];
+            *time = fault.flip_bit_in_number(*time);
         }
+        told
     }
 
     /// Adds the step that was just done to the measured step times. `meets` says whether all replicas agreed on
@@ -194,7 +201,7 @@ impl Trainer {
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
         mine.push(self.wish(stop).weigh());
-        let told = self.own_speeds();
+        let told = self.own_speeds(self.step);
         mine.extend(&told);
         let told = told.len();
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);

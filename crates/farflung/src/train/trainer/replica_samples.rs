@@ -11,7 +11,7 @@ use crate::train::round_plan::RoundPlan;
 
 /// The microbatches of one replica.
 #[derive(Debug, Clone)]
-pub(super) struct ReplicaSamples {
+pub(in crate::train) struct ReplicaSamples {
     replica: u32,
     /// Where the plan's steps and microbatches begin.
     start: PlanStart,
@@ -25,7 +25,7 @@ pub(super) struct ReplicaSamples {
 }
 
 impl ReplicaSamples {
-    pub(super) fn new(job: &Job, replica: u32) -> Self {
+    pub(in crate::train) fn new(job: &Job, replica: u32) -> Self {
         Self {
             replica,
             start: job.plan_start,
@@ -46,7 +46,7 @@ impl ReplicaSamples {
     }
 
     /// Returns whether the replica takes a local step in this step of the run. Steps are counted from 1.
-    pub(super) fn takes(&self, step: u64) -> bool {
+    pub(in crate::train) fn takes(&self, step: u64) -> bool {
         match self.round_of(step) {
             Some(round) => round.takes(self.replica, step),
             None => self.local.takes(self.replica, step),
@@ -54,12 +54,17 @@ impl ReplicaSamples {
     }
 
     /// Returns the number of the replica's first microbatch in the step after `step` steps.
-    pub(super) fn first(&self, step: u64) -> u64 {
+    pub(in crate::train) fn first(&self, step: u64) -> u64 {
         if let Some(round) = self.round_of(step + 1) {
             return round.first_microbatch(self.replica, step);
         }
         let taken = self.taken(step) - self.taken(self.start.step);
         self.start.microbatches + taken * self.all_microbatches + self.first_microbatch
+    }
+
+    /// Returns the number of microbatches of all replicas in a step of the round with step `step`.
+    pub(in crate::train) fn all_microbatches(&self, step: u64) -> u64 {
+        self.round_of(step).map_or(self.all_microbatches, RoundPlan::all_microbatches)
     }
 
     /// Returns the number of local steps that the replica takes in the first `steps` steps of the plan.

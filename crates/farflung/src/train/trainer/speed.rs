@@ -1,12 +1,17 @@
 //! Measured step times of a rank, as it sends them to the others: the time to compute a microbatch, and the
 //! rest of a step. Both are moving averages, so that a brief delay has little influence.
 
+use std::ops::RangeInclusive;
+
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
 use farflung_parallel::plan::Measured;
 
 /// Weight of a new measurement in the moving average.
 const NEW: f64 = 0.25;
+/// The times in seconds that can be those of a step or a microbatch: from a thousandth of a nanosecond to about
+/// 11 days.
+const POSSIBLE: RangeInclusive<f64> = 1e-12..=1e6;
 
 /// A moving average in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -92,7 +97,7 @@ impl Speedometer {
         if meets && sums.microbatches > 0 {
             self.microbatch.add(sums.computing / f64::from(sums.microbatches));
             // Never zero: `Average::add` would limit every measurement after an average of zero to zero.
-            self.rest.add((sums.whole - sums.computing).max(1e-9) / f64::from(sums.steps));
+            self.rest.add(((sums.whole - sums.computing) / f64::from(sums.steps)).max(1e-9));
             self.sums = Sums::default();
         }
     }
@@ -106,22 +111,16 @@ impl Speedometer {
         told
     }
 
-    /// Decodes the times of all replicas from the sums over all ranks. A number that is not a valid time
-    /// becomes zero, and a warning is logged.
+    /// Decodes the times of all replicas from the sums over all ranks. A number that is no time of a step
+    /// becomes [`Nanos::MAX`].
     pub(super) fn read(sums: &[f64]) -> Vec<Measured> {
-        let time = |replica: usize, seconds: f64| match seconds {
-            seconds if (0.0..f64::INFINITY).contains(&seconds) => Nanos::from_secs_f64(seconds.min(1e6)),
-            seconds => {
-                tracing::warn!(replica, seconds, "this replica reported an invalid step time");
-                Nanos::ZERO
-            }
+        let time = |seconds: f64| match seconds {
+            0.0 => Nanos::ZERO,
+            seconds if POSSIBLE.contains(&seconds) => Nanos::from_secs_f64(seconds).max(Nanos(1)),
+            _ => Nanos::MAX,
         };
-        let pairs = sums.as_chunks::<2>().0.iter().enumerate();
-        let of = |(replica, &[microbatch, rest]): (usize, &[f64; 2])| Measured {
-            microbatch: time(replica, microbatch),
-            rest: time(replica, rest),
-        };
-        pairs.map(of).collect()
+        let of = |&[microbatch, rest]: &[f64; 2]| Measured { microbatch: time(microbatch), rest: time(rest) };
+        sums.as_chunks::<2>().0.iter().map(of).collect()
     }
 }
 
@@ -158,9 +157,8 @@ mod tests {
 
     #[test]
     fn nonsense_is_no_time() {
-        let read = Speedometer::read(&[f64::NAN, f64::INFINITY, -1.0, 1e300]);
-        assert_eq!(read[0], Measured { microbatch: Nanos::ZERO, rest: Nanos::ZERO });
-        assert_eq!(read[1].microbatch, Nanos::ZERO);
-        assert_eq!(read[1].rest, Nanos::from_secs_f64(1e6));
+        let read = Speedometer::read(&[f64::NAN, f64::INFINITY, -1.0, 1e300, 1e-300, 1e-10]);
+        let none = Measured { microbatch: Nanos::MAX, rest: Nanos::MAX };
+        assert_eq!(read, [none, none, Measured { rest: Nanos(1), ..none }]);
     }
 }

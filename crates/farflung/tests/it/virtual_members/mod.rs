@@ -3,7 +3,8 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::path::Path;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farflung::comm::Transport;
@@ -33,6 +34,18 @@ pub(crate) fn tiny(folder: &Path, text: &str, config: TrainConfig) -> TrainConfi
         data: Some(data),
         ..config
     }
+}
+
+/// Writes a file of machines with these speeds in MFLOP/s into the folder, for the setting `topology`.
+pub(crate) fn machines(folder: &Path, speeds: &[f64]) -> PathBuf {
+    let mut machines = "default = \"1gbit,1ms\"\n".to_owned();
+    for (n, speed) in speeds.iter().enumerate() {
+        let device = format!("name = \"m{n}\"\nflops = \"{speed} MFLOPS\"\nmemory = \"8GB\"\n");
+        write!(machines, "[[device]]\n{device}").unwrap();
+    }
+    let path = folder.join("machines.toml");
+    std::fs::write(&path, machines).unwrap();
+    path
 }
 
 /// Creates the job of members that begin as pools of these sizes, one for each stage of the settings.
