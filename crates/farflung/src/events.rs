@@ -92,7 +92,8 @@ pub enum EventKind {
         /// Percentage of the step in flight that the other members had computed and do not compute again.
         #[serde(default)]
         kept_percent: u32,
-        /// Time from the beginning of the change to the next step, in milliseconds of the run's clock.
+        /// Time from the beginning of the change, or of the step in which a loss was noticed, to the next step,
+        /// in milliseconds of the run's clock.
         took_ms: u64,
         /// The failure that this member saw; `None` if members joined or left normally.
         reason: Option<String>,

@@ -9,6 +9,10 @@
 //! counts one and a half, so that one of two equal halves can continue. One view never both removes and admits
 //! members.
 //!
+//! In the trainer, a member that restarts joins as a newcomer, and a host that restarts asks the former members
+//! at their gates before it has a view ([`State::again`] is for programs whose former members can be reached as
+//! peers).
+//!
 //! The module does not depend on sockets, clocks, files, random numbers, or on what a member computes.
 
 mod acceptor;

@@ -9,6 +9,7 @@ pub(crate) mod hosted;
 pub(crate) mod join;
 mod join_parts;
 pub(crate) mod launched;
+mod moments;
 mod processes;
 pub(crate) mod recovery;
 mod records;

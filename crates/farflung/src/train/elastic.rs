@@ -55,6 +55,7 @@ mod team;
 mod all_gather;
 mod view;
 mod waiting;
+mod waits;
 mod watchdog;
 mod newcomer_info;
 mod nonsense;

@@ -283,6 +283,42 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     members(&run, &host, 3);
 }
 
+/// Two of three members are frozen. The third one may not go on without them, and says for whom it waits. With
+/// equal shares, no member tells how long it computes: none waits for a slower one.
+#[test]
+fn the_status_shows_who_does_not_answer() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h --balance equal");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    trains(&run, &b);
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap().lines().count();
+    let before = steps();
+    wait_until("steps", || (steps() > before + 20).then_some(()));
+    a.send(Signal::STOP);
+    b.send(Signal::STOP);
+    let status = || {
+        let told = on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
+        String::from_utf8_lossy(&told.stdout).into_owned()
+    };
+    // Its number, its share, and the view with which it became a member come first.
+    let waits_for = |text: &str| -> Option<String> {
+        let own = text.lines().find(|line| line.ends_with("(answers)"))?;
+        own.split_whitespace().nth(3).map(str::to_owned)
+    };
+    let waits = || {
+        let text = status();
+        let other = waits_for(&text).filter(|other| other != "0")?;
+        text.lines().any(|line| line.split_whitespace().next() == Some(&other)).then_some(())
+    };
+    wait_until_or(|| format!("{}{}", status(), said_by(&host)), waits);
+    a.send(Signal::CONT);
+    b.send(Signal::CONT);
+    let before = steps();
+    wait_until_or(|| said_by(&host), || (steps() > before + 20).then_some(()));
+}
+
 /// A member resumes at about the time at which it is given up: it either is still a member, or it joins again.
 #[test]
 fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {

@@ -22,7 +22,8 @@ pub struct View {
     /// Digest of the weights at the start of the view, as its proposer had them: after a loss, others may be a
     /// step ahead. A proposer that holds a part of the model has the digest of that part.
     pub weights: Digest,
-    /// Digest of the plan at the start of the view.
+    /// Digest of the plan that the proposer had before the view. The members make the view's own plan together
+    /// once they are in it.
     pub plan: Digest,
     /// Id of the member whose vote counts one and a half.
     pub tie_breaker: MemberId,

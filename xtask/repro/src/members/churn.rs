@@ -11,14 +11,15 @@ use farflung::train::{Failure, Job, Moment};
 
 use super::injected_fault::InjectedFault;
 use super::{
-    DEADLINE, after_leaving, churn_pipelines, churn_pools, job, longest_wait, processes, report as report_of,
-    run as run_once, times,
+    DEADLINE, after_leaving, churn_pipelines, churn_pools, job, longest_wait, moments, processes,
+    report as report_of, run as run_once, times,
 };
 use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "churn-anywhere",
-    claim: "one of five members is killed, frozen or cut off at any moment of a step: the others continue \
+    claim: "one of five members is killed, frozen or cut off whenever something reaches a rank in a step \
+            (in pipelines, at many of these moments): the others continue \
             within the deadline plus one second, with the same bits as a run that this member left in an \
             orderly way just before or just after the step; with DiLoCo, with the bits of a round without \
             its contribution; a pipeline of four continues from a replica of the lost part, or, if there is \
@@ -44,19 +45,16 @@ struct FaultTally {
     slowest: f64,
 }
 
-/// Injects all faults at `moments` different times between two times. Survivors must end with one of the
-/// `allowed` hashes.
+/// Injects all faults at these moments. Survivors must end with one of the `allowed` hashes.
 fn inject_faults(
     job: &Job,
     member: u32,
-    (from, to): (Nanos, Nanos),
-    moments: u64,
+    moments: &[Nanos],
     allowed: &BTreeSet<String>,
 ) -> Result<FaultTally> {
     let mut seen = FaultTally::default();
     for fault in InjectedFault::ALL {
-        for moment in 0..moments {
-            let at = Nanos(from.0 + (to.0 - from.0) * moment / moments);
+        for &at in moments {
             let ended = run_once(job, MEMBERS, &[], &fault.on(member, MEMBERS, at))?;
             seen.runs += 1;
             let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
@@ -80,7 +78,8 @@ fn inject_faults(
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let (members, moments): (&[u32], u64) = if options.quick { (&[0, 3], 4) } else { (&[0, 1, 2, 3, 4], 40) };
+    let (members, most): (&[u32], usize) =
+        if options.quick { (&[0, 3], 4) } else { (&[0, 1, 2, 3, 4], usize::MAX) };
     let ddp = job(report.seed(), MEMBERS, |_| {})?;
     let diloco = job(report.seed(), MEMBERS, |config| {
         config.sync = SyncKind::of(&DILOCO);
@@ -91,14 +90,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = times(report_of(&calm[0]).context("the run without faults has no report")?);
         let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
         let mut all = FaultTally::default();
+        // The fault is in the fourth step, or in the round of the third and fourth steps.
+        let from = if name == "ddp" { at(2) } else { at(1) };
+        let moments = moments::events(job, MEMBERS, (from, at(3)), most)?;
+        report.row(&format!("{name}: moments of the fault"), moments.len() as f64, "1", Threshold::None)?;
         for &member in members {
-            // The fault is in the fourth step, or in the round of the third and fourth steps.
-            let (span, allowed) = if name == "ddp" {
-                ((at(2), at(3)), after_leaving(job, member, 3..=4)?)
-            } else {
-                ((at(1), at(3)), rounds_without(job, member)?)
-            };
-            let seen = inject_faults(job, member, span, moments, &allowed)?;
+            let allowed =
+                if name == "ddp" { after_leaving(job, member, 3..=4)? } else { rounds_without(job, member)? };
+            let seen = inject_faults(job, member, &moments, &allowed)?;
             all.runs += seen.runs;
             all.stuck += seen.stuck;
             all.apart += seen.apart;

@@ -12,7 +12,8 @@ use farflung::{Stop, TrainConfig};
 
 use super::injected_fault::InjectedFault;
 use super::{
-    DEADLINE, Notes, after_leaving, job, longest_wait, report as report_of, run as run_once, times, watched,
+    DEADLINE, Notes, after_leaving, job, longest_wait, moments, report as report_of, run as run_once, times,
+    watched,
 };
 use crate::harness::{Options, Report, Threshold};
 
@@ -40,24 +41,23 @@ fn pipelines(seed: u64, members: usize, steps: u64) -> Result<Job> {
     })
 }
 
-/// Injects all faults into these members at `moments` different times within a step. `same` checks whether a
-/// run ended as it should.
+/// Injects all faults into these members, at `most` of the moments within a step at which something reaches a
+/// rank. `same` checks whether a run ended as it should.
 fn inject_faults(
     job: &Job,
     members: &[u32],
     step: usize,
-    moments: u64,
+    most: usize,
     same: &mut dyn FnMut(u32, &farflung::train::Report) -> Result<bool>,
 ) -> Result<FaultTally> {
     let calm = run_once(job, job.world, &[], &Faults::new())?;
     let calm = times(calm.iter().find_map(report_of).context("the run without faults has no report")?);
-    let at = |step: usize| (calm[step] * 1e9) as u64;
-    let (from, to) = (at(step - 2), at(step - 1));
+    let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
+    let moments = moments::events(job, job.world, (at(step - 2), at(step - 1)), most)?;
     let mut seen = FaultTally::default();
     for &member in members {
         for fault in InjectedFault::ALL {
-            for moment in 0..moments {
-                let at = Nanos(from + (to - from) * moment / moments);
+            for &at in &moments {
                 let mut notes = Notes::default();
                 let ended = watched(job, job.world, &[], &fault.on(member, job.world, at), &mut notes)?;
                 seen.runs += 1;
@@ -80,7 +80,7 @@ fn inject_faults(
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (two, one): (&[u32], &[u32]) =
         if options.quick { (&[0, 6], &[2]) } else { (&[0, 2, 5, 7], &[0, 1, 2, 3]) };
-    let moments = if options.quick { 3 } else { 12 };
+    let most = if options.quick { 3 } else { 24 };
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
     let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
     for &member in two {
@@ -89,9 +89,9 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut same = |member: u32, left: &farflung::train::Report| {
         Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
     };
-    let seen = inject_faults(&job, two, 4, moments, &mut same)?;
+    let seen = inject_faults(&job, two, 4, most, &mut same)?;
     rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
-    local_steps(report, two, moments)?;
+    local_steps(report, two, most)?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
     // All go back to a step of which the copy of every part is whole: the result is that of a member that
@@ -103,7 +103,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut same = |member: u32, left: &farflung::train::Report| {
         Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
     };
-    let seen = inject_faults(&job, one, 12, moments, &mut same)?;
+    let seen = inject_faults(&job, one, 12, most, &mut same)?;
     rows(report, "1 pipeline of 4", &seen, "runs whose bits are not among the allowed ones")?;
     // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last
     // whole one may be two copies old.
@@ -111,7 +111,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 }
 
 /// Two pipelines with rounds of two local steps. The pipeline that loses a member gives nothing to the round.
-fn local_steps(report: &mut Report<'_>, members: &[u32], moments: u64) -> Result<()> {
+fn local_steps(report: &mut Report<'_>, members: &[u32], most: usize) -> Result<()> {
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
     let config = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..job.config };
     let job = Job { elastic: true, ..Job::new(config, 2 * STAGES, Stop::manual())? };
@@ -136,7 +136,7 @@ fn local_steps(report: &mut Report<'_>, members: &[u32], moments: u64) -> Result
     };
     let mut seen = FaultTally::default();
     for step in [3, 4] {
-        let all = inject_faults(&job, members, step, moments, &mut same)?;
+        let all = inject_faults(&job, members, step, most, &mut same)?;
         seen.runs += all.runs;
         seen.stuck += all.stuck;
         seen.other += all.other;

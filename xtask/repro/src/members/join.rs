@@ -10,7 +10,7 @@ use farflung::train::Job;
 
 use super::join_parts::followed_part;
 use super::throughput::{Expected, JoinedRun, RiseTally, predicted_rate};
-use super::{Notes, job, longest_wait, over, report as report_of, run as run_once, times, watched};
+use super::{Notes, job, longest_wait, moments, over, report as report_of, run as run_once, times, watched};
 use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -18,7 +18,7 @@ pub(crate) const BENCH: Bench = Bench {
     claim: "a newcomer that fetches its state, or in pipelines and pools its part, while members train costs \
             them a step's record, and at most a hundredth of their time before that; within three steps of \
             its admission, the tokens per second rise as the plans predict, within 3%; one for which all wait, \
-            at any moment of a step: all end with the same bits, its sequences are in a step at most three \
+            whenever something reaches a rank: all end with the same bits, its sequences are in a step at most three \
             steps after it is ready, and no member waits longer than a step plus the time to send the state \
             over its link; members with unequal uplinks send parts of the state in proportion to their rates: \
             the wait is the size of the state divided by the sum of these rates, within 5%, and as long as \
@@ -41,10 +41,10 @@ const READY: f64 = 3.0;
 const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let moments = if options.quick { 6 } else { 60 };
-    followed(report, moments, ("followed", 1))?;
-    followed(report, moments, ("followed diloco", 4))?;
-    followed_part(report, moments)?;
+    let (most, of_parts) = if options.quick { (6, 6) } else { (usize::MAX, 60) };
+    followed(report, most, ("followed", 1))?;
+    followed(report, most, ("followed diloco", 4))?;
+    followed_part(report, of_parts)?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;
@@ -58,15 +58,15 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
         let calm = report_of(&calm[0]).context("the run without newcomers has no report")?;
         let (calm_times, usual) = (times(calm), longest_wait(calm));
-        let (from, to) = (calm_times[1] * 1e9, calm_times[3] * 1e9);
+        let span = [1, 3].map(|step: usize| Nanos((calm_times[step] * 1e9) as u64));
+        let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?;
         // State per parameter: the weight and two moments.
         let state = calm.parameters as f64 * 12.0;
         let link = job.config.link;
         let transfer = state * 8.0 / link.bandwidth.0 as f64;
         let bound = usual + transfer + MESSAGES * link.latency.as_secs_f64();
         let (mut runs, mut apart, mut late, mut slowest) = (0_u32, 0_u32, 0_u32, 0.0_f64);
-        for moment in 0..moments {
-            let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
+        for at in moments {
             let ended = run_once(&job, MEMBERS + 1, &[(PeerId(MEMBERS as u32), at)], &Faults::new())?;
             runs += 1;
             let all: Vec<_> = ended.iter().filter_map(report_of).collect();
@@ -105,7 +105,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 /// Lets a newcomer take the state while the members train on, and replay the steps since. With local steps,
 /// replicas meet after every `every` of them, and the newcomer replays these meetings.
-fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -> Result<()> {
+fn followed(report: &mut Report<'_>, most: usize, (name, every): (&str, u64)) -> Result<()> {
     let job = job(report.seed(), MEMBERS, |config| {
         // Rounds before the newcomer, and after it.
         config.steps = STEPS * every.max(2);
@@ -121,7 +121,8 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
     let calm = run_once(&job, MEMBERS, &[], &Faults::new())?;
     let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
     let (calm_times, usual) = (times(calm), longest_wait(calm));
-    let (from, to) = (calm_times[1] * 1e9, calm_times[3] * 1e9);
+    let span = [1, 3].map(|step: usize| Nanos((calm_times[step] * 1e9) as u64));
+    let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?;
     let link = job.config.link;
     let transfer = |bytes: f64| bytes * 8.0 / link.bandwidth.0 as f64;
     let record = calm.parameters as f64 * 4.0;
@@ -134,8 +135,8 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
     let expected = Expected { rise, joined: &joined, skipped: every, every };
     let mut rises = RiseTally::new(every);
     let (mut apart, mut waited, mut slowest, mut slowed) = (0_u32, 0_u32, 0.0_f64, 0.0_f64);
-    for moment in 0..moments {
-        let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
+    let newcomers = moments.len();
+    for at in moments {
         let come = [(PeerId(MEMBERS as u32), at)];
         let mut notes = Notes::default();
         let ended = watched(&job, MEMBERS + 1, &come, &Faults::new(), &mut notes)?;
@@ -155,7 +156,7 @@ fn followed(report: &mut Report<'_>, moments: u32, (name, every): (&str, u64)) -
         slowed = slowed.max(times[came] / calm_times[came] - 1.0);
     }
     let bound = usual + transfer(record) + MESSAGES * link.latency.as_secs_f64();
-    report.row(&format!("{name}: newcomers"), f64::from(moments), "1", Threshold::None)?;
+    report.row(&format!("{name}: newcomers"), newcomers as f64, "1", Threshold::None)?;
     report.row(
         &format!("{name}: runs whose members differ"),
         f64::from(apart),

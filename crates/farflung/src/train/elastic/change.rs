@@ -83,6 +83,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) grows: bool,
     /// Whether it may wait for the next average before it leaves.
     pub(super) notice: NoticeTime,
+    /// Time at which the step in flight began, or else at which the last one ended.
+    pub(super) since: Nanos,
     /// What others have reported that cannot be true.
     pub(super) nonsense: Nonsense,
 }
@@ -96,7 +98,9 @@ impl<'a> Member<'a> {
         watchdog: Option<Watchdog>,
         folder: Option<PathBuf>,
     ) -> Self {
+        let since = place.transport().now();
         Self {
+            since,
             place,
             threads,
             simulated,
@@ -198,7 +202,8 @@ impl Member<'_> {
         trainer: &mut Trainer,
         error: &Error,
     ) -> Result<Changed> {
-        let begun = trainer.comm().now();
+        // The step in flight is lost as well.
+        let begun = std::mem::replace(&mut self.since, trainer.comm().now());
         let reason = Some(causes(error));
         // Tells the others at once, so that they do not wait for their deadlines.
         let _telling = if job.pipelines.is_some() { self.place.give_up() } else { Vec::new() };

@@ -53,7 +53,8 @@ pub struct Changed {
     /// The member that moved to another stage and the index of that stage, if this was the purpose of the
     /// change.
     pub moved: Option<(PeerId, u32)>,
-    /// Time from the beginning of the change to its end, by the transport's clock.
+    /// Time from the beginning of the change, or of the step in which a loss was noticed, to its end, by the
+    /// transport's clock.
     pub took: Nanos,
 }
 

@@ -85,7 +85,8 @@ impl Member<'_> {
         let found = without_impossible(&work_of_ranks(&job.plan, &job.model), &mut told);
         let by_replica =
             || self.place.view().iter().flat_map(|view| &view.members).map(|of| of.slot).collect();
-        let slots = self.team.as_ref().map_or_else(by_replica, Team::slots);
+        let slots: Vec<u32> = self.team.as_ref().map_or_else(by_replica, Team::slots);
+        self.publisher.waits.note(&slots, &told);
         for (rank, reason) in found {
             self.nonsense.note(slots.get(rank).copied().unwrap_or_default(), reason);
         }

@@ -185,7 +185,9 @@ fn train(
         }
         let begun = (trainer.comm().now(), trainer.agreed_step());
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
+        member.since = begun.0;
         if done.is_ok() {
+            member.since = trainer.comm().now();
             let took = trainer.comm().now().saturating_sub(begun.0);
             member.notice.step(took, trainer.agreed_step() != begun.1);
         }
@@ -265,7 +267,8 @@ impl Member<'_> {
     ) -> Result<T> {
         let Some(watchdog) = &mut self.watchdog else { return step(trainer) };
         let caller = self.place.pinger(&self.place.others());
-        let begun = watchdog.begin(trainer.comm(), caller, self.place.roll_call());
+        let stopped = self.publisher.stopped_step(self.place);
+        let begun = watchdog.begin(trainer.comm(), caller, self.place.roll_call(), stopped);
         let done = step(trainer);
         watchdog.end(begun, done.is_ok());
         done

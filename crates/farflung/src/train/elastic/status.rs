@@ -39,7 +39,8 @@ pub struct Status {
     pub sent: u64,
     /// Seconds of training on the member that answers.
     pub time_s: f64,
-    /// Seconds of `time_s` in which members changed and no step was done.
+    /// Seconds of `time_s` that members cost who came, left or were lost, with the steps in which that was
+    /// noticed.
     pub changing_s: f64,
     /// Newest changes of members as text, oldest first.
     pub changes: Vec<String>,
@@ -70,7 +71,8 @@ pub struct MemberStatus {
     pub stage: Option<u32>,
     /// Whether this is the member that answers.
     pub answers: bool,
-    /// Endpoint of the member for which it has reported that it is waiting.
+    /// Endpoint of the member for which it waits: one that computes longer in each step, or one that does not
+    /// answer.
     pub waits_for: Option<u32>,
     /// Traffic between it and the member that answers; `None` for the member that answers.
     #[serde(default)]

@@ -1,5 +1,7 @@
 //! Publishes the status of a run from one of its members.
 
+use std::sync::Arc;
+
 use farflung_base::{Nanos, PeerId};
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::PlanPosition;
@@ -7,6 +9,7 @@ use farflung_parallel::plan::PlanPosition;
 use super::place::Place;
 use super::status::{MemberStatus, Status};
 use super::team::Team;
+use super::waits::{StoppedStep, Waits};
 use crate::PeerCounters;
 use crate::train::job::Job;
 use crate::train::steps::Steps;
@@ -23,13 +26,16 @@ pub(super) struct StatusPublisher {
     changes: Vec<String>,
     changing: Nanos,
     last_published: Option<Nanos>,
-    last: Option<Status>,
+    last: Option<Arc<Status>>,
+    /// Which member waits for which.
+    pub(super) waits: Waits,
 }
 
 impl StatusPublisher {
     /// Records a change of members, and the time that it took.
     pub(super) fn changed(&mut self, text: String, took: Nanos) {
         self.changing = self.changing.saturating_add(took);
+        self.waits.begin_anew();
         self.announce(text);
     }
 
@@ -54,15 +60,25 @@ impl StatusPublisher {
         }
         self.last_published = Some(now);
         let status = self.status((place, team), trainer, steps);
-        self.last = Some(status.clone());
+        self.last = Some(Arc::new(status.clone()));
         place.arrivals.publish_status(status);
+    }
+
+    /// Returns what publishes, in the next step, who waits for members that do not answer.
+    pub(super) fn stopped_step(&self, place: &Place) -> StoppedStep {
+        let members = place.view().into_iter().flat_map(|view| &view.members);
+        StoppedStep {
+            arrivals: Arc::clone(&place.arrivals),
+            before: self.last.clone(),
+            members: members.map(|member| (member.id, member.slot)).collect(),
+        }
     }
 
     /// Publishes that this member has no part of the model any more. It then says so when it is asked, and
     /// others are asked instead.
     pub(super) fn publish_as_spare(&mut self, place: &Place) {
         self.last_published = None;
-        if let Some(mut status) = self.last.clone() {
+        if let Some(mut status) = self.last.as_deref().cloned() {
             let still_here =
                 |slot| place.view().is_some_and(|view| view.members.iter().any(|m| m.slot == slot));
             status.members.retain(|member| still_here(member.slot));
@@ -86,7 +102,7 @@ impl StatusPublisher {
             steps: steps.job.config.steps,
             epoch: view.map_or(0, |view| view.epoch),
             incarnation: view.map_or(0, |view| view.incarnation),
-            members: members(place, team, &steps.job),
+            members: self.members(place, team, &steps.job),
             waiting,
             coming: place.coming(),
             train_loss: row.map(|row| row.train_loss),
@@ -99,9 +115,20 @@ impl StatusPublisher {
             is_spare: false,
         }
     }
+
+    /// Returns the status of the members of the view in force.
+    fn members(&self, place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
+        let mut members = members(place, team, job);
+        let shares: Vec<(u32, f64)> = members.iter().map(|member| (member.slot, member.share)).collect();
+        let waits = self.waits.of(&shares);
+        for member in &mut members {
+            member.waits_for = waits.get(&member.slot).copied();
+        }
+        members
+    }
 }
 
-/// Returns the status of the members of the view in force.
+/// Returns the status of the members of the view in force, without those for which they wait.
 fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let (transport, me) = (place.transport(), place.transport().me());
     let addresses = place.arrivals.addresses();
@@ -131,10 +158,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
                 None => stands.filter(|_| team.is_some()).map(|stands| stands.position),
             },
             answers: PeerId(member.slot) == me,
-            waits_for: transport
-                .awaited_by(PeerId(member.slot))
-                .map(|peer| peer.0)
-                .filter(|&peer| peer != member.slot),
+            waits_for: None,
             counters: (PeerId(member.slot) != me)
                 .then(|| PeerCounters::of(transport.as_ref(), PeerId(member.slot))),
         })

@@ -12,6 +12,7 @@ use farflung_comm::{CommError, Communicator, Transport};
 use farflung_parallel::membership::{AdaptiveTimeout, MemberId};
 
 use super::membership_service::MembershipService;
+use super::waits::StoppedStep;
 
 /// Least time within which a member must answer a ping; after that it counts as silent. Two round trips around
 /// the world. It is longer where two measured round trips are: see [`Place::roll_call`](super::place::Place).
@@ -66,6 +67,8 @@ struct Step {
     due: Nanos,
     /// Time within which they must answer.
     roll_call: Nanos,
+    /// Publishes who waits for members that do not answer.
+    stopped: StoppedStep,
     /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
     /// queued on the member's link can leave first.
     silence: Nanos,
@@ -115,14 +118,21 @@ impl Watchdog {
         Self { shared, thread: thread.ok(), patience, steps: 0 }
     }
 
-    /// Starts to watch a step of the members of `comm`, which must answer pings within `roll_call`.
-    pub(super) fn begin(&mut self, comm: &Communicator, caller: Pinger, roll_call: Nanos) -> StepStart {
+    /// Starts to watch a step of the members of `comm`, which must answer pings within `roll_call`. `stopped`
+    /// publishes who does not answer.
+    pub(super) fn begin(
+        &mut self,
+        comm: &Communicator,
+        caller: Pinger,
+        roll_call: Nanos,
+        stopped: StoppedStep,
+    ) -> StepStart {
         let now = self.shared.transport.now();
         self.steps += 1;
         let limit = self.patience.limit().max(roll_call);
         let (due, silence) = (now.saturating_add(limit), limit.max(Nanos(SILENCE * roll_call.0)));
         let (number, comm) = (self.steps, comm.clone());
-        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, silence }));
+        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence }));
         StepStart(now)
     }
 
@@ -220,6 +230,7 @@ impl Shared {
                 // All members answer. A member may still fall silent, so the step stays watched.
                 return None;
             }
+            step.stopped.publish(&left);
             if self.transport.now().saturating_sub(begun) >= step.silence {
                 for member in &left {
                     tracing::warn!(%member, "a member does not answer: the step is stopped");

@@ -1,0 +1,42 @@
+//! The moments of a run at which a fault or a newcomer can make a difference: those at which something reaches
+//! a rank. Between two of them, each rank only computes or waits.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use farflung::base::{Nanos, Topology};
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, record};
+use farflung::train::{Job, Quiet, elastic, run_workers};
+
+/// Returns all moments between two times of a run without faults, in a network of `ends` endpoints. If there
+/// are more than `most`, returns that many of them, evenly chosen.
+pub(super) fn events(job: &Job, ends: usize, (from, to): (Nanos, Nanos), most: usize) -> Result<Vec<Nanos>> {
+    let (ranks, recorder) = record(&Topology::uniform(ends, job.config.link), &Faults::new());
+    let ranks = ranks.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    run_workers(job, elastic::connections(job, ranks, &[], true)?, &mut Quiet);
+    let recording = recorder.finish();
+    let times = recording.events().iter().map(|event| Nanos(event.time));
+    let mut times: Vec<Nanos> = times.filter(|at| (from..to).contains(at)).collect();
+    times.sort_unstable();
+    times.dedup();
+    anyhow::ensure!(!times.is_empty(), "nothing reaches a rank between {from} and {to}");
+    Ok(thinned(&times, most))
+}
+
+fn thinned(times: &[Nanos], most: usize) -> Vec<Nanos> {
+    let count = times.len().min(most);
+    (0..count).map(|n| times[n * times.len() / count]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_are_chosen_evenly_if_there_are_too_many() {
+        let times: Vec<Nanos> = (0..10).map(Nanos).collect();
+        assert_eq!(thinned(&times, 100), times);
+        assert_eq!(thinned(&times, 4), [0, 2, 5, 7].map(Nanos));
+    }
+}
