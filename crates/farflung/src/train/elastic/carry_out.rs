@@ -285,6 +285,7 @@ fn note(
         }
     }
     let text = changed.to_string();
+    member.since = trainer.comm().now();
     member.publisher.changed(text.clone(), changed.took);
     tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
     if steps.job.is_pooled()

@@ -314,6 +314,8 @@ fn gather(
         if let Some(signal) = steps.job.stop.requested().filter(|_| steps.job.stop.is_for_all()) {
             return Err(Error::Stopped(signal));
         }
+        // No step is in flight.
+        member.since = trainer.comm().now();
         // One that is asked to stop while it is alone ends in the first step.
         let leaves = leaving(&steps.job, trainer);
         if leaves.is_none() && steps.job.stop.requested().is_some() {
