@@ -1,5 +1,5 @@
-//! The moments of a run at which a fault or a newcomer can make a difference: those at which something reaches
-//! a rank. Between two of them, each rank only computes or waits.
+//! The moments of a run at which something reaches a rank. Between two of them, each rank only computes, sends
+//! or waits.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use farflung::train::{Job, Quiet, elastic, run_workers};
 pub(super) fn events(job: &Job, ends: usize, (from, to): (Nanos, Nanos), most: usize) -> Result<Vec<Nanos>> {
     let (ranks, recorder) = record(&Topology::uniform(ends, job.config.link), &Faults::new());
     let ranks = ranks.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    run_workers(job, elastic::connections(job, ranks, &[], true)?, &mut Quiet);
+    let ended = run_workers(job, elastic::connections(job, ranks, &[], true)?, &mut Quiet);
+    anyhow::ensure!(ended.iter().all(Result::is_ok), "a run without faults fails");
     let recording = recorder.finish();
     let times = recording.events().iter().map(|event| Nanos(event.time));
     let mut times: Vec<Nanos> = times.filter(|at| (from..to).contains(at)).collect();

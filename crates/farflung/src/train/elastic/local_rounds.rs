@@ -11,10 +11,11 @@ use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
 impl Member<'_> {
-    /// Returns whether members are to agree on newcomers after the next synchronisation. With local steps, this
-    /// is so for every newcomer: one that is not ready yet may be so by then.
+    /// Returns whether members are to agree on newcomers, and on a further pipeline, after the next
+    /// synchronisation. With local steps, this is so for every newcomer and spare: one that is not ready yet
+    /// may be so by then.
     pub(super) fn wants_round(&self, trainer: &Trainer) -> bool {
-        trainer.state_bytes().every > 1 && self.place.has_newcomers()
+        trainer.state_bytes().every > 1 && (self.place.has_newcomers() || !self.growing.is_empty())
     }
 
     /// Begins a log if a newcomer asks for a copy of the state, and returns that newcomer. It need not be

@@ -9,7 +9,7 @@ use farflung_parallel::membership::MemberId;
 use farflung_parallel::plan::Measured;
 
 use super::arrivals::Arrivals;
-use super::status::Status;
+use super::status::{MemberStatus, Status};
 
 /// A member waits for the slowest one if that computes for this many times as long in a step.
 const LONGER: f64 = 1.1;
@@ -55,17 +55,25 @@ pub(super) struct StoppedStep {
 }
 
 impl StoppedStep {
-    /// Publishes that all members wait for the first of these, which do not answer.
+    /// Publishes that the members with a part wait for the first of these, which do not answer. If all answer,
+    /// publishes the status before the step again.
     pub(super) fn publish(&self, silent: &[MemberId]) {
         let Some(before) = &self.before else { return };
-        let is_silent = |slot| self.members.iter().any(|(id, of)| *of == slot && silent.contains(id));
-        let Some(first) = before.members.iter().map(|member| member.slot).find(|&slot| is_silent(slot))
-        else {
-            return;
-        };
         let mut status = Status::clone(before);
-        for member in &mut status.members {
-            member.waits_for = (!is_silent(member.slot)).then_some(first);
+        // The members may have changed since it was published.
+        status.members.retain(|member| self.members.iter().any(|(_, slot)| *slot == member.slot));
+        let is_silent = |slot| self.members.iter().any(|(id, of)| *of == slot && silent.contains(id));
+        let has_part = |member: &MemberStatus| member.replica.is_some() || member.stage.is_some();
+        let first = status.members.iter().find(|member| has_part(member) && is_silent(member.slot));
+        match first.map(|member| member.slot) {
+            Some(first) => {
+                for member in &mut status.members {
+                    let waits = has_part(member) && !is_silent(member.slot);
+                    member.waits_for = waits.then_some(first);
+                }
+            }
+            None if silent.is_empty() => {}
+            None => return,
         }
         self.arrivals.publish_status(status);
     }
@@ -76,7 +84,6 @@ mod tests {
     use std::sync::Mutex;
 
     use super::super::arrivals::Newcomer;
-    use super::super::status::MemberStatus;
     use super::*;
 
     #[test]
@@ -110,7 +117,7 @@ mod tests {
             address: None,
             joined: 1,
             share: 0.25,
-            replica: None,
+            replica: (slot != 7).then_some(slot),
             stage: None,
             answers: slot == 4,
             waits_for: Some(9),
@@ -124,9 +131,13 @@ mod tests {
         stopped.publish(&[MemberId::number(6), MemberId::number(5)]);
         // Nobody of them is a member.
         stopped.publish(&[MemberId::number(8)]);
+        stopped.publish(&[]);
         let told = published.0.lock().unwrap();
         let waits =
             |status: &Status| status.members.iter().map(|member| member.waits_for).collect::<Vec<_>>();
-        assert_eq!((told.len(), told[0].step, waits(&told[0])), (1, 8, vec![Some(5), None, None, Some(5)]));
+        // The last member is a spare.
+        assert_eq!((told[0].step, waits(&told[0])), (8, vec![Some(5), None, None, None]));
+        // All answer again.
+        assert_eq!((told.len(), waits(&told[1])), (2, vec![Some(9); 4]));
     }
 }

@@ -194,6 +194,15 @@ impl Shared {
         self.watched().goes_on(step)
     }
 
+    /// Publishes which members do not answer, unless the step is over.
+    fn publish(&self, step: &Step, silent: &[MemberId]) {
+        // With the lock held, the step cannot end, after which the rank publishes a newer status.
+        let watched = self.watched();
+        if watched.goes_on(step) {
+            step.stopped.publish(silent);
+        }
+    }
+
     fn watch(&self) {
         while self.pause(POLL_INTERVAL) {
             let Some(step) = self.late() else { continue };
@@ -225,12 +234,16 @@ impl Shared {
             }
             let quiet = step.pinger.silent(since);
             let still = |silent: Vec<MemberId>| silent.into_iter().filter(|id| quiet.contains(id)).collect();
+            let silent_before = silent.is_some();
             let left = silent.take().map_or_else(|| quiet.clone(), still);
             if left.is_empty() {
                 // All members answer. A member may still fall silent, so the step stays watched.
+                if silent_before {
+                    self.publish(step, &left);
+                }
                 return None;
             }
-            step.stopped.publish(&left);
+            self.publish(step, &left);
             if self.transport.now().saturating_sub(begun) >= step.silence {
                 for member in &left {
                     tracing::warn!(%member, "a member does not answer: the step is stopped");
