@@ -18,8 +18,8 @@ pub(crate) const BENCH: Bench = Bench {
     claim: "a newcomer that fetches its state, or in pipelines and pools its part, while members train costs \
             them a step's record, and at most a hundredth of their time before that; within three steps of \
             its admission, the tokens per second rise as the plans predict, within 3%; one for which all wait, \
-            whenever something reaches a rank: all end with the same bits, its sequences are in a step at most three \
-            steps after it is ready, and no member waits longer than a step plus the time to send the state \
+            whenever something reaches a rank: all end with the same bits, its sequences are in a step at most \
+            three steps after it is ready, and no member waits longer than a step plus the time to send the state \
             over its link; members with unequal uplinks send parts of the state in proportion to their rates: \
             the wait is the size of the state divided by the sum of these rates, within 5%, and as long as \
             predicted, within 10%",

@@ -203,7 +203,7 @@ impl Member<'_> {
         error: &Error,
     ) -> Result<Changed> {
         // The step in flight is lost as well.
-        let begun = std::mem::replace(&mut self.since, trainer.comm().now());
+        let begun = self.since;
         let reason = Some(causes(error));
         // Tells the others at once, so that they do not wait for their deadlines.
         let _telling = if job.pipelines.is_some() { self.place.give_up() } else { Vec::new() };
@@ -458,6 +458,6 @@ fn expected(job: &Job) -> Result<u64> {
     Ok((3 * elements * size_of::<f32>()) as u64)
 }
 
-fn slots(view: Option<&View>) -> Vec<u32> {
+pub(super) fn slots(view: Option<&View>) -> Vec<u32> {
     view.iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
 }

@@ -266,7 +266,7 @@ fn finished_round(
     told: &[MemberDescription],
 ) -> Result<FormedTeam> {
     // A spare has the plan of another round, and does not report this change.
-    let takes_part = job.plan.to_string() == before.to_string();
+    let takes_part = job.plan == *before;
     let lost = if takes_part { round.lost_sequences(job, ranks) } else { Vec::new() };
     let own = told[all.rank().index()].held.last();
     let any = own.or_else(|| told.iter().find_map(|told| told.held.last()));

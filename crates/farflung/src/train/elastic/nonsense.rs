@@ -11,7 +11,7 @@ use super::rank_speeds::RankWork;
 /// The fastest link that is believed, in bytes a second: 8 Tbit/s.
 pub(super) const MOST_BYTES_PER_S: u64 = 1_000_000_000_000;
 /// The fastest rank that is believed, in operations a second: 1 EFLOP/s.
-pub(super) const MOST_OPERATIONS_PER_S: f64 = 1e18;
+const MOST_OPERATIONS_PER_S: f64 = 1e18;
 
 /// A member's report that cannot be true.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,6 +47,11 @@ impl Nonsense {
 pub(super) fn impossible_rate(rate: u64) -> Option<String> {
     (rate > MOST_BYTES_PER_S)
         .then(|| format!("{rate} bytes a second from a member, expected at most {MOST_BYTES_PER_S}"))
+}
+
+/// Returns whether a rank can have this speed, in operations a second.
+pub(super) fn is_possible_speed(speed: f64) -> bool {
+    speed > 0.0 && speed <= MOST_OPERATIONS_PER_S
 }
 
 /// Returns why a rank cannot take this time for a microbatch of so many operations; `None` if it can, or if the

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::all_gather::all_gather;
 use super::broken_round::RoundPosition;
-use super::change::{Member, start};
+use super::change::{Member, slots, start};
 use super::changed::Changed;
 use super::decide::PAUSE;
 use super::fetching::ChunkStore;
@@ -74,10 +74,10 @@ impl Member<'_> {
         view: View,
         (begun, reason): (Nanos, Option<String>),
     ) -> Result<Changed> {
-        let before: Vec<u32> = self.members();
+        let before: Vec<u32> = slots(self.place.view());
         let stood = (trainer.steps_done(), trainer.agreed_step());
         let placed = self.place_in((&*job, *last), Some(trainer), view)?;
-        let now = self.members();
+        let now = slots(self.place.view());
         let fresh = |from: &[u32], than: &[u32]| {
             from.iter().filter(|slot| !than.contains(slot)).map(|&slot| PeerId(slot)).collect()
         };
@@ -170,10 +170,6 @@ impl Member<'_> {
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
         *job = placed.job;
         Ok((placed.trainer, placed.last))
-    }
-
-    fn members(&self) -> Vec<u32> {
-        self.place.view().iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
     }
 
     fn place_in(

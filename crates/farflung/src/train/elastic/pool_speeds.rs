@@ -6,8 +6,8 @@ use farflung_base::Nanos;
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, Measured, PoolAdvice, PoolBalance, Pooling, rates_of};
 
-use super::nonsense::MOST_OPERATIONS_PER_S;
-use super::rank_speeds::{work, work_of_ranks};
+use super::nonsense::is_possible_speed;
+use super::rank_speeds::{RankWork, work};
 use crate::train::job::Job;
 
 /// A member that moves to another stage.
@@ -32,23 +32,21 @@ impl PoolSpeeds {
     /// Starts anew with the speeds that a member has sent in a new view. Those that no member can have are
     /// ignored.
     pub(super) fn begin_anew(&mut self, known: &BTreeMap<u32, f64>) {
-        let known = known.iter().filter(|(_, speed)| **speed > 0.0 && **speed <= MOST_OPERATIONS_PER_S);
+        let known = known.iter().filter(|(_, speed)| is_possible_speed(**speed));
         let known = known.map(|(&slot, &speed)| (slot, speed)).collect();
         *self = Self { known, ..Self::default() };
     }
 
-    /// Returns how the pools should change after the step just done. `slots` are the endpoints of the ranks.
-    /// The result is the same on all members that take steps.
-    pub(super) fn advice(&mut self, job: &Job, slots: &[u32], measured: &[Measured]) -> PoolAdvice {
+    /// Returns how the pools should change after the step just done. The result is the same on all members that
+    /// take steps.
+    pub(super) fn advice(&mut self, job: &Job, measured: &[Measured]) -> PoolAdvice {
         let Some(pools) = job.plan.pools() else { return PoolAdvice::Stay };
-        self.note(job, slots, measured);
         let work = work(&job.plan, &job.model);
         self.balance.observe(pools, job.plan.microbatches[0], measured, &work)
     }
 
     /// Notes the measured speeds of the ranks with these endpoints, each of which has one part.
-    pub(super) fn note(&mut self, job: &Job, slots: &[u32], measured: &[Measured]) {
-        let work = work_of_ranks(&job.plan, &job.model);
+    pub(super) fn note(&mut self, slots: &[u32], work: &[RankWork], measured: &[Measured]) {
         let speeds = work.iter().zip(measured).map(|(work, told)| work.speed(told));
         self.known.extend(slots.iter().zip(speeds).filter_map(|(&slot, speed)| Some((slot, speed?))));
     }

@@ -6,7 +6,7 @@ use farflung_base::PeerId;
 use farflung_parallel::plan::{Advice, Measured, PoolAdvice};
 use farflung_parallel::{Plan, ScheduleSource};
 
-use super::change::{Member, start};
+use super::change::{Member, slots, start};
 use super::changed::Changed;
 use super::nonsense::without_impossible;
 use super::pool_speeds::Moving;
@@ -56,11 +56,11 @@ impl Member<'_> {
     /// moves to another one: the newcomer's pool may need it no more, and would be another one.
     pub(super) fn pool_advice(&mut self, job: &Job, trainer: &mut Trainer) -> PoolAdvice {
         let has_pools = job.is_pooled() && job.plan.pools().is_some();
-        let Some(slots) = self.team.as_ref().map(Team::slots).filter(|_| has_pools) else {
+        if self.team.is_none() || !has_pools {
             return PoolAdvice::Stay;
-        };
+        }
         let Some(measured) = self.measured(job, trainer) else { return PoolAdvice::Stay };
-        let advice = self.pools.advice(job, &slots, &measured);
+        let advice = self.pools.advice(job, &measured);
         if matches!(advice, PoolAdvice::Moves { .. }) && trainer.is_followed() {
             PoolAdvice::Stay
         } else {
@@ -68,24 +68,22 @@ impl Member<'_> {
         }
     }
 
-    /// Returns how the replicas' shares should change after the step just done, and notes the members' speeds
-    /// for the plans of later views.
+    /// Returns how the replicas' shares should change after the step just done.
     pub(super) fn share_advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
         let Some(measured) = self.measured(job, trainer) else { return Advice::Stay };
-        if let Some(team) = &self.team {
-            self.pools.note(job, &team.slots(), &measured);
-        }
         self.balance.advice(job, &measured)
     }
 
-    /// Returns the step times that all ranks have told since the last call. Those that cannot be true count as
-    /// not known.
+    /// Returns the step times that all ranks have told since the last call, and notes the members' speeds for
+    /// the plans of later views. Times that cannot be true count as not known.
     fn measured(&mut self, job: &Job, trainer: &mut Trainer) -> Option<Vec<Measured>> {
         let mut told = trainer.measured()?;
-        let found = without_impossible(&work_of_ranks(&job.plan, &job.model), &mut told);
-        let by_replica =
-            || self.place.view().iter().flat_map(|view| &view.members).map(|of| of.slot).collect();
-        let slots: Vec<u32> = self.team.as_ref().map_or_else(by_replica, Team::slots);
+        let work = work_of_ranks(&job.plan, &job.model);
+        let found = without_impossible(&work, &mut told);
+        let slots = self.team.as_ref().map_or_else(|| slots(self.place.view()), Team::slots);
+        if self.team.is_some() {
+            self.pools.note(&slots, &work, &told);
+        }
         self.publisher.waits.note(&slots, &told);
         for (rank, reason) in found {
             self.nonsense.note(slots.get(rank).copied().unwrap_or_default(), reason);

@@ -188,7 +188,7 @@ fn train(
         member.since = begun.0;
         if done.is_ok() {
             member.since = trainer.comm().now();
-            let took = trainer.comm().now().saturating_sub(begun.0);
+            let took = member.since.saturating_sub(begun.0);
             member.notice.step(took, trainer.agreed_step() != begun.1);
         }
         member.log_step(trainer, &steps.job)?;

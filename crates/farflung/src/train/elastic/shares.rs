@@ -7,7 +7,7 @@ use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{StageCost, peaks};
 use farflung_parallel::plan::{Measured, is_worth_it, shares_by_speed, step_time};
 
-use super::nonsense::MOST_OPERATIONS_PER_S;
+use super::nonsense::is_possible_speed;
 
 /// A member that reports to be this many times faster than the middle one is not believed.
 const MAX_RATIO: u64 = 4096;
@@ -48,7 +48,7 @@ pub(super) fn of_pipelines(
         return None;
     }
     let time = |(slot, work): (&u32, &f64)| {
-        let speed = speeds.get(slot).filter(|speed| **speed > 0.0 && **speed <= MOST_OPERATIONS_PER_S)?;
+        let speed = speeds.get(slot).filter(|speed| is_possible_speed(**speed))?;
         Some(Nanos::from_secs_f64(work / speed))
     };
     // A pipeline is as fast as its slowest rank. If the speed of a rank is not known, its pipeline counts as

@@ -4,13 +4,13 @@ use std::str::FromStr;
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
-use farflung_parallel::membership::{Member, View};
+use farflung_parallel::membership::View;
 use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
 use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
 use super::nonsense::{Report, impossible_time};
-use super::rank_speeds::work_of_ranks;
+use super::rank_speeds::work;
 use super::shares;
 use super::state_transfer::StateTransfer;
 use crate::config::choice::BalanceKind;
@@ -81,28 +81,29 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
-    let told: Vec<ReplicaDescription> = told
+    let mut told: Vec<ReplicaDescription> = told
         .iter()
         .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("cannot be parsed")))
         .collect::<Result<_>>()?;
+    let operations = work(&job.plan, &job.model).iter().sum();
+    let mut nonsense = Vec::new();
+    for (member, told) in view.members.iter().zip(&mut told) {
+        let impossible = told.speed.and_then(|time| impossible_time(operations, Nanos(time)));
+        if let Some(reason) = impossible {
+            told.speed = None;
+            nonsense.push(Report { member: member.slot, reason });
+        }
+        // Those of the other members, which were named when they reported them.
+        told.speeds
+            .iter_mut()
+            .filter(|time| impossible_time(operations, Nanos(**time)).is_some())
+            .for_each(|time| *time = 0);
+    }
     let standing: Vec<Option<Progress>> = told.iter().map(|told| told.progress).collect();
     let exchange = StateTransfer::new(&standing, job.averages_each_step())
         .ok_or_else(|| wrong("is lost: no member has the run's state"))?;
     let furthest = &told[exchange.furthest.index()];
-    let operations: f64 =
-        work_of_ranks(&job.plan, &job.model).iter().map(|work| work.operations).next().unwrap_or(0.0);
-    let mut nonsense = Vec::new();
-    let mut believed = |(member, told): (&Member, &ReplicaDescription)| {
-        let impossible = impossible_time(operations, Nanos(told.speed?));
-        let Some(reason) = impossible else { return told.speed };
-        nonsense.push(Report { member: member.slot, reason });
-        None
-    };
-    let newcomers: Vec<Option<u64>> = view.members.iter().zip(&told).map(&mut believed).collect();
-    // The times of the members so far are those that they reported with their votes.
-    let is_possible = |time: &u64| impossible_time(operations, Nanos(*time)).is_none();
-    let speeds = furthest.speeds.iter().map(|time| if is_possible(time) { *time } else { 0 }).collect();
-    let furthest = &ReplicaDescription { speeds, ..furthest.clone() };
+    let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
     if !next.averages_each_step() {
@@ -166,7 +167,7 @@ fn plan_for(
 
 #[cfg(test)]
 mod tests {
-    use farflung_parallel::membership::{MemberId, Start, ViewId};
+    use farflung_parallel::membership::{Member, MemberId, Start, ViewId};
     use farflung_parallel::plan::Digest;
 
     use super::*;
