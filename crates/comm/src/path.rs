@@ -11,6 +11,10 @@ pub struct PathStats {
     /// Shortest round-trip time, if measured: over TCP, of the last minutes; over QUIC, of the measurements
     /// since the connection began.
     pub least_round_trip: Option<Nanos>,
+    /// Rate of the path in bytes per second, if known. Over TCP, that at which the data sent last was confirmed:
+    /// with little to send, less than the path can carry. Over QUIC, the most that its congestion control
+    /// allows now: one window per round trip. Summed if there are several connections.
+    pub rate: Option<u64>,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,
     /// Number of retransmitted packets.
@@ -36,6 +40,7 @@ impl PathStats {
         Self {
             round_trip: self.round_trip.max(other.round_trip),
             least_round_trip: least,
+            rate: [self.rate, other.rate].into_iter().flatten().reduce(u64::saturating_add),
             packets: self.packets + other.packets,
             retransmissions: self.retransmissions + other.retransmissions,
             queued: self.queued + other.queued,
@@ -53,6 +58,7 @@ mod tests {
         let one = PathStats {
             round_trip: Some(Nanos(50)),
             least_round_trip: Some(Nanos(20)),
+            rate: Some(1000),
             packets: 10,
             retransmissions: 1,
             queued: Bytes(100),
@@ -61,6 +67,7 @@ mod tests {
         let other = PathStats { round_trip: Some(Nanos(40)), least_round_trip: Some(Nanos(10)), ..one };
         let both = one.merged_with(other);
         assert_eq!((both.round_trip, both.least_round_trip), (Some(Nanos(50)), Some(Nanos(10))));
+        assert_eq!(both.rate, Some(2000));
         assert_eq!((both.packets, both.retransmissions, both.queued), (20, 2, Bytes(200)));
         assert_eq!((both.queued_for, both.queueing()), (Nanos(7), Some(Nanos(40))));
         // A connection without measurements changes nothing.

@@ -39,6 +39,10 @@ pub struct PathCounters {
     /// the connection began. Time above it is spent in queues along the path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_round_trip_s: Option<f64>,
+    /// Bytes per second, if known. Over TCP, the rate at which the data sent last was confirmed: with little to
+    /// send, less than the path can carry. Over QUIC, the most that its congestion control allows now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<u64>,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,
     /// Number of retransmitted packets.
@@ -55,6 +59,7 @@ impl From<PathStats> for PathCounters {
         Self {
             round_trip_s: path.round_trip.map(seconds),
             least_round_trip_s: path.least_round_trip.map(seconds),
+            rate: path.rate,
             packets: path.packets,
             retransmissions: path.retransmissions,
             queued_bytes: path.queued.0,
@@ -81,9 +86,10 @@ impl PathCounters {
 impl fmt::Display for PathCounters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let time = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| Nanos::from_secs_f64(s).to_string());
+        let rate = self.rate.map_or_else(String::new, |rate| format!(", {}/s", Bytes(rate)));
         write!(
             f,
-            "round trip {} (minimum {}, queueing {}), {} of {} packets sent again, queued {} now, {} in \
+            "round trip {} (minimum {}, queueing {}){rate}, {} of {} packets sent again, queued {} now, {} in \
              total",
             time(self.round_trip_s),
             time(self.least_round_trip_s),
@@ -176,6 +182,7 @@ mod tests {
         let path = PathCounters {
             round_trip_s: Some(0.04),
             least_round_trip_s: Some(0.03),
+            rate: Some(12_500_000),
             packets: 200,
             retransmissions: 3,
             queued_bytes: 1_000_000,
@@ -185,11 +192,14 @@ mod tests {
         let json = serde_json::to_string(&peer).unwrap();
         assert!(json.contains("\"retransmissions\":3") && !json.contains("path"), "{json}");
         assert_eq!(serde_json::from_str::<PeerCounters>(&json).unwrap(), peer);
-        let text = "round trip 40ms (minimum 30ms, queueing 10ms), 3 of 200 packets sent again, queued 1 MB \
+        let text = "round trip 40ms (minimum 30ms, queueing 10ms), 12.5 MB/s, 3 of 200 packets sent again, queued 1 MB \
                     now, 1.5s in total";
         assert_eq!(path.to_string(), text);
         assert!((path.loss() - 0.015).abs() < 1e-12);
-        let unknown = PathCounters { round_trip_s: None, ..path };
-        assert!(unknown.to_string().starts_with("round trip - (minimum 30ms, queueing -)"), "{unknown}");
+        let unknown = PathCounters { round_trip_s: None, rate: None, ..path };
+        assert!(
+            unknown.to_string().starts_with("round trip - (minimum 30ms, queueing -), 3 of"),
+            "{unknown}"
+        );
     }
 }

@@ -195,8 +195,11 @@ impl Peer {
     /// shortest of those returned by this function.
     pub(super) fn stats(&self) -> PathStats {
         let paths = self.connection.paths();
-        let round_trip = paths.iter().find(Path::is_selected).map(|path| path.rtt());
-        let round_trip = round_trip.map(Nanos::from);
+        let selected = paths.iter().find(Path::is_selected).map(|path| path.stats());
+        let round_trip = selected.as_ref().map(|path| Nanos::from(path.rtt));
+        let per_second = |window: u64, time: Nanos| window as f64 / time.as_secs_f64();
+        let rate = selected.as_ref().zip(round_trip).filter(|(_, time)| *time > Nanos::ZERO);
+        let rate = rate.map(|(path, time)| per_second(path.cwnd, time) as u64);
         let last = round_trip.map_or(u64::MAX, |time| time.0);
         let least = self.least_round_trip.fetch_min(last, Ordering::Relaxed).min(last);
         let sent = self.connection.stats();
@@ -205,6 +208,7 @@ impl Peer {
         PathStats {
             round_trip,
             least_round_trip: round_trip.map(|_| Nanos(least)),
+            rate,
             packets: sent.sent_packets,
             retransmissions: sent.lost_packets,
             queued: if is_open { queued } else { Bytes(0) },

@@ -9,6 +9,8 @@ use farflung_base::Nanos;
 pub(super) struct Connection {
     pub(super) round_trip: Option<Nanos>,
     pub(super) least_round_trip: Option<Nanos>,
+    /// Bytes per second of the data that was confirmed last.
+    pub(super) rate: Option<u64>,
     pub(super) packets: u64,
     pub(super) retransmissions: u64,
     /// Bytes in the socket that have not been sent yet.
@@ -51,6 +53,7 @@ fn read(info: &[u8]) -> Connection {
         let bytes = info.get(at..at + 4)?;
         Some(u64::from(u32::from_ne_bytes(bytes.try_into().ok()?)))
     };
+    let long = |at: usize| Some(u64::from_ne_bytes(info.get(at..at + 8)?.try_into().ok()?));
     let micros = |at| field(at).filter(|&us| us > 0 && us < u64::from(u32::MAX)).map(Nanos::from_micros);
     Connection {
         round_trip: micros(68),
@@ -58,6 +61,7 @@ fn read(info: &[u8]) -> Connection {
         unsent: field(144).unwrap_or(0),
         least_round_trip: micros(148),
         packets: field(156).unwrap_or(0),
+        rate: long(160).filter(|&rate| rate > 0),
     }
 }
 
@@ -71,17 +75,21 @@ mod tests {
         for (at, value) in [(68, 1500_u32), (100, 3), (144, 77), (148, 900), (156, 1000)] {
             info[at..at + 4].copy_from_slice(&value.to_ne_bytes());
         }
+        info[160..168].copy_from_slice(&12_500_000_u64.to_ne_bytes());
         let all = Connection {
             round_trip: Some(Nanos::from_micros(1500)),
             least_round_trip: Some(Nanos::from_micros(900)),
+            rate: Some(12_500_000),
             packets: 1000,
             retransmissions: 3,
             unsent: 77,
         };
         assert_eq!(read(&info), all);
         // The struct of Linux 3.0 ends after the retransmissions.
-        assert_eq!(read(&info[..104]), Connection { least_round_trip: None, packets: 0, unsent: 0, ..all });
+        let oldest = Connection { least_round_trip: None, rate: None, packets: 0, unsent: 0, ..all };
+        assert_eq!(read(&info[..104]), oldest);
         assert_eq!(read(&[]), Connection::default());
+        assert_eq!(read(&info[..160]), Connection { rate: None, ..all });
         // A round trip of 0 or `u32::MAX` means that none was measured yet.
         info[68..72].fill(0);
         info[148..152].fill(0xFF);

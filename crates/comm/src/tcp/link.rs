@@ -292,6 +292,7 @@ impl Link {
         PathStats {
             round_trip: known.round_trip,
             least_round_trip: known.least_round_trip,
+            rate: known.rate,
             packets: known.packets,
             retransmissions: known.retransmissions,
             queued: Bytes((queued.saturating_sub(out.at) + held) as u64 + known.unsent),

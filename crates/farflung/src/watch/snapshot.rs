@@ -172,9 +172,11 @@ pub struct LinkFacts {
     pub to: usize,
     /// Kind of data that is sent over the link.
     pub carries: Carries,
-    /// Bandwidth in bits per second, if it is declared and limited.
+    /// Bandwidth in bits per second: the declared one if it is limited. Without declared links, what one of the
+    /// two has measured ([`PathCounters::rate`](crate::PathCounters::rate)).
     pub bits_per_s: Option<u64>,
-    /// One-way latency in seconds, if it is declared.
+    /// One-way latency in seconds: the declared one, or else half of the shortest round trip that one of the
+    /// two has measured.
     pub latency_s: Option<f64>,
 }
 

@@ -8,6 +8,7 @@ use farflung_parallel::Plan;
 
 use super::event_text::{Change, cut};
 use super::snapshot::{Carries, LinkFacts, MemberFacts, Presence};
+use crate::PathCounters;
 use crate::train::elastic::Status;
 
 /// Highest number of members that are drawn.
@@ -114,26 +115,27 @@ impl Who {
             };
             way(from, to).min(way(to, from))
         });
-        LinkFacts {
-            from,
-            to,
-            carries,
-            bits_per_s: declared
-                .map(|(rate, _)| rate)
-                .filter(|rate| *rate != Bandwidth::UNLIMITED)
-                .map(|rate| rate.0),
-            latency_s: declared.map(|(_, latency)| latency.as_secs_f64()).or_else(|| self.measured(from, to)),
-        }
+        let Some((rate, latency)) = declared else {
+            let path = self.measured(from, to);
+            let latency = path.and_then(|path| path.least_round_trip_s).map(|least| least / 2.0);
+            return LinkFacts {
+                from,
+                to,
+                carries,
+                bits_per_s: path.and_then(|path| path.rate).map(|bytes| bytes.saturating_mul(8)),
+                latency_s: latency.filter(|latency| latency.is_finite()),
+            };
+        };
+        let bits_per_s = Some(rate).filter(|rate| *rate != Bandwidth::UNLIMITED).map(|rate| rate.0);
+        LinkFacts { from, to, carries, bits_per_s, latency_s: Some(latency.as_secs_f64()) }
     }
 
-    /// Returns half of the least time of a round trip between the member that has reported its status and
-    /// another one, in seconds.
-    fn measured(&self, from: usize, to: usize) -> Option<f64> {
+    /// Returns what the member that has reported its status has measured of its path to another one.
+    fn measured(&self, from: usize, to: usize) -> Option<PathCounters> {
         let members = &self.status.as_ref()?.members;
         let (from, to) = (members.get(from)?, members.get(to)?);
         let other = if from.answers { to } else { Some(from).filter(|_| to.answers)? };
-        let least = other.counters?.path?.least_round_trip_s?;
-        Some(least / 2.0).filter(|latency| latency.is_finite())
+        other.counters?.path
     }
 }
 
@@ -346,7 +348,11 @@ mod tests {
             waits_for: None,
             counters: (slot == 4).then(|| PeerCounters {
                 peer: slot,
-                path: Some(PathCounters { least_round_trip_s: Some(0.02), ..PathCounters::default() }),
+                path: Some(PathCounters {
+                    least_round_trip_s: Some(0.02),
+                    rate: Some(5_000_000),
+                    ..PathCounters::default()
+                }),
                 ..PeerCounters::default()
             }),
         };
@@ -372,6 +378,8 @@ mod tests {
         assert_eq!(pairs(&links, Carries::Averages), [(1, 2)]);
         assert_eq!(pairs(&links, Carries::Activations), [(0, 1), (0, 2)]);
         assert_eq!(links.iter().map(|link| link.latency_s).collect::<Vec<_>>(), [None, Some(0.01), None]);
+        let rates: Vec<_> = links.iter().map(|link| link.bits_per_s).collect();
+        assert_eq!(rates, [None, Some(40_000_000), None]);
         // Numbers that no run has are not drawn.
         let (places, links) = seen(vec![member(3, Some(u32::MAX), Some(u32::MAX)), member(4, first, first)]);
         assert_eq!((places, links), (vec![(None, None), (first, first)], Vec::new()));

@@ -164,7 +164,7 @@ pub(crate) fn waits_for_one_record(came: &str, calm: &Noted, told: &Noted, all_w
 #[test]
 fn members_of_pipelines_wait_for_one_record_only() {
     let folder = tempfile::tempdir().unwrap();
-    let job = job(folder.path(), TrainConfig::default());
+    let job = job(folder.path(), TrainConfig { copy_share: 0.0, ..TrainConfig::default() });
     let never = Nanos(STEP * 1_000);
     let (_, calm) = run(&job, 3, never, Faults::new());
     let come = Nanos(STEP * 2);

@@ -437,3 +437,19 @@ fn boundaries_in_8_bits_work_and_what_remembers_is_refused() {
         assert!(matches!(&refused, Error::Setting { field: wrong, .. } if *wrong == field), "{refused}");
     }
 }
+
+#[test]
+fn a_slow_newcomer_gets_its_share_from_its_first_step_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, steps) = ([1, 2], 16);
+    // The newcomer is a fourth as fast as the members of the pool that it joins.
+    let speeds = [0.09, 0.04, 0.04, 0.01];
+    let job = job(folder.path(), &pools, &speeds, plain(steps));
+    let (ended, told) = run(&job, 4, &[(PeerId(3), Nanos::from_millis(100))], &Faults::new());
+    assert_eq!(report(&ended, None, "comes").workers, 4);
+    let came = told.notes.iter().find(|note| note.contains("member 3 joined")).unwrap();
+    let came: usize = came.split(['p', ':']).nth(1).unwrap().trim().parse().unwrap();
+    // With an equal share, its four microbatches would take nearly twice the time of a step before.
+    let (before, after) = (pace(&told, 1..came - 1), pace(&told, came + 1..came + 5));
+    assert!(after < 1.4 * before, "{before} {after}");
+}

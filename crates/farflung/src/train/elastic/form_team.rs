@@ -13,7 +13,7 @@ use std::path::Path;
 
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
-use farflung_parallel::membership::View;
+use farflung_parallel::membership::{Member, View};
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, Holding, Needed, PlanPosition, moves, newest_whole};
 use serde::{Deserialize, Serialize};
@@ -23,6 +23,7 @@ use super::broken_round::{BrokenRound, RoundPosition};
 use super::fetching::ChunkStore;
 use super::held_tensors::HeldTensors;
 use super::layers::ranges;
+use super::nonsense::is_possible_speed;
 use super::pieces::{exchange, moved_bytes, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
@@ -128,7 +129,8 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         grows: grows || job.barrier,
         round,
     };
-    let told: Vec<MemberDescription> = all_gather(all, &mine)?;
+    let mut told: Vec<MemberDescription> = all_gather(all, &mine)?;
+    add_newcomers_speeds(view, &mut told);
     // The plan so far is that of the newest view that any member has reached.
     let newest =
         |told: &&MemberDescription| (told.made, told.held.iter().map(|held| held.counted.step).max());
@@ -208,6 +210,20 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         finishes_round: false,
         lost: Vec::new(),
     })
+}
+
+/// Adds the speeds that newcomers have measured to what each member with a part tells about others' speeds.
+fn add_newcomers_speeds(view: &View, told: &mut [MemberDescription]) {
+    let newcomers = view.members.iter().zip(&*told).filter(|(_, told)| told.made.is_none());
+    let own = |(member, told): (&Member, &MemberDescription)| {
+        Some((member.slot, *told.speeds.get(&member.slot)?)).filter(|(_, speed)| is_possible_speed(*speed))
+    };
+    let measured: Vec<(u32, f64)> = newcomers.filter_map(own).collect();
+    for told in told.iter_mut().filter(|told| told.made.is_some()) {
+        for &(slot, speed) in &measured {
+            told.speeds.entry(slot).or_insert(speed);
+        }
+    }
 }
 
 /// A team and its plan.

@@ -17,6 +17,7 @@ use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
 use super::form_team::{EnteringMember, FormedTeam, form_team};
+use super::measure::measured_speed;
 use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
@@ -162,7 +163,10 @@ impl Member<'_> {
         expects: (Nanos, u64),
         tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, LastDone)> {
+        self.place.wait_to_begin();
         let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
+        let speed = measured_speed(job, (alone, slot), threads, simulated);
+        self.pools.known.extend(speed.map(|speed| (slot, speed)));
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
         let mut follower = (!job.barrier).then(|| Follower::new(replayer));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;

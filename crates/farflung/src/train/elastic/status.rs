@@ -196,6 +196,7 @@ mod tests {
                 path: Some(PathCounters {
                     round_trip_s: Some(0.025),
                     least_round_trip_s: Some(0.02),
+                    rate: Some(3_000_000),
                     packets: 1500,
                     retransmissions: 2,
                     queued_bytes: 0,
@@ -226,7 +227,7 @@ mod tests {
                     waits for  address\n\x20    0    50%           1          -  10.0.0.0:29500 \
                     (answers)\n\x20    7    50%           1          0  10.0.0.7:29500\n\nconnections of the \
                     member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
-                    20ms, queueing 5ms), 2 of 1500 packets sent again, queued 0 B now, 500ms in \
+                    20ms, queueing 5ms), 3 MB/s, 2 of 1500 packets sent again, queued 0 B now, 500ms in \
                     total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
                     member 7 joined\n";
         assert_eq!(status.to_string(), text);
