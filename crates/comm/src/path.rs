@@ -11,9 +11,9 @@ pub struct PathStats {
     /// Shortest round-trip time, if measured: over TCP, of the last minutes; over QUIC, of the measurements
     /// since the connection began.
     pub least_round_trip: Option<Nanos>,
-    /// Rate of the path in bytes per second, if known. Over TCP, that at which the data sent last was confirmed:
-    /// with little to send, less than the path can carry. Over QUIC, the most that its congestion control
-    /// allows now: one window per round trip. Summed if there are several connections.
+    /// Rate of the path in bytes per second, if known. Over TCP, that at which the data sent last was
+    /// confirmed: with little to send, less than the path can carry. Over QUIC, the most that its congestion
+    /// control allows now: one window per round trip. Summed if there are several connections.
     pub rate: Option<u64>,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,

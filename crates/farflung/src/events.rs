@@ -1,6 +1,7 @@
 //! `events.jsonl`: what happened in a run and when, one JSON object per line. Each rank has such a file in its
 //! folder; rank 0's is beside the metrics. Lines of earlier starts of the run are kept.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -76,6 +77,9 @@ pub enum EventKind {
         joined: Vec<u32>,
         /// Endpoints that left or were lost.
         left: Vec<u32>,
+        /// Names of those that joined or left, by endpoint, if they have one.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        names: BTreeMap<u32, String>,
         /// Sequences of the lost members in the local steps of a round whose average lacks these members. They
         /// may have trained on some of them; nobody trains on the others.
         lost_sequences: u64,

@@ -11,6 +11,7 @@ use farflung::access::{self, Home, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::config::choice::TransportKind;
+use farflung::config::member_name::MemberName;
 use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
 use farflung::train::{Report, RunObserver, elastic};
@@ -256,6 +257,10 @@ pub(crate) struct JoinCommand {
     /// Folder for this member's checkpoints and metrics.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Name of this machine in messages and in farflung status: up to 32 letters, digits, -, _ and dots.
+    /// Without one, it has a number only.
+    #[arg(long, value_name = "NAME", value_parser = MemberName::from_flag)]
+    name: Option<MemberName>,
     /// Address at which this machine listens for members that join later.
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:0")]
     listen: String,
@@ -295,6 +300,7 @@ impl JoinCommand {
         let mut given = TrainArgs {
             data: self.data.clone(),
             out: self.out.clone(),
+            name: self.name.clone(),
             threads: self.threads,
             workers: Some(1),
             quiet: Some(self.quiet),

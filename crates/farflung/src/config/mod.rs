@@ -11,6 +11,7 @@ pub mod file;
 pub mod flags;
 pub mod given;
 pub mod local_steps;
+pub mod member_name;
 pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
@@ -48,6 +49,7 @@ use choice::{
 };
 use given::Given;
 use local_steps::LocalStepsKind;
+use member_name::MemberName;
 use pools::Numbers;
 use shared::PerRankSetting;
 use validate::check;
@@ -339,6 +341,10 @@ settings! {
         /// host): by-speed or equal. With by-speed, a slower machine gets fewer of --microbatches if that makes
         /// steps at least a tenth shorter; a machine that is too slow for even one leaves.
         balance: BalanceKind, "KIND", BalanceKind::BySpeed;
+        /// Name of this machine among members that join and leave (farflung host, farflung join), in messages
+        /// and in farflung status: up to 32 letters, digits, -, _ and dots. Without one, a member has a number
+        /// only.
+        name: MemberName, "NAME" => "each member has its own";
         /// Number of members with which a run begins (farflung host): those that are here earlier wait for the
         /// others. 1 begins at once.
         min_members: usize, "N", 1_usize;

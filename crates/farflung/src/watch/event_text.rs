@@ -1,6 +1,7 @@
 //! Describes an event of `events.jsonl` in words. Events of other versions, which are unknown here, are shown
 //! unchanged.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use farflung_base::Bytes;
@@ -26,6 +27,8 @@ pub(super) struct EventLine {
 pub(super) struct Change {
     pub(super) joined: Vec<u32>,
     pub(super) left: Vec<u32>,
+    /// Names of those that joined or left, as far as they have one.
+    pub(super) names: BTreeMap<u32, String>,
     /// Seconds of the run's clock that the change took.
     pub(super) took_s: f64,
 }
@@ -54,11 +57,19 @@ impl EventLine {
         values.into_iter().flatten().filter_map(number).collect()
     }
 
+    /// Returns the names of members by their endpoints.
+    fn names(&self) -> BTreeMap<u32, String> {
+        let names = self.rest.get("names").and_then(Value::as_object);
+        let name = |(slot, name): (&String, &Value)| Some((slot.parse().ok()?, cut(name.as_str()?)));
+        names.into_iter().flatten().filter_map(name).collect()
+    }
+
     /// Returns the change of members, if the event is one.
     pub(super) fn change(&self) -> Option<Change> {
         (self.kind == "members").then(|| Change {
             joined: self.numbers("joined"),
             left: self.numbers("left"),
+            names: self.names(),
             took_s: self.count("took_ms").unwrap_or(0) as f64 / 1e3,
         })
     }
@@ -174,12 +185,13 @@ impl EventLine {
     }
 
     fn members(&self) -> String {
+        let Change { joined: came, left: went, names: called, took_s } = self.change().unwrap_or_default();
+        let name = |peer: &u32| called.get(peer).map_or_else(|| format!("member {peer}"), |name| cut(name));
         let names = |peers: &[u32]| {
-            let names: Vec<String> = peers.iter().take(8).map(|peer| format!("member {peer}")).collect();
+            let names: Vec<String> = peers.iter().take(8).map(name).collect();
             let more = if peers.len() > 8 { " and more" } else { "" };
             format!("{}{more}", names.join(", "))
         };
-        let Change { joined: came, left: went, took_s } = self.change().unwrap_or_default();
         let lost = self.text_of("reason").is_some();
         let mut parts = Vec::new();
         if !went.is_empty() {
@@ -238,6 +250,7 @@ mod tests {
             members: 3,
             joined: came.into(),
             left: went.into(),
+            names: came.iter().filter(|&&slot| slot == 9).map(|&slot| (slot, "home-3".to_owned())).collect(),
             lost_sequences: 0,
             lost: Vec::new(),
             lost_steps: 0,
@@ -255,6 +268,7 @@ mod tests {
             (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
             (keeping, "member 3 lost, 2.1 s, 0 samples lost, 64% of the step kept; 3 now"),
             (members(&[5], &[], None), "member 5 joined, 2.1 s; 3 now"),
+            (members(&[5, 9], &[], None), "member 5, home-3 joined, 2.1 s; 3 now"),
             (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 joined, 2.1 s; 3 now"),
             (EventKind::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
             (

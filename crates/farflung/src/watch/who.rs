@@ -37,19 +37,23 @@ struct Roster {
     here: Vec<u32>,
     /// The last members that left.
     gone: Vec<u32>,
+    /// Names of members, as far as they have one.
+    names: BTreeMap<u32, String>,
 }
 
 impl Who {
     /// Applies a change of members.
     pub(super) fn change(&mut self, change: &Change) {
         let plan = self.plan.as_ref();
-        let Roster { here, gone } = self.roster.get_or_insert_with(|| Roster::of(plan));
+        let Roster { here, gone, names } = self.roster.get_or_insert_with(|| Roster::of(plan));
         here.retain(|slot| !change.left.contains(slot) && !change.joined.contains(slot));
         gone.retain(|slot| !change.joined.contains(slot));
         here.extend(&change.joined);
         here.truncate(MOST_KNOWN);
         gone.extend(&change.left);
         gone.drain(..gone.len().saturating_sub(MOST_GONE));
+        names.extend(change.names.clone());
+        names.retain(|slot, _| here.contains(slot) || gone.contains(slot));
         self.shares = None;
     }
 
@@ -189,7 +193,7 @@ impl Roster {
     /// Returns the members of a plan.
     fn of(plan: Option<&Plan>) -> Self {
         let here = plan.into_iter().flat_map(slots).map(|(slot, _)| slot);
-        Self { here: here.take(MOST_KNOWN).collect(), gone: Vec::new() }
+        Self { here: here.take(MOST_KNOWN).collect(), ..Self::default() }
     }
 
     /// Returns the current members, followed by former ones. Shares are included if there is one for each
@@ -206,7 +210,8 @@ impl Roster {
         let shares = shares.filter(|shares| shares.len() == count);
         let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
         let share = |replica: u32| Some(f64::from(*shares?.get(replica as usize)?) / all as f64);
-        let named = |slot: u32| MemberFacts { name: format!("member {slot}"), ..MemberFacts::default() };
+        let name = |slot| self.names.get(&slot).cloned().unwrap_or_else(|| format!("member {slot}"));
+        let named = |slot: u32| MemberFacts { name: name(slot), ..MemberFacts::default() };
         let here = (0..).zip(&self.here).map(|(rank, &slot)| {
             let Seat { replica, stage } = seat(&slot, rank);
             let share = replica.filter(|_| all > 0).and_then(share);
@@ -225,7 +230,8 @@ fn slots(plan: &Plan) -> impl Iterator<Item = (u32, u32)> + '_ {
 
 /// Returns the members of a status report.
 fn asked(status: &Status) -> Vec<MemberFacts> {
-    let name = |slot: u32| format!("member {slot}");
+    let named = |slot: u32| status.members.iter().find(|member| member.slot == slot)?.name.as_deref();
+    let name = |slot: u32| named(slot).map_or_else(|| format!("member {slot}"), cut);
     let whole = status.members.iter().all(|member| member.stage.is_none());
     // A member may report any number.
     let drawn = |number: &u32| (*number as usize) < MOST_MEMBERS;
@@ -297,13 +303,44 @@ mod tests {
         assert_eq!((links[1].bits_per_s, links[1].latency_s), (Some(5_000), Some(0.025)));
     }
 
+    fn change(joined: Vec<u32>, left: Vec<u32>) -> Change {
+        Change { joined, left, took_s: 1.0, ..Change::default() }
+    }
+
+    #[test]
+    fn members_are_called_by_the_names_that_they_have() {
+        let mut who = Who::default();
+        let names = [(3, "home-3".to_owned()), (5, "office".to_owned())].into();
+        who.change(&Change { names, ..change(vec![3, 4, 5], vec![]) });
+        who.change(&change(vec![], vec![3]));
+        let names = |who: &Who| who.members().0.into_iter().map(|member| member.name).collect::<Vec<_>>();
+        assert_eq!(names(&who), ["member 4", "office", "home-3"]);
+        // In a report, they have the names that it tells.
+        let of = |slot, name: Option<&str>, waits_for| MemberStatus {
+            slot,
+            name: name.map(str::to_owned),
+            address: None,
+            joined: 1,
+            share: 0.5,
+            replica: Some(slot),
+            stage: None,
+            answers: false,
+            waits_for,
+            counters: None,
+        };
+        let members = vec![of(4, None, Some(5)), of(5, Some("garage"), None)];
+        who.status = Some(Status { members, ..Status::default() });
+        assert_eq!(names(&who), ["member 4", "garage"]);
+        assert_eq!(who.members().0[0].waits_for.as_deref(), Some("garage"));
+    }
+
     #[test]
     fn members_that_came_and_went_are_told_apart_and_no_rate_is_made_up() {
         let plan = plan("data=1,pipeline=1", &["worker.0"], "[1]", &["0..4"]);
         let topology = Some(Topology::uniform(1, "lan".parse().unwrap()));
         let mut who = Who { plan: Some(plan), topology, ..Who::default() };
         for (came, went) in [(vec![7], vec![]), (vec![2, 9], vec![]), (vec![3], vec![7])] {
-            who.change(&Change { joined: came, left: went, took_s: 1.0 });
+            who.change(&change(came, went));
         }
         let seen = |who: &Who| {
             let members = who.members().0.into_iter();
@@ -325,12 +362,12 @@ mod tests {
         assert_eq!(seen(&who), [&all[..], &[gone]].concat());
         // The memory stays bounded for any number of changes.
         for slot in 10..10_000 {
-            who.change(&Change { joined: vec![slot], left: vec![slot - 1], took_s: 0.0 });
+            who.change(&change(vec![slot], vec![slot - 1]));
         }
         let (members, _) = who.members();
         assert_eq!(members.iter().filter(|m| m.presence == Presence::Gone).count(), MOST_GONE);
         assert_eq!(members[3].name, "member 9999");
-        who.change(&Change { joined: (20_000..30_000).collect(), left: Vec::new(), took_s: 0.0 });
+        who.change(&change((20_000..30_000).collect(), Vec::new()));
         let (members, more) = who.members();
         assert_eq!((members.len(), more), (MOST_MEMBERS, MOST_KNOWN + MOST_GONE - MOST_MEMBERS));
     }
@@ -339,6 +376,7 @@ mod tests {
     fn members_of_pipelines_and_pools_are_drawn_where_they_are() {
         let member = |slot, replica, stage| MemberStatus {
             slot,
+            name: None,
             address: None,
             joined: 1,
             share: 0.5,
@@ -398,7 +436,7 @@ mod tests {
             &["0..2", "2..4"],
         );
         let mut who = Who { plan: Some(plan), ..Who::default() };
-        who.change(&Change { joined: vec![9], left: vec![], took_s: 1.0 });
+        who.change(&change(vec![9], vec![]));
         let seen: Vec<_> = who.members().0.into_iter().map(|m| (m.name, m.replica, m.stage)).collect();
         let at = |slot: u32, replica, stage| (format!("member {slot}"), replica, stage);
         let (first, second) = (Some(0), Some(1));

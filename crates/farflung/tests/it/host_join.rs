@@ -348,8 +348,8 @@ fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {
 #[test]
 fn the_host_may_go_while_the_others_are_more_than_half() {
     let run = Run::new();
-    let host = host(&run, "--steps 1000000 --out host --checkpoint-every 20 --keep-last 0");
-    let a = join(&run, "a", "host/run.ticket", &[]);
+    let host = host(&run, "--steps 1000000 --out host --checkpoint-every 20 --keep-last 0 --name office");
+    let a = join(&run, "a", "host/run.ticket", &["--name", "home-3"]);
     trains(&run, &a);
     let b = join(&run, "b", "host/run.ticket", &[]);
     trains(&run, &b);
@@ -357,6 +357,12 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     wait_until("shared memory", || together.iter().all(|&id| shares_with(id) == 2).then_some(()));
     host.send(Signal::KILL);
     members(&run, &b, 2);
+    // `b` knows those that were there before it by their names.
+    let told = fs::read_to_string(run.at("b/events.jsonl")).unwrap();
+    assert!(told.contains("\"left\":[0],\"names\":{\"0\":\"office\"}"), "{told}");
+    let status = on(&run, "eye").args(["status", "--ticket-file", "b/run.ticket"]).output().unwrap();
+    let told = String::from_utf8_lossy(&status.stdout);
+    assert!(told.contains(", home-3\n") && told.contains("office lost; 2 members continue"), "{told}");
     // The host's folder shows that the run continues on other members.
     let again = on(&run, "host").arg("host").args(run.flags("--steps 9 --out host --resume auto")).output();
     let again = again.unwrap();

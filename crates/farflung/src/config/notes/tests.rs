@@ -98,6 +98,7 @@ const CASES: &[Case] = &[
     ("balance = 'equal'", 4, false, "`balance` changes nothing: the run's members do not change"),
     ("min-members = 2", 4, false, "`min-members` changes nothing: the run's members do not change"),
     ("pooled = true\nstages = 2", 4, false, "`pooled` changes nothing: the run's members do not change"),
+    ("name = 'home-3'", 4, false, "`name` changes nothing: the run's members do not change"),
     ("copy-share = 0.5", 4, false, "`copy-share` changes nothing: the run's members do not change"),
     (
         "keep-work = false",

@@ -279,6 +279,7 @@ impl Member<'_> {
                         epoch,
                         joined: fresh(&now, &before),
                         left: went,
+                        names: self.publisher.names.clone(),
                         caught_up: trainer.progress() != stood,
                         lost,
                         repeated: self.repeats.times(stood.step),
@@ -326,6 +327,7 @@ impl Member<'_> {
         };
         let stood = form_view(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
+        self.publisher.names.note(view, stood.names);
         let comm = links::view_communicator(&stood.job, comm, self.simulated)?;
         // `transfer_state` runs before `carry_over`: the trainer's steps so far belong to the old plan.
         self.log.check(&mut self.place.offered_blobs(), trainer);
@@ -394,6 +396,7 @@ impl Member<'_> {
             let (before, last) = (Vec::new(), LastDone::at(0));
             let brings = EnteringRank { job, before, progress: None, last, measured: &[], speed };
             let came = form_view(&view, &comm, brings).and_then(|stood| {
+                self.publisher.names.note(&view, stood.names);
                 let comm = links::view_communicator(&stood.job, comm.clone(), self.simulated)?;
                 let holds = LocalState::Newcomer(followed.as_mut().and_then(Followed::as_whole));
                 let (_, taken) =

@@ -4,6 +4,7 @@ use std::fmt;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 
+use super::member_names::MemberNames;
 use crate::events::{EventKind, LostSequences};
 
 /// Result of a change of members.
@@ -15,6 +16,8 @@ pub struct Changed {
     pub joined: Vec<PeerId>,
     /// Endpoints that have left or were lost.
     pub left: Vec<PeerId>,
+    /// Names of the members.
+    pub names: MemberNames,
     /// Number of members now.
     pub members: usize,
     /// Number of steps done, the same on all members.
@@ -62,7 +65,7 @@ impl fmt::Display for Changed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { joined: came, left: went, members, step, reason, state, donors, took, .. } = self;
         let names = |peers: &[PeerId]| {
-            let names: Vec<String> = peers.iter().map(|peer| format!("member {}", peer.0)).collect();
+            let names: Vec<String> = peers.iter().map(|peer| self.names.called(peer.0)).collect();
             names.join(", ")
         };
         let mut parts = Vec::new();
@@ -79,7 +82,7 @@ impl fmt::Display for Changed {
             parts.push(format!("{} joined", names(came)));
         }
         if let Some((peer, stage)) = self.moved {
-            parts.push(format!("member {} moves to stage {}", peer.0, stage + 1));
+            parts.push(format!("{} moves to stage {}", self.names.called(peer.0), stage + 1));
         }
         if parts.is_empty() {
             parts.push("all members".to_owned());
@@ -145,10 +148,14 @@ impl Changed {
             let (epoch, times, reason) = (self.epoch, self.repeated, self.reason.clone());
             return EventKind::Repeated { epoch, times, deadline_ms: millis(deadline), took_ms, reason };
         }
+        let changed = self.joined.iter().chain(&self.left);
+        let name = |peer: &PeerId| Some((peer.0, self.names.of(peer.0)?.to_string()));
+        let names = changed.filter_map(name).collect();
         let numbers = |peers: &[PeerId]| peers.iter().map(|peer| peer.0).collect();
         EventKind::Members {
             epoch: self.epoch,
             members: self.members,
+            names,
             joined: numbers(&self.joined),
             left: numbers(&self.left),
             lost_sequences: self.lost_sequences(),

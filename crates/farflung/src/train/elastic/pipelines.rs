@@ -22,6 +22,7 @@ use super::repeats::Repeats;
 use super::spare::SpareEvent;
 use super::stoppable::stoppable;
 use super::team::{FutureRank, Team};
+use crate::config::member_name::MemberName;
 use crate::events::LostSequences;
 use crate::train::job::Job;
 use crate::train::links;
@@ -36,6 +37,8 @@ struct EnteringStep {
     committed: Option<Committed>,
     /// The number of steps after which it has followed its parts, if it is a newcomer that has.
     follows: Option<u64>,
+    /// Its name, if it has one.
+    name: Option<MemberName>,
     /// How far its pipeline is, if steps are local and it takes any.
     round: Option<RoundPosition>,
 }
@@ -90,6 +93,7 @@ impl Member<'_> {
             epoch: self.team.as_ref().map_or(0, |team| team.epoch),
             joined: fresh(&now, &before),
             left: fresh(&before, &now),
+            names: self.publisher.names.clone(),
             members: now.len(),
             step: trainer.steps_done(),
             reason,
@@ -261,8 +265,9 @@ impl Member<'_> {
             let follows = followed.as_ref().map(|parts| parts.step());
             let (committed, at) =
                 (trainer.as_deref().map(Trainer::committed), trainer.as_deref().and_then(round));
-            let own = EnteringStep { committed, follows, round: at };
+            let own = EnteringStep { committed, follows, name: job.config.name.clone(), round: at };
             let told: Vec<EnteringStep> = all_gather(&all, &own)?;
+            self.publisher.names.note(view, told.iter().map(|told| told.name.clone()));
             let voted = told.iter().filter(|told| told.votes_with(&own));
             let newest = voted.filter_map(|told| told.committed).max_by_key(|committed| committed.step);
             if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {

@@ -58,10 +58,12 @@ pub(in crate::train) fn work(
     let round = Nanos(PATIENCE.0.saturating_mul(steps.into())).min(MAX_PATIENCE);
     let patience = job.config.deadline.max(round);
     let watchdog = (!simulated).then(|| Watchdog::new(place.transport(), job.config.deadline));
+    let own = place.transport().me().0;
     let team = founded(&mut job, &place, &comm);
     let folder = run.as_ref().map(|run| run.path().to_owned());
     let mut member = Member::new(&mut place, threads, simulated, watchdog, folder);
     member.team = team;
+    member.publisher.names.set(own, job.config.name.clone());
     member.predict_newcomer(&job)?;
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {

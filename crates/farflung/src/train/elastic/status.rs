@@ -55,6 +55,9 @@ pub struct Status {
 pub struct MemberStatus {
     /// Number of its endpoint.
     pub slot: u32,
+    /// Its name, if it has one.
+    #[serde(default)]
+    pub name: Option<String>,
     /// Address at which it listens, if known.
     pub address: Option<String>,
     /// Number of the view with which it became a member.
@@ -134,14 +137,17 @@ impl fmt::Display for Status {
             self.time_s,
             Bytes(self.sent)
         )?;
+        let is_named = self.members.iter().any(|member| member.name.is_some());
+        let named = if is_named { ", name" } else { "" };
         writeln!(f, "view      {} of incarnation {}", self.epoch, self.incarnation)?;
-        writeln!(f, "\nmember  share  since view  waits for  address")?;
+        writeln!(f, "\nmember  share  since view  waits for  address{named}")?;
         for member in &self.members {
             let waits = member.waits_for.map_or_else(|| "-".to_owned(), |slot| slot.to_string());
             let address = member.address.as_deref().unwrap_or("-");
+            let name = member.name.as_deref().map_or_else(String::new, |name| format!(", {name}"));
             writeln!(
                 f,
-                "{:>6}  {:>4.0}%  {:>10}  {waits:>9}  {address}{}",
+                "{:>6}  {:>4.0}%  {:>10}  {waits:>9}  {address}{name}{}",
                 member.slot,
                 100.0 * member.share,
                 member.joined,
@@ -182,6 +188,7 @@ mod tests {
     fn a_status_is_a_table() {
         let member = |slot, waits_for| MemberStatus {
             slot,
+            name: (slot == 7).then(|| "home-3".to_owned()),
             address: Some(format!("10.0.0.{slot}:29500")),
             joined: 1,
             share: 0.5,
@@ -224,8 +231,8 @@ mod tests {
         };
         let text = "gpt-2x32: step 12 of 100\nloss      2.5000 (held out -)\nspeed     1234 tokens/s; 95.0% \
                     of 20 s in steps, 5 MB sent\nview      3 of incarnation 1\n\nmember  share  since view  \
-                    waits for  address\n\x20    0    50%           1          -  10.0.0.0:29500 \
-                    (answers)\n\x20    7    50%           1          0  10.0.0.7:29500\n\nconnections of the \
+                    waits for  address, name\n\x20    0    50%           1          -  10.0.0.0:29500 \
+                    (answers)\n\x20    7    50%           1          0  10.0.0.7:29500, home-3\n\nconnections of the \
                     member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
                     20ms, queueing 5ms), 3 MB/s, 2 of 1500 packets sent again, queued 0 B now, 500ms in \
                     total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \

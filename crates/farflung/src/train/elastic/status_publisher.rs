@@ -6,6 +6,7 @@ use farflung_base::{Nanos, PeerId};
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::PlanPosition;
 
+use super::member_names::MemberNames;
 use super::place::Place;
 use super::status::{MemberStatus, Status};
 use super::team::Team;
@@ -27,6 +28,8 @@ pub(super) struct StatusPublisher {
     changing: Nanos,
     last_published: Option<Nanos>,
     last: Option<Arc<Status>>,
+    /// Names of the members.
+    pub(super) names: MemberNames,
     /// Which member waits for which.
     pub(super) waits: Waits,
 }
@@ -123,12 +126,13 @@ impl StatusPublisher {
         let waits = self.waits.of(&shares);
         for member in &mut members {
             member.waits_for = waits.get(&member.slot).copied();
+            member.name = self.names.of(member.slot).map(ToString::to_string);
         }
         members
     }
 }
 
-/// Returns the status of the members of the view in force, without those for which they wait.
+/// Returns the status of the members of the view in force, without their names and those for which they wait.
 fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let (transport, me) = (place.transport(), place.transport().me());
     let addresses = place.arrivals.addresses();
@@ -149,6 +153,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
         .map(|(number, member)| (member, share(number), pooled(number), position(number)))
         .map(|(member, share, pooled, stands)| MemberStatus {
             slot: member.slot,
+            name: None,
             address: addresses.get(&PeerId(member.slot)).cloned(),
             joined: member.joined,
             share: pooled.map_or(share, |(_, share)| share),

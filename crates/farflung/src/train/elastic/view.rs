@@ -14,6 +14,7 @@ use super::rank_speeds::work;
 use super::shares;
 use super::state_transfer::StateTransfer;
 use crate::config::choice::BalanceKind;
+use crate::config::member_name::MemberName;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
 use crate::train::steps::LastDone;
@@ -38,6 +39,8 @@ struct ReplicaDescription {
     speeds: Vec<u64>,
     /// Time of a microbatch on a newcomer, in nanoseconds, measured before it joined.
     speed: Option<u64>,
+    /// Its name, if it has one.
+    name: Option<MemberName>,
 }
 
 /// Data of a rank that enters a view.
@@ -63,6 +66,8 @@ pub(super) struct FormedView {
     pub(super) exchange: StateTransfer,
     /// Steps at which the member that has done the most steps last evaluated, saved and checked.
     pub(super) last: LastDone,
+    /// Name of each member of the view, if it has one.
+    pub(super) names: Vec<Option<MemberName>>,
     /// What the members have reported that cannot be true.
     pub(super) nonsense: Vec<Report>,
 }
@@ -75,9 +80,19 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
     let speeds = measured.iter().map(|measured| measured.microbatch.0).collect();
     let speed = speed.map(|speed| speed.0);
+    let name = job.config.name.clone();
     let (plan, local) = (job.plan.to_string(), job.local_steps());
-    let standing =
-        ReplicaDescription { progress, plan, members: before, microbatches, local, last, speeds, speed };
+    let standing = ReplicaDescription {
+        progress,
+        plan,
+        members: before,
+        microbatches,
+        local,
+        last,
+        speeds,
+        speed,
+        name,
+    };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
@@ -122,7 +137,8 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
     next.plan_start = PlanStart { step: exchange.progress.step, microbatches: furthest.microbatches };
-    Ok(FormedView { job: next, exchange, last: furthest.last, nonsense })
+    let names = told.iter().map(|told| told.name.clone()).collect();
+    Ok(FormedView { job: next, exchange, last: furthest.last, names, nonsense })
 }
 
 /// Makes the plan of a view's members from the plan of the member that has done the most steps. If shares
@@ -191,6 +207,7 @@ mod tests {
             last: LastDone::at(0),
             speeds: vec![10_000_000, 10_000_000],
             speed: None,
+            name: None,
         };
         plan_for(&view, &furthest, (balance, &[None, None, speed])).unwrap().microbatches
     }

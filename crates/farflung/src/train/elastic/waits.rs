@@ -114,6 +114,7 @@ mod tests {
     fn all_wait_for_a_member_that_does_not_answer() {
         let member = |slot| MemberStatus {
             slot,
+            name: None,
             address: None,
             joined: 1,
             share: 0.25,

@@ -1,5 +1,7 @@
 //! Tests that lines turn into the right snapshot, also when they are invalid.
 
+use std::collections::BTreeMap;
+
 use super::*;
 use crate::watch::curve::MOST_POINTS;
 use crate::watch::snapshot::Presence;
@@ -123,6 +125,7 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
         members: 2,
         joined: came.into(),
         left: went.into(),
+        names: BTreeMap::new(),
         lost_sequences: 0,
         lost: Vec::new(),
         lost_steps: 0,
@@ -238,6 +241,7 @@ fn memory_is_bounded_whatever_is_told() {
             members: 1,
             joined: came,
             left: went,
+            names: BTreeMap::new(),
             lost_sequences: 0,
             lost: Vec::new(),
             lost_steps: 0,
