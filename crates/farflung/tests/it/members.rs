@@ -7,10 +7,10 @@ use std::path::Path;
 
 use crate::virtual_members::{Told, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::{BalanceKind, OptimizerKind, SyncKind};
+use farflung::config::choice::{BalanceKind, OptimizerKind, RecipeKind, SyncKind};
 use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, OnMemberLoss};
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, run_workers};
-use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
+use farflung::{Error, Result, StepMetrics, Stop, TrainArgs, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 6;
@@ -171,6 +171,34 @@ fn a_newcomer_has_the_bits_of_all() {
         assert_eq!(hashes.len(), 3);
         assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
         assert_eq!(results[0].as_ref().unwrap().as_ref().unwrap().workers, 3);
+    }
+}
+
+/// Codecs that remember what they have not sent, optimizers that average momentum, and local steps with each of
+/// them: a member is lost, another one comes, and all have the same bits.
+#[test]
+fn every_recipe_works_with_members_that_come_and_go() {
+    for recipe in RecipeKind::all() {
+        let folder = tempfile::tempdir().unwrap();
+        let given = format!("recipe = \"{}\"", recipe.name);
+        let given = TrainArgs::from_toml(&given, Path::new("a test")).unwrap();
+        let config = TrainConfig::merge(given, TrainArgs::default()).unwrap();
+        let each_step = config.sync.each_step;
+        let config = TrainConfig { sync_every: if each_step { config.sync_every } else { 2 }, ..config };
+        let job = job(folder.path(), 3, config);
+        let config = TrainConfig { steps: 16, ..job.config.clone() };
+        for moment in Moment::ALL {
+            let failure = Some(Failure { rank: 1, step: 4, moment });
+            let job = Job { config: config.clone(), failure, ..job.clone() };
+            let mut told = Told::default();
+            let come = [(PeerId(3), Nanos::from_millis(5))];
+            let mut results = watched(&job, 4, &come, &Faults::new(), &mut told);
+            assert!(matches!(results.remove(1), Err(Error::InjectedFailure { .. })), "{}", recipe.name);
+            let hashes: Vec<String> = results.iter().map(hash).collect();
+            assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{} {moment:?}: {hashes:?}", recipe.name);
+            let came = told.has("member 3 joined") && told.has("member 1 lost");
+            assert!(came, "{} {moment:?}: {:?}", recipe.name, told.notes);
+        }
     }
 }
 
