@@ -23,6 +23,8 @@ use crate::{Error, LaunchEnv, Result};
 pub const TICKET: &str = "FARFLUNG_TICKET";
 /// The variable that holds the path of a ticket file.
 pub const TICKET_FILE: &str = "FARFLUNG_TICKET_FILE";
+/// Name of the file in a run's folder with the ticket of `farflung host` and `farflung join`.
+pub const RUN_TICKET: &str = "run.ticket";
 /// The variable that holds the join secret.
 pub const SECRET: &str = "FARFLUNG_SECRET";
 /// The variable that holds the path of a file with the join secret.

@@ -14,6 +14,7 @@ use farflung::config::choice::TransportKind;
 use farflung::config::member_name::MemberName;
 use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
+use farflung::train::elastic::FormerRun;
 use farflung::train::{Report, RunObserver, elastic};
 use farflung::transports::{IROH, Reach, TCP, is_second_network_address};
 use farflung::{Error, MemberNoticeArgs, ObserveArgs, Result, Show, TrainArgs, TrainConfig, TrainFlags};
@@ -21,8 +22,7 @@ use farflung::{Error, MemberNoticeArgs, ObserveArgs, Result, Show, TrainArgs, Tr
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
 
-/// File name of a run's ticket in its folder.
-pub(super) const TICKET: &str = "run.ticket";
+pub(super) use farflung::access::RUN_TICKET as TICKET;
 
 const HOST_EXAMPLES: &str = "Examples:
   farflung host --config run.toml
@@ -164,22 +164,24 @@ impl HostCommand {
             Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
-        // Access to the members of an earlier run in this folder: by the ticket that this run left there, or by
-        // the certificates.
-        let former = match (&config.out, &own) {
-            (Some(folder), Some((identity, _))) if folder.join(TICKET).exists() => {
-                let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;
-                let mut former = gate.clone();
-                former.security = Security::by_ticket(identity, &ticket).by_any_member();
-                Some(former)
-            }
-            (Some(_), None) => {
-                let mut former = gate.clone();
-                former.security = former.security.joining();
-                Some(former)
-            }
-            _ => None,
-        };
+        // Access to the members of earlier runs in this folder: by the tickets that these runs left there, or
+        // by the certificates.
+        let mut former = Vec::new();
+        for folder in
+            config.out.iter().map(|out| elastic::former_folders(out)).collect::<Result<Vec<_>>>()?.concat()
+        {
+            let mut gate = gate.clone();
+            let ticket = folder.join(TICKET);
+            gate.security = match &own {
+                Some(_) if !ticket.exists() => continue,
+                Some((identity, _)) => {
+                    let ticket = access::ticket_for(Some(&ticket), |_| None)?;
+                    Security::by_ticket(identity, &ticket).by_any_member()
+                }
+                None => gate.security.joining(),
+            };
+            former.push(FormerRun { folder, gate });
+        }
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             let addresses = addresses(gate, &self.address);
             let Some((identity, secret)) = &own else {
@@ -210,7 +212,7 @@ impl HostCommand {
         let (quiet, json) = (config.quiet, config.json);
         let stop = self.notice.install()?;
         watched(quiet, json, &self.observe, |watch| {
-            elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open)
+            elastic::host(config, &gate, &former, &stop, watch, &mut open)
         })
     }
 }

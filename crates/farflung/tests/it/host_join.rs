@@ -381,9 +381,9 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     assert!(of_a == of_b && of_b == of_c, "the members' weights differ");
 }
 
-/// The host is started again while the other members cannot answer. Once they can, the second run ends.
+/// The host is started again, twice, while the other members cannot answer. Once they can, the third run ends.
 #[test]
-fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
+fn a_later_run_ends_once_a_member_of_the_first_one_answers() {
     let run = Run::new();
     let first = host(&run, "--steps 1000000 --out host --checkpoint-every 20");
     let a = join(&run, "a", "host/run.ticket", &[]);
@@ -397,10 +397,18 @@ fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
         member.send(Signal::STOP);
     }
     let ticket = || fs::read(run.at("host/run.ticket")).unwrap();
-    let before = ticket();
-    let mut again = host(&run, "--steps 1000000 --out host --resume auto");
-    wait_until("another ticket", || (ticket() != before).then_some(()));
-    // Another machine joins the second run.
+    let restarted = || {
+        let before = ticket();
+        let again = host(&run, "--steps 1000000 --out host --resume auto");
+        wait_until("another ticket", || (ticket() != before).then_some(()));
+        again
+    };
+    // The host is killed once more: also the third run knows the members of the first.
+    let second = restarted();
+    trains(&run, &second);
+    second.send(Signal::KILL);
+    let mut again = restarted();
+    // Another machine joins the third run.
     let mut c = join(&run, "c", "host/run.ticket", &[]);
     trains(&run, &c);
     for member in [&a, &b] {
@@ -408,7 +416,7 @@ fn a_second_run_ends_once_a_member_of_the_first_one_answers() {
     }
     let code = |member: &mut Member| {
         wait_until_or(
-            || "the second run goes on".to_owned(),
+            || "the third run goes on".to_owned(),
             || member.process.as_mut().unwrap().try_wait().unwrap().map(|status| status.code()),
         )
     };

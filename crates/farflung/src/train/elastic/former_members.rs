@@ -7,9 +7,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
+use farflung_comm::tcp::{Connected, GrowingNetwork};
 
-use super::kept::{Answered, asked};
+use super::former_runs::{FormerMember, ask_all};
+use super::kept::Answered;
 use crate::{Error, Signal, Stop};
 
 /// Time between two rounds of questions.
@@ -69,17 +70,16 @@ impl Shared {
 }
 
 impl FormerMembers {
-    /// Starts to ask the members at these addresses. Once one answers that is not in the run that continues, of
-    /// this incarnation, the whole run of `stop` is stopped. `gate` asks, and `opened` is the gate of the run
-    /// that continues.
+    /// Starts to ask these members. Once one answers that is not in the run that continues, of this
+    /// incarnation, the whole run of `stop` is stopped. `opened` is the gate of the run that continues.
     pub(super) fn ask(
-        addresses: Vec<String>,
-        (gate, opened): (GateConfig, Weak<GrowingNetwork>),
+        members: Vec<FormerMember>,
+        opened: Weak<GrowingNetwork>,
         incarnation: u64,
         stop: Stop,
     ) -> Self {
         let own = Self::default();
-        if addresses.is_empty() {
+        if members.is_empty() {
             return own;
         }
         let shared = Arc::clone(&own.0);
@@ -90,9 +90,9 @@ impl FormerMembers {
                 let joined: Vec<String> = opened.upgrade().map_or_else(Vec::new, |opened| {
                     opened.connected().iter().map(Connected::to_reach).collect()
                 });
-                let others = addresses.iter().filter(|address| !joined.contains(address));
-                let answers: Vec<Answered> =
-                    others.filter_map(|address| asked(address, &gate, incarnation)).collect();
+                let others = members.iter().filter(|member| !joined.contains(&member.address));
+                let others: Vec<FormerMember> = others.cloned().collect();
+                let answers = ask_all(&others, incarnation);
                 seen.retain(|address, _| answers.iter().any(|answered| answered.address == *address));
                 let mut trains = |answered: &Answered| {
                     seen.entry(answered.address.clone()).or_default().note(answered.step)

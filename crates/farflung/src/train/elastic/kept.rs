@@ -9,7 +9,6 @@ use farflung_comm::{CommError, Refusal};
 use farflung_parallel::membership::{DurableState, ViewId};
 
 use super::newcomer_info::NewcomerInfo;
-use crate::train::run::RunObserver;
 use crate::{Error, Result, run_dir};
 
 /// Name of the file with the promises.
@@ -74,6 +73,14 @@ pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()>
     run_dir::replace(&folder.join(ADDRESSES), addresses.join("\n").as_bytes())
 }
 
+/// Removes the addresses of the other members.
+///
+/// Errors: [`Error::Io`].
+pub(super) fn remove_addresses(folder: &Path) -> Result<()> {
+    let path = folder.join(ADDRESSES);
+    std::fs::remove_file(&path).map_err(Error::io("remove", &path))
+}
+
 /// A former member that has answered.
 #[derive(Debug)]
 pub(super) struct Answered {
@@ -98,12 +105,13 @@ pub(super) fn addresses(folder: &Path) -> Result<Vec<String>> {
     Ok(text(folder, ADDRESSES)?.iter().flat_map(|text| text.lines()).map(str::to_owned).collect())
 }
 
-fn shown(address: &str) -> &str {
+/// Returns an address without the key.
+pub(super) fn shown(address: &str) -> &str {
     address.split(",key:").next().unwrap_or_default()
 }
 
 /// The incarnation than which every run is older.
-const ANY: u64 = u64::MAX;
+pub(super) const ANY: u64 = u64::MAX;
 
 /// Asks whether a member of the run of `gate` trains at an address; `None` if not. A member that tells that it
 /// trains in a run of incarnation `than` or a later one does not count: it has joined the run that continues.
@@ -127,78 +135,4 @@ pub(super) fn asked(address: &str, gate: &GateConfig, than: u64) -> Option<Answe
         }
     };
     Some(Answered { address: shown(address).to_owned(), expired, step })
-}
-
-/// Checks that the run of a folder is over, by asking its members at their saved addresses.
-///
-/// Errors: [`Error::StillRuns`] if a member answers. This machine must then join that run: otherwise there
-/// would be two runs from the same state.
-pub(super) fn is_over(folder: &Path, gate: &GateConfig, watch: &mut dyn RunObserver) -> Result<()> {
-    for address in addresses(folder)? {
-        let shown = shown(&address);
-        watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
-        if let Some(answered) = asked(&address, gate, ANY) {
-            return Err(answered.into_error());
-        }
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
-
-    use super::super::status::Status;
-    use super::*;
-
-    struct Silent;
-    impl RunObserver for Silent {
-        fn step(&mut self, _: &crate::StepMetrics, _: Option<f64>) {}
-        fn note(&mut self, _: &str) {}
-    }
-
-    #[test]
-    fn a_run_whose_members_find_the_ticket_too_old_is_not_over() {
-        let identity = |number: u8| Identity::from_seed([number; 32]);
-        let gate = |security| GateConfig::new("127.0.0.1:0", "night", security);
-        let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
-        let member = GrowingNetwork::found(&gate(Security::by_secret(&identity(1), &secret))).unwrap();
-        let folder = tempfile::tempdir().unwrap();
-        let by_ticket = |secret: &JoinSecret, expiry| {
-            let (host, addresses) = (identity(1).public(), vec!["127.0.0.1:1".to_owned()]);
-            let ticket = Ticket { addresses, host, secret: secret.until(expiry), expiry };
-            let gate = gate(Security::by_ticket(&identity(2), &ticket));
-            is_over(folder.path(), &gate, &mut Silent)
-        };
-        by_ticket(&secret, unix_seconds() + 3600).unwrap();
-        write_addresses(folder.path(), &[member.address().to_owned()]).unwrap();
-        let (later, earlier) = (unix_seconds() + 3600, unix_seconds() - 60);
-        for (until, old) in [(later, false), (earlier, true)] {
-            let error = by_ticket(&secret, until).unwrap_err();
-            assert!(matches!(error, Error::StillRuns { expired, .. } if expired == old), "{error}");
-        }
-        // Once it has joined the run that continues, it does not count.
-        let ticket = Ticket {
-            addresses: vec!["127.0.0.1:1".to_owned()],
-            host: identity(1).public(),
-            secret: secret.until(later),
-            expiry: later,
-        };
-        let asks = gate(Security::by_ticket(&identity(2), &ticket));
-        let answers = |than| asked(member.address(), &asks, than).is_some();
-        let welcome = |incarnation: Option<u64>| {
-            let status = incarnation.map(|incarnation| Status { incarnation, ..Status::default() });
-            let (version, settings) = (String::new(), String::new());
-            let info = NewcomerInfo { version, settings, facts: Vec::new(), status };
-            member.set_welcome(info.to_bytes()).unwrap();
-        };
-        for (told, counts) in [(None, false), (Some(2), true), (Some(3), false), (Some(4), false)] {
-            welcome(told);
-            assert_eq!((answers(3), answers(ANY)), (counts, true), "{told:?}");
-        }
-        // A member of another run answers at the address now.
-        by_ticket(&JoinSecret::from_text(b"a frog that nobody has seen").unwrap(), later).unwrap();
-        drop(member);
-        by_ticket(&secret, later).unwrap();
-    }
 }

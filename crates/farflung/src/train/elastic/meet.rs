@@ -10,6 +10,7 @@ use farflung_parallel::membership::{Member, State};
 use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
 use super::former_members::FormerMembers;
+use super::former_runs::{self, FormerRun};
 use super::kept;
 use super::newcomer_info::NewcomerInfo;
 use super::place::Place;
@@ -94,7 +95,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
 }
 
 /// Starts a run that others can join, and trains. `open` is called with the run's folder once others can
-/// connect. `former` is used to ask the members of an earlier run of that folder whether they are still
+/// connect. `former` are the runs that this folder was used for: their members are asked whether they are still
 /// training, at the beginning and from time to time.
 ///
 /// Errors: settings that do not work in a run whose members change; a port in use; [`Error::StillRuns`] if the
@@ -103,7 +104,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
 pub fn host(
     config: TrainConfig,
     gate: &GateConfig,
-    former: Option<&GateConfig>,
+    former: &[FormerRun],
     stop: &Stop,
     watch: &mut dyn RunObserver,
     open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
@@ -117,9 +118,10 @@ pub fn host(
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
     let run = RunDir::open(folder, existing)?;
     let before = kept::read(folder)?;
-    let former = former.filter(|_| before.is_some());
-    if let Some(former) = former {
-        kept::is_over(folder, former, watch)?;
+    let former = if before.is_some() { former_runs::members(former)? } else { Vec::new() };
+    former_runs::are_over(&former, watch)?;
+    if let Some(before) = &before {
+        former_runs::put_aside(folder, before.view.incarnation)?;
     }
     let mut gate = gate.clone();
     gate.shared_memory = shared_memory(&job.config);
@@ -137,14 +139,9 @@ pub fn host(
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
-    let asks = |former: &GateConfig| {
-        let gates = (former.clone(), Arc::downgrade(&opened));
-        Ok::<_, Error>(FormerMembers::ask(kept::addresses(folder)?, gates, at.incarnation, stop.clone()))
-    };
-    let former = former.map(asks).transpose()?;
+    let former = FormerMembers::ask(former, Arc::downgrade(&opened), at.incarnation, stop.clone());
     let done = run_job(&job, vec![connection], watch);
-    let answered = former.and_then(|former| former.answered());
-    if let Some(error) = answered.filter(|_| done.is_err()) {
+    if let Some(error) = former.answered().filter(|_| done.is_err()) {
         return Err(error);
     }
     match done {
