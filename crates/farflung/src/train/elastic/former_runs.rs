@@ -90,8 +90,17 @@ pub(super) fn members(runs: &[FormerRun]) -> Result<Vec<FormerMember>> {
     Ok(members)
 }
 
+/// Returns the answers by address, one for each: a member may be in several runs.
+fn by_address(answers: Vec<Answered>) -> Vec<Answered> {
+    let mut by_address: BTreeMap<String, Answered> = BTreeMap::new();
+    for answered in answers {
+        by_address.entry(answered.address.clone()).or_insert(answered);
+    }
+    by_address.into_values().collect()
+}
+
 /// Asks members, several at the same time. Returns those that answer and are in no run of incarnation `than` or
-/// a later one.
+/// a later one, each once.
 pub(super) fn ask_all(members: &[FormerMember], than: u64) -> Vec<Answered> {
     let mut answers = Vec::new();
     for members in members.chunks(AT_ONCE) {
@@ -102,7 +111,7 @@ pub(super) fn ask_all(members: &[FormerMember], than: u64) -> Vec<Answered> {
             answers.extend(asking.into_iter().filter_map(|thread| thread.join().ok().flatten()));
         });
     }
-    answers
+    by_address(answers)
 }
 
 /// Checks that these runs are over, by asking their members.
@@ -172,6 +181,9 @@ mod tests {
             welcome(told);
             assert_eq!((answers(3), answers(ANY)), (counts, true), "{told:?}");
         }
+        // It is a member of one run, although two name its address.
+        let member_of = FormerMember { address: member.address().to_owned(), gate: asks.clone() };
+        assert_eq!(ask_all(&[member_of.clone(), member_of], ANY).len(), 1);
         // A member of another run answers at the address now.
         by_ticket(&JoinSecret::from_text(b"a frog that nobody has seen").unwrap(), later).unwrap();
         drop(member);

@@ -1,7 +1,7 @@
 //! Speed measurement of a newcomer before it joins. It takes two steps by itself and discards their results;
 //! the first one is a warm-up. Where each member has the whole model, the measured time of a microbatch decides
 //! its first share. A newcomer to pipelines may not have the memory for the whole model: it measures a model of
-//! one layer, and its operations a second decide its first place and share.
+//! one layer, and its operations a second decide its first share.
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;

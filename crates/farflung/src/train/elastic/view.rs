@@ -9,6 +9,7 @@ use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
 use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
+use super::all_gather::all_gather;
 use super::nonsense::{Report, impossible_time};
 use super::rank_speeds::work;
 use super::shares;
@@ -93,13 +94,8 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
         speed,
         name,
     };
-    let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
-    let told = comm.all_gather_bytes(mine)?;
+    let mut told: Vec<ReplicaDescription> = all_gather(comm, &standing)?;
     let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
-    let mut told: Vec<ReplicaDescription> = told
-        .iter()
-        .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("cannot be parsed")))
-        .collect::<Result<_>>()?;
     let operations = work(&job.plan, &job.model).iter().sum();
     let mut nonsense = Vec::new();
     for (member, told) in view.members.iter().zip(&mut told) {
