@@ -192,8 +192,8 @@ mod tests {
         let json = serde_json::to_string(&peer).unwrap();
         assert!(json.contains("\"retransmissions\":3") && !json.contains("path"), "{json}");
         assert_eq!(serde_json::from_str::<PeerCounters>(&json).unwrap(), peer);
-        let text = "round trip 40ms (minimum 30ms, queueing 10ms), 12.5 MB/s, 3 of 200 packets sent again, queued 1 MB \
-                    now, 1.5s in total";
+        let text = "round trip 40ms (minimum 30ms, queueing 10ms), 12.5 MB/s, 3 of 200 packets sent \
+                    again, queued 1 MB now, 1.5s in total";
         assert_eq!(path.to_string(), text);
         assert!((path.loss() - 0.015).abs() < 1e-12);
         let unknown = PathCounters { round_trip_s: None, rate: None, ..path };

@@ -197,9 +197,8 @@ impl Peer {
         let paths = self.connection.paths();
         let selected = paths.iter().find(Path::is_selected).map(|path| path.stats());
         let round_trip = selected.as_ref().map(|path| Nanos::from(path.rtt));
-        let per_second = |window: u64, time: Nanos| window as f64 / time.as_secs_f64();
-        let rate = selected.as_ref().zip(round_trip).filter(|(_, time)| *time > Nanos::ZERO);
-        let rate = rate.map(|(path, time)| per_second(path.cwnd, time) as u64);
+        let rate = selected.as_ref().map(|path| path.cwnd as f64 / path.rtt.as_secs_f64());
+        let rate = rate.filter(|rate| rate.is_finite()).map(|rate| rate as u64);
         let last = round_trip.map_or(u64::MAX, |time| time.0);
         let least = self.least_round_trip.fetch_min(last, Ordering::Relaxed).min(last);
         let sent = self.connection.stats();

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
+use farflung::access::RUN_TICKET;
 use farflung::config::choice::TransportKind;
 use farflung::launch::{Elastic, Start};
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
-use super::members::{HostCommand, TICKET};
+use super::members::HostCommand;
 
 /// What the launcher needs to make the commands of the job's processes.
 struct Members<'a> {
@@ -52,7 +53,7 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = (config.threads == 0 && host.given().threads.is_none()).then(|| cores.div_ceil(job.most));
     let least = (config.min_members < job.least && host.given().min_members.is_none()).then_some(job.least);
-    let former = written(&folder.join(TICKET));
+    let former = written(&folder.join(RUN_TICKET));
     let words = command;
     let mut members = Members { program, words, host, folder, config, threads, least, hosts: true, former };
     let ended = job.run(stop, |start| Ok(members.command(start)));
@@ -79,10 +80,10 @@ impl Members<'_> {
     /// Returns the path of a running member's ticket, if the member has written one.
     fn ticket(&self, of: usize) -> Option<PathBuf> {
         if of == 0 && self.hosts {
-            let path = self.folder.join(TICKET);
+            let path = self.folder.join(RUN_TICKET);
             return written(&path).filter(|at| Some(*at) != self.former).map(|_| path);
         }
-        Some(self.folder(of).join(TICKET)).filter(|path| path.exists())
+        Some(self.folder(of).join(RUN_TICKET)).filter(|path| path.exists())
     }
 
     /// Returns the command of a process; `None` if there is no ticket yet with which it could join.
@@ -96,7 +97,7 @@ impl Members<'_> {
         } else {
             let ticket = running.iter().find_map(|&of| self.ticket(of))?;
             // The ticket that this member wrote before it was restarted has its old address.
-            let _ = fs::remove_file(self.folder(*member).join(TICKET));
+            let _ = fs::remove_file(self.folder(*member).join(RUN_TICKET));
             self.hosts &= *member != 0;
             command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));
             command.arg("--job").arg(&self.config.job).arg("--listen").arg(self.host.listen_of_joiner());

@@ -7,7 +7,7 @@ use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use farflung::access::{self, Home, SiteMemberArgs};
+use farflung::access::{self, Home, RUN_TICKET, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::config::choice::TransportKind;
@@ -21,8 +21,6 @@ use farflung::{Error, MemberNoticeArgs, ObserveArgs, Result, Show, TrainArgs, Tr
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
-
-pub(super) use farflung::access::RUN_TICKET as TICKET;
 
 const HOST_EXAMPLES: &str = "Examples:
   farflung host --config run.toml
@@ -167,11 +165,9 @@ impl HostCommand {
         // Access to the members of earlier runs in this folder: by the tickets that these runs left there, or
         // by the certificates.
         let mut former = Vec::new();
-        for folder in
-            config.out.iter().map(|out| elastic::former_folders(out)).collect::<Result<Vec<_>>>()?.concat()
-        {
+        for folder in config.out.as_deref().map_or_else(|| Ok(Vec::new()), elastic::former_folders)? {
             let mut gate = gate.clone();
-            let ticket = folder.join(TICKET);
+            let ticket = folder.join(RUN_TICKET);
             gate.security = match &own {
                 Some(_) if !ticket.exists() => continue,
                 Some((identity, _)) => {
@@ -204,7 +200,8 @@ impl HostCommand {
             let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
             let path = write_ticket(&ticket, folder, self.ticket_out.as_deref())?;
             farflung::terminal::write_stderr(format!(
-                "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file {TICKET}\n",
+                "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file \
+                 {RUN_TICKET}\n",
                 path.display(),
             ));
             Ok(())
@@ -386,7 +383,7 @@ fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result
         path: folder.to_owned(),
         source,
     })?;
-    let own = folder.join(TICKET);
+    let own = folder.join(RUN_TICKET);
     access::write_private(&own, &word)?;
     match wanted {
         Some(path) => access::write_private(path, &word).map(|()| path.to_owned()),

@@ -68,7 +68,7 @@ pub use changed::Changed;
 pub use connections::connections;
 pub use former_runs::{FormerRun, former_folders};
 pub use meet::{founder, host, join, status};
-pub use member_names::MemberNames;
+pub use member_names::{MemberNames, called};
 pub use place::Place;
 pub(super) use run::work;
 pub use status::{MemberStatus, Status};

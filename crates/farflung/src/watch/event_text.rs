@@ -8,6 +8,8 @@ use farflung_base::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::train::elastic::called;
+
 /// Limit on the length of an event's text, in characters.
 const LONGEST: usize = 400;
 
@@ -185,8 +187,8 @@ impl EventLine {
     }
 
     fn members(&self) -> String {
-        let Change { joined: came, left: went, names: called, took_s } = self.change().unwrap_or_default();
-        let name = |peer: &u32| called.get(peer).map_or_else(|| format!("member {peer}"), |name| cut(name));
+        let Change { joined: came, left: went, names: known, took_s } = self.change().unwrap_or_default();
+        let name = |peer: &u32| called(known.get(peer).map(String::as_str), *peer);
         let names = |peers: &[u32]| {
             let names: Vec<String> = peers.iter().take(8).map(name).collect();
             let more = if peers.len() > 8 { " and more" } else { "" };

@@ -9,7 +9,7 @@ use farflung_parallel::Plan;
 use super::event_text::{Change, cut};
 use super::snapshot::{Carries, LinkFacts, MemberFacts, Presence};
 use crate::PathCounters;
-use crate::train::elastic::Status;
+use crate::train::elastic::{Status, called};
 
 /// Highest number of members that are drawn.
 pub const MOST_MEMBERS: usize = 64;
@@ -119,19 +119,15 @@ impl Who {
             };
             way(from, to).min(way(to, from))
         });
-        let Some((rate, latency)) = declared else {
-            let path = self.measured(from, to);
-            let latency = path.and_then(|path| path.least_round_trip_s).map(|least| least / 2.0);
-            return LinkFacts {
-                from,
-                to,
-                carries,
-                bits_per_s: path.and_then(|path| path.rate).map(|bytes| bytes.saturating_mul(8)),
-                latency_s: latency.filter(|latency| latency.is_finite()),
-            };
+        let (bits_per_s, latency_s) = if let Some((rate, latency)) = declared {
+            let limited = Some(rate).filter(|rate| *rate != Bandwidth::UNLIMITED);
+            (limited.map(|rate| rate.0), Some(latency.as_secs_f64()))
+        } else {
+            let path = self.measured(from, to).unwrap_or_default();
+            let latency = path.least_round_trip_s.map(|least| least / 2.0);
+            (path.rate.map(|bytes| bytes.saturating_mul(8)), latency.filter(|s| s.is_finite()))
         };
-        let bits_per_s = Some(rate).filter(|rate| *rate != Bandwidth::UNLIMITED).map(|rate| rate.0);
-        LinkFacts { from, to, carries, bits_per_s, latency_s: Some(latency.as_secs_f64()) }
+        LinkFacts { from, to, carries, bits_per_s, latency_s }
     }
 
     /// Returns what the member that has reported its status has measured of its path to another one.
@@ -210,7 +206,7 @@ impl Roster {
         let shares = shares.filter(|shares| shares.len() == count);
         let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
         let share = |replica: u32| Some(f64::from(*shares?.get(replica as usize)?) / all as f64);
-        let name = |slot| self.names.get(&slot).cloned().unwrap_or_else(|| format!("member {slot}"));
+        let name = |slot| called(self.names.get(&slot).map(String::as_str), slot);
         let named = |slot: u32| MemberFacts { name: name(slot), ..MemberFacts::default() };
         let here = (0..).zip(&self.here).map(|(rank, &slot)| {
             let Seat { replica, stage } = seat(&slot, rank);
@@ -231,7 +227,7 @@ fn slots(plan: &Plan) -> impl Iterator<Item = (u32, u32)> + '_ {
 /// Returns the members of a status report.
 fn asked(status: &Status) -> Vec<MemberFacts> {
     let named = |slot: u32| status.members.iter().find(|member| member.slot == slot)?.name.as_deref();
-    let name = |slot: u32| named(slot).map_or_else(|| format!("member {slot}"), cut);
+    let name = |slot: u32| cut(&called(named(slot), slot));
     let whole = status.members.iter().all(|member| member.stage.is_none());
     // A member may report any number.
     let drawn = |number: &u32| (*number as usize) < MOST_MEMBERS;

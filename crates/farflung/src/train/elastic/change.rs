@@ -360,11 +360,11 @@ impl Member<'_> {
         patience: Nanos,
         tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, LastDone)> {
+        self.place.wait_to_begin();
         let expects = (patience, expected(job)?);
         if job.pipelines.is_some() {
             return self.come_into_pipelines((job, alone), expects, tell);
         }
-        self.place.wait_to_begin();
         let slot = self.place.transport().me().0;
         let speed = measured(job, (alone, slot), self.threads, self.simulated);
         let (threads, simulated) = (self.threads, self.simulated);

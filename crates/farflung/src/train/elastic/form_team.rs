@@ -23,7 +23,6 @@ use super::broken_round::{BrokenRound, RoundPosition};
 use super::fetching::ChunkStore;
 use super::held_tensors::HeldTensors;
 use super::layers::ranges;
-use super::nonsense::is_possible_speed;
 use super::pieces::{exchange, moved_bytes, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
@@ -215,9 +214,8 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
 /// Adds the speeds that newcomers have measured to what each member with a part tells about others' speeds.
 fn add_newcomers_speeds(view: &View, told: &mut [MemberDescription]) {
     let newcomers = view.members.iter().zip(&*told).filter(|(_, told)| told.made.is_none());
-    let own = |(member, told): (&Member, &MemberDescription)| {
-        Some((member.slot, *told.speeds.get(&member.slot)?)).filter(|(_, speed)| is_possible_speed(*speed))
-    };
+    let own =
+        |(member, told): (&Member, &MemberDescription)| Some((member.slot, *told.speeds.get(&member.slot)?));
     let measured: Vec<(u32, f64)> = newcomers.filter_map(own).collect();
     for told in told.iter_mut().filter(|told| told.made.is_some()) {
         for &(slot, speed) in &measured {

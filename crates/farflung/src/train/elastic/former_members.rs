@@ -91,8 +91,7 @@ impl FormerMembers {
                     opened.connected().iter().map(Connected::to_reach).collect()
                 });
                 let others = members.iter().filter(|member| !joined.contains(&member.address));
-                let others: Vec<FormerMember> = others.cloned().collect();
-                let answers = ask_all(&others, incarnation);
+                let answers = ask_all(others, incarnation);
                 seen.retain(|address, _| answers.iter().any(|answered| answered.address == *address));
                 let mut trains = |answered: &Answered| {
                     seen.entry(answered.address.clone()).or_default().note(answered.step)

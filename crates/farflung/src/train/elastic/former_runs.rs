@@ -90,28 +90,23 @@ pub(super) fn members(runs: &[FormerRun]) -> Result<Vec<FormerMember>> {
     Ok(members)
 }
 
-/// Returns the answers by address, one for each: a member may be in several runs.
-fn by_address(answers: Vec<Answered>) -> Vec<Answered> {
-    let mut by_address: BTreeMap<String, Answered> = BTreeMap::new();
-    for answered in answers {
-        by_address.entry(answered.address.clone()).or_insert(answered);
-    }
-    by_address.into_values().collect()
-}
-
 /// Asks members, several at the same time. Returns those that answer and are in no run of incarnation `than` or
 /// a later one, each once.
-pub(super) fn ask_all(members: &[FormerMember], than: u64) -> Vec<Answered> {
-    let mut answers = Vec::new();
+pub(super) fn ask_all<'a>(members: impl IntoIterator<Item = &'a FormerMember>, than: u64) -> Vec<Answered> {
+    let members: Vec<&FormerMember> = members.into_iter().collect();
+    // A member may be in several runs.
+    let mut answers: BTreeMap<String, Answered> = BTreeMap::new();
     for members in members.chunks(AT_ONCE) {
         thread::scope(|scope| {
             let ask = |member: &FormerMember| asked(&member.address, &member.gate, than);
-            let asking: Vec<_> = members.iter().map(|member| scope.spawn(move || ask(member))).collect();
+            let asking: Vec<_> = members.iter().map(|&member| scope.spawn(move || ask(member))).collect();
             // A thread that panicked has no answer.
-            answers.extend(asking.into_iter().filter_map(|thread| thread.join().ok().flatten()));
+            for answered in asking.into_iter().filter_map(|thread| thread.join().ok().flatten()) {
+                answers.entry(answered.address.clone()).or_insert(answered);
+            }
         });
     }
-    by_address(answers)
+    answers.into_values().collect()
 }
 
 /// Checks that these runs are over, by asking their members.

@@ -32,6 +32,12 @@ impl MemberNames {
     /// Returns the words for the member at an endpoint: its name, or `member` and its number.
     #[must_use]
     pub fn called(&self, slot: u32) -> String {
-        self.of(slot).map_or_else(|| format!("member {slot}"), ToString::to_string)
+        called(self.of(slot).map(MemberName::as_str), slot)
     }
+}
+
+/// Returns the words for the member at an endpoint, which has this name, if it has one.
+#[must_use]
+pub fn called(name: Option<&str>, slot: u32) -> String {
+    name.map_or_else(|| format!("member {slot}"), str::to_owned)
 }

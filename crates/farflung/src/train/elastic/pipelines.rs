@@ -167,7 +167,6 @@ impl Member<'_> {
         expects: (Nanos, u64),
         tell: &mut dyn FnMut(&str),
     ) -> Result<(Trainer, LastDone)> {
-        self.place.wait_to_begin();
         let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
         let speed = measured_speed(job, (alone, slot), threads, simulated);
         self.pools.known.extend(speed.map(|speed| (slot, speed)));

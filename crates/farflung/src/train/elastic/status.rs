@@ -232,10 +232,10 @@ mod tests {
         let text = "gpt-2x32: step 12 of 100\nloss      2.5000 (held out -)\nspeed     1234 tokens/s; 95.0% \
                     of 20 s in steps, 5 MB sent\nview      3 of incarnation 1\n\nmember  share  since view  \
                     waits for  address, name\n\x20    0    50%           1          -  10.0.0.0:29500 \
-                    (answers)\n\x20    7    50%           1          0  10.0.0.7:29500, home-3\n\nconnections of the \
-                    member that answered:\n\x20    7  sent it 2 MB, received 1 MB; round trip 25ms (minimum \
-                    20ms, queueing 5ms), 3 MB/s, 2 of 1500 packets sent again, queued 0 B now, 500ms in \
-                    total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
+                    (answers)\n\x20    7    50%           1          0  10.0.0.7:29500, home-3\n\n\
+                    connections of the member that answered:\n\x20    7  sent it 2 MB, received 1 MB; \
+                    round trip 25ms (minimum 20ms, queueing 5ms), 3 MB/s, 2 of 1500 packets sent \
+                    again, queued 0 B now, 500ms in total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
                     member 7 joined\n";
         assert_eq!(status.to_string(), text);
         let at = |slot, stage, share| {

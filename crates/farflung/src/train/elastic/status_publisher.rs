@@ -121,19 +121,18 @@ impl StatusPublisher {
 
     /// Returns the status of the members of the view in force.
     fn members(&self, place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
-        let mut members = members(place, team, job);
+        let mut members = members((place, &self.names), team, job);
         let shares: Vec<(u32, f64)> = members.iter().map(|member| (member.slot, member.share)).collect();
         let waits = self.waits.of(&shares);
         for member in &mut members {
             member.waits_for = waits.get(&member.slot).copied();
-            member.name = self.names.of(member.slot).map(ToString::to_string);
         }
         members
     }
 }
 
-/// Returns the status of the members of the view in force, without their names and those for which they wait.
-fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
+/// Returns the status of the members of the view in force, without those for which they wait.
+fn members((place, names): (&Place, &MemberNames), team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let (transport, me) = (place.transport(), place.transport().me());
     let addresses = place.arrivals.addresses();
     let all: u32 = job.plan.microbatches.iter().sum();
@@ -153,7 +152,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
         .map(|(number, member)| (member, share(number), pooled(number), position(number)))
         .map(|(member, share, pooled, stands)| MemberStatus {
             slot: member.slot,
-            name: None,
+            name: names.of(member.slot).map(ToString::to_string),
             address: addresses.get(&PeerId(member.slot)).cloned(),
             joined: member.joined,
             share: pooled.map_or(share, |(_, share)| share),

@@ -14,13 +14,14 @@ use super::nonsense::{Report, impossible_time};
 use super::rank_speeds::work;
 use super::shares;
 use super::state_transfer::StateTransfer;
+use super::team::wrong;
+use crate::Result;
 use crate::config::choice::BalanceKind;
 use crate::config::member_name::MemberName;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
 use crate::train::steps::LastDone;
 use crate::train::trainer::Progress;
-use crate::{Error, Result};
 
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -95,7 +96,6 @@ pub(super) fn form_view(view: &View, comm: &Communicator, brings: EnteringRank<'
         name,
     };
     let mut told: Vec<ReplicaDescription> = all_gather(comm, &standing)?;
-    let wrong = |problem| Error::Message { message: "the members' state".to_owned(), problem };
     let operations = work(&job.plan, &job.model).iter().sum();
     let mut nonsense = Vec::new();
     for (member, told) in view.members.iter().zip(&mut told) {

@@ -77,7 +77,6 @@ impl Place {
         follower: Option<&mut Follower<'_>>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<View> {
-        self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
         let ready = self.measure_links(state, 0);
         let mut links = Links { ready, state, again: MEASUREMENTS - 1 };
