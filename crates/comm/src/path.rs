@@ -12,9 +12,11 @@ pub struct PathStats {
     /// since the connection began.
     pub least_round_trip: Option<Nanos>,
     /// Rate of the path in bytes per second, if known. Over TCP, that at which the data sent last was
-    /// confirmed: with little to send, less than the path can carry. Over QUIC, the most that its congestion
-    /// control allows now: one window per round trip. Summed if there are several connections.
+    /// confirmed. Over QUIC, the most that its congestion control allows now: one window per round trip. Summed
+    /// if there are several connections.
     pub rate: Option<u64>,
+    /// Whether the path may carry more than `rate`, because over TCP there was too little to send to fill it.
+    pub rate_is_least: bool,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,
     /// Number of retransmitted packets.
@@ -41,6 +43,7 @@ impl PathStats {
             round_trip: self.round_trip.max(other.round_trip),
             least_round_trip: least,
             rate: [self.rate, other.rate].into_iter().flatten().reduce(u64::saturating_add),
+            rate_is_least: self.rate_is_least || other.rate_is_least,
             packets: self.packets + other.packets,
             retransmissions: self.retransmissions + other.retransmissions,
             queued: self.queued + other.queued,
@@ -59,6 +62,7 @@ mod tests {
             round_trip: Some(Nanos(50)),
             least_round_trip: Some(Nanos(20)),
             rate: Some(1000),
+            rate_is_least: false,
             packets: 10,
             retransmissions: 1,
             queued: Bytes(100),
@@ -67,7 +71,8 @@ mod tests {
         let other = PathStats { round_trip: Some(Nanos(40)), least_round_trip: Some(Nanos(10)), ..one };
         let both = one.merged_with(other);
         assert_eq!((both.round_trip, both.least_round_trip), (Some(Nanos(50)), Some(Nanos(10))));
-        assert_eq!(both.rate, Some(2000));
+        assert_eq!((both.rate, both.rate_is_least), (Some(2000), false));
+        assert!(one.merged_with(PathStats { rate_is_least: true, ..other }).rate_is_least);
         assert_eq!((both.packets, both.retransmissions, both.queued), (20, 2, Bytes(200)));
         assert_eq!((both.queued_for, both.queueing()), (Nanos(7), Some(Nanos(40))));
         // A connection without measurements changes nothing.

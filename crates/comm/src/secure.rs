@@ -20,7 +20,7 @@ mod tls;
 mod word;
 
 pub use certificates::{CertificateFault, Certificates};
-pub use identity::{Identity, PublicKey};
+pub use identity::{Identity, PublicKey, random};
 pub use refused::Refused;
 pub(crate) use refused::refused;
 #[cfg(feature = "iroh")]

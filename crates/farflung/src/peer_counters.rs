@@ -39,10 +39,13 @@ pub struct PathCounters {
     /// the connection began. Time above it is spent in queues along the path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub least_round_trip_s: Option<f64>,
-    /// Bytes per second, if known. Over TCP, the rate at which the data sent last was confirmed: with little to
-    /// send, less than the path can carry. Over QUIC, the most that its congestion control allows now.
+    /// Bytes per second, if known. Over TCP, the rate at which the data sent last was confirmed. Over QUIC, the
+    /// most that its congestion control allows now.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rate: Option<u64>,
+    /// Whether the path may carry more than `rate`, because there was too little to send to fill it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub rate_is_least: bool,
     /// Number of data packets sent, including retransmissions.
     pub packets: u64,
     /// Number of retransmitted packets.
@@ -60,6 +63,7 @@ impl From<PathStats> for PathCounters {
             round_trip_s: path.round_trip.map(seconds),
             least_round_trip_s: path.least_round_trip.map(seconds),
             rate: path.rate,
+            rate_is_least: path.rate_is_least,
             packets: path.packets,
             retransmissions: path.retransmissions,
             queued_bytes: path.queued.0,
@@ -86,7 +90,8 @@ impl PathCounters {
 impl fmt::Display for PathCounters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let time = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| Nanos::from_secs_f64(s).to_string());
-        let rate = self.rate.map_or_else(String::new, |rate| format!(", {}/s", Bytes(rate)));
+        let least = if self.rate_is_least { "at least " } else { "" };
+        let rate = self.rate.map_or_else(String::new, |rate| format!(", {least}{}/s", Bytes(rate)));
         write!(
             f,
             "round trip {} (minimum {}, queueing {}){rate}, {} of {} packets sent again, queued {} now, {} in \
@@ -183,6 +188,7 @@ mod tests {
             round_trip_s: Some(0.04),
             least_round_trip_s: Some(0.03),
             rate: Some(12_500_000),
+            rate_is_least: false,
             packets: 200,
             retransmissions: 3,
             queued_bytes: 1_000_000,

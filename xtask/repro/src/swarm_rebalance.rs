@@ -1,5 +1,7 @@
-//! Measures how much work SWARM gets done under preemptions by how often it rebalances, and checks the
-//! square-cube law.
+//! Measures how much work SWARM gets done under preemptions by how often it rebalances, compares hystereses, and
+//! checks the square-cube law.
+
+mod hysteresis;
 
 use anyhow::Result;
 use farflung::base::Nanos;
@@ -74,6 +76,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "x",
         Threshold::AtLeast(1.0),
     )?;
+    hysteresis::run(report, options.quick)?;
     square_cube(report)
 }
 

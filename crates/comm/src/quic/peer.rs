@@ -208,6 +208,7 @@ impl Peer {
             round_trip,
             least_round_trip: round_trip.map(|_| Nanos(least)),
             rate,
+            rate_is_least: false,
             packets: sent.sent_packets,
             retransmissions: sent.lost_packets,
             queued: if is_open { queued } else { Bytes(0) },

@@ -113,7 +113,10 @@ impl fmt::Debug for Identity {
 }
 
 /// Returns 32 bytes from the system's random number generator.
-pub(super) fn random() -> Result<Zeroizing<[u8; 32]>, CommError> {
+///
+/// # Errors
+/// [`CommError::Io`] if the system's generator fails.
+pub fn random() -> Result<Zeroizing<[u8; 32]>, CommError> {
     let mut bytes = Zeroizing::new([0; 32]);
     let none = std::io::Error::other("the random number generator failed");
     SystemRandom::new()

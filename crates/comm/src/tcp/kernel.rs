@@ -11,6 +11,8 @@ pub(super) struct Connection {
     pub(super) least_round_trip: Option<Nanos>,
     /// Bytes per second of the data that was confirmed last.
     pub(super) rate: Option<u64>,
+    /// Whether there was too little to send to fill the path.
+    pub(super) rate_is_least: bool,
     pub(super) packets: u64,
     pub(super) retransmissions: u64,
     /// Bytes in the socket that have not been sent yet.
@@ -45,6 +47,9 @@ pub(super) fn ask(_: &TcpStream) -> Option<Connection> {
     None
 }
 
+/// The first of several fields of a byte that are a bit wide.
+const FIRST_BIT: u8 = if cfg!(target_endian = "big") { 0x80 } else { 1 };
+
 /// Reads `struct tcp_info` of `linux/tcp.h`. Its fields never move; newer kernels append fields. A field that
 /// an older kernel does not have is `None` or 0.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "the layout is that of Linux"))]
@@ -62,6 +67,8 @@ fn read(info: &[u8]) -> Connection {
         least_round_trip: micros(148),
         packets: field(156).unwrap_or(0),
         rate: long(160).filter(|&rate| rate > 0),
+        // The first of the bits of byte 7, from the end at which the system's compiler begins.
+        rate_is_least: info.get(7).is_some_and(|bits| bits & FIRST_BIT != 0),
     }
 }
 
@@ -80,10 +87,15 @@ mod tests {
             round_trip: Some(Nanos::from_micros(1500)),
             least_round_trip: Some(Nanos::from_micros(900)),
             rate: Some(12_500_000),
+            rate_is_least: false,
             packets: 1000,
             retransmissions: 3,
             unsent: 77,
         };
+        assert_eq!(read(&info), all);
+        info[7] = FIRST_BIT;
+        assert_eq!(read(&info), Connection { rate_is_least: true, ..all });
+        info[7] = !FIRST_BIT;
         assert_eq!(read(&info), all);
         // The struct of Linux 3.0 ends after the retransmissions.
         let oldest = Connection { least_round_trip: None, rate: None, packets: 0, unsent: 0, ..all };

@@ -293,6 +293,7 @@ impl Link {
             round_trip: known.round_trip,
             least_round_trip: known.least_round_trip,
             rate: known.rate,
+            rate_is_least: known.rate_is_least,
             packets: known.packets,
             retransmissions: known.retransmissions,
             queued: Bytes((queued.saturating_sub(out.at) + held) as u64 + known.unsent),

@@ -116,6 +116,9 @@ impl Members<'_> {
                     command.arg(flag).arg(path);
                 }
             }
+            if let Some(name) = self.config.name.as_ref().filter(|_| *member == 0) {
+                command.arg("--name").arg(name.as_str());
+            }
             if let Some(relay) = &self.config.relay {
                 command.arg("--relay").arg(relay);
             }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung::access::{self, Home, RUN_TICKET, SiteMemberArgs};
-use farflung::comm::secure::{ADDRESSES, Security, Ticket, unix_seconds};
+use farflung::comm::secure::{ADDRESSES, Identity, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::config::choice::TransportKind;
 use farflung::config::member_name::MemberName;
@@ -162,22 +162,11 @@ impl HostCommand {
             Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
-        // Access to the members of earlier runs in this folder: by the tickets that these runs left there, or
-        // by the certificates.
-        let mut former = Vec::new();
-        for folder in config.out.as_deref().map_or_else(|| Ok(Vec::new()), elastic::former_folders)? {
-            let mut gate = gate.clone();
-            let ticket = folder.join(RUN_TICKET);
-            gate.security = match &own {
-                Some(_) if !ticket.exists() => continue,
-                Some((identity, _)) => {
-                    let ticket = access::ticket_for(Some(&ticket), |_| None)?;
-                    Security::by_ticket(identity, &ticket).by_any_member()
-                }
-                None => gate.security.joining(),
-            };
-            former.push(FormerRun { folder, gate });
-        }
+        let identity = own.as_ref().map(|(identity, _)| identity);
+        let former = match &config.out {
+            Some(folder) => former_runs(folder, &gate, identity)?,
+            None => Vec::new(),
+        };
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             let addresses = addresses(gate, &self.address);
             let Some((identity, secret)) = &own else {
@@ -212,6 +201,34 @@ impl HostCommand {
             elastic::host(config, &gate, &former, &stop, watch, &mut open)
         })
     }
+}
+
+/// Returns the access to the members of earlier runs in this folder: by the tickets that these runs left there,
+/// or by the certificates, without an `identity`.
+///
+/// Errors: the folder cannot be read; the ticket of its newest run cannot be read. One of an older run is left
+/// out, with a warning.
+fn former_runs(folder: &Path, gate: &GateConfig, identity: Option<&Identity>) -> Result<Vec<FormerRun>> {
+    let mut former = Vec::new();
+    for place in elastic::former_folders(folder)? {
+        let mut gate = gate.clone();
+        let ticket = place.join(RUN_TICKET);
+        gate.security = match identity {
+            Some(_) if !ticket.exists() => continue,
+            Some(identity) => match access::ticket_for(Some(&ticket), |_| None) {
+                Ok(ticket) => Security::by_ticket(identity, &ticket).by_any_member(),
+                Err(error) if place != folder => {
+                    let place = place.display();
+                    tracing::warn!(%error, "the members of the run in {place} are not asked whether it still runs");
+                    continue;
+                }
+                Err(error) => return Err(error),
+            },
+            None => gate.security.joining(),
+        };
+        former.push(FormerRun { folder: place, gate });
+    }
+    Ok(former)
 }
 
 const JOIN_EXAMPLES: &str = "Examples:

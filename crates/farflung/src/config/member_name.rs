@@ -10,6 +10,9 @@ use super::value::Setting;
 /// Maximum length of a name.
 const LONGEST: usize = 32;
 
+/// Letters that are not seen: fillers of the Korean script.
+const BLANK_LETTERS: [char; 4] = ['\u{115F}', '\u{1160}', '\u{3164}', '\u{FFA0}'];
+
 /// Name of a member: up to 32 letters, digits and `-`, `_`, `.`. Several members may have the same.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String")]
@@ -42,7 +45,8 @@ impl Setting for MemberName {
         format!("1 to {LONGEST} letters, digits, -, _ and dots")
     }
     fn parse(text: &str) -> Option<Self> {
-        let is_allowed = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
+        let is_letter = |c: char| c.is_alphanumeric() && !BLANK_LETTERS.contains(&c);
+        let is_allowed = |c: char| is_letter(c) || matches!(c, '-' | '_' | '.');
         let length = text.chars().take(LONGEST + 1).count();
         ((1..=LONGEST).contains(&length) && text.chars().all(is_allowed)).then(|| Self(text.to_owned()))
     }
@@ -60,7 +64,7 @@ mod tests {
         for good in ["home-3", "a", "büro_2.links", &"x".repeat(LONGEST)] {
             assert_eq!(MemberName::parse(good).map(|name| name.to_string()).as_deref(), Some(good));
         }
-        for bad in ["", "home 3", "a\nb", "\u{1b}[2J", &"x".repeat(LONGEST + 1)] {
+        for bad in ["", "home 3", "a\nb", "\u{1b}[2J", "a\u{3164}", &"x".repeat(LONGEST + 1)] {
             assert_eq!(MemberName::parse(bad), None, "{bad:?}");
             // Another member may send any text.
             assert!(serde_json::from_value::<MemberName>(bad.into()).is_err(), "{bad:?}");

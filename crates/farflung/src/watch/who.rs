@@ -125,7 +125,8 @@ impl Who {
         } else {
             let path = self.measured(from, to).unwrap_or_default();
             let latency = path.least_round_trip_s.map(|least| least / 2.0);
-            (path.rate.map(|bytes| bytes.saturating_mul(8)), latency.filter(|s| s.is_finite()))
+            let rate = path.rate.filter(|_| !path.rate_is_least);
+            (rate.map(|bytes| bytes.saturating_mul(8)), latency.filter(|s| s.is_finite()))
         };
         LinkFacts { from, to, carries, bits_per_s, latency_s }
     }
@@ -385,6 +386,7 @@ mod tests {
                 path: Some(PathCounters {
                     least_round_trip_s: Some(0.02),
                     rate: Some(5_000_000),
+                    rate_is_least: false,
                     ..PathCounters::default()
                 }),
                 ..PeerCounters::default()

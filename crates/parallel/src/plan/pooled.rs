@@ -3,7 +3,7 @@
 
 use farflung_base::Nanos;
 
-use super::{Assignment, Measured, PlanPosition, is_worth_it};
+use super::{Assignment, Measured, PlanPosition};
 use crate::pipeline::Pools;
 
 /// Arguments of [`Assignment::pooled`] besides the members.
@@ -154,18 +154,40 @@ pub enum PoolAdvice {
     },
 }
 
-/// Number of consecutive steps in which a change must be worthwhile before it is advised.
-const STEPS: u32 = 5;
 /// Ranks of a pool get equal rates if the fastest has less than this factor times the speed of the slowest.
 const ALIKE: f64 = 1.1;
+
+/// How clearly, and for how long, a change must be better before it is advised. Without hysteresis, changes follow
+/// the noise of the measured times. `cargo xtask bench swarm-rebalance` compares several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hysteresis {
+    /// Least percentage by which a change must shorten the busiest rank's work in a step.
+    pub percent: u32,
+    /// Number of consecutive steps in which it must.
+    pub steps: u32,
+}
+
+/// A tenth, in five steps.
+impl Default for Hysteresis {
+    fn default() -> Self {
+        Self { percent: 10, steps: 5 }
+    }
+}
+
+impl Hysteresis {
+    /// Returns whether a time of `then` is short enough, compared with `now`.
+    fn is_worth_it(self, now: Nanos, then: Nanos) -> bool {
+        then.as_secs_f64() < f64::from(100_u32.saturating_sub(self.percent)) / 100.0 * now.as_secs_f64()
+    }
+}
 
 /// Decides on rates and stage changes from the times that ranks measure. The result depends only on the
 /// arguments of [`PoolBalance::observe`], so all ranks reach the same decision.
 ///
 /// Rates are changed to the measured ones if this shortens the busiest rank's work in a step by more than a
-/// tenth, in five consecutive steps. Otherwise a member moves from another pool to the pool of the busiest
-/// rank, if then the busiest rank of both pools would have less than nine tenths of that work, also in five
-/// consecutive steps. At most one member moves at a time.
+/// tenth, in five consecutive steps ([`Hysteresis`]). Otherwise a member moves from another pool to the pool of
+/// the busiest rank, if then the busiest rank of both pools would have less than nine tenths of that work, also
+/// in five consecutive steps. At most one member moves at a time.
 ///
 /// Source: Ryabinin et al. 2023, "SWARM", algorithm 2. Differs: compares measured times instead of queue
 /// lengths, because the microbatches of a step are assigned before it begins; moves the member that helps most,
@@ -186,6 +208,7 @@ const ALIKE: f64 = 1.1;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PoolBalance {
+    hysteresis: Hysteresis,
     /// Number of consecutive steps in which new rates would have been worthwhile.
     rerouting: u32,
     /// The rank and stage of the move that would have been worthwhile, and for how many consecutive steps.
@@ -193,6 +216,12 @@ pub struct PoolBalance {
 }
 
 impl PoolBalance {
+    /// Creates a balance with another hysteresis than the usual one.
+    #[must_use]
+    pub fn new(hysteresis: Hysteresis) -> Self {
+        Self { hysteresis, ..Self::default() }
+    }
+
     /// Returns the advice after a step. `measured` has one entry for each rank; `work` has the operations of a
     /// microbatch in each stage. Returns [`PoolAdvice::Stay`] if a time is not known.
     pub fn observe(
@@ -206,28 +235,29 @@ impl PoolBalance {
         let known = times.len() == pools.ranks() as usize && times.iter().all(|&time| time > Nanos::ZERO);
         let now = busiest(pools, microbatches, &times).filter(|_| known && work.len() == pools.sizes.len());
         let Some(now) = now else {
-            *self = Self::default();
+            *self = Self::new(self.hysteresis);
             return PoolAdvice::Stay;
         };
         let by_speed = Pools { rates: rates_of(pools, &times), ..pools.clone() };
         let routed = busiest(&by_speed, microbatches, &times).unwrap_or(now);
-        if is_worth_it(now, routed) {
+        if self.hysteresis.is_worth_it(now, routed) {
             (self.moving, self.rerouting) = (None, self.rerouting + 1);
-            if self.rerouting < STEPS {
+            if self.rerouting < self.hysteresis.steps {
                 return PoolAdvice::Stay;
             }
             self.rerouting = 0;
             return PoolAdvice::Rates(by_speed.rates);
         }
         self.rerouting = 0;
-        let best = best_move(pools, microbatches, &times, work).filter(|(_, then)| is_worth_it(now, *then));
+        let best = best_move(pools, microbatches, &times, work);
+        let best = best.filter(|(_, then)| self.hysteresis.is_worth_it(now, *then));
         let Some(((rank, to), _)) = best else {
             self.moving = None;
             return PoolAdvice::Stay;
         };
         let before = self.moving.filter(|(r, t, _)| (*r, *t) == (rank, to)).map_or(0, |(_, _, steps)| steps);
         self.moving = Some((rank, to, before + 1));
-        if before + 1 < STEPS {
+        if before + 1 < self.hysteresis.steps {
             return PoolAdvice::Stay;
         }
         self.moving = None;

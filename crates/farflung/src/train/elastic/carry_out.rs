@@ -4,13 +4,14 @@
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_parallel::plan::PoolAdvice;
 
+use super::addresses;
 use super::balance::Reshared;
 use super::change::Member;
 use super::changed::Changed;
 use super::decide::Agreement;
-use super::kept;
 use super::layers::Division;
 use super::nonsense::Report;
+use super::place::Place;
 use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
@@ -20,7 +21,7 @@ use crate::train::run::RunObserver;
 use crate::train::steps::Steps;
 use crate::train::stop_in_step::StopSummary;
 use crate::train::trainer::{StateBytes, Trainer};
-use crate::{Error, Result, Signal};
+use crate::{Error, Result, RunDir, Signal};
 
 /// Why a member leaves.
 pub(super) enum Leaving {
@@ -294,12 +295,18 @@ fn note(
     {
         events.write(trainer.steps_done(), what);
     }
-    steps.run.map_or(Ok(()), |run| {
-        let addresses = member.place.arrivals.to_reach().into_iter();
-        let me = member.place.transport().me();
-        let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
-        kept::write_addresses(run.path(), &others)
-    })
+    steps.run.map_or(Ok(()), |run| write_addresses(member.place, run))
+}
+
+/// Writes the addresses of the other members to the member's folder, so that they can be asked later whether
+/// they still train.
+///
+/// Errors: [`Error::Io`].
+pub(super) fn write_addresses(place: &Place, run: &RunDir) -> Result<()> {
+    let me = place.transport().me();
+    let known = place.arrivals.to_reach().into_iter();
+    let others: Vec<String> = known.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
+    addresses::write(run.path(), &others)
 }
 
 /// Reports why the run continues under another plan, and writes the reason and the plan.

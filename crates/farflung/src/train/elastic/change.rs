@@ -181,7 +181,7 @@ impl Member<'_> {
         trainer: &mut Trainer,
         (agreed, begun): (Agreed, Nanos),
     ) -> Result<Option<Changed>> {
-        let start = start(self.place, job, trainer)?;
+        let start = start(job, trainer)?;
         match self.place.between_steps(agreed, start) {
             Ok(None) => Ok(None),
             Ok(Some(NextView { view, reason })) => {
@@ -209,9 +209,9 @@ impl Member<'_> {
         let _telling = if job.pipelines.is_some() { self.place.give_up() } else { Vec::new() };
         trainer.comm().abort();
         trainer.drop_step();
-        let start = start(self.place, job, trainer)?;
+        let start = start(job, trainer)?;
         let silent = self.watchdog.as_ref().map_or_else(Vec::new, Watchdog::given_up);
-        let view = self.next_view(error, silent, (trainer.steps_done(), start))?;
+        let view = self.next_view(error, silent, (trainer.steps_done(), Some(start)))?;
         self.go_over((job, last), trainer, view, (begun, reason))
     }
 
@@ -301,8 +301,8 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step();
-                    let start = start(self.place, job, trainer)?;
-                    view = self.next_view(&error, Vec::new(), (trainer.steps_done(), start))?;
+                    let start = start(job, trainer)?;
+                    view = self.next_view(&error, Vec::new(), (trainer.steps_done(), Some(start)))?;
                 }
                 Err(error) => return Err(error),
             }
@@ -442,14 +442,11 @@ impl Member<'_> {
     }
 }
 
-/// Returns the hashes of weights and plan for the next view, if this rank is the one that would propose it;
-/// otherwise `None`.
-pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
-    if !place.proposes() {
-        return Ok(None);
-    }
+/// Returns the hashes of weights and plan with which the next view begins. Each member computes them, because any
+/// may be the one that proposes the view: those before it may fall silent meanwhile.
+pub(super) fn start(job: &Job, trainer: &Trainer) -> Result<Start> {
     let weights = Digest::new(*trainer.hash()?.as_bytes());
-    Ok(Some(Start { weights, plan: job.plan.digest() }))
+    Ok(Start { weights, plan: job.plan.digest() })
 }
 
 /// Returns the approximate bytes of state that a newcomer receives: all parameters of the model, and two

@@ -19,7 +19,7 @@ use crate::{Error, Result};
 /// Errors: none if the members are distinct.
 pub(super) fn first_view(members: &[Newcomer], at: At, job: &Job) -> Result<View> {
     let members: Vec<Member> = members.iter().map(Member::from).collect();
-    // All zeros: the initial weights follow from the settings.
+    // All zeros: the first weights follow from the settings, or from the checkpoint in the founder's folder.
     let start = Start { weights: Digest::new([0; 32]), plan: job.plan.digest() };
     View::first(at, &members, start).map_err(|fault| Error::NotAView { reason: fault.to_string() })
 }

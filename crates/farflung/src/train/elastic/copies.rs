@@ -101,7 +101,8 @@ impl Copies {
     fn go_on(&mut self, comm: &Communicator, job: &Job) -> Result<()> {
         if let Some(leaving) = &mut self.outgoing {
             let next = Rank((comm.rank().0 + 1) % comm.size() as u32);
-            let rate = job.topology()?.rate(comm.rank(), next).0.min(job.config.up.0);
+            let declared = job.topology()?.rate(comm.rank(), next).0.min(job.config.up.0);
+            let rate = declared.min(measured(comm, next).unwrap_or(u64::MAX));
             leaving.go_on(comm, next, job.config.copy_share * rate as f64 / 8.0);
             if leaving.is_done() {
                 self.outgoing = None;
@@ -128,6 +129,12 @@ impl Copies {
         }
         Ok(())
     }
+}
+
+/// Returns the rate of the path to another rank in bits per second, where the network has found it.
+fn measured(comm: &Communicator, to: Rank) -> Option<u64> {
+    let path = comm.transport().path(*comm.members().get(to.index())?)?;
+    path.rate.filter(|_| !path.rate_is_least).map(|rate| rate.saturating_mul(8))
 }
 
 fn keep(kept: &mut Vec<NamedTensors>, pieces: NamedTensors) {

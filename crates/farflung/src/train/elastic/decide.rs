@@ -147,14 +147,6 @@ impl Place {
         ROLL_CALL.max(Nanos(longest.0.saturating_mul(2))).min(self.deadline)
     }
 
-    /// Returns whether this member would propose the next view, as far as it knows.
-    pub(in crate::train) fn proposes(&mut self) -> bool {
-        let gone = self.lost().into_iter().collect();
-        let me = PeerId(self.transport().me().0);
-        let me = self.name(me);
-        self.view().is_some_and(|view| view.coordinator(&gone).copied() == me)
-    }
-
     /// Passes events to the rules and waits until the members have agreed on a view. `None` if they have not
     /// within `patience` although all of them answer.
     ///
@@ -352,9 +344,9 @@ impl Place {
     /// Returns the next view after members have agreed on a change; `None` if they did not reach one.
     ///
     /// Errors: as [`Place::decide`].
-    pub(super) fn between_steps(&mut self, agreed: Agreed, start: Option<Start>) -> Result<Option<NextView>> {
+    pub(super) fn between_steps(&mut self, agreed: Agreed, start: Start) -> Result<Option<NextView>> {
         let Agreed { events, reason, .. } = agreed;
-        let events = start.map(Event::Starts).into_iter().chain(events).collect();
+        let events = [Event::Starts(start)].into_iter().chain(events).collect();
         let view = self.decide(events, (None, false), self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
@@ -371,11 +363,11 @@ impl Place {
         &mut self,
         working: &[MemberId],
         leads: bool,
-        start: Option<Start>,
+        start: Start,
     ) -> Result<Option<View>> {
         self.renew();
         let _telling = if leads { self.tell_agreed(working, &[Event::Repeat]) } else { Vec::new() };
-        let events = start.map(Event::Starts).into_iter().chain([Event::Repeat]).collect();
+        let events = vec![Event::Starts(start), Event::Repeat];
         self.decide(events, (None, false), self.deadline)
     }
 

@@ -145,7 +145,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         .collect();
     let rounds: Vec<Option<RoundPosition>> = told.iter().map(|told| told.round).collect();
     if let Some(round) = BrokenRound::new(job, &before, &stood, &rounds) {
-        return finished_round((view, all, job), (&before, &round, &reference.ranks), last, &told);
+        return finished_round((view, all, job), (&before, &round, reference), last, &told);
     }
     let NextTeam { team, plan } = next_team((view, all, job), (&before, reference, &told), stood)?;
     let mut next = job.with_plan(plan)?;
@@ -275,13 +275,13 @@ fn next_team(
 /// Errors: those of the plan.
 fn finished_round(
     (view, all, job): (&View, &Communicator, &Job),
-    (before, round, ranks): (&Plan, &BrokenRound, &[u32]),
+    (before, round, reference): (&Plan, &BrokenRound, &MemberDescription),
     last: LastDone,
     told: &[MemberDescription],
 ) -> Result<FormedTeam> {
     // A spare has the plan of another round, and does not report this change.
     let takes_part = job.plan == *before;
-    let lost = if takes_part { round.lost_sequences(job, ranks) } else { Vec::new() };
+    let lost = if takes_part { round.lost_sequences(job, &reference.ranks) } else { Vec::new() };
     let own = told[all.rank().index()].held.last();
     let any = own.or_else(|| told.iter().find_map(|told| told.held.last()));
     let counted = any.ok_or_else(|| wrong("is lost: no member has a part of the model"))?.counted.clone();
@@ -297,7 +297,7 @@ fn finished_round(
         moved: (0, 0),
         lost_steps: 0,
         from_checkpoints: false,
-        speeds: BTreeMap::new(),
+        speeds: reference.speeds.clone(),
         finishes_round: true,
         lost,
     })

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use farflung_comm::tcp::{Connected, GrowingNetwork};
 
+use super::addresses::Answered;
 use super::former_runs::{FormerMember, ask_all};
-use super::kept::Answered;
 use crate::{Error, Signal, Stop};
 
 /// Time between two rounds of questions.

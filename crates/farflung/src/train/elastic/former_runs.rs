@@ -1,23 +1,50 @@
 //! The runs that a folder has been used for: their members' addresses, and how these are asked. A host that is
-//! started again asks all of them. What belongs to a run that is over for this machine is put aside in the
-//! folder `former`, one folder for each incarnation.
+//! started again asks those of the run that it continues, of all its incarnations. What belongs to a run, or to
+//! an incarnation, that is over for this machine is put aside in the folder `former`, in numbered folders.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::thread;
 
 use farflung_comm::tcp::GateConfig;
+use serde::{Deserialize, Serialize};
 
-use super::kept::{self, ANY, Answered, asked, shown};
+use super::addresses::{self, ANY, Answered, asked, shown, text};
+use super::promises::{self, Promised};
+use super::run_id::RunId;
 use crate::train::run::RunObserver;
-use crate::{Error, Result, access};
+use crate::{Error, Result, access, run_dir};
 
 /// Name of the folder with what was put aside.
 const FORMER: &str = "former";
+/// Name of the file there that says of which run it is.
+const WHICH: &str = "run.json";
 /// Number of runs that are kept there.
 const MOST_RUNS: usize = 4;
+/// Number of addresses that are kept of each.
+const MOST_ADDRESSES: usize = 256;
 /// Number of members that are asked at the same time.
 const AT_ONCE: usize = 16;
+
+/// An incarnation of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Incarnation {
+    /// `None` if an earlier version has written it.
+    run: Option<RunId>,
+    number: u64,
+}
+
+impl Incarnation {
+    /// Returns the incarnation whose members a folder names: of one that was put aside, or of the run that a
+    /// member has made promises in.
+    fn of(folder: &Path) -> Result<Option<Self>> {
+        if let Some(text) = text(folder, WHICH)? {
+            return Ok(serde_json::from_str(&text).ok());
+        }
+        let of_promises = |Promised { run, state }: Promised| Self { run, number: state.view.incarnation };
+        Ok(promises::read(folder)?.map(of_promises))
+    }
+}
 
 /// Access to the members of an earlier run.
 #[derive(Debug, Clone)]
@@ -36,7 +63,7 @@ pub fn former_folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok([folder.to_owned()].into_iter().chain(put_aside_in(folder)?.into_values().rev()).collect())
 }
 
-/// Returns the folders that were put aside, by incarnation.
+/// Returns the folders that were put aside, by number.
 fn put_aside_in(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     let within = folder.join(FORMER);
     if !within.is_dir() {
@@ -47,25 +74,40 @@ fn put_aside_in(folder: &Path) -> Result<BTreeMap<u64, PathBuf>> {
     Ok(entries.filter_map(|entry| numbered(entry.ok()?.path())).collect())
 }
 
-/// Puts aside what is needed to ask the members of the run of this incarnation, before another run writes to
-/// the folder. Of more than [`MOST_RUNS`], the oldest are removed.
+/// Puts aside what is needed to ask the members of the run of this folder, before another run, or another
+/// incarnation of it, writes to the folder. What was put aside of the same incarnation is merged with it. Of
+/// more than [`MOST_RUNS`], the oldest are removed.
 ///
-/// Errors: [`Error::Io`].
-pub(super) fn put_aside(folder: &Path, incarnation: u64) -> Result<()> {
-    let addresses = kept::addresses(folder)?;
-    if addresses.is_empty() {
-        return Ok(());
+/// Errors: [`Error::Io`]; files that are too long.
+pub(super) fn put_aside(folder: &Path) -> Result<()> {
+    let mut known = addresses::of_run(folder)?;
+    let incarnation = Incarnation::of(folder)?;
+    let Some(incarnation) = incarnation.filter(|_| !known.is_empty()) else { return Ok(()) };
+    let before = put_aside_in(folder)?;
+    let mut merged = Vec::new();
+    for old in before.values().rev() {
+        if Incarnation::of(old)? == Some(incarnation) {
+            let others = addresses::of_run(old)?;
+            let more: Vec<String> = others.into_iter().filter(|other| !known.contains(other)).collect();
+            known.extend(more);
+            merged.push(old);
+        }
     }
-    let aside = folder.join(FORMER).join(incarnation.to_string());
+    known.truncate(MOST_ADDRESSES);
+    let number = before.keys().max().map_or(1, |last| last.saturating_add(1));
+    let aside = folder.join(FORMER).join(number.to_string());
     std::fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
     let ticket = folder.join(access::RUN_TICKET);
     if let Ok(word) = std::fs::read_to_string(&ticket) {
         access::write_private(&aside.join(access::RUN_TICKET), word.trim_end())?;
     }
-    kept::write_addresses(&aside, &addresses)?;
-    kept::remove_addresses(folder)?;
-    let all = put_aside_in(folder)?;
-    for old in all.values().take(all.len().saturating_sub(MOST_RUNS)) {
+    let which = serde_json::to_vec(&incarnation).expect("numbers can be written as JSON");
+    run_dir::replace(&aside.join(WHICH), &which)?;
+    addresses::write(&aside, &known)?;
+    addresses::remove(folder)?;
+    let left = before.values().filter(|old| !merged.contains(old));
+    let too_many = (left.clone().count() + 1).saturating_sub(MOST_RUNS);
+    for old in left.take(too_many).chain(merged.iter().copied()) {
         std::fs::remove_dir_all(old).map_err(Error::io("remove", old))?;
     }
     Ok(())
@@ -76,16 +118,21 @@ pub(super) fn put_aside(folder: &Path, incarnation: u64) -> Result<()> {
 pub(super) struct FormerMember {
     pub(super) address: String,
     pub(super) gate: GateConfig,
+    /// Its run; `None` if an earlier version has written its address.
+    pub(super) run: Option<RunId>,
 }
 
-/// Returns the members of these runs.
+/// Returns the members of the incarnations of `run` among these. Where either is not known, they count.
 ///
 /// Errors: a file that is too long.
-pub(super) fn members(runs: &[FormerRun]) -> Result<Vec<FormerMember>> {
+pub(super) fn members(runs: &[FormerRun], run: Option<RunId>) -> Result<Vec<FormerMember>> {
     let mut members = Vec::new();
     for FormerRun { folder, gate } in runs {
-        let member = |address| FormerMember { address, gate: gate.clone() };
-        members.extend(kept::addresses(folder)?.into_iter().map(member));
+        let of = Incarnation::of(folder)?.and_then(|incarnation| incarnation.run);
+        if of.zip(run).is_none_or(|(of, run)| of == run) {
+            let member = |address| FormerMember { address, gate: gate.clone(), run: of };
+            members.extend(addresses::of_run(folder)?.into_iter().map(member));
+        }
     }
     Ok(members)
 }
@@ -98,7 +145,7 @@ pub(super) fn ask_all<'a>(members: impl IntoIterator<Item = &'a FormerMember>, t
     let mut answers: BTreeMap<String, Answered> = BTreeMap::new();
     for members in members.chunks(AT_ONCE) {
         thread::scope(|scope| {
-            let ask = |member: &FormerMember| asked(&member.address, &member.gate, than);
+            let ask = |member: &FormerMember| asked(&member.address, (&member.gate, member.run), than);
             let asking: Vec<_> = members.iter().map(|&member| scope.spawn(move || ask(member))).collect();
             // A thread that panicked has no answer.
             for answered in asking.into_iter().filter_map(|thread| thread.join().ok().flatten()) {
@@ -125,8 +172,11 @@ pub(super) fn are_over(members: &[FormerMember], watch: &mut dyn RunObserver) ->
 mod tests {
     use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
     use farflung_comm::tcp::GrowingNetwork;
+    use farflung_parallel::membership::{DurableState, Member, MemberId, Start, View, ViewId};
+    use farflung_parallel::plan::Digest;
 
     use super::super::newcomer_info::NewcomerInfo;
+    use super::super::promises::PromiseFile;
     use super::super::status::Status;
     use super::*;
 
@@ -148,10 +198,10 @@ mod tests {
             let ticket = Ticket { addresses, host, secret: secret.until(expiry), expiry };
             let gate = gate(Security::by_ticket(&identity(2), &ticket));
             let run = FormerRun { folder: folder.path().to_owned(), gate };
-            are_over(&members(&[run]).unwrap(), &mut Silent)
+            are_over(&members(&[run], None).unwrap(), &mut Silent)
         };
         by_ticket(&secret, unix_seconds() + 3600).unwrap();
-        kept::write_addresses(folder.path(), &[member.address().to_owned()]).unwrap();
+        addresses::write(folder.path(), &[member.address().to_owned()]).unwrap();
         let (later, earlier) = (unix_seconds() + 3600, unix_seconds() - 60);
         for (until, old) in [(later, false), (earlier, true)] {
             let error = by_ticket(&secret, until).unwrap_err();
@@ -165,19 +215,25 @@ mod tests {
             expiry: later,
         };
         let asks = gate(Security::by_ticket(&identity(2), &ticket));
-        let answers = |than| asked(member.address(), &asks, than).is_some();
+        let run = RunId::draw().unwrap();
+        let answers_as = |run, than| asked(member.address(), (&asks, run), than).is_some();
+        let answers = |than| answers_as(None, than);
         let welcome = |incarnation: Option<u64>| {
             let status = incarnation.map(|incarnation| Status { incarnation, ..Status::default() });
             let (version, settings) = (String::new(), String::new());
-            let info = NewcomerInfo { version, settings, facts: Vec::new(), status };
+            let info = NewcomerInfo { version, run: Some(run), settings, facts: Vec::new(), status };
             member.set_welcome(info.to_bytes()).unwrap();
         };
         for (told, counts) in [(None, false), (Some(2), true), (Some(3), false), (Some(4), false)] {
             welcome(told);
             assert_eq!((answers(3), answers(ANY)), (counts, true), "{told:?}");
         }
+        // A member of another run of this host is not one of this run.
+        let other = RunId::draw().unwrap();
+        assert_eq!([run, other].map(|run| answers_as(Some(run), ANY)), [true, false]);
         // It is a member of one run, although two name its address.
-        let member_of = FormerMember { address: member.address().to_owned(), gate: asks.clone() };
+        let (address, gate) = (member.address().to_owned(), asks.clone());
+        let member_of = FormerMember { address, gate, run: None };
         assert_eq!(ask_all(&[member_of.clone(), member_of], ANY).len(), 1);
         // A member of another run answers at the address now.
         by_ticket(&JoinSecret::from_text(b"a frog that nobody has seen").unwrap(), later).unwrap();
@@ -191,18 +247,38 @@ mod tests {
         let at = folder.path();
         assert_eq!(former_folders(at).unwrap(), [at]);
         // A run without other members leaves nothing to ask.
-        put_aside(at, 1).unwrap();
+        put_aside(at).unwrap();
         assert_eq!(former_folders(at).unwrap(), [at]);
-        for incarnation in 2..9 {
-            kept::write_addresses(at, &[format!("10.0.0.{incarnation}:29500")]).unwrap();
-            access::write_private(&at.join(access::RUN_TICKET), &format!("ticket {incarnation}")).unwrap();
-            put_aside(at, incarnation).unwrap();
-            assert_eq!(kept::addresses(at).unwrap(), [""; 0]);
+        let (one, other) = (RunId::draw().unwrap(), RunId::draw().unwrap());
+        let uses = |run: RunId, incarnation: u64, address: u32| {
+            let first = Member::new(MemberId::number(0), 0);
+            let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
+            let view = View::first(ViewId { incarnation, epoch: 1 }, &[first], start).unwrap();
+            PromiseFile::new(at, run).write(&DurableState::new(view)).unwrap();
+            addresses::write(at, &[format!("10.0.0.{address}:29500")]).unwrap();
+            access::write_private(&at.join(access::RUN_TICKET), &format!("ticket {address}")).unwrap();
+            put_aside(at).unwrap();
+            assert_eq!(addresses::of_run(at).unwrap(), [""; 0]);
+        };
+        for incarnation in 2..8 {
+            uses(one, incarnation, incarnation as u32);
         }
+        // The folder of a member that joins another run, of a lower incarnation, and again.
+        uses(other, 2, 8);
+        uses(other, 2, 9);
         let folders = former_folders(at).unwrap();
-        let kept: Vec<PathBuf> = (5..9).rev().map(|n: u32| at.join(FORMER).join(n.to_string())).collect();
-        assert_eq!(folders[1..], kept);
-        assert_eq!(kept::addresses(&folders[2]).unwrap(), ["10.0.0.7:29500"]);
+        let numbers = [8, 6, 5, 4].map(|number| at.join(FORMER).join(number.to_string()));
+        assert_eq!(folders[1..], numbers);
+        assert_eq!(addresses::of_run(&folders[1]).unwrap(), ["10.0.0.9:29500", "10.0.0.8:29500"]);
         assert_eq!(std::fs::read_to_string(folders[2].join(access::RUN_TICKET)).unwrap(), "ticket 7\n");
+        // Only the members of the run that continues are asked.
+        let gate = GateConfig::new("127.0.0.1:0", "night", Security::unencrypted());
+        let runs: Vec<FormerRun> =
+            folders.into_iter().map(|folder| FormerRun { folder, gate: gate.clone() }).collect();
+        let asked = |run| members(&runs, run).unwrap().len();
+        assert_eq!([Some(one), Some(other), None].map(asked), [3, 2, 5]);
+        // What an earlier version has put aside counts for every run.
+        std::fs::remove_file(at.join(FORMER).join("6").join(WHICH)).unwrap();
+        assert_eq!([Some(one), Some(other), None].map(asked), [3, 3, 5]);
     }
 }

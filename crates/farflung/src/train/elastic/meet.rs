@@ -11,9 +11,10 @@ use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
 use super::former_members::FormerMembers;
 use super::former_runs::{self, FormerRun};
-use super::kept;
 use super::newcomer_info::NewcomerInfo;
-use super::place::Place;
+use super::place::{OwnFolder, Place};
+use super::promises;
+use super::run_id::RunId;
 use super::status::Status;
 use crate::config::choice::{Resume, TransportKind};
 use crate::config::value::Setting as _;
@@ -117,25 +118,25 @@ pub fn host(
     job.out = Some(folder.to_owned());
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
     let run = RunDir::open(folder, existing)?;
-    let before = kept::read(folder)?;
-    let former = if before.is_some() { former_runs::members(former)? } else { Vec::new() };
+    let before = promises::read(folder)?;
+    let id = before.as_ref().and_then(|before| before.run);
+    let former = if before.is_some() { former_runs::members(former, id)? } else { Vec::new() };
     former_runs::are_over(&former, watch)?;
-    if let Some(before) = &before {
-        former_runs::put_aside(folder, before.view.incarnation)?;
-    }
+    former_runs::put_aside(folder)?;
+    let id = id.map_or_else(RunId::draw, Ok)?;
     let mut gate = gate.clone();
     gate.shared_memory = shared_memory(&job.config);
     let gate = &gate;
     let opened = Arc::new(GrowingNetwork::found(gate)?);
     opened.transport().keep_pace(pace(&job.config))?;
-    let welcome = NewcomerInfo::of(&job);
+    let welcome = NewcomerInfo { run: Some(id), ..NewcomerInfo::of(&job) };
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
-    let at = kept::next(before.as_ref());
+    let at = promises::next(before.as_ref().map(|before| &before.state));
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
+    let mut place = place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id }), &job)?;
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
@@ -190,14 +191,18 @@ fn come_in(
         let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
         let mut job = founder(TrainConfig::merge(given.clone(), file)?, stop)?;
         welcome.check_job(&job)?;
-        let folder = match claim.take() {
-            Some(folder) => folder,
-            None => Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?,
-        };
+        let id = welcome.run.ok_or_else(|| NewcomerInfo::wrong("has no identity of the run"))?;
+        let again = claim.is_some();
+        let new = || Claim::new(job.config.out.as_deref(), &model_name(&job.model), None);
+        let folder = claim.take().map_or_else(new, Ok)?;
         // A newcomer takes the state from the members, even if its folder has checkpoints.
-        let was_here = kept::is_there(folder.path());
+        let was_here = promises::are_there(folder.path());
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
+        if !again {
+            // It may be the folder of another run.
+            former_runs::put_aside(folder.path())?;
+        }
         job.out = Some(folder.path().to_owned());
         watch.note(&format!("connecting to the run's {} known members", asked.members().len()));
         let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
@@ -206,7 +211,7 @@ fn come_in(
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
+        let mut place = place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id }), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;
         let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
@@ -224,11 +229,11 @@ fn come_in(
 fn place(
     (gate, config, welcome): (&Arc<GrowingNetwork>, &GateConfig, NewcomerInfo),
     me: Newcomer,
-    (state, run): (State, RunDir),
+    (state, own): (State, OwnFolder),
     job: &Job,
 ) -> Result<Place> {
     let arrivals = Arc::new(AtGate { gate: Arc::clone(gate), config: config.clone(), welcome });
-    Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
+    Place::new(gate.transport(), me, arrivals, (state, Some(own)), job.config.deadline)
 }
 
 /// Asks a run's members for its status; `None` if it has not begun. If the member that answers takes no steps,

@@ -3,14 +3,14 @@
 //! messages as they arrive, even while the rank computes.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Cancel, Question, Service};
-use farflung_parallel::membership::{Action, DurableState, Event, MemberId, Message, Reason, State, View};
+use farflung_parallel::membership::{Action, Event, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
 use super::offers::{Growth, Logged, Offer, Offers};
+use super::promises::PromiseFile;
 use super::ready::{Cost, Ready};
 use super::round_trips::RoundTrips;
 use crate::Result;
@@ -72,7 +72,7 @@ pub(super) struct MembershipService {
     /// Time of the last message from each peer.
     heard: BTreeMap<MemberId, Nanos>,
     /// File to which promises are written; `None` if they are not saved.
-    promises: Option<PathBuf>,
+    promises: Option<PromiseFile>,
     /// Cancels this rank's pending operations in the view of this epoch.
     steps: Option<(u64, Cancel)>,
     /// The newest epoch whose steps have failed, as reported by other members.
@@ -108,7 +108,7 @@ impl MembershipService {
     /// Creates a service, and writes the state's promises to the file.
     ///
     /// Errors: [`Error::Io`](crate::Error::Io).
-    pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
+    pub(super) fn new(state: State, promises: Option<PromiseFile>) -> Result<Self> {
         let (ranks, heard) = (Vec::new(), BTreeMap::new());
         let (steps, given_up) = (None, 0);
         let membership = Self {
@@ -128,8 +128,8 @@ impl MembershipService {
             offers: Offers::default(),
             round_trips: RoundTrips::default(),
         };
-        if let Some(kept) = membership.state.durable() {
-            membership.write(kept)?;
+        if let (Some(kept), Some(promises)) = (membership.state.durable(), &membership.promises) {
+            promises.write(kept)?;
         }
         Ok(membership)
     }
@@ -293,9 +293,9 @@ impl MembershipService {
                 }
                 // Without the saved promise, the actions after it must not happen: send nothing, as if this
                 // member were lost.
-                Action::Persist(kept) => match self.write(&kept) {
-                    Ok(()) => {}
-                    Err(error) => {
+                Action::Persist(kept) => match self.promises.as_ref().map(|file| file.write(&kept)) {
+                    None | Some(Ok(())) => {}
+                    Some(Err(error)) => {
                         tracing::error!(%error, "failed to write a promise of the membership rules");
                         break;
                     }
@@ -308,13 +308,6 @@ impl MembershipService {
             }
         }
         leaving
-    }
-
-    /// Writes promises to the file.
-    fn write(&self, kept: &DurableState) -> Result<()> {
-        let Some(path) = &self.promises else { return Ok(()) };
-        let text = serde_json::to_vec_pretty(kept).expect("promises can be written as JSON");
-        crate::run_dir::replace(path, &text)
     }
 
     fn step(&mut self, event: Event, now: Nanos) -> Vec<Answer> {

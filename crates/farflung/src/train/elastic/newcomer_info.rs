@@ -2,19 +2,25 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::run_id::RunId;
 use super::status::Status;
 use crate::config::shared::{NamedValue, is_own};
 use crate::train::job::Job;
 use crate::train::meet::model_facts;
 use crate::{Error, Result};
 
-/// Version of this program. All members need the same one, since another may compute other values.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// Version of this program. All members need the same one, since another may compute other values. The number
+/// after the sign is that of the messages between members: it grows with each change of one that an earlier
+/// program could not read.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "+members.2");
 
 /// Information for a newcomer before it connects to all members.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct NewcomerInfo {
     pub(super) version: String,
+    /// Identity of the run, once it has one.
+    #[serde(default)]
+    pub(super) run: Option<RunId>,
     /// The settings that all members share, as TOML.
     pub(super) settings: String,
     /// Facts about the model and the data, which must be the same on all members.
@@ -41,7 +47,7 @@ impl NewcomerInfo {
             key == DEADLINE || !is_own(key) && !FILES.contains(&key)
         };
         let settings = settings.lines().filter(shared).collect::<Vec<_>>().join("\n");
-        Self { version: VERSION.to_owned(), settings, facts: facts(job), status: None }
+        Self { version: VERSION.to_owned(), run: None, settings, facts: facts(job), status: None }
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
@@ -78,12 +84,31 @@ impl NewcomerInfo {
     ///
     /// Errors: [`Error::Message`] if it is malformed.
     pub(super) fn read(bytes: &[u8]) -> Result<Self> {
-        let malformed = |_| Error::Message {
-            message: "the members' description of the run".to_owned(),
-            problem: "cannot be parsed",
-        };
-        serde_json::from_slice(bytes).map_err(malformed)
+        let told: Self = serde_json::from_slice(bytes).map_err(|_| Self::wrong("cannot be parsed"))?;
+        Ok(told.without_controls())
     }
+
+    /// Replaces characters that control a terminal, which no member sends by itself.
+    fn without_controls(mut self) -> Self {
+        let facts = self.facts.iter_mut().flat_map(|NamedValue { name, value }| [name, value]);
+        let status = self.status.iter_mut().flat_map(Status::texts_mut);
+        for text in facts.chain(status).chain([&mut self.version, &mut self.settings]) {
+            if text.chars().any(is_control) {
+                *text = text.replace(is_control, "\u{FFFD}");
+            }
+        }
+        self
+    }
+
+    /// Returns the error of an answer with this problem.
+    pub(super) fn wrong(problem: &'static str) -> Error {
+        Error::Message { message: "the members' description of the run".to_owned(), problem }
+    }
+}
+
+/// Returns whether a character controls a terminal. Settings have several lines.
+fn is_control(c: char) -> bool {
+    c.is_control() && c != '\n'
 }
 
 /// Returns the facts that must be the same on all members, beside their settings.
@@ -147,5 +172,11 @@ mod tests {
             ],
         );
         assert!(NewcomerInfo::read(&members.to_bytes()[1..]).is_err());
+        // Another program can send any text; it does not control the terminal.
+        let status = Status { changes: vec!["\u{1b}[2Jx".to_owned()], ..Status::default() };
+        let odd = NewcomerInfo { version: "1\u{7}".to_owned(), status: Some(status), ..members };
+        let read = NewcomerInfo::read(&odd.to_bytes()).unwrap();
+        assert_eq!((&read.version[..], &read.status.unwrap().changes[0][..]), ("1\u{FFFD}", "\u{FFFD}[2Jx"));
+        assert_eq!(read.settings, odd.settings);
     }
 }

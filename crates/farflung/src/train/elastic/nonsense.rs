@@ -13,6 +13,9 @@ pub(super) const MOST_BYTES_PER_S: u64 = 1_000_000_000_000;
 /// The fastest rank that is believed, in operations a second: 1 EFLOP/s.
 const MOST_OPERATIONS_PER_S: f64 = 1e18;
 
+/// A member that reports to be more than this many times faster than the middle one is not believed.
+pub(super) const MOST_TIMES_THE_MIDDLE: u64 = 4096;
+
 /// A member's report that cannot be true.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Report {

@@ -125,7 +125,7 @@ impl Member<'_> {
         trainer: &mut Trainer,
         begun: Nanos,
     ) -> Result<Option<Changed>> {
-        let start = start(self.place, job, trainer)?;
+        let start = start(job, trainer)?;
         let working = self.team.as_ref().map_or_else(Vec::new, Team::working);
         let lead = self.team.as_ref().is_some_and(Team::leads);
         match self.place.once_more(&working, lead, start)? {
@@ -206,7 +206,7 @@ impl Member<'_> {
                     let start = match trainer.as_deref_mut() {
                         Some(trainer) => {
                             trainer.drop_step();
-                            start(self.place, job, trainer)?
+                            Some(start(job, trainer)?)
                         }
                         None => None,
                     };

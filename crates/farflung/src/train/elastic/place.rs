@@ -10,9 +10,10 @@ use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
 use super::blobs::OfferedBlobs;
-use super::kept;
 use super::membership_service::{MembershipService, event};
+use super::promises::PromiseFile;
 use super::ready::{Admission, FollowProgress, Ready, measured};
+use super::run_id::RunId;
 use super::watchdog::{Pinger, numbered};
 use crate::{Result, RunDir};
 
@@ -73,6 +74,13 @@ pub struct Place {
     pub(super) run: Option<RunDir>,
 }
 
+/// A member's folder, and the run that it is for.
+#[derive(Debug)]
+pub(super) struct OwnFolder {
+    pub(super) dir: RunDir,
+    pub(super) run: RunId,
+}
+
 /// Pings that are sent while no member is missed, so that round trips are known before one is.
 #[derive(Debug, Default)]
 struct CalmPings {
@@ -97,20 +105,20 @@ impl std::fmt::Debug for Control {
 }
 
 impl Place {
-    /// Creates the connection of endpoint `me`. Promises of `state` are written to the folder.
+    /// Creates the connection of endpoint `me`. Promises of `state` are written to its folder.
     ///
     /// Errors: [`Error::Io`](crate::Error::Io).
-    pub fn new(
+    pub(super) fn new(
         transport: Arc<dyn Transport>,
         me: Newcomer,
         arrivals: Arc<dyn Arrivals>,
-        (state, run): (State, Option<RunDir>),
+        (state, own): (State, Option<OwnFolder>),
         deadline: Nanos,
     ) -> Result<Self> {
         let view = state.view().cloned();
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
-        let promises = run.as_ref().map(|run| kept::path(run.path()));
+        let promises = own.as_ref().map(|own| PromiseFile::new(own.dir.path(), own.run));
         let membership = Arc::new(Mutex::new(MembershipService::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
         let blobs = Arc::default();
@@ -129,7 +137,7 @@ impl Place {
             pause,
             calm: CalmPings::default(),
             measured: None,
-            run,
+            run: own.map(|own| own.dir),
         })
     }
 

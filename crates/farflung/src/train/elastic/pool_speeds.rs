@@ -6,7 +6,7 @@ use farflung_base::Nanos;
 use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Assignment, Measured, PoolAdvice, PoolBalance, Pooling, rates_of};
 
-use super::nonsense::is_possible_speed;
+use super::nonsense::{MOST_TIMES_THE_MIDDLE, is_possible_speed};
 use super::rank_speeds::{RankWork, work};
 use crate::train::job::Job;
 
@@ -53,15 +53,17 @@ impl PoolSpeeds {
 
     /// Returns the input from which the pools of some members are formed. `slots` are the members' endpoints,
     /// `None` for a newcomer that has none yet. `work` is the operations of a microbatch in each stage, `most`
-    /// the maximum members of a pool. A member without a known speed counts as having the median of the known
-    /// ones.
+    /// the maximum members of a pool. A member without a known speed, or with one that is not believed
+    /// ([`MOST_TIMES_THE_MIDDLE`]), counts as having the median of the known ones, the lower of two.
     pub(super) fn pooling(&self, slots: &[Option<u32>], most: u32, work: Vec<f64>) -> Pooling {
         let speeds: Vec<Option<f64>> =
             slots.iter().map(|slot| self.known.get(slot.as_ref()?).copied()).collect();
         let mut told: Vec<f64> = speeds.iter().flatten().copied().collect();
         told.sort_by(f64::total_cmp);
-        let middle = told.get(told.len() / 2).copied().unwrap_or(1.0);
-        let speeds = speeds.into_iter().map(|speed| speed.unwrap_or(middle)).collect();
+        let middle = told.get(told.len().saturating_sub(1) / 2).copied().unwrap_or(1.0);
+        let fastest = middle * MOST_TIMES_THE_MIDDLE as f64;
+        let believed = |speed: Option<f64>| speed.filter(|&speed| speed <= fastest).unwrap_or(middle);
+        let speeds = speeds.into_iter().map(believed).collect();
         let member = |slot| slots.iter().position(|of| *of == Some(slot));
         let moving = self.moving.and_then(|Moving { slot, to }| Some((member(slot)?, to)));
         Pooling { stages: work.len() as u32, most, work, speeds, moving }
@@ -77,4 +79,21 @@ pub(super) fn rates(assignment: &Assignment, pooling: &Pooling) -> Vec<u32> {
     };
     let times: Vec<Nanos> = (0..).zip(&assignment.ranks).map(time).collect();
     rates_of(&pools, &times)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_speed_far_above_the_others_is_not_believed() {
+        let pooling = |known: &[(u32, f64)]| {
+            let speeds = PoolSpeeds { known: known.iter().copied().collect(), ..PoolSpeeds::default() };
+            speeds.pooling(&[Some(0), Some(1), Some(2)], 2, vec![1.0, 1.0]).speeds
+        };
+        assert_eq!(pooling(&[(0, 2e9), (1, 1e9)]), [2e9, 1e9, 1e9]);
+        assert_eq!(pooling(&[(0, 1e9), (1, 4e12)]), [1e9, 4e12, 1e9]);
+        assert_eq!(pooling(&[(0, 1e9), (1, 1e18)]), [1e9, 1e9, 1e9]);
+        assert_eq!(pooling(&[]), [1.0; 3]);
+    }
 }

@@ -106,7 +106,7 @@ impl Member<'_> {
         let slots = self.team.as_ref().map_or_else(Vec::new, Team::slots);
         self.pools.moving = slots.get(rank as usize).map(|&slot| Moving { slot, to });
         let moved = self.pools.moving;
-        let start = start(self.place, job, trainer)?;
+        let start = start(job, trainer)?;
         let working = self.team.as_ref().map_or_else(Vec::new, Team::working);
         let lead = self.team.as_ref().is_some_and(Team::leads);
         let Some(view) = self.place.once_more(&working, lead, start)? else {

@@ -8,7 +8,7 @@ use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
     Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_shares, tell,
-    tell_nonsense,
+    tell_nonsense, write_addresses,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
@@ -94,6 +94,9 @@ pub(in crate::train) fn work(
     if let Some(run) = &run {
         run.write_config(&job.config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+        if !founds {
+            write_addresses(member.place, run)?;
+        }
     }
     let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());

@@ -7,13 +7,10 @@ use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{StageCost, peaks};
 use farflung_parallel::plan::{Measured, is_worth_it, shares_by_speed, step_time};
 
-use super::nonsense::is_possible_speed;
-
-/// A member that reports to be this many times faster than the middle one is not believed.
-const MAX_RATIO: u64 = 4096;
+use super::nonsense::{MOST_TIMES_THE_MIDDLE, is_possible_speed};
 
 /// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
-/// replicas. A replica without a known time, or with one that cannot be true ([`MAX_RATIO`]), counts as having
+/// replicas. A replica without a known time, or with one that cannot be true ([`MOST_TIMES_THE_MIDDLE`]), counts as having
 /// the median of the known ones. `None` if no time is known.
 pub(super) fn by_speed(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
     let all = with_the_middle(measured)?;
@@ -27,7 +24,7 @@ fn with_the_middle(measured: &[Option<Measured>]) -> Option<Vec<Measured>> {
     known.sort_unstable();
     let middle = *known.get(known.len() / 2)?;
     let time = |measured: &Option<Measured>| {
-        let least = middle.0 / MAX_RATIO;
+        let least = middle.0 / MOST_TIMES_THE_MIDDLE;
         let told = measured.map(|measured| measured.microbatch).filter(|time| time.0 > least);
         Measured { microbatch: told.unwrap_or(middle), rest: Nanos::ZERO }
     };

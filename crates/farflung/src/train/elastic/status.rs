@@ -91,6 +91,14 @@ impl Status {
 }
 
 impl Status {
+    /// Returns all texts in it.
+    pub(super) fn texts_mut(&mut self) -> impl Iterator<Item = &mut String> {
+        let members =
+            self.members.iter_mut().flat_map(|member| member.name.iter_mut().chain(&mut member.address));
+        let lines = self.coming.values_mut().chain(&mut self.changes);
+        members.chain(lines).chain([&mut self.model])
+    }
+
     /// Writes the members of each stage.
     fn write_stages(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(last) = self.members.iter().filter_map(|member| member.stage).max() else { return Ok(()) };
@@ -204,6 +212,7 @@ mod tests {
                     round_trip_s: Some(0.025),
                     least_round_trip_s: Some(0.02),
                     rate: Some(3_000_000),
+                    rate_is_least: false,
                     packets: 1500,
                     retransmissions: 2,
                     queued_bytes: 0,

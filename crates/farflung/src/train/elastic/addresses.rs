@@ -1,32 +1,25 @@
-//! Files about a run's members in a member's folder: its promises, and the addresses of the other members. A
-//! host that is started again reads both.
+//! The file with the addresses of the other members in a member's folder, and how these are asked whether their
+//! run is still running. A host that is started again does so.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use farflung_comm::tcp::{GateConfig, GrowingNetwork};
 use farflung_comm::{CommError, Refusal};
-use farflung_parallel::membership::{DurableState, ViewId};
 
 use super::newcomer_info::NewcomerInfo;
+use super::run_id::RunId;
 use crate::{Error, Result, run_dir};
 
-/// Name of the file with the promises.
-const PROMISES: &str = "promises.json";
 /// Name of the file with the other members' addresses, one per line.
 const ADDRESSES: &str = "members.txt";
-/// Maximum bytes of each of these files.
+/// Maximum bytes of a file about members.
 const MOST_BYTES: u64 = 4 << 20;
 /// Time to wait for an answer from each saved address.
 const ASKED: Duration = Duration::from_secs(2);
 
-/// Returns the path of the promises file in a folder.
-pub(super) fn path(folder: &Path) -> PathBuf {
-    folder.join(PROMISES)
-}
-
 /// Reads a text file of the folder; `None` if there is no such file.
-fn text(folder: &Path, name: &str) -> Result<Option<String>> {
+pub(super) fn text(folder: &Path, name: &str) -> Result<Option<String>> {
     let path = folder.join(name);
     match std::fs::metadata(&path) {
         Err(_) => return Ok(None),
@@ -39,44 +32,17 @@ fn text(folder: &Path, name: &str) -> Result<Option<String>> {
     std::fs::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
 }
 
-/// Reads the promises saved in a folder; `None` if no member has run there.
-///
-/// Errors: a file that is too long or cannot be parsed.
-pub(super) fn read(folder: &Path) -> Result<Option<DurableState>> {
-    let Some(text) = text(folder, PROMISES)? else { return Ok(None) };
-    let kept = serde_json::from_str(&text).map_err(|error| Error::Setting {
-        field: "out",
-        value: path(folder).display().to_string(),
-        expected: format!("a valid file with a member's promises: {error}"),
-    })?;
-    Ok(Some(kept))
-}
-
-/// Returns whether a member of a run has used this folder.
-pub(super) fn is_there(folder: &Path) -> bool {
-    path(folder).exists()
-}
-
-/// Returns the position of the first view of a host that continues the run of a folder. `before` is what the
-/// folder contains.
-pub(super) fn next(before: Option<&DurableState>) -> ViewId {
-    before.map_or(ViewId { incarnation: 1, epoch: 1 }, |kept| ViewId {
-        incarnation: kept.view.incarnation.saturating_add(1),
-        epoch: kept.view.epoch.saturating_add(1),
-    })
-}
-
 /// Writes the addresses of the other members.
 ///
 /// Errors: [`Error::Io`].
-pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()> {
+pub(super) fn write(folder: &Path, addresses: &[String]) -> Result<()> {
     run_dir::replace(&folder.join(ADDRESSES), addresses.join("\n").as_bytes())
 }
 
 /// Removes the addresses of the other members.
 ///
 /// Errors: [`Error::Io`].
-pub(super) fn remove_addresses(folder: &Path) -> Result<()> {
+pub(super) fn remove(folder: &Path) -> Result<()> {
     let path = folder.join(ADDRESSES);
     std::fs::remove_file(&path).map_err(Error::io("remove", &path))
 }
@@ -101,7 +67,7 @@ impl Answered {
 /// Returns the addresses of the other members of the run of a folder.
 ///
 /// Errors: a file that is too long.
-pub(super) fn addresses(folder: &Path) -> Result<Vec<String>> {
+pub(super) fn of_run(folder: &Path) -> Result<Vec<String>> {
     Ok(text(folder, ADDRESSES)?.iter().flat_map(|text| text.lines()).map(str::to_owned).collect())
 }
 
@@ -115,12 +81,18 @@ pub(super) const ANY: u64 = u64::MAX;
 
 /// Asks whether a member of the run of `gate` trains at an address; `None` if not. A member that tells that it
 /// trains in a run of incarnation `than` or a later one does not count: it has joined the run that continues.
-pub(super) fn asked(address: &str, gate: &GateConfig, than: u64) -> Option<Answered> {
+/// Neither does one that tells that it is in another run than `run`, if that is known.
+pub(super) fn asked(address: &str, (gate, run): (&GateConfig, Option<RunId>), than: u64) -> Option<Answered> {
     let mut asks = gate.clone();
     asks.deadline = ASKED;
     let (expired, step) = match GrowingNetwork::ask(&asks, &[address.to_owned()]) {
         Ok(members) => {
-            let status = NewcomerInfo::read(&members.welcome).ok().and_then(|welcome| welcome.status);
+            let told = NewcomerInfo::read(&members.welcome).ok();
+            let (theirs, status) = told.map_or((None, None), |told| (told.run, told.status));
+            if theirs.zip(run).is_some_and(|(theirs, run)| theirs != run) {
+                tracing::debug!("a member of another run answers at {}", shown(address));
+                return None;
+            }
             // One that does not tell yet may have just joined.
             if status.as_ref().map_or(than < ANY, |status| status.incarnation >= than) {
                 return None;
