@@ -157,8 +157,8 @@ pub enum PoolAdvice {
 /// Ranks of a pool get equal rates if the fastest has less than this factor times the speed of the slowest.
 const ALIKE: f64 = 1.1;
 
-/// How clearly, and for how long, a change must be better before it is advised. Without hysteresis, changes follow
-/// the noise of the measured times. `cargo xtask bench swarm-rebalance` compares several.
+/// How clearly, and for how long, a change must be better before it is advised. Without hysteresis, changes
+/// follow the noise of the measured times. `cargo xtask bench swarm-rebalance` compares several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hysteresis {
     /// Least percentage by which a change must shorten the busiest rank's work in a step.

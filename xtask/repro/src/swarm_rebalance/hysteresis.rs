@@ -132,7 +132,7 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
         "hysteresis: time of the usual one, relative to the best",
         usual.seconds / best,
         "x",
-        Threshold::AtMost(1.03),
+        Threshold::AtMost(1.05),
     )?;
     report.row(
         "hysteresis: time of the usual one, relative to none",

@@ -442,8 +442,8 @@ impl Member<'_> {
     }
 }
 
-/// Returns the hashes of weights and plan with which the next view begins. Each member computes them, because any
-/// may be the one that proposes the view: those before it may fall silent meanwhile.
+/// Returns the hashes of weights and plan with which the next view begins. Each member computes them, because
+/// any may be the one that proposes the view: those before it may fall silent meanwhile.
 pub(super) fn start(job: &Job, trainer: &Trainer) -> Result<Start> {
     let weights = Digest::new(*trainer.hash()?.as_bytes());
     Ok(Start { weights, plan: job.plan.digest() })

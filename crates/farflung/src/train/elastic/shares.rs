@@ -10,8 +10,8 @@ use farflung_parallel::plan::{Measured, is_worth_it, shares_by_speed, step_time}
 use super::nonsense::{MOST_TIMES_THE_MIDDLE, is_possible_speed};
 
 /// Returns the number of microbatches for each replica of a view, by speed; in total `each` times the number of
-/// replicas. A replica without a known time, or with one that cannot be true ([`MOST_TIMES_THE_MIDDLE`]), counts as having
-/// the median of the known ones. `None` if no time is known.
+/// replicas. A replica without a known time, or with one that cannot be true ([`MOST_TIMES_THE_MIDDLE`]),
+/// counts as having the median of the known ones. `None` if no time is known.
 pub(super) fn by_speed(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
     let all = with_the_middle(measured)?;
     shares_by_speed(each.checked_mul(u32::try_from(all.len()).ok()?)?, &all)
