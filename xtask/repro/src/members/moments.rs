@@ -9,9 +9,18 @@ use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, record};
 use farflung::train::{Job, Quiet, elastic, run_workers};
 
-/// Returns all moments between two times of a run without faults, in a network of `ends` endpoints. If there
-/// are more than `most`, returns that many of them, evenly chosen.
-pub(super) fn events(job: &Job, ends: usize, (from, to): (Nanos, Nanos), most: usize) -> Result<Vec<Nanos>> {
+/// Moments of a part of a run.
+#[derive(Debug)]
+pub(super) struct Moments {
+    /// The number of all of them.
+    pub(super) all: usize,
+    /// Those that a bench uses, in order: all, or evenly chosen ones.
+    pub(super) chosen: Vec<Nanos>,
+}
+
+/// Returns the moments between two times of a run without faults, in a network of `ends` endpoints. If there
+/// are more than `most`, chooses that many of them.
+pub(super) fn events(job: &Job, ends: usize, (from, to): (Nanos, Nanos), most: usize) -> Result<Moments> {
     let (ranks, recorder) = record(&Topology::uniform(ends, job.config.link), &Faults::new());
     let ranks = ranks.into_iter().map(|end| end as Arc<dyn Transport>).collect();
     let ended = run_workers(job, elastic::connections(job, ranks, &[], true)?, &mut Quiet);
@@ -22,7 +31,7 @@ pub(super) fn events(job: &Job, ends: usize, (from, to): (Nanos, Nanos), most: u
     times.sort_unstable();
     times.dedup();
     anyhow::ensure!(!times.is_empty(), "nothing reaches a rank between {from} and {to}");
-    Ok(thinned(&times, most))
+    Ok(Moments { all: times.len(), chosen: thinned(&times, most) })
 }
 
 fn thinned(times: &[Nanos], most: usize) -> Vec<Nanos> {
