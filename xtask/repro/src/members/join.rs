@@ -41,10 +41,10 @@ const READY: f64 = 3.0;
 const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let (most, of_parts) = if options.quick { (6, 6) } else { (usize::MAX, 60) };
+    let most = if options.quick { 6 } else { usize::MAX };
     followed(report, most, ("followed", 1))?;
     followed(report, most, ("followed diloco", 4))?;
-    followed_part(report, of_parts)?;
+    followed_part(report, most)?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;
