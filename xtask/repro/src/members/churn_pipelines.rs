@@ -114,8 +114,8 @@ fn inject_faults(
             }
         }
         report.progress(&format!(
-            "pipelines, {} members, step {step}, member {member}: {} runs, {} with other bits, slowest {:.3} s",
-            job.world, seen.runs, seen.other, seen.slowest
+            "{} members, step {step}, member {member}: {} runs, {} stuck, {} with other bits, slowest {:.3} s",
+            job.world, seen.runs, seen.stuck, seen.other, seen.slowest
         ))?;
     }
     Ok(seen)
