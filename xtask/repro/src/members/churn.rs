@@ -27,7 +27,8 @@ pub(crate) const BENCH: Bench = Bench {
             nothing to the round; in pools, each microbatch counts once and the \
             others keep what they have computed; the same with real processes, where frozen \
             members join again, and with ddp the weights after each step are those of ordinary jobs of as many \
-            workers, in which no one is lost",
+            workers, in which no one is lost; in pipelines and pools, all report the same loss and tokens of \
+            each step",
     source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",
     seed: 1337,
     run,
