@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::records::{events, metrics};
 use super::replay::{self, EndedRun};
-use super::shared_rows;
+use super::shared_rows::{self, StepTokens};
 use crate::binary::farflung;
 use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
@@ -175,9 +175,8 @@ struct Arm {
 /// What is compared once the processes have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Compares {
-    /// The losses and tokens of steps, as each member that has a part of the model reports them. A step has one
-    /// of these numbers of tokens: with one pipeline or pools, with two pipelines, or with a lone member.
-    Rows { tokens: &'static [u64] },
+    /// The losses and tokens of steps, as each member that has a part of the model reports them.
+    Rows(StepTokens),
     /// The weights of all members with each other.
     Members,
     /// Also the weights with those of a run without losses, and the tokens of each step, of which each member
@@ -218,7 +217,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=4",
         is_whole: false,
-        compares: Compares::Rows { tokens: &[32, 64] },
+        compares: Compares::Rows(StepTokens { allowed: &[32, 64], round: 0 }),
     },
     // No other member has the lost part: all go back to its copy, which must have been made before.
     Arm {
@@ -230,7 +229,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
         is_whole: true,
-        compares: Compares::Rows { tokens: &[32] },
+        compares: Compares::Rows(StepTokens { allowed: &[32], round: 0 }),
     },
     // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts: no other
     // member has a copy then.
@@ -243,7 +242,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
         is_whole: true,
-        compares: Compares::Rows { tokens: &[8, 32, 64] },
+        compares: Compares::Rows(StepTokens { allowed: &[32, 64], round: 4 }),
     },
     // A pool may have one member: its part must have been copied before.
     Arm {
@@ -255,7 +254,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
         is_whole: false,
-        compares: Compares::Rows { tokens: &[32] },
+        compares: Compares::Rows(StepTokens { allowed: &[32], round: 0 }),
     },
 ];
 
@@ -319,7 +318,7 @@ fn count_tokens(
 /// Compares what the members of a run have written.
 fn compare(arm: &Arm, run: EndedRun<'_>, report: &mut Report<'_>) -> Result<()> {
     let name = arm.name;
-    if let Compares::Rows { tokens } = arm.compares {
+    if let Compares::Rows(tokens) = arm.compares {
         return shared_rows::compare(name, run, tokens, report);
     }
     let told = replay::agree(name, run, report)?;
