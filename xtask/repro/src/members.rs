@@ -14,6 +14,7 @@ mod processes;
 pub(crate) mod recovery;
 mod records;
 mod replay;
+mod shared_rows;
 pub(crate) mod soaked;
 mod throughput;
 

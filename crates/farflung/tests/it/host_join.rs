@@ -452,6 +452,23 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     members(&run, &host, 1);
 }
 
+#[test]
+fn an_expired_ticket_is_refused_and_the_run_goes_on() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --expires 1s");
+    std::thread::sleep(std::time::Duration::from_millis(2_500));
+    let ended = join(&run, "a", "host/run.ticket", &[]).ends();
+    assert_eq!(ended.status.code(), Some(2), "{}", said(&ended));
+    let text = said(&ended);
+    assert!(text.contains("the ticket expired ") && text.contains("make a new one with"), "{text}");
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap_or_default().lines().count();
+    let before = steps();
+    wait_until_or(|| said_by(&host), || (steps() > before + 5).then_some(()));
+    // The host has seen no member but itself.
+    let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap_or_default();
+    assert!(!events.contains("\"members\":2,"), "{events}");
+}
+
 /// Two pipelines of two: one member is lost, the other three continue, and a new member completes the second
 /// pipeline again.
 #[test]

@@ -4,14 +4,17 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::virtual_members::{Told, connections, fox, tiny};
-use farflung::comm::simulated::Faults;
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, Recorder, Recording, Simulated, record};
 use farflung::config::choice::{BalanceKind, OptimizerKind, RecipeKind, SyncKind};
+use farflung::events::{self, EventKind};
 use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, OnMemberLoss};
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, run_workers};
-use farflung::{Error, Result, StepMetrics, Stop, TrainArgs, TrainConfig};
-use farflung_base::{Nanos, PeerId};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_workers};
+use farflung::{Error, Event, Existing, Result, RunDir, StepMetrics, Stop, TrainArgs, TrainConfig};
+use farflung_base::{Link, Nanos, PeerId, Topology};
 
 const STEPS: u64 = 6;
 
@@ -252,6 +255,73 @@ fn whoever_is_frozen_or_cut_off_is_left_behind() {
                 }
             }
         }
+    }
+}
+
+/// What a member has at the end of a run: the hash of its weights or its error, and its events.
+type Outcome = (std::result::Result<String, String>, Vec<Event>);
+
+/// Runs five members, with folders inside `folder`, on a network that records what reaches each of them.
+fn recorded(
+    job: &Job,
+    (ranks, recorder): (Vec<Arc<Simulated>>, Recorder),
+    folder: &Path,
+) -> (Recording, Vec<Outcome>) {
+    let ranks = ranks.into_iter().map(|rank| rank as Arc<dyn Transport>).collect();
+    let mut connections = elastic::connections(job, ranks, &[], true).unwrap();
+    let folder = |number: usize| folder.join(number.to_string());
+    for (number, connection) in connections.iter_mut().enumerate() {
+        let own = RunDir::open(&folder(number), Existing::Refuse).unwrap();
+        connection.place = connection.place.take().map(|place| place.saves_in(own));
+    }
+    let ended = run_workers(job, connections, &mut Quiet);
+    let outcome = |(number, ended): (usize, &Result<Option<Report>>)| {
+        let ended = ended.as_ref().map(|report| report.as_ref().unwrap().hash.clone());
+        let mut events = events::read(&folder(number).join(events::EVENTS)).unwrap();
+        // The paths of checkpoints contain the folder, which is another one in each run.
+        events.retain(|event| !matches!(event.what, EventKind::Saved { .. }));
+        (ended.map_err(ToString::to_string), events)
+    };
+    (recorder.finish(), ended.iter().enumerate().map(outcome).collect())
+}
+
+/// A run in which a member is lost is recorded and read again as a file. In the replay, the same frames reach
+/// each member at the same times, and the survivors have the same weights and the same events.
+#[test]
+fn a_run_that_loses_a_member_is_replayed_bit_for_bit() {
+    for config in [ddp(), diloco()] {
+        let (begin, end) = fourth_step(&config);
+        let at = |part: u64| Faults::new().at(Nanos(begin.0 + (end.0 - begin.0) * part / 4));
+        replayed(&config, 0, &at(1).crash(PeerId(0)));
+        replayed(&config, 2, &at(2).crash(PeerId(2)));
+        replayed(&config, 3, &at(2).freeze(PeerId(3), Nanos::MAX));
+        replayed(&config, 4, &at(3).partition(&[PeerId(4)], 5, Nanos::MAX));
+    }
+}
+
+/// Records and replays a run that loses the member `victim` through these faults.
+fn replayed(config: &TrainConfig, victim: u32, faults: &Faults) {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), 5, config.clone());
+    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
+    let network = record(&Topology::uniform(5, link), faults);
+    let (recording, first) = recorded(&job, network, &folder.path().join("first"));
+    let read = Recording::decode(&recording.encode()).unwrap();
+    let (again, second) = recorded(&job, read.replay(), &folder.path().join("second"));
+    read.compare(&again).unwrap();
+    let survivors = |outcomes: &[Outcome]| {
+        let all = outcomes.iter().cloned().enumerate();
+        all.filter(|(number, _)| *number != victim as usize).collect::<Vec<_>>()
+    };
+    let (first, second) = (survivors(&first), survivors(&second));
+    assert_eq!(first, second, "{faults:?}");
+    let lost = |event: &Event| match &event.what {
+        EventKind::Members { members, left, .. } => *members == 4 && *left == [victim],
+        _ => false,
+    };
+    for (number, (hash, events)) in &first {
+        assert!(hash.is_ok() && *hash == first[0].1.0, "{number}: {hash:?}");
+        assert_eq!(events.iter().filter(|event| lost(event)).count(), 1, "{number}: {events:?}");
     }
 }
 

@@ -1,6 +1,7 @@
 //! Loses a rank of a pipeline at any time within a step, with and without a second pipeline.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 use anyhow::{Context, Result};
 use farflung::base::Nanos;
@@ -22,8 +23,16 @@ const STAGES: usize = 4;
 /// Fraction of a link that copies of parts may use.
 const COPY_SHARE: f64 = 0.5;
 
+/// The hashes with which a run may end after a member is lost, for each member into which faults are injected.
+type AllowedHashes = BTreeMap<u32, BTreeSet<String>>;
+
 #[derive(Debug, Default)]
 struct FaultTally {
+    /// Number of moments within a step at which something reaches a rank, and of those of the faults.
+    moments: usize,
+    faulted: usize,
+    /// Number of members that were lost, one in each run.
+    members: usize,
     runs: u32,
     stuck: u32,
     other: u32,
@@ -41,23 +50,54 @@ fn pipelines(seed: u64, members: usize, steps: u64) -> Result<Job> {
     })
 }
 
-/// Injects all faults into these members, at `most` of the moments within a step at which something reaches a
-/// rank. `same` checks whether a run ended as it should.
+/// Which members are lost, and when.
+#[derive(Debug)]
+struct Coverage {
+    /// Members of two pipelines, and of one.
+    two: Vec<u32>,
+    one: Vec<u32>,
+    /// Most moments of a step.
+    most: usize,
+    /// Whether faults must be injected into all members, at all moments.
+    is_full: bool,
+}
+
+impl Coverage {
+    fn of(options: &Options) -> Self {
+        let is_full = options.long;
+        if options.long {
+            let (two, one) = ((0..2 * STAGES as u32).collect(), (0..STAGES as u32).collect());
+            Self { two, one, most: usize::MAX, is_full }
+        } else if options.quick {
+            Self { two: vec![0, 6], one: vec![2], most: 3, is_full }
+        } else {
+            Self { two: vec![0, 2, 5, 7], one: vec![0, 1, 2, 3], most: 24, is_full }
+        }
+    }
+}
+
+/// Injects all faults into the members of which `allowed` has the hashes, at `most` of the moments within a
+/// step at which something reaches a rank.
 fn inject_faults(
+    report: &mut Report<'_>,
     job: &Job,
-    members: &[u32],
     step: usize,
     most: usize,
-    same: &mut dyn FnMut(u32, &farflung::train::Report) -> Result<bool>,
+    allowed: &AllowedHashes,
 ) -> Result<FaultTally> {
     let calm = run_once(job, job.world, &[], &Faults::new())?;
     let calm = times(calm.iter().find_map(report_of).context("the run without faults has no report")?);
     let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
     let moments = moments::events(job, job.world, (at(step - 2), at(step - 1)), most)?;
-    let mut seen = FaultTally::default();
-    for &member in members {
+    let mut seen = FaultTally {
+        moments: moments.all,
+        faulted: moments.chosen.len(),
+        members: allowed.len(),
+        ..FaultTally::default()
+    };
+    for (&member, allowed) in allowed {
         for fault in InjectedFault::ALL {
-            for &at in &moments {
+            for &at in &moments.chosen {
                 let mut notes = Notes::default();
                 let ended = watched(job, job.world, &[], &fault.on(member, job.world, at), &mut notes)?;
                 seen.runs += 1;
@@ -65,7 +105,7 @@ fn inject_faults(
                 let stuck = others.map(|(_, ended)| ended).any(Result::is_err);
                 seen.stuck += u32::from(stuck);
                 let Some(left) = ended.iter().find_map(report_of).filter(|_| !stuck) else { continue };
-                seen.other += u32::from(!same(member, left)?);
+                seen.other += u32::from(!allowed.contains(&left.hash));
                 let lost = notes.number(" steps are lost").unwrap_or(0.0);
                 seen.lost_steps = seen.lost_steps.max(lost);
                 // Repeated steps do not count as waiting.
@@ -73,50 +113,45 @@ fn inject_faults(
                 seen.slowest = seen.slowest.max(longest_wait(left) - usual);
             }
         }
+        report.progress(&format!(
+            "{} members, step {step}, member {member}: {} runs, {} stuck, {} with other bits, slowest {:.3} s",
+            job.world, seen.runs, seen.stuck, seen.other, seen.slowest
+        ))?;
     }
     Ok(seen)
 }
 
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let (two, one): (&[u32], &[u32]) =
-        if options.quick { (&[0, 6], &[2]) } else { (&[0, 2, 5, 7], &[0, 1, 2, 3]) };
-    let most = if options.quick { 3 } else { 24 };
+    let coverage = Coverage::of(options);
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
-    let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
-    for &member in two {
-        allowed.push((member, after_leaving(&job, member, 2..=4)?));
-    }
-    let mut same = |member: u32, left: &farflung::train::Report| {
-        Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
-    };
-    let seen = inject_faults(&job, two, 4, most, &mut same)?;
-    rows(report, "2 pipelines of 4", &seen, "runs whose bits are not among the allowed ones")?;
-    local_steps(report, two, most)?;
+    let allowed = leaving(&job, &coverage.two, 2..=4)?;
+    let seen = inject_faults(report, &job, 4, coverage.most, &allowed)?;
+    rows(report, "2 pipelines of 4", &seen, &coverage)?;
+    local_steps(report, &coverage)?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
     // All go back to a step of which the copy of every part is whole: the result is that of a member that
     // leaves after that step.
-    let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
-    for &member in one {
-        allowed.push((member, after_leaving(&job, member, 4..=12)?));
-    }
-    let mut same = |member: u32, left: &farflung::train::Report| {
-        Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
-    };
-    let seen = inject_faults(&job, one, 12, most, &mut same)?;
-    rows(report, "1 pipeline of 4", &seen, "runs whose bits are not among the allowed ones")?;
+    let allowed = leaving(&job, &coverage.one, 4..=12)?;
+    let seen = inject_faults(report, &job, 12, coverage.most, &allowed)?;
+    rows(report, "1 pipeline of 4", &seen, &coverage)?;
     // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last
     // whole one may be two copies old.
     report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(6.0))
 }
 
+/// Returns the hashes of runs that each of these members leaves by itself, after one of `steps`.
+fn leaving(job: &Job, members: &[u32], steps: RangeInclusive<u64>) -> Result<AllowedHashes> {
+    members.iter().map(|&member| Ok((member, after_leaving(job, member, steps.clone())?))).collect()
+}
+
 /// Two pipelines with rounds of two local steps. The pipeline that loses a member gives nothing to the round.
-fn local_steps(report: &mut Report<'_>, members: &[u32], most: usize) -> Result<()> {
+fn local_steps(report: &mut Report<'_>, coverage: &Coverage) -> Result<()> {
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
     let config = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..job.config };
     let job = Job { elastic: true, ..Job::new(config, 2 * STAGES, Stop::manual())? };
-    let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
-    for &member in members {
+    let mut allowed = AllowedHashes::new();
+    for &member in &coverage.two {
         let mut hashes = after_leaving(&job, member, 2..=2)?;
         hashes.extend(after_leaving(&job, member, 4..=4)?);
         for round in 0..3 {
@@ -129,24 +164,31 @@ fn local_steps(report: &mut Report<'_>, members: &[u32], most: usize) -> Result<
             anyhow::ensure!(ways.len() == 1, "the result depends on the moment of the loss within a round");
             hashes.append(&mut ways);
         }
-        allowed.push((member, hashes));
+        allowed.insert(member, hashes);
     }
-    let mut same = |member: u32, left: &farflung::train::Report| {
-        Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
-    };
     let mut seen = FaultTally::default();
     for step in [3, 4] {
-        let all = inject_faults(&job, members, step, most, &mut same)?;
+        let all = inject_faults(report, &job, step, coverage.most, &allowed)?;
+        seen.members = all.members;
+        seen.moments += all.moments;
+        seen.faulted += all.faulted;
         seen.runs += all.runs;
         seen.stuck += all.stuck;
         seen.other += all.other;
         seen.slowest = seen.slowest.max(all.slowest);
     }
-    rows(report, "2 pipelines of 4 with diloco", &seen, "runs whose bits are not among the allowed ones")
+    rows(report, "2 pipelines of 4 with diloco", &seen, coverage)
 }
 
-fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, other: &str) -> Result<()> {
+fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, coverage: &Coverage) -> Result<()> {
     let none = Threshold::AtMost(0.0);
+    let metric = format!("{name}: moments of a step, or of a round, at which something reaches a rank");
+    report.row(&metric, seen.moments as f64, "1", Threshold::None)?;
+    let all = if coverage.is_full { Threshold::AtLeast(seen.moments as f64) } else { Threshold::None };
+    let metric = format!("{name}: moments of these at which members were lost");
+    report.row(&metric, seen.faulted as f64, "1", all)?;
+    let metric = format!("{name}: members that were lost, one in each run");
+    report.row(&metric, seen.members as f64, "1", Threshold::None)?;
     report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Threshold::None)?;
     report.row(
         &format!("{name}: runs in which a survivor did not continue"),
@@ -154,7 +196,8 @@ fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, other: &str) -> 
         "1",
         none,
     )?;
-    report.row(&format!("{name}: {other}"), f64::from(seen.other), "1", none)?;
+    let metric = format!("{name}: runs whose bits are not among the allowed ones");
+    report.row(&metric, f64::from(seen.other), "1", none)?;
     let most = Threshold::AtMost(DEADLINE.as_secs_f64() + 1.0);
     report.row(
         &format!("{name}: longest time between two steps, without the time of the steps themselves"),

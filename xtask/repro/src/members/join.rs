@@ -41,10 +41,10 @@ const READY: f64 = 3.0;
 const PROBED: f64 = 16.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let (most, of_parts) = if options.quick { (6, 6) } else { (usize::MAX, 60) };
+    let most = if options.quick { 6 } else { usize::MAX };
     followed(report, most, ("followed", 1))?;
     followed(report, most, ("followed diloco", 4))?;
-    followed_part(report, of_parts)?;
+    followed_part(report, most)?;
     for (name, every) in [("ddp", 1), ("diloco", 2)] {
         let job = job(report.seed(), MEMBERS, |config| {
             config.steps = STEPS;
@@ -59,7 +59,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let calm = report_of(&calm[0]).context("the run without newcomers has no report")?;
         let (calm_times, usual) = (times(calm), longest_wait(calm));
         let span = [1, 3].map(|step: usize| Nanos((calm_times[step] * 1e9) as u64));
-        let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?;
+        let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?.chosen;
         // State per parameter: the weight and two moments.
         let state = calm.parameters as f64 * 12.0;
         let link = job.config.link;
@@ -122,7 +122,7 @@ fn followed(report: &mut Report<'_>, most: usize, (name, every): (&str, u64)) ->
     let calm = report_of(&calm[0]).context("a run without newcomers ends")?;
     let (calm_times, usual) = (times(calm), longest_wait(calm));
     let span = [1, 3].map(|step: usize| Nanos((calm_times[step] * 1e9) as u64));
-    let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?;
+    let moments = moments::events(&job, MEMBERS, (span[0], span[1]), most)?.chosen;
     let link = job.config.link;
     let transfer = |bytes: f64| bytes * 8.0 / link.bandwidth.0 as f64;
     let record = calm.parameters as f64 * 4.0;

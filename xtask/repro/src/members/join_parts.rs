@@ -7,6 +7,7 @@ use farflung::base::{Nanos, PeerId};
 use farflung::comm::simulated::Faults;
 use farflung::train::Job;
 
+use super::moments::{self, Moments};
 use super::throughput::{Expected, JoinedRun, RiseTally, predicted_rate};
 use super::{Notes, in_pools, job, report as report_of, times, watched};
 use crate::harness::{Report, Threshold};
@@ -20,27 +21,6 @@ const LOST: PeerId = PeerId(3);
 /// Estimated number of sequential messages of a change of members in pipelines: the vote and the view, then
 /// about a dozen all-gathers and splits among four members, of three messages each.
 const MESSAGES: f64 = 60.0;
-
-/// A run that loses a rank in its second step, and a newcomer that comes at `come`.
-fn run(job: &Job, lost_at: Nanos, come: Nanos) -> Result<(farflung::train::Report, Notes, usize)> {
-    let faults = Faults::new().at(lost_at).crash(LOST);
-    let mut notes = Notes::default();
-    let ended = watched(job, MEMBERS + 1, &[(PeerId(MEMBERS as u32), come)], &faults, &mut notes)?;
-    let failed = ended.iter().enumerate().filter(|(n, ended)| *n as u32 != LOST.0 && ended.is_err()).count();
-    let report = ended.iter().find_map(report_of).context("no member ends with a report")?.clone();
-    Ok((report, notes, failed))
-}
-
-/// A run of one pipeline, with a spare from its second step on. Another newcomer comes at `come`: the two form
-/// a second pipeline.
-fn run_growing(job: &Job, come: Nanos) -> Result<(farflung::train::Report, Notes, usize)> {
-    let mut notes = Notes::default();
-    let come = [(PeerId(2), Nanos::from_millis(1_000)), (PeerId(3), come)];
-    let ended = watched(job, 4, &come, &Faults::new(), &mut notes)?;
-    let failed = ended.iter().filter(|ended| ended.is_err()).count();
-    let report = ended.iter().find_map(report_of).context("no member ends with a report")?.clone();
-    Ok((report, notes, failed))
-}
 
 /// Returns the job of members that form pipelines of two stages, or pools of two members by choice.
 fn pipelines(seed: u64, members: usize, pooled: bool) -> Result<Job> {
@@ -64,20 +44,54 @@ fn pipelines(seed: u64, members: usize, pooled: bool) -> Result<Job> {
 /// A newcomer that follows parts.
 struct Case<'a> {
     name: &'a str,
-    job: &'a Job,
-    /// Runs the job with a newcomer that comes at the given time. Returns the report, the notes, and the number
-    /// of members that failed.
-    run: &'a dyn Fn(Nanos) -> Result<(farflung::train::Report, Notes, usize)>,
+    job: Job,
+    /// The newcomer's endpoint, the last one of the network.
+    newcomer: PeerId,
+    /// A spare that joins before the newcomer, and when.
+    spare: Option<(PeerId, Nanos)>,
+    /// A member that is lost before the newcomer comes, and when.
+    lost: Option<(PeerId, Nanos)>,
     /// A text in the note that the newcomer takes part.
     joined: &'a str,
     /// Tokens per second with the newcomer, divided by those without it, as the two plans predict.
     rise: f64,
 }
 
-/// Measures newcomers at `moments` times within two steps: to pipelines and to pools in place of a lost member,
+impl Case<'_> {
+    const fn ends(&self) -> usize {
+        self.newcomer.0 as usize + 1
+    }
+
+    fn faults(&self) -> Faults {
+        self.lost.map_or_else(Faults::new, |(peer, at)| Faults::new().at(at).crash(peer))
+    }
+
+    /// Returns the endpoints that join the run, with a newcomer that comes at `come`.
+    fn arrivals(&self, come: Nanos) -> Vec<(PeerId, Nanos)> {
+        self.spare.into_iter().chain([(self.newcomer, come)]).collect()
+    }
+
+    /// Runs the job with a newcomer that comes at `come`. Returns the report, the notes, and the number of
+    /// members that failed.
+    fn run(&self, come: Nanos) -> Result<(farflung::train::Report, Notes, usize)> {
+        let mut notes = Notes::default();
+        let ended = watched(&self.job, self.ends(), &self.arrivals(come), &self.faults(), &mut notes)?;
+        let is_lost = |number: usize| self.lost.is_some_and(|(peer, _)| peer.0 as usize == number);
+        let failed = ended.iter().enumerate().filter(|(n, ended)| !is_lost(*n) && ended.is_err()).count();
+        let report = ended.iter().find_map(report_of).context("no member ends with a report")?.clone();
+        Ok((report, notes, failed))
+    }
+
+    /// Returns the moments between two times at which something reaches a rank, in a run without the newcomer.
+    fn moments(&self, span: (Nanos, Nanos), most: usize) -> Result<Moments> {
+        let (arrivals, faults) = (self.arrivals(Nanos::MAX), self.faults());
+        moments::events_with(&self.job, self.ends(), (&arrivals, &faults), span, most)
+    }
+}
+
+/// Measures newcomers at `most` moments within two steps: to pipelines and to pools in place of a lost member,
 /// and to a pipeline with a spare, beside which a further one begins.
-pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()> {
-    let step = Nanos::from_millis(1_000);
+pub(super) fn followed_part(report: &mut Report<'_>, most: usize) -> Result<()> {
     for (name, pooled) in [("followed part", false), ("followed part of a pool", true)] {
         let job = pipelines(report.seed(), MEMBERS, pooled)?;
         // After the loss, the member that is left of the second stages gets all microbatches of a step.
@@ -85,32 +99,34 @@ pub(super) fn followed_part(report: &mut Report<'_>, moments: u32) -> Result<()>
             TrainConfig { microbatches: Some(job.plan.all_microbatches() as usize), ..job.config.clone() };
         let fewer = in_pools(&job.with_config(config, MEMBERS)?, &[2, 1])?;
         let rise = predicted_rate(&job)? / predicted_rate(&fewer)?;
-        let run = |come| run(&job, step, come);
+        let (newcomer, spare) = (PeerId(MEMBERS as u32), None);
+        let lost = Some((LOST, Nanos::from_millis(1_000)));
         let joined = "member 4 joined";
-        follow_part(report, moments, &Case { name, job: &job, run: &run, joined, rise })?;
+        follow_part(report, most, &Case { name, job, newcomer, spare, lost, joined, rise })?;
     }
     let job = pipelines(report.seed(), 2, false)?;
     let rise = predicted_rate(&pipelines(report.seed(), MEMBERS, false)?)? / predicted_rate(&job)?;
     let (name, joined) = ("followed parts of a further pipeline", "2 pipelines of 2");
-    let run = |come| run_growing(&job, come);
-    follow_part(report, moments, &Case { name, job: &job, run: &run, joined, rise })
+    // The spare joins in the second step. It and the newcomer form the second pipeline.
+    let (newcomer, spare) = (PeerId(3), Some((PeerId(2), Nanos::from_millis(1_000))));
+    follow_part(report, most, &Case { name, job, newcomer, spare, lost: None, joined, rise })
 }
 
-fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result<()> {
-    let &Case { name, job, run, joined, rise } = case;
-    let (calm, ..) = run(Nanos::MAX)?;
+fn follow_part(report: &mut Report<'_>, most: usize, case: &Case<'_>) -> Result<()> {
+    let &Case { name, ref job, joined, rise, .. } = case;
+    let (calm, ..) = case.run(Nanos::MAX)?;
     let calm_times = times(&calm);
     let usual = calm_times[4] - calm_times[3];
-    let (from, to) = (calm_times[3] * 1e9, calm_times[5] * 1e9);
+    let span = [3, 5].map(|step: usize| Nanos((calm_times[step] * 1e9) as u64));
+    let moments = case.moments((span[0], span[1]), most)?;
     let link = job.config.link;
     let record = calm.parameters as f64 * 4.0;
     let transfer = record * 8.0 / link.bandwidth.0 as f64;
     let expected = Expected { rise, joined, skipped: COUNTED_AFTER, every: 1 };
     let mut rises = RiseTally::new(1);
     let (mut broken, mut waited, mut slowest, mut slowed) = (0_usize, 0_u32, 0.0_f64, 0.0_f64);
-    for moment in 0..moments {
-        let at = Nanos((from + (to - from) * f64::from(moment) / f64::from(moments)) as u64);
-        let (found, notes, failed) = run(at)?;
+    for &at in &moments.chosen {
+        let (found, notes, failed) = case.run(at)?;
         broken += failed;
         rises.add(&JoinedRun { report: &found, notes: &notes, appeared: at }, &expected)?;
         let joined = notes.0.iter().find(|note| note.contains(joined));
@@ -123,7 +139,10 @@ fn follow_part(report: &mut Report<'_>, moments: u32, case: &Case<'_>) -> Result
         slowest = slowest.max(longer.iter().copied().fold(0.0, f64::max));
         slowed = slowed.max(times[came - 1] / calm_times[came - 1] - 1.0);
     }
-    report.row(&format!("{name}: newcomers"), f64::from(moments), "1", Threshold::None)?;
+    let metric = format!("{name}: moments of two steps at which something reaches a rank");
+    report.row(&metric, moments.all as f64, "1", Threshold::None)?;
+    let metric = format!("{name}: newcomers, each at one of these moments");
+    report.row(&metric, moments.chosen.len() as f64, "1", Threshold::None)?;
     let metric = format!("{name}: members that failed, or whose copies of a part differ");
     report.row(&metric, broken as f64, "1", Threshold::AtMost(0.0))?;
     let metric = format!("{name}: newcomers for which all waited for more than a step's record");

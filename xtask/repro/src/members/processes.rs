@@ -13,6 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::records::{events, metrics};
 use super::replay::{self, EndedRun};
+use super::shared_rows::{self, StepTokens};
 use crate::binary::farflung;
 use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
@@ -174,14 +175,13 @@ struct Arm {
 /// What is compared once the processes have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Compares {
-    Nothing,
+    /// The losses and tokens of steps, as each member that has a part of the model reports them.
+    Rows(StepTokens),
     /// The weights of all members with each other.
     Members,
     /// Also the weights with those of a run without losses, and the tokens of each step, of which each member
     /// has this many.
-    Replay {
-        tokens: u64,
-    },
+    Replay { tokens: u64 },
 }
 
 const ARMS: [Arm; 6] = [
@@ -217,7 +217,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=4",
         is_whole: false,
-        compares: Compares::Nothing,
+        compares: Compares::Rows(StepTokens { allowed: &[32, 64], round: 0 }),
     },
     // No other member has the lost part: all go back to its copy, which must have been made before.
     Arm {
@@ -229,7 +229,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
         is_whole: true,
-        compares: Compares::Nothing,
+        compares: Compares::Rows(StepTokens { allowed: &[32], round: 0 }),
     },
     // After a loss there is one pipeline, until the spare and the newcomer have fetched their parts: no other
     // member has a copy then.
@@ -242,7 +242,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::ZERO,
         mesh: "data=2,pipeline=2",
         is_whole: true,
-        compares: Compares::Nothing,
+        compares: Compares::Rows(StepTokens { allowed: &[32, 64], round: 4 }),
     },
     // A pool may have one member: its part must have been copied before.
     Arm {
@@ -254,7 +254,7 @@ const ARMS: [Arm; 6] = [
         pause: Duration::from_secs(1),
         mesh: "data=1,pipeline=4",
         is_whole: false,
-        compares: Compares::Nothing,
+        compares: Compares::Rows(StepTokens { allowed: &[32], round: 0 }),
     },
 ];
 
@@ -315,6 +315,20 @@ fn count_tokens(
     report.row(&metric, tally.wrong as f64, "1", Threshold::AtMost(0.0))
 }
 
+/// Compares what the members of a run have written.
+fn compare(arm: &Arm, run: EndedRun<'_>, report: &mut Report<'_>) -> Result<()> {
+    let name = arm.name;
+    if let Compares::Rows(tokens) = arm.compares {
+        return shared_rows::compare(name, run, tokens, report);
+    }
+    let told = replay::agree(name, run, report)?;
+    if let Compares::Replay { tokens } = arm.compares {
+        count_tokens(name, tokens, (run.folder, run.started), report)?;
+        replay::compare(name, &told, report)?;
+    }
+    Ok(())
+}
+
 /// Kills or freezes a random member at a random time, again and again. After each loss, a new or the woken
 /// process makes the members as many as before.
 fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -370,16 +384,10 @@ fn lose_members(arm: &Arm, report: &mut Report<'_>, options: &Options) -> Result
         }
         report.progress(&format!("{name}: {} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
     }
-    if arm.compares != Compares::Nothing {
-        // All end at once, so that no more members are lost.
-        members.iter().try_for_each(|member| member.send(Signal::KILL))?;
-        members.clear();
-        let told = replay::agree(name, EndedRun { folder, started, losses }, report)?;
-        if let Compares::Replay { tokens } = arm.compares {
-            count_tokens(name, tokens, (folder, started), report)?;
-            replay::compare(name, &told, report)?;
-        }
-    }
+    // All end at once, so that no more members are lost.
+    members.iter().try_for_each(|member| member.send(Signal::KILL))?;
+    members.clear();
+    compare(arm, EndedRun { folder, started, losses }, report)?;
     let metric = format!("{name}, processes: members killed");
     report.row(&metric, f64::from(killed), "1", Threshold::None)?;
     let metric = format!("{name}, processes: members frozen");

@@ -37,20 +37,28 @@ struct ReportedView {
 
 /// The views of a run by their numbers, as all members together reported them.
 #[derive(Debug, Default)]
-struct Views {
+pub(super) struct Views {
     by_epoch: BTreeMap<u64, ReportedView>,
     /// Reports of a view that differ from another report of a view with the same number.
     differing: u32,
 }
 
 impl Views {
-    fn add(&mut self, events: Vec<Event>) {
-        for Event { step, what, .. } in events {
-            let EventKind::Members { epoch, members, .. } = what else { continue };
-            let view = ReportedView { step, members };
+    /// Adds the views in a member's events.
+    pub(super) fn add(&mut self, events: &[Event]) {
+        for event in events {
+            let EventKind::Members { epoch, members, .. } = event.what else { continue };
+            let view = ReportedView { step: event.step, members };
             let known = self.by_epoch.entry(epoch).or_insert(view);
             self.differing += u32::from(*known != view);
         }
+    }
+
+    /// Creates views from their numbers, the steps done before, and the numbers of members.
+    #[cfg(test)]
+    pub(super) fn of(views: &[(u64, u64, usize)]) -> Self {
+        let view = |&(epoch, step, members): &(u64, u64, usize)| (epoch, ReportedView { step, members });
+        Self { by_epoch: views.iter().map(view).collect(), differing: 0 }
     }
 
     /// Returns the stretches of a run that one member began, up to a step.
@@ -66,8 +74,23 @@ impl Views {
         all
     }
 
+    /// Returns the number of the newest view that began before a step.
+    pub(super) fn newest_before(&self, step: u64) -> Option<u64> {
+        self.by_epoch.iter().rev().find(|(_, view)| view.step < step).map(|(&epoch, _)| epoch)
+    }
+
+    /// Returns the number of the newest view that began after `step` steps and has more members than the one
+    /// before it.
+    pub(super) fn joined_after(&self, step: u64) -> Option<u64> {
+        let views: Vec<(u64, ReportedView)> =
+            self.by_epoch.iter().map(|(&epoch, &view)| (epoch, view)).collect();
+        let before = |n: usize| if n == 0 { 1 } else { views[n - 1].1.members };
+        let joins = |n: &usize| views[*n].1.step == step && views[*n].1.members > before(*n);
+        (0..views.len()).rev().find(joins).map(|n| views[n].0)
+    }
+
     /// Returns the numbers of steps after which members left or were lost.
-    fn losses(&self) -> Vec<u64> {
+    pub(super) fn losses(&self) -> Vec<u64> {
         let views: Vec<ReportedView> = self.by_epoch.values().copied().collect();
         let fewer = |pair: &[ReportedView]| (pair[1].members < pair[0].members).then_some(pair[1].step);
         views.windows(2).filter_map(fewer).collect()
@@ -182,7 +205,7 @@ pub(super) fn held_out_losses(
 ) -> Result<Vec<f64>> {
     let mut views = Views::default();
     (0..run.started).try_for_each(|number| {
-        views.add(events(&run.folder.join(number.to_string()))?);
+        views.add(&events(&run.folder.join(number.to_string()))?);
         anyhow::Ok(())
     })?;
     let config = settings(&run.folder.join("0"))?;
@@ -225,7 +248,7 @@ pub(super) fn agree<'a>(name: &str, run: EndedRun<'a>, report: &mut Report<'_>) 
     let (mut views, mut digests) = (Views::default(), Digests::default());
     for number in 0..run.started {
         let member = run.folder.join(number.to_string());
-        views.add(events(&member)?);
+        views.add(&events(&member)?);
         digests.add(metrics(&member)?);
     }
     let differs = |found: &&Vec<String>| found.iter().any(|digest| *digest != found[0]);
@@ -278,9 +301,7 @@ mod tests {
 
     #[test]
     fn steps_between_two_views_have_the_same_members() {
-        let view = |step, members| ReportedView { step, members };
-        let views = [(2, view(4, 2)), (3, view(4, 3)), (4, view(9, 2)), (5, view(12, 3))];
-        let views = Views { by_epoch: BTreeMap::from(views), differing: 0 };
+        let views = Views::of(&[(2, 4, 2), (3, 4, 3), (4, 9, 2), (5, 12, 3)]);
         let stretch = |from, to, members| Stretch { from, to, members };
         assert_eq!(views.stretches(11), [stretch(0, 4, 1), stretch(4, 9, 3), stretch(9, 11, 2)]);
         assert_eq!(views.losses(), [9]);
