@@ -90,14 +90,22 @@ impl BrokenRound {
         Some(Self { assignment, stays, lost, until })
     }
 
-    /// Returns the job of the members that finish the round, whose plan so far is that of `job`. Its plan
-    /// begins after the round: up to there they train on the microbatches that they have had so far.
+    /// Returns the plan after the round, in which each of these pipelines has `each` microbatches in a step.
     ///
     /// Errors: those of the plan.
-    pub(super) fn job(&self, job: &Job) -> Result<Job> {
+    pub(super) fn plan(&self, before: &Plan, each: u32) -> Result<Plan> {
+        let replicas: Vec<Replica> = self.stays.iter().map(|&replica| Replica::Stays(replica)).collect();
+        let mut plan = before.with_replicas(&replicas)?;
+        plan.microbatches = vec![each; replicas.len()];
+        Ok(plan)
+    }
+
+    /// Returns the job of the members that finish the round, whose plan so far is that of `job`. `plan` begins
+    /// after the round: up to there they train on the microbatches that they have had so far.
+    ///
+    /// Errors: those of the plan.
+    pub(super) fn job(&self, job: &Job, plan: Plan) -> Result<Job> {
         let (stays, until) = (&self.stays[..], self.until);
-        let replicas: Vec<Replica> = stays.iter().map(|&replica| Replica::Stays(replica)).collect();
-        let plan = job.plan.with_replicas(&replicas)?;
         let since = plan.outermost().round_of(until).start;
         let old: Vec<Option<u32>> = stays.iter().copied().map(Some).collect();
         let local = plan.local_steps().after(until, &job.local_steps(), &old, since);
@@ -176,7 +184,11 @@ mod tests {
         // Two of the four microbatches of each step of the round.
         assert_eq!(lost[0].ranges().collect::<Vec<_>>(), [16..18, 20..22, 24..26, 28..30]);
         // Up to the end of the round it has the microbatches of the second of two pipelines, and then all.
-        let next = next.job(&job).unwrap();
+        // Whatever its share was by speed, alone it takes all that a pipeline takes.
+        let unequal = Plan { microbatches: vec![3, 1], ..job.plan.clone() };
+        assert_eq!(next.plan(&unequal, 2).unwrap().microbatches, [2]);
+        let plan = next.plan(&job.plan, 2).unwrap();
+        let next = next.job(&job, plan).unwrap();
         assert_eq!((next.plan.replicas(), next.plan_start.step, next.plan_start.microbatches), (1, 8, 8 * 4));
         let samples: Vec<u64> = (4..10).map(|step| next.microbatches_after(step)).collect();
         assert_eq!(samples, [16, 20, 24, 28, 32, 34]);

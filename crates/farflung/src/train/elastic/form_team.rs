@@ -287,7 +287,14 @@ fn finished_round(
     let counted = any.ok_or_else(|| wrong("is lost: no member has a part of the model"))?.counted.clone();
     let team = Team::new(view, all.clone(), round.assignment.clone());
     // A member without a part has another plan, or none.
-    let next = if team.rank().is_some() { round.job(job)? } else { job.clone() };
+    let next = if team.rank().is_some() {
+        let each = u32::try_from(planned::microbatches(wished(job)?)).unwrap_or(u32::MAX);
+        let mut plan = round.plan(before, each)?;
+        share_by_speed(&mut plan, job, &team, &reference.speeds);
+        round.job(job, plan)?
+    } else {
+        job.clone()
+    };
     Ok(FormedTeam {
         team,
         job: next,
@@ -395,11 +402,18 @@ fn plan_for(
     let mut plan = planned::divided(&settings, &job.model, (workers, None), Some(cut))?;
     plan.machines = team.slots().iter().map(machine).collect();
     plan.levels.clone_from(&before.levels);
-    let follows = plan.pools().is_none() && job.follows_speed();
-    let work = rank_speeds::work(&plan, &job.model);
-    let shares = || shares::of_pipelines(&plan, &team.slots(), (&work, &reference.speeds));
-    if let Some(shares) = follows.then(shares).flatten() {
+    share_by_speed(&mut plan, job, team, &reference.speeds);
+    Ok(plan)
+}
+
+/// Divides a step's microbatches among the pipelines of a plan by the speeds of their members, if shares follow
+/// speed. The step has as many as before.
+fn share_by_speed(plan: &mut Plan, job: &Job, team: &Team, speeds: &BTreeMap<u32, f64>) {
+    if plan.pools().is_some() || !job.follows_speed() {
+        return;
+    }
+    let work = rank_speeds::work(plan, &job.model);
+    if let Some(shares) = shares::of_pipelines(plan, &team.slots(), (&work, speeds)) {
         plan.microbatches = shares;
     }
-    Ok(plan)
 }
