@@ -4,6 +4,7 @@ mod agreement;
 mod changes;
 mod churn;
 mod deciding;
+mod incarnations;
 mod repeating;
 mod wire;
 
