@@ -5,6 +5,7 @@ mod changes;
 mod churn;
 mod deciding;
 mod incarnations;
+mod quorum_table;
 mod repeating;
 mod wire;
 
