@@ -13,7 +13,8 @@ pub(crate) const BENCH: Bench = Bench {
     claim: "2 to 7 members, with all kinds of network partitions, with lost, duplicated and delayed \
             messages, and with members and newcomers that crash between any two actions, restart with their \
             old promises, and leave: an epoch never has two views, and once the network is healed all living \
-            members have the same view, if enough of them live",
+            members have the same view, if enough of them live; if a host also starts the run again from its \
+            disk, one of the two incarnations continues, the older one if it has a majority",
     source: "Lamport 2001, \"Paxos made simple\"",
     seed: 0,
     run,
@@ -34,8 +35,18 @@ struct Sum {
     leaves: u32,
     stops: u32,
     can_go_on: u32,
+    /// Trials in which a host started the run again.
+    started_again: u32,
+    /// Trials of these at whose end the run continues in its first incarnation.
+    refused: u32,
+    /// Trials of these at whose end the run continues in an incarnation that a host started.
+    took_over: u32,
+    /// Trials of these in which incarnations had no contact until the simulation gave them some.
+    apart: u32,
     forks: usize,
     stuck: usize,
+    /// Trials that end in two incarnations.
+    two_incarnations: usize,
     breaches: usize,
     slowest: Nanos,
     /// The first trial that broke a rule, and the rule.
@@ -53,8 +64,14 @@ impl Sum {
         self.leaves += outcome.leaves;
         self.stops += outcome.stops;
         self.can_go_on += u32::from(outcome.can_go_on);
+        self.started_again += u32::from(outcome.incarnations > 0);
+        self.refused += u32::from(outcome.incarnations > 0 && outcome.survivor == Some(1));
+        self.took_over += u32::from(outcome.survivor > Some(1));
+        self.apart += u32::from(outcome.was_apart);
         self.forks += outcome.forks();
-        self.stuck += outcome.breaches.iter().filter(|breach| **breach == Breach::Stuck).count();
+        let count = |is: fn(&Breach) -> bool| outcome.breaches.iter().filter(|breach| is(breach)).count();
+        self.stuck += count(|breach| *breach == Breach::Stuck);
+        self.two_incarnations += count(|breach| matches!(breach, Breach::Incarnations { .. }));
         self.breaches += outcome.breaches.len();
         self.slowest = self.slowest.max(outcome.recovery.filter(|_| outcome.can_go_on).unwrap_or_default());
         if let (None, Some(breach)) = (&self.first, outcome.breaches.first()) {
@@ -72,8 +89,13 @@ impl Sum {
         self.leaves += other.leaves;
         self.stops += other.stops;
         self.can_go_on += other.can_go_on;
+        self.started_again += other.started_again;
+        self.refused += other.refused;
+        self.took_over += other.took_over;
+        self.apart += other.apart;
         self.forks += other.forks;
         self.stuck += other.stuck;
+        self.two_incarnations += other.two_incarnations;
         self.breaches += other.breaches;
         self.slowest = self.slowest.max(other.slowest);
         self.first = self.first.take().or(other.first);
@@ -89,7 +111,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     };
     let mut all = Sum::default();
     for members in MEMBERS {
-        let sum = trials(members, report.seed()..report.seed() + seeds, None)?;
+        let trial = Faults { members, seed: report.seed(), starts_again: false, flaw: None };
+        let sum = trials(trial, seeds)?;
         if let Some(first) = &sum.first {
             report.progress(first)?;
         }
@@ -126,16 +149,51 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         "%",
         Threshold::AtLeast(60.0),
     )?;
+    second_incarnations(report, (seeds / 4).max(100))?;
 
     // A control that must fail: members that restart without their votes.
     let seeds = if options.quick { 1_200 } else { 5_000 };
-    let flawed = trials(3, 0..seeds, Some(Flaw::ForgetsVotes))?;
+    let flaw = Some(Flaw::ForgetsVotes);
+    let flawed = trials(Faults { members: 3, seed: 0, starts_again: false, flaw }, seeds)?;
     let metric = "second views of an epoch, if members forget their votes";
     report.row(metric, flawed.forks as f64, "", Threshold::AtLeast(1.0))
 }
 
-/// Runs the trials of one size, on all processors.
-fn trials(members: u32, seeds: std::ops::Range<u64>, flaw: Option<Flaw>) -> Result<Sum> {
+/// Runs trials in which a host starts the run again, `seeds` for each number of members.
+fn second_incarnations(report: &mut Report<'_>, seeds: u64) -> Result<()> {
+    let mut all = Sum::default();
+    for members in MEMBERS {
+        let trial = Faults { members, seed: report.seed(), starts_again: true, flaw: None };
+        all.join(trials(trial, seeds)?);
+    }
+    if let Some(first) = &all.first {
+        report.progress(first)?;
+    }
+    let counts = [
+        ("trials", all.started_again),
+        ("the older run continues", all.refused),
+        ("the host's run continues", all.took_over),
+        ("the two had no contact at first", all.apart),
+        ("trials in which enough members live to continue", all.can_go_on),
+    ];
+    for (metric, count) in counts {
+        report.row(&format!("run started again: {metric}"), f64::from(count), "", Threshold::None)?;
+    }
+    let rows = [
+        ("second views of an epoch", all.forks),
+        ("trials that do not continue", all.stuck),
+        ("trials that end in two incarnations", all.two_incarnations),
+        ("violated rules in total", all.breaches),
+    ];
+    for (metric, count) in rows {
+        report.row(&format!("run started again: {metric}"), count as f64, "", Threshold::AtMost(0.0))?;
+    }
+    Ok(())
+}
+
+/// Runs trials with this trial's seed and those that follow, on all processors.
+fn trials(first: Faults, seeds: u64) -> Result<Sum> {
+    let seeds = first.seed..first.seed + seeds;
     let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let mut sum = Sum::default();
     thread::scope(|scope| {
@@ -145,7 +203,7 @@ fn trials(members: u32, seeds: std::ops::Range<u64>, flaw: Option<Flaw>) -> Resu
                 scope.spawn(move || {
                     let mut sum = Sum::default();
                     for seed in seeds {
-                        let trial = Faults { members, seed, flaw };
+                        let trial = Faults { seed, ..first };
                         sum.add(&trial, &faults(&trial));
                     }
                     sum

@@ -10,6 +10,7 @@ mod draw;
 mod faults;
 mod flaw;
 mod history;
+mod incarnations;
 mod world;
 
 pub use churn::{Churn, ChurnOutcome, Stay, churn};

@@ -97,8 +97,8 @@ pub enum Reason {
     /// The member asked to leave and has left.
     #[error("left the run")]
     Left,
-    /// The member has no majority, and the run was restarted from a checkpoint. It may join the restarted run
-    /// as a newcomer.
+    /// This member hears from too few members to decide a view, and the run was restarted from a checkpoint. It
+    /// may join the restarted run as a newcomer.
     #[error("the run was started again from a checkpoint as incarnation {incarnation}")]
     Superseded {
         /// Number of the new incarnation.

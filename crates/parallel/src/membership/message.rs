@@ -99,6 +99,13 @@ pub enum Message {
         /// Epoch and incarnation of the sender's view.
         at: ViewId,
     },
+    /// Tells a member of the sender's view that an older incarnation of the run may still be in progress.
+    Older {
+        /// Epoch and incarnation of the sender's view.
+        at: ViewId,
+        /// The newest view of the older incarnation that the sender knows of.
+        view: View,
+    },
 }
 
 impl Message {
@@ -123,7 +130,8 @@ impl Message {
             | Self::Suspects { at, .. }
             | Self::Leaving { at }
             | Self::Newcomer { at, .. }
-            | Self::Repeat { at } => Some(*at),
+            | Self::Repeat { at }
+            | Self::Older { at, .. } => Some(*at),
             Self::Decided { .. } | Self::Stale { .. } => None,
         }
     }

@@ -41,8 +41,12 @@ pub struct State {
     pub(super) announcement: Option<Retry>,
     /// Time since which this member hears from too few members to decide a view.
     pub(super) alone_since: Option<Nanos>,
-    /// Members of an older incarnation that reject this member's incarnation.
-    pub(super) refusals: Option<Refusals>,
+    /// Members of the view that are in a newer incarnation.
+    pub(super) in_newer: BTreeSet<MemberId>,
+    /// A newer incarnation that this member met since it has no majority.
+    pub(super) superseded_by: Option<u64>,
+    /// Older incarnations that reject this member's incarnation, by number.
+    pub(super) older: BTreeMap<u64, OlderRun>,
     /// The view that does not contain this member, until it stops.
     pub(super) departure: Option<Departure>,
     pub(super) stopped: Option<Reason>,
@@ -52,6 +56,9 @@ pub struct State {
     /// A deliberate flaw for tests: votes for earlier proposals are ignored.
     #[cfg(test)]
     pub(crate) ignores_votes: bool,
+    /// A deliberate flaw for tests: newer incarnations are ignored.
+    #[cfg(test)]
+    pub(crate) ignores_incarnations: bool,
 }
 
 /// Members to which the view is sent repeatedly until they answer.
@@ -78,11 +85,23 @@ impl Round {
     }
 }
 
-/// Members of an older incarnation that claim to have a majority, and their view.
+/// An older incarnation: its newest known view, and the members that claim to have a majority of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Refusals {
+pub(super) struct OlderRun {
     pub(super) view: View,
-    pub(super) from: BTreeSet<MemberId>,
+    /// Time of each member's last rejection.
+    pub(super) refusals: BTreeMap<MemberId, Nanos>,
+}
+
+impl OlderRun {
+    /// Returns the members whose last rejection counts at `now`: for twice the longest time between two
+    /// requests. A member may have stopped after it sent a rejection. If rejections of different times counted
+    /// together, both incarnations could end.
+    pub(super) fn valid_refusals(&self, now: Nanos, settings: &Settings) -> impl Iterator<Item = MemberId> {
+        let window = Nanos(settings.slowest_resend.0.saturating_mul(2));
+        let is_valid = move |at: Nanos| at.saturating_add(window) > now;
+        self.refusals.iter().filter(move |(_, at)| is_valid(**at)).map(|(id, _)| *id)
+    }
 }
 
 /// What a member does that a decided view does not contain: it sends the view to its members, until one of them
@@ -121,8 +140,12 @@ impl State {
     /// than the earlier run.
     ///
     /// `former` are the members of the newest view that the checkpoint names. They are sent the new view until
-    /// they answer. If a majority of an older view rejects it, [`step`](super::step) stops with
-    /// [`Reason::StillRuns`].
+    /// they answer, and so are the members of any newer view of the earlier run that one of them names. If a
+    /// majority of an older view rejects it, [`step`](super::step) stops with [`Reason::StillRuns`].
+    ///
+    /// If no former member can be reached, both incarnations run until a member of one gets a message from a
+    /// member of the other. Former members are not in [`DurableState`]: a host that crashes and is restored
+    /// does not ask them again.
     ///
     /// Errors: as [`State::first`].
     pub fn again(
@@ -157,13 +180,17 @@ impl State {
             former: Round::default(),
             announcement: None,
             alone_since: None,
-            refusals: None,
+            in_newer: BTreeSet::new(),
+            superseded_by: None,
+            older: BTreeMap::new(),
             departure: None,
             stopped: None,
             #[cfg(test)]
             one_vote_is_a_majority: false,
             #[cfg(test)]
             ignores_votes: false,
+            #[cfg(test)]
+            ignores_incarnations: false,
         }
     }
 
@@ -232,6 +259,14 @@ impl State {
     /// Returns the members that are not considered lost, this one included.
     pub(super) fn heard(&self) -> BTreeSet<MemberId> {
         self.view().map(|view| &view.ids() - &self.silent).unwrap_or_default()
+    }
+
+    /// Returns the members that may still vote, this one included: those that are not considered lost, not in a
+    /// newer incarnation, and whose machine does not ask to join as a newcomer.
+    pub(super) fn present(&self) -> BTreeSet<MemberId> {
+        let mut ids = &self.heard() - &self.in_newer;
+        ids.retain(|id| !self.ready.contains_key(id));
+        ids
     }
 
     /// Returns whether all members have asked for a view of the same members.

@@ -150,6 +150,7 @@ impl Step<'_> {
             Message::Repeat { .. } => {
                 self.state.repeats.insert(from);
             }
+            Message::Older { view, .. } => self.told_of_older(from, &view),
             Message::Decided { .. } | Message::Stale { .. } => {}
         }
     }

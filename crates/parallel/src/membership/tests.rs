@@ -4,6 +4,8 @@ mod agreement;
 mod changes;
 mod churn;
 mod deciding;
+mod incarnations;
+mod quorum_table;
 mod repeating;
 mod wire;
 

@@ -18,6 +18,8 @@ pub struct Faults {
     pub members: u32,
     /// Seed of all random numbers.
     pub seed: u64,
+    /// Whether a host starts the run again from what is on its disk, while the others may still run.
+    pub starts_again: bool,
     /// A deliberate flaw, by which tests check that the simulation detects it.
     pub flaw: Option<Flaw>,
 }
@@ -41,12 +43,23 @@ pub struct FaultsOutcome {
     pub stops: u32,
     /// Number of times that members asked to repeat a step under the same members.
     pub repeats: u32,
+    /// Number of times that a host started the run again, as another incarnation.
+    pub incarnations: u32,
+    /// Number of members of a newer incarnation that stopped because an older one still runs.
+    pub refused: u32,
+    /// Number of members of an older incarnation that stopped because of a newer one.
+    pub superseded: u32,
+    /// Whether two incarnations that had no contact were in progress after the repair, so that they were given
+    /// contact.
+    pub was_apart: bool,
+    /// The incarnation in which all living processes are at the end; `None` if they are not in the same view.
+    pub survivor: Option<u64>,
     /// Number of events that processes handled.
     pub steps: u64,
     /// Whether enough members live after the repair to continue.
     pub can_go_on: bool,
     /// Time from the repair until all living processes had the same view, whose members are exactly these
-    /// processes.
+    /// processes; if there were incarnations without contact, time from their contact.
     pub recovery: Option<Nanos>,
     /// Violated guarantees.
     pub breaches: Vec<Breach>,
@@ -62,7 +75,7 @@ impl FaultsOutcome {
 
 /// Events that the simulation schedules.
 #[derive(Debug, Clone, Copy)]
-enum Own {
+pub(super) enum Own {
     /// A process checks which other members answer.
     Look { who: MemberId, life: u32 },
     /// A random fault is injected.
@@ -84,8 +97,9 @@ const LOOK: (Nanos, Nanos) = (Nanos::from_millis(700), Nanos::from_millis(1_300)
 ///
 /// Members crash between any two actions, restart with their votes or as newcomers, leave, or are wrongly
 /// considered lost. Newcomers start and crash. The network is partitioned, and it loses, duplicates and delays
-/// messages. Then the network is repaired, and some of the machines restart: if possible, at least as many as
-/// are needed for a majority to be alive.
+/// messages. If [`Faults::starts_again`] is set, a host also starts the run again, as another incarnation. Then
+/// the network is repaired, and some of the machines restart: if possible, at least as many as are needed for a
+/// majority to be alive.
 #[must_use]
 pub fn faults(trial: &Faults) -> FaultsOutcome {
     let mut storm = Storm::new(trial);
@@ -95,11 +109,21 @@ pub fn faults(trial: &Faults) -> FaultsOutcome {
     storm.outcome()
 }
 
-struct Storm {
-    world: World<Own>,
+pub(super) struct Storm {
+    pub(super) world: World<Own>,
     /// Members that did not answer at each process's last check.
     missed: BTreeMap<MemberId, BTreeSet<MemberId>>,
-    outcome: FaultsOutcome,
+    pub(super) outcome: FaultsOutcome,
+    /// Whether a host starts the run again.
+    starts_again: bool,
+    /// The machine that starts the run again, once it has been drawn.
+    pub(super) host: Option<MemberId>,
+    /// The incarnation that a newcomer has asked, by its slot.
+    asked: BTreeMap<u32, u64>,
+    /// The incarnation that must continue after the repair, if there is one.
+    pub(super) expected: Option<u64>,
+    /// Whether processes also contact machines outside of their view, which may be in another incarnation.
+    greets: bool,
     /// Whether the network is repaired. From then on, processes that stop restart.
     is_healed: bool,
     most_machines: u32,
@@ -127,6 +151,11 @@ impl Storm {
             world,
             missed: BTreeMap::new(),
             outcome: FaultsOutcome::default(),
+            starts_again: trial.starts_again,
+            host: None,
+            asked: BTreeMap::new(),
+            expected: None,
+            greets: false,
             is_healed: false,
             most_machines: trial.members + 4,
         };
@@ -157,7 +186,7 @@ impl Storm {
     }
 
     /// Schedules the regular checks of a process.
-    fn begin_looking(&mut self, who: MemberId) {
+    pub(super) fn begin_looking(&mut self, who: MemberId) {
         self.missed.remove(&who);
         let life = self.world.machines.get(&who).map_or(0, |machine| machine.life);
         let pause = self.world.draw.between(LOOK.0, LOOK.1);
@@ -184,7 +213,7 @@ impl Storm {
             self.ask_in(me);
             return;
         };
-        let hears_enough = view.has_majority(&(&view.ids() - state.silent()));
+        let hears_enough = view.has_majority(&state.present());
         let (at, members) = (view.id(), view.ids().into_iter().collect::<Vec<_>>());
         let others: Vec<Member> =
             view.members.iter().chain(state.ready()).filter(|member| member.id != who).copied().collect();
@@ -204,7 +233,7 @@ impl Storm {
         self.missed.insert(who, missed);
         // Training frames carry the sender's epoch. A process that hears from too few members also contacts
         // other machines, because its ticket names some.
-        let known = if hears_enough { members } else { self.world.running() };
+        let known = if hears_enough && !self.greets { members } else { self.world.running() };
         if let Some(other) = self.world.draw.one_of(&known) {
             self.world.send(who, other, Message::Here { at });
         }
@@ -213,20 +242,26 @@ impl Storm {
         }
     }
 
-    /// Tells a random member that a newcomer is ready.
+    /// Tells a random member that a newcomer is ready. The newcomer keeps to the incarnation that it asked
+    /// first, as long as a process of it runs.
     fn ask_in(&mut self, me: Member) {
         let mut hosts = self.world.running();
         hosts.retain(|id| self.world.view(*id).is_some());
+        if let Some(&asked) = self.asked.get(&me.slot)
+            && hosts.iter().any(|&id| self.is_in(id, asked))
+        {
+            hosts.retain(|&id| self.is_in(id, asked));
+        }
         if let Some(host) = self.world.draw.one_of(&hosts)
             && self.world.state(host).is_some_and(|state| self.world.reaches(me.id, state.me()))
         {
+            self.asked.extend(self.world.view(host).map(|view| (me.slot, view.incarnation)));
             self.world.step(host, Event::Ready(me));
         }
     }
 
     /// Restarts the process of a machine: with its votes, or as a newcomer if the others continue without it.
     fn begin_again(&mut self, who: MemberId) {
-        let is_out = |reason: &Reason| matches!(reason, Reason::Removed { .. } | Reason::Superseded { .. });
         let ended = self.world.machines.get(&who).and_then(|machine| machine.ended.as_ref());
         if ended.is_some_and(is_out) { self.come(who) } else { self.restart(who) }
     }
@@ -250,6 +285,10 @@ impl Storm {
 
     /// Injects one random fault.
     fn fault(&mut self) {
+        if self.starts_again && self.outcome.incarnations < 3 && self.world.draw.percent(8) {
+            self.start_again();
+            return;
+        }
         let running = self.world.running();
         let Some(one) = self.world.draw.one_of(&running) else {
             self.start_one();
@@ -314,10 +353,7 @@ impl Storm {
         let down = self.world.machines.iter().filter(|(_, machine)| is_down(machine));
         let down: Vec<MemberId> = down.map(|(id, _)| *id).collect();
         let Some(one) = self.world.draw.one_of(&down) else { return };
-        let removed = matches!(
-            self.world.machines[&one].ended,
-            Some(Reason::Removed { .. } | Reason::Superseded { .. })
-        );
+        let removed = self.world.machines[&one].ended.as_ref().is_some_and(is_out);
         if removed || self.world.draw.percent(10) { self.come(one) } else { self.restart(one) }
     }
 
@@ -356,78 +392,67 @@ impl Storm {
             machine.dies_in = None;
         }
         // Messages that were sent before arrive first.
-        while let Some(own) = self.world.next(STORM.saturating_add(AFTERMATH)) {
-            if let Own::Look { who, life } = own {
-                self.look(who, life);
-            }
-        }
+        self.run(AFTERMATH, |_| false);
         self.is_healed = true;
         for all in [false, true] {
             let is_down = |machine: &Machine| machine.state.is_none() && machine.ended != Some(Reason::Left);
             let down = self.world.machines.iter().filter(|(_, machine)| is_down(machine));
-            for who in down.map(|(id, _)| *id).collect::<Vec<_>>() {
-                if all || self.world.draw.percent(50) {
+            let down: Vec<(MemberId, bool)> =
+                down.map(|(id, machine)| (*id, machine.ended.is_some())).collect();
+            for (who, ended) in down {
+                // One that stopped by itself restarts in any case, and may continue an older incarnation.
+                if all || self.starts_again && ended || self.world.draw.percent(50) {
                     self.begin_again(who);
                 }
             }
-            self.outcome.can_go_on = self.can_go_on();
+            self.expected = self.expected_survivor();
+            self.outcome.can_go_on = self.expected.is_some();
             if self.outcome.can_go_on {
                 break;
             }
         }
     }
 
-    /// Returns whether the living processes are a majority of the newest view that one of them has, and of
-    /// every view that may follow.
-    fn can_go_on(&self) -> bool {
-        let world = &self.world;
-        let states = || world.machines.values().filter_map(|machine| machine.state.as_ref());
-        let Some(newest) = states().filter_map(State::view).max_by_key(|view| view.id()) else {
-            return false;
-        };
-        let is_majority = |view: &View| {
-            // A process that is about to leave does not count: if all others are dead, the run ends when it
-            // leaves.
-            let living = view
-                .members
-                .iter()
-                .filter(|member| world.lives(member) && !world.leaves.contains(&member.id));
-            view.has_majority(&living.map(|member| member.id).collect())
-        };
-        let accepted = states().filter_map(|state| state.durable()?.accepted.as_ref()).map(|vote| &vote.view);
-        // Newcomers that have crashed may still be admitted.
-        let dead: Vec<Member> =
-            states().flat_map(State::ready).filter(|new| !world.lives(new)).copied().collect();
-        let start = Start { weights: newest.weights, plan: newest.plan };
-        let with_dead = newest.with(&dead, start);
-        let mut later =
-            world.history.since(newest.id()).chain(accepted.filter(|view| view.epoch > newest.epoch));
-        is_majority(newest) && later.all(is_majority) && with_dead.as_ref().is_none_or(is_majority)
+    /// Runs until all living processes have the same view, whose members are exactly these processes, then
+    /// checks that the view stays. If there are incarnations without contact, it gives them contact and runs
+    /// on.
+    fn settle(&mut self) {
+        self.recover();
+        if !self.is_settled() && self.is_apart() {
+            self.outcome.was_apart = true;
+            self.greets = true;
+            self.recover();
+        }
+        self.run(STAYS, |_| false);
+        if self.is_settled() {
+            let first = self.world.running().first().copied();
+            let view = first.and_then(|first| self.world.view(first));
+            self.outcome.survivor = view.map(|view| view.incarnation);
+        } else if self.outcome.can_go_on {
+            self.world.history.breaches.push(Breach::Stuck);
+        }
+        self.check_incarnations();
     }
 
-    /// Runs until all living processes have the same view, whose members are exactly these processes, then
-    /// checks that the view stays.
-    fn settle(&mut self) {
-        let healed = self.world.now;
-        let end = healed.saturating_add(LIMIT);
+    /// Runs until the living processes have the same view, at most for [`LIMIT`], and notes how long that took.
+    fn recover(&mut self) {
+        let begin = self.world.now;
+        let is_settled = self.run(LIMIT, Self::is_settled);
+        self.outcome.recovery = is_settled.then(|| self.world.now.saturating_sub(begin));
+    }
+
+    /// Runs the processes for this long, or until `is_done` holds after a check. Returns whether it held.
+    fn run(&mut self, span: Nanos, is_done: impl Fn(&Self) -> bool) -> bool {
+        let end = self.world.now.saturating_add(span);
         while let Some(own) = self.world.next(end) {
             if let Own::Look { who, life } = own {
                 self.look(who, life);
-                if self.is_settled() {
-                    self.outcome.recovery = Some(self.world.now.saturating_sub(healed));
-                    break;
+                if is_done(self) {
+                    return true;
                 }
             }
         }
-        let stays = self.world.now.saturating_add(STAYS);
-        while let Some(own) = self.world.next(stays) {
-            if let Own::Look { who, life } = own {
-                self.look(who, life);
-            }
-        }
-        if self.outcome.can_go_on && !self.is_settled() {
-            self.world.history.breaches.push(Breach::Stuck);
-        }
+        false
     }
 
     /// Returns whether all living processes have the same view, whose members are exactly these processes, and
@@ -446,8 +471,15 @@ impl Storm {
         self.outcome.views = self.world.history.decided() as u32;
         self.outcome.crashes = self.world.crashes;
         self.outcome.stops = self.world.stops;
+        self.outcome.refused = self.world.refused;
+        self.outcome.superseded = self.world.superseded;
         self.outcome.steps = self.world.steps;
         self.outcome.breaches = self.world.history.breaches;
         self.outcome
     }
+}
+
+/// Returns whether a process that stopped for this reason starts as a newcomer: others continue without it.
+const fn is_out(reason: &Reason) -> bool {
+    matches!(reason, Reason::Removed { .. } | Reason::Superseded { .. } | Reason::StillRuns { .. })
 }

@@ -15,6 +15,9 @@ pub enum Flaw {
     /// A proposer ignores votes for earlier proposals.
     #[cfg(test)]
     ProposesAnew,
+    /// A member ignores newer incarnations of its run: it neither rejects them nor stops.
+    #[cfg(test)]
+    IgnoresIncarnations,
 }
 
 #[cfg(test)]
@@ -23,6 +26,7 @@ impl Flaw {
     pub(super) const fn put_into(flaw: Option<Self>, mut state: State) -> State {
         state.one_vote_is_a_majority = matches!(flaw, Some(Self::OneVoteDecides));
         state.ignores_votes = matches!(flaw, Some(Self::ProposesAnew));
+        state.ignores_incarnations = matches!(flaw, Some(Self::IgnoresIncarnations));
         state
     }
 }

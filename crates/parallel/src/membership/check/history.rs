@@ -46,6 +46,22 @@ pub enum Breach {
         /// The reported fault.
         fault: ViewFault,
     },
+    /// Two incarnations of the run are still in progress long after the network was repaired.
+    #[error("incarnation {newer} does not stop although incarnation {older} is still in progress")]
+    Incarnations {
+        /// Number of the oldest incarnation that is in progress.
+        older: u64,
+        /// Number of the newest.
+        newer: u64,
+    },
+    /// A newer incarnation has taken the place of one whose living members were a majority.
+    #[error("incarnation {newer} took the place of incarnation {older}, of which a majority was alive")]
+    Overtaken {
+        /// Number of the incarnation that had to continue.
+        older: u64,
+        /// Number of the incarnation that continued.
+        newer: u64,
+    },
     /// The run does not continue although a majority is alive and its members hear each other.
     #[error("the members that are alive did not continue the run within the time limit")]
     Stuck,

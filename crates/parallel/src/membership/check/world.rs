@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use farflung_base::Nanos;
 
 use super::super::{
-    Action, DurableState, Event, Member, MemberId, Message, Reason, Settings, Start, State, View,
+    Action, DurableState, Event, Member, MemberId, Message, Reason, Settings, Start, State, View, ViewId,
 };
 use super::draw::EventRng;
 use super::history::{Breach, History};
@@ -66,6 +66,10 @@ pub(super) struct World<T> {
     pub(super) crashes: u32,
     /// Number of members that stopped because they had no majority.
     pub(super) stops: u32,
+    /// Number of members that stopped because an older incarnation still runs.
+    pub(super) refused: u32,
+    /// Number of members that stopped because of a newer incarnation.
+    pub(super) superseded: u32,
     pub(super) flaw: Option<super::Flaw>,
     slots: u32,
     due: BTreeMap<(Nanos, u64), Due<T>>,
@@ -86,6 +90,8 @@ impl<T> World<T> {
             settings,
             crashes: 0,
             stops: 0,
+            refused: 0,
+            superseded: 0,
             flaw: None,
             slots: 0,
             due: BTreeMap::new(),
@@ -178,6 +184,24 @@ impl<T> World<T> {
         })
     }
 
+    /// Crashes a process and starts the run again from the view on the machine's disk, as a new incarnation
+    /// whose only member is this machine. Returns false if there is no such view.
+    pub(super) fn start_again(&mut self, id: MemberId, incarnation: u64) -> bool {
+        let Some(kept) = self.machines.get(&id).and_then(|machine| machine.disk.clone()) else {
+            return false;
+        };
+        self.crash(id);
+        let me = Member::new(id, self.slot());
+        let place = ViewId { incarnation, epoch: kept.view.epoch + 1 };
+        let start = Start { weights: kept.view.weights, plan: kept.view.plan };
+        let view = View::first(place, &[me], start);
+        let again = view.and_then(|view| State::again(id, view, kept.view.ids(), self.settings));
+        again.is_ok_and(|state| {
+            self.start(state);
+            true
+        })
+    }
+
     /// Crashes a process; it sends no messages about it.
     pub(super) fn crash(&mut self, id: MemberId) {
         if let Some(machine) = self.machines.get_mut(&id)
@@ -222,7 +246,12 @@ impl<T> World<T> {
             }
             Action::Install(view) => self.history.record(&view),
             Action::Stop(reason) => {
-                self.stops += u32::from(matches!(reason, Reason::NoMajority { .. }));
+                match reason {
+                    Reason::NoMajority { .. } => self.stops += 1,
+                    Reason::StillRuns { .. } => self.refused += 1,
+                    Reason::Superseded { .. } => self.superseded += 1,
+                    Reason::Removed { .. } | Reason::Left => {}
+                }
                 machine.ended = Some(reason);
                 machine.state = None;
             }
@@ -274,8 +303,14 @@ impl<T> World<T> {
         self.state(member.id).is_some_and(|state| state.me().slot == member.slot)
     }
 
-    /// Returns whether a request from `from` would be answered by `to`.
+    /// Returns whether a request from `from` would be answered by `to`. A process that is in another
+    /// incarnation does not answer as a member of this one.
     pub(super) fn reaches(&self, from: MemberId, to: &Member) -> bool {
-        self.lives(to) && !self.cut.contains(&(from, to.id)) && !self.cut.contains(&(to.id, from))
+        let incarnation = |id| self.view(id).map(|view| view.incarnation);
+        let differ = |(a, b)| a != b;
+        self.lives(to)
+            && !incarnation(from).zip(incarnation(to.id)).is_some_and(differ)
+            && !self.cut.contains(&(from, to.id))
+            && !self.cut.contains(&(to.id, from))
     }
 }

@@ -16,6 +16,9 @@ impl Step<'_> {
         let Some(view) = self.view().cloned() else { return };
         let untold = std::mem::take(&mut self.state.unacknowledged);
         self.state.unacknowledged = self.send_round(untold, &view);
+        if self.state.former.is_due(self.now) {
+            self.tell_of_older();
+        }
         let former = std::mem::take(&mut self.state.former);
         self.state.former = self.send_round(former, &view);
     }

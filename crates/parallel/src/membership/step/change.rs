@@ -40,7 +40,7 @@ impl Step<'_> {
         };
         let (place, old) = (view.id(), mine.id());
         if place.incarnation != old.incarnation {
-            self.meet_view(from, view, told);
+            self.meet_view(from, &view, told);
         } else if place > old {
             if place.epoch == old.epoch + 1
                 && let Err(fault) = view.follows(mine)
@@ -90,6 +90,8 @@ impl Step<'_> {
         state.unacknowledged = Round::default();
         state.announcement = None;
         state.alone_since = None;
+        state.in_newer.clear();
+        state.superseded_by = None;
         state.durable = Some(DurableState::new(view.clone()));
         self.persist();
         self.actions.push(Action::Install(view));
@@ -110,16 +112,19 @@ impl Step<'_> {
 
     /// Stops if too few members have been heard for `Settings::patience`. Returns whether it has stopped.
     pub(super) fn has_waited_in_vain(&mut self) -> bool {
-        let heard: BTreeSet<MemberId> = self.state.heard();
+        let heard: BTreeSet<MemberId> = self.state.present();
         if self.state.is_quorum(&heard) {
             self.state.alone_since = None;
+            self.state.superseded_by = None;
             return false;
         }
         let since = *self.state.alone_since.get_or_insert(self.now);
         if self.now < since.saturating_add(self.state.settings.patience) {
             return false;
         }
-        if let Some(view) = self.view() {
+        if let Some(incarnation) = self.state.superseded_by {
+            self.stop(Reason::Superseded { incarnation });
+        } else if let Some(view) = self.view() {
             let (members, tie_breaker) = (view.members.len(), heard.contains(&view.tie_breaker));
             self.stop(Reason::NoMajority { heard: heard.len(), members, tie_breaker });
         }

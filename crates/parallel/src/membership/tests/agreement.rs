@@ -4,7 +4,7 @@ use super::super::check::{Breach, Faults, FaultsOutcome, Flaw, faults};
 
 /// Runs simulations with `members` members and different seeds.
 fn trials(members: u32, seeds: u64, flaw: Option<Flaw>) -> impl Iterator<Item = (Faults, FaultsOutcome)> {
-    let trials = (0..seeds).map(move |seed| Faults { members, seed, flaw });
+    let trials = (0..seeds).map(move |seed| Faults { members, seed, starts_again: false, flaw });
     trials.map(|trial| (trial, faults(&trial)))
 }
 
@@ -44,9 +44,38 @@ fn one_view_of_each_epoch_and_all_go_on_after_healing() {
 
 #[test]
 fn a_trial_is_a_function_of_its_seed() {
-    let trial = Faults { members: 5, seed: 77, flaw: None };
+    let trial = Faults { members: 5, seed: 77, starts_again: false, flaw: None };
     assert_eq!(faults(&trial), faults(&trial));
     assert_ne!(faults(&trial), faults(&Faults { seed: 78, ..trial }));
+}
+
+#[test]
+fn a_run_that_is_started_again_ends_in_one_incarnation() {
+    for members in 2..=7 {
+        let [mut can_go_on, mut apart, mut refused, mut took_over] = [0; 4];
+        for seed in 0..40 {
+            let trial = Faults { members, seed, starts_again: true, flaw: None };
+            let outcome = faults(&trial);
+            assert_eq!(outcome.breaches, [], "{trial:?}");
+            can_go_on += u32::from(outcome.can_go_on);
+            apart += u32::from(outcome.was_apart);
+            refused += u32::from(outcome.refused > 0 && outcome.survivor == Some(1));
+            took_over += u32::from(outcome.superseded > 0 && outcome.survivor > Some(1));
+        }
+        let counts = [can_go_on, apart, refused, took_over];
+        let fewest = [25, 1, 5, 3];
+        assert!(counts.iter().zip(fewest).all(|(count, fewest)| *count >= fewest), "{members}: {counts:?}");
+    }
+}
+
+#[test]
+fn incarnations_that_ignore_each_other_are_found() {
+    let flaw = Some(Flaw::IgnoresIncarnations);
+    let trials = (0..20).map(|seed| faults(&Faults { members: 3, seed, starts_again: true, flaw }));
+    let breaches: Vec<Breach> = trials.flat_map(|outcome| outcome.breaches).collect();
+    let found = breaches.iter().find(|breach| matches!(breach, Breach::Incarnations { .. }));
+    let says = found.map(ToString::to_string).unwrap_or_default();
+    assert!(says.contains("does not stop although incarnation 1 is still in progress"), "{says}");
 }
 
 /// Returns whether one of `seeds` simulations with three members finds a fork.

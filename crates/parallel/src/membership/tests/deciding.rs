@@ -437,51 +437,6 @@ fn a_member_that_restarts_is_believed_though_it_counts_its_lists_anew() {
     assert_eq!(net.members(0), [0, 1, 3]);
 }
 
-/// Restarts the run from a checkpoint on member 0, as incarnation 2.
-fn start_again(net: &mut Net, former: &[u32]) {
-    net.states.remove(&id(0));
-    let view = View::first(ViewId { incarnation: 2, epoch: 5 }, &[Member::new(id(0), 0)], START).unwrap();
-    net.add(State::again(id(0), view, ids(former), Settings::default()).unwrap());
-    net.event(0, Event::Tick);
-}
-
-#[test]
-fn a_host_that_starts_again_is_refused_while_the_others_have_a_majority() {
-    for is_known_silent in [true, false] {
-        let mut net = Net::of(3);
-        if is_known_silent {
-            net.kill(0);
-            net.give_up(&[1, 2], &[0]);
-            net.settle();
-            assert_eq!(net.members(1), [1, 2]);
-            net.add(State::first(id(0), first(3), Settings::default()).unwrap());
-        }
-        start_again(&mut net, &[1, 2]);
-        net.settle();
-        let older = net.view(1).id();
-        assert_eq!(net.stops, BTreeMap::from([(id(0), Reason::StillRuns { older })]));
-        let says = net.stops[&id(0)].to_string();
-        assert!(
-            says.contains("the run is still in progress in epoch") && says.contains("incarnation 1"),
-            "{says}"
-        );
-    }
-}
-
-#[test]
-fn one_member_alone_does_not_refuse_a_host_that_starts_again() {
-    let mut net = Net::of(3);
-    net.kill(1);
-    // Member 2 has not noticed that 1 is dead and rejects the new incarnation. It is not a majority, so the
-    // host continues.
-    start_again(&mut net, &[1, 2]);
-    net.pass(seconds(5));
-    assert!(net.stops.is_empty());
-    net.event(2, Event::Silent(id(1)));
-    net.pass(seconds(20));
-    assert_eq!(net.stops, BTreeMap::from([(id(2), Reason::Superseded { incarnation: 2 })]));
-}
-
 #[test]
 fn what_is_not_a_view_is_reported_and_ignored() {
     let mut state = State::first(id(1), first(3), Settings::default()).unwrap();

@@ -45,11 +45,12 @@ fn messages_are_read_back_and_their_sizes_are_bounded() {
         Message::Accept { at, ballot, view: next.clone() },
         Message::Accepted { at, ballot },
         Message::Decided { view: next.clone() },
-        Message::Stale { view: next },
+        Message::Stale { view: next.clone() },
         Message::Suspects { at, number: u64::MAX, silent },
         Message::Leaving { at },
         Message::Newcomer { at, member: member(4) },
         Message::Repeat { at },
+        Message::Older { at, view: next },
     ];
     for message in messages {
         let bytes = postcard::to_stdvec(&message).unwrap();
