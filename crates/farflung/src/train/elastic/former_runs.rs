@@ -113,6 +113,19 @@ pub(super) fn put_aside(folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Returns the last incarnation of a run that was put aside in a folder; 0 without one. The folder itself may
+/// name an older one, to which its machine has returned: a later one must not have the same number again.
+///
+/// Errors: [`Error::Io`].
+pub(super) fn last_incarnation(folder: &Path, run: RunId) -> Result<u64> {
+    let mut last = 0;
+    for place in put_aside_in(folder)?.values() {
+        let of_run = Incarnation::of(place)?.filter(|of| of.run == Some(run));
+        last = of_run.map_or(last, |of| last.max(of.number));
+    }
+    Ok(last)
+}
+
 /// A member of an earlier run, and how it is asked.
 #[derive(Debug, Clone)]
 pub(super) struct FormerMember {
@@ -271,6 +284,7 @@ mod tests {
         assert_eq!(folders[1..], numbers);
         assert_eq!(addresses::of_run(&folders[1]).unwrap(), ["10.0.0.9:29500", "10.0.0.8:29500"]);
         assert_eq!(std::fs::read_to_string(folders[2].join(access::RUN_TICKET)).unwrap(), "ticket 7\n");
+        assert_eq!([one, other].map(|run| last_incarnation(at, run).unwrap()), [7, 2]);
         // Only the members of the run that continues are asked.
         let gate = GateConfig::new("127.0.0.1:0", "night", Security::unencrypted());
         let runs: Vec<FormerRun> =

@@ -132,7 +132,8 @@ pub fn host(
     let welcome = NewcomerInfo { run: Some(id), ..NewcomerInfo::of(&job) };
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
-    let at = promises::next(before.as_ref().map(|before| &before.state));
+    let last = former_runs::last_incarnation(folder, id)?;
+    let at = promises::next(before.as_ref().map(|before| &before.state), last);
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;

@@ -69,10 +69,10 @@ pub(super) fn are_there(folder: &Path) -> bool {
 }
 
 /// Returns the position of the first view of a host that continues the run of a folder. `before` is what the
-/// folder contains.
-pub(super) fn next(before: Option<&DurableState>) -> ViewId {
+/// folder contains, and `last` the last incarnation of the run of which this machine knows.
+pub(super) fn next(before: Option<&DurableState>, last: u64) -> ViewId {
     before.map_or(ViewId { incarnation: 1, epoch: 1 }, |kept| ViewId {
-        incarnation: kept.view.incarnation.saturating_add(1),
+        incarnation: kept.view.incarnation.max(last).saturating_add(1),
         epoch: kept.view.epoch.saturating_add(1),
     })
 }
