@@ -4,7 +4,7 @@
 //! It does not depend on what a checkpoint contains: files are names and bytes.
 
 use std::fs::{self, File, TryLockError};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
@@ -124,6 +124,37 @@ impl RunDir {
     /// Errors: that of the newest checkpoint, if there are checkpoints and none is valid.
     pub fn latest(&self) -> Result<Option<Checkpoint>> {
         latest(&self.path)
+    }
+
+    /// Moves the checkpoints of steps after `step` to another folder on the same disk, where their names get a
+    /// number. Returns how many there are.
+    ///
+    /// Errors: [`Error::Io`].
+    pub(crate) fn move_checkpoints(&self, step: u64, to: &Path) -> Result<usize> {
+        let moved: Vec<u64> = self.checkpoints()?.into_iter().filter(|&of| of > step).collect();
+        if moved.is_empty() {
+            return Ok(0);
+        }
+        fs::create_dir_all(to).map_err(Error::io("create", to))?;
+        let latest = self.path.join(LATEST);
+        match fs::remove_file(&latest) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(Error::io("remove", &latest)(error));
+            }
+            _ => {}
+        }
+        for &of in &moved {
+            let name = folder(of);
+            let mut number = 1;
+            let mut aside = to.join(format!("{name}.{number}"));
+            while aside.exists() {
+                number += 1;
+                aside = to.join(format!("{name}.{number}"));
+            }
+            let from = self.path.join(&name);
+            fs::rename(&from, aside).map_err(Error::io("move the checkpoint", &from))?;
+        }
+        Ok(moved.len())
     }
 
     /// Removes all but the newest `keep` checkpoints; 0 keeps all.

@@ -169,15 +169,18 @@ fn second_incarnations(report: &mut Report<'_>, seeds: u64) -> Result<()> {
     if let Some(first) = &all.first {
         report.progress(first)?;
     }
+    let share = |count: u32| 100.0 * f64::from(count) / f64::from(all.trials);
+    // Without these shares, the rows that must be 0 would say little.
     let counts = [
-        ("trials", all.started_again),
-        ("the older run continues", all.refused),
-        ("the host's run continues", all.took_over),
-        ("the two had no contact at first", all.apart),
-        ("trials in which enough members live to continue", all.can_go_on),
+        ("trials in which a host starts", all.started_again, Threshold::AtLeast(80.0)),
+        ("trials in which the older run continues", all.refused, Threshold::AtLeast(30.0)),
+        ("trials in which the host's run continues", all.took_over, Threshold::AtLeast(10.0)),
+        ("trials in which the two had no contact at first", all.apart, Threshold::None),
+        ("trials in which enough members live to continue", all.can_go_on, Threshold::AtLeast(60.0)),
     ];
-    for (metric, count) in counts {
-        report.row(&format!("run started again: {metric}"), f64::from(count), "", Threshold::None)?;
+    report.row("run started again: trials", f64::from(all.trials), "", Threshold::None)?;
+    for (metric, count, threshold) in counts {
+        report.row(&format!("run started again: {metric}"), share(count), "%", threshold)?;
     }
     let rows = [
         ("second views of an epoch", all.forks),

@@ -162,9 +162,8 @@ impl HostCommand {
             Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
-        let identity = own.as_ref().map(|(identity, _)| identity);
         let former = match &config.out {
-            Some(folder) => former_runs(folder, &gate, identity)?,
+            Some(folder) => former_runs(folder, &gate, own.as_ref().map(|(identity, _)| identity))?,
             None => Vec::new(),
         };
         let mut open = |gate: &GrowingNetwork, folder: &Path| {

@@ -248,8 +248,10 @@ fn newcomers_fetch_the_state_while_the_others_train() {
         assert_eq!(follows["member"], comes["joined"][0], "{follows} {comes}");
         assert!(step(&follows) < step(&comes), "steps while it fetches: {follows} {comes}");
         let admitting = newest("admitting");
-        // When it is admitted, the newcomer takes only the last steps.
-        assert!(admitting["state"].as_u64() < follows["state"].as_u64(), "{follows} {admitting}");
+        // When it is admitted, the newcomer takes only records of steps since.
+        let (takes, record) = (admitting["state"].as_u64().unwrap(), follows["record"].as_u64().unwrap());
+        let since = step(&admitting) - step(&follows);
+        assert!(takes.is_multiple_of(record) && takes / record <= since, "{follows} {admitting}");
         let said = said_by(&member);
         assert!(
             said.contains("fetches the state of step") && said.contains("has replayed to step"),

@@ -58,20 +58,17 @@ struct Coverage {
     one: Vec<u32>,
     /// Most moments of a step.
     most: usize,
-    /// Whether faults must be injected into all members, at all moments.
-    is_full: bool,
 }
 
 impl Coverage {
     fn of(options: &Options) -> Self {
-        let is_full = options.long;
         if options.long {
             let (two, one) = ((0..2 * STAGES as u32).collect(), (0..STAGES as u32).collect());
-            Self { two, one, most: usize::MAX, is_full }
+            Self { two, one, most: usize::MAX }
         } else if options.quick {
-            Self { two: vec![0, 6], one: vec![2], most: 3, is_full }
+            Self { two: vec![0, 6], one: vec![2], most: 3 }
         } else {
-            Self { two: vec![0, 2, 5, 7], one: vec![0, 1, 2, 3], most: 24, is_full }
+            Self { two: vec![0, 2, 5, 7], one: vec![0, 1, 2, 3], most: 24 }
         }
     }
 }
@@ -126,7 +123,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
     let allowed = leaving(&job, &coverage.two, 2..=4)?;
     let seen = inject_faults(report, &job, 4, coverage.most, &allowed)?;
-    rows(report, "2 pipelines of 4", &seen, &coverage)?;
+    rows(report, "2 pipelines of 4", &seen)?;
     local_steps(report, &coverage)?;
 
     let job = pipelines(report.seed(), STAGES, 16)?;
@@ -134,7 +131,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // leaves after that step.
     let allowed = leaving(&job, &coverage.one, 4..=12)?;
     let seen = inject_faults(report, &job, 12, coverage.most, &allowed)?;
-    rows(report, "1 pipeline of 4", &seen, &coverage)?;
+    rows(report, "1 pipeline of 4", &seen)?;
     // Of 11 steps that are done. With a tenth of the link, a copy takes less than three steps, and the last
     // whole one may be two copies old.
     report.row("1 pipeline of 4: largest number of lost steps", seen.lost_steps, "1", Threshold::AtMost(6.0))
@@ -177,16 +174,15 @@ fn local_steps(report: &mut Report<'_>, coverage: &Coverage) -> Result<()> {
         seen.other += all.other;
         seen.slowest = seen.slowest.max(all.slowest);
     }
-    rows(report, "2 pipelines of 4 with diloco", &seen, coverage)
+    rows(report, "2 pipelines of 4 with diloco", &seen)
 }
 
-fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally, coverage: &Coverage) -> Result<()> {
+fn rows(report: &mut Report<'_>, name: &str, seen: &FaultTally) -> Result<()> {
     let none = Threshold::AtMost(0.0);
     let metric = format!("{name}: moments of a step, or of a round, at which something reaches a rank");
     report.row(&metric, seen.moments as f64, "1", Threshold::None)?;
-    let all = if coverage.is_full { Threshold::AtLeast(seen.moments as f64) } else { Threshold::None };
     let metric = format!("{name}: moments of these at which members were lost");
-    report.row(&metric, seen.faulted as f64, "1", all)?;
+    report.row(&metric, seen.faulted as f64, "1", Threshold::None)?;
     let metric = format!("{name}: members that were lost, one in each run");
     report.row(&metric, seen.members as f64, "1", Threshold::None)?;
     report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Threshold::None)?;

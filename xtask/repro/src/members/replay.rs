@@ -40,7 +40,7 @@ struct ReportedView {
 pub(super) struct Views {
     by_epoch: BTreeMap<u64, ReportedView>,
     /// Reports of a view that differ from another report of a view with the same number.
-    differing: u32,
+    pub(super) differing: u32,
 }
 
 impl Views {

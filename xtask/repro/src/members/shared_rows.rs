@@ -90,6 +90,9 @@ pub(super) fn compare(
     report.row(&metric, compared.len() as f64, "1", Threshold::AtLeast(1.0))?;
     let metric = format!("{name}, processes: of the steps compared, those right after a loss");
     report.row(&metric, after_losses as f64, "1", Threshold::AtLeast(run.losses as f64))?;
+    let metric =
+        format!("{name}, processes: views of which members report different steps or numbers of members");
+    report.row(&metric, f64::from(all.differing), "1", none)?;
     let metric = format!("{name}, processes: steps of which members report different losses");
     report.row(&metric, differs(|row| row.0), "1", none)?;
     let metric = format!("{name}, processes: steps of which members report different tokens");

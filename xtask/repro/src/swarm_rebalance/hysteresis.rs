@@ -19,8 +19,8 @@ const CALM: u64 = 120;
 const MICROBATCH: f64 = 0.1;
 /// Standard deviation of a measured time, relative to it.
 const NOISE: f32 = 0.08;
-/// Seconds that a move costs: the state of a stage, over a link.
-const MOVE: f64 = 30.0;
+/// Seconds that a move costs: the state of a stage, over a fast and a slow link.
+const MOVES: [f64; 2] = [3.0, 30.0];
 /// Seconds that new routes cost: an agreement between two steps.
 const ROUTES: f64 = 0.2;
 
@@ -57,7 +57,7 @@ impl Swarm {
 }
 
 /// Trains with one hysteresis.
-fn trained(seed: u64, hysteresis: Hysteresis) -> Result<Tally> {
+fn trained(seed: u64, hysteresis: Hysteresis, a_move: f64) -> Result<Tally> {
     let count = POOL * STAGES;
     let members = (0..STAGES).map(|stage| (stage * POOL..(stage + 1) * POOL).collect()).collect();
     let mut swarm = Swarm { members, rates: vec![1; count] };
@@ -94,7 +94,7 @@ fn trained(seed: u64, hysteresis: Hysteresis) -> Result<Tally> {
             PoolAdvice::Moves { rank, to } => {
                 swarm.moves(rank as usize, to as usize, time)?;
                 seen.moves += 1;
-                seen.seconds += MOVE;
+                seen.seconds += a_move;
             }
         }
     }
@@ -102,49 +102,40 @@ fn trained(seed: u64, hysteresis: Hysteresis) -> Result<Tally> {
 }
 
 pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
-    let seeds = if quick { 3 } else { 20 };
+    MOVES.into_iter().try_for_each(|a_move| compared(report, if quick { 3 } else { 20 }, a_move))
+}
+
+/// Compares hystereses where a move costs `a_move` seconds, with `seeds` runs of each.
+fn compared(report: &mut Report<'_>, seeds: u32, a_move: f64) -> Result<()> {
+    let first = report.seed();
     let mean = |hysteresis: Hysteresis| -> Result<Tally> {
         let mut all = Tally::default();
         for seed in 0..seeds {
-            let one = trained(report.seed() + seed, hysteresis)?;
-            all.seconds += one.seconds / seeds as f64;
+            let one = trained(first + u64::from(seed), hysteresis, a_move)?;
+            all.seconds += one.seconds / f64::from(seeds);
             (all.routes, all.moves) = (all.routes + one.routes, all.moves + one.moves);
         }
         Ok(all)
     };
+    let changes = |seen: Tally| f64::from(seen.routes + seen.moves) / f64::from(seeds);
     let usual = mean(Hysteresis::default())?;
     let none = mean(Hysteresis { percent: 0, steps: 1 })?;
     let mut best = f64::INFINITY;
-    let mut rows = Vec::new();
+    let of = format!("hysteresis, a move costs {a_move:.0} s");
     for percent in [0, 5, 10, 20, 40] {
         for steps in [1, 5, 20] {
             let seen = mean(Hysteresis { percent, steps })?;
             best = best.min(seen.seconds);
-            let changes = f64::from(seen.routes + seen.moves) / seeds as f64;
-            rows.push((format!("{percent}% in {steps} steps"), seen.seconds / usual.seconds, changes));
+            let (time, name) = (seen.seconds / usual.seconds, format!("{of}: {percent}% in {steps} steps"));
+            report.row(&format!("{name}: time, relative to the usual one"), time, "x", Threshold::None)?;
+            report.row(&format!("{name}: changes in a run"), changes(seen), "1", Threshold::None)?;
         }
     }
-    for (name, time, changes) in rows {
-        let what = format!("hysteresis of {name}: time, relative to the usual one ({changes:.1} changes)");
-        report.row(&what, time, "x", Threshold::None)?;
-    }
-    report.row(
-        "hysteresis: time of the usual one, relative to the best",
-        usual.seconds / best,
-        "x",
-        Threshold::AtMost(1.05),
-    )?;
-    report.row(
-        "hysteresis: time of the usual one, relative to none",
-        usual.seconds / none.seconds,
-        "x",
-        Threshold::AtMost(0.95),
-    )?;
-    let changes = |seen: Tally| f64::from(seen.routes + seen.moves);
-    report.row(
-        "hysteresis: changes of the usual one, relative to none",
-        changes(usual) / changes(none),
-        "",
-        Threshold::AtMost(0.2),
-    )
+    let time = usual.seconds / best;
+    let metric = format!("{of}: time of the usual one, relative to the best of these");
+    report.row(&metric, time, "x", Threshold::AtMost(1.05))?;
+    let metric = format!("{of}: time of the usual one, relative to none");
+    report.row(&metric, usual.seconds / none.seconds, "x", Threshold::AtMost(0.95))?;
+    let metric = format!("{of}: changes of the usual one, relative to none");
+    report.row(&metric, changes(usual) / changes(none), "x", Threshold::AtMost(0.2))
 }

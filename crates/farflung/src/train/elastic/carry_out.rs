@@ -9,6 +9,7 @@ use super::balance::Reshared;
 use super::change::Member;
 use super::changed::Changed;
 use super::decide::Agreement;
+use super::former_runs;
 use super::layers::Division;
 use super::nonsense::Report;
 use super::place::Place;
@@ -298,11 +299,33 @@ fn note(
     steps.run.map_or(Ok(()), |run| write_addresses(member.place, run))
 }
 
+/// Prepares the folder of a member that has joined after `begun` steps.
+///
+/// Errors: [`Error::Io`].
+pub(super) fn note_joined(
+    place: &Place,
+    (run, begun): (&RunDir, u64),
+    watch: Option<&mut (dyn RunObserver + '_)>,
+) -> Result<()> {
+    write_addresses(place, run)?;
+    // In another run, its checkpoints are no older ones of this run.
+    let others = former_runs::put_checkpoints_aside(run, if place.other_run { 0 } else { begun })?;
+    if others > 0 {
+        let within = run.path().display();
+        let text = format!(
+            "{others} checkpoints in {within} are not of the run that this machine has joined: they are now in \
+             {within}/former"
+        );
+        tell(watch, &text);
+    }
+    Ok(())
+}
+
 /// Writes the addresses of the other members to the member's folder, so that they can be asked later whether
 /// they still train.
 ///
 /// Errors: [`Error::Io`].
-pub(super) fn write_addresses(place: &Place, run: &RunDir) -> Result<()> {
+fn write_addresses(place: &Place, run: &RunDir) -> Result<()> {
     let me = place.transport().me();
     let known = place.arrivals.to_reach().into_iter();
     let others: Vec<String> = known.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();

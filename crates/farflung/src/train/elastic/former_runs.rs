@@ -3,6 +3,7 @@
 //! an incarnation, that is over for this machine is put aside in the folder `former`, in numbered folders.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::thread;
 
@@ -13,10 +14,12 @@ use super::addresses::{self, ANY, Answered, asked, shown, text};
 use super::promises::{self, Promised};
 use super::run_id::RunId;
 use crate::train::run::RunObserver;
-use crate::{Error, Result, access, run_dir};
+use crate::{Error, Result, RunDir, access, run_dir};
 
 /// Name of the folder with what was put aside.
 const FORMER: &str = "former";
+/// Name of a folder there that is not complete yet.
+const PARTIAL: &str = "partial";
 /// Name of the file there that says of which run it is.
 const WHICH: &str = "run.json";
 /// Number of runs that are kept there.
@@ -41,7 +44,8 @@ impl Incarnation {
         if let Some(text) = text(folder, WHICH)? {
             return Ok(serde_json::from_str(&text).ok());
         }
-        let of_promises = |Promised { run, state }: Promised| Self { run, number: state.view.incarnation };
+        let of_promises =
+            |Promised { run, state, .. }: Promised| Self { run, number: state.view.incarnation };
         Ok(promises::read(folder)?.map(of_promises))
     }
 }
@@ -95,15 +99,24 @@ pub(super) fn put_aside(folder: &Path) -> Result<()> {
     }
     known.truncate(MOST_ADDRESSES);
     let number = before.keys().max().map_or(1, |last| last.saturating_add(1));
-    let aside = folder.join(FORMER).join(number.to_string());
-    std::fs::create_dir_all(&aside).map_err(Error::io("create", &aside))?;
+    let within = folder.join(FORMER);
+    // It gets its number once it is complete.
+    let partial = within.join(PARTIAL);
+    if partial.exists() {
+        std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
+    }
+    std::fs::create_dir_all(&partial).map_err(Error::io("create", &partial))?;
     let ticket = folder.join(access::RUN_TICKET);
-    if let Ok(word) = std::fs::read_to_string(&ticket) {
-        access::write_private(&aside.join(access::RUN_TICKET), word.trim_end())?;
+    match std::fs::read_to_string(&ticket) {
+        Ok(word) => access::write_private(&partial.join(access::RUN_TICKET), word.trim_end())?,
+        Err(error) if error.kind() == ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::io("read", &ticket)(error)),
     }
     let which = serde_json::to_vec(&incarnation).expect("numbers can be written as JSON");
-    run_dir::replace(&aside.join(WHICH), &which)?;
-    addresses::write(&aside, &known)?;
+    run_dir::replace(&partial.join(WHICH), &which)?;
+    addresses::write(&partial, &known)?;
+    let aside = within.join(number.to_string());
+    std::fs::rename(&partial, &aside).map_err(Error::io("create", &aside))?;
     addresses::remove(folder)?;
     let left = before.values().filter(|old| !merged.contains(old));
     let too_many = (left.clone().count() + 1).saturating_sub(MOST_RUNS);
@@ -113,17 +126,12 @@ pub(super) fn put_aside(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns the last incarnation of a run that was put aside in a folder; 0 without one. The folder itself may
-/// name an older one, to which its machine has returned: a later one must not have the same number again.
+/// Puts aside the checkpoints of steps after `step` in a folder: they are not those of the run that its machine
+/// has joined, and a later start would take the newest. Returns their number.
 ///
 /// Errors: [`Error::Io`].
-pub(super) fn last_incarnation(folder: &Path, run: RunId) -> Result<u64> {
-    let mut last = 0;
-    for place in put_aside_in(folder)?.values() {
-        let of_run = Incarnation::of(place)?.filter(|of| of.run == Some(run));
-        last = of_run.map_or(last, |of| last.max(of.number));
-    }
-    Ok(last)
+pub(super) fn put_checkpoints_aside(run: &RunDir, step: u64) -> Result<usize> {
+    run.move_checkpoints(step, &run.path().join(FORMER))
 }
 
 /// A member of an earlier run, and how it is asked.
@@ -169,7 +177,8 @@ pub(super) fn ask_all<'a>(members: impl IntoIterator<Item = &'a FormerMember>, t
     answers.into_values().collect()
 }
 
-/// Checks that these runs are over, by asking their members.
+/// Checks that these runs are over, by asking their members, and once more if none answers: a machine may be
+/// too busy to answer in time.
 ///
 /// Errors: [`Error::StillRuns`] if a member answers. This machine must then join that run: otherwise there
 /// would be two runs from the same state.
@@ -178,7 +187,8 @@ pub(super) fn are_over(members: &[FormerMember], watch: &mut dyn RunObserver) ->
         let shown = shown(&member.address);
         watch.note(&format!("asking {shown} whether the run of this folder is still running there"));
     }
-    ask_all(members, ANY).into_iter().next().map_or(Ok(()), |answered| Err(answered.into_error()))
+    let ask = || ask_all(members, ANY).into_iter().next();
+    ask().or_else(ask).map_or(Ok(()), |answered| Err(answered.into_error()))
 }
 
 #[cfg(test)]
@@ -267,7 +277,7 @@ mod tests {
             let first = Member::new(MemberId::number(0), 0);
             let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
             let view = View::first(ViewId { incarnation, epoch: 1 }, &[first], start).unwrap();
-            PromiseFile::new(at, run).write(&DurableState::new(view)).unwrap();
+            PromiseFile::new(at, run).unwrap().write(&DurableState::new(view)).unwrap();
             addresses::write(at, &[format!("10.0.0.{address}:29500")]).unwrap();
             access::write_private(&at.join(access::RUN_TICKET), &format!("ticket {address}")).unwrap();
             put_aside(at).unwrap();
@@ -284,7 +294,6 @@ mod tests {
         assert_eq!(folders[1..], numbers);
         assert_eq!(addresses::of_run(&folders[1]).unwrap(), ["10.0.0.9:29500", "10.0.0.8:29500"]);
         assert_eq!(std::fs::read_to_string(folders[2].join(access::RUN_TICKET)).unwrap(), "ticket 7\n");
-        assert_eq!([one, other].map(|run| last_incarnation(at, run).unwrap()), [7, 2]);
         // Only the members of the run that continues are asked.
         let gate = GateConfig::new("127.0.0.1:0", "night", Security::unencrypted());
         let runs: Vec<FormerRun> =

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use farflung_comm::CommError;
-use farflung_comm::tcp::{GateConfig, GrowingNetwork, MemberList};
+use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork, MemberList};
 use farflung_parallel::membership::{Member, State};
 
+use super::addresses;
 use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
 use super::former_members::FormerMembers;
@@ -132,12 +133,16 @@ pub fn host(
     let welcome = NewcomerInfo { run: Some(id), ..NewcomerInfo::of(&job) };
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
-    let last = former_runs::last_incarnation(folder, id)?;
-    let at = promises::next(before.as_ref().map(|before| &before.state), last);
+    let at = promises::next(before.as_ref());
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place = place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id }), &job)?;
+    let mut place = place(
+        (&opened, gate, welcome),
+        me,
+        (state, OwnFolder { dir: run, run: id, held_another: false }),
+        &job,
+    )?;
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
@@ -200,10 +205,15 @@ fn come_in(
         let was_here = promises::are_there(folder.path());
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
-        if !again {
-            // It may be the folder of another run.
+        let before = promises::read(folder.path())?.map(|before| before.run);
+        let held_another = before.is_some_and(|run| run != Some(id));
+        if held_another || !again {
+            // It may be the folder of another run, or of another incarnation.
             former_runs::put_aside(folder.path())?;
         }
+        // They are there before the first promise in this run.
+        let members: Vec<String> = asked.members().iter().map(Connected::to_reach).collect();
+        addresses::write(folder.path(), &members)?;
         job.out = Some(folder.path().to_owned());
         watch.note(&format!("connecting to the run's {} known members", asked.members().len()));
         let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
@@ -212,7 +222,8 @@ fn come_in(
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let mut place = place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id }), &job)?;
+        let own = OwnFolder { dir: run, run: id, held_another };
+        let mut place = place((&opened, gate, welcome), me, (state, own), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;
         let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };

@@ -18,8 +18,18 @@ pub(super) struct Promised {
     /// `None` in files of earlier versions.
     #[serde(default)]
     pub(super) run: Option<RunId>,
+    /// The last incarnation of this run of which this machine was a member. After it has returned to an older
+    /// one, the view in `state` names that one.
+    #[serde(default)]
+    last_incarnation: u64,
     #[serde(flatten)]
     pub(super) state: DurableState,
+}
+
+impl Promised {
+    fn last_incarnation(&self) -> u64 {
+        self.last_incarnation.max(self.state.view.incarnation)
+    }
 }
 
 /// The file in a member's folder.
@@ -27,6 +37,8 @@ pub(super) struct Promised {
 pub(super) struct PromiseFile {
     path: PathBuf,
     run: RunId,
+    /// The last incarnation of this run that the file had.
+    last_incarnation: u64,
 }
 
 /// Returns the path of the file in a folder.
@@ -36,15 +48,20 @@ fn path(folder: &Path) -> PathBuf {
 
 impl PromiseFile {
     /// Returns the file of a member of this run in its folder.
-    pub(super) fn new(folder: &Path, run: RunId) -> Self {
-        Self { path: path(folder), run }
+    ///
+    /// Errors: as [`read`].
+    pub(super) fn new(folder: &Path, run: RunId) -> Result<Self> {
+        let before = read(folder)?.filter(|before| before.run == Some(run));
+        let last_incarnation = before.map_or(0, |before| before.last_incarnation());
+        Ok(Self { path: path(folder), run, last_incarnation })
     }
 
     /// Writes the promises.
     ///
     /// Errors: [`Error::Io`].
     pub(super) fn write(&self, state: &DurableState) -> Result<()> {
-        let promised = Promised { run: Some(self.run), state: state.clone() };
+        let (run, last_incarnation) = (Some(self.run), self.last_incarnation);
+        let promised = Promised { run, last_incarnation, state: state.clone() };
         let text = serde_json::to_vec_pretty(&promised).expect("promises can be written as JSON");
         run_dir::replace(&self.path, &text)
     }
@@ -69,10 +86,43 @@ pub(super) fn are_there(folder: &Path) -> bool {
 }
 
 /// Returns the position of the first view of a host that continues the run of a folder. `before` is what the
-/// folder contains, and `last` the last incarnation of the run of which this machine knows.
-pub(super) fn next(before: Option<&DurableState>, last: u64) -> ViewId {
+/// folder contains. No incarnation has the number of an earlier one of this folder.
+pub(super) fn next(before: Option<&Promised>) -> ViewId {
     before.map_or(ViewId { incarnation: 1, epoch: 1 }, |kept| ViewId {
-        incarnation: kept.view.incarnation.max(last).saturating_add(1),
-        epoch: kept.view.epoch.saturating_add(1),
+        incarnation: kept.last_incarnation().saturating_add(1),
+        epoch: kept.state.view.epoch.saturating_add(1),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_parallel::membership::{Member, MemberId, Start, View};
+    use farflung_parallel::plan::Digest;
+
+    use super::*;
+
+    #[test]
+    fn no_two_incarnations_of_a_run_have_the_same_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |incarnation: u64| {
+            let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
+            let first = [Member::new(MemberId::number(0), 0)];
+            DurableState::new(View::first(ViewId { incarnation, epoch: 7 }, &first, start).unwrap())
+        };
+        let (one, other) = (RunId::draw().unwrap(), RunId::draw().unwrap());
+        let writes = |run: RunId, incarnation: u64| {
+            PromiseFile::new(folder.path(), run).unwrap().write(&at(incarnation)).unwrap();
+            next(read(folder.path()).unwrap().as_ref())
+        };
+        assert_eq!(next(None), ViewId { incarnation: 1, epoch: 1 });
+        assert_eq!(writes(one, 2), ViewId { incarnation: 3, epoch: 8 });
+        // It was refused, and has returned to the run that it continued.
+        assert_eq!(writes(one, 1).incarnation, 3);
+        assert_eq!(writes(one, 1).incarnation, 3);
+        assert_eq!(writes(other, 1).incarnation, 2);
+        // Promises of an earlier version have neither.
+        std::fs::write(path(folder.path()), serde_json::to_vec(&at(4)).unwrap()).unwrap();
+        let read = read(folder.path()).unwrap().unwrap();
+        assert_eq!((read.run, next(Some(&read)).incarnation), (None, 5));
+    }
 }

@@ -7,8 +7,8 @@ use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
-    Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_shares, tell,
-    tell_nonsense, write_addresses,
+    Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_joined,
+    note_shares, tell, tell_nonsense,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
@@ -95,7 +95,7 @@ pub(in crate::train) fn work(
         run.write_config(&job.config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
         if !founds {
-            write_addresses(member.place, run)?;
+            note_joined(member.place, (run, begun), watch.as_deref_mut())?;
         }
     }
     let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;

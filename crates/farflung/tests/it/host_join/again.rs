@@ -99,14 +99,20 @@ fn a_host_goes_on_from_the_folders_of_all_that_held_parts() {
 #[test]
 fn a_folder_of_one_run_is_used_for_another() {
     let run = Run::new();
-    let first = host(&run, "--steps 1000000 --out host");
+    let first = host(&run, "--steps 1000000 --out host --checkpoint-every 300 --keep-last 2");
     let a = join(&run, "a", "host/run.ticket", &[]);
     trains(&run, &a);
     let b = join(&run, "b", "host/run.ticket", &[]);
     trains(&run, &b);
+    wait_until_or(|| said_by(&first), || (saved(&run, &first).len() > 1).then_some(()));
     first.send(Signal::KILL);
     members(&run, &b, 2);
     drop(first);
+    let names = |of: &str| -> Vec<String> {
+        let entries = fs::read_dir(run.at(of)).into_iter().flatten().map(|entry| entry.unwrap().file_name());
+        entries.map(|name| name.into_string().unwrap()).filter(|name| name.starts_with("step-")).collect()
+    };
+    let checkpoints = names("host");
     let ticket = fs::read(run.at("host/run.ticket")).unwrap();
     let id = |folder: &str| {
         let text = fs::read_to_string(run.at(folder).join("promises.json")).unwrap();
@@ -116,7 +122,7 @@ fn a_folder_of_one_run_is_used_for_another() {
     // The host's machine joins the run of another one, and is lost.
     let mut command = on(&run, "second");
     let flags = "--listen 127.0.0.1:0 --deadline 2s --eval-every 100000 --eval-batches 1 --steps 1000000";
-    command.arg("host").args(run.flags(&format!("{flags} --out second")));
+    command.arg("host").args(run.flags(&format!("{flags} --out second --checkpoint-every 20 --keep-last 0")));
     let second = start(&run, "second", command);
     wait_until_or(|| said_by(&second), || run.at("second/run.ticket").exists().then_some(()));
     let joined = join(&run, "host", "second/run.ticket", &[]);
@@ -128,6 +134,14 @@ fn a_folder_of_one_run_is_used_for_another() {
     // How the members of the first run are asked is kept.
     assert_eq!(fs::read(run.at("host/former/1/run.ticket")).unwrap(), ticket);
     assert_ne!(fs::read(run.at("host/run.ticket")).unwrap(), ticket);
+    // So are its checkpoints, which no later start takes for those of the second run.
+    wait_until_or(|| said_by(&joined), || (names("host/former").len() == checkpoints.len()).then_some(()));
+    assert!(
+        said_by(&joined).contains("are not of the run that this machine has joined"),
+        "{}",
+        said_by(&joined)
+    );
+    wait_until_or(|| said_by(&joined), || (!names("host").is_empty()).then_some(()));
     joined.send(Signal::KILL);
     drop(joined);
     members(&run, &second, 1);

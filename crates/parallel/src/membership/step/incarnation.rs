@@ -8,6 +8,8 @@ use super::{Step, ViewSource};
 
 /// Maximum number of older incarnations that a member keeps account of.
 const MOST_OLDER: usize = 16;
+/// Maximum number of former members that a member asks.
+const MOST_FORMER: usize = 4096;
 
 impl Step<'_> {
     /// Handles a message from a peer in another incarnation.
@@ -72,7 +74,8 @@ impl Step<'_> {
         }
         known.insert(older, OlderRun { view: view.clone(), refusals: BTreeMap::new() });
         let members = self.view().map(View::ids).unwrap_or_default();
-        self.state.former.to.extend(view.ids().difference(&members));
+        let room = MOST_FORMER.saturating_sub(self.state.former.to.len());
+        self.state.former.to.extend(view.ids().difference(&members).take(room));
         self.state.former.retry = None;
         self.tell_of_older();
     }
