@@ -154,11 +154,15 @@ impl Place {
     /// members are left.
     fn decide(
         &mut self,
+        start: Option<Start>,
         events: Vec<Event>,
         (suspect, again): (Option<PeerId>, bool),
         patience: Nanos,
     ) -> Result<Option<View>> {
         self.renew();
+        if let Some(start) = start {
+            self.membership().starts(start);
+        }
         self.membership().awaited = true;
         let decided = self.wait_for_outcome(events, (suspect, again), patience);
         self.membership().awaited = false;
@@ -264,14 +268,14 @@ impl Place {
     /// Errors: as [`Place::decide`].
     pub(super) fn after_loss(&mut self, loss: Loss, start: Option<Start>) -> Result<View> {
         let Loss { suspect, silent, again } = loss;
-        let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
+        let mut events = Vec::new();
         let lost = self.lost();
         events.extend(silent.into_iter().filter(|id| !lost.contains(id)).map(Event::Silent));
         events.extend(lost.into_iter().map(Event::Silent));
         // Several deadlines: if only the connection between two members is broken, it takes another deadline or
         // more to find out which of them is removed.
         let patience = Nanos(self.deadline.0.saturating_mul(4));
-        self.decide(events, (suspect, again), patience)?.ok_or_else(|| Error::NoMajority {
+        self.decide(start, events, (suspect, again), patience)?.ok_or_else(|| Error::NoMajority {
             reason: format!("within {patience} the members did not agree on who continues"),
             left: None,
         })
@@ -346,8 +350,7 @@ impl Place {
     /// Errors: as [`Place::decide`].
     pub(super) fn between_steps(&mut self, agreed: Agreed, start: Start) -> Result<Option<NextView>> {
         let Agreed { events, reason, .. } = agreed;
-        let events = [Event::Starts(start)].into_iter().chain(events).collect();
-        let view = self.decide(events, (None, false), self.deadline)?;
+        let view = self.decide(Some(start), events, (None, false), self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
         }
@@ -367,8 +370,7 @@ impl Place {
     ) -> Result<Option<View>> {
         self.renew();
         let _telling = if leads { self.tell_agreed(working, &[Event::Repeat]) } else { Vec::new() };
-        let events = vec![Event::Starts(start), Event::Repeat];
-        self.decide(events, (None, false), self.deadline)
+        self.decide(Some(start), vec![Event::Repeat], (None, false), self.deadline)
     }
 
     /// Advances a virtual clock to the time at which this newcomer appears.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Cancel, Question, Service};
-use farflung_parallel::membership::{Action, Event, MemberId, Message, Reason, State, View};
+use farflung_parallel::membership::{Action, Event, MemberId, Message, Reason, Start, State, View};
 use serde::{Deserialize, Serialize};
 
 use super::offers::{Growth, Logged, Offer, Offers};
@@ -65,6 +65,8 @@ pub(super) struct MembershipService {
     /// Ids of the connected peers, by rank in the communicator of the membership services.
     ranks: Vec<MemberId>,
     outcome: Option<Outcome>,
+    /// The hashes with which the next view begins, of which the rules do not know yet.
+    starts: Option<Start>,
     /// Time at which the rules need the next tick.
     wake: Option<Nanos>,
     /// Whether the service's rank is waiting and must be notified of each message.
@@ -115,6 +117,7 @@ impl MembershipService {
             state,
             ranks,
             outcome: None,
+            starts: None,
             wake: None,
             awaited: false,
             heard,
@@ -141,6 +144,12 @@ impl MembershipService {
         self.offers.keep(&ranks);
         self.round_trips.keep(&ranks);
         self.ranks = ranks;
+    }
+
+    /// Sets the hashes with which the next view begins. The rules get them with the next event: on a virtual
+    /// clock, a message of this rank to itself would delay the answers to earlier ones of other ranks.
+    pub(super) const fn starts(&mut self, start: Start) {
+        self.starts = Some(start);
     }
 
     /// Returns and clears the newest outcome; `None` if there was none since the last call.
@@ -312,7 +321,9 @@ impl MembershipService {
 
     fn step(&mut self, event: Event, now: Nanos) -> Vec<Answer> {
         self.wake = None;
-        let actions = self.state.step(event, now);
+        let starts = self.starts.take().map(Event::Starts);
+        let actions: Vec<Action> =
+            starts.into_iter().chain([event]).flat_map(|event| self.state.step(event, now)).collect();
         self.act(actions)
     }
 
