@@ -19,9 +19,9 @@ const CALM: u64 = 120;
 const MICROBATCH: f64 = 0.1;
 /// Standard deviation of a measured time, relative to it.
 const NOISE: f32 = 0.08;
-/// Seconds that a move costs: the state of a stage, over a slow and a fast link. Where moves are as cheap as the
-/// second, a hysteresis of one step is better, by about a tenth: it reacts sooner, and its mistakes cost little.
-/// The usual one is for slow links, and has no bound beside the best where moves are cheap.
+/// Seconds that a move costs: the state of a stage, over a slow and a fast link. Where a move costs little, a
+/// hysteresis of one step is better, by about a tenth: it reacts sooner, and its mistakes cost little. The
+/// usual one is for slow links, and has no bound beside the best where moves are cheap.
 const MOVES: [(f64, Threshold); 2] = [(30.0, Threshold::AtMost(1.05)), (3.0, Threshold::None)];
 /// Seconds that new routes cost: an agreement between two steps.
 const ROUTES: f64 = 0.2;
@@ -107,8 +107,8 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
     MOVES.into_iter().try_for_each(|a_move| compared(report, if quick { 3 } else { 20 }, a_move))
 }
 
-/// Compares hystereses where a move costs `a_move` seconds, with `seeds` runs of each. `beside_best` is the bound
-/// of the usual one beside the best.
+/// Compares hystereses where a move costs `a_move` seconds, with `seeds` runs of each. `beside_best` is the
+/// bound of the usual one beside the best.
 fn compared(report: &mut Report<'_>, seeds: u32, (a_move, beside_best): (f64, Threshold)) -> Result<()> {
     let first = report.seed();
     let mean = |hysteresis: Hysteresis| -> Result<Tally> {
