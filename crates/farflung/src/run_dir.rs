@@ -4,7 +4,7 @@
 //! It does not depend on what a checkpoint contains: files are names and bytes.
 
 use std::fs::{self, File, TryLockError};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
@@ -126,37 +126,6 @@ impl RunDir {
         latest(&self.path)
     }
 
-    /// Moves the checkpoints of steps after `step` to another folder on the same disk, where their names get a
-    /// number. Returns how many there are.
-    ///
-    /// Errors: [`Error::Io`].
-    pub(crate) fn move_checkpoints(&self, step: u64, to: &Path) -> Result<usize> {
-        let moved: Vec<u64> = self.checkpoints()?.into_iter().filter(|&of| of > step).collect();
-        if moved.is_empty() {
-            return Ok(0);
-        }
-        fs::create_dir_all(to).map_err(Error::io("create", to))?;
-        let latest = self.path.join(LATEST);
-        match fs::remove_file(&latest) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(Error::io("remove", &latest)(error));
-            }
-            _ => {}
-        }
-        for &of in &moved {
-            let name = folder(of);
-            let mut number = 1;
-            let mut aside = to.join(format!("{name}.{number}"));
-            while aside.exists() {
-                number += 1;
-                aside = to.join(format!("{name}.{number}"));
-            }
-            let from = self.path.join(&name);
-            fs::rename(&from, aside).map_err(Error::io("move the checkpoint", &from))?;
-        }
-        Ok(moved.len())
-    }
-
     /// Removes all but the newest `keep` checkpoints; 0 keeps all.
     pub fn prune(&self, keep: usize) -> Result<()> {
         let steps = self.checkpoints()?;
@@ -189,6 +158,37 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
         }
     }
     first_error.map_or(Ok(None), Err)
+}
+
+/// Moves the checkpoints of steps after `after`, or all, to another folder on the same disk, where their names
+/// get a number. Returns how many there are. For a process that holds the folder's lock.
+///
+/// Errors: [`Error::Io`].
+pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, to: &Path) -> Result<usize> {
+    let is_later = |step: &u64| after.is_none_or(|after| *step > after);
+    let (moved, stay): (Vec<u64>, Vec<u64>) = list(run)?.into_iter().partition(is_later);
+    if moved.is_empty() {
+        return Ok(0);
+    }
+    fs::create_dir_all(to).map_err(Error::io("create", to))?;
+    for &step in &moved {
+        let name = folder(step);
+        let mut number = 1;
+        let mut aside = to.join(format!("{name}.{number}"));
+        while aside.exists() {
+            number += 1;
+            aside = to.join(format!("{name}.{number}"));
+        }
+        let from = run.join(&name);
+        fs::rename(&from, aside).map_err(Error::io("move the checkpoint", &from))?;
+    }
+    let latest = run.join(LATEST);
+    match stay.last() {
+        Some(&step) => replace(&latest, format!("{}\n", folder(step)).as_bytes())?,
+        None if latest.exists() => fs::remove_file(&latest).map_err(Error::io("remove", &latest))?,
+        None => {}
+    }
+    Ok(moved.len())
 }
 
 /// Returns the steps of all complete checkpoints in a run's folder, oldest first.

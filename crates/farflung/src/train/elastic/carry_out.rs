@@ -308,14 +308,7 @@ pub(super) fn note_joined(
     watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<()> {
     write_addresses(place, run)?;
-    // In another run, its checkpoints are no older ones of this run.
-    let others = former_runs::put_checkpoints_aside(run, if place.other_run { 0 } else { begun })?;
-    if others > 0 {
-        let within = run.path().display();
-        let text = format!(
-            "{others} checkpoints in {within} are not of the run that this machine has joined: they are now in \
-             {within}/former"
-        );
+    if let Some(text) = former_runs::put_checkpoints_aside(run.path(), Some(begun))? {
         tell(watch, &text);
     }
     Ok(())

@@ -16,6 +16,7 @@ use super::decide::{Agreed, Agreement, Asks, Loss, NextView, suspect};
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
+use super::former_runs;
 use super::idle::Idle;
 use super::lost_sequences::RoundTaken;
 use super::measure::measured;
@@ -371,8 +372,23 @@ impl Member<'_> {
         let mut follower =
             (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        self.put_others_checkpoints_aside(tell)?;
         let followed = follower.and_then(|follower| self.take_followed(follower));
         self.first_place(job, view, speed, followed)
+    }
+
+    /// Puts aside the checkpoints of another run, for which this member's folder was used before. Called once
+    /// it is a member, before it reads or saves any.
+    ///
+    /// Errors: [`Error::Io`].
+    pub(super) fn put_others_checkpoints_aside(&self, tell: &mut dyn FnMut(&str)) -> Result<()> {
+        let Some(folder) = self.folder.as_ref().filter(|_| self.place.membership().holds_another()) else {
+            return Ok(());
+        };
+        if let Some(text) = former_runs::put_checkpoints_aside(folder, None)? {
+            tell(&text);
+        }
+        self.place.membership().holds_no_other()
     }
 
     /// Returns the state that has been followed. Keeps the chunks received of what is still missing.

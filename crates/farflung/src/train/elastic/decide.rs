@@ -165,7 +165,10 @@ impl Place {
         }
         self.membership().awaited = true;
         let decided = self.wait_for_outcome(events, (suspect, again), patience);
-        self.membership().awaited = false;
+        let mut membership = self.membership();
+        membership.awaited = false;
+        membership.starts_with_nothing();
+        drop(membership);
         decided
     }
 

@@ -14,7 +14,7 @@ use super::addresses::{self, ANY, Answered, asked, shown, text};
 use super::promises::{self, Promised};
 use super::run_id::RunId;
 use crate::train::run::RunObserver;
-use crate::{Error, Result, RunDir, access, run_dir};
+use crate::{Error, Result, access, run_dir};
 
 /// Name of the folder with what was put aside.
 const FORMER: &str = "former";
@@ -126,12 +126,23 @@ pub(super) fn put_aside(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Puts aside the checkpoints of steps after `step` in a folder: they are not those of the run that its machine
-/// has joined, and a later start would take the newest. Returns their number.
+/// Puts aside the checkpoints of steps after `after` in a folder, or all: they do not belong to what its
+/// machine has joined, and a later start would take the newest. Returns a text about them, if there are any.
 ///
 /// Errors: [`Error::Io`].
-pub(super) fn put_checkpoints_aside(run: &RunDir, step: u64) -> Result<usize> {
-    run.move_checkpoints(step, &run.path().join(FORMER))
+pub(super) fn put_checkpoints_aside(folder: &Path, after: Option<u64>) -> Result<Option<String>> {
+    let within = folder.join(FORMER);
+    let count = run_dir::move_checkpoints(folder, after, &within)?;
+    let what = match after {
+        None => "are of another run than that of this machine now".to_owned(),
+        Some(step) => {
+            format!("are of later steps than {step}, after which this machine has joined the others")
+        }
+    };
+    let text = || {
+        format!("{count} checkpoints in {} {what}: they are now in {}", folder.display(), within.display())
+    };
+    Ok((count > 0).then(text))
 }
 
 /// A member of an earlier run, and how it is asked.
@@ -277,7 +288,7 @@ mod tests {
             let first = Member::new(MemberId::number(0), 0);
             let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
             let view = View::first(ViewId { incarnation, epoch: 1 }, &[first], start).unwrap();
-            PromiseFile::new(at, run).unwrap().write(&DurableState::new(view)).unwrap();
+            PromiseFile::new(at, run, None).unwrap().write(&DurableState::new(view)).unwrap();
             addresses::write(at, &[format!("10.0.0.{address}:29500")]).unwrap();
             access::write_private(&at.join(access::RUN_TICKET), &format!("ticket {address}")).unwrap();
             put_aside(at).unwrap();

@@ -7,7 +7,6 @@ use farflung_comm::CommError;
 use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork, MemberList};
 use farflung_parallel::membership::{Member, State};
 
-use super::addresses;
 use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
 use super::former_members::FormerMembers;
@@ -124,6 +123,11 @@ pub fn host(
     let former = if before.is_some() { former_runs::members(former, id)? } else { Vec::new() };
     former_runs::are_over(&former, watch)?;
     former_runs::put_aside(folder)?;
+    if before.as_ref().is_some_and(|before| before.holds_another)
+        && let Some(text) = former_runs::put_checkpoints_aside(folder, None)?
+    {
+        watch.note(&text);
+    }
     let id = id.map_or_else(RunId::draw, Ok)?;
     let mut gate = gate.clone();
     gate.shared_memory = shared_memory(&job.config);
@@ -137,12 +141,8 @@ pub fn host(
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place = place(
-        (&opened, gate, welcome),
-        me,
-        (state, OwnFolder { dir: run, run: id, held_another: false }),
-        &job,
-    )?;
+    let mut place =
+        place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id, members: None }), &job)?;
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
@@ -205,24 +205,21 @@ fn come_in(
         let was_here = promises::are_there(folder.path());
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
-        let before = promises::read(folder.path())?.map(|before| before.run);
-        let held_another = before.is_some_and(|run| run != Some(id));
-        if held_another || !again {
+        let is_another = promises::read(folder.path())?.is_some_and(|before| before.run != Some(id));
+        if is_another || !again {
             // It may be the folder of another run, or of another incarnation.
             former_runs::put_aside(folder.path())?;
         }
-        // They are there before the first promise in this run.
-        let members: Vec<String> = asked.members().iter().map(Connected::to_reach).collect();
-        addresses::write(folder.path(), &members)?;
         job.out = Some(folder.path().to_owned());
-        watch.note(&format!("connecting to the run's {} known members", asked.members().len()));
+        let members: Vec<String> = asked.members().iter().map(Connected::to_reach).collect();
+        watch.note(&format!("connecting to the run's {} known members", members.len()));
         let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
         opened.transport().keep_pace(pace(&job.config))?;
         let welcome = NewcomerInfo { status: None, ..welcome };
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let own = OwnFolder { dir: run, run: id, held_another };
+        let own = OwnFolder { dir: run, run: id, members: Some(members) };
         let mut place = place((&opened, gate, welcome), me, (state, own), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;

@@ -113,7 +113,7 @@ impl MembershipService {
     pub(super) fn new(state: State, promises: Option<PromiseFile>) -> Result<Self> {
         let (ranks, heard) = (Vec::new(), BTreeMap::new());
         let (steps, given_up) = (None, 0);
-        let membership = Self {
+        let mut membership = Self {
             state,
             ranks,
             outcome: None,
@@ -131,7 +131,7 @@ impl MembershipService {
             offers: Offers::default(),
             round_trips: RoundTrips::default(),
         };
-        if let (Some(kept), Some(promises)) = (membership.state.durable(), &membership.promises) {
+        if let (Some(kept), Some(promises)) = (membership.state.durable(), &mut membership.promises) {
             promises.write(kept)?;
         }
         Ok(membership)
@@ -144,6 +144,25 @@ impl MembershipService {
         self.offers.keep(&ranks);
         self.round_trips.keep(&ranks);
         self.ranks = ranks;
+    }
+
+    /// Returns whether this member's folder has the checkpoints of another run.
+    pub(super) fn holds_another(&self) -> bool {
+        self.promises.as_ref().is_some_and(|file| file.holds_another)
+    }
+
+    /// Writes that this member's folder has the checkpoints of another run no more.
+    ///
+    /// Errors: [`Error::Io`](crate::Error::Io).
+    pub(super) fn holds_no_other(&mut self) -> Result<()> {
+        let (Some(kept), Some(file)) = (self.state.durable(), &mut self.promises) else { return Ok(()) };
+        file.holds_another = false;
+        file.write(kept)
+    }
+
+    /// Forgets the hashes of which the rules do not know yet.
+    pub(super) const fn starts_with_nothing(&mut self) {
+        self.starts = None;
     }
 
     /// Sets the hashes with which the next view begins. The rules get them with the next event: on a virtual
@@ -302,7 +321,7 @@ impl MembershipService {
                 }
                 // Without the saved promise, the actions after it must not happen: send nothing, as if this
                 // member were lost.
-                Action::Persist(kept) => match self.promises.as_ref().map(|file| file.write(&kept)) {
+                Action::Persist(kept) => match self.promises.as_mut().map(|file| file.write(&kept)) {
                     None | Some(Ok(())) => {}
                     Some(Err(error)) => {
                         tracing::error!(%error, "failed to write a promise of the membership rules");

@@ -173,6 +173,7 @@ impl Member<'_> {
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
         let mut follower = (!job.barrier).then(|| Follower::new(replayer));
         let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        self.put_others_checkpoints_aside(tell)?;
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
         *job = placed.job;

@@ -72,8 +72,6 @@ pub struct Place {
     pub(super) measured: Option<Ready>,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
-    /// Whether its folder has the checkpoints of another run.
-    pub(super) other_run: bool,
 }
 
 /// A member's folder, and the run that it is for.
@@ -81,8 +79,8 @@ pub struct Place {
 pub(super) struct OwnFolder {
     pub(super) dir: RunDir,
     pub(super) run: RunId,
-    /// Whether it was that of another run.
-    pub(super) held_another: bool,
+    /// Addresses of the other members that are known before the first promise in the run.
+    pub(super) members: Option<Vec<String>>,
 }
 
 /// Pings that are sent while no member is missed, so that round trips are known before one is.
@@ -122,7 +120,12 @@ impl Place {
         let view = state.view().cloned();
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
-        let promises = own.as_ref().map(|own| PromiseFile::new(own.dir.path(), own.run)).transpose()?;
+        let (promises, run) = match own {
+            Some(OwnFolder { dir, run, members }) => {
+                (Some(PromiseFile::new(dir.path(), run, members)?), Some(dir))
+            }
+            None => (None, None),
+        };
         let membership = Arc::new(Mutex::new(MembershipService::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
         let blobs = Arc::default();
@@ -141,8 +144,7 @@ impl Place {
             pause,
             calm: CalmPings::default(),
             measured: None,
-            other_run: own.as_ref().is_some_and(|own| own.held_another),
-            run: own.map(|own| own.dir),
+            run,
         })
     }
 

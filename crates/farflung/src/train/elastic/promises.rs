@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use farflung_parallel::membership::{DurableState, ViewId};
 use serde::{Deserialize, Serialize};
 
-use super::addresses::text;
+use super::addresses::{self, text};
 use super::run_id::RunId;
 use crate::{Error, Result, run_dir};
 
@@ -22,6 +22,9 @@ pub(super) struct Promised {
     /// one, the view in `state` names that one.
     #[serde(default)]
     last_incarnation: u64,
+    /// Whether the folder still has the checkpoints of another run, for which it was used before.
+    #[serde(default)]
+    pub(super) holds_another: bool,
     #[serde(flatten)]
     pub(super) state: DurableState,
 }
@@ -39,6 +42,10 @@ pub(super) struct PromiseFile {
     run: RunId,
     /// The last incarnation of this run that the file had.
     last_incarnation: u64,
+    /// See [`Promised::holds_another`].
+    pub(super) holds_another: bool,
+    /// Addresses of the other members that are known before the first promise in this run.
+    members: Option<Vec<String>>,
 }
 
 /// Returns the path of the file in a folder.
@@ -47,23 +54,37 @@ fn path(folder: &Path) -> PathBuf {
 }
 
 impl PromiseFile {
-    /// Returns the file of a member of this run in its folder.
+    /// Returns the file of a member of this run in its folder. With the first promise, the addresses of
+    /// `members` are written: until then the folder is that of the run before.
     ///
     /// Errors: as [`read`].
-    pub(super) fn new(folder: &Path, run: RunId) -> Result<Self> {
-        let before = read(folder)?.filter(|before| before.run == Some(run));
-        let last_incarnation = before.map_or(0, |before| before.last_incarnation());
-        Ok(Self { path: path(folder), run, last_incarnation })
+    pub(super) fn new(folder: &Path, run: RunId, members: Option<Vec<String>>) -> Result<Self> {
+        let mut own = Self { path: path(folder), run, last_incarnation: 0, holds_another: false, members };
+        match read(folder)? {
+            Some(before) if before.run == Some(run) => {
+                own.last_incarnation = before.last_incarnation();
+                own.holds_another = before.holds_another;
+            }
+            // Of a file of an earlier version, it is not known.
+            Some(before) => own.holds_another = before.run.is_some(),
+            None => {}
+        }
+        Ok(own)
     }
 
     /// Writes the promises.
     ///
     /// Errors: [`Error::Io`].
-    pub(super) fn write(&self, state: &DurableState) -> Result<()> {
-        let (run, last_incarnation) = (Some(self.run), self.last_incarnation);
-        let promised = Promised { run, last_incarnation, state: state.clone() };
+    pub(super) fn write(&mut self, state: &DurableState) -> Result<()> {
+        let &mut Self { run, last_incarnation, holds_another, .. } = self;
+        let promised = Promised { run: Some(run), last_incarnation, holds_another, state: state.clone() };
         let text = serde_json::to_vec_pretty(&promised).expect("promises can be written as JSON");
-        run_dir::replace(&self.path, &text)
+        run_dir::replace(&self.path, &text)?;
+        if let Some(members) = &self.members {
+            addresses::write(self.path.parent().unwrap_or(Path::new("")), members)?;
+        }
+        self.members = None;
+        Ok(())
     }
 }
 
@@ -111,7 +132,7 @@ mod tests {
         };
         let (one, other) = (RunId::draw().unwrap(), RunId::draw().unwrap());
         let writes = |run: RunId, incarnation: u64| {
-            PromiseFile::new(folder.path(), run).unwrap().write(&at(incarnation)).unwrap();
+            PromiseFile::new(folder.path(), run, None).unwrap().write(&at(incarnation)).unwrap();
             next(read(folder.path()).unwrap().as_ref())
         };
         assert_eq!(next(None), ViewId { incarnation: 1, epoch: 1 });
@@ -119,10 +140,20 @@ mod tests {
         // It was refused, and has returned to the run that it continued.
         assert_eq!(writes(one, 1).incarnation, 3);
         assert_eq!(writes(one, 1).incarnation, 3);
+        let holds_another = || read(folder.path()).unwrap().unwrap().holds_another;
+        assert!(!holds_another());
         assert_eq!(writes(other, 1).incarnation, 2);
+        // That it has the checkpoints of another run is remembered until they are put aside.
+        assert_eq!((holds_another(), writes(other, 1).incarnation, holds_another()), (true, 2, true));
+        let mut file = PromiseFile::new(folder.path(), other, Some(vec!["10.0.0.7:1".to_owned()])).unwrap();
+        assert!(addresses::of_run(folder.path()).unwrap().is_empty());
+        file.holds_another = false;
+        file.write(&at(1)).unwrap();
+        assert_eq!((holds_another(), addresses::of_run(folder.path()).unwrap().len()), (false, 1));
         // Promises of an earlier version have neither.
         std::fs::write(path(folder.path()), serde_json::to_vec(&at(4)).unwrap()).unwrap();
         let read = read(folder.path()).unwrap().unwrap();
         assert_eq!((read.run, next(Some(&read)).incarnation), (None, 5));
+        assert!(!PromiseFile::new(folder.path(), one, None).unwrap().holds_another);
     }
 }
