@@ -33,8 +33,8 @@ pub use layers_by_speed::layers_by_speed;
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
-pub use pooled::{Hysteresis, PoolAdvice, PoolBalance, Pooling, rates_of};
-pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
+pub use pooled::{PoolAdvice, PoolBalance, Pooling, rates_of};
+pub use rebalance::{Advice, Hysteresis, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.
 ///

@@ -13,7 +13,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "swarm-rebalance",
     claim: "under preemptions, a swarm that rebalances every minute gets more work done than one that \
             rebalances every five minutes, and that one more than one that never does; the hysteresis of \
-            pools is within 5% of the best of those tried, where a move takes 30 s; wide layers hide their communication",
+            pools is within 5% of the best of those tried, where a move takes 30 s; wide layers hide their \
+            communication",
     source: "Ryabinin et al. 2023, SWARM: 82.7%, 95.8%, 97.6% of the optimum",
     seed: 0,
     run,

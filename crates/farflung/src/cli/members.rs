@@ -218,7 +218,8 @@ fn former_runs(folder: &Path, gate: &GateConfig, identity: Option<&Identity>) ->
                 Ok(ticket) => Security::by_ticket(identity, &ticket).by_any_member(),
                 Err(error) if place != folder => {
                     let place = place.display();
-                    tracing::warn!(%error, "the members of the run in {place} are not asked whether it still runs");
+                    let problem = "are not asked whether it still runs";
+                    tracing::warn!(%error, "the members of the run in {place} {problem}");
                     continue;
                 }
                 Err(error) => return Err(error),

@@ -72,15 +72,20 @@ fn start(run: &Run, name: &'static str, mut command: Command) -> Member {
 }
 
 fn host(run: &Run, more: &str) -> Member {
+    host_on(run, "host", more)
+}
+
+/// Starts a host on a machine of this name, whose folder must have the same.
+fn host_on(run: &Run, name: &'static str, more: &str) -> Member {
     let deadline = if more.contains("--deadline") { "" } else { "--deadline 2s" };
     let args = format!("--listen 127.0.0.1:0 {deadline} --eval-every 100000 --eval-batches 1 {more}");
-    let mut command = on(run, "host");
+    let mut command = on(run, name);
     command.arg("host").args(run.flags(&args));
-    let mut host = start(run, "host", command);
+    let mut host = start(run, name, command);
     wait_until("the ticket", || {
         let ended = host.process.as_mut().unwrap().try_wait().unwrap();
         assert!(ended.is_none(), "{}", String::from_utf8_lossy(&host.stderr()));
-        run.at("host/run.ticket").exists().then_some(())
+        run.at(name).join("run.ticket").exists().then_some(())
     });
     host
 }

@@ -3,7 +3,7 @@
 
 use farflung_base::Nanos;
 
-use super::{Assignment, Measured, PlanPosition};
+use super::{Assignment, Hysteresis, Measured, PlanPosition};
 use crate::pipeline::Pools;
 
 /// Arguments of [`Assignment::pooled`] besides the members.
@@ -156,30 +156,6 @@ pub enum PoolAdvice {
 
 /// Ranks of a pool get equal rates if the fastest has less than this factor times the speed of the slowest.
 const ALIKE: f64 = 1.1;
-
-/// How clearly, and for how long, a change must be better before it is advised. Without hysteresis, changes
-/// follow the noise of the measured times. `cargo xtask bench swarm-rebalance` compares several.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hysteresis {
-    /// Least percentage by which a change must shorten the busiest rank's work in a step.
-    pub percent: u32,
-    /// Number of consecutive steps in which it must.
-    pub steps: u32,
-}
-
-/// A tenth, in five steps.
-impl Default for Hysteresis {
-    fn default() -> Self {
-        Self { percent: 10, steps: 5 }
-    }
-}
-
-impl Hysteresis {
-    /// Returns whether a time of `then` is short enough, compared with `now`.
-    fn is_worth_it(self, now: Nanos, then: Nanos) -> bool {
-        then.as_secs_f64() < f64::from(100_u32.saturating_sub(self.percent)) / 100.0 * now.as_secs_f64()
-    }
-}
 
 /// Decides on rates and stage changes from the times that ranks measure. The result depends only on the
 /// arguments of [`PoolBalance::observe`], so all ranks reach the same decision.

@@ -25,16 +25,36 @@ pub enum Advice {
     Leave(u32),
 }
 
-/// A change is worthwhile if the step would take less than this part of its present time.
-const WORTH_IT: f64 = 0.9;
-/// Number of consecutive steps in which new shares must be worthwhile.
-const STEPS: u32 = 5;
 /// A replica should leave if the others alone would train at least this many times as many tokens per second.
 const SPEEDUP: f64 = 1.5;
 /// Number of consecutive slow steps after which a replica should leave, if they also took [`SLOW_FOR`].
 const SLOW_STEPS: u32 = 20;
 /// Minimum total time of these slow steps.
 const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
+
+/// How clearly, and for how long, a change must be better before it is advised. Without hysteresis, changes
+/// follow the noise of the measured times. `cargo xtask bench swarm-rebalance` compares several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hysteresis {
+    /// Least percentage by which a change must shorten the busiest rank's work in a step.
+    pub percent: u32,
+    /// Number of consecutive steps in which it must.
+    pub steps: u32,
+}
+
+/// A tenth, in five steps.
+impl Default for Hysteresis {
+    fn default() -> Self {
+        Self { percent: 10, steps: 5 }
+    }
+}
+
+impl Hysteresis {
+    /// Returns whether a time of `then` is short enough, compared with `now`.
+    pub(super) fn is_worth_it(self, now: Nanos, then: Nanos) -> bool {
+        then.as_secs_f64() < f64::from(100_u32.saturating_sub(self.percent)) / 100.0 * now.as_secs_f64()
+    }
+}
 
 /// Decides on shares from the times that replicas measure. The result depends only on the arguments of
 /// [`Rebalance::observe`], so all replicas reach the same decision.
@@ -95,7 +115,7 @@ pub fn step_time(shares: &[u32], measured: &[Measured]) -> Nanos {
 /// Returns whether a step time of `then` is short enough, compared with `now`, to justify a change.
 #[must_use]
 pub fn is_worth_it(now: Nanos, then: Nanos) -> bool {
-    then.as_secs_f64() < WORTH_IT * now.as_secs_f64()
+    Hysteresis::default().is_worth_it(now, then)
 }
 
 impl Rebalance {
@@ -117,7 +137,7 @@ impl Rebalance {
             return Advice::Stay;
         }
         self.uneven += 1;
-        if self.uneven < STEPS {
+        if self.uneven < Hysteresis::default().steps {
             return Advice::Stay;
         }
         self.uneven = 0;

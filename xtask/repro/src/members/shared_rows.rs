@@ -59,14 +59,15 @@ pub(super) fn compare(
     report: &mut Report<'_>,
 ) -> Result<()> {
     let folders: Vec<_> = (0..run.started).map(|number| run.folder.join(number.to_string())).collect();
+    let told = folders.iter().map(|folder| events(folder)).collect::<Result<Vec<_>>>()?;
     let mut all = Views::default();
-    for folder in &folders {
-        all.add(&events(folder)?);
+    for told in &told {
+        all.add(told);
     }
     let mut shared = SharedRows::default();
-    for folder in &folders {
+    for (folder, told) in folders.iter().zip(&told) {
         let mut own = Views::default();
-        own.add(&events(folder)?);
+        own.add(told);
         let row = |row: &StepMetrics| (row.step, (row.train_loss.to_bits(), row.tokens));
         shared.add(&metrics(folder)?.iter().map(row).collect::<Vec<_>>(), &own, &all);
     }

@@ -160,15 +160,11 @@ impl Place {
         patience: Nanos,
     ) -> Result<Option<View>> {
         self.renew();
-        if let Some(start) = start {
-            self.membership().starts(start);
-        }
+        self.membership().starts(start);
         self.membership().awaited = true;
         let decided = self.wait_for_outcome(events, (suspect, again), patience);
-        let mut membership = self.membership();
-        membership.awaited = false;
-        membership.starts_with_nothing();
-        drop(membership);
+        self.membership().awaited = false;
+        self.membership().starts(None);
         decided
     }
 

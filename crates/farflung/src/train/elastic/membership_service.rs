@@ -160,15 +160,11 @@ impl MembershipService {
         file.write(kept)
     }
 
-    /// Forgets the hashes of which the rules do not know yet.
-    pub(super) const fn starts_with_nothing(&mut self) {
-        self.starts = None;
-    }
-
-    /// Sets the hashes with which the next view begins. The rules get them with the next event: on a virtual
-    /// clock, a message of this rank to itself would delay the answers to earlier ones of other ranks.
-    pub(super) const fn starts(&mut self, start: Start) {
-        self.starts = Some(start);
+    /// Sets the hashes with which the next view begins; `None` keeps those that the rules have. The rules get
+    /// them with the next event: on a virtual clock, a message of this rank to itself would delay the answers
+    /// to earlier ones of other ranks.
+    pub(super) const fn starts(&mut self, start: Option<Start>) {
+        self.starts = start;
     }
 
     /// Returns and clears the newest outcome; `None` if there was none since the last call.

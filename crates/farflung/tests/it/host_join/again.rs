@@ -120,11 +120,7 @@ fn a_folder_of_one_run_is_used_for_another() {
     };
     assert_eq!(id("host"), id("a"));
     // The host's machine joins the run of another one, and is lost.
-    let mut command = on(&run, "second");
-    let flags = "--listen 127.0.0.1:0 --deadline 2s --eval-every 100000 --eval-batches 1 --steps 1000000";
-    command.arg("host").args(run.flags(&format!("{flags} --out second --checkpoint-every 100")));
-    let second = start(&run, "second", command);
-    wait_until_or(|| said_by(&second), || run.at("second/run.ticket").exists().then_some(()));
+    let second = host_on(&run, "second", "--steps 1000000 --out second --checkpoint-every 100");
     let joined = join(&run, "host", "second/run.ticket", &[]);
     wait_until_or(|| said_by(&joined), || (id("host") == id("second")).then_some(()));
     members(&run, &second, 2);
