@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use farflung_base::Nanos;
 
+use crate::signals::PrintError;
 use crate::{Error, Result, Signal, Stop, terminal};
 
 /// How the process detects a termination notice for its machine.
@@ -70,8 +71,8 @@ impl MemberNoticeArgs {
     /// does.
     ///
     /// Errors: [`Error::Io`] if the system does not accept the handlers, or cannot start a thread.
-    pub fn install(&self) -> Result<Stop> {
-        let stop = Stop::install_leaving()?.within(self.time);
+    pub fn install(&self, say: PrintError) -> Result<Stop> {
+        let stop = Stop::install_leaving(say)?.within(self.time);
         self.notice.watch(&stop)?;
         Ok(stop)
     }

@@ -165,10 +165,12 @@ impl Stop {
         Self::catch(Repeat::Passes, |_| {})
     }
 
-    /// Like [`Stop::install`], but after the first signal the step in flight is always finished, however long
-    /// that takes: for a member that leaves while the other members go on.
-    pub fn install_leaving() -> Result<Self> {
-        Self::catch(Repeat::ExitsPatiently, |_| {})
+    /// Like [`Stop::install_loading`], but once the run has begun, the step in flight is always finished after
+    /// the first signal, however long that takes: for a member that leaves while the other members go on.
+    ///
+    /// Errors: [`Error::Io`] if the system does not accept the handlers.
+    pub fn install_leaving(say: PrintError) -> Result<Self> {
+        Self::catch(Repeat::ExitsPatiently, say)
     }
 
     fn catch(repeat: Repeat, say: PrintError) -> Result<Self> {
@@ -197,17 +199,17 @@ impl Stop {
                         }
                         low_level::exit(i32::from(signal.exit_code()));
                     }
-                    (Repeat::Exits, None) => {
+                    (Repeat::Exits | Repeat::ExitsPatiently, None) => {
                         seen.request(signal);
                         let pressing = seen.clone();
                         // The escalation runs in another thread, since this thread must receive the second
                         // signal meanwhile.
                         let thread = thread::Builder::new().name("stop".to_owned());
-                        if thread.spawn(move || pressing.escalate(signal, say)).is_err() {
+                        if thread.spawn(move || pressing.escalate(signal, repeat, say)).is_err() {
                             seen.cancel_step();
                         }
                     }
-                    (Repeat::ExitsPatiently, None) | (Repeat::Passes, _) => seen.request(signal),
+                    (Repeat::Passes, _) => seen.request(signal),
                 }
             }
         };
@@ -217,8 +219,11 @@ impl Stop {
 
     /// Escalates after the first signal: drops the step after [`CANCEL_UNCOMMITTED_AFTER`] and
     /// [`CANCEL_STEP_AFTER`], or ends a process that is still loading.
-    fn escalate(&self, signal: Signal, say: PrintError) {
+    fn escalate(&self, signal: Signal, repeat: Repeat, say: PrintError) {
         if self.begun.load(Ordering::Acquire) {
+            if matches!(repeat, Repeat::ExitsPatiently) {
+                return;
+            }
             thread::sleep(CANCEL_UNCOMMITTED_AFTER);
             self.cancel_uncommitted();
             thread::sleep(CANCEL_STEP_AFTER.saturating_sub(CANCEL_UNCOMMITTED_AFTER));

@@ -195,7 +195,7 @@ impl HostCommand {
             Ok(())
         };
         let (quiet, json) = (config.quiet, config.json);
-        let stop = self.notice.install()?;
+        let stop = self.notice.install(super::print_error)?;
         watched(quiet, json, &self.observe, |watch| {
             elastic::host(config, &gate, &former, &stop, watch, &mut open)
         })
@@ -337,7 +337,7 @@ impl JoinCommand {
             self.relay.iter().flat_map(|relays| relays.split(',')).map(str::to_owned).collect();
         let reach = Reach { transport, relays, advertise: self.address.clone().into_iter().collect() };
         let gate = reach.open(gate, &known)?;
-        let stop = self.notice.install()?;
+        let stop = self.notice.install(super::print_error)?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
             let Some(ticket) = &ticket else { return Ok(()) };

@@ -33,3 +33,11 @@ impl RunObserver for Quiet {
     fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
     fn note(&mut self, _: &str) {}
 }
+
+/// Logs a line of text and shows it to the user.
+pub(in crate::train) fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
+    tracing::info!("{text}");
+    if let Some(watch) = watch {
+        watch.note(text);
+    }
+}

@@ -12,10 +12,12 @@
 mod choose;
 mod compare;
 mod lost;
+mod members;
 mod neighbours;
 mod pieces;
 mod samples;
 mod source;
+mod whole;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -35,7 +37,7 @@ use super::planned;
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
 use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
-pub(super) use neighbours::beside;
+pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
 pub(super) use source::{Residuals, Source};
 
@@ -242,7 +244,7 @@ pub(super) struct Resumed {
 ///
 /// Errors: the same on all ranks.
 pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {
-    let Some(choose::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
+    let Some(whole::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
         return Ok(None);
     };
     let checked = compare::check(&source.record, job).and_then(|()| trainer.restore(&source));

@@ -34,13 +34,15 @@ pub struct StopSummary {
     pub saved: Option<(u64, PathBuf)>,
     /// Why these steps could not be saved.
     pub problem: Option<String>,
+    /// Whether other members continue the run, with all of the model.
+    pub goes_on: bool,
     /// The command line that continues the run.
     pub resume: Option<String>,
 }
 
 impl fmt::Display for StopSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, dropped, saved, problem, resume } = self;
+        let Self { step, dropped, saved, problem, goes_on, resume } = self;
         if *dropped > 0 {
             write!(f, "; {dropped} steps since the last average of all replicas are dropped")?;
         }
@@ -50,9 +52,11 @@ impl fmt::Display for StopSummary {
         match saved {
             Some((step, path)) => write!(f, "; step {step} is saved in {}", path.display())?,
             None if step + dropped == 0 => write!(f, " before the first step was done")?,
+            None if *goes_on => {}
             None => write!(f, "; there is no checkpoint")?,
         }
         match resume {
+            _ if *goes_on => write!(f, "; the other members continue from step {step}"),
             Some(resume) if saved.is_some() => write!(f, "; to continue: {resume}"),
             _ => Ok(()),
         }
@@ -129,7 +133,7 @@ pub(super) fn handle_stop(
     let step = trainer.steps_done();
     // The retreat may also have committed a step that another rank had committed.
     let dropped = reached.saturating_sub(step);
-    let left = StopSummary { step, dropped, saved: kept.saved, problem, resume };
+    let left = StopSummary { step, dropped, saved: kept.saved, problem, goes_on: false, resume };
     let left = Box::new(left);
     match (stops, by) {
         (Some(signal), _) => Error::StoppedAt { signal, left },
@@ -175,10 +179,14 @@ fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Ru
     Ok(())
 }
 
-/// Returns the command line that continues the run.
-fn resume_line(job: &Job) -> String {
+/// Returns the command line that continues the run. Where members come and go, it is that of a host, which the
+/// others join again.
+pub(super) fn resume_line(job: &Job) -> String {
     let out = quoted(job.out.as_deref().unwrap_or_else(|| Path::new(".")));
     let config = quoted(&job.out.as_deref().unwrap_or_else(|| Path::new(".")).join("config.toml"));
+    if job.elastic {
+        return format!("farflung host --config {config} --out {out} --resume auto");
+    }
     let train = format!("train --config {config} --out {out} --resume auto");
     match job.processes {
         0 | 1 => format!("farflung {train}"),
@@ -214,6 +222,7 @@ mod tests {
             dropped: 0,
             saved: saved.map(|step| (step, path.clone())),
             problem: problem.map(str::to_owned),
+            goes_on: false,
             resume: Some("farflung train".to_owned()),
         };
         assert_eq!(

@@ -226,6 +226,12 @@ impl State {
         &self.silent
     }
 
+    /// Returns the members that have announced that they leave.
+    #[must_use]
+    pub const fn leaving(&self) -> &BTreeSet<MemberId> {
+        &self.leaving
+    }
+
     /// Returns the newcomers that are ready to be admitted.
     pub fn ready(&self) -> impl Iterator<Item = &Member> {
         self.ready.values()

@@ -34,12 +34,28 @@ impl Assignment {
         let left_out = &free[free.len().saturating_sub(surplus)..];
         let kept: Vec<usize> = (0..members.len()).filter(|member| !left_out.contains(member)).collect();
         let of_kept: Vec<Option<PlanPosition>> = kept.iter().map(|&member| members[member]).collect();
-        let Self { stages, pools, ranks, spares } = assign(&of_kept);
-        let numbers = |of: Vec<usize>| of.into_iter().map(|member| kept[member]).collect::<Vec<_>>();
-        let mut spares = numbers(spares);
-        spares.extend(left_out);
+        assign(&of_kept).of_some(&kept, members.len())
+    }
+
+    /// Converts an assignment of some members to one of all: `kept` has the index of each of them among all
+    /// `count` members, in ascending order. The other members are spares.
+    ///
+    /// ```
+    /// use farflung_parallel::plan::{Assignment, PlanPosition};
+    ///
+    /// // The first of three members gets no part.
+    /// let at = |position| Some(PlanPosition { replica: 0, position });
+    /// let next = Assignment::new(&[at(1), None], 2, 2).of_some(&[1, 2], 3);
+    /// assert_eq!((next.ranks, next.spares), (vec![2, 1], vec![0]));
+    /// ```
+    #[must_use]
+    pub fn of_some(self, kept: &[usize], count: usize) -> Self {
+        let Self { stages, pools, ranks, spares } = self;
+        let ranks: Vec<usize> = ranks.into_iter().map(|member| kept[member]).collect();
+        let left_out = (0..count).filter(|member| !kept.contains(member));
+        let mut spares: Vec<usize> = spares.into_iter().map(|member| kept[member]).chain(left_out).collect();
         spares.sort_unstable();
-        Self { stages, pools, ranks: numbers(ranks), spares }
+        Self { stages, pools, ranks, spares }
     }
 }
 

@@ -1,8 +1,5 @@
 //! Chooses the checkpoint from which each rank of a job continues.
 
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
@@ -10,16 +7,10 @@ use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::{CheckpointRecord, Source, all_gather_u64, beside, folder, lost};
+use super::whole::{Chosen, all_of, checked_owner, of_rank};
+use super::{Source, all_gather_u64, lost, members};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
-
-/// The checkpoint from which a rank continues.
-pub(super) struct Chosen {
-    pub(super) source: Source,
-    /// Notes for the user.
-    pub(super) notes: Vec<String>,
-}
 
 /// A rank's newest checkpoint of the parts that it holds now.
 enum OwnCheckpoint {
@@ -60,6 +51,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             };
             all_succeed(comm, source).map(|source| Some(chosen(source)))
         }
+        Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run, job),
         Resume::Auto => {
             let own = all_succeed(comm, own(run, rank, &fits))?;
             let (agreed, own) = agree(comm, run, own, job.plan.stages() as usize)?;
@@ -144,14 +136,6 @@ fn agree(
     Ok((agreed, all_succeed(comm, damage)?))
 }
 
-/// Returns the checkpoint, if this rank wrote it.
-fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
-    match source::record(&checkpoint)?.rank {
-        owner if owner == rank.0 => Ok(checkpoint),
-        owner => Err(Error::ForeignFolder { path: checkpoint.path().to_owned(), owner: Rank(owner), rank }),
-    }
-}
-
 /// Returns the checkpoints of a run whose ranks held other parts than now: those of all its ranks, of the
 /// newest step that all of them have. Rank 0 looks for them. `None` if there is no such run, or if it never
 /// saved a step on all ranks.
@@ -188,57 +172,5 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
         (0, Some(error)) => Err(error),
         (0, None) => Ok(None),
         (step, _) => all_of(&root.join(crate::checkpoint::folder(step)), job).map(Some),
-    }
-}
-
-/// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and those of the
-/// other ranks of its first pipeline beside it; or those of the members that saved in the same view.
-fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
-    let first = Checkpoint::open(path)?;
-    let record = source::record(&first)?;
-    if record.view.is_some() {
-        return of_view(first, &record, job.model.layers);
-    }
-    let ranks = record.stages as u32;
-    let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
-    let others = (1..ranks).map(|rank| open(Rank(rank)));
-    std::iter::once(Ok(first)).chain(others).collect()
-}
-
-/// Returns a member's checkpoint, and those of others on the same disk that contain the rest of the model's
-/// `layers` layers.
-///
-/// Errors: [`Error::PartsElsewhere`] if some layers are in none of them.
-fn of_view(first: Checkpoint, record: &CheckpointRecord, layers: usize) -> Result<Vec<Checkpoint>> {
-    let path = first.path().to_owned();
-    let here = path.parent().unwrap_or(&path);
-    let mut left: BTreeSet<usize> = (0..layers).collect();
-    let mut without = |record: &CheckpointRecord| {
-        let before = left.len();
-        record.parts.iter().for_each(|&(start, end)| left.retain(|layer| !(start..end).contains(layer)));
-        left.len() < before
-    };
-    without(record);
-    let mut all = vec![first];
-    for folder in beside(here).into_iter().filter(|folder| folder != here) {
-        let Ok(other) = Checkpoint::open(&folder.join(crate::checkpoint::folder(record.step))) else {
-            continue;
-        };
-        let theirs = source::record(&other)?;
-        if theirs.view == record.view && without(&theirs) {
-            all.push(other);
-        }
-    }
-    match (left.first(), left.last()) {
-        (Some(&first), Some(&last)) => Err(Error::PartsElsewhere { path, layers: first..last + 1 }),
-        _ => Ok(all),
-    }
-}
-
-/// Returns the path of another rank's checkpoint beside rank 0's.
-fn of_rank(path: &Path, rank: Rank) -> PathBuf {
-    match (rank.0, path.parent(), path.file_name()) {
-        (1.., Some(run), Some(step)) => folder(run, rank).join(step),
-        _ => path.to_owned(),
     }
 }

@@ -11,34 +11,17 @@ use super::changed::Changed;
 use super::decide::Agreement;
 use super::former_runs;
 use super::layers::Division;
+use super::leaving::{Leaving, parted, save_alone, save_together};
 use super::nonsense::Report;
 use super::place::Place;
 use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
 use crate::events::{EventKind, EventLog, causes};
-use crate::train::checkpoint;
-use crate::train::run::RunObserver;
+use crate::train::callbacks::{RunObserver, tell};
 use crate::train::steps::Steps;
-use crate::train::stop_in_step::StopSummary;
 use crate::train::trainer::{StateBytes, Trainer};
-use crate::{Error, Result, RunDir, Signal};
-
-/// Why a member leaves.
-pub(super) enum Leaving {
-    /// It was asked to.
-    Asked(Signal),
-    /// It delays the others, which are faster without it.
-    TooSlow(String),
-}
-
-/// Logs a line of text and shows it to the user.
-pub(super) fn tell(watch: Option<&mut (dyn RunObserver + '_)>, text: &str) {
-    tracing::info!("{text}");
-    if let Some(watch) = watch {
-        watch.note(text);
-    }
-}
+use crate::{Error, Result, RunDir};
 
 /// Reports what other members and newcomers have announced that cannot be true.
 pub(super) fn tell_nonsense(
@@ -76,21 +59,37 @@ pub(super) fn change_members(
     leaving: Option<Leaving>,
 ) -> Result<()> {
     match change(member, trainer, steps, events, leaving.is_some()) {
-        Ok(None) => Ok(()),
-        Ok(Some(changed)) => note(member, trainer, steps, events, &changed),
+        Ok(Change::None) => Ok(()),
+        Ok(Change::Done(changed)) => note(member, trainer, steps, events, &changed),
+        Ok(Change::AllLeave) => {
+            let left = save_together(member, trainer, steps, events)?;
+            Err(leaving.expect("all members have asked to leave").into_error(left))
+        }
         Err(error @ Error::Removed { .. }) => {
             let Some(leaving) = leaving else { return Err(error) };
-            let left = Box::new(save_alone(member, trainer, steps, events, true)?);
-            Err(match leaving {
-                Leaving::Asked(signal) => Error::StoppedAt { signal, left },
-                Leaving::TooSlow(reason) => Error::TooSlow { reason, left },
-            })
+            Err(leaving.into_error(save_alone(member, trainer, steps, events, true)?))
         }
         Err(error) => Err(parted(member, trainer, steps, events, error)),
     }
 }
 
-/// Changes to the view on which the members agree after a step; `None` if nothing changes.
+/// What members have done after they have agreed on a change.
+enum Change {
+    /// Nothing.
+    None,
+    /// They have changed to a new view.
+    Done(Box<Changed>),
+    /// All members leave: they are to save together.
+    AllLeave,
+}
+
+impl From<Option<Changed>> for Change {
+    fn from(changed: Option<Changed>) -> Self {
+        changed.map_or(Self::None, |changed| Self::Done(Box::new(changed)))
+    }
+}
+
+/// Changes to the view on which the members agree after a step.
 ///
 /// Errors: as [`Member::between_steps`].
 fn change(
@@ -99,10 +98,17 @@ fn change(
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
     leaves: bool,
-) -> Result<Option<Changed>> {
+) -> Result<Change> {
     let begun = trainer.comm().now();
-    match member.agree(trainer, leaves) {
+    let agreed = member.agree(trainer, leaves);
+    let job = (&mut steps.job, &mut steps.last);
+    let changed = match agreed {
         Ok(Agreement::GoOn) => Ok(None),
+        Ok(Agreement::End) => return Ok(Change::AllLeave),
+        Ok(Agreement::HandOver) => {
+            let done = member.hand_over(job, trainer, (leaves, begun));
+            go_over_again(member, trainer, steps, done)
+        }
         Ok(Agreement::Log { newcomer, sizes }) => {
             member.begin_log(trainer, &steps.job)?;
             let copied = member.copied(&sizes).unwrap_or_else(|| trainer.state_bytes());
@@ -119,17 +125,28 @@ fn change(
             if let Some(admission) = &admission {
                 announce_admission(member, trainer, steps, events, admission);
             }
-            match member.grow((&mut steps.job, &mut steps.last), trainer, begun) {
-                Err(error) if Member::survives(&error) => {
-                    member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
-                }
-                grown => grown,
-            }
+            let done = member.grow((&mut steps.job, &mut steps.last), trainer, begun);
+            go_over_again(member, trainer, steps, done)
         }
+        Err(error) => go_over_again(member, trainer, steps, Err(error)),
+    }?;
+    Ok(changed.into())
+}
+
+/// Continues without those that were lost in a change, if that is why it has failed.
+///
+/// Errors: as [`Member::after_loss`].
+fn go_over_again(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    done: Result<Option<Changed>>,
+) -> Result<Option<Changed>> {
+    match done {
         Err(error) if Member::survives(&error) => {
             member.after_loss((&mut steps.job, &mut steps.last), trainer, &error).map(Some)
         }
-        Err(error) => Err(error),
+        done => done,
     }
 }
 
@@ -236,28 +253,6 @@ pub(super) fn go_on_without(
     match member.after_loss((&mut steps.job, &mut steps.last), trainer, &error) {
         Ok(changed) => note(member, trainer, steps, events, &changed),
         Err(error) => Err(parted(member, trainer, steps, events, error)),
-    }
-}
-
-/// Returns the error with which a rank ends that must not continue. If too few members are left, or some part
-/// of the model is lost, its state is saved first, since no other rank may have it.
-fn parted(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    error: Error,
-) -> Error {
-    match error {
-        Error::NoMajority { reason, left: None } => match save_alone(member, trainer, steps, events, false) {
-            Ok(left) => Error::NoMajority { reason, left: Some(Box::new(left)) },
-            Err(error) => error,
-        },
-        Error::PartLost { tensor, left: None } => match save_alone(member, trainer, steps, events, false) {
-            Ok(left) => Error::PartLost { tensor, left: Some(Box::new(left)) },
-            Err(error) => error,
-        },
-        error => error,
     }
 }
 
@@ -380,40 +375,4 @@ pub(super) fn divide_anew(
     let text = by_speed(trainer.steps_done(), "layers of the stages", &layers, [before, now]);
     let (before_us, now_us) = (before.0 / 1_000, now.0 / 1_000);
     tell_new_plan(trainer, steps, events, (&text, EventKind::Layers { layers, before_us, now_us }))
-}
-
-/// Saves a checkpoint of a member that leaves, or that cannot continue. In pipelines it has only its parts of
-/// the model: those of a member that leaves are not saved, since the remaining members have all of it.
-fn save_alone(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    goes_on: bool,
-) -> Result<StopSummary> {
-    let mut left =
-        StopSummary { step: trainer.steps_done(), dropped: 0, saved: None, problem: None, resume: None };
-    let Some(run) = steps.run else { return Ok(left) };
-    let has_parts = steps.job.plan.stages() > 1;
-    // A spare holds the parts that it had before.
-    let is_spare = member.team.as_ref().is_some_and(|team| team.rank().is_none());
-    if is_spare || has_parts && goes_on {
-        return Ok(left);
-    }
-    if !has_parts {
-        member.alone(&mut steps.job, trainer)?;
-    }
-    let totals = steps.clock.totals(trainer.comm());
-    let save = if has_parts { checkpoint::save_parts } else { checkpoint::save };
-    let saved = save(trainer, &steps.job, run, totals);
-    let (before, step) = (left.step, trainer.steps_done());
-    (left.step, left.dropped) = (step, before.saturating_sub(step));
-    match saved {
-        Ok(path) => {
-            events.write(step, EventKind::Saved { path: path.display().to_string() });
-            left.saved = Some((step, path));
-        }
-        Err(error) => left.problem = Some(causes(&error)),
-    }
-    Ok(left)
 }

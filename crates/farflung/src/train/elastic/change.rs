@@ -82,6 +82,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) followed: Option<Followed>,
     /// Whether this spare is ready to be in a further pipeline.
     pub(super) grows: bool,
+    /// In pipelines: whether it leaves, and so hands over the part that it holds and takes no other.
+    pub(super) departs: bool,
     /// Whether it may wait for the next average before it leaves.
     pub(super) notice: NoticeTime,
     /// Time at which the step in flight began, or else at which the last one ended.
@@ -123,6 +125,7 @@ impl<'a> Member<'a> {
             grows_since: Nanos::ZERO,
             followed: None,
             grows: false,
+            departs: false,
             notice: NoticeTime::default(),
             nonsense: Nonsense::default(),
         }
@@ -134,7 +137,7 @@ impl Member<'_> {
     pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {
         let wants = self.place.wants_change(self.logs(trainer))? || self.wants_round(trainer);
         let now = self.place.transport().now();
-        let wants = wants || now >= self.place.pause && self.can_grow();
+        let wants = wants || now >= self.place.pause && (self.can_grow() || !self.departing().is_empty());
         Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
@@ -168,7 +171,9 @@ impl Member<'_> {
         let silent = self.idle.check(self.place, self.team.as_ref()).to_vec();
         let own = (trainer.steps_done(), trainer.state_bytes(), self.logs(trainer));
         let costs = self.newcomer_place != Some(FuturePlace::Spare);
-        let asks = Asks { leaves, silent: &silent, grows: self.can_grow(), costs };
+        let (departing, team) = (self.departing(), self.team.as_ref());
+        let asks =
+            Asks { leaves, silent: &silent, departing: &departing, team, grows: self.can_grow(), costs };
         self.place.agree((trainer.comm(), &working), &asks, own, &self.spares())
     }
 
@@ -371,7 +376,7 @@ impl Member<'_> {
         let (threads, simulated) = (self.threads, self.simulated);
         let mut follower =
             (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
-        let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        let view = self.place.wait_for_view((expects, &job.stop), follower.as_mut(), tell)?;
         self.put_others_checkpoints_aside(tell)?;
         let followed = follower.and_then(|follower| self.take_followed(follower));
         self.first_place(job, view, speed, followed)

@@ -13,6 +13,7 @@ use super::arrivals::Newcomer;
 use super::membership_service::Outcome;
 use super::place::{Logs, Place};
 use super::ready::{Admission, Cost, Ready};
+use super::team::Team;
 use super::watchdog::ROLL_CALL;
 use crate::train::blame::{Evidence, evidence};
 use crate::train::trainer::StateBytes;
@@ -27,6 +28,8 @@ pub(super) const PAUSE: Nanos = Nanos::from_millis(1000);
 #[derive(Debug, Serialize, Deserialize)]
 struct ChangeMessage {
     leaves: bool,
+    /// Ids of members without a part that have announced that they leave.
+    departing: Vec<[u8; 32]>,
     /// Whether it has heard that all spares that form a further pipeline are ready.
     grows: bool,
     /// Ids of members without a part that do not answer.
@@ -92,6 +95,10 @@ pub(super) enum Agreement {
     },
     /// Members change.
     Change(Agreed),
+    /// Members leave that hold a part of the model which no remaining member holds. They hand it over first.
+    HandOver,
+    /// All members leave.
+    End,
     /// Spares form a further pipeline. Has the one that receives most.
     Grow(Option<Admission>),
 }
@@ -102,6 +109,10 @@ pub(super) struct Asks<'a> {
     pub(super) leaves: bool,
     /// Members without a part that do not answer.
     pub(super) silent: &'a [MemberId],
+    /// Members without a part that have announced that they leave.
+    pub(super) departing: &'a [MemberId],
+    /// The members' places; `None` if each member holds the whole model.
+    pub(super) team: Option<&'a Team>,
     /// Whether the spares that form a further pipeline are ready.
     pub(super) grows: bool,
     /// Whether a newcomer receives anything when it joins.
@@ -252,6 +263,15 @@ impl Place {
         self.is_majority_without(me.iter())
     }
 
+    /// Returns whether the members that have not announced that they leave are a majority of the view.
+    pub(super) fn are_majority_without_leavers(&self) -> bool {
+        let membership = self.membership();
+        let members = self.view().into_iter().flat_map(|view| &view.members).map(|member| member.id);
+        let leaving: Vec<MemberId> = members.filter(|id| membership.is_leaving(id)).collect();
+        drop(membership);
+        self.is_majority_without(leaving.iter())
+    }
+
     /// Returns whether the members of the view other than these are a majority.
     fn is_majority_without<'a>(&self, gone: impl Iterator<Item = &'a MemberId>) -> bool {
         let gone: BTreeSet<MemberId> = gone.copied().collect();
@@ -288,7 +308,7 @@ impl Place {
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
-        &Asks { leaves, silent, grows, costs }: &Asks<'_>,
+        &Asks { leaves, silent, departing, team, grows, costs }: &Asks<'_>,
         (step, state, logs): (u64, StateBytes, Logs),
         spares: &[ReadySpare],
     ) -> Result<Agreement> {
@@ -300,14 +320,27 @@ impl Place {
         };
         let here = self.callers(logs).iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
-        let standing = ChangeMessage { leaves, grows, silent, here, logs: logs == Logs::Yes, state };
+        let departing = departing.iter().map(|id| id.0).collect();
+        let logging = logs == Logs::Yes;
+        let standing = ChangeMessage { leaves, departing, grows, silent, here, logs: logging, state };
         let told = all_gather(comm, &standing)?;
-        let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
-        let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
+        let mut leaving: BTreeSet<MemberId> =
+            working.iter().zip(&told).filter(|(_, told)| told.leaves).map(|(&id, _)| id).collect();
+        let holders_leave = !leaving.is_empty();
+        leaving.extend(told.iter().flat_map(|told| &told.departing).map(|id| MemberId(*id)));
         // A member without a part is needed by no step, so its loss must be reported here.
         let quiet: BTreeSet<MemberId> =
             told.iter().flat_map(|told| &told.silent).map(|id| MemberId(*id)).collect();
+        let quiet = &quiet - &leaving;
         let reason = (!quiet.is_empty()).then(|| "a member without a part does not answer".to_owned());
+        let stays = |id: &MemberId| !leaving.contains(id) && !quiet.contains(id);
+        if holders_leave && !self.view().is_some_and(|view| view.ids().iter().any(stays)) {
+            return Ok(Agreement::End);
+        }
+        if holders_leave && team.is_some_and(|team| team.lacks_a_part_without(&leaving)) {
+            return Ok(Agreement::HandOver);
+        }
+        let mut events: Vec<Event> = leaving.into_iter().map(Event::Leave).collect();
         let idle: BTreeSet<MemberId> = self.lost_members().into_iter().chain(quiet).collect();
         let idle = idle.into_iter().filter(|id| self.is_named(id) && !working.contains(id));
         events.extend(idle.map(Event::Silent));

@@ -57,6 +57,8 @@ struct MemberDescription {
     layers: Vec<u32>,
     /// Whether it is ready to be in a further pipeline, if it has no part.
     grows: bool,
+    /// Whether it leaves: it gets no part, and hands over the one that it holds.
+    leaves: bool,
     /// How far it is, if steps are local and it takes any.
     round: Option<RoundPosition>,
 }
@@ -81,6 +83,8 @@ pub(super) struct EnteringMember<'a> {
     pub(super) store: &'a mut ChunkStore,
     /// Whether it is ready to be in a further pipeline, if it has no part.
     pub(super) grows: bool,
+    /// Whether it leaves.
+    pub(super) leaves: bool,
 }
 
 /// Result of [`form_team`]: the plan, step and tensors with which a view's members continue.
@@ -114,7 +118,7 @@ pub(super) struct FormedTeam {
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] if no remaining member has some part of the
 /// model.
 pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<'_>) -> Result<FormedTeam> {
-    let EnteringMember { job, last, team, held, round, folder, pools, layers, store, grows } = brings;
+    let EnteringMember { job, last, team, held, round, folder, pools, layers, store, grows, leaves } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = MemberDescription {
         made: works.map(|team| team.epoch),
@@ -126,6 +130,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         moving: pools.moving,
         layers: layers.to_vec(),
         grows: grows || job.barrier,
+        leaves,
         round,
     };
     let mut told: Vec<MemberDescription> = all_gather(all, &mine)?;
@@ -241,9 +246,10 @@ fn next_team(
 ) -> Result<NextTeam> {
     let wished = wished(job)?;
     let cut = before.pools().map_or(before.stages(), Pools::stages);
+    let (stays, departing) = staying(told);
     let pooling = if wished.is_pooled() {
         followed_stages(job, (before, told), &mut stood)?;
-        let slots: Vec<Option<u32>> = view.members.iter().map(|member| Some(member.slot)).collect();
+        let slots: Vec<Option<u32>> = stays.iter().map(|&member| Some(view.members[member].slot)).collect();
         let mut speeds = PoolSpeeds::default();
         speeds.begin_anew(&reference.speeds);
         speeds.moving = reference.moving;
@@ -251,23 +257,38 @@ fn next_team(
     } else {
         None
     };
+    let all = (all, view.members.len());
+    let stood: Vec<Option<PlanPosition>> = stays.iter().map(|&member| stood[member]).collect();
     // A further pipeline begins once all its members have fetched their parts, so that no member waits for it.
-    let waits = || grown((job, wished), &stood, cut).iter().any(|future| !told[future.member].grows);
+    let waits = || grown((job, wished), &stood, cut).iter().any(|future| !told[stays[future.member]].grows);
     let most = (pooling.is_none() && before.pools().is_none() && waits()).then(|| before.replicas() as usize);
     let assignment = match &pooling {
         Some(pooling) => Assignment::pooled(&stood, cut, pooling),
         None => assigned(wished, &stood, (cut, most), reroutes(job, wished)),
     };
     let rates = pooling.as_ref().map(|pooling| pool_speeds::rates(&assignment, pooling));
-    let mut team = Team::new(view, all.clone(), assignment);
+    let team_of = |assignment: Assignment| {
+        let assignment = assignment.of_some(&stays, all.1);
+        let departing = departing.iter().map(|&member| view.members[member].id).collect();
+        Team::new(view, all.0.clone(), assignment).letting_go(departing)
+    };
+    let mut team = team_of(assignment);
     let layers = own_cut(before, &reference.layers);
     let mut plan = plan_for(job, &team, (before, reference), (rates, layers.clone()))?;
     if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
         // Settings that do not work with pools: train in whole pipelines only.
-        team = Team::new(view, all.clone(), assigned(wished, &stood, (cut, most), false));
+        team = team_of(assigned(wished, &stood, (cut, most), false));
         plan = plan_for(job, &team, (before, reference), (None, layers))?;
     }
     Ok(NextTeam { team, plan })
+}
+
+/// Returns the members that stay and those that leave, by their indices. If all leave, they keep their parts
+/// until they have agreed on that.
+fn staying(told: &[MemberDescription]) -> (Vec<usize>, Vec<usize>) {
+    let (departing, stays): (Vec<usize>, Vec<usize>) =
+        (0..told.len()).partition(|&member| told[member].leaves);
+    if stays.is_empty() { (departing, Vec::new()) } else { (stays, departing) }
 }
 
 /// Returns the team of the pipelines that finish a round of local steps. No tensor moves.

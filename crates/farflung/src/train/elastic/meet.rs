@@ -147,7 +147,7 @@ pub fn host(
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
     let former = FormerMembers::ask(former, Arc::downgrade(&opened), at.incarnation, stop.clone());
-    let done = run_job(&job, vec![connection], watch);
+    let done = stopped_first(stop, run_job(&job, vec![connection], watch));
     if let Some(error) = former.answered().filter(|_| done.is_err()) {
         return Err(error);
     }
@@ -180,6 +180,16 @@ pub fn join(
     check_transport(given.transport.unwrap_or(TransportKind::Auto))?;
     let asked = ask(gate, addresses)?;
     come_in(given, gate, (asked, None), stop, watch, open)
+}
+
+/// Replaces the error of a run by the signal that has cancelled it, which is its cause.
+fn stopped_first<T>(stop: &Stop, done: Result<T>) -> Result<T> {
+    match (done, stop.cancelled()) {
+        (Err(error), Some(signal)) if !matches!(error, Error::StoppedAt { .. }) => {
+            Err(Error::Stopped(signal))
+        }
+        (done, _) => done,
+    }
 }
 
 /// Joins with the members' answer in `asked`, and joins again if the others continue without this machine.
@@ -224,7 +234,7 @@ fn come_in(
         let comm = place.alone()?;
         open(&opened, folder.path())?;
         let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
-        match run_job(&job, vec![connection], watch) {
+        match stopped_first(stop, run_job(&job, vec![connection], watch)) {
             Err(Error::Removed { reason }) if stop.requested().is_none() => {
                 watch.note(&format!("{reason}: this member joins again as a newcomer"));
                 asked = opened.ask_again(gate)?;

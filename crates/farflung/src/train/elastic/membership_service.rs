@@ -172,6 +172,11 @@ impl MembershipService {
         self.outcome.take()
     }
 
+    /// Returns whether a member has announced that it leaves.
+    pub(super) fn is_leaving(&self, id: &MemberId) -> bool {
+        self.state.leaving().contains(id)
+    }
+
     /// Returns whether there is an outcome that has not been taken.
     pub(super) const fn has_outcome(&self) -> bool {
         self.outcome.is_some()

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// Version of this program. All members need the same one, since another may compute other values. The number
 /// after the sign is that of the messages between members: it grows with each change of one that an earlier
 /// program could not read.
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "+members.2");
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "+members.3");
 
 /// Information for a newcomer before it connects to all members.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

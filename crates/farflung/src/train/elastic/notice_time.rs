@@ -20,19 +20,27 @@ impl NoticeTime {
         *last = Some(took);
     }
 
-    /// Notes the time at which this member was asked to leave, unless it is known.
-    pub(super) fn ask(&mut self, at: Nanos) {
+    /// Notes the time at which this member was asked to leave. Returns whether it was not known.
+    pub(super) fn ask(&mut self, at: Nanos) -> bool {
+        let is_new = self.asked.is_none();
         self.asked.get_or_insert(at);
+        is_new
+    }
+
+    /// Returns the time of `steps` more steps, of which the last one has an average. `None` before a step was
+    /// measured.
+    pub(super) fn until(&self, steps: u64) -> Option<Nanos> {
+        let [local, averaged] = [self.local.or(self.averaged), self.averaged.or(self.local)];
+        let local = local.map_or(0, |local| local.0.saturating_mul(steps.saturating_sub(1)));
+        averaged.map(|averaged| averaged.saturating_add(Nanos(local)))
     }
 
     /// Returns whether `steps` more steps, of which the last one has an average, take longer than what is left
     /// of a notice of this time. Without a notice, or before a step was measured, they do not.
     pub(super) fn is_too_short(&self, notice: Option<Nanos>, steps: u64, now: Nanos) -> bool {
         let Some((notice, asked)) = notice.zip(self.asked) else { return false };
-        let [local, averaged] = [self.local.or(self.averaged), self.averaged.or(self.local)];
-        let local = local.map_or(0, |local| local.0.saturating_mul(steps.saturating_sub(1)));
         let left = notice.saturating_sub(now.saturating_sub(asked));
-        averaged.is_some_and(|averaged| averaged.0.saturating_add(local) > left.0)
+        self.until(steps).is_some_and(|until| until > left)
     }
 }
 
@@ -45,12 +53,14 @@ mod tests {
     #[test]
     fn the_rest_of_the_round_must_fit_into_what_is_left_of_the_notice() {
         let mut time = NoticeTime::default();
-        time.ask(MS(50));
+        assert!(time.ask(MS(50)));
+        assert_eq!(time.until(3), None);
         assert!(!time.is_too_short(Some(MS(1)), 1_000, MS(70)));
         time.step(MS(100), false);
         time.step(MS(400), true);
         // It is known since 50 ms: nine local steps and the average take 1.3 s.
-        time.ask(MS(60));
+        assert!(!time.ask(MS(60)));
+        assert_eq!(time.until(10), Some(MS(1_300)));
         assert!(!time.is_too_short(None, 10, MS(50)));
         assert!(!time.is_too_short(Some(MS(1_300)), 10, MS(50)));
         assert!(time.is_too_short(Some(MS(1_299)), 10, MS(50)));

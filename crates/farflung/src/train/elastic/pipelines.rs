@@ -17,6 +17,7 @@ use super::follow::{Follower, Replayer};
 use super::followed::Followed;
 use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
 use super::form_team::{EnteringMember, FormedTeam, form_team};
+use super::leaving::{Leaving, left_to_others};
 use super::measure::measured_speed;
 use super::repeats::Repeats;
 use super::spare::SpareEvent;
@@ -90,7 +91,7 @@ impl Member<'_> {
         let caught_up = trainer.agreed_step() != stood.1 || trainer.steps_done() < stood.0;
         let spares = self.team.as_ref().map_or(0, |team| team.spares().count());
         Ok(Changed {
-            epoch: self.team.as_ref().map_or(0, |team| team.epoch),
+            epoch: self.epoch(),
             joined: fresh(&now, &before),
             left: fresh(&before, &now),
             names: self.publisher.names.clone(),
@@ -140,6 +141,52 @@ impl Member<'_> {
         }
     }
 
+    /// Returns the members without a part that leave: those that have handed over theirs, and spares.
+    pub(super) fn departing(&self) -> Vec<MemberId> {
+        let Some(team) = &self.team else { return Vec::new() };
+        let membership = self.place.membership();
+        let leaves = |id: &MemberId| team.departing.contains(id) || membership.is_leaving(id);
+        team.idle().filter(leaves).collect()
+    }
+
+    /// Returns whether members have handed over their parts in this view and are to leave next.
+    pub(super) fn has_departing(&self) -> bool {
+        self.team.as_ref().is_some_and(|team| !team.departing.is_empty())
+    }
+
+    /// Returns the number of the view in which the members' places were decided.
+    pub(super) fn epoch(&self) -> u64 {
+        self.team.as_ref().map_or(0, |team| team.epoch)
+    }
+
+    /// Forgets which members are to leave next, if they have not left the view of `epoch`: they are asked after
+    /// a later step.
+    pub(super) fn forget_departing(&mut self, epoch: u64) {
+        if let Some(team) = self.team.as_mut().filter(|team| team.epoch == epoch) {
+            team.departing.clear();
+        }
+    }
+
+    /// Hands over the parts of the members that leave, under a new view of the same members: those that remain
+    /// divide the model among themselves. All members that take steps call it after the same step; `leaves`
+    /// says whether this one leaves. `None` if they did not reach a new view.
+    ///
+    /// Errors: as [`Member::between_steps`]; on a member that leaves, [`Error::Removed`] once the others
+    /// continue without it.
+    pub(super) fn hand_over(
+        &mut self,
+        (job, last): (&mut Job, &mut LastDone),
+        trainer: &mut Trainer,
+        (leaves, begun): (bool, Nanos),
+    ) -> Result<Option<Changed>> {
+        self.departs = leaves;
+        let handed = self.grow((job, last), trainer, begun);
+        if matches!(handed, Ok(None)) {
+            self.departs = false;
+        }
+        handed
+    }
+
     /// Divides the model's layers among the stages anew, under a new view of the same members. Members receive
     /// the state of the layers that are new to them. All members that take steps call it after the same step.
     /// `None` if they did not reach a new view.
@@ -172,7 +219,7 @@ impl Member<'_> {
         self.pools.known.extend(speed.map(|speed| (slot, speed)));
         let replayer = Replayer { job, comm: alone, slot, threads, simulated };
         let mut follower = (!job.barrier).then(|| Follower::new(replayer));
-        let view = self.place.wait_for_view(expects, follower.as_mut(), tell)?;
+        let view = self.place.wait_for_view((expects, &job.stop), follower.as_mut(), tell)?;
         self.put_others_checkpoints_aside(tell)?;
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         let placed = self.place_in((&*job, LastDone::at(0)), None, view)?;
@@ -193,11 +240,12 @@ impl Member<'_> {
             view = match formed {
                 Ok(Some(placed)) => return Ok(placed),
                 Ok(None) => {
-                    let waited = self.wait_without_part(job)?;
+                    let left = |this: &Self, error| this.left_as_spare((job, step), error);
+                    let waited = self.wait_without_part(job).map_err(|error| left(self, error))?;
                     self.repeats = Repeats::default();
                     match waited {
                         SpareEvent::View(view) => view,
-                        SpareEvent::Over => return Err(Error::OverForSpare),
+                        SpareEvent::Over => return Err(left(self, Error::OverForSpare)),
                     }
                 }
                 Err(error) if Self::survives(&error) => {
@@ -238,10 +286,20 @@ impl Member<'_> {
         let grows = own.is_some();
         let mut follower = follows.then(|| Follower::new(replayer));
         self.place.membership().forget_offers();
-        let waited = self.place.wait_as_spare((&team, job), grows, follower.as_mut())?;
+        let waited = self.place.wait_as_spare((&team, job), (grows, self.departs), follower.as_mut())?;
         self.grows = waited.is_ready;
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         Ok(waited.event)
+    }
+
+    /// Returns the error with which a spare ends, if a signal has asked it to stop: nothing is lost with it.
+    fn left_as_spare(&self, (job, step): (&Job, u64), error: Error) -> Error {
+        match (error, job.stop.requested()) {
+            (Error::Removed { .. } | Error::OverForSpare, Some(signal)) => {
+                Leaving::Asked(signal).into_error(left_to_others(self.folder.as_deref(), step))
+            }
+            (error, _) => error,
+        }
     }
 
     /// Tries to take a place in a view's pipelines. `None` if this member is a spare.
@@ -290,8 +348,9 @@ impl Member<'_> {
             let round = trainer.as_deref().and_then(round);
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
-            let (grows, layers) = (self.grows, &self.layers[..]);
-            let brings = EnteringMember { job, last, team, held, round, folder, pools, layers, store, grows };
+            let (grows, leaves, layers) = (self.grows, self.departs, &self.layers[..]);
+            let brings =
+                EnteringMember { job, last, team, held, round, folder, pools, layers, store, grows, leaves };
             let mut formed = form_team(view, &all, brings)?;
             formed.moved = (formed.moved.0 + taken.0, formed.moved.1.max(taken.1));
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;

@@ -186,6 +186,11 @@ impl Place {
         self.gone.iter().filter_map(|peer| self.names.get(peer)).copied().collect()
     }
 
+    /// Returns this member's id.
+    pub(super) const fn own_id(&self) -> MemberId {
+        self.me.id
+    }
+
     pub(super) fn name(&self, peer: PeerId) -> Option<MemberId> {
         self.names.get(&peer).copied()
     }
@@ -213,6 +218,15 @@ impl Place {
             .filter(|peer| !self.former.contains(&peer.peer))
             .cloned()
             .collect()
+    }
+
+    /// Returns whether this newcomer is connected to any peer that does not announce itself as a newcomer, as of
+    /// the last [`Place::renew`].
+    pub(super) fn has_members_connected(&self) -> bool {
+        let membership = self.membership();
+        let is_member =
+            |peer: &Newcomer| membership.ready(&peer.id).is_none_or(|ready| ready.spare_in.is_some());
+        self.newcomers().iter().any(is_member)
     }
 
     /// Returns whether this rank sees a reason for a change of members, or for a log of steps. Called between

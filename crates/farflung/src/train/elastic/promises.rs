@@ -101,6 +101,11 @@ pub(super) fn read(folder: &Path) -> Result<Option<Promised>> {
     Ok(Some(promised))
 }
 
+/// Returns the run whose member has used a folder; `None` if there is none, or if it cannot be read.
+pub(in crate::train) fn run_of(folder: &Path) -> Option<RunId> {
+    read(folder).ok().flatten()?.run
+}
+
 /// Returns whether a member of a run has used this folder.
 pub(super) fn are_there(folder: &Path) -> bool {
     path(folder).exists()

@@ -7,26 +7,28 @@ use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
-    Leaving, announce_log, change_members, divide_anew, follow_pools, go_on_without, note_joined,
-    note_shares, tell, tell_nonsense,
+    announce_log, change_members, divide_anew, follow_pools, go_on_without, note_joined, note_shares,
+    tell_nonsense,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
+use super::leaving::{Leaving, announce_leave, last_left, leaving, left_at_once, must_go};
 use super::place::Place;
 use super::pools;
 use super::team::Team;
 use super::watchdog::Watchdog;
 use crate::events::{EventKind, EventLog};
+use crate::train::callbacks::{RunObserver, tell};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
 use crate::train::links::{self, WorkerConnection};
 use crate::train::record::{Clock, RunRecorder};
 use crate::train::report::{Report, sample};
-use crate::train::run::{RunObserver, announce};
+use crate::train::run::announce;
 use crate::train::steps::{AfterStep, LastDone, Steps, evaluated};
-use crate::train::stop_in_step::{RunProgress, StopSummary};
+use crate::train::stop_in_step::RunProgress;
 use crate::train::trainer::{Trainer, hash};
-use crate::{Error, Result, RunDir, Signal};
+use crate::{Error, Result, RunDir};
 
 /// Minimum time for which a newcomer waits to be admitted before it gives up, for each step of a round. Members
 /// admit newcomers between steps only, and with local steps after a round only. A step may take long.
@@ -120,7 +122,11 @@ pub(in crate::train) fn work(
     if matches!(done, Err(Error::OverForSpare)) {
         return Ok(None);
     }
-    if let (Err(Error::Stopped(_)), Some(team)) = (&done, &member.team)
+    let done = done.map_err(|error| match error {
+        Error::Stopped(signal) => last_left(signal, (&steps.job, &trainer), kept.saved.clone()),
+        error => error,
+    });
+    if let (Err(Error::StoppedAt { .. }), Some(team)) = (&done, &member.team)
         && team.leads()
     {
         team.tell_over();
@@ -179,8 +185,17 @@ fn train(
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         gather(member, trainer, steps, events)?;
         let leaves = leaving(&steps.job, trainer);
-        if let Some(signal) = leaves.filter(|_| must_go(member, &steps.job, trainer)) {
-            return Err(left_at_once(signal, trainer));
+        if let Some(signal) = leaves {
+            announce_leave(member, trainer, steps, signal);
+            if must_go(member, &steps.job, trainer) {
+                return Err(left_at_once(signal, trainer, steps.run));
+            }
+        }
+        if member.has_departing() {
+            let epoch = member.epoch();
+            change_members(member, trainer, steps, events, leaves.map(Leaving::Asked))?;
+            member.forget_departing(epoch);
+            continue;
         }
         member.look_at_log(trainer, &steps.job)?;
         trainer.tell_followed(member.log.is_kept());
@@ -280,27 +295,6 @@ impl Member<'_> {
     }
 }
 
-/// Returns whether the machine of a member that was asked to leave may be taken away before the next average,
-/// if the others can finish the round without it.
-fn must_go(member: &mut Member<'_>, job: &Job, trainer: &Trainer) -> bool {
-    let is_needed = job.averages_each_step() || job.plan.replicas() == 1 || !member.place.can_be_missed();
-    let (done, round) = (trainer.steps_done(), job.plan.outermost().round_of(trainer.steps_done() + 1));
-    let left = if trainer.lacks_average() { 1 } else { round.end.min(job.config.steps).saturating_sub(done) };
-    let now = trainer.comm().now();
-    member.notice.ask(now.saturating_sub(job.stop.since().unwrap_or_default()));
-    !is_needed && member.notice.is_too_short(job.stop.notice(), left, now)
-}
-
-/// Returns the error with which a member ends that does not wait for the next average. For the others, it is
-/// lost.
-fn left_at_once(signal: Signal, trainer: &Trainer) -> Error {
-    let step = trainer.agreed_step();
-    let dropped = trainer.steps_done().saturating_sub(step);
-    let problem = Some("the notice is too short for that, and the other members have it".to_owned());
-    let left = Box::new(StopSummary { step, dropped, saved: None, problem, resume: None });
-    Error::StoppedAt { signal, left }
-}
-
 /// Waits with the first step until there are as many members as the run begins with, and those that form
 /// further pipelines have their parts. All members that are here call it; newcomers join meanwhile.
 ///
@@ -342,12 +336,4 @@ fn gather(
         member.place.wait(POLL_INTERVAL)?;
     }
     Ok(())
-}
-
-/// Returns the signal by which this member leaves; `None` if it stays, or if no other members would be left.
-fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
-    let (rank, step) = (trainer.comm().rank().0, trainer.steps_done() + 1);
-    let placed = job.departure.is_some_and(|d| d.rank == rank && d.step <= step);
-    let asked = job.stop.requested().or(placed.then_some(Signal::Terminate));
-    asked.filter(|_| job.leaves_alone() && !job.stop.is_for_all())
 }

@@ -16,7 +16,7 @@ const DIGITS: usize = 32;
 /// digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub(super) struct RunId(u128);
+pub(in crate::train) struct RunId(u128);
 
 impl RunId {
     /// Draws the identity of a new run.

@@ -15,7 +15,7 @@ use super::all_gather::all_gather;
 use super::held_tensors::HeldTensors;
 use crate::Result;
 use crate::events::causes;
-use crate::train::checkpoint::{Saved, beside, saved};
+use crate::train::checkpoint::{Saved, beside, saved, saved_steps};
 use crate::train::job::Job;
 use crate::train::trainer::NamedTensors;
 
@@ -49,7 +49,7 @@ pub(super) fn newest(
     needed: &[Needed],
     newest: u64,
 ) -> Result<Option<Whole>> {
-    let steps = folder.map(|folder| steps(&beside(folder))).unwrap_or_default();
+    let steps = folder.map(|folder| saved_steps(&beside(folder))).unwrap_or_default();
     let sizes: BTreeMap<u64, u64> = steps.iter().map(|(&step, found)| (step, bytes_of(found))).collect();
     let mut largest: BTreeMap<u64, u64> = BTreeMap::new();
     for (step, bytes) in all_gather(all, &sizes)?.into_iter().flatten() {
@@ -81,18 +81,6 @@ pub(super) fn newest(
     Ok(None)
 }
 
-/// Returns the checkpoints in some folders, by step.
-fn steps(folders: &[PathBuf]) -> BTreeMap<u64, Vec<PathBuf>> {
-    let mut found: BTreeMap<u64, Vec<PathBuf>> = BTreeMap::new();
-    for folder in folders {
-        let steps = crate::run_dir::list(folder).unwrap_or_default();
-        for step in steps {
-            found.entry(step).or_default().push(folder.join(crate::checkpoint::folder(step)));
-        }
-    }
-    found
-}
-
 /// Returns the bytes of all files in some folders.
 fn bytes_of(folders: &[PathBuf]) -> u64 {
     let files = folders.iter().flat_map(fs::read_dir).flatten().flatten();
@@ -105,16 +93,4 @@ fn read(path: &Path, job: &Job) -> Option<Saved> {
         tracing::warn!(path = %path.display(), "skipping a checkpoint: {}", causes(&error));
         None
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_folder_without_checkpoints_has_no_steps() {
-        let root = tempfile::tempdir().unwrap();
-        let alone = root.path().join("alone");
-        assert_eq!(steps(&[alone]), BTreeMap::new());
-    }
 }

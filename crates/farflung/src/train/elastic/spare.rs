@@ -18,6 +18,9 @@ use crate::{Error, Result};
 
 /// Tag of the message to spares that the run is over.
 const OVER: u32 = u32::MAX / 2 - 11;
+/// Time for which a spare that leaves waits for a view without it. After that it ends at once if the others are
+/// a majority without it.
+const LEAVE_PATIENCE: Nanos = Nanos::from_millis(1_000);
 
 /// The event that ended a spare's waiting.
 pub(super) enum SpareEvent {
@@ -46,6 +49,10 @@ struct Waiting<'a> {
     said: Option<(FollowProgress, Nanos)>,
     telling: Vec<Sending>,
     is_ready: bool,
+    /// Whether it leaves without having been asked to stop.
+    departs: bool,
+    /// Time at which it has announced that it leaves.
+    left_at: Option<Nanos>,
 }
 
 impl Team {
@@ -64,19 +71,19 @@ impl Team {
 impl Place {
     /// Waits as a spare of a team for a new view or the end of the run. With `grows`, the spare can be in a
     /// further pipeline; its `follower` fetches its part meanwhile. Without one, it receives the part while all
-    /// wait.
+    /// wait. A spare that `departs`, or that is asked to stop, leaves.
     ///
-    /// Errors: [`Error::Removed`], [`Error::NoMajority`]; [`Error::Stopped`] after a signal; those of the
-    /// follower's device.
+    /// Errors: [`Error::Removed`], also once it has left; [`Error::NoMajority`]; those of the follower's device.
     pub(super) fn wait_as_spare(
         &mut self,
         (team, job): (&Team, &Job),
-        grows: bool,
+        (grows, departs): (bool, bool),
         follower: Option<&mut Follower<'_>>,
     ) -> Result<SpareWait> {
         let over = Some(team.all.clone().with_deadline(Nanos::MAX).start_recv(team.lead(), OVER));
         let (told, said, telling) = (Vec::new(), None, Vec::new());
-        let mut waiting = Waiting { team, job, over, told, said, telling, is_ready: false };
+        let (is_ready, left_at) = (false, None);
+        let mut waiting = Waiting { team, job, over, told, said, telling, is_ready, departs, left_at };
         self.renew();
         if let Some(view) = self.view() {
             // If this member proposes the next view, that view contains the hashes of the current one.
@@ -103,8 +110,8 @@ impl Place {
             Some(Outcome::Stopped(reason)) => return Err(stopped(reason)),
             None => {}
         }
-        if let Some(signal) = waiting.job.stop.requested() {
-            return Err(Error::Stopped(signal));
+        if waiting.departs || waiting.job.stop.requested().is_some() {
+            self.leave_as_spare(waiting)?;
         }
         for id in self.lost() {
             if !waiting.told.contains(&id) {
@@ -141,5 +148,21 @@ impl Place {
             waiting.telling = self.tell_ready(ready);
         }
         Ok(None)
+    }
+
+    /// Announces to the others that this spare leaves, so that they continue in a view without it.
+    ///
+    /// Errors: [`Error::Removed`] once it need not wait for that view.
+    fn leave_as_spare(&mut self, waiting: &mut Waiting<'_>) -> Result<()> {
+        let now = self.transport().now();
+        let Some(at) = waiting.left_at else {
+            waiting.left_at = Some(now);
+            let me = self.own_id();
+            return self.tell(Event::Leave(me));
+        };
+        if now >= at.saturating_add(LEAVE_PATIENCE) && self.are_majority_without_leavers() {
+            return Err(Error::Removed { reason: "it has left the run".to_owned() });
+        }
+        Ok(())
     }
 }

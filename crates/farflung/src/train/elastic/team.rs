@@ -1,6 +1,8 @@
 //! Members in pipelines: which member of a view takes which place. The remaining members are spares: members
 //! without a part.
 
+use std::collections::BTreeSet;
+
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Rank};
 use farflung_comm::Communicator;
 use farflung_parallel::membership::{MemberId, View};
@@ -23,6 +25,8 @@ pub(super) struct Team {
     /// Communicator of all members, in the view's order.
     pub(super) all: Communicator,
     pub(super) assignment: Assignment,
+    /// Members that have handed over their parts and leave next.
+    pub(super) departing: Vec<MemberId>,
     ids: Vec<MemberId>,
     slots: Vec<u32>,
 }
@@ -32,7 +36,12 @@ impl Team {
     pub(super) fn new(view: &View, all: Communicator, assignment: Assignment) -> Self {
         let ids = view.members.iter().map(|member| member.id).collect();
         let slots = view.members.iter().map(|member| member.slot).collect();
-        Self { epoch: view.epoch, all, assignment, ids, slots }
+        Self { epoch: view.epoch, all, assignment, departing: Vec::new(), ids, slots }
+    }
+
+    /// Sets the members that have handed over their parts and leave next.
+    pub(super) fn letting_go(self, departing: Vec<MemberId>) -> Self {
+        Self { departing, ..self }
     }
 
     /// Creates the team with which a run begins: member `n` has rank `n`.
@@ -117,6 +126,12 @@ impl Team {
         (0..).zip(self.working()).filter(holds).map(|(_, id)| id).collect()
     }
 
+    /// Returns whether without these members no member holds some part of the model.
+    pub(super) fn lacks_a_part_without(&self, leaving: &BTreeSet<MemberId>) -> bool {
+        let stages = 0..self.assignment.stages;
+        stages.into_iter().any(|position| self.holders(position).iter().all(|id| leaving.contains(id)))
+    }
+
     /// Returns the place of each member; `None` for spares.
     fn positions(&self) -> Vec<Option<PlanPosition>> {
         (0..self.ids.len()).map(|member| self.assignment.position_of(member)).collect()
@@ -130,6 +145,11 @@ impl Team {
     /// Returns the endpoints of the members that take steps, by rank.
     pub(super) fn slots(&self) -> Vec<u32> {
         self.assignment.ranks.iter().map(|&member| self.slots[member]).collect()
+    }
+
+    /// Returns the ids of the members without a part.
+    pub(super) fn idle(&self) -> impl Iterator<Item = MemberId> + '_ {
+        self.assignment.spares.iter().map(|&member| self.ids[member])
     }
 
     /// Returns the members without a part, by their ranks in [`Team::all`].

@@ -15,7 +15,7 @@ use super::membership_service::Outcome;
 use super::offers::Offers;
 use super::place::{Place, TAGS};
 use super::ready::{FollowProgress, Ready};
-use crate::{Error, Result};
+use crate::{Error, Result, Stop};
 
 /// Time between two attempts of a newcomer to connect to other newcomers.
 const CONNECT_INTERVAL: Nanos = Nanos::from_millis(1_000);
@@ -27,6 +27,8 @@ const STALL_TIMEOUT: Nanos = Nanos::from_millis(3_000);
 const UNKNOWN: u64 = 64 << 10;
 /// Maximum number of measurements of the links.
 const MEASUREMENTS: u32 = 2;
+/// Time without a connection to any member after which the run counts as gone.
+const ALONE_PATIENCE: Nanos = Nanos::from_millis(1_500);
 /// Time between two messages about the progress to the newcomer's user.
 const REPORT_INTERVAL: Nanos = Nanos::from_millis(5_000);
 
@@ -40,7 +42,10 @@ pub(super) struct Links {
 }
 
 /// What a newcomer has announced, and when.
-struct Waiting {
+struct Waiting<'a> {
+    stop: &'a Stop,
+    /// Time since which no member of the run is connected.
+    alone_since: Option<Nanos>,
     patience: Nanos,
     until: Nanos,
     said: Option<(FollowProgress, Nanos)>,
@@ -70,10 +75,11 @@ impl Place {
     /// contains it. A `follower` fetches the state meanwhile; without one, the newcomer takes it while all
     /// wait. `tell` is called with messages for the user.
     ///
-    /// Errors: [`Error::Removed`] if no view contains it within `patience`; those of the follower's device.
+    /// Errors: [`Error::Removed`] if no view contains it within `patience`; [`Error::Stopped`] after a signal;
+    /// [`Error::NobodyAnswers`] if no member is connected any more; those of the follower's device.
     pub(super) fn wait_for_view(
         &mut self,
-        (patience, state): (Nanos, u64),
+        ((patience, state), stop): ((Nanos, u64), &Stop),
         follower: Option<&mut Follower<'_>>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<View> {
@@ -81,8 +87,9 @@ impl Place {
         let ready = self.measure_links(state, 0);
         let mut links = Links { ready, state, again: MEASUREMENTS - 1 };
         let (connected, meets) = (0, Nanos::ZERO);
-        let (said, told, telling) = (None, None, Vec::new());
-        let mut waiting = Waiting { patience, until, said, told, connected, meets, telling };
+        let (said, told, telling, alone_since) = (None, None, Vec::new(), None);
+        let mut waiting =
+            Waiting { stop, alone_since, patience, until, said, told, connected, meets, telling };
         let mut look = |place: &mut Self, ready: &Ready| place.announce_progress(&mut waiting, ready, tell);
         let view = self.follow_until(follower, &mut links, &mut look);
         self.measured = Some(links.ready);
@@ -170,7 +177,7 @@ impl Place {
     /// Announces how far this newcomer is, if that is due. Returns the view that contains it, if there is one.
     fn announce_progress(
         &mut self,
-        waiting: &mut Waiting,
+        waiting: &mut Waiting<'_>,
         ready: &Ready,
         tell: &mut dyn FnMut(&str),
     ) -> Result<Option<View>> {
@@ -189,7 +196,16 @@ impl Place {
         if let Some(Outcome::Installed(view)) = outcome {
             return Ok(Some(view));
         }
+        if let Some(signal) = waiting.stop.requested() {
+            return Err(Error::Stopped(signal));
+        }
         let now = self.transport().now();
+        if self.has_members_connected() {
+            waiting.alone_since = None;
+        } else if now >= waiting.alone_since.get_or_insert(now).saturating_add(ALONE_PATIENCE) {
+            let addresses: Vec<String> = self.arrivals.addresses().into_values().collect();
+            return Err(Error::NobodyAnswers { addresses: addresses.join(", "), after: ALONE_PATIENCE });
+        }
         if now >= waiting.until {
             let reason = format!("the members did not admit this member within {}", waiting.patience);
             return Err(Error::Removed { reason });
