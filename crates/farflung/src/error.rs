@@ -72,8 +72,8 @@ pub enum Error {
         /// The steps that are saved, and those that are dropped.
         left: Box<crate::train::StopSummary>,
     },
-    /// The members refuse this newcomer, because of what it has reported.
-    #[error("the members of the run refuse this machine: it has reported {0}")]
+    /// The members refuse this newcomer, for this reason.
+    #[error("the members of the run refuse this machine: {0}")]
     JoinRefused(String),
     /// No member of a run answers.
     #[error(

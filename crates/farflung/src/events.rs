@@ -163,6 +163,17 @@ pub enum EventKind {
         /// The member that has changed its stage, if that is the cause.
         moved: Option<u32>,
     },
+    /// A newcomer was refused, because all members would have waited too long for its state.
+    Unadmitted {
+        /// Endpoint of the newcomer.
+        member: u32,
+        /// Bytes of the state.
+        state: u64,
+        /// Time that it would have taken, or that it had taken so far, in milliseconds.
+        takes_ms: u64,
+        /// Longest time for which members wait (`--join-wait`), in milliseconds.
+        limit_ms: u64,
+    },
     /// A member or newcomer has reported numbers that cannot be true. They are not used.
     Nonsense {
         /// Its endpoint.

@@ -352,6 +352,9 @@ settings! {
         /// run of members with a single pipeline (farflung host --stages). After a loss, the members go back to
         /// the newest step of which all parts were copied. 0 sends no copies.
         copy_share: f64, "X", 0.1;
+        /// Longest time for which all members wait for the state of a newcomer (farflung host). A newcomer that
+        /// would take longer is refused.
+        join_wait: Nanos, "TIME", Nanos::from_millis(60_000);
         /// Outer learning rate of diloco, streaming, noloco, eager, async, decoupled and halos.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one. Other defaults: 0.5 for noloco and async, 0.3 for

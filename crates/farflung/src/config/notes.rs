@@ -185,7 +185,7 @@ impl TrainConfig {
         let each_step = self.sync.each_step;
         notes.note_without_effect(
             !run.elastic,
-            &["balance", "min-members", "copy-share", "pooled", "name"],
+            &["balance", "min-members", "copy-share", "join-wait", "pooled", "name"],
             "the run's members do not change: it is for `farflung host`",
         );
         notes.note_without_effect(

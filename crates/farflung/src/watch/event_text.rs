@@ -90,7 +90,7 @@ impl EventLine {
     pub(super) fn is_alarming(&self) -> bool {
         match self.kind.as_str() {
             "members" => self.text_of("reason").is_some(),
-            kind => ["lost", "named", "nonsense", "refused"].contains(&kind),
+            kind => ["lost", "named", "nonsense", "refused", "unadmitted"].contains(&kind),
         }
     }
 
@@ -129,6 +129,14 @@ impl EventLine {
             "shares" => self.shares_text(),
             "layers" => self.layers_text(),
             "pools" => self.pools_text(),
+            "unadmitted" => {
+                let of = |field: &str| self.count(field).unwrap_or(0);
+                let (state, takes) = (Bytes(of("state")), of("takes_ms") as f64 / 1e3);
+                format!(
+                    "member {} is refused: all would wait {takes:.1} s for {state} of state",
+                    of("member")
+                )
+            }
             "nonsense" => {
                 format!("member {} has reported {reason}: not used", self.count("member").unwrap_or(0))
             }
@@ -289,6 +297,10 @@ mod tests {
             (
                 EventKind::Following { member: 3, state: 60_000_000, record: 20_000_000 },
                 "member 3 fetches 60 MB while the others train on; 20 MB for each step since",
+            ),
+            (
+                EventKind::Unadmitted { member: 3, state: 1_450_000, takes_ms: 174_700, limit_ms: 60_000 },
+                "member 3 is refused: all would wait 174.7 s for 1.45 MB of state",
             ),
             (
                 EventKind::Nonsense { member: 3, reason: "1ns for a microbatch".into() },

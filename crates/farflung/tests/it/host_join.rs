@@ -8,6 +8,7 @@
 mod over_quic;
 mod again;
 mod leaving;
+mod newcomers;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -17,6 +17,7 @@ use super::place::Place;
 use super::pool_speeds::Moving;
 use super::pools;
 use super::ready::Admission;
+use super::too_long::{Refusal, TooLong};
 use crate::events::{EventKind, EventLog, causes};
 use crate::train::callbacks::{RunObserver, tell};
 use crate::train::steps::Steps;
@@ -44,6 +45,23 @@ pub(super) fn tell_nonsense(
         }
         events.time_s = steps.clock.totals(trainer.comm()).time_s;
         events.write(trainer.steps_done(), EventKind::Nonsense { member, reason });
+    }
+}
+
+/// Reports the newcomers that were refused.
+pub(super) fn tell_refused(
+    member: &mut Member<'_>,
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+) {
+    for Refusal { peer, why } in member.place.refused.take() {
+        tell(steps.record.watch.as_deref_mut(), &format!("member {} is refused: {why}", peer.0));
+        let TooLong { state, takes, limit } = why;
+        let millis = |time: Nanos| time.0 / 1_000_000;
+        let (member, takes_ms, limit_ms) = (peer.0, millis(takes), millis(limit));
+        events.time_s = steps.clock.totals(trainer.comm()).time_s;
+        events.write(trainer.steps_done(), EventKind::Unadmitted { member, state, takes_ms, limit_ms });
     }
 }
 

@@ -86,6 +86,10 @@ pub(in crate::train) struct Member<'a> {
     pub(super) departs: bool,
     /// Whether it may wait for the next average before it leaves.
     pub(super) notice: NoticeTime,
+    /// Longest time for which members wait for a newcomer's state.
+    pub(super) join_wait: Nanos,
+    /// The newcomers without which the members continue, after a change that has failed.
+    pub(super) given_up: Vec<MemberId>,
     /// Time at which the step in flight began, or else at which the last one ended.
     pub(super) since: Nanos,
     /// What others have reported that cannot be true.
@@ -127,6 +131,8 @@ impl<'a> Member<'a> {
             grows: false,
             departs: false,
             notice: NoticeTime::default(),
+            join_wait: Nanos::MAX,
+            given_up: Vec::new(),
             nonsense: Nonsense::default(),
         }
     }
@@ -137,7 +143,8 @@ impl Member<'_> {
     pub(in crate::train) fn wants_change(&mut self, trainer: &Trainer) -> Result<bool> {
         let wants = self.place.wants_change(self.logs(trainer))? || self.wants_round(trainer);
         let now = self.place.transport().now();
-        let wants = wants || now >= self.place.pause && (self.can_grow() || !self.departing().is_empty());
+        let wants =
+            wants || now >= self.place.pause && (self.can_grow(trainer) || !self.departing().is_empty());
         Ok(wants || !self.idle.check(self.place, self.team.as_ref()).is_empty())
     }
 
@@ -172,8 +179,8 @@ impl Member<'_> {
         let own = (trainer.steps_done(), trainer.state_bytes(), self.logs(trainer));
         let costs = self.newcomer_place != Some(FuturePlace::Spare);
         let (departing, team) = (self.departing(), self.team.as_ref());
-        let asks =
-            Asks { leaves, silent: &silent, departing: &departing, team, grows: self.can_grow(), costs };
+        let (grows, join_wait) = (self.can_grow(trainer), self.join_wait);
+        let asks = Asks { leaves, silent: &silent, departing: &departing, team, grows, costs, join_wait };
         self.place.agree((trainer.comm(), &working), &asks, own, &self.spares())
     }
 
@@ -234,6 +241,7 @@ impl Member<'_> {
         let before = self.place.view().cloned();
         let nonsense = nonsense_of(error).and_then(|peer| self.place.name(peer));
         silent.extend(nonsense);
+        let _telling = self.place.give_up_newcomers(&silent);
         let again = nonsense.is_none() && self.repeats.may(step);
         let loss = Loss { suspect: suspect(error), silent, again };
         let view = self.place.after_loss(loss, start)?;
@@ -242,7 +250,7 @@ impl Member<'_> {
     }
 
     /// Returns the ids of the members that take steps, by rank.
-    fn working(&self) -> Vec<MemberId> {
+    pub(super) fn working(&self) -> Vec<MemberId> {
         let members =
             || self.place.view().iter().flat_map(|view| &view.members).map(|member| member.id).collect();
         self.team.as_ref().map_or_else(members, Team::working)
@@ -308,7 +316,8 @@ impl Member<'_> {
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step();
                     let start = start(job, trainer)?;
-                    view = self.next_view(&error, Vec::new(), (trainer.steps_done(), Some(start)))?;
+                    let given_up = std::mem::take(&mut self.given_up);
+                    view = self.next_view(&error, given_up, (trainer.steps_done(), Some(start)))?;
                 }
                 Err(error) => return Err(error),
             }
@@ -323,6 +332,19 @@ impl Member<'_> {
         before: &[u32],
     ) -> Result<TransferStats> {
         let comm = stoppable(job, self.place.enter(view.clone())?);
+        let watch = self.watch_newcomers(job, &comm);
+        let done = self.enter_view((job, last), trainer, (view, &comm), before);
+        self.given_up = self.end_watch(watch, trainer.state_bytes().shared);
+        done.inspect_err(|_| comm.abort())
+    }
+
+    fn enter_view(
+        &mut self,
+        (job, last): (&mut Job, &mut LastDone),
+        trainer: &mut Trainer,
+        (view, comm): (&View, &Communicator),
+        before: &[u32],
+    ) -> Result<TransferStats> {
         let brings = EnteringRank {
             job,
             before: before.to_vec(),
@@ -331,24 +353,19 @@ impl Member<'_> {
             measured: self.balance.measured(),
             speed: None,
         };
-        let stood = form_view(view, &comm, brings);
-        let stood = stood.inspect_err(|_| comm.abort())?;
+        let stood = form_view(view, comm, brings)?;
         self.publisher.names.note(view, stood.names);
-        let comm = links::view_communicator(&stood.job, comm, self.simulated)?;
+        let comm = links::view_communicator(&stood.job, comm.clone(), self.simulated)?;
         // `transfer_state` runs before `carry_over`: the trainer's steps so far belong to the old plan.
         self.log.check(&mut self.place.offered_blobs(), trainer);
         let lent = self.log.lend(&self.place.offered_blobs(), trainer);
         let holds = LocalState::Member(trainer, lent);
-        let done = transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store);
-        let done = done.and_then(|(shared, taken)| {
-            if let Some(taken) = taken {
-                trainer.take_snapshot(&taken.shared, None)?;
-            }
-            trainer.catch_up(stood.exchange.progress.step)?;
-            trainer.carry_over(&stood.job, comm.clone())?;
-            Ok(shared)
-        });
-        let shared = done.inspect_err(|_| comm.abort())?;
+        let (shared, taken) = transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
+        if let Some(taken) = taken {
+            trainer.take_snapshot(&taken.shared, None)?;
+        }
+        trainer.catch_up(stood.exchange.progress.step)?;
+        trainer.carry_over(&stood.job, comm.clone())?;
         for Report { member, reason } in stood.nonsense {
             self.nonsense.note(member, reason);
         }

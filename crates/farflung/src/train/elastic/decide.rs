@@ -117,6 +117,8 @@ pub(super) struct Asks<'a> {
     pub(super) grows: bool,
     /// Whether a newcomer receives anything when it joins.
     pub(super) costs: bool,
+    /// Longest time for which members wait for a newcomer's state.
+    pub(super) join_wait: Nanos,
 }
 
 /// A spare that is ready to be in a further pipeline.
@@ -308,7 +310,7 @@ impl Place {
     pub(super) fn agree(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
-        &Asks { leaves, silent, departing, team, grows, costs }: &Asks<'_>,
+        &Asks { leaves, silent, departing, team, grows, costs, join_wait }: &Asks<'_>,
         (step, state, logs): (u64, StateBytes, Logs),
         spares: &[ReadySpare],
     ) -> Result<Agreement> {
@@ -318,7 +320,11 @@ impl Place {
             let Newcomer { peer, id } = peer;
             KnownNewcomer { slot: peer.0, id: id.0, is_ready }
         };
-        let here = self.callers(logs).iter().map(caller).collect();
+        let mut here = self.callers(logs);
+        here.retain(|(peer, is_ready)| {
+            !(*is_ready && costs && self.refuses(peer, (working, state, step), join_wait))
+        });
+        let here = here.iter().map(caller).collect();
         let silent = silent.iter().map(|id| id.0).collect();
         let departing = departing.iter().map(|id| id.0).collect();
         let logging = logs == Logs::Yes;

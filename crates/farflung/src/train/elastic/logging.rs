@@ -6,8 +6,9 @@ use farflung_parallel::membership::MemberId;
 
 use super::change::Member;
 use super::decide::ReadySpare;
+use super::join_limit::too_long;
 use super::membership_service::MembershipService;
-use super::ready::FollowProgress;
+use super::ready::{Cost, FollowProgress};
 use super::state_transfer::chunk_fault;
 use super::team::{FuturePlace, FutureRank, Team};
 use crate::Result;
@@ -52,9 +53,17 @@ impl Member<'_> {
         self.growing.iter().filter_map(ready).collect()
     }
 
-    /// Returns whether all spares that can form a further pipeline are ready.
-    pub(super) fn can_grow(&self) -> bool {
-        !self.growing.is_empty() && self.spares().len() == self.growing.len()
+    /// Returns whether all spares that can form a further pipeline are ready, and the members need not wait too
+    /// long for any of them.
+    pub(super) fn can_grow(&self, trainer: &Trainer) -> bool {
+        let spares = self.spares();
+        if self.growing.is_empty() || spares.len() != self.growing.len() {
+            return false;
+        }
+        let sizes: Vec<(MemberId, StateBytes)> =
+            self.working().into_iter().map(|id| (id, trainer.state_bytes())).collect();
+        let cost = |spare: &ReadySpare| Cost::new(&spare.ready, &sizes, trainer.steps_done());
+        spares.iter().all(|spare| too_long(&cost(spare), self.join_wait).is_none())
     }
 
     /// Returns the newcomers or spares that need this member's log.

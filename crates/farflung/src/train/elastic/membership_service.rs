@@ -13,6 +13,7 @@ use super::offers::{Growth, Logged, Offer, Offers};
 use super::promises::PromiseFile;
 use super::ready::{Cost, Ready};
 use super::round_trips::RoundTrips;
+use super::too_long::{TooLong, is_fresh};
 use crate::Result;
 
 /// Message to a membership service.
@@ -37,6 +38,11 @@ enum MembershipMessage {
     Ready(Ready),
     /// From a member to a newcomer: it is not admitted, because it has reported what cannot be true.
     Refused,
+    /// From a member to a newcomer: it is not admitted, because all would wait too long for its state.
+    TooLong(TooLong),
+    /// From another member: it continues without these newcomers of the view of this epoch, which do not answer or
+    /// take too long.
+    GivesUpNewcomers { epoch: u64, ids: Vec<MemberId> },
     /// From a member to a newcomer that is about to be admitted: the cost of its state.
     Costs(Cost),
     /// From a member to a newcomer: the copy of the state that it offers.
@@ -85,6 +91,8 @@ pub(super) struct MembershipService {
     nonsense: BTreeMap<MemberId, String>,
     /// Whether another member says that this newcomer has announced what cannot be true.
     is_refused: bool,
+    /// Why a member refuses this newcomer.
+    too_long: Option<TooLong>,
     /// Cost of this newcomer's state, as sent by the members.
     costs: Option<Cost>,
     /// What members offer to this newcomer.
@@ -127,6 +135,7 @@ impl MembershipService {
             ready: BTreeMap::new(),
             nonsense: BTreeMap::new(),
             is_refused: false,
+            too_long: None,
             costs: None,
             offers: Offers::default(),
             round_trips: RoundTrips::default(),
@@ -216,6 +225,21 @@ impl MembershipService {
     /// Encodes a newcomer's announcement that it is ready.
     pub(super) fn is_ready(ready: &Ready) -> Vec<u8> {
         encode(&MembershipMessage::Ready(ready.clone()))
+    }
+
+    /// Encodes the reason for which a newcomer is refused, for that newcomer.
+    pub(super) fn refusing(why: TooLong) -> Vec<u8> {
+        encode(&MembershipMessage::TooLong(why))
+    }
+
+    /// Encodes the message that newcomers of the view of `epoch` are given up.
+    pub(super) fn gives_up_newcomers(epoch: u64, ids: &[MemberId]) -> Vec<u8> {
+        encode(&MembershipMessage::GivesUpNewcomers { epoch, ids: ids.to_vec() })
+    }
+
+    /// Returns why a member refuses this newcomer.
+    pub(super) const fn too_long(&self) -> Option<TooLong> {
+        self.too_long
     }
 
     /// Encodes the cost of a newcomer's state, for that newcomer.
@@ -385,6 +409,19 @@ impl MembershipService {
             MembershipMessage::Refused => {
                 self.is_refused = true;
                 (None, None)
+            }
+            MembershipMessage::TooLong(why) => {
+                // Newcomers refuse nobody.
+                if !self.ready.contains_key(&sender) {
+                    self.too_long = Some(why);
+                }
+                (None, None)
+            }
+            MembershipMessage::GivesUpNewcomers { epoch, ids } => {
+                let view = self.state.view().filter(|view| view.epoch == epoch && view.has(&sender));
+                let fresh = |id: &MemberId| view.is_some_and(|view| is_fresh(view, id));
+                let lost: Vec<MemberId> = ids.into_iter().filter(fresh).collect();
+                return lost.into_iter().flat_map(|id| self.step(Event::Silent(id), now)).collect();
             }
             MembershipMessage::Costs(cost) => {
                 self.costs = Some(cost);

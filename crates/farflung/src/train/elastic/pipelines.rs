@@ -259,7 +259,8 @@ impl Member<'_> {
                         }
                         None => None,
                     };
-                    self.next_view(&error, Vec::new(), (step, start))?
+                    let given_up = std::mem::take(&mut self.given_up);
+                    self.next_view(&error, given_up, (step, start))?
                 }
                 Err(error) => return Err(error),
             };
@@ -312,6 +313,8 @@ impl Member<'_> {
         let change = Cancel::new();
         let all = stoppable(job, self.place.enter(view.clone())?).with_other_cancel(&change);
         self.place.membership().ends(view.epoch, change.clone());
+        let state = trainer.as_deref().map_or(0, |trainer| trainer.state_bytes().shared);
+        let watch = trainer.as_deref().and_then(|_| self.watch_newcomers(job, &all));
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
             let made = self.team.as_ref().filter(|team| team.rank().is_some()).map(|team| team.epoch);
@@ -356,6 +359,7 @@ impl Member<'_> {
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
+        self.given_up = self.end_watch(watch, state);
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
         // The parts that a newcomer would follow may be others now.
         self.log.drop_log(&mut self.place.offered_blobs());

@@ -14,6 +14,7 @@ use super::membership_service::{MembershipService, event};
 use super::promises::PromiseFile;
 use super::ready::{Admission, FollowProgress, Ready, measured};
 use super::run_id::RunId;
+use super::too_long::Refused;
 use super::watchdog::{Pinger, numbered};
 use crate::{Result, RunDir};
 
@@ -70,6 +71,8 @@ pub struct Place {
     calm: CalmPings,
     /// The rates of the links from the other members, as measured when this rank was a newcomer.
     pub(super) measured: Option<Ready>,
+    /// Newcomers that were refused.
+    pub(super) refused: Refused,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
 }
@@ -144,6 +147,7 @@ impl Place {
             pause,
             calm: CalmPings::default(),
             measured: None,
+            refused: Refused::default(),
             run,
         })
     }
@@ -259,7 +263,8 @@ impl Place {
     fn announced(&self, within: Nanos) -> Vec<(Newcomer, FollowProgress)> {
         let since = self.transport.now().saturating_sub(within);
         let membership = self.membership();
-        let newcomers = self.newcomers().into_iter().filter(|peer| membership.has_heard(&peer.id, since));
+        let is_here = |peer: &Newcomer| membership.has_heard(&peer.id, since) && !self.refused.has(&peer.id);
+        let newcomers = self.newcomers().into_iter().filter(is_here);
         newcomers.filter_map(|peer| membership.ready(&peer.id).map(|ready| (peer, ready.follows))).collect()
     }
 
@@ -376,6 +381,7 @@ impl Place {
         self.control = None;
         self.names.extend(peers.iter().map(|peer| (peer.peer, peer.id)));
         self.membership().reaches(peers.iter().map(|peer| peer.id).collect());
+        self.refused.keep(&peers);
         let members: Vec<PeerId> = peers.iter().map(|peer| peer.peer).collect();
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, CONTROL);
         let comm = comm.expect("this endpoint is among the peers, and all of them are in its network");

@@ -8,7 +8,7 @@ use farflung_parallel::plan::{Advice, PoolAdvice};
 
 use super::carry_out::{
     announce_log, change_members, divide_anew, follow_pools, go_on_without, note_joined, note_shares,
-    tell_nonsense,
+    tell_nonsense, tell_refused,
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
@@ -64,7 +64,7 @@ pub(in crate::train) fn work(
     let team = founded(&mut job, &place, &comm);
     let folder = run.as_ref().map(|run| run.path().to_owned());
     let mut member = Member::new(&mut place, threads, simulated, watchdog, folder);
-    member.team = team;
+    (member.team, member.join_wait) = (team, job.config.join_wait);
     member.publisher.names.set(own, job.config.name.clone());
     member.predict_newcomer(&job)?;
     let (mut trainer, shared_last) = if founds {
@@ -78,7 +78,14 @@ pub(in crate::train) fn work(
             Ok((trainer, last)) => (trainer, Some(last)),
             // It was a spare for the whole run.
             Err(Error::OverForSpare) => return Ok(None),
-            Err(error) => return Err(error),
+            Err(error) => {
+                // It was admitted, and then took too long.
+                let too_long = member.place.membership().too_long();
+                return Err(match too_long.filter(|_| matches!(error, Error::Removed { .. })) {
+                    Some(why) => Error::JoinRefused(why.to_string()),
+                    None => error,
+                });
+            }
         }
     };
     trainer.check_elastic(&job)?;
@@ -220,6 +227,7 @@ fn train(
             }
         };
         tell_nonsense(member, trainer, steps, events);
+        tell_refused(member, trainer, steps, events);
         if steps.job.pipelines.is_some() {
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
@@ -332,6 +340,7 @@ fn gather(
         }
         member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
         tell_nonsense(member, trainer, steps, events);
+        tell_refused(member, trainer, steps, events);
         change_members(member, trainer, steps, events, leaves.map(Leaving::Asked))?;
         member.place.wait(POLL_INTERVAL)?;
     }

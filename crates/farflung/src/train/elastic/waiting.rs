@@ -190,7 +190,10 @@ impl Place {
         if self.membership().is_refused()
             && let Some(reason) = ready.nonsense()
         {
-            return Err(Error::JoinRefused(reason));
+            return Err(Error::JoinRefused(format!("it has reported {reason}")));
+        }
+        if let Some(why) = self.membership().too_long() {
+            return Err(Error::JoinRefused(why.to_string()));
         }
         let outcome = self.membership().outcome();
         if let Some(Outcome::Installed(view)) = outcome {

@@ -13,6 +13,7 @@ use farflung_parallel::membership::{AdaptiveTimeout, MemberId};
 
 use super::membership_service::MembershipService;
 use super::waits::StoppedStep;
+use crate::Stop;
 
 /// Least time within which a member must answer a ping; after that it counts as silent. Two round trips around
 /// the world. It is longer where two measured round trips are: see [`Place::roll_call`](super::place::Place).
@@ -72,6 +73,18 @@ struct Step {
     /// Time without an answer after which a member is given up: at least the time limit of a step, so that data
     /// queued on the member's link can leave first.
     silence: Nanos,
+    /// In a change of members: what else ends it.
+    limit: Option<ChangeLimit>,
+}
+
+/// What ends a change to a view with newcomers before it is complete.
+#[derive(Debug, Clone)]
+pub(super) struct ChangeLimit {
+    pub(super) newcomers: Vec<MemberId>,
+    /// Time up to which the members wait for them.
+    pub(super) until: Nanos,
+    /// Cancels the change once this member is asked to stop.
+    pub(super) stop: Stop,
 }
 
 #[derive(Debug, Default)]
@@ -100,6 +113,13 @@ pub(super) struct Watchdog {
 
 /// Start time of a step that is being watched.
 pub(super) struct StepStart(Nanos);
+
+impl StepStart {
+    /// Returns the time of the transport's clock.
+    pub(super) const fn at(&self) -> Nanos {
+        self.0
+    }
+}
 
 impl Watchdog {
     /// Starts the thread. `deadline` is the time after which operations of a step fail.
@@ -132,7 +152,25 @@ impl Watchdog {
         let limit = self.patience.limit().max(roll_call);
         let (due, silence) = (now.saturating_add(limit), limit.max(Nanos(SILENCE * roll_call.0)));
         let (number, comm) = (self.steps, comm.clone());
-        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence }));
+        let limit = None;
+        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence, limit }));
+        StepStart(now)
+    }
+
+    /// Starts to watch a change of the members of `comm` to a view with newcomers, which `caller` pings: they must
+    /// answer within `roll_call`. `stopped` publishes who does not answer.
+    pub(super) fn begin_change(
+        &mut self,
+        comm: &Communicator,
+        caller: Pinger,
+        (roll_call, stopped): (Nanos, StoppedStep),
+        limit: ChangeLimit,
+    ) -> StepStart {
+        let now = self.shared.transport.now();
+        self.steps += 1;
+        let (number, comm, due) = (self.steps, comm.clone(), now);
+        let (silence, limit) = (Nanos(SILENCE * roll_call.0), Some(limit));
+        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence, limit }));
         StepStart(now)
     }
 
@@ -194,6 +232,28 @@ impl Shared {
         self.watched().goes_on(step)
     }
 
+    /// Returns the newcomers of a change that has reached its limit.
+    fn beyond_limit(&self, step: &Step) -> Option<Vec<MemberId>> {
+        let limit = step.limit.as_ref()?;
+        let ends = limit.stop.requested().is_some() || self.transport.now() >= limit.until;
+        ends.then(|| limit.newcomers.clone())
+    }
+
+    /// Waits until the pinged members must have answered, or until the step is over or has reached its limit.
+    /// Returns false if the watchdog is being dropped.
+    fn await_answers(&self, step: &Step) -> bool {
+        let until = self.transport.now().saturating_add(step.roll_call);
+        loop {
+            let left = until.saturating_sub(self.transport.now());
+            if left == Nanos::ZERO || !self.goes_on(step) || self.beyond_limit(step).is_some() {
+                return true;
+            }
+            if !self.pause(left.min(POLL_INTERVAL)) {
+                return false;
+            }
+        }
+    }
+
     /// Publishes which members do not answer, unless the step is over.
     fn publish(&self, step: &Step, silent: &[MemberId]) {
         // With the lock held, the step cannot end, after which the rank publishes a newer status.
@@ -226,8 +286,11 @@ impl Shared {
         loop {
             let since = self.transport.now();
             let _asking = step.pinger.ping();
-            if !self.pause(step.roll_call) || !self.goes_on(step) {
+            if !self.await_answers(step) || !self.goes_on(step) {
                 return None;
+            }
+            if let Some(newcomers) = self.beyond_limit(step) {
+                return Some(newcomers);
             }
             if step.pinger.membership().has_outcome() {
                 return Some(Vec::new());
