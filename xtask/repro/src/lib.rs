@@ -194,6 +194,7 @@ pub const BENCHES: &[Bench] = &[
     members::hosted::BENCH,
     members::launched::BENCH,
     members::recovery::BENCH,
+    members::stop_together::BENCH,
     relay::BENCH,
     soak::BENCH,
     split_brain::BENCH,

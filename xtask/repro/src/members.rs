@@ -15,6 +15,7 @@ pub(crate) mod recovery;
 mod records;
 mod replay;
 mod shared_rows;
+pub(crate) mod stop_together;
 pub(crate) mod soaked;
 mod throughput;
 

@@ -30,8 +30,9 @@ const HOST_EXAMPLES: &str = "Examples:
   farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
   farflung host --address my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   farflung host --relay http://198.51.100.7:3340 --sync diloco --sync-every 50
-If a member leaves (Ctrl-C) or is lost, the others lose at most the step in progress. If no other member has its
-part of the model, they lose the steps since all parts were last copied, or else saved. The host may leave, too.
+If a member leaves (Ctrl-C), nothing is lost: it hands its part of the model over if no other member has it, and
+members that all leave save together. If a member is lost, the others lose at most the step in progress, or the
+steps since all parts were last copied or saved if no other member has its part. The host may leave, too.
 With --stages, members form as many complete pipelines as possible, and the remaining members are spares.
 With --stages and --sync diloco, a pipeline that loses a member gives nothing to that round, and the others
 finish it.
@@ -238,8 +239,8 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file run.ticket --transport iroh
   farflung join --at my.example.org:29500 --tls-ca site.pem --tls-cert own.pem --tls-key own.key
   farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
-After Ctrl-C, this member finishes the current step (with local steps, the round), saves a checkpoint unless it
-holds only a part of the model, and leaves; the others continue.
+After Ctrl-C, this member finishes the current step (with local steps, the round), saves a checkpoint, or hands over
+the part of the model that it holds, and leaves; the others continue.
 ";
 
 /// Join a run of `farflung host`, at any time, as a member that trains.

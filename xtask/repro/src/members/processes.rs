@@ -1,6 +1,7 @@
 //! Runs members as processes of this machine. They are killed, or frozen and woken, one after another.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::thread::sleep;
@@ -33,6 +34,18 @@ pub(super) struct Member {
 impl Member {
     pub(super) fn send(&self, signal: Signal) -> Result<()> {
         send(self.process.id(), signal)
+    }
+
+    /// Waits for the process to end. Returns its exit code, or the negative number of the signal that ended it.
+    pub(super) fn ends(&mut self) -> Result<i32> {
+        let begun = now();
+        while begun.elapsed() < PATIENCE {
+            if let Some(status) = self.process.try_wait()? {
+                return Ok(status.code().unwrap_or_else(|| -status.signal().unwrap_or(0)));
+            }
+            sleep(LOOK);
+        }
+        bail!("the member of {} does not end", self.folder.display())
     }
 
     /// Returns the number of members after the last change that it reported, and the number of changes that it
@@ -93,7 +106,7 @@ pub(super) fn start(folder: &Path, number: usize, mut command: Command) -> Resul
     })
 }
 
-fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
+pub(super) fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
     let (out, ticket) = (number.to_string(), ticket.display().to_string());
     let flags = ["--listen", "127.0.0.1:0", "--threads", "1", "--data", "text.txt", "--quiet"];
     start(
@@ -143,7 +156,7 @@ pub(super) fn wait_for_ticket(host: &Member) -> Result<()> {
 
 /// Waits until the plan of a member has this mesh. Members of pipelines may still fetch their parts when all
 /// have joined.
-fn wait_for_mesh(member: &Member, mesh: &str) -> Result<()> {
+pub(super) fn wait_for_mesh(member: &Member, mesh: &str) -> Result<()> {
     let begun = now();
     let plan = member.folder.join("plan.toml");
     while !fs::read_to_string(&plan).is_ok_and(|text| text.contains(mesh)) {
