@@ -7,6 +7,7 @@
 #[cfg(feature = "iroh")]
 mod over_quic;
 mod again;
+mod come_and_go;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -59,6 +59,8 @@ pub struct Place {
     view: Option<View>,
     /// Endpoints whose connections are broken.
     gone: BTreeSet<PeerId>,
+    /// Those of them whose frames may still be kept.
+    unforgotten: Vec<PeerId>,
     /// Endpoints of former members. Their messages are answered, but they never become members again.
     former: BTreeSet<PeerId>,
     /// Ids of all endpoints that were ever connected.
@@ -138,6 +140,7 @@ impl Place {
             control,
             view,
             gone,
+            unforgotten: Vec::new(),
             former,
             names,
             deadline,
@@ -179,8 +182,10 @@ impl Place {
     /// connected and are gone.
     pub(super) fn lost(&mut self) -> Vec<MemberId> {
         for happened in self.transport.events() {
-            if let PeerEvent::Down(peer, _) = happened {
-                self.gone.insert(peer);
+            if let PeerEvent::Down(peer, _) = happened
+                && self.gone.insert(peer)
+            {
+                self.unforgotten.push(peer);
             }
         }
         self.gone.iter().filter_map(|peer| self.names.get(peer)).copied().collect()
@@ -368,6 +373,21 @@ impl Place {
         let serving = comm.start_service(TAGS, &self.membership);
         let blobs = comm.start_service(super::fetch::TAGS, &self.offered_blobs);
         self.control = Some(Control { comm, peers, serving, _offering: blobs });
+        self.forget_gone();
+    }
+
+    /// Drops the frames of peers that are gone, once they are not members any more and no service answers them.
+    fn forget_gone(&mut self) {
+        let (mut gone, served) = (std::mem::take(&mut self.unforgotten), self.control.as_ref());
+        gone.retain(|&peer| {
+            let serves = |control: &Control| control.peers.iter().any(|served| served.peer == peer);
+            let stays = self.is_member(peer) || served.is_some_and(serves);
+            if !stays {
+                self.transport.forget(peer);
+            }
+            stays
+        });
+        self.unforgotten = gone;
     }
 
     fn control(&self) -> &Control {
@@ -446,11 +466,12 @@ impl Place {
             }
         }
         let members: Vec<PeerId> = view.members.iter().map(|member| PeerId(member.slot)).collect();
-        let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?;
+        let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?.single_use();
         self.names.extend(view.members.iter().map(|member| (PeerId(member.slot), member.id)));
         self.view = Some(view);
         // New members are pinged after the next step.
         self.calm = CalmPings::default();
+        self.forget_gone();
         Ok(comm)
     }
 

@@ -136,7 +136,8 @@ pub(in crate::train) fn work(
     let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
-    let mut report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
+    let rows = record.into_rows(run, begun);
+    let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, text)?;
     if !founds {
         // Count only the tokens since it joined.
         let tokens = report.tokens.saturating_sub(tokens_before);
