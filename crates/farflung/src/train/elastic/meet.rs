@@ -82,6 +82,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
+    let given = Some(Arc::new(config.clone()));
     if pipelines.is_some() {
         // The founder takes as many microbatches per step as a whole pipeline.
         (config.microbatches, config.accumulate) = (Some(planned::microbatches(&config)), 1);
@@ -89,7 +90,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     }
     let level = planned::level(&config, 2);
     let job = Job::new(config, 1, stop.clone())?;
-    let job = Job { elastic: true, pipelines, ..job };
+    let job = Job { elastic: true, pipelines, given, ..job };
     let mut plan = job.plan.clone();
     plan.levels = vec![level];
     job.with_plan(plan)

@@ -47,10 +47,7 @@ pub(in crate::train) fn work(
     let WorkerConnection { comm, simulated, link, place } = connection;
     let mut place = place.expect("each seat of a run with members has a place");
     let threads = job.threads(local);
-    let mut job = Job { elastic: true, ..job.clone() };
-    if job.config.stages > 1 && job.pipelines.is_none() {
-        job.pipelines = Some(Arc::new(job.config.clone()));
-    }
+    let mut job = of_member(job);
     let founds = place.view().is_some();
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
@@ -92,7 +89,7 @@ pub(in crate::train) fn work(
     let begun = trainer.steps_done();
     let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
-        run.write_config(&job.config.to_toml())?;
+        run.write_config(&job.settings().to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
         if !founds {
             note_joined(member.place, (run, begun), watch.as_deref_mut())?;
@@ -147,6 +144,18 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Returns the job of a member, with the settings as they were given.
+fn of_member(job: &Job) -> Job {
+    let given = Arc::new(job.config.clone());
+    let forms_pipelines = job.config.stages > 1 && job.pipelines.is_none();
+    Job {
+        elastic: true,
+        pipelines: if forms_pipelines { Some(Arc::clone(&given)) } else { job.pipelines.clone() },
+        given: job.given.clone().or(Some(given)),
+        ..job.clone()
+    }
 }
 
 /// Returns the members' ranks at the beginning of a run of pipelines; `None` without pipelines.
