@@ -31,6 +31,10 @@ pub(super) struct Member {
 }
 
 impl Member {
+    pub(super) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     pub(super) fn send(&self, signal: Signal) -> Result<()> {
         send(self.process.id(), signal)
     }
@@ -93,7 +97,8 @@ pub(super) fn start(folder: &Path, number: usize, mut command: Command) -> Resul
     })
 }
 
-fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
+/// Joins with the ticket, with its own folder inside `folder`.
+pub(super) fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
     let (out, ticket) = (number.to_string(), ticket.display().to_string());
     let flags = ["--listen", "127.0.0.1:0", "--threads", "1", "--data", "text.txt", "--quiet"];
     start(
