@@ -8,6 +8,7 @@
 mod over_quic;
 mod again;
 mod come_and_go;
+mod records;
 mod resumed;
 
 use std::collections::BTreeMap;

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport, WaitMode};
-use farflung_parallel::membership::{Event, MemberId, State, View};
+use farflung_parallel::membership::{Event, MemberId, State, View, ViewId};
 
 use super::arrivals::{Arrivals, Newcomer};
 use super::blobs::OfferedBlobs;
@@ -74,6 +74,8 @@ pub struct Place {
     pub(super) measured: Option<Ready>,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
+    /// The last view of this run in which this machine was a member before, by its folder.
+    pub(super) former_view: Option<ViewId>,
 }
 
 /// A member's folder, and the run that it is for.
@@ -83,6 +85,8 @@ pub(super) struct OwnFolder {
     pub(super) run: RunId,
     /// Addresses of the other members that are known before the first promise in the run.
     pub(super) members: Option<Vec<String>>,
+    /// The last view of the run in which this machine was a member before.
+    pub(super) former_view: Option<ViewId>,
 }
 
 /// Pings that are sent while no member is missed, so that round trips are known before one is.
@@ -122,11 +126,11 @@ impl Place {
         let view = state.view().cloned();
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
-        let (promises, run) = match own {
-            Some(OwnFolder { dir, run, members }) => {
-                (Some(PromiseFile::new(dir.path(), run, members)?), Some(dir))
+        let (promises, run, former_view) = match own {
+            Some(OwnFolder { dir, run, members, former_view }) => {
+                (Some(PromiseFile::new(dir.path(), run, members)?), Some(dir), former_view)
             }
-            None => (None, None),
+            None => (None, None, None),
         };
         let membership = Arc::new(Mutex::new(MembershipService::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
@@ -148,6 +152,7 @@ impl Place {
             calm: CalmPings::default(),
             measured: None,
             run,
+            former_view,
         })
     }
 

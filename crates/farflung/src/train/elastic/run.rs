@@ -12,6 +12,7 @@ use super::carry_out::{
 };
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
+use super::own_folder::FolderWatch;
 use super::place::Place;
 use super::pools;
 use super::team::Team;
@@ -95,7 +96,9 @@ pub(in crate::train) fn work(
             note_joined(member.place, (run, begun), watch.as_deref_mut())?;
         }
     }
-    let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
+    let mut last = shared_last.unwrap_or(LastDone::at(begun));
+    let counts = steps_that_count(&mut last, member.place, (begun, founds));
+    let metrics = run.as_ref().map(|run| run.metrics(counts)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());
     let mut kept = RunProgress::at(begun, run.as_ref(), before, clock);
     job.stop.begin();
@@ -103,7 +106,7 @@ pub(in crate::train) fn work(
     if let Some(watch) = watch.as_deref_mut() {
         announce(&job, &trainer, simulated, resumed.as_ref(), watch)?;
         if !founds {
-            watch.note(&format!("joined at step {begun}, one of {} members", job.world));
+            tell_joined(&member, begun, job.world, watch);
         }
     }
     if let Some(resumed) = resumed {
@@ -111,7 +114,7 @@ pub(in crate::train) fn work(
         events.write(begun, EventKind::Resumed { from, notes: resumed.notes });
     }
     let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (run, last) = (run.as_ref(), shared_last.unwrap_or(LastDone::at(begun)));
+    let run = run.as_ref();
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
     if matches!(done, Err(Error::OverForSpare)) {
@@ -144,6 +147,27 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's folder
+/// count: those of a member that joins again may be of steps that the others have undone.
+fn steps_that_count(last: &mut LastDone, place: &Place, (begun, founds): (u64, bool)) -> u64 {
+    let counts = last.views.that_count(place.former_view).filter(|_| !founds);
+    if let Some(view) = place.view() {
+        last.views.note(view.id(), begun);
+    }
+    counts.map_or(begun, |steps| steps.min(begun))
+}
+
+/// Tells the user that this member has joined, and whether another one has its name: both may have joined at the
+/// same time.
+fn tell_joined(member: &Member<'_>, begun: u64, members: usize, watch: &mut dyn RunObserver) {
+    watch.note(&format!("joined at step {begun}, one of {members} members"));
+    let own = member.place.transport().me().0;
+    let twin = member.place.view().and_then(|view| member.publisher.names.twin(view, own));
+    if let Some(twin) = twin {
+        watch.note(&format!("warning: member {twin} has the same name as this one"));
+    }
 }
 
 /// Returns the job of a member, with the settings as they were given.
@@ -185,6 +209,7 @@ fn train(
         }
     }
     steps.last_loss = first_loss;
+    let mut folder = FolderWatch::new(steps.run);
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         gather(member, trainer, steps, events)?;
@@ -215,6 +240,7 @@ fn train(
             }
         };
         tell_nonsense(member, trainer, steps, events);
+        folder.check(steps.record.watch.as_deref_mut());
         if steps.job.pipelines.is_some() {
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
