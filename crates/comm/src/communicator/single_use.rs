@@ -1,5 +1,5 @@
-//! Communicators that are made once: what has arrived for them is dropped with them. Without this, the frames of
-//! operations that failed stay in the inbox for as long as the endpoint exists.
+//! Communicators that are made once: what has arrived for them is dropped with them. Without this, the frames
+//! of operations that failed stay in the inbox for as long as the endpoint exists.
 
 use std::sync::{Arc, OnceLock, Weak};
 

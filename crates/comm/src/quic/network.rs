@@ -1,5 +1,5 @@
-//! The peers of an endpoint that are reached over QUIC. Peers may connect at any time. A connection that has ended
-//! is dropped; the peer's number is not used again.
+//! The peers of an endpoint that are reached over QUIC. Peers may connect at any time. A connection that has
+//! ended is dropped; the peer's number is not used again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;

@@ -89,8 +89,8 @@ impl Peer {
         self.intake.inbox()
     }
 
-    /// Starts tasks that read the peer's streams, and report the end of the connection or the process. `ended` is
-    /// called once the connection has ended.
+    /// Starts tasks that read the peer's streams, and report the end of the connection or the process. `ended`
+    /// is called once the connection has ended.
     pub(super) fn listen(
         self: &Arc<Self>,
         handle: &Handle,

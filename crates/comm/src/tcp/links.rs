@@ -1,5 +1,5 @@
-//! The links of an endpoint, by peer. Peers may connect at any time. Once all links to a peer have ended they are
-//! dropped, with their sockets and shared memory; the peer's number is not used again.
+//! The links of an endpoint, by peer. Peers may connect at any time. Once all links to a peer have ended they
+//! are dropped, with their sockets and shared memory; the peer's number is not used again.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;

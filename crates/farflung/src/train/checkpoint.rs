@@ -63,8 +63,8 @@ struct CheckpointRecord {
     stages: usize,
     /// Sequences per step, over all replicas; in a run whose members join and leave, of one replica.
     sequences: u64,
-    /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote it:
-    /// `sequences` are then those of one member, whose share may have followed its speed.
+    /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote
+    /// it: `sequences` are then those of one member, whose share may have followed its speed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     microbatches: Option<u64>,
     seed: u64,

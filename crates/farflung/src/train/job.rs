@@ -48,9 +48,9 @@ pub struct Job {
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
-    /// The settings as the user gave them, if members join and leave: `config` follows the current plan, and has
-    /// for example the share of a member. These are written to files and sent to newcomers. `None` if plans do
-    /// not change.
+    /// The settings as the user gave them, if members join and leave: `config` follows the current plan, and
+    /// has for example the share of a member. These are written to files and sent to newcomers. `None` if plans
+    /// do not change.
     pub given: Option<Arc<TrainConfig>>,
     /// Cancels the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,

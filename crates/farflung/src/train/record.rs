@@ -41,8 +41,8 @@ impl Clock {
     }
 }
 
-/// The rows of the run's steps, the file to which they are written, and the observer that is told. A row that has
-/// been written is not kept in memory, except the last one.
+/// The rows of the run's steps, the file to which they are written, and the observer that is told. A row that
+/// has been written is not kept in memory, except the last one.
 pub(super) struct RunRecorder<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
@@ -120,8 +120,8 @@ impl RunRecorder<'_, '_> {
         Ok(())
     }
 
-    /// Returns the rows of all steps after `begun`, with which this process has begun. If the file cannot be read,
-    /// these are the rows in memory.
+    /// Returns the rows of all steps after `begun`, with which this process has begun. If the file cannot be
+    /// read, these are the rows in memory.
     pub(super) fn into_rows(self, run: Option<&RunDir>, begun: u64) -> Vec<StepMetrics> {
         if self.metrics.is_none() {
             return self.rows;

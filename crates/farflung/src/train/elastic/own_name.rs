@@ -5,9 +5,9 @@ use super::status::Status;
 use crate::config::member_name::MemberName;
 use crate::{Error, Result};
 
-/// Checks that no member of the run has this name, by the status of the run that a member has sent. Members of the
-/// last view of this machine's folder may have it: one of them is this machine, which was a member before, and
-/// which the others may not have missed yet. `before` is what the folder says of this run.
+/// Checks that no member of the run has this name, by the status of the run that a member has sent. Members of
+/// the last view of this machine's folder may have it: one of them is this machine, which was a member before,
+/// and which the others may not have missed yet. `before` is what the folder says of this run.
 ///
 /// Errors: [`Error::Setting`].
 pub(super) fn check(name: &MemberName, status: Option<&Status>, before: Option<&Promised>) -> Result<()> {

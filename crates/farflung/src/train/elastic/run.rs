@@ -149,8 +149,8 @@ pub(in crate::train) fn work(
     Ok(Some(report))
 }
 
-/// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's folder
-/// count: those of a member that joins again may be of steps that the others have undone.
+/// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's
+/// folder count: those of a member that joins again may be of steps that the others have undone.
 fn steps_that_count(last: &mut LastDone, place: &Place, (begun, founds): (u64, bool)) -> u64 {
     let counts = last.views.that_count(place.former_view).filter(|_| !founds);
     if let Some(view) = place.view() {
@@ -159,8 +159,8 @@ fn steps_that_count(last: &mut LastDone, place: &Place, (begun, founds): (u64, b
     counts.map_or(begun, |steps| steps.min(begun))
 }
 
-/// Tells the user that this member has joined, and whether another one has its name: both may have joined at the
-/// same time.
+/// Tells the user that this member has joined, and whether another one has its name: both may have joined at
+/// the same time.
 fn tell_joined(member: &Member<'_>, begun: u64, members: usize, watch: &mut dyn RunObserver) {
     watch.note(&format!("joined at step {begun}, one of {members} members"));
     let own = member.place.transport().me().0;

@@ -29,8 +29,8 @@ impl ViewSteps {
         self.0[free] = Some((view, step));
     }
 
-    /// Returns the number of steps that count of those that a member did whose last view was `former`; `None` if
-    /// all do. Without a former view, none counts.
+    /// Returns the number of steps that count of those that a member did whose last view was `former`; `None`
+    /// if all do. Without a former view, none counts.
     pub(in crate::train) fn that_count(&self, former: Option<ViewId>) -> Option<u64> {
         let Some(former) = former else { return Some(0) };
         self.0.iter().flatten().filter(|(view, _)| *view > former).map(|&(_, step)| step).min()

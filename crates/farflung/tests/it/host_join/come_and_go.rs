@@ -14,8 +14,8 @@ fn shared_memory(process: u32) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// Runs `goes` on each of some members, one after the other, with another one that stays. Afterwards the host has
-/// as many descriptors, and as much shared memory, as after the first two.
+/// Runs `goes` on each of some members, one after the other, with another one that stays. Afterwards the host
+/// has as many descriptors, and as much shared memory, as after the first two.
 fn holds_as_much(transport: &str, goes: impl Fn(&Run, &Member, usize)) {
     let run = Run::new();
     let host = host(&run, &format!("--steps 1000000 --out host --transport {transport}"));
