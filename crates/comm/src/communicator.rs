@@ -10,11 +10,13 @@ mod membership;
 mod messages;
 mod meter;
 mod native;
+mod single_use;
 
 pub use arrivals::WaitMode;
 pub use exchanges::shift_one;
 pub use meter::Counter;
 use meter::{Counters, Meter};
+use single_use::FrameOwner;
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -50,6 +52,7 @@ struct Group {
     cancelled_receives: CancelledReceives,
     send_queues: SendQueues,
     counters: Mutex<Counters>,
+    frames: FrameOwner,
 }
 
 impl Group {
@@ -66,6 +69,7 @@ impl Group {
             cancelled_receives: CancelledReceives::default(),
             send_queues: SendQueues::default(),
             counters: Mutex::default(),
+            frames: FrameOwner::default(),
         })
     }
 
@@ -562,6 +566,9 @@ impl Communicator {
         let topology = declared.among(&ranks);
         let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
         let group = Group::new(context, me, members, self.group.peers);
+        if self.group.frames.is_set() {
+            group.frames.set(&self.transport);
+        }
         Self { group, plans: Arc::new(plans), ..self.clone() }
     }
 }

@@ -486,6 +486,13 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
     fn retire(&self, context: u64) {
         self.shared().inbox.retire(context);
+        // A peer that was not read because of these frames may be read again.
+        if self.shared().driver.has_background() {
+            self.shared().driver.unblock();
+        }
+    }
+    fn forget(&self, peer: PeerId) {
+        self.shared().inbox.forget(peer);
     }
     fn waker(&self) -> &Waker {
         &self.waker

@@ -446,6 +446,19 @@ impl Inbox {
         self.notify(&state);
     }
 
+    /// Drops the frames of a peer that has gone, and its reports. Its traffic stays counted.
+    pub(crate) fn forget(&self, peer: PeerId) {
+        let mut state = self.lock();
+        let State { frames, peers, .. } = &mut *state;
+        let entry = &mut peers[peer.index()];
+        if entry.down.is_none() {
+            return;
+        }
+        frames.retain(|(from, _), _| *from != peer);
+        entry.unread_bytes = 0;
+        entry.suspicions = VecDeque::new();
+    }
+
     pub(crate) fn has_ended(&self) -> bool {
         self.lock().ended
     }

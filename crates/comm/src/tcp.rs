@@ -39,7 +39,7 @@ use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
 pub use growing_network::{Connected, GateConfig, GrowingNetwork, MemberList};
 use link::Link;
-use links::Links;
+use links::{Links, PeerLinks};
 use pace::Pacer;
 pub use rendezvous::Config;
 pub use shared_memory::SharedMemory;
@@ -162,6 +162,11 @@ fn tune_within_one_machine(stream: &TcpStream, crowded: bool) {
     let _ = sockopt::set_socket_send_buffer_size(stream, frames * crate::FRAME_BYTES);
 }
 
+/// Returns the link to a peer that carries this tag; a peer that has connected has at least one.
+fn of_tag(links: &[Link], tag: Tag) -> &Link {
+    &links[tag.number as usize % links.len()]
+}
+
 impl TcpDriver {
     /// Connects a peer; fails if it has been connected before.
     fn connect(&self, peer: PeerId, streams: Vec<Stream>, crowded: bool) -> std::io::Result<()> {
@@ -178,7 +183,8 @@ impl TcpDriver {
         if !self.links.connect(peer, Link::side_by_side(peer, streams, &self.pacer, bell)) {
             return Err(std::io::ErrorKind::AlreadyExists.into());
         }
-        if let Some(link) = self.links.to(peer).and_then(<[Link]>::first)
+        if let PeerLinks::Connected(links) = self.links.to(peer)
+            && let Some(link) = links.first()
             && self.me > peer
         {
             link.offer(&self.pool);
@@ -190,7 +196,7 @@ impl TcpDriver {
 
     /// Returns whether a peer has ever been connected.
     fn is_connected(&self, peer: PeerId) -> bool {
-        self.links.to(peer).is_some()
+        self.links.has_connected(peer)
             || self.second_network().is_some_and(|second_network| second_network.is_connected(peer))
     }
 
@@ -204,19 +210,14 @@ impl TcpDriver {
         self.second_network.get()
     }
 
-    /// Returns the link that carries this tag; `None` if the peer has never connected over sockets.
-    fn link(&self, peer: PeerId, tag: Tag) -> Option<&Link> {
-        let links = self.links.to(peer)?;
-        links.get(tag.number as usize % links.len())
-    }
-
     /// Waits until all peers share memory with this process. Fails if a peer declines or has gone, or after
     /// `limit`.
     fn await_shared_memory(&self, limit: Nanos) -> Result<(), CommError> {
         let until = self.now().saturating_add(limit);
         loop {
             let open = |link: &&Link| link.negotiation_outcome() != Some(true);
-            let Some(apart) = self.links.all().find(open) else { return Ok(()) };
+            let all = self.links.all();
+            let Some(apart) = all.iter().find(open) else { return Ok(()) };
             let left = until.saturating_sub(self.now());
             if apart.negotiation_outcome() == Some(false) || !apart.is_open() || left == Nanos::ZERO {
                 return Err(CommError::NoSharedMemory { peer: apart.peer });
@@ -229,12 +230,15 @@ impl TcpDriver {
     /// Returns whether frames have arrived, or operations have room again.
     fn take_shared(&self) -> bool {
         let mut moved = false;
-        for link in self.links.all().filter(|link| link.is_open()) {
+        for link in self.links.all().open() {
             moved |= link.may_read(self.inbox.unread_bytes(link.peer))
                 && link.take_shared(&self.inbox, &self.pool);
             if link.flush_shared() {
                 self.inbox.signal();
                 moved = true;
+            }
+            if !link.is_open() {
+                self.links.drop_ended(link.peer);
             }
         }
         moved
@@ -244,19 +248,19 @@ impl TcpDriver {
     fn drive(&self, timeout: Nanos) {
         let moved = self.take_shared();
         let brief = moved || timeout == Nanos::ZERO;
-        let by_sockets = self.links.all().any(|link| link.is_open() && !link.shares());
+        let all = self.links.all();
+        let by_sockets = all.open().any(|link| !link.shares());
         let turn = self.turns.fetch_add(1, Ordering::Relaxed).is_multiple_of(SOCKET_TURN);
         if brief && !by_sockets && !turn {
             return;
         }
         // A peer that sends after `sleep` rings the doorbell; `sleep` itself finds frames sent before.
-        let shared = || self.links.all().filter(|link| link.is_open());
         let sleeps = |link: &Link| !link.may_read(self.inbox.unread_bytes(link.peer)) || link.sleep();
-        if brief || shared().all(sleeps) {
+        if brief || all.open().all(sleeps) {
             self.poll_sockets(if brief { Nanos::ZERO } else { timeout });
         }
         if !brief {
-            shared().for_each(Link::wake);
+            all.open().for_each(Link::wake);
         }
     }
 
@@ -265,7 +269,8 @@ impl TcpDriver {
         let may_read = |link: &Link| link.may_read(self.inbox.unread_bytes(link.peer));
         // For bytes that an encrypted session has already read, the socket does not become readable.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
-        let links: Vec<&Link> = self.links.all().filter(|link| link.is_open()).collect();
+        let all = self.links.all();
+        let links: Vec<&Link> = all.open().collect();
         let waits = !links.iter().any(has_more);
         let timeout = if waits { timeout.min(Nanos::from_millis(3_600_000)) } else { Nanos::ZERO };
         let wait = Timespec {
@@ -297,56 +302,75 @@ impl TcpDriver {
             if got.intersects(PollFlags::IN | broken) || has_more(link) {
                 link.read(&self.inbox, &self.pool);
             }
+            if !link.is_open() {
+                self.links.drop_ended(link.peer);
+            }
         }
     }
 }
 
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
-        let Some(link) = self.link(to, tag) else {
-            if let Some(second_network) = self.second_network() {
-                second_network.submit(to, tag, frame);
+        match self.links.to(to) {
+            PeerLinks::Connected(links) => {
+                let link = of_tag(&links, tag);
+                link.push(tag, frame);
+                if link.wants_to_write() {
+                    self.unblock();
+                }
             }
-            return;
-        };
-        link.push(tag, frame);
-        if link.wants_to_write() {
-            self.unblock();
+            PeerLinks::Never => {
+                if let Some(second_network) = self.second_network() {
+                    second_network.submit(to, tag, frame);
+                }
+            }
+            PeerLinks::Ended => {}
         }
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
-        let Some(link) = self.link(to, tag) else {
-            if let Some(second_network) = self.second_network() {
-                second_network.submit(to, tag, pool.copy_of(bytes, check));
+        match self.links.to(to) {
+            PeerLinks::Connected(links) => {
+                let link = of_tag(&links, tag);
+                link.push_bytes(tag, check, bytes, pool);
+                if link.wants_to_write() {
+                    self.unblock();
+                }
             }
-            return;
-        };
-        link.push_bytes(tag, check, bytes, pool);
-        if link.wants_to_write() {
-            self.unblock();
+            PeerLinks::Never => {
+                if let Some(second_network) = self.second_network() {
+                    second_network.submit(to, tag, pool.copy_of(bytes, check));
+                }
+            }
+            PeerLinks::Ended => {}
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
         // A peer that has not connected yet is waited for: a frame sent now would be lost, and later frames
-        // would be taken for it.
-        match self.link(to, tag) {
-            Some(link) => link.has_room(tag),
-            None => self.second_network().is_some_and(|second_network| second_network.has_room(to, tag)),
+        // would be taken for it. A send to a peer that has gone fails, so it need not wait.
+        match self.links.to(to) {
+            PeerLinks::Connected(links) => of_tag(&links, tag).has_room(tag),
+            PeerLinks::Never => self.second_network().is_some_and(|network| network.has_room(to, tag)),
+            PeerLinks::Ended => true,
         }
     }
     fn is_reached(&self, to: PeerId) -> bool {
-        self.links.to(to).is_some() || self.second_network().is_some_and(|network| network.is_connected(to))
+        self.is_connected(to)
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
-        let Some(link) = self.link(from, tag) else {
-            if let Some(second_network) = self.second_network() {
-                second_network.taken(from);
+        match self.links.to(from) {
+            PeerLinks::Connected(links) => {
+                let link = of_tag(&links, tag);
+                let resumes = link.taken(tag, &self.inbox);
+                if resumes || link.wants_to_write() {
+                    self.unblock();
+                }
             }
-            return;
-        };
-        let resumes = link.taken(tag, &self.inbox);
-        if resumes || link.wants_to_write() {
-            self.unblock();
+            PeerLinks::Never => {
+                if let Some(second_network) = self.second_network() {
+                    second_network.taken(from);
+                }
+            }
+            PeerLinks::Ended => {}
         }
     }
     fn now(&self) -> Nanos {
@@ -357,8 +381,11 @@ impl Driver for TcpDriver {
         Wake::Moved
     }
     fn path(&self, peer: PeerId) -> Option<PathStats> {
-        let Some(links) = self.links.to(peer) else { return self.second_network()?.path(peer) };
-        links.iter().map(Link::path).reduce(PathStats::merged_with)
+        match self.links.to(peer) {
+            PeerLinks::Connected(links) => links.iter().map(Link::path).reduce(PathStats::merged_with),
+            PeerLinks::Never => self.second_network()?.path(peer),
+            PeerLinks::Ended => None,
+        }
     }
     fn unblock(&self) {
         ring(&self.inbox, &self.bell);
@@ -368,16 +395,16 @@ impl Driver for TcpDriver {
     }
     fn close(&self, _: &Inbox) {
         let until = Nanos::from(GOODBYE_TIMEOUT).saturating_add(self.now());
-        let open = || self.links.all().filter(|link| link.is_open());
-        open().for_each(Link::say_goodbye);
-        while open().any(|link| link.wants_to_write() || link.has_queued()) && self.now() < until {
+        self.links.all().open().for_each(Link::say_goodbye);
+        let unsent = |link: &Link| link.wants_to_write() || link.has_queued();
+        while self.links.all().open().any(unsent) && self.now() < until {
             self.drive(Nanos::from_millis(20));
         }
-        open().for_each(Link::end_writing);
+        self.links.all().open().for_each(Link::end_writing);
         // Closing a socket with unread bytes resets it; the peer might then lose the last bytes sent by this
         // side.
         let grace = self.now().saturating_add(Nanos::from_millis(200)).min(until);
-        while open().next().is_some() && self.now() < grace {
+        while self.links.all().open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));
         }
         if let Some(second_network) = self.second_network() {

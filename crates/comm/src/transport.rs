@@ -211,6 +211,9 @@ pub trait Transport: Debug + Send + Sync {
     fn awaited_by(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops the frames of this context, including those that arrive later.
     fn retire(&self, context: u64);
+    /// Drops the frames of a peer that has gone for good. For peers from which no operation will receive any
+    /// more; of other peers nothing is dropped.
+    fn forget(&self, _peer: PeerId) {}
     /// Returns the reason why the members of this network cannot change. `None` if they can change: then a job
     /// continues after the loss of a member.
     fn fixed(&self) -> Option<&'static str> {

@@ -9,6 +9,7 @@ mod config;
 mod density;
 mod bucket_protocols;
 mod bucket_reduction;
+mod residual_layout;
 
 use std::borrow::Cow;
 use std::collections::VecDeque;

@@ -193,6 +193,7 @@ pub const BENCHES: &[Bench] = &[
     members::join::BENCH,
     members::hosted::BENCH,
     members::launched::BENCH,
+    members::come_and_go::BENCH,
     members::recovery::BENCH,
     members::stop_together::BENCH,
     relay::BENCH,

@@ -5,6 +5,7 @@ mod injected_fault;
 pub(crate) mod churn;
 mod churn_pipelines;
 mod churn_pools;
+pub(crate) mod come_and_go;
 pub(crate) mod hosted;
 pub(crate) mod join;
 mod join_parts;

@@ -1,6 +1,7 @@
-//! The peers of an endpoint that are reached over QUIC. Peers may connect at any time.
+//! The peers of an endpoint that are reached over QUIC. Peers may connect at any time. A connection that has
+//! ended is dropped; the peer's number is not used again.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use ::iroh::endpoint::{Connection, VarInt};
@@ -23,11 +24,21 @@ use crate::{CommError, Frame, PathStats, Pool, WireError};
 /// Time limit for the goodbyes when an endpoint closes.
 const GOODBYE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The connection to one peer.
+#[derive(Debug)]
+enum PeerConnection {
+    /// The peer has not connected.
+    Never,
+    Connected(Arc<Peer>),
+    /// The peer has connected, and its connection has ended.
+    Ended,
+}
+
 /// Connections of an endpoint to its peers, by number.
 #[derive(Debug)]
 pub(super) struct Network {
     socket: Arc<Socket>,
-    peers: Vec<OnceLock<Arc<Peer>>>,
+    peers: Vec<Mutex<PeerConnection>>,
     intake: Intake,
     pool: Arc<Pool>,
     pacer: Arc<Pacer>,
@@ -37,29 +48,54 @@ pub(super) struct Network {
 impl Network {
     pub(super) fn new(socket: Arc<Socket>, parts: EndpointParts) -> Self {
         let EndpointParts { size, intake, pool, budget } = parts;
-        let peers = (0..size).map(|_| OnceLock::new()).collect();
+        let peers = (0..size).map(|_| Mutex::new(PeerConnection::Never)).collect();
         let (pacer, listening) = (Arc::new(Pacer::new(budget, size)), Mutex::default());
         Self { socket, peers, intake, pool, pacer, listening }
     }
 
     /// Adds the connection to a peer that has proven that it belongs to the job. Returns false if the peer has
     /// connected before.
-    pub(super) fn connect(&self, id: PeerId, connection: Connection) -> bool {
+    pub(super) fn connect(self: &Arc<Self>, id: PeerId, connection: Connection) -> bool {
         connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
         connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
         let peer = Peer::new(id, connection, self.intake.clone(), Arc::clone(&self.pacer));
         let peer = Arc::new(peer);
-        if self.peers.get(id.index()).is_none_or(|place| place.set(Arc::clone(&peer)).is_err()) {
-            return false;
+        {
+            let Some(place) = self.peers.get(id.index()) else { return false };
+            let mut place = lock(place);
+            if !matches!(*place, PeerConnection::Never) {
+                return false;
+            }
+            *place = PeerConnection::Connected(Arc::clone(&peer));
         }
         self.intake.peer_up(id);
-        peer.listen(self.socket.handle(), &self.pool);
+        let network = Arc::downgrade(self);
+        let ended = move || {
+            if let Some(place) = network.upgrade().as_ref().and_then(|network| network.peers.get(id.index()))
+            {
+                *lock(place) = PeerConnection::Ended;
+            }
+        };
+        peer.listen(self.socket.handle(), &self.pool, ended);
         true
     }
 
-    pub(super) fn peer(&self, peer: PeerId) -> Option<&Arc<Peer>> {
-        self.peers.get(peer.index())?.get()
+    /// Returns a peer whose connection has not ended.
+    pub(super) fn peer(&self, peer: PeerId) -> Option<Arc<Peer>> {
+        match &*lock(self.peers.get(peer.index())?) {
+            PeerConnection::Connected(peer) => Some(Arc::clone(peer)),
+            _ => None,
+        }
     }
+
+    /// Returns whether a peer has ever connected.
+    fn has_connected(&self, peer: PeerId) -> bool {
+        self.peers.get(peer.index()).is_some_and(|place| !matches!(*lock(place), PeerConnection::Never))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Connects to a process and greets it; returns the connection, and the frame of its answer.
@@ -136,7 +172,7 @@ impl SecondNetwork for Shared {
         }
     }
     fn is_connected(&self, peer: PeerId) -> bool {
-        self.0.peer(peer).is_some()
+        self.0.has_connected(peer)
     }
     fn path(&self, peer: PeerId) -> Option<PathStats> {
         self.0.peer(peer).map(|peer| peer.stats())
@@ -187,7 +223,8 @@ impl SecondNetwork for Shared {
     fn close(&self) {
         self.stop_listening();
         // The listener has stopped and the endpoint is closing, so no peer connects any more.
-        let peers: Vec<Arc<Peer>> = self.0.peers.iter().filter_map(OnceLock::get).cloned().collect();
+        let peers: Vec<Arc<Peer>> =
+            (0..self.0.peers.len() as u32).filter_map(|peer| self.0.peer(PeerId(peer))).collect();
         let (told, closed) = mpsc::channel();
         self.0.socket.handle().spawn(async move {
             // All peers at once, so that one that does not read does not use up the time of the others.

@@ -89,8 +89,14 @@ impl Peer {
         self.intake.inbox()
     }
 
-    /// Starts tasks that read the peer's streams, and report the end of the connection or the process.
-    pub(super) fn listen(self: &Arc<Self>, handle: &Handle, pool: &Arc<Pool>) {
+    /// Starts tasks that read the peer's streams, and report the end of the connection or the process. `ended`
+    /// is called once the connection has ended.
+    pub(super) fn listen(
+        self: &Arc<Self>,
+        handle: &Handle,
+        pool: &Arc<Pool>,
+        ended: impl FnOnce() + Send + 'static,
+    ) {
         let (peer, pool) = (Arc::clone(self), Arc::clone(pool));
         let watched = Arc::clone(self);
         handle.spawn(async move {
@@ -115,6 +121,9 @@ impl Peer {
             if let Some(reason) = down(&peer.connection.closed().await) {
                 peer.intake.peer_down(peer.id, reason);
             }
+            ended();
+            // Ends the tasks that write idle streams, and those that wait for room in the inbox.
+            drop(peer.outgoing.finish());
             peer.space.notify_waiters();
         });
     }
@@ -168,10 +177,11 @@ impl Peer {
         self.intake.deliver(self.id, tag, frame);
     }
 
-    /// Returns whether the inbox has room. An inbox that has ended always has room, so that its readers do not
-    /// wait forever.
+    /// Returns whether the inbox has room. An inbox that has ended always has room, and so has that of a peer
+    /// that has gone, so that its readers do not wait forever.
     fn takes(&self, tag: Tag) -> bool {
         self.inbox().has_ended()
+            || self.inbox().is_down(self.id)
             || (self.inbox().queued(self.id, tag) < WINDOW
                 && self.inbox().unread_bytes(self.id) < MAX_UNREAD_BYTES)
     }

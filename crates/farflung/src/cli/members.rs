@@ -7,6 +7,7 @@ use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::own_address;
 use farflung::access::{self, Home, RUN_TICKET, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Identity, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
@@ -144,6 +145,7 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
+        check_addresses(&self.address)?;
         let env = |name: &str| std::env::var(name).ok();
         let site = self.site.hosting(env)?;
         let home = match site {
@@ -312,6 +314,7 @@ pub(crate) struct JoinCommand {
 
 impl JoinCommand {
     pub(crate) fn run(self) -> Result<()> {
+        check_addresses(&self.address)?;
         let Membership { security, known, ticket } =
             Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
         let mut given = TrainArgs {
@@ -350,6 +353,14 @@ impl JoinCommand {
             elastic::join(&given, &gate, &to_ask(&known), &stop, watch, &mut open)
         })
     }
+}
+
+/// Checks the addresses of `--address`. If they cannot be checked now, tells the user.
+fn check_addresses<'a>(given: impl IntoIterator<Item = &'a String>) -> Result<()> {
+    for warning in own_address::check(given)? {
+        farflung::terminal::write_stderr(format!("{warning}\n"));
+    }
+    Ok(())
 }
 
 /// How a process proves that it may join a run, and where its members are.

@@ -15,6 +15,7 @@ mod members;
 mod status;
 mod model;
 mod net;
+mod own_address;
 mod plan;
 mod relay;
 mod relay_server;

@@ -13,7 +13,7 @@ const LONGEST: usize = 32;
 /// Letters that are not seen: fillers of the Korean script.
 const BLANK_LETTERS: [char; 4] = ['\u{115F}', '\u{1160}', '\u{3164}', '\u{FFA0}'];
 
-/// Name of a member: up to 32 letters, digits and `-`, `_`, `.`. Several members may have the same.
+/// Name of a member: up to 32 letters, digits and `-`, `_`, `.`. A newcomer may not have that of a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String")]
 pub struct MemberName(String);

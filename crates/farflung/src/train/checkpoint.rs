@@ -39,7 +39,7 @@ use crate::config::shared::NamedValue;
 use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
 pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
-pub(super) use source::{Residuals, Source};
+pub(super) use source::{Residuals, RestoredResiduals, Source};
 
 /// Resources used by a run up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -63,8 +63,12 @@ struct CheckpointRecord {
     parts: Vec<(usize, usize)>,
     /// Ranks per pipeline.
     stages: usize,
-    /// Sequences per step, over all replicas.
+    /// Sequences per step, over all replicas; in a run whose members join and leave, of one replica.
     sequences: u64,
+    /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote
+    /// it: `sequences` are then those of one member, whose share may have followed its speed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    microbatches: Option<u64>,
     seed: u64,
     sync: String,
     codec: String,
@@ -84,6 +88,9 @@ struct CheckpointRecord {
     /// others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent: Vec<u32>,
+    /// What the residuals of each average belong to, as hashes: see [`Trainer::residual_layouts`].
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    residuals: BTreeMap<String, String>,
 }
 
 /// Returns the folder of a rank's checkpoints within the run's folder.
@@ -96,6 +103,8 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const SAMPLES: &str = "samples.safetensors";
 /// Prefix of the names of an optimizer's states.
 pub(super) const CHAIN: &str = "chain.";
+/// Prefix of the names of the residuals of averages.
+pub(super) const AVERAGE: &str = "average.";
 /// The name of the loss scale among a rank's states.
 pub(super) const LOSS_SCALE: &str = "loss_scale";
 const TRAINER: &str = "trainer.json";
@@ -193,17 +202,20 @@ fn written(
     writer.write_with(OPTIMIZER, |out| write(&states, &BTreeMap::new(), out))?;
     samples::save(trainer, &mut writer)?;
 
-    writer.write(SETTINGS, job.config.to_toml().as_bytes())?;
+    writer.write(SETTINGS, job.settings().to_toml().as_bytes())?;
     writer.write(PLAN, job.plan.to_string().as_bytes())?;
 
     let level = job.plan.outermost();
+    // A member that restarts alone takes as many, whatever its share was.
+    let microbatches = job.elastic.then(|| planned::microbatches(job.settings()) as u64);
     let record = CheckpointRecord {
         rank: if job.elastic { 0 } else { trainer.rank().0 },
         world: if job.elastic { 1 } else { job.world },
         model: model_facts(job),
         parts: trainer.layers(),
         stages: job.plan.stages() as usize,
-        sequences: if job.elastic { one_replica(job) } else { job.plan.sequences() },
+        sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),
+        microbatches,
         seed: job.config.seed,
         sync: level.method.clone(),
         codec: level.codec.clone(),
@@ -215,16 +227,16 @@ fn written(
         plan_start: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
+        residuals: trainer.residual_layouts(&level.codec),
     };
     let text = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
     writer.write(TRAINER, &text)?;
     Ok(writer)
 }
 
-/// Returns the sequences per step of one replica alone, with which a member continues if it restarts alone.
-fn one_replica(job: &Job) -> u64 {
-    planned::microbatches(&job.config) as u64 * u64::from(job.plan.batch)
-}
+/// Note for the user about residuals that are not used.
+const DROPPED_RESIDUALS: &str = "the checkpoint has residuals of the codec for another division of the values \
+                                 among ranks: they start from zero";
 
 /// The point at which a run continues.
 #[derive(Debug)]
@@ -247,9 +259,12 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     let Some(whole::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
         return Ok(None);
     };
-    let checked = compare::check(&source.record, job).and_then(|()| trainer.restore(&source));
-    let checked = checked.and_then(|()| samples::restore(trainer, &source));
-    all_succeed(trainer.comm(), checked)?;
+    let checked = compare::check(&source.record, job)
+        .and_then(|()| trainer.restore(&source, &job.plan.outermost().codec));
+    let checked = checked.and_then(|restored| samples::restore(trainer, &source).map(|()| restored));
+    if all_succeed(trainer.comm(), checked)? == RestoredResiduals::Dropped {
+        notes.push(DROPPED_RESIDUALS.to_owned());
+    }
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));

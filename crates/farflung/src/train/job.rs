@@ -48,6 +48,10 @@ pub struct Job {
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
+    /// The settings as the user gave them, if members join and leave: `config` follows the current plan, and
+    /// has for example the share of a member. These are written to files and sent to newcomers. `None` if plans
+    /// do not change.
+    pub given: Option<Arc<TrainConfig>>,
     /// Cancels the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
     /// The view of the members that form its pipelines.
@@ -120,6 +124,7 @@ impl Job {
             round_plan: None,
             elastic: false,
             pipelines: None,
+            given: None,
             change: None,
             view: None,
             doublings: 0,
@@ -177,6 +182,12 @@ impl Job {
             world,
             ..self.clone()
         })
+    }
+
+    /// Returns the settings as the user gave them, whatever the current plan is.
+    #[must_use]
+    pub fn settings(&self) -> &TrainConfig {
+        self.given.as_deref().unwrap_or(&self.config)
     }
 
     /// Returns the time for which ranks wait for each other.

@@ -8,9 +8,10 @@ use farflung_comm::{Communicator, Stats};
 
 use super::callbacks::RunObserver;
 use super::checkpoint::Totals;
+use super::finished;
 use super::job::Job;
 use super::trainer::StepDone;
-use crate::{MetricsWriter, PeerCounters, Result, StepMetrics};
+use crate::{MetricsWriter, PeerCounters, Result, RunDir, StepMetrics};
 
 /// The start of this part of the run, and the resources used before.
 #[derive(Debug, Clone, Copy)]
@@ -40,11 +41,13 @@ impl Clock {
     }
 }
 
-/// The rows of the run's steps so far, the file to which they are written, and the observer that is told.
+/// The rows of the run's steps, the file to which they are written, and the observer that is told. A row that
+/// has been written is not kept in memory, except the last one.
 pub(super) struct RunRecorder<'a, 'w> {
     pub(super) link: Option<Link>,
     pub(super) metrics: Option<MetricsWriter>,
     pub(super) watch: Option<&'a mut (dyn RunObserver + 'w)>,
+    /// The rows of all steps, or if there is a file, the last row that was written and those that are not yet.
     pub(super) rows: Vec<StepMetrics>,
     /// Number of rows, from the first, whose losses are known.
     pub(super) told: usize,
@@ -109,7 +112,30 @@ impl RunRecorder<'_, '_> {
             }
             self.told += 1;
         }
+        if self.metrics.is_some() {
+            let unused = self.told.saturating_sub(1);
+            self.rows.drain(..unused);
+            self.told -= unused;
+        }
         Ok(())
+    }
+
+    /// Returns the rows of all steps after `begun`, with which this process has begun. If the file cannot be
+    /// read, these are the rows in memory.
+    pub(super) fn into_rows(self, run: Option<&RunDir>, begun: u64) -> Vec<StepMetrics> {
+        if self.metrics.is_none() {
+            return self.rows;
+        }
+        match finished::rows(run) {
+            Ok(mut rows) => {
+                rows.retain(|row| row.step > begun);
+                rows
+            }
+            Err(error) => {
+                tracing::warn!(%error, "failed to read the steps for the report: it has the last one only");
+                self.rows
+            }
+        }
     }
 }
 

@@ -311,19 +311,20 @@ fn train(
     while trainer.steps_done() < config.steps {
         steps.step(trainer, events, kept)?;
     }
-    let Steps { job, mut record, clock, mut last_loss, .. } = steps;
-    if begun == config.steps {
+    let Steps { job, record, clock, mut last_loss, .. } = steps;
+    let rows = if begun == config.steps {
         // All steps were done before, but the run was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
-        record.rows = if first { finished::rows(run)? } else { Vec::new() };
-    }
+        if first { finished::rows(run)? } else { Vec::new() }
+    } else {
+        record.into_rows(run, begun)
+    };
     let totals = clock.totals(trainer.comm());
     let _armed = trainer.armed();
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
-    let report =
-        Report::new(&job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
+    let report = Report::new(&job, (simulated, link), (first_loss, last_loss), rows, totals, hash, text)?;
     if let Some(run) = run {
         report.write(run)?;
     }

@@ -4,6 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint;
+use super::elastic::ViewSteps;
 use super::job::Job;
 use super::observation::Observation;
 use super::record::{Clock, RunRecorder};
@@ -33,18 +34,20 @@ pub(super) struct LastDone {
     evaluated: u64,
     saved: u64,
     checked: u64,
+    /// In a run that members join and leave: the steps after which its last views began.
+    pub(super) views: ViewSteps,
 }
 
 impl LastDone {
     /// Returns the state in which all of it was done after this step.
-    pub(super) const fn at(step: u64) -> Self {
-        Self { evaluated: step, saved: step, checked: step }
+    pub(super) fn at(step: u64) -> Self {
+        Self { evaluated: step, saved: step, checked: step, views: ViewSteps::default() }
     }
 
     /// Returns the state for a run that goes back to a step.
     pub(super) fn up_to(self, step: u64) -> Self {
-        let Self { evaluated, saved, checked } = self;
-        Self { evaluated: evaluated.min(step), saved: saved.min(step), checked: checked.min(step) }
+        let Self { evaluated, saved, checked, views } = self;
+        Self { evaluated: evaluated.min(step), saved: saved.min(step), checked: checked.min(step), views }
     }
 }
 

@@ -9,6 +9,9 @@ mod over_quic;
 mod again;
 mod leaving;
 mod newcomers;
+mod come_and_go;
+mod records;
+mod resumed;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -101,6 +101,12 @@ impl Codecs {
         self.lock().blocks.clone()
     }
 
+    /// Returns the ranges of the bucket that this rank encodes, and the phase in which it does.
+    pub(super) fn encoded(&self) -> Vec<(Phase, Range<usize>)> {
+        let state = self.lock();
+        state.streams.keys().map(|&(phase, block)| (phase, state.blocks[block].clone())).collect()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -32,6 +32,10 @@ pub(super) struct Member {
 }
 
 impl Member {
+    pub(super) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     pub(super) fn send(&self, signal: Signal) -> Result<()> {
         send(self.process.id(), signal)
     }
@@ -106,6 +110,7 @@ pub(super) fn start(folder: &Path, number: usize, mut command: Command) -> Resul
     })
 }
 
+/// Joins with the ticket, with its own folder inside `folder`.
 pub(super) fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
     let (out, ticket) = (number.to_string(), ticket.display().to_string());
     let flags = ["--listen", "127.0.0.1:0", "--threads", "1", "--data", "text.txt", "--quiet"];

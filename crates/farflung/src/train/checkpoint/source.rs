@@ -8,7 +8,7 @@ use farflung_tensor::ParamLayout;
 use farflung_zoo::{GptConfig, Stage};
 use safetensors::SafeTensors;
 
-use super::{CHAIN, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
+use super::{AVERAGE, CHAIN, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
 use crate::{Checkpoint, Error, Result, finite};
 
 /// The files of one checkpoint, in memory.
@@ -94,6 +94,16 @@ pub(in super::super) enum Residuals {
     Others,
     /// The model was divided differently: all ranks start without residuals.
     None,
+}
+
+/// What became of the residuals that a checkpoint contains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) enum RestoredResiduals {
+    /// They were restored, or there are none that are this rank's own.
+    Kept,
+    /// Some belong to other ranges of values, or were saved by a version that did not write to which: they are
+    /// not used.
+    Dropped,
 }
 
 /// Weights and states by their names.
@@ -195,6 +205,19 @@ impl Source {
     /// Returns a state by its full name.
     pub(in super::super) fn state(&self, name: &str) -> Option<&[f32]> {
         self.states.get(name).map(Vec::as_slice)
+    }
+
+    /// Returns whether the residuals of an average, whose states begin with `prefix`, were saved with this
+    /// layout.
+    pub(in super::super) fn has_residuals_of(&self, prefix: &str, layout: Option<&String>) -> bool {
+        self.record.residuals.get(prefix).is_some_and(|saved| Some(saved) == layout)
+    }
+
+    /// Returns whether there are residuals of other averages than those whose states begin with `prefixes`.
+    pub(in super::super) fn has_other_residuals(&self, prefixes: &[String]) -> bool {
+        let other =
+            |name: &str| name.starts_with(AVERAGE) && !prefixes.iter().any(|one| name.starts_with(one));
+        self.states.iter().any(|(name, values)| other(name) && !values.is_empty())
     }
 
     /// Returns the state of the loss scale; empty if the checkpoint has none.

@@ -285,6 +285,9 @@ fn note(
     changed: &Changed,
 ) -> Result<()> {
     steps.record_resolved(trainer)?;
+    if let Some(view) = member.place.view() {
+        steps.last.views.note(view.id(), changed.step);
+    }
     let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
     // A step whose average is still missing gets its row after the average.
     if changed.caught_up || !trainer.lacks_average() && behind() {

@@ -12,6 +12,7 @@ use super::connections::{first_view, settings};
 use super::former_members::FormerMembers;
 use super::former_runs::{self, FormerRun};
 use super::newcomer_info::NewcomerInfo;
+use super::own_name;
 use super::place::{OwnFolder, Place};
 use super::promises;
 use super::run_id::RunId;
@@ -82,6 +83,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
+    let given = Some(Arc::new(config.clone()));
     if pipelines.is_some() {
         // The founder takes as many microbatches per step as a whole pipeline.
         (config.microbatches, config.accumulate) = (Some(planned::microbatches(&config)), 1);
@@ -89,7 +91,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     }
     let level = planned::level(&config, 2);
     let job = Job::new(config, 1, stop.clone())?;
-    let job = Job { elastic: true, pipelines, ..job };
+    let job = Job { elastic: true, pipelines, given, ..job };
     let mut plan = job.plan.clone();
     plan.levels = vec![level];
     job.with_plan(plan)
@@ -141,8 +143,12 @@ pub fn host(
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place =
-        place((&opened, gate, welcome), me, (state, OwnFolder { dir: run, run: id, members: None }), &job)?;
+    let mut place = place(
+        (&opened, gate, welcome),
+        me,
+        (state, OwnFolder { dir: run, run: id, members: None, former_view: None }),
+        &job,
+    )?;
     let comm = view_communicator(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     let connection = WorkerConnection { comm, simulated: false, link: None, place: Some(place) };
@@ -215,7 +221,12 @@ fn come_in(
         let was_here = promises::are_there(folder.path());
         let existing = if was_here { Existing::Continue } else { Existing::Refuse };
         let run = RunDir::open(folder.path(), existing)?;
-        let is_another = promises::read(folder.path())?.is_some_and(|before| before.run != Some(id));
+        let before = promises::read(folder.path())?;
+        let is_another = before.as_ref().is_some_and(|before| before.run != Some(id));
+        if let Some(name) = job.config.name.as_ref().filter(|_| !again) {
+            own_name::check(name, welcome.status.as_ref(), before.as_ref().filter(|_| !is_another))?;
+        }
+        let former_view = before.filter(|_| !is_another).map(|before| before.state.view.id());
         if is_another || !again {
             // It may be the folder of another run, or of another incarnation.
             former_runs::put_aside(folder.path())?;
@@ -229,7 +240,7 @@ fn come_in(
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let own = OwnFolder { dir: run, run: id, members: Some(members) };
+        let own = OwnFolder { dir: run, run: id, members: Some(members), former_view };
         let mut place = place((&opened, gate, welcome), me, (state, own), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;

@@ -29,6 +29,14 @@ impl MemberNames {
         self.0.get(&slot)
     }
 
+    /// Returns another endpoint of `view` with the name of the one at `slot`, which can join at the same time.
+    #[must_use]
+    pub fn twin(&self, view: &View, slot: u32) -> Option<u32> {
+        let name = self.of(slot)?;
+        let mut others = view.members.iter().map(|member| member.slot).filter(|&other| other != slot);
+        others.find(|&other| self.of(other) == Some(name))
+    }
+
     /// Returns the words for the member at an endpoint: its name, or `member` and its number.
     #[must_use]
     pub fn called(&self, slot: u32) -> String {

@@ -39,9 +39,8 @@ const FILES: [&str; 2] = ["data", "init-from"];
 
 impl NewcomerInfo {
     pub(super) fn of(job: &Job) -> Self {
-        // If the run has pipelines, `job.config` is for the current plan only; newcomers need the settings from
-        // which every plan is made.
-        let settings = job.pipelines.as_deref().unwrap_or(&job.config).to_toml();
+        // `job.config` is for the current plan only; newcomers need the settings from which every plan is made.
+        let settings = job.settings().to_toml();
         let shared = |line: &&str| {
             let key = line.split(" = ").next().unwrap_or_default();
             key == DEADLINE || !is_own(key) && !FILES.contains(&key)

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport, WaitMode};
-use farflung_parallel::membership::{Event, MemberId, State, View};
+use farflung_parallel::membership::{Event, MemberId, State, View, ViewId};
 
 use super::arrivals::{Arrivals, Newcomer};
 use super::blobs::OfferedBlobs;
@@ -60,6 +60,8 @@ pub struct Place {
     view: Option<View>,
     /// Endpoints whose connections are broken.
     gone: BTreeSet<PeerId>,
+    /// Those of them whose frames may still be kept.
+    unforgotten: Vec<PeerId>,
     /// Endpoints of former members. Their messages are answered, but they never become members again.
     former: BTreeSet<PeerId>,
     /// Ids of all endpoints that were ever connected.
@@ -75,6 +77,8 @@ pub struct Place {
     pub(super) refused: Refused,
     /// The member's folder.
     pub(super) run: Option<RunDir>,
+    /// The last view of this run in which this machine was a member before, by its folder.
+    pub(super) former_view: Option<ViewId>,
 }
 
 /// A member's folder, and the run that it is for.
@@ -84,6 +88,8 @@ pub(super) struct OwnFolder {
     pub(super) run: RunId,
     /// Addresses of the other members that are known before the first promise in the run.
     pub(super) members: Option<Vec<String>>,
+    /// The last view of the run in which this machine was a member before.
+    pub(super) former_view: Option<ViewId>,
 }
 
 /// Pings that are sent while no member is missed, so that round trips are known before one is.
@@ -123,11 +129,11 @@ impl Place {
         let view = state.view().cloned();
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
-        let (promises, run) = match own {
-            Some(OwnFolder { dir, run, members }) => {
-                (Some(PromiseFile::new(dir.path(), run, members)?), Some(dir))
+        let (promises, run, former_view) = match own {
+            Some(OwnFolder { dir, run, members, former_view }) => {
+                (Some(PromiseFile::new(dir.path(), run, members)?), Some(dir), former_view)
             }
-            None => (None, None),
+            None => (None, None, None),
         };
         let membership = Arc::new(Mutex::new(MembershipService::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
@@ -141,6 +147,7 @@ impl Place {
             control,
             view,
             gone,
+            unforgotten: Vec::new(),
             former,
             names,
             deadline,
@@ -149,6 +156,7 @@ impl Place {
             measured: None,
             refused: Refused::default(),
             run,
+            former_view,
         })
     }
 
@@ -183,8 +191,10 @@ impl Place {
     /// connected and are gone.
     pub(super) fn lost(&mut self) -> Vec<MemberId> {
         for happened in self.transport.events() {
-            if let PeerEvent::Down(peer, _) = happened {
-                self.gone.insert(peer);
+            if let PeerEvent::Down(peer, _) = happened
+                && self.gone.insert(peer)
+            {
+                self.unforgotten.push(peer);
             }
         }
         self.gone.iter().filter_map(|peer| self.names.get(peer)).copied().collect()
@@ -388,6 +398,21 @@ impl Place {
         let serving = comm.start_service(TAGS, &self.membership);
         let blobs = comm.start_service(super::fetch::TAGS, &self.offered_blobs);
         self.control = Some(Control { comm, peers, serving, _offering: blobs });
+        self.forget_gone();
+    }
+
+    /// Drops the frames of peers that are gone, once they are not members any more and no service answers them.
+    fn forget_gone(&mut self) {
+        let (mut gone, served) = (std::mem::take(&mut self.unforgotten), self.control.as_ref());
+        gone.retain(|&peer| {
+            let serves = |control: &Control| control.peers.iter().any(|served| served.peer == peer);
+            let stays = self.is_member(peer) || served.is_some_and(serves);
+            if !stays {
+                self.transport.forget(peer);
+            }
+            stays
+        });
+        self.unforgotten = gone;
     }
 
     fn control(&self) -> &Control {
@@ -466,11 +491,12 @@ impl Place {
             }
         }
         let members: Vec<PeerId> = view.members.iter().map(|member| PeerId(member.slot)).collect();
-        let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?;
+        let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?.single_use();
         self.names.extend(view.members.iter().map(|member| (PeerId(member.slot), member.id)));
         self.view = Some(view);
         // New members are pinged after the next step.
         self.calm = CalmPings::default();
+        self.forget_gone();
         Ok(comm)
     }
 

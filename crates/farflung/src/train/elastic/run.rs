@@ -13,6 +13,7 @@ use super::carry_out::{
 use super::change::Member;
 use super::decide::POLL_INTERVAL;
 use super::leaving::{Leaving, announce_leave, last_left, leaving, left_at_once, must_go};
+use super::own_folder::FolderWatch;
 use super::place::Place;
 use super::pools;
 use super::team::Team;
@@ -49,10 +50,7 @@ pub(in crate::train) fn work(
     let WorkerConnection { comm, simulated, link, place } = connection;
     let mut place = place.expect("each seat of a run with members has a place");
     let threads = job.threads(local);
-    let mut job = Job { elastic: true, ..job.clone() };
-    if job.config.stages > 1 && job.pipelines.is_none() {
-        job.pipelines = Some(Arc::new(job.config.clone()));
-    }
+    let mut job = of_member(job);
     let founds = place.view().is_some();
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
@@ -101,13 +99,15 @@ pub(in crate::train) fn work(
     let begun = trainer.steps_done();
     let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
-        run.write_config(&job.config.to_toml())?;
+        run.write_config(&job.settings().to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
         if !founds {
             note_joined(member.place, (run, begun), watch.as_deref_mut())?;
         }
     }
-    let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
+    let mut last = shared_last.unwrap_or(LastDone::at(begun));
+    let counts = steps_that_count(&mut last, member.place, (begun, founds));
+    let metrics = run.as_ref().map(|run| run.metrics(counts)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());
     let mut kept = RunProgress::at(begun, run.as_ref(), before, clock);
     job.stop.begin();
@@ -115,7 +115,7 @@ pub(in crate::train) fn work(
     if let Some(watch) = watch.as_deref_mut() {
         announce(&job, &trainer, simulated, resumed.as_ref(), watch)?;
         if !founds {
-            watch.note(&format!("joined at step {begun}, one of {} members", job.world));
+            tell_joined(&member, begun, job.world, watch);
         }
     }
     if let Some(resumed) = resumed {
@@ -123,7 +123,7 @@ pub(in crate::train) fn work(
         events.write(begun, EventKind::Resumed { from, notes: resumed.notes });
     }
     let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (run, last) = (run.as_ref(), shared_last.unwrap_or(LastDone::at(begun)));
+    let run = run.as_ref();
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
     if matches!(done, Err(Error::OverForSpare)) {
@@ -149,7 +149,8 @@ pub(in crate::train) fn work(
     let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
-    let mut report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
+    let rows = record.into_rows(run, begun);
+    let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, text)?;
     if !founds {
         // Count only the tokens since it joined.
         let tokens = report.tokens.saturating_sub(tokens_before);
@@ -159,6 +160,39 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's
+/// folder count: those of a member that joins again may be of steps that the others have undone.
+fn steps_that_count(last: &mut LastDone, place: &Place, (begun, founds): (u64, bool)) -> u64 {
+    let counts = last.views.that_count(place.former_view).filter(|_| !founds);
+    if let Some(view) = place.view() {
+        last.views.note(view.id(), begun);
+    }
+    counts.map_or(begun, |steps| steps.min(begun))
+}
+
+/// Tells the user that this member has joined, and whether another one has its name: both may have joined at
+/// the same time.
+fn tell_joined(member: &Member<'_>, begun: u64, members: usize, watch: &mut dyn RunObserver) {
+    watch.note(&format!("joined at step {begun}, one of {members} members"));
+    let own = member.place.transport().me().0;
+    let twin = member.place.view().and_then(|view| member.publisher.names.twin(view, own));
+    if let Some(twin) = twin {
+        watch.note(&format!("warning: member {twin} has the same name as this one"));
+    }
+}
+
+/// Returns the job of a member, with the settings as they were given.
+fn of_member(job: &Job) -> Job {
+    let given = Arc::new(job.config.clone());
+    let forms_pipelines = job.config.stages > 1 && job.pipelines.is_none();
+    Job {
+        elastic: true,
+        pipelines: if forms_pipelines { Some(Arc::clone(&given)) } else { job.pipelines.clone() },
+        given: job.given.clone().or(Some(given)),
+        ..job.clone()
+    }
 }
 
 /// Returns the members' ranks at the beginning of a run of pipelines; `None` without pipelines.
@@ -188,6 +222,7 @@ fn train(
         }
     }
     steps.last_loss = first_loss;
+    let mut folder = FolderWatch::new(steps.run);
     // If the average after the last step has failed, it must still be repeated.
     while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
         gather(member, trainer, steps, events)?;
@@ -228,6 +263,7 @@ fn train(
         };
         tell_nonsense(member, trainer, steps, events);
         tell_refused(member, trainer, steps, events);
+        folder.check(steps.record.watch.as_deref_mut());
         if steps.job.pipelines.is_some() {
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());

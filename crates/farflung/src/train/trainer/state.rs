@@ -11,7 +11,9 @@ use super::{Trainer, by_number, named};
 use crate::Result;
 use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::checkpoint::{CHAIN, Counters, LOSS_SCALE, Named, Residuals, Source};
+use crate::train::checkpoint::{
+    AVERAGE, CHAIN, Counters, LOSS_SCALE, Named, Residuals, RestoredResiduals, Source,
+};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
@@ -111,7 +113,7 @@ impl Trainer {
         states.push(Named { name: LOSS_SCALE.to_owned(), shape: vec![scale.len()], values: scale });
         for (stage, part) in &self.executor.parts {
             if let Some(sync) = &part.sync {
-                let saved = sync.average().save(&format!("average.{stage}."))?;
+                let saved = sync.average().save(&average_prefix(*stage))?;
                 let flat =
                     |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
                 states.extend(saved.into_iter().map(flat));
@@ -155,9 +157,21 @@ impl Trainer {
         boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))
     }
 
-    /// Restores the state of the checkpoint `from`. Residuals are restored only if this rank wrote them with
-    /// its current parts.
-    pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
+    /// Returns, for each average, a hash of what its residuals belong to: the codec, the parameters of each
+    /// bucket, and the ranges that this rank encodes. The names are the prefixes of its states.
+    pub(in crate::train) fn residual_layouts(&self, codec: &str) -> BTreeMap<String, String> {
+        let layout = |(stage, part): (&StageId, &Part)| {
+            let text = format!("{codec}; {}", part.sync.as_ref()?.average().residual_layout());
+            Some((average_prefix(*stage), blake3::hash(text.as_bytes()).to_hex().to_string()))
+        };
+        self.executor.parts.iter().filter_map(layout).collect()
+    }
+
+    /// Restores the state of the checkpoint `from`, for averages with the codec `codec`. Residuals are restored
+    /// only if this rank wrote them with its current parts, and for the same ranges of values.
+    pub(in crate::train) fn restore(&mut self, from: &Source, codec: &str) -> Result<RestoredResiduals> {
+        let layouts = self.residual_layouts(codec);
+        let mut restored: Vec<String> = Vec::new();
         let updates = self.samples.taken(from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
             let layout = part.stage.layout().clone();
@@ -178,12 +192,17 @@ impl Trainer {
             if let Some(own) = from.flat(OWN, &layout).filter(|_| alike && sync.replicas_differ()) {
                 part.params.write(&own)?;
             }
-            let (prefix, average) = (format!("average.{stage}."), sync.average_mut());
+            let (prefix, average) = (average_prefix(*stage), sync.average_mut());
             match from.residuals {
-                Residuals::Own => average.restore(&prefix, from.rounds(), |name| from.state(name))?,
-                // The residuals are another rank's and are not restored, but all ranks must be in the same
-                // round: random masks are drawn from its number.
-                Residuals::Others => average.restore(&prefix, from.rounds(), |_| Some(&[]))?,
+                Residuals::Own if from.has_residuals_of(&prefix, layouts.get(&prefix)) => {
+                    average.restore(&prefix, from.rounds(), |name| from.state(name))?;
+                    restored.push(prefix);
+                }
+                // The residuals are another rank's or of other ranges, and are not restored, but all ranks must
+                // be in the same round: random masks are drawn from its number.
+                Residuals::Own | Residuals::Others => {
+                    average.restore(&prefix, from.rounds(), |_| Some(&[]))?;
+                }
                 Residuals::None => {}
             }
         }
@@ -191,8 +210,15 @@ impl Trainer {
         self.step = from.step();
         self.window.clear();
         self.resync.restart(self.step);
-        Ok(())
+        // A note already says that another rank's are not used.
+        let all = from.residuals == Residuals::Others || !from.has_other_residuals(&restored);
+        Ok(if all { RestoredResiduals::Kept } else { RestoredResiduals::Dropped })
     }
+}
+
+/// Returns the prefix of the names of an average's states.
+fn average_prefix(stage: StageId) -> String {
+    format!("{AVERAGE}{stage}.")
 }
 
 /// Restores a part's optimizer from a checkpoint's states, after `updates` updates.

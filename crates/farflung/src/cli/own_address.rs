@@ -1,0 +1,89 @@
+//! Checks the addresses that a member tells others (`--address`), before anything is done with them.
+
+use std::io::{Error as IoError, ErrorKind};
+use std::net::ToSocketAddrs as _;
+
+use farflung::transports::is_second_network_address;
+use farflung::{Error, Result};
+
+/// What a resolver says about an address that it cannot resolve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unresolved {
+    /// It is no `HOST:PORT`.
+    Malformed,
+    /// There is no such name.
+    Missing,
+    /// The resolver does not answer now; the name may exist.
+    NotNow,
+}
+
+impl Unresolved {
+    /// The standard library has no kind for these errors: the text is the system's.
+    fn of(error: &IoError) -> Self {
+        let text = error.to_string().to_lowercase();
+        match error.kind() {
+            ErrorKind::InvalidInput => Self::Malformed,
+            // The texts of glibc and of musl.
+            _ if text.contains("temporary failure") || text.contains("try again") => Self::NotNow,
+            _ => Self::Missing,
+        }
+    }
+}
+
+/// Checks that the addresses are `HOST:PORT`, with names that the resolver knows. If it does not answer now,
+/// returns a warning for the user instead.
+///
+/// Errors: [`Error::Setting`] with the first other address.
+pub(super) fn check<'a>(addresses: impl IntoIterator<Item = &'a String>) -> Result<Vec<String>> {
+    let mut warnings = Vec::new();
+    let parts = addresses.into_iter().flat_map(|address| address.split(','));
+    for address in parts.filter(|one| !is_second_network_address(one)) {
+        let Err(error) = address.to_socket_addrs() else { continue };
+        let expected = match Unresolved::of(&error) {
+            Unresolved::NotNow => {
+                warnings.push(format!("warning: `--address {address}` cannot be checked now: {error}"));
+                continue;
+            }
+            Unresolved::Malformed => "HOST:PORT, with a port below 65536".to_owned(),
+            Unresolved::Missing => {
+                let name = address.rsplit_once(':').map_or(address, |(name, _)| name);
+                format!("an address that others can resolve: there is no host `{name}` ({error})")
+            }
+        };
+        return Err(Error::Setting { field: "address", value: address.to_owned(), expected });
+    }
+    Ok(warnings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Result<Vec<String>> {
+        check([&text.to_owned()])
+    }
+
+    #[test]
+    fn what_the_system_says_decides() {
+        let says = |text: &'static str| Unresolved::of(&IoError::other(text));
+        let prefix = "failed to lookup address information: ";
+        assert_eq!(
+            says("failed to lookup address information: Name or service not known"),
+            Unresolved::Missing
+        );
+        for text in ["Temporary failure in name resolution", "Try again"] {
+            assert_eq!(Unresolved::of(&IoError::other(format!("{prefix}{text}"))), Unresolved::NotNow);
+        }
+    }
+
+    #[test]
+    fn an_address_without_a_port_is_an_error_and_one_of_another_network_is_not_looked_up() {
+        for good in ["127.0.0.1:0", "[::1]:5", "quic:198.51.100.7:3340", "http://198.51.100.7:3340"] {
+            assert_eq!(of(good).unwrap(), Vec::<String>::new(), "{good}");
+        }
+        for (bad, word) in [("here", "HOST:PORT"), ("here:99999", "HOST:PORT"), ("a b:1", "a b")] {
+            let error = of(bad).unwrap_err();
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+}
