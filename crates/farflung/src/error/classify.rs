@@ -14,7 +14,7 @@ use super::Error;
 
 impl Error {
     /// Returns the process's exit code: 2 for wrong usage; 75 if a peer was lost and the job can be requeued;
-    /// 130, 143 or 129 after a signal; the code that the error contains, if a launched process or another rank
+    /// 128 plus its number after a signal; the code that the error contains, if a launched process or another rank
     /// failed; else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
