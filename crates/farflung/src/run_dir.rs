@@ -8,8 +8,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
+use crate::events::EVENTS;
 use crate::metrics::MetricsWriter;
-use crate::{Error, Result};
+use crate::peer_counters::PEERS;
+use crate::step_times::TIMES;
+use crate::{Error, Result, line_file};
 
 const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
@@ -41,13 +44,17 @@ impl RunDir {
     /// interrupted the replacement of a checkpoint by a new one of the same step, it is finished.
     ///
     /// Errors: [`Error::NotARun`] for a folder that has files but none of a run, [`Error::RunExists`] under
-    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
+    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::NotAFile`] if a folder or
+    /// a pipe has the name of a record, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
         if !names.is_empty() && !names.iter().any(|name| name == RANKS || is_of_run(name)) {
             return Err(Error::NotARun { path: path.to_owned() });
         }
+        [METRICS, EVENTS, TIMES, PEERS]
+            .iter()
+            .try_for_each(|name| line_file::check_kind(&path.join(name)))?;
         let lock = lock(path)?;
         // Checked after the lock, since "in use" says more than "exists" if the other run is still running. A
         // folder with a lock file alone has no run: its process died before it wrote anything.
@@ -216,7 +223,11 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         fs::rename(&beside, path)?;
         File::open(folder)?.sync_all()
     };
-    write().map_err(Error::io("write", path))
+    write().map_err(|source| {
+        // An error means that there is nothing to remove.
+        let _ = fs::remove_file(&beside);
+        Error::Io { action: "write", path: path.to_owned(), source }
+    })
 }
 
 /// Returns the folder of a file. `Path::parent` of a bare name is the empty path, which cannot be opened.
@@ -249,11 +260,10 @@ fn lock(run: &Path) -> Result<File> {
         .map_err(Error::io("open the lock", &path))?;
     match file.try_lock() {
         Ok(()) => {
-            let note = |file: &mut File| {
-                file.set_len(0)?;
-                writeln!(file, "{}", std::process::id())
-            };
-            note(&mut file).map_err(Error::io("write the lock", &path))?;
+            // Only the lock counts. The number of the process is for messages, and a full disk has no room for it.
+            if let Err(error) = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())) {
+                tracing::debug!(%error, path = %path.display(), "failed to write the process's number");
+            }
             Ok(file)
         }
         Err(TryLockError::WouldBlock) => {

@@ -102,7 +102,7 @@ impl RunRecorder<'_, '_> {
         for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
             row.train_loss = loss;
             if let Some(metrics) = &mut self.metrics {
-                metrics.write(row)?;
+                metrics.write(row);
             }
             if let Some(watch) = &mut self.watch {
                 watch.step_row(row);

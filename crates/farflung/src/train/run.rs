@@ -289,6 +289,9 @@ fn train(
         links::file::write(job, simulated, run)?;
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
+    if let (Some(metrics), Some(run), Some(from)) = (&metrics, run, from) {
+        metrics.tell_missing(begun, from.starts_with(run.path()));
+    }
     let clock = Clock::new(trainer.comm(), before, trials);
     *kept = RunProgress::at(begun, run, before, clock);
     if run.is_some() {
@@ -315,7 +318,7 @@ fn train(
     if begun == config.steps {
         // All steps were done before, but the run was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
-        record.rows = if first { finished::rows(run)? } else { Vec::new() };
+        record.rows = if first { finished::rows(run) } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
     let _armed = trainer.armed();

@@ -44,6 +44,7 @@ mod prometheus;
 mod protobuf;
 mod quic;
 mod ranks_that_differ;
+mod records;
 mod relay;
 mod resumes;
 mod schedule_command;
