@@ -279,6 +279,19 @@ pub enum Error {
         /// What is there.
         what: &'static str,
     },
+    /// There is no room for a checkpoint on the disk.
+    #[error("{0}")]
+    NoRoom(Box<crate::train::NoRoom>),
+    /// There is no room for a checkpoint on another rank's disk.
+    #[error("rank {rank}: {message}")]
+    NoRoomOn {
+        /// The rank.
+        rank: usize,
+        /// That rank's error message.
+        message: String,
+        /// That rank's exit code.
+        code: u8,
+    },
     /// The folder given for a run is not empty and not a run's folder.
     #[error("{path} is not empty and is not a run's folder: give another `--out`")]
     NotARun {

@@ -63,6 +63,11 @@ pub enum EventKind {
         /// The path of this rank's checkpoint.
         path: String,
     },
+    /// A checkpoint that was due was not saved, because a disk is full. The run goes on.
+    Unsaved {
+        /// The error, with the folder and the bytes.
+        reason: String,
+    },
     /// Gradients overflowed: all ranks dropped the step and computed it again with a smaller loss scale.
     Skipped {
         /// Number of times that the step was dropped.

@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod corpus;
 pub mod diff;
+mod disk;
 pub mod error;
 pub mod events;
 pub mod finite;

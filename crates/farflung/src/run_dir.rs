@@ -7,7 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
+use crate::checkpoint::{self, Checkpoint, CheckpointWriter, LATEST, Packing, folder};
 use crate::events::EVENTS;
 use crate::metrics::MetricsWriter;
 use crate::peer_counters::PEERS;
@@ -17,7 +17,6 @@ use crate::{Error, Result, line_file};
 const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
-const LATEST: &str = "latest";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
 
@@ -44,8 +43,8 @@ impl RunDir {
     /// interrupted the replacement of a checkpoint by a new one of the same step, it is finished.
     ///
     /// Errors: [`Error::NotARun`] for a folder that has files but none of a run, [`Error::RunExists`] under
-    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::NotAFile`] if a folder or
-    /// a pipe has the name of a record, [`Error::Io`].
+    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::NotAFile`] if a folder
+    /// or a pipe has the name of a record, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
@@ -97,9 +96,21 @@ impl RunDir {
         self.replace(CONFIG, toml.as_bytes())
     }
 
+    /// Writes a copy of the run's settings, and its plan.
+    pub(crate) fn write_settings(&self, toml: &str, plan: &str) -> Result<()> {
+        self.write_config(toml)?;
+        self.replace("plan.toml", plan.as_bytes())
+    }
+
     /// Writes a file of the run atomically: readers see the old file or the new one.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         replace(&self.path.join(name), bytes)
+    }
+
+    /// Like [`RunDir::replace`], for a file without which the run can go on: on a full disk it stays as it was,
+    /// with a warning.
+    pub(crate) fn replace_if_room(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        unless_full(self.replace(name, bytes))
     }
 
     /// Opens `metrics.jsonl` for the steps after `step`. Lines of later steps are removed; a resumed run
@@ -113,12 +124,9 @@ impl RunDir {
         CheckpointWriter::begin(&self.path, step, packing)
     }
 
-    /// Commits a checkpoint and sets `latest` to it.
+    /// Commits a checkpoint and sets `latest` to it. A full disk leaves the folder as it was.
     pub fn commit(&self, writer: CheckpointWriter) -> Result<PathBuf> {
-        let path = writer.commit()?;
-        let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-        self.replace(LATEST, format!("{name}\n").as_bytes())?;
-        Ok(path)
+        writer.commit()
     }
 
     /// Returns the steps of all complete checkpoints, oldest first.
@@ -230,6 +238,17 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     })
 }
 
+/// Turns the error of a full disk into a warning, for a file without which the run can go on.
+pub(crate) fn unless_full(written: Result<()>) -> Result<()> {
+    match written {
+        Err(error) if error.is_disk_full() => {
+            tracing::warn!("{}: the run goes on", crate::error::causes(&error));
+            Ok(())
+        }
+        written => written,
+    }
+}
+
 /// Returns the folder of a file. `Path::parent` of a bare name is the empty path, which cannot be opened.
 fn folder_of(file: &Path) -> &Path {
     file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
@@ -260,7 +279,8 @@ fn lock(run: &Path) -> Result<File> {
         .map_err(Error::io("open the lock", &path))?;
     match file.try_lock() {
         Ok(()) => {
-            // Only the lock counts. The number of the process is for messages, and a full disk has no room for it.
+            // Only the lock counts. The number of the process is for messages, and a full disk has no room for
+            // it.
             if let Err(error) = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())) {
                 tracing::debug!(%error, path = %path.display(), "failed to write the process's number");
             }

@@ -240,7 +240,6 @@ impl Stop {
                     continue;
                 }
                 match (repeat, before) {
-                    (Repeat::Passes, _) => seen.request(signal),
                     (Repeat::Exits | Repeat::ExitsPatiently, Before::Asked) if !signal.is_warning() => {
                         seen.request(signal);
                         seen.cancel_all();
@@ -259,7 +258,7 @@ impl Stop {
                             seen.cancel_step();
                         }
                     }
-                    (Repeat::ExitsPatiently, Before::Nothing) => seen.request(signal),
+                    (Repeat::Passes, _) | (Repeat::ExitsPatiently, Before::Nothing) => seen.request(signal),
                     // The stop that the warning has asked for is under way.
                     (Repeat::Exits | Repeat::ExitsPatiently, Before::Warned | Before::Asked) => {}
                 }

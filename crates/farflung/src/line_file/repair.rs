@@ -44,19 +44,18 @@ pub(super) fn open(path: &Path, step_of: StepOf, up_to: u64) -> Result<Opened> {
         }
         return Ok(Opened { file, last: content.last });
     }
-    let (aside, kept) = put_aside(path, &file, step_of, up_to).map_err(Error::io("put aside", path))?;
-    let (path_shown, aside, Content { damaged, good, .. }) = (path.display(), aside.display(), content);
+    let Aside { path: aside, good: kept } =
+        put_aside(path, &file, step_of, up_to).map_err(Error::io("put aside", path))?;
+    let Content { damaged, good, last, .. } = content;
+    let (path_shown, aside) = (path.display(), aside.display());
     let lines = if damaged == 1 { "a line" } else { &format!("{damaged} lines") };
-    let goes_on = match kept {
-        Some(last) => format!("the {good} good ones{} are kept", last.map_or_else(String::new, up_to_step)),
-        None => "there is no room for the good ones, and a new file begins".to_owned(),
+    let goes_on = if kept {
+        format!("the {good} good ones are kept")
+    } else {
+        "there is no room for the good ones, and a new file begins".to_owned()
     };
     tracing::warn!("{path_shown} is damaged in {lines}: it is now {aside}, and {goes_on}");
-    Ok(Opened { file: appending(path)?, last: kept.flatten() })
-}
-
-fn up_to_step(step: u64) -> String {
-    format!(" up to step {step}")
+    Ok(Opened { file: appending(path)?, last: last.filter(|_| kept) })
 }
 
 fn appending(path: &Path) -> Result<File> {
@@ -105,21 +104,22 @@ fn is_left_by_crash(line: LineRead<'_>) -> bool {
     matches!(line, LineRead::Open(bytes) if bytes[0] == b'{' || bytes.iter().all(|&byte| byte == 0))
 }
 
-/// Gives a file another name, `NAME.damaged-N`, and makes a new one with its good lines. Returns that name, and the
-/// step of the last good line; `None` if there is no room for the good lines.
-fn put_aside(
-    path: &Path,
-    file: &File,
-    step_of: StepOf,
-    up_to: u64,
-) -> io::Result<(PathBuf, Option<Option<u64>>)> {
+/// A damaged file that was put aside.
+struct Aside {
+    /// Its path now.
+    path: PathBuf,
+    /// Whether there was room for its good lines in a new file.
+    good: bool,
+}
+
+/// Gives a file another name, `NAME.damaged-N`, and makes a new one with its good lines.
+fn put_aside(path: &Path, file: &File, step_of: StepOf, up_to: u64) -> io::Result<Aside> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let fresh = path.with_file_name(format!(".{name}.tmp"));
     let copy = || {
         let mut out = BufWriter::new(File::create(&fresh)?);
-        let content = content(file, step_of, up_to, |line| out.write_all(line))?;
-        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-        Ok::<_, io::Error>(content.last)
+        content(file, step_of, up_to, |line| out.write_all(line))?;
+        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
     };
     let copied = copy();
     let mut number = 1_u64;
@@ -136,19 +136,15 @@ fn put_aside(
             Err(error) => return Err(error),
         }
     };
-    match copied {
-        Ok(last) => {
-            fs::rename(&fresh, path)?;
-            Ok((aside, Some(last)))
-        }
-        Err(_) => {
-            for left in [&fresh, path] {
-                match fs::remove_file(left) {
-                    Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-                    _ => {}
-                }
-            }
-            Ok((aside, None))
+    if copied.is_ok() {
+        fs::rename(&fresh, path)?;
+        return Ok(Aside { path: aside, good: true });
+    }
+    for left in [&fresh, path] {
+        match fs::remove_file(left) {
+            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+            _ => {}
         }
     }
+    Ok(Aside { path: aside, good: false })
 }

@@ -10,7 +10,7 @@ use super::callbacks::RunObserver;
 use super::checkpoint::Totals;
 use super::job::Job;
 use super::trainer::StepDone;
-use crate::{MetricsWriter, PeerCounters, Result, StepMetrics};
+use crate::{MetricsWriter, PeerCounters, StepMetrics};
 
 /// The start of this part of the run, and the resources used before.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +63,7 @@ impl RunRecorder<'_, '_> {
         digest: Option<String>,
         totals: &Totals,
         peers: Vec<PeerCounters>,
-    ) -> Result<()> {
+    ) {
         let tokens = job.tokens_after(done.step);
         let new = tokens - job.tokens_after(done.step - 1);
         let row = StepMetrics {
@@ -94,11 +94,11 @@ impl RunRecorder<'_, '_> {
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);
-        self.record_losses(&done.losses)
+        self.record_losses(&done.losses);
     }
 
     /// Adds losses to the oldest rows that lack them, and writes those rows.
-    pub(super) fn record_losses(&mut self, losses: &[f64]) -> Result<()> {
+    pub(super) fn record_losses(&mut self, losses: &[f64]) {
         for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
             row.train_loss = loss;
             if let Some(metrics) = &mut self.metrics {
@@ -109,7 +109,6 @@ impl RunRecorder<'_, '_> {
             }
             self.told += 1;
         }
-        Ok(())
     }
 }
 

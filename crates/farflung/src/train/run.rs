@@ -280,10 +280,12 @@ fn train(
     }
     // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
+    if let Some(run) = run {
+        checkpoint::admit(trainer, job, run, watch.as_deref_mut())?;
+    }
     // The settings are written only after all checks of the folder have passed.
     if let Some(run) = run {
-        run.write_config(&config.to_toml())?;
-        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+        run.write_settings(&config.to_toml(), &job.plan.to_string())?;
     }
     if let Some(run) = run.filter(|_| first) {
         links::file::write(job, simulated, run)?;

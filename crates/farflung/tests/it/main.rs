@@ -7,6 +7,7 @@ mod cli;
 mod clusters;
 mod combinations;
 mod device;
+mod disks;
 mod events;
 mod finished;
 mod host_join;

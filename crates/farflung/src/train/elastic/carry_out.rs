@@ -22,7 +22,7 @@ use crate::train::run::RunObserver;
 use crate::train::steps::Steps;
 use crate::train::stop_in_step::StopSummary;
 use crate::train::trainer::{StateBytes, Trainer};
-use crate::{Error, Result, RunDir, Signal};
+use crate::{Error, Result, RunDir, Signal, run_dir};
 
 /// Why a member leaves.
 pub(super) enum Leaving {
@@ -271,7 +271,7 @@ fn note(
     events: &mut EventLog,
     changed: &Changed,
 ) -> Result<()> {
-    steps.record_resolved(trainer)?;
+    steps.record_resolved(trainer);
     let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
     // A step whose average is still missing gets its row after the average.
     if changed.caught_up || !trainer.lacks_average() && behind() {
@@ -296,7 +296,7 @@ fn note(
     {
         events.write(trainer.steps_done(), what);
     }
-    steps.run.map_or(Ok(()), |run| write_addresses(member.place, run))
+    steps.run.map_or(Ok(()), |run| run_dir::unless_full(write_addresses(member.place, run)))
 }
 
 /// Prepares the folder of a member that has joined after `begun` steps.
@@ -337,7 +337,7 @@ fn tell_new_plan(
     tell(steps.record.watch.as_deref_mut(), text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
     events.write(trainer.steps_done(), what);
-    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
+    steps.run.map_or(Ok(()), |run| run.replace_if_room("plan.toml", steps.job.plan.to_string().as_bytes()))
 }
 
 /// Returns the text on numbers that follow speed, and the step times before and now.

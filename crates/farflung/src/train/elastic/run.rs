@@ -52,7 +52,7 @@ pub(in crate::train) fn work(
         job.pipelines = Some(Arc::new(job.config.clone()));
     }
     let founds = place.view().is_some();
-    let run = place.run.take();
+    let run = checkpoint::admit_newcomer(&job, place.run.take())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let steps = if job.averages_each_step() { 1 } else { job.plan.outermost().every };
     let round = Nanos(PATIENCE.0.saturating_mul(steps.into())).min(MAX_PATIENCE);
@@ -88,12 +88,12 @@ pub(in crate::train) fn work(
         job.plan_start = resumed.plan_start;
         trainer.begin_at(job.plan_start);
     }
+    checkpoint::admit_member(&trainer, &job, run.as_ref(), watch.as_deref_mut())?;
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
-        run.write_config(&job.config.to_toml())?;
-        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+        run.write_settings(&job.config.to_toml(), &job.plan.to_string())?;
         if !founds {
             note_joined(member.place, (run, begun), watch.as_deref_mut())?;
         }
