@@ -159,7 +159,7 @@ impl CheckpointWriter {
             File::open(&self.partial)?.sync_all()?;
             at = self.run.join(NEXT_LATEST);
             let mut latest = File::create(&at)?;
-            writeln!(latest, "{}", folder(self.manifest.step))?;
+            latest.write_all(format!("{}\n", folder(self.manifest.step)).as_bytes())?;
             latest.sync_all()
         };
         let written = write();

@@ -16,6 +16,28 @@ pub(crate) fn free(folder: &Path) -> Option<u64> {
     Some(quota_left(folder).map_or(free, |left| left.min(free)))
 }
 
+/// Reserves room on the disk for all of a file up to its length, if at least as much stays free. Returns false
+/// if there is less, or if the file system cannot reserve room.
+pub(crate) fn reserve(path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let reserve = || {
+        let file = File::options().write(true).open(path)?;
+        let metadata = file.metadata()?;
+        let missing = metadata.len().saturating_sub(metadata.blocks().saturating_mul(512));
+        // An attempt that fails may leave the disk full.
+        let folder = path.parent().unwrap_or(path);
+        if free(folder).is_some_and(|free| missing > free / 2) {
+            return Err(ErrorKind::StorageFull.into());
+        }
+        Ok(rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, metadata.len())?)
+    };
+    let reserved: io::Result<()> = reserve();
+    if let Err(error) = &reserved {
+        tracing::debug!(path = %path.display(), %error, "no room was reserved");
+    }
+    reserved.is_ok()
+}
+
 /// Returns the largest size of a file that this process may write; `None` without a limit.
 pub(crate) fn largest_file() -> Option<u64> {
     getrlimit(Resource::Fsize).current
@@ -84,6 +106,13 @@ mod tests {
         let inside = dir.path().join("a");
         std::fs::create_dir(&inside).unwrap();
         assert_eq!(number(&inside), number(dir.path()));
+        // A file with holes, and one that is larger than any disk.
+        let sparse = dir.path().join("sparse");
+        File::create(&sparse).unwrap().set_len(1 << 16).unwrap();
+        assert!(reserve(&sparse));
+        assert!(std::os::unix::fs::MetadataExt::blocks(&sparse.metadata().unwrap()) >= (1 << 16) / 512);
+        File::create(&sparse).unwrap().set_len(1 << 43).unwrap();
+        assert!(!reserve(&sparse) && !reserve(&dir.path().join("missing")));
         let mut full = File::options().write(true).open("/dev/full").unwrap();
         assert!(is_full(&full.write_all(b"x").unwrap_err()));
         for (number, full) in

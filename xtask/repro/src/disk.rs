@@ -53,6 +53,7 @@ struct Sums {
     panics: f64,
     killed: f64,
     other_code: f64,
+    not_warned: f64,
 }
 
 impl Sums {
@@ -103,6 +104,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("panics", sums.panics, "1", zero)?;
     report.row("runs killed by a signal", sums.killed, "1", zero)?;
     report.row("other exit codes than expected", sums.other_code, "1", zero)?;
+    report.row("runs with room for one or two that were not warned", sums.not_warned, "1", zero)?;
+    mapped(report, &text)?;
     quota(report, &text, size)
 }
 
@@ -144,6 +147,8 @@ fn small(report: &mut Report<'_>, sums: &mut Sums, text: &Path, size: u64) -> Re
                 _ => Attempt::host(&system, text, &steps),
             };
             let outcome = attempt.run(code)?;
+            let is_warned = outcome.said.contains("more checkpoints at the same time need");
+            sums.not_warned += f64::from(u8::from(checkpoints >= 1.0 && !is_warned));
             sums.add(report, &format!("{kind}, {checkpoints} checkpoints"), &outcome)?;
         }
     }
@@ -217,6 +222,21 @@ fn injected(report: &mut Report<'_>, sums: &mut Sums, text: &Path, size: u64, qu
         }
     }
     Ok(())
+}
+
+/// A file that is mapped into memory: where the disk has no room for all of it, a write to it would end the
+/// process.
+fn mapped(report: &mut Report<'_>, text: &Path) -> Result<()> {
+    let system = FileSystem::new("size=1200k")?;
+    let pipeline = ["--stages", "2", "--microbatches", "4", "--steps", "400", "--sampling", "epochs"];
+    let samples = ["--boundary", "aqsgd:8", "--boundary-store", "mapped"];
+    let outcome = Attempt::workers(2, &system, text, &[&pipeline[..], &samples].concat()).run(1)?;
+    let is_bad = outcome.killed || outcome.panicked || !outcome.right_code;
+    if is_bad {
+        report.progress(&format!("mapped samples: {}\n{}", outcome.status, outcome.said))?;
+    }
+    let metric = "runs with mapped samples that a full disk killed";
+    report.row(metric, f64::from(u8::from(is_bad)), "1", Threshold::AtMost(0.0))
 }
 
 /// A quota of the user, where the kernel has quotas for tmpfs.

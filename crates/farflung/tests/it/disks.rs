@@ -228,3 +228,39 @@ fn a_member_that_cannot_save_does_not_begin() {
     );
     assert!(!run.at("run/metrics.jsonl").exists());
 }
+
+/// Members that each have the whole model do not depend on the disks of others.
+#[test]
+fn a_member_whose_disk_is_full_stays_and_the_others_save() {
+    let run = Run::new();
+    let start = |command: &str, out: &Path, more: &[&str]| {
+        let stderr = fs::File::create(run.at(&format!("{command}.stderr"))).unwrap();
+        let mut program = farflung();
+        program.arg(command).arg("--out").arg(out).arg("--key-file").arg(run.at("key")).args(more);
+        program.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().unwrap()
+    };
+    let (hosted, joined) = (run.at("host"), run.at("join"));
+    let flags =
+        run.flags("--listen 127.0.0.1:0 --steps 1000000 --checkpoint-every 20 --sync ddp --min-members 2");
+    let mut host = start("host", &hosted, &flags.iter().map(String::as_str).collect::<Vec<_>>());
+    let ticket = hosted.join("run.ticket");
+    wait_until("the ticket", || ticket.exists().then_some(()));
+    let (ticket, text) = (ticket.display().to_string(), run.at("text.txt").display().to_string());
+    let mut join =
+        start("join", &joined, &["--ticket-file", &ticket, "--listen", "127.0.0.1:0", "--data", &text]);
+    wait_for_save(&joined, 0);
+    limit(join.id(), Some(SMALL));
+    let said = || fs::read_to_string(run.at("join.stderr")).unwrap();
+    wait_until("a save that fails", || said().contains("there is no room for the checkpoint").then_some(()));
+    let kept = saved(&joined);
+    wait_for_save(&hosted, kept + 40);
+    assert!(said().contains(&joined.display().to_string()) && rubbish(&joined).is_empty());
+    limit(join.id(), None);
+    wait_for_save(&joined, kept);
+    assert_eq!((host.try_wait().unwrap(), join.try_wait().unwrap()), (None, None));
+    for (child, code) in [(&mut join, 130), (&mut host, 130)] {
+        send(child.id(), Signal::INT);
+        let status = wait_until("its end", || child.try_wait().unwrap());
+        assert_eq!(status.code(), Some(code), "{}", said());
+    }
+}
