@@ -99,6 +99,49 @@ fn a_run_that_cannot_save_does_not_begin() {
     }
 }
 
+/// Returns the bytes that a refusal names: a number with two decimals and `kB`.
+fn needed(text: &str) -> f64 {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let at = words.iter().position(|word| *word == "kB,").unwrap();
+    1000.0 * words[at - 1].parse::<f64>().unwrap()
+}
+
+/// Returns the bytes of blocks that the newest checkpoints of all ranks take.
+fn taken(run: &Path) -> u64 {
+    let ranks = fs::read_dir(run.join("ranks")).into_iter().flatten().map(|entry| entry.unwrap().path());
+    let of_rank = |folder: std::path::PathBuf| {
+        let newest = run_dir::latest(&folder).unwrap().unwrap();
+        let files = fs::read_dir(newest.path()).unwrap();
+        files.map(|file| file.unwrap().metadata().unwrap().len().next_multiple_of(4096)).sum::<u64>()
+    };
+    ranks.chain([run.to_owned()]).map(of_rank).sum()
+}
+
+/// The estimate comes from the list of files that are written: it is what they take, and a few blocks for
+/// folders and for headers that are longer than estimated.
+#[test]
+fn the_room_that_is_asked_for_is_what_checkpoints_take() {
+    for (ranks, args) in [
+        (1, "--workers 1"),
+        (1, "--workers 1 --optimizer lion"),
+        (2, "--workers 2 --sync ddp --codec none"),
+        (2, "--workers 2 --sync diloco --sync-every 2 --codec none"),
+        (2, "--workers 2 --sync noloco --sync-every 2 --codec none"),
+        (2, "--workers 2 --stages 2 --microbatches 2"),
+        (4, "--workers 4 --stages 2 --microbatches 2 --codec none"),
+    ] {
+        let run = Run::new();
+        let args = run.args(&format!("--steps 4 --out {} {args} --dim 16", run.at("run").display()));
+        let refused = said(&limited(&args));
+        let asked = needed(&refused);
+        let done = farflung().args(&args).args(["--resume", "auto"]).output().unwrap();
+        assert!(done.status.success(), "{}", said(&done));
+        let least = taken(&run.at("run")) as f64;
+        let most = least + 4096.0 * 6.0 * f64::from(ranks);
+        assert!((least * 0.999..=most).contains(&asked), "{args:?}: {asked} is not within {least} to {most}");
+    }
+}
+
 #[test]
 fn the_last_save_without_room_is_a_failure_that_leaves_nothing_half_done() {
     let run = Run::new();

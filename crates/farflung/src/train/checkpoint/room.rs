@@ -140,17 +140,22 @@ struct RankDisk {
     /// The same for ranks on one disk of one machine.
     disk: Option<[u8; 16]>,
     needed: u64,
+    /// Bytes that a later checkpoint probably needs.
+    expected: u64,
 }
 
 impl RankDisk {
     fn to_bytes(self) -> Vec<u8> {
         let disk = self.disk.iter().flatten().copied();
-        self.needed.to_le_bytes().into_iter().chain(disk).collect()
+        let numbers = [self.needed, self.expected].into_iter().flat_map(u64::to_le_bytes);
+        numbers.chain(disk).collect()
     }
 
     fn of(bytes: &[u8]) -> Option<Self> {
-        let (needed, disk) = bytes.split_first_chunk::<8>()?;
-        Some(Self { needed: u64::from_le_bytes(*needed), disk: disk.try_into().ok() })
+        let (needed, rest) = bytes.split_first_chunk::<8>()?;
+        let (expected, disk) = rest.split_first_chunk::<8>()?;
+        let [needed, expected] = [needed, expected].map(|number| u64::from_le_bytes(*number));
+        Some(Self { needed, expected, disk: disk.try_into().ok() })
     }
 }
 
@@ -165,7 +170,8 @@ fn disk_name(folder: &Path) -> Option<[u8; 16]> {
 /// Checks, before a run's first step, that a checkpoint of each rank fits on its disk together with those of
 /// the other ranks there, and tells the user if later checkpoints may not fit. A collective.
 ///
-/// The residuals and samples of codecs that a run collects later are not known yet.
+/// The residuals of codecs that come with the first averages count only in what the user is told. Samples of
+/// boundaries that a run collects in memory are not known yet.
 ///
 /// Errors: [`Error::NoRoom`] on a rank whose disk is certainly too small, [`Error::NoRoomOn`] on the others.
 pub(in super::super) fn admit(
@@ -175,14 +181,19 @@ pub(in super::super) fn admit(
     watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<()> {
     let size = trainer.with_common(|trainer| size(trainer, job))?;
+    let expected = size.on_disk.saturating_add(trainer.residuals_to_come(job)?);
     let (disk, comm) = (disk_name(run.path()), trainer.comm());
-    let mine = RankDisk { disk, needed: size.on_disk };
+    let mine = RankDisk { disk, needed: size.on_disk, expected };
     let told = comm.all_gather_bytes(mine.to_bytes())?;
     let told: Vec<RankDisk> = told.iter().filter_map(|bytes| RankDisk::of(bytes)).collect();
-    let is_here = |other: &&RankDisk| disk.is_some() && other.disk == disk;
-    let here = told.iter().filter(is_here).count().max(1);
-    let needed = told.iter().filter(is_here).map(|other| other.needed).fold(0, u64::saturating_add);
-    let room = Room { needed: needed.max(size.on_disk), ranks: here, size };
+    let here: Vec<&RankDisk> = told.iter().filter(|other| disk.is_some() && other.disk == disk).collect();
+    let sum = |of: fn(&RankDisk) -> u64| here.iter().map(|other| of(other)).fold(0, u64::saturating_add);
+    let room = Room {
+        needed: sum(|other| other.needed).max(mine.needed),
+        expected: sum(|other| other.expected).max(mine.expected),
+        ranks: here.len().max(1),
+        size,
+    };
     let admitted = room.admit(job, run, trainer.steps_done());
     let note = all_succeed(comm, admitted)?;
     let first = told.first().and_then(|first| first.disk);
@@ -212,7 +223,8 @@ pub(in super::super) fn admit_member(
 ) -> Result<()> {
     let Some(run) = run else { return Ok(()) };
     let size = size(trainer, job)?;
-    let room = Room { needed: size.on_disk, ranks: 1, size };
+    let expected = size.on_disk.saturating_add(trainer.residuals_to_come(job)?);
+    let room = Room { needed: size.on_disk, expected, ranks: 1, size };
     if let (Some(note), Some(watch)) = (room.admit(job, run, trainer.steps_done())?, watch) {
         watch.note(&note);
     }
@@ -226,7 +238,8 @@ pub(in super::super) fn admit_member(
 pub(in super::super) fn admit_newcomer(job: &Job, run: Option<RunDir>) -> Result<Option<RunDir>> {
     if let Some(run) = run.as_ref().filter(|_| job.pipelines.is_none()) {
         let size = Size::default().with_more_weights(job.model.parameters().saturating_mul(4));
-        Room { needed: size.on_disk, ranks: 1, size }.admit(job, run, 0)?;
+        let Size { on_disk: needed, .. } = size;
+        Room { needed, expected: needed, ranks: 1, size }.admit(job, run, 0)?;
     }
     Ok(run)
 }
@@ -241,10 +254,21 @@ fn size(trainer: &Trainer, job: &Job) -> Result<Size> {
     Ok(contents.size().with_more_weights(more))
 }
 
+/// Returns how many more checkpoints a run has on the disk at the same time: one that does `left` more steps,
+/// saves after every `every` steps, keeps `keep`, and has some there already.
+fn at_once(left: u64, every: u64, keep: u64, there: u64) -> u64 {
+    let saved = if every == 0 { 1 } else { left.div_ceil(every) };
+    // A new checkpoint is written before the oldest one is deleted, and at least two are kept.
+    let most = if keep == 0 { saved } else { saved.min((keep.max(2) + 1).saturating_sub(there)) };
+    most.max(1)
+}
+
 /// The need of the ranks on one disk.
 struct Room {
     /// Bytes of a checkpoint of all of them.
     needed: u64,
+    /// The same for later checkpoints.
+    expected: u64,
     ranks: usize,
     /// Sizes of this rank's checkpoint.
     size: Size,
@@ -255,7 +279,7 @@ impl Room {
     ///
     /// Errors: [`Error::NoRoom`] if not even one checkpoint fits.
     fn admit(&self, job: &Job, run: &RunDir, begun: u64) -> Result<Option<String>> {
-        let Self { needed, ranks, size } = *self;
+        let Self { needed, expected, ranks, size } = *self;
         let free = disk::free(run.path());
         if let Some(shortage) = lack(size, packing(job), free, needed) {
             let folder = run.path().to_owned();
@@ -263,15 +287,9 @@ impl Room {
         }
         let config = &job.config;
         let left = config.steps.saturating_sub(begun);
-        let saved = if config.checkpoint_every == 0 { 1 } else { left.div_ceil(config.checkpoint_every) };
-        // A new checkpoint is written before the oldest one is deleted, and at least two are kept.
         let there = run.checkpoints()?.len() as u64;
-        let at_once = match config.keep_last as u64 {
-            0 => saved,
-            keep => saved.min((keep.max(2) + 1).saturating_sub(there)),
-        };
-        let at_once = at_once.max(1);
-        let together = needed.saturating_mul(at_once);
+        let at_once = at_once(left, config.checkpoint_every, config.keep_last as u64, there);
+        let together = expected.saturating_mul(at_once);
         Ok(free.filter(|&free| together > free).map(|free| {
             let compressed = if packing(job) == Packing::Zstd { " before compression" } else { "" };
             format!(

@@ -61,8 +61,27 @@ fn only_a_full_disk_is_no_room() {
 #[test]
 fn a_ranks_disk_reads_back() {
     for disk in [None, Some([7; 16])] {
-        let mine = RankDisk { disk, needed: 1 << 40 };
+        let mine = RankDisk { disk, needed: 1 << 40, expected: 7 };
         assert_eq!(RankDisk::of(&mine.to_bytes()), Some(mine));
     }
     assert_eq!(RankDisk::of(&[1, 2]), None);
+}
+
+#[test]
+fn a_new_checkpoint_is_written_before_the_oldest_is_deleted() {
+    // Steps left, steps between checkpoints, number to keep, number there, and the most at the same time.
+    for (left, every, keep, there, most) in [
+        (100, 0, 2, 0, 1),
+        (100, 100, 2, 0, 1),
+        (100, 60, 2, 0, 2),
+        (100, 10, 2, 0, 3),
+        (100, 10, 1, 0, 3),
+        (100, 10, 5, 0, 6),
+        (100, 10, 5, 4, 2),
+        (100, 10, 2, 7, 1),
+        (100, 10, 0, 7, 10),
+        (0, 10, 2, 1, 1),
+    ] {
+        assert_eq!(at_once(left, every, keep, there), most, "{left} {every} {keep} {there}");
+    }
 }
