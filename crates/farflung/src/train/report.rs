@@ -219,7 +219,7 @@ impl Report {
             &self.rows
         });
         let title = format!("{}, {}", self.model, self.scale());
-        run.replace("loss.svg", loss_curve_svg(&title, rows)?.as_bytes())?;
+        run.replace_if_room("loss.svg", loss_curve_svg(&title, rows)?.as_bytes())?;
         let json = serde_json::to_vec_pretty(self).map_err(|e| Error::Io {
             action: "encode",
             path: run.path().join(REPORT),
