@@ -280,13 +280,17 @@ impl Room {
     /// Errors: [`Error::NoRoom`] if not even one checkpoint fits.
     fn admit(&self, job: &Job, run: &RunDir, begun: u64) -> Result<Option<String>> {
         let Self { needed, expected, ranks, size } = *self;
+        let config = &job.config;
+        let left = config.steps.saturating_sub(begun);
+        if left == 0 {
+            // Only the report of the run is missing.
+            return Ok(None);
+        }
         let free = disk::free(run.path());
         if let Some(shortage) = lack(size, packing(job), free, needed) {
             let folder = run.path().to_owned();
             return Err(NoRoom { folder, step: None, needed, ranks, shortage }.error());
         }
-        let config = &job.config;
-        let left = config.steps.saturating_sub(begun);
         let there = run.checkpoints()?.len() as u64;
         let at_once = at_once(left, config.checkpoint_every, config.keep_last as u64, there);
         let together = expected.saturating_mul(at_once);
