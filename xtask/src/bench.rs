@@ -85,7 +85,7 @@ fn reproductions(features: &[String]) -> Command {
 
 /// Listed benches that `ci` does not run: their result depends on the machine's speed and load, or they need a
 /// tool that may be missing.
-const BY_THE_CLOCK: [&str; 12] = [
+const BY_THE_CLOCK: [&str; 13] = [
     "gpt-step",
     "gemm",
     "relay",
@@ -94,6 +94,7 @@ const BY_THE_CLOCK: [&str; 12] = [
     "codec-speed",
     "instructions",
     "default-run",
+    "disk",
     "simulate-scale",
     "secure-tcp",
     "pacing",

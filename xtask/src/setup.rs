@@ -10,7 +10,8 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Install the packages that builds and tests need on a Debian machine, if they are missing.
 
-Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dry-run]
+Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [disk] [browser]
+                         [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
@@ -20,6 +21,7 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dr
               the benches `engines`, `transports` and `shared-memory`
   slurm       also Slurm's daemons, for the bench `engines`, which starts its own on the loopback interface
   nat         also nft and ip, for `cargo xtask bench nat`, which makes its networks with them
+  disk        also strace, for `cargo xtask bench disk`, which lets system calls fail with it
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
   --dry-run   print what is missing, install nothing, and fail if something is missing
 
@@ -112,6 +114,12 @@ const NAT: &[AptPackage] = &[
     AptPackage { package: "iproute2", probe: &["ip", "-V"], what_for: "the networks of the bench `nat`" },
 ];
 
+const DISK: &[AptPackage] = &[AptPackage {
+    package: "strace",
+    probe: &["strace", "-V"],
+    what_for: "system calls that fail in a bench",
+}];
+
 const BROWSER: &[AptPackage] = &[
     AptPackage {
         package: "chromium",
@@ -179,6 +187,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
             "mpi" => needs.extend(MPI),
             "slurm" => needs.extend(SLURM),
             "nat" => needs.extend(NAT),
+            "disk" => needs.extend(DISK),
             "browser" => needs.extend(BROWSER),
             "cuda" => {
                 needs.extend(CUDA);

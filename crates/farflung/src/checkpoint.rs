@@ -1,6 +1,7 @@
 //! A checkpoint: a folder of named files and a `manifest.json` with every file's length and BLAKE3 hash.
 //!
-//! A checkpoint is written to `.step-N.tmp`, synced, renamed, and verified when it is opened. A file `NAME` is
+//! A checkpoint is written to `.step-N.tmp`, synced, renamed, and verified when it is opened. All that needs
+//! room on the disk is done before the first rename, so that a full disk changes nothing. A file `NAME` is
 //! stored as `NAME`, or compressed with zstd as `NAME.zst`. Lengths and hashes are those of the uncompressed
 //! bytes, so they do not depend on the compression.
 
@@ -14,6 +15,10 @@ use serde::{Deserialize, Serialize};
 use crate::{Error, Result};
 
 const MANIFEST: &str = "manifest.json";
+/// The file in a run's folder with the name of the newest checkpoint.
+pub(crate) const LATEST: &str = "latest";
+/// The same file before the checkpoint is valid.
+const NEXT_LATEST: &str = ".latest.tmp";
 /// Largest manifest that is read, in bytes; enough for thousands of files.
 const MANIFEST_LIMIT: u64 = 1 << 24;
 
@@ -83,14 +88,23 @@ pub struct CheckpointWriter {
     run: PathBuf,
     partial: PathBuf,
     manifest: Manifest,
+    is_prepared: bool,
 }
 
 impl CheckpointWriter {
     pub(crate) fn begin(run: &Path, step: u64, packing: Packing) -> Result<Self> {
         let partial = run.join(partial(step));
-        fs::create_dir(&partial).map_err(Error::io("create", &partial))?;
+        let create = || match fs::create_dir(&partial) {
+            // An earlier attempt, whose files could not be removed then.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_dir_all(&partial)?;
+                fs::create_dir(&partial)
+            }
+            created => created,
+        };
+        create().map_err(Error::io("create", &partial))?;
         let manifest = Manifest { version: 1, step, packing, files: BTreeMap::new() };
-        Ok(Self { run: run.to_owned(), partial, manifest })
+        Ok(Self { run: run.to_owned(), partial, manifest, is_prepared: false })
     }
 
     /// Adds a file.
@@ -133,17 +147,36 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Commits the checkpoint as `step-N`, by one atomic rename. If the step has a checkpoint already, it is
-    /// renamed before that and removed afterwards: [`finish_replacements`] handles a crash between the two
-    /// renames.
-    pub(crate) fn commit(self) -> Result<PathBuf> {
-        let path = self.run.join(folder(self.manifest.step));
-        let finish = || {
-            let mut file = File::create(self.partial.join(MANIFEST))?;
+    /// Writes all that a commit needs, so that the commit itself needs no room: the manifest, and the next
+    /// content of `latest`.
+    pub(crate) fn prepare(&mut self) -> Result<()> {
+        let mut at = self.partial.join(MANIFEST);
+        let mut write = || {
+            let mut file = File::create(&at)?;
             serde_json::to_writer_pretty(&mut file, &self.manifest)?;
             file.write_all(b"\n")?;
             file.sync_all()?;
             File::open(&self.partial)?.sync_all()?;
+            at = self.run.join(NEXT_LATEST);
+            let mut latest = File::create(&at)?;
+            latest.write_all(format!("{}\n", folder(self.manifest.step)).as_bytes())?;
+            latest.sync_all()
+        };
+        let written = write();
+        written.map_err(Error::io("write", &at))?;
+        self.is_prepared = true;
+        Ok(())
+    }
+
+    /// Commits the checkpoint as `step-N`, by one atomic rename, and sets `latest` to it. If the step has a
+    /// checkpoint already, it is renamed before that and removed afterwards: [`finish_replacements`] handles a
+    /// crash between the two renames.
+    pub(crate) fn commit(mut self) -> Result<PathBuf> {
+        if !self.is_prepared {
+            self.prepare()?;
+        }
+        let path = self.run.join(folder(self.manifest.step));
+        let finish = || {
             if path.exists() {
                 // A restart removes a folder with this name, as it removes half-written checkpoints.
                 let old = self.run.join(replaced(self.manifest.step));
@@ -156,6 +189,10 @@ impl CheckpointWriter {
             } else {
                 fs::rename(&self.partial, &path)?;
             }
+            // The checkpoint is valid without it: `latest` is for the user.
+            if let Err(error) = fs::rename(self.run.join(NEXT_LATEST), self.run.join(LATEST)) {
+                tracing::warn!(run = %self.run.display(), %error, "failed to set `{LATEST}` to the newest checkpoint");
+            }
             File::open(&self.run)?.sync_all()
         };
         finish().map_err(Error::io("write the checkpoint", &path))?;
@@ -167,11 +204,12 @@ impl Drop for CheckpointWriter {
     fn drop(&mut self) {
         // After a commit the folder has another name. A folder that cannot be removed now is removed at the
         // next start.
-        if let Err(error) = fs::remove_dir_all(&self.partial)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            tracing::warn!(path = %self.partial.display(), %error, "failed to remove an incomplete \
-                                                                    checkpoint");
+        for removed in [fs::remove_dir_all(&self.partial), fs::remove_file(self.run.join(NEXT_LATEST))] {
+            if let Err(error) = removed
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(path = %self.partial.display(), %error, "failed to remove an incomplete checkpoint");
+            }
         }
     }
 }
@@ -341,7 +379,76 @@ mod tests {
         }
         let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
         assert_eq!(checkpoint.read("a").unwrap(), b"new");
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        assert_eq!(names(dir.path()), ["latest", "step-00000003"]);
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// A writer that fails after some bytes, as on a full disk.
+    fn full_after(bytes: usize) -> impl FnOnce(&mut dyn Write) -> io::Result<()> {
+        move |out| {
+            out.write_all(&vec![1; bytes])?;
+            Err(io::ErrorKind::StorageFull.into())
+        }
+    }
+
+    #[test]
+    fn a_write_that_fails_at_any_step_leaves_the_last_checkpoint_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = dir.path();
+        let begin = |step, packing| CheckpointWriter::begin(run, step, packing).unwrap();
+        let mut first = begin(1, Packing::Plain);
+        first.write("a", b"good").unwrap();
+        first.commit().unwrap();
+        for packing in [Packing::Plain, Packing::Zstd] {
+            // In a file, at its beginning and behind the first buffer.
+            for bytes in [0, 3 << 20] {
+                let mut writer = begin(2, packing);
+                writer.write("a", b"new").unwrap();
+                let error = writer.write_with("b", full_after(bytes)).unwrap_err();
+                assert!(
+                    error.is_disk_full() && error.to_string().contains(".step-00000002.tmp/b"),
+                    "{error}"
+                );
+            }
+        }
+        // At the manifest, and at the next `latest`: a folder is in its place.
+        for (path, name) in [
+            (run.join(".step-00000002.tmp/manifest.json"), "manifest.json"),
+            (run.join(NEXT_LATEST), NEXT_LATEST),
+        ] {
+            let mut writer = begin(2, Packing::Plain);
+            fs::create_dir(&path).unwrap();
+            let error = writer.prepare().unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+            drop(writer);
+            let _ = fs::remove_dir(&path);
+        }
+        assert_eq!(names(run), ["latest", "step-00000001"]);
+        assert_eq!(fs::read_to_string(run.join(LATEST)).unwrap(), "step-00000001\n");
+        // The rename of the folder: the step's place is taken by a file.
+        fs::write(run.join("step-00000002"), "").unwrap();
+        let mut writer = begin(2, Packing::Plain);
+        writer.prepare().unwrap();
+        fs::remove_dir_all(run.join(".step-00000002.tmp")).unwrap();
+        assert!(writer.commit().is_err());
+        fs::remove_file(run.join("step-00000002")).unwrap();
+        // The rename of `latest`: the checkpoint is valid without it.
+        fs::remove_file(run.join(LATEST)).unwrap();
+        fs::create_dir(run.join(LATEST)).unwrap();
+        let path = begin(3, Packing::Plain).commit().unwrap();
+        assert_eq!(Checkpoint::open(&path).unwrap().step(), 3);
+        assert_eq!(names(run), ["latest", "step-00000001", "step-00000003"]);
+        Checkpoint::open(&run.join("step-00000001")).unwrap();
+        // What could not be removed then is removed now.
+        fs::create_dir_all(run.join(".step-00000004.tmp/left")).unwrap();
+        begin(4, Packing::Plain).commit().unwrap();
     }
 
     #[test]

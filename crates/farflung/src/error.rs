@@ -1,6 +1,7 @@
 //! The crate's error type: what failed, with the field, file or peer at fault, and the exit code of each error.
 
 mod classify;
+mod texts;
 
 use std::io;
 use std::path::PathBuf;
@@ -12,6 +13,8 @@ use farflung_tensor::TensorError;
 use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
+pub(crate) use texts::causes;
+use texts::{and_also, diverged, not_finite};
 
 /// Result with this crate's [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -267,6 +270,27 @@ pub enum Error {
         /// The system's error.
         #[source]
         source: io::Error,
+    },
+    /// A folder, a pipe or a device has the name of a file that a run writes.
+    #[error("{path} is {what}, expected a file of the run: move it away")]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+        /// What is there.
+        what: &'static str,
+    },
+    /// There is no room for a checkpoint on the disk.
+    #[error("{0}")]
+    NoRoom(Box<crate::train::NoRoom>),
+    /// There is no room for a checkpoint on another rank's disk.
+    #[error("rank {rank}: {message}")]
+    NoRoomOn {
+        /// The rank.
+        rank: usize,
+        /// That rank's error message.
+        message: String,
+        /// That rank's exit code.
+        code: u8,
     },
     /// The folder given for a run is not empty and not a run's folder.
     #[error("{path} is not empty and is not a run's folder: give another `--out`")]
@@ -564,35 +588,4 @@ pub enum Error {
         /// The steps that this rank has saved, and those that it has dropped.
         left: Box<crate::train::StopSummary>,
     },
-}
-
-/// Returns a text on the ranks whose own gradients are not finite.
-fn not_finite(ranks: &[farflung_base::Rank]) -> String {
-    match ranks {
-        [] => "each rank's own gradients are finite, but their sum is not".to_owned(),
-        [_] => format!("{} has gradients that are not finite", crate::train::Ranks(ranks)),
-        _ => format!("{} have gradients that are not finite", crate::train::Ranks(ranks)),
-    }
-}
-
-/// Returns a text on the ranks whose copies differ.
-fn diverged(what: &str, ranks: &[farflung_base::Rank], majority: bool) -> String {
-    let shown = crate::train::Ranks(ranks);
-    match (ranks, majority) {
-        ([_], _) => format!("{shown} has a different copy of the {what} than the other ranks"),
-        (_, true) => format!("{shown} have different copies of the {what} than most ranks"),
-        (_, false) => format!("{shown} have different copies of the {what}, and no majority agrees"),
-    }
-}
-
-/// Returns a text with the names of the other things that differ.
-fn and_also(names: &[String]) -> String {
-    match names {
-        [] => String::new(),
-        [name] => format!(" (`{name}` differs too)"),
-        names => {
-            let quoted: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
-            format!(" ({} differ too)", quoted.join(", "))
-        }
-    }
 }

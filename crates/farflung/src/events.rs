@@ -2,13 +2,14 @@
 //! folder; rank 0's is beside the metrics. Lines of earlier starts of the run are kept.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::line_file::LineFile;
+pub(crate) use crate::error::causes;
+use crate::line_file::{self, LineFile, LineRead, Lines};
 use crate::{Error, Result};
 
 /// The file's name.
@@ -61,6 +62,11 @@ pub enum EventKind {
     Saved {
         /// The path of this rank's checkpoint.
         path: String,
+    },
+    /// A checkpoint that was due was not saved, because a disk is full. The run goes on.
+    Unsaved {
+        /// The error, with the folder and the bytes.
+        reason: String,
     },
     /// Gradients overflowed: all ranks dropped the step and computed it again with a smaller loss scale.
     Skipped {
@@ -195,7 +201,7 @@ pub enum EventKind {
     },
     /// A signal stopped the run.
     Stopped {
-        /// Name of the signal.
+        /// Name of the signal, and what is saved.
         reason: String,
     },
     /// The run ended for another reason.
@@ -224,17 +230,6 @@ impl EventKind {
     }
 }
 
-/// Returns an error and its causes on one line.
-pub(crate) fn causes(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
 /// A line of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Event {
@@ -247,7 +242,8 @@ pub struct Event {
     pub what: EventKind,
 }
 
-/// Appends events to a run's file. Failures to write are logged and ignored: they do not end the run.
+/// Appends events to a run's file. Those that cannot be written are dropped, with a warning: they do not end
+/// the run.
 #[derive(Debug)]
 pub(crate) struct EventLog {
     file: Option<LineFile>,
@@ -264,31 +260,35 @@ impl EventLog {
     /// Writes an event that happened after `step` steps.
     pub(crate) fn write(&mut self, step: u64, what: EventKind) {
         let event = Event { step, time_s: self.time_s, what };
-        if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
-            tracing::warn!(%error, "failed to write an event");
+        if let Some(file) = &mut self.file {
+            file.append(&event);
         }
     }
 }
 
 /// Reads all events of a file; a last line without a newline, as a crash leaves it, is ignored.
 ///
-/// Errors: [`Error::Io`], [`Error::Events`] with the line.
+/// Errors: [`Error::Io`], [`Error::NotAFile`], [`Error::Events`] with the line.
 pub fn read(path: &Path) -> Result<Vec<Event>> {
-    let bytes = fs::read(path).map_err(Error::io("read", path))?;
-    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
-    let lines = bytes[..whole].split_inclusive(|&byte| byte == b'\n').enumerate();
-    let parse = |(i, line): (usize, &[u8])| {
-        serde_json::from_slice(line).map_err(|source| Error::Events {
-            path: path.to_owned(),
-            line: i + 1,
-            source,
-        })
-    };
-    lines.map(parse).collect()
+    line_file::check_kind(path)?;
+    let mut lines = Lines::of(File::open(path).map_err(Error::io("read", path))?);
+    let mut events = Vec::new();
+    while let Some(line) = lines.next().map_err(Error::io("read", path))? {
+        if matches!(line, LineRead::Open(_)) {
+            break;
+        }
+        let event = serde_json::from_slice(line.bytes());
+        let number = events.len() + 1;
+        let wrong = |source| Error::Events { path: path.to_owned(), line: number, source };
+        events.push(event.map_err(wrong)?);
+    }
+    Ok(events)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -70,9 +70,10 @@ impl Launch {
     ///
     /// Each process gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
     /// Lines of its stderr are shown with the prefix `[rank]`; its stdout passes through. Each signal of `stop`
-    /// is passed on, the third one as SIGKILL, also to suspended processes. After the first failure the others
-    /// have `grace` to end by themselves, then get SIGTERM and again `grace`, then SIGKILL. On Linux they also
-    /// get SIGTERM if the thread that runs this function ends first, however it ends.
+    /// is passed on, the third one that is not a warning as SIGKILL, also to suspended processes. After the
+    /// first failure the others have `grace` to end by themselves, then get SIGTERM and again `grace`, then
+    /// SIGKILL. On Linux they also get SIGTERM if the thread that runs this function ends first, however it
+    /// ends.
     ///
     /// Errors: [`Error::Child`] with the rank whose failure ended the job, [`Error::Stopped`] if a signal ended
     /// the job, [`Error::Start`], [`Error::Io`] if no port is free.

@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod corpus;
 pub mod diff;
+mod disk;
 pub mod error;
 pub mod events;
 pub mod finite;
@@ -36,7 +37,7 @@ pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, Result};
 pub use model_name::model_name;
-pub use signals::{Signal, Stop};
+pub use signals::{Signal, Stop, ignore_file_size_signal};
 
 // Items for programs that read a run's folder.
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};

@@ -1,13 +1,12 @@
 //! `metrics.jsonl`: one JSON object per step. A line is written as soon as the step's mean loss over all
 //! replicas is known: at the step's end, or with local steps at the next average.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::line_file::LinesFromEnd;
+use crate::line_file::{self, LineFile, LineRead, Lines};
 use crate::{Error, PeerCounters, Result};
 
 /// Metrics after a step. Counts are totals since the run's first step, over all its resumes.
@@ -51,98 +50,91 @@ fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Erro
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
-/// Appends steps to a `metrics.jsonl`.
+/// Appends steps to a `metrics.jsonl`. Rows that cannot be written are dropped, with a warning: they do not end
+/// the run.
 #[derive(Debug)]
 pub struct MetricsWriter {
-    path: PathBuf,
-    file: File,
+    file: LineFile,
+    last: Option<u64>,
 }
 
 impl MetricsWriter {
     /// Opens the file for the steps after `step`. Lines of later steps, and a line that a crash left
-    /// incomplete, are removed.
+    /// incomplete, are removed. A damaged file is put aside as `metrics.jsonl.damaged-N`, and its good lines
+    /// are kept.
     pub(crate) fn open(path: &Path, step: u64) -> Result<Self> {
-        let mut file = File::options()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(Error::io("open", path))?;
-        let keep = length_up_to(path, &file, step)?;
-        file.set_len(keep)
-            .and_then(|()| std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)))
-            .map_err(Error::io("cut", path))?;
-        Ok(Self { path: path.to_owned(), file })
+        let (file, last) = LineFile::open(path.to_owned(), step_of, step)?;
+        Ok(Self { file, last })
+    }
+
+    /// Warns the user if a run that continues after `step` steps lacks rows, because the file was lost or cut.
+    /// A run that did its steps in another folder has none here.
+    pub(crate) fn tell_missing(&self, step: u64, was_here: bool) {
+        let first = self.last.unwrap_or(0) + 1;
+        if was_here && first <= step {
+            let path = self.file.path().display();
+            tracing::warn!("{path} has no rows of steps {first} to {step}: the run goes on without them");
+        }
     }
 
     /// Appends a step.
-    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
-        let mut line = serde_json::to_vec(metrics).expect("numbers can be written as JSON");
-        line.push(b'\n');
-        self.file.write_all(&line).map_err(Error::io("write", &self.path))
+    pub fn write(&mut self, metrics: &StepMetrics) {
+        self.file.append(metrics);
     }
 }
 
-/// Returns the length of the file with its rows up to `step`. Rows are in the order of their steps, so only
-/// those after it are read.
-fn length_up_to(path: &Path, file: &File, step: u64) -> Result<u64> {
-    let read = || Error::io("read", path);
-    let mut lines = LinesFromEnd::new(file).map_err(read())?;
-    // What a crash has left at the end.
-    let mut is_left = true;
-    loop {
-        let end = lines.end();
-        let Some(line) = lines.pop().map_err(read())? else { return Ok(0) };
-        is_left &= !(line.ends_with(b"\n") && is_text(&line));
-        if is_left {
-            continue;
-        }
-        let begins = usize::try_from(lines.end()).unwrap_or(usize::MAX);
-        let number =
-            || fs::read(path).map_or(0, |all| all.iter().take(begins).filter(|&&b| b == b'\n').count());
-        if parse(path, || number() + 1, &line)?.step <= step {
-            return Ok(end);
-        }
-    }
+fn step_of(line: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<StepMetrics>(line).ok().map(|row| row.step)
 }
 
-/// Reads all steps of a `metrics.jsonl`; a line that a crash left incomplete at the end is ignored.
+/// Reads all steps of a `metrics.jsonl`. What a crash left at the end is ignored: a line that is incomplete, or
+/// lines that are not text (a power loss can leave blocks of zeros or of other data).
 ///
-/// Errors: [`Error::Io`], [`Error::Metrics`] with the line.
+/// Errors: [`Error::Io`], [`Error::NotAFile`], [`Error::Metrics`] with the line.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
-    let bytes = fs::read(path).map_err(Error::io("read", path))?;
-    let lines = whole(&bytes).split_inclusive(|&b| b == b'\n');
-    lines.enumerate().map(|(i, line)| parse(path, || i + 1, line)).collect()
-}
-
-/// Returns the bytes of all complete lines. A crash can leave, at the end, a line without a newline or lines
-/// that are not text (a power loss can leave blocks of zeros or of other data).
-fn whole(bytes: &[u8]) -> &[u8] {
-    let ended = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
-    let mut end = 0;
-    let mut at = 0;
-    for line in bytes[..ended].split_inclusive(|&b| b == b'\n') {
-        at += line.len();
-        if is_text(line) {
-            end = at;
+    line_file::check_kind(path)?;
+    let mut lines = Lines::of(File::open(path).map_err(Error::io("read", path))?);
+    let mut rows = Vec::new();
+    let mut number = 0;
+    // The first of some lines that are not text.
+    let mut not_text = None;
+    while let Some(line) = lines.next().map_err(Error::io("read", path))? {
+        if matches!(line, LineRead::Open(_)) {
+            break;
+        }
+        number += 1;
+        let row = parse(path, number, line.bytes());
+        if is_text(line.bytes()) {
+            if let Some(error) = not_text.take() {
+                return Err(error);
+            }
+            rows.push(row?);
+        } else if let Err(error) = row {
+            not_text.get_or_insert(error);
         }
     }
-    &bytes[..end]
+    Ok(rows)
 }
 
 fn is_text(line: &[u8]) -> bool {
     std::str::from_utf8(line).is_ok_and(|text| !text.contains('\0'))
 }
 
-fn parse(path: &Path, line: impl FnOnce() -> usize, text: &[u8]) -> Result<StepMetrics> {
-    let wrong = |source| Error::Metrics { path: path.to_owned(), line: line(), source };
+fn parse(path: &Path, line: usize, text: &[u8]) -> Result<StepMetrics> {
+    let wrong = |source| Error::Metrics { path: path.to_owned(), line, source };
     serde_json::from_slice(text).map_err(wrong)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::io::Write;
+
     use super::*;
+
+    fn append(path: &Path, bytes: &[u8]) {
+        File::options().append(true).open(path).unwrap().write_all(bytes).unwrap();
+    }
 
     fn at(step: u64) -> StepMetrics {
         StepMetrics { step, train_loss: 1.5, val_loss: (step == 2).then_some(2.5), ..StepMetrics::default() }
@@ -153,11 +145,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
         let mut writer = MetricsWriter::open(&path, 0).unwrap();
-        (1..=5).for_each(|step| writer.write(&at(step)).unwrap());
+        (1..=5).for_each(|step| writer.write(&at(step)));
         // A line is incomplete, because the process was killed while it wrote the line.
-        writer.file.write_all(b"{\"step\":6,\"ti").unwrap();
+        append(&path, b"{\"step\":6,\"ti");
         let mut writer = MetricsWriter::open(&path, 3).unwrap();
-        writer.write(&at(4)).unwrap();
+        writer.write(&at(4));
         let rows = read(&path).unwrap();
         assert_eq!(rows, (1..=4).map(at).collect::<Vec<_>>());
         assert!(fs::read_to_string(&path).unwrap().contains("\"val_loss\":null"));
@@ -179,32 +171,34 @@ mod tests {
         ];
         for tail in tails {
             let mut writer = MetricsWriter::open(&path, 0).unwrap();
-            (1..=3).for_each(|step| writer.write(&at(step)).unwrap());
-            writer.file.write_all(tail).unwrap();
+            (1..=3).for_each(|step| writer.write(&at(step)));
+            append(&path, tail);
             assert_eq!(read(&path).unwrap(), (1..=3).map(at).collect::<Vec<_>>(), "{tail:?}");
             let mut writer = MetricsWriter::open(&path, 3).unwrap();
-            writer.write(&at(4)).unwrap();
+            writer.write(&at(4));
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // In the middle of the file, an invalid line is an error. To cut the file, only later lines are read.
+        // In the middle of the file, an invalid line is an error for a reader. A writer puts the file aside.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
-        writer.file.write_all(b"\xff\n").unwrap();
-        writer.write(&at(4)).unwrap();
-        for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, 3).unwrap_err()] {
-            assert!(error.to_string().ends_with("metrics.jsonl:3 is not a valid line of metrics"), "{error}");
-        }
+        append(&path, b"\xff\n");
+        writer.write(&at(4));
+        let error = read(&path).unwrap_err().to_string();
+        assert!(error.ends_with("metrics.jsonl:3 is not a valid line of metrics"), "{error}");
+        assert_eq!(MetricsWriter::open(&path, 4).unwrap().last, Some(4));
+        assert_eq!(read(&path).unwrap(), [at(1), at(2), at(4)]);
     }
 
     #[test]
     fn a_loss_that_is_not_a_number_is_null_and_a_bad_line_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("metrics.jsonl");
-        MetricsWriter::open(&path, 0).unwrap().write(&StepMetrics { train_loss: f64::NAN, ..at(1) }).unwrap();
+        MetricsWriter::open(&path, 0).unwrap().write(&StepMetrics { train_loss: f64::NAN, ..at(1) });
         assert!(read(&path).unwrap()[0].train_loss.is_nan());
         fs::write(&path, "{}\n").unwrap();
         assert!(
             read(&path).unwrap_err().to_string().ends_with("metrics.jsonl:1 is not a valid line of metrics")
         );
-        assert!(MetricsWriter::open(&path, 0).is_err());
+        assert_eq!(MetricsWriter::open(&path, 9).unwrap().last, None);
+        assert_eq!(fs::read(dir.path().join("metrics.jsonl.damaged-1")).unwrap(), b"{}\n");
     }
 }

@@ -7,14 +7,16 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::checkpoint::{self, Checkpoint, CheckpointWriter, Packing, folder};
+use crate::checkpoint::{self, Checkpoint, CheckpointWriter, LATEST, Packing, folder};
+use crate::events::EVENTS;
 use crate::metrics::MetricsWriter;
-use crate::{Error, Result};
+use crate::peer_counters::PEERS;
+use crate::step_times::TIMES;
+use crate::{Error, Result, line_file};
 
 const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
-const LATEST: &str = "latest";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
 
@@ -41,13 +43,17 @@ impl RunDir {
     /// interrupted the replacement of a checkpoint by a new one of the same step, it is finished.
     ///
     /// Errors: [`Error::NotARun`] for a folder that has files but none of a run, [`Error::RunExists`] under
-    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
+    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::NotAFile`] if a folder
+    /// or a pipe has the name of a record, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
         if !names.is_empty() && !names.iter().any(|name| name == RANKS || is_of_run(name)) {
             return Err(Error::NotARun { path: path.to_owned() });
         }
+        [METRICS, EVENTS, TIMES, PEERS]
+            .iter()
+            .try_for_each(|name| line_file::check_kind(&path.join(name)))?;
         let lock = lock(path)?;
         // Checked after the lock, since "in use" says more than "exists" if the other run is still running. A
         // folder with a lock file alone has no run: its process died before it wrote anything.
@@ -90,9 +96,21 @@ impl RunDir {
         self.replace(CONFIG, toml.as_bytes())
     }
 
+    /// Writes a copy of the run's settings, and its plan.
+    pub(crate) fn write_settings(&self, toml: &str, plan: &str) -> Result<()> {
+        self.write_config(toml)?;
+        self.replace("plan.toml", plan.as_bytes())
+    }
+
     /// Writes a file of the run atomically: readers see the old file or the new one.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         replace(&self.path.join(name), bytes)
+    }
+
+    /// Like [`RunDir::replace`], for a file without which the run can go on: on a full disk it stays as it was,
+    /// with a warning.
+    pub(crate) fn replace_if_room(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        unless_full(self.replace(name, bytes))
     }
 
     /// Opens `metrics.jsonl` for the steps after `step`. Lines of later steps are removed; a resumed run
@@ -106,12 +124,9 @@ impl RunDir {
         CheckpointWriter::begin(&self.path, step, packing)
     }
 
-    /// Commits a checkpoint and sets `latest` to it.
+    /// Commits a checkpoint and sets `latest` to it. A full disk leaves the folder as it was.
     pub fn commit(&self, writer: CheckpointWriter) -> Result<PathBuf> {
-        let path = writer.commit()?;
-        let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-        self.replace(LATEST, format!("{name}\n").as_bytes())?;
-        Ok(path)
+        writer.commit()
     }
 
     /// Returns the steps of all complete checkpoints, oldest first.
@@ -216,7 +231,22 @@ pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         fs::rename(&beside, path)?;
         File::open(folder)?.sync_all()
     };
-    write().map_err(Error::io("write", path))
+    write().map_err(|source| {
+        // An error means that there is nothing to remove.
+        let _ = fs::remove_file(&beside);
+        Error::Io { action: "write", path: path.to_owned(), source }
+    })
+}
+
+/// Turns the error of a full disk into a warning, for a file without which the run can go on.
+pub(crate) fn unless_full(written: Result<()>) -> Result<()> {
+    match written {
+        Err(error) if error.is_disk_full() => {
+            tracing::warn!("{}: the run goes on", crate::error::causes(&error));
+            Ok(())
+        }
+        written => written,
+    }
 }
 
 /// Returns the folder of a file. `Path::parent` of a bare name is the empty path, which cannot be opened.
@@ -249,11 +279,11 @@ fn lock(run: &Path) -> Result<File> {
         .map_err(Error::io("open the lock", &path))?;
     match file.try_lock() {
         Ok(()) => {
-            let note = |file: &mut File| {
-                file.set_len(0)?;
-                writeln!(file, "{}", std::process::id())
-            };
-            note(&mut file).map_err(Error::io("write the lock", &path))?;
+            // Only the lock counts. The number of the process is for messages, and a full disk has no room for
+            // it.
+            if let Err(error) = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id())) {
+                tracing::debug!(%error, path = %path.display(), "failed to write the process's number");
+            }
             Ok(file)
         }
         Err(TryLockError::WouldBlock) => {

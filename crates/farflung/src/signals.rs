@@ -1,6 +1,10 @@
 //! Signals such as Ctrl-C. The first signal asks a run to stop and save. The second one cancels the operations
 //! that wait for other ranks, which tells those ranks, and then ends the process at once.
 //!
+//! Schedulers send some signals as a warning before the end (Slurm's `--signal=USR1@120`). A warning asks as
+//! any first signal does, and further warnings count as the same one: Slurm sends them to all processes of a
+//! step and the launcher passes them on, and the kernel repeats SIGXCPU every second.
+//!
 //! The training loop polls [`Stop::requested`] between steps, so that a step may still end normally after a
 //! signal. After [`CANCEL_UNCOMMITTED_AFTER`] the step is dropped if it is still computing; after
 //! [`CANCEL_STEP_AFTER`] it is dropped also if it waits for other ranks. A run that is still loading has
@@ -17,7 +21,7 @@ use std::time::{Duration, Instant};
 use farflung_base::Nanos;
 use farflung_comm::{Cancel, Communicator};
 use farflung_tensor::Interrupt;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
 
@@ -32,27 +36,50 @@ pub enum Signal {
     Terminate,
     /// SIGHUP: the terminal was closed, for example with its ssh session.
     Hangup,
+    /// SIGUSR1: a scheduler warns that the job ends soon.
+    User1,
+    /// SIGUSR2: like `User1`.
+    User2,
+    /// SIGXCPU: the limit on processor time is reached, or a scheduler warns that the job ends soon.
+    ProcessorTime,
 }
 
 impl Signal {
     /// All signals of this enum.
-    const ALL: [Self; 3] = [Self::Interrupt, Self::Terminate, Self::Hangup];
+    pub(crate) const ALL: [Self; 6] =
+        [Self::Interrupt, Self::Terminate, Self::Hangup, Self::User1, Self::User2, Self::ProcessorTime];
 
     /// Returns the signal's number on this system.
-    const fn number(self) -> i32 {
+    pub(crate) const fn number(self) -> i32 {
         match self {
             Self::Interrupt => SIGINT,
             Self::Terminate => SIGTERM,
             Self::Hangup => SIGHUP,
+            Self::User1 => SIGUSR1,
+            Self::User2 => SIGUSR2,
+            Self::ProcessorTime => SIGXCPU,
         }
     }
 
     /// Returns the signal with this number, or `None` if it is not one of these.
-    fn of(number: i32) -> Option<Self> {
+    pub(crate) fn of(number: i32) -> Option<Self> {
         Self::ALL.into_iter().find(|signal| signal.number() == number)
     }
 
-    /// Returns 128 plus the signal's number, as shells do: 130, 143 or 129.
+    /// Returns whether the signal warns of the end. It may come several times, and never ends a process at
+    /// once.
+    pub(crate) const fn is_warning(self) -> bool {
+        matches!(self, Self::User1 | Self::User2 | Self::ProcessorTime)
+    }
+
+    /// Returns whether the signal stays ignored in a process that was started with it ignored. Shells start
+    /// commands in the background with SIGINT ignored, and these must end when they are asked to.
+    const fn may_stay_ignored(self) -> bool {
+        !matches!(self, Self::Interrupt | Self::Terminate)
+    }
+
+    /// Returns 128 plus the signal's number, as shells do, such as 130 for SIGINT, 143 for SIGTERM and (on
+    /// Linux) 138 for SIGUSR1.
     #[must_use]
     pub const fn exit_code(self) -> u8 {
         128 + self.number() as u8
@@ -65,6 +92,9 @@ impl fmt::Display for Signal {
             Self::Interrupt => "SIGINT",
             Self::Terminate => "SIGTERM",
             Self::Hangup => "SIGHUP",
+            Self::User1 => "SIGUSR1",
+            Self::User2 => "SIGUSR2",
+            Self::ProcessorTime => "SIGXCPU",
         })
     }
 }
@@ -94,6 +124,16 @@ enum Repeat {
     /// Like `Exits`, but the first signal does not interrupt the step.
     ExitsPatiently,
     Passes,
+}
+
+/// The signals that a process has received so far.
+#[derive(Clone, Copy)]
+enum Before {
+    Nothing,
+    /// Only warnings.
+    Warned,
+    /// A signal that is not a warning, and maybe warnings.
+    Asked,
 }
 
 /// Prints an error before the process exits from a thread other than its main one.
@@ -139,10 +179,11 @@ impl Stop {
         self.notice
     }
 
-    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first signal requests a stop
-    /// (see the module). The second one cancels the calls that are [tied](Stop::with_stop) to this handle and
-    /// ends the process a moment later. A SIGHUP that is ignored when the process starts, as under `nohup`,
-    /// stays ignored.
+    /// Catches SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU for the rest of the process's life. The
+    /// first signal requests a stop (see the module). The second one, without those that are only a warning,
+    /// cancels the calls that are [tied](Stop::with_stop) to this handle and ends the process a moment later. A
+    /// signal other than SIGINT and SIGTERM that is ignored when the process starts, as SIGHUP is under
+    /// `nohup`, stays ignored.
     ///
     /// Errors: [`Error::Io`] if the system does not accept the handlers.
     pub fn install() -> Result<Self> {
@@ -165,6 +206,13 @@ impl Stop {
         Self::catch(Repeat::Passes, |_| {})
     }
 
+    /// Like [`Stop::install_passing`], for a launcher that another launcher has started over ssh: it also takes
+    /// warnings that are ignored when the process starts, since ssh is started so.
+    pub fn install_serving() -> Result<Self> {
+        heed_warnings();
+        Self::install_passing()
+    }
+
     /// Like [`Stop::install_loading`], but once the run has begun, the step in flight is always finished after
     /// the first signal, however long that takes: for a member that leaves while the other members go on.
     ///
@@ -175,12 +223,13 @@ impl Stop {
 
     fn catch(repeat: Repeat, say: PrintError) -> Result<Self> {
         let failed = || Error::io("catch signals for", Path::new("this process"));
-        let caught = Signal::ALL.into_iter().filter(|&signal| signal != Signal::Hangup || !ignores_hangup());
+        let is_caught = |signal: &Signal| !(signal.may_stay_ignored() && is_ignored(*signal));
+        let caught = Signal::ALL.into_iter().filter(is_caught);
         let mut signals = Signals::new(caught.map(Signal::number)).map_err(failed())?;
         let stop = Self::default();
         let seen = stop.clone();
         let watch = move || {
-            let mut last: Option<Instant> = None;
+            let (mut last, mut before): (Option<Instant>, Before) = (None, Before::Nothing);
             for number in signals.forever() {
                 #[expect(
                     clippy::disallowed_methods,
@@ -189,9 +238,11 @@ impl Stop {
                 let now = Instant::now();
                 let repeated = last.replace(now).map(|before| now - before);
                 let Some(signal) = Signal::of(number) else { continue };
-                match (repeat, repeated) {
-                    (_, Some(apart)) if apart < ONE_SIGNAL => {}
-                    (Repeat::Exits | Repeat::ExitsPatiently, Some(_)) => {
+                if repeated.is_some_and(|apart| apart < ONE_SIGNAL) {
+                    continue;
+                }
+                match (repeat, before) {
+                    (Repeat::Exits | Repeat::ExitsPatiently, Before::Asked) if !signal.is_warning() => {
                         seen.request(signal);
                         seen.cancel_all();
                         if seen.tied.load(Ordering::Relaxed) {
@@ -199,7 +250,7 @@ impl Stop {
                         }
                         low_level::exit(i32::from(signal.exit_code()));
                     }
-                    (Repeat::Exits | Repeat::ExitsPatiently, None) => {
+                    (Repeat::Exits | Repeat::ExitsPatiently, Before::Nothing) => {
                         seen.request(signal);
                         let pressing = seen.clone();
                         // The escalation runs in another thread, since this thread must receive the second
@@ -210,7 +261,13 @@ impl Stop {
                         }
                     }
                     (Repeat::Passes, _) => seen.request(signal),
+                    // The stop that the warning has asked for is under way.
+                    (Repeat::Exits | Repeat::ExitsPatiently, Before::Warned | Before::Asked) => {}
                 }
+                before = match (before, signal.is_warning()) {
+                    (Before::Asked, _) | (_, false) => Before::Asked,
+                    (_, true) => Before::Warned,
+                };
             }
         };
         thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed())?;
@@ -384,16 +441,40 @@ impl Drop for Armed {
     }
 }
 
-/// Returns whether the process was started with SIGHUP ignored.
-fn ignores_hangup() -> bool {
+/// Returns whether the process ignores a signal: at its start, because it was started so.
+fn is_ignored(signal: Signal) -> bool {
     #[expect(unsafe_code, reason = "there is no safe way to ask for a signal's action")]
     // SAFETY: `sigaction` is a plain C struct for which all zeros are a valid value. The pointer to a new
     // action is null, so the call only writes the old action to `action`, which outlives the call.
     let action = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
-        (libc::sigaction(SIGHUP, std::ptr::null(), &raw mut action) == 0).then_some(action)
+        (libc::sigaction(signal.number(), std::ptr::null(), &raw mut action) == 0).then_some(action)
     };
     action.is_some_and(|action| action.sa_sigaction == libc::SIG_IGN)
+}
+
+/// Makes processes that this one starts heed warnings, also if this one was started with them ignored: the
+/// launcher makes ssh ignore them, and a program in place of ssh may hand that down.
+fn heed_warnings() {
+    for signal in Signal::ALL.into_iter().filter(|signal| signal.is_warning() && is_ignored(*signal)) {
+        #[expect(unsafe_code, reason = "there is no safe way to set a signal's action")]
+        // SAFETY: The call installs no handler, so no code of this program runs in a signal's context.
+        let before = unsafe { libc::signal(signal.number(), libc::SIG_DFL) };
+        if before == libc::SIG_ERR {
+            tracing::warn!(%signal, "failed to stop ignoring a signal");
+        }
+    }
+}
+
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) fail with an error. Otherwise SIGXFSZ would end
+/// the process without a message.
+pub fn ignore_file_size_signal() {
+    #[expect(unsafe_code, reason = "there is no safe way to ignore a signal")]
+    // SAFETY: The call installs no handler, so no code of this program runs in a signal's context.
+    let before = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    if before == libc::SIG_ERR {
+        tracing::warn!("failed to ignore SIGXFSZ");
+    }
 }
 
 #[cfg(test)]
@@ -410,6 +491,9 @@ mod tests {
         stop.request(Signal::Interrupt);
         assert_eq!(seen.take(), Some(Signal::Interrupt));
         assert_eq!((stop.take(), stop.requested()), (None, None));
-        assert_eq!(Signal::ALL.map(|signal| Error::Stopped(signal).exit_code()), [130, 143, 129]);
+        assert_eq!(
+            Signal::ALL.map(|signal| Error::Stopped(signal).exit_code()),
+            [130, 143, 129, 138, 140, 152]
+        );
     }
 }

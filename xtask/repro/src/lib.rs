@@ -69,6 +69,7 @@ mod dgc;
 mod diloco;
 mod diloco_500;
 mod diloco_exact;
+mod disk;
 mod divergence;
 mod dtfm_cost;
 mod dtfm_search;
@@ -177,6 +178,7 @@ pub const BENCHES: &[Bench] = &[
     overlap_ddp::BENCH,
     resume::BENCH,
     signals::BENCH,
+    disk::BENCH,
     mismatch::BENCH,
     morphing::BENCH,
     methods::BENCH,

@@ -26,13 +26,23 @@ use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "signals",
-    claim: "SIGINT, SIGTERM and SIGHUP at 100 random moments, with stderr a terminal, a file, a closed pipe \
+    claim: "SIGINT, SIGTERM, SIGHUP and the warnings of schedulers at 100 random moments, with stderr a terminal, a file, a closed pipe \
             and a full device in turn, and also within long steps, with a stopped rank and while data loads: \
             no checkpoint is lost, and each run ends within 2 s with the right exit code",
     source: "ours",
     seed: 1337,
     run,
 };
+
+/// The signals, and the exit codes after them.
+const SIGNALS: [(Signal, i32); 6] = [
+    (Signal::INT, 130),
+    (Signal::TERM, 143),
+    (Signal::HUP, 129),
+    (Signal::USR1, 138),
+    (Signal::USR2, 140),
+    (Signal::XCPU, 152),
+];
 
 /// The longest time from the moment when a run has locked its folder to its signal.
 const LATEST: Duration = Duration::from_millis(600);
@@ -102,13 +112,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let text = folder.path().join("text.txt");
     fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(500))?;
-    let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
     let random = Philox::new(report.seed(), 0);
     let times = if options.quick { 12 } else { 100 };
     let (mut lost, mut wrong) = (0_u32, 0_u32);
     let mut slowest = [0.0_f64; Stderr::ALL.len()];
     for time in 0..times {
-        let (which, (signal, code)) = (time % Stderr::ALL.len(), signals[time % signals.len()]);
+        let (which, (signal, code)) = (time % Stderr::ALL.len(), SIGNALS[time % SIGNALS.len()]);
         let stderr = Stderr::ALL[which];
         // Each run resumes where the previous one with the same kind of stderr was saved.
         let out = folder.path().join(stderr.name());

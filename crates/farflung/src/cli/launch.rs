@@ -87,7 +87,7 @@ impl LaunchCommand {
         let lost = |source| Error::Io { action: "find", path: "the path of this program".into(), source };
         let program = env::current_exe().map_err(lost)?;
         if self.from_stdin {
-            return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_passing()?);
+            return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_serving()?);
         }
         if let Some(hosts) = &self.hosts {
             return self.on_hosts(Hosts::read(hosts)?, &program);

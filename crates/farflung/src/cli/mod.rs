@@ -38,7 +38,8 @@ use farflung::terminal::{self, print};
     version,
     max_term_width = 110,
     after_help = "Exit codes: 0 success; 1 failure; 2 usage error; 75 a peer was lost, \
-    and the job can be started again; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP."
+    and the job can be started again; 128 plus the number of the signal that stopped a run, such as 130 after \
+    SIGINT, 143 after SIGTERM and 138 after SIGUSR1."
 )]
 struct Cli {
     #[command(flatten)]
@@ -69,6 +70,7 @@ enum Command {
 
 /// Runs the command line of this process.
 pub(crate) fn main() -> ExitCode {
+    farflung::ignore_file_size_signal();
     let code = match args::parse() {
         Ok(cli) => {
             let code = exit_code(cli.logging.install().and_then(|()| cli.run()));

@@ -517,7 +517,8 @@ settings! {
         /// How gradients of hidden states are encoded on the way back.
         boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
         /// Where aqsgd stores samples: memory (checkpoints contain them), file or mapped (files in the run's
-        /// folder, at both ends of each boundary; a resumed run continues with the files' content).
+        /// folder, at both ends of each boundary; a resumed run continues with the files' content). With
+        /// mapped, room for all samples is reserved on the disk.
         boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank stores its own samples";
         /// Which version of the weights a microbatch uses under pipedream: vertical (the first stage's version
         /// on all stages) or newest (each stage's own newest; the last stage then waits for the first at each
@@ -556,10 +557,11 @@ settings! {
         /// Steps between checks that all parameters and optimizer states are finite and that copies of them are
         /// equal to the bit. 0 checks only before each checkpoint.
         check_every: u64, "STEPS", 50u64;
-        /// Steps between checkpoints; 0 saves only at the end and on a signal.
+        /// Steps between checkpoints; 0 saves only at the end and on a signal. One for which the disk has no
+        /// room is left out, with a warning.
         checkpoint_every: u64, "STEPS", 0u64;
         /// Number of checkpoints to keep; 0 keeps all. With 1, two are kept, because a rank may fail while it
-        /// writes the newest.
+        /// writes the newest. The oldest is deleted after the newest is written.
         keep_last: usize, "N", 2usize => "each rank has its own checkpoints";
         /// Compress checkpoints with zstd.
         compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";

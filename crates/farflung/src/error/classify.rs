@@ -14,8 +14,8 @@ use super::Error;
 
 impl Error {
     /// Returns the process's exit code: 2 for wrong usage; 75 if a peer was lost and the job can be requeued;
-    /// 130, 143 or 129 after a signal; the code that the error contains, if a launched process or another rank
-    /// failed; else 1.
+    /// 128 plus its number after a signal; the code that the error contains, if a launched process or another
+    /// rank failed; else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {
@@ -68,7 +68,10 @@ impl Error {
             Self::Child { code, .. }
             | Self::OnHost { code, .. }
             | Self::Ssh { code, .. }
-            | Self::OnRank { code, .. } => *code,
+            | Self::OnRank { code, .. }
+            | Self::NoRoomOn { code, .. } => *code,
+            // A run that cannot begin is as one whose memory does not suffice.
+            Self::NoRoom(lack) if lack.step.is_none() => 2,
             _ => 1,
         }
     }
@@ -98,6 +101,16 @@ impl Error {
     #[must_use]
     pub const fn is_peer_lost(&self) -> bool {
         matches!(self, Self::PeerLost { .. })
+    }
+
+    /// Returns whether a checkpoint could not be saved because a disk is full, of this rank or of another.
+    pub(crate) const fn is_no_room(&self) -> bool {
+        matches!(self, Self::NoRoom(_) | Self::NoRoomOn { .. })
+    }
+
+    /// Returns whether a write failed because a disk is full, or because of a limit on the user's files.
+    pub(crate) fn is_disk_full(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if crate::disk::is_full(source))
     }
 
     /// Returns whether a step was dropped on purpose, by this rank or by another one, or because a rank does

@@ -159,7 +159,7 @@ impl Running<'_> {
             }
             if let Some(signal) = stop.take() {
                 forwarded.get_or_insert(signal);
-                passed += 1;
+                passed += u32::from(!signal.is_warning());
                 self.job.pass_signal(signal, passed);
                 ending.get_or_insert(Duration::ZERO);
             }

@@ -137,6 +137,9 @@ impl Job {
     /// line.
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
+        if matches!(whose, Whose::Host(_)) {
+            ignore_warnings(&mut command);
+        }
         // The child gets a process group of its own. A terminal's Ctrl-C goes to the whole group of the
         // launcher; the child would then get the signal from the terminal and again from the launcher.
         let mut child = command.process_group(0).stderr(Stdio::piped()).spawn()?;
@@ -174,7 +177,7 @@ impl Job {
             thread::sleep(POLL);
             if let Some(signal) = stop.take() {
                 forwarded.get_or_insert(signal);
-                passed += 1;
+                passed += u32::from(!signal.is_warning());
                 self.pass_signal(signal, passed);
             }
             if !failed.is_empty() {
@@ -202,15 +205,10 @@ impl Job {
         }
     }
 
-    /// Passes a signal on; `passed` is the number of signals so far, including this one.
+    /// Passes a signal on; `passed` is the number of signals so far, including this one but without warnings.
     pub(super) fn pass_signal(&mut self, signal: Signal, passed: u32) {
-        self.signal(match signal {
-            // Children save at the first signal and end at the second; those that ignore both are killed.
-            _ if passed > 2 => SystemSignal::KILL,
-            Signal::Interrupt => SystemSignal::INT,
-            Signal::Terminate => SystemSignal::TERM,
-            Signal::Hangup => SystemSignal::HUP,
-        });
+        // Children save at the first signal and end at the second; those that ignore both are killed.
+        self.signal(if passed > 2 { SystemSignal::KILL } else { system(signal) });
         // A suspended process would neither save nor end, so SIGCONT resumes it.
         self.signal(SystemSignal::CONT);
     }
@@ -297,12 +295,44 @@ impl Running {
 
 /// Names of signals for processes that read them from standard input. Signals without a name are not passed on
 /// to such a process.
-pub(super) const HEARD: [(&str, SystemSignal); 4] = [
+pub(super) const HEARD: [(&str, SystemSignal); 7] = [
     ("interrupt", SystemSignal::INT),
     ("terminate", SystemSignal::TERM),
     ("hangup", SystemSignal::HUP),
+    ("user1", SystemSignal::USR1),
+    ("user2", SystemSignal::USR2),
+    ("processor-time", SystemSignal::XCPU),
     ("kill", SystemSignal::KILL),
 ];
+
+/// Returns a signal as it is sent to processes.
+const fn system(signal: Signal) -> SystemSignal {
+    match signal {
+        Signal::Interrupt => SystemSignal::INT,
+        Signal::Terminate => SystemSignal::TERM,
+        Signal::Hangup => SystemSignal::HUP,
+        Signal::User1 => SystemSignal::USR1,
+        Signal::User2 => SystemSignal::USR2,
+        Signal::ProcessorTime => SystemSignal::XCPU,
+    }
+}
+
+/// Makes a child ignore warnings of a scheduler: ssh would end, and its machine would take that for the end of
+/// the launcher.
+fn ignore_warnings(command: &mut Command) {
+    let warnings = Signal::ALL.map(|signal| (signal.is_warning(), signal.number()));
+    #[expect(unsafe_code, reason = "what runs between fork and exec has to be vouched for")]
+    // SAFETY: The closure runs in the child between fork and exec, where only async-signal-safe calls are
+    // allowed. `signal` is one of these, and nothing allocates.
+    unsafe {
+        command.pre_exec(move || {
+            for (_, number) in warnings.into_iter().filter(|(is_warning, _)| *is_warning) {
+                libc::signal(number, libc::SIG_IGN);
+            }
+            Ok(())
+        });
+    }
+}
 
 impl Drop for Job {
     /// Kills the remaining children if a start or a wait failed.

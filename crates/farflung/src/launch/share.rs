@@ -66,10 +66,8 @@ pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &St
 fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
     for line in input.lines().map_while(std::result::Result::ok) {
         match HEARD.iter().find(|(name, _)| *name == line).map(|(_, signal)| *signal) {
-            Some(SystemSignal::INT) => stop.request(Signal::Interrupt),
-            Some(SystemSignal::TERM) => stop.request(Signal::Terminate),
-            Some(SystemSignal::HUP) => stop.request(Signal::Hangup),
-            Some(_) => insist(POLL * 3, stop),
+            Some(SystemSignal::KILL) => insist(POLL * 3, stop),
+            Some(signal) => Signal::of(signal.as_raw()).into_iter().for_each(|signal| stop.request(signal)),
             None => tracing::warn!(line, "unknown name of a signal"),
         }
     }

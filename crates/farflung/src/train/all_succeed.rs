@@ -11,14 +11,14 @@ const MESSAGE_LIMIT: usize = 2000;
 /// Returns this rank's result once all ranks have succeeded. A collective, which ranks that failed must also
 /// call.
 ///
-/// Errors: this rank's own error; else [`Error::OnRank`] with the message and exit code of the first rank that
-/// failed.
+/// Errors: this rank's own error; else [`Error::OnRank`], or [`Error::NoRoomOn`], with the message and exit
+/// code of the first rank that failed.
 pub(super) fn all_succeed<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     let told = match &mine {
         Ok(_) => Vec::new(),
         Err(error) => {
             let text = causes(error);
-            [&[error.exit_code()], text.as_bytes()].concat()
+            [&[error.exit_code(), u8::from(error.is_no_room())], text.as_bytes()].concat()
         }
     };
     let all = match comm.all_gather_bytes(told) {
@@ -30,11 +30,16 @@ pub(super) fn all_succeed<T>(comm: &Communicator, mine: Result<T>) -> Result<T> 
     let failed = all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.split_first()?)));
     match failed {
         None => Ok(mine),
-        Some((rank, (&code, text))) => {
+        Some((rank, (&code, rest))) => {
+            let (&is_no_room, text) = rest.split_first().unwrap_or((&0, &[]));
             let text = &text[..text.len().min(MESSAGE_LIMIT)];
             let message = String::from_utf8_lossy(text).into_owned();
             // A failure must not have exit code 0, even if the peer sent 0.
-            Err(Error::OnRank { rank, message, code: code.max(1) })
+            let code = code.max(1);
+            Err(match is_no_room {
+                1 => Error::NoRoomOn { rank, message, code },
+                _ => Error::OnRank { rank, message, code },
+            })
         }
     }
 }

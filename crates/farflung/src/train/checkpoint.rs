@@ -11,10 +11,12 @@
 
 mod choose;
 mod compare;
+mod contents;
 mod lost;
 mod members;
 mod neighbours;
 mod pieces;
+mod room;
 mod samples;
 mod source;
 mod whole;
@@ -25,20 +27,21 @@ use std::path::{Path, PathBuf};
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::membership::ViewId;
-use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
 use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
 use super::job::Job;
-use super::meet::model_facts;
 pub(in crate::train) use super::named::Named;
 use super::plan_start::PlanStart;
-use super::planned;
+
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
 use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
+use contents::Contents;
 pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
+pub use room::{NoRoom, Shortage};
+pub(super) use room::{admit, admit_member, admit_newcomer};
 pub(super) use source::{Residuals, RestoredResiduals, Source};
 
 /// Resources used by a run up to a step, summed over its resumes.
@@ -119,20 +122,12 @@ pub(super) struct Counters {
     pub(super) rounds: u64,
 }
 
-fn write(
-    named: &[Named],
-    metadata: &BTreeMap<String, String>,
-    out: &mut dyn std::io::Write,
-) -> std::io::Result<()> {
-    let views: Vec<_> = named
-        .iter()
-        .map(|n| TensorView { name: &n.name, shape: &n.shape, data: TensorData::F32(&n.values) })
-        .collect();
-    write_tensors_to(out, &views, metadata)
-}
-
 /// Saves this rank's checkpoint and returns its path. All ranks must call it after the same step. No rank makes
 /// its checkpoint the newest before all have written theirs.
+///
+/// Errors: [`Error::NoRoom`] if this rank's disk is too full, [`Error::NoRoomOn`] if another's is. Nothing has
+/// changed then on any rank, and all can go on. Members that each have the whole model do not depend on the
+/// disks of others.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.wait_in_flight()?;
     save_without(trainer, job, run, totals, &[])
@@ -157,8 +152,7 @@ pub(super) fn save_without(
 /// older checkpoint is deleted.
 pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.back_to_common()?;
-    let writer = written(trainer, job, run, totals, &[])?;
-    run.commit(writer)
+    written(trainer, job, run, totals, &[])?.commit(run)
 }
 
 /// Deletes old checkpoints. The previous one is kept even if only one is wanted: another rank may have failed
@@ -175,63 +169,53 @@ fn save_common(
     totals: Totals,
     absent: &[Rank],
 ) -> Result<PathBuf> {
-    let writer = written(trainer, job, run, totals, absent)?;
-    trainer.comm().barrier()?;
-    let path = run.commit(writer)?;
-    trainer.comm().barrier()?;
+    let written = written(trainer, job, run, totals, absent);
+    let comm = trainer.comm();
+    let path = if job.elastic && job.plan.stages() == 1 {
+        comm.barrier()?;
+        let committed = written.and_then(|written| written.commit(run));
+        comm.barrier()?;
+        committed?
+    } else {
+        let written = all_succeed(comm, written)?;
+        all_succeed(comm, written.commit(run))?
+    };
     prune(job, run)?;
     Ok(path)
 }
 
+/// A checkpoint that is written but not valid yet.
+struct Written {
+    writer: CheckpointWriter,
+    step: u64,
+    size: contents::Size,
+}
+
+impl Written {
+    /// Makes the checkpoint valid and the newest.
+    fn commit(self, run: &RunDir) -> Result<PathBuf> {
+        let Self { writer, step, size } = self;
+        run.commit(writer).map_err(|error| room::failed(error, run.path(), size, step))
+    }
+}
+
 /// Writes a checkpoint that is not valid yet.
-fn written(
-    trainer: &Trainer,
-    job: &Job,
-    run: &RunDir,
-    totals: Totals,
-    absent: &[Rank],
-) -> Result<CheckpointWriter> {
-    let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
-    let Counters { step, outer_step, rounds } = trainer.counters();
-    let mut writer = run.begin_checkpoint(step, packing)?;
-    writer.write("config.json", config_text(&job.model, Dtype::F32).as_bytes())?;
-    let weights = trainer.weights()?;
-    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    writer.write_with(MODEL, |out| write(&weights, &metadata, out))?;
-    let states = trainer.states()?;
-    writer.write_with(OPTIMIZER, |out| write(&states, &BTreeMap::new(), out))?;
-    samples::save(trainer, &mut writer)?;
-
-    writer.write(SETTINGS, job.settings().to_toml().as_bytes())?;
-    writer.write(PLAN, job.plan.to_string().as_bytes())?;
-
-    let level = job.plan.outermost();
-    // A member that restarts alone takes as many, whatever its share was.
-    let microbatches = job.elastic.then(|| planned::microbatches(job.settings()) as u64);
-    let record = CheckpointRecord {
-        rank: if job.elastic { 0 } else { trainer.rank().0 },
-        world: if job.elastic { 1 } else { job.world },
-        model: model_facts(job),
-        parts: trainer.layers(),
-        stages: job.plan.stages() as usize,
-        sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),
-        microbatches,
-        seed: job.config.seed,
-        sync: level.method.clone(),
-        codec: level.codec.clone(),
-        data_hash: job.hash.clone(),
-        step,
-        outer_step,
-        rounds,
-        totals,
-        plan_start: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
-        view: job.view,
-        absent: absent.iter().map(|rank| rank.0).collect(),
-        residuals: trainer.residual_layouts(&level.codec),
+fn written(trainer: &Trainer, job: &Job, run: &RunDir, totals: Totals, absent: &[Rank]) -> Result<Written> {
+    let (packing, step) = (packing(job), trainer.counters().step);
+    let contents = Contents::of(trainer, job, totals, absent)?;
+    let size = contents.size();
+    room::check(size, packing, run.path(), step)?;
+    let write = || {
+        let mut writer = run.begin_checkpoint(step, packing)?;
+        contents.write(&mut writer)?;
+        writer.prepare()?;
+        Ok(Written { writer, step, size })
     };
-    let text = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
-    writer.write(TRAINER, &text)?;
-    Ok(writer)
+    write().map_err(|error| room::failed(error, run.path(), size, step))
+}
+
+const fn packing(job: &Job) -> Packing {
+    if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain }
 }
 
 /// Note for the user about residuals that are not used.

@@ -8,6 +8,7 @@ use farflung_comm::Communicator;
 use super::callbacks::RunObserver;
 use super::job::Job;
 use super::report::{REPORT, Report};
+use crate::events::causes;
 use crate::{Error, Result, RunDir, StepMetrics, metrics};
 
 /// The work that a resumed run still has to do.
@@ -64,6 +65,13 @@ fn read(run: &RunDir, steps: u64) -> Option<Report> {
 }
 
 /// Reads the metrics of a run's steps. Used when all steps of a run are done and only its report is missing.
-pub(super) fn rows(run: Option<&RunDir>) -> Result<Vec<StepMetrics>> {
-    run.map_or(Ok(Vec::new()), |run| metrics::read(&run.path().join(crate::run_dir::METRICS)))
+/// Without rows that can be read, the report has no training loss.
+pub(super) fn rows(run: Option<&RunDir>) -> Vec<StepMetrics> {
+    let read = run.map(|run| metrics::read(&run.path().join(crate::run_dir::METRICS)));
+    read.transpose()
+        .unwrap_or_else(|error| {
+            tracing::warn!("{}: the report has no training loss", causes(&error));
+            None
+        })
+        .unwrap_or_default()
 }

@@ -56,6 +56,7 @@ pub mod tune;
 
 pub use bind::ReplicaSchedule;
 pub use chain::{PipelineSizes, chain, pipeline_plan};
+pub use checkpoint::{NoRoom, Shortage};
 pub use costs::Machines;
 pub use fault::{Departure, Failure, Fault, FaultyValue, Moment};
 pub use fit::{Fit, fit};

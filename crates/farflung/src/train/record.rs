@@ -11,7 +11,7 @@ use super::checkpoint::Totals;
 use super::finished;
 use super::job::Job;
 use super::trainer::StepDone;
-use crate::{MetricsWriter, PeerCounters, Result, RunDir, StepMetrics};
+use crate::{MetricsWriter, PeerCounters, RunDir, StepMetrics};
 
 /// The start of this part of the run, and the resources used before.
 #[derive(Debug, Clone, Copy)]
@@ -66,7 +66,7 @@ impl RunRecorder<'_, '_> {
         digest: Option<String>,
         totals: &Totals,
         peers: Vec<PeerCounters>,
-    ) -> Result<()> {
+    ) {
         let tokens = job.tokens_after(done.step);
         let new = tokens - job.tokens_after(done.step - 1);
         let row = StepMetrics {
@@ -97,15 +97,15 @@ impl RunRecorder<'_, '_> {
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);
-        self.record_losses(&done.losses)
+        self.record_losses(&done.losses);
     }
 
     /// Adds losses to the oldest rows that lack them, and writes those rows.
-    pub(super) fn record_losses(&mut self, losses: &[f64]) -> Result<()> {
+    pub(super) fn record_losses(&mut self, losses: &[f64]) {
         for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
             row.train_loss = loss;
             if let Some(metrics) = &mut self.metrics {
-                metrics.write(row)?;
+                metrics.write(row);
             }
             if let Some(watch) = &mut self.watch {
                 watch.step_row(row);
@@ -117,7 +117,6 @@ impl RunRecorder<'_, '_> {
             self.rows.drain(..unused);
             self.told -= unused;
         }
-        Ok(())
     }
 
     /// Returns the rows of all steps after `begun`, with which this process has begun. If the file cannot be
@@ -126,16 +125,9 @@ impl RunRecorder<'_, '_> {
         if self.metrics.is_none() {
             return self.rows;
         }
-        match finished::rows(run) {
-            Ok(mut rows) => {
-                rows.retain(|row| row.step > begun);
-                rows
-            }
-            Err(error) => {
-                tracing::warn!(%error, "failed to read the steps for the report: it has the last one only");
-                self.rows
-            }
-        }
+        let mut rows = finished::rows(run);
+        rows.retain(|row| row.step > begun);
+        if rows.is_empty() { self.rows } else { rows }
     }
 }
 

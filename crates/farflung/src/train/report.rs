@@ -13,7 +13,9 @@ use super::checkpoint::Totals;
 use super::costs::modelled;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
+use crate::events::causes;
 use crate::plot::loss_curve_svg;
+use crate::run_dir::METRICS;
 use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMetrics};
 
 /// The report's file in a run's folder.
@@ -209,9 +211,15 @@ impl Report {
 
     /// Writes `report.json` and `loss.svg` to the run's folder.
     pub(super) fn write(&self, run: &RunDir) -> Result<()> {
-        let rows = crate::metrics::read(&run.path().join("metrics.jsonl"))?;
+        // The rows of earlier starts of the run are only in the file.
+        let path = run.path().join(METRICS);
+        let read = crate::metrics::read(&path);
+        let rows = read.as_deref().unwrap_or_else(|error| {
+            tracing::warn!("{}: the plot has only the steps of this start", causes(error));
+            &self.rows
+        });
         let title = format!("{}, {}", self.model, self.scale());
-        run.replace("loss.svg", loss_curve_svg(&title, &rows)?.as_bytes())?;
+        run.replace_if_room("loss.svg", loss_curve_svg(&title, rows)?.as_bytes())?;
         let json = serde_json::to_vec_pretty(self).map_err(|e| Error::Io {
             action: "encode",
             path: run.path().join(REPORT),

@@ -280,15 +280,20 @@ fn train(
     }
     // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
+    if let Some(run) = run {
+        checkpoint::admit(trainer, job, run, watch.as_deref_mut())?;
+    }
     // The settings are written only after all checks of the folder have passed.
     if let Some(run) = run {
-        run.write_config(&config.to_toml())?;
-        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+        run.write_settings(&config.to_toml(), &job.plan.to_string())?;
     }
     if let Some(run) = run.filter(|_| first) {
         links::file::write(job, simulated, run)?;
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
+    if let (Some(metrics), Some(run), Some(from)) = (&metrics, run, from) {
+        metrics.tell_missing(begun, from.starts_with(run.path()));
+    }
     let clock = Clock::new(trainer.comm(), before, trials);
     *kept = RunProgress::at(begun, run, before, clock);
     if run.is_some() {
@@ -315,7 +320,7 @@ fn train(
     let rows = if begun == config.steps {
         // All steps were done before, but the run was interrupted before its report.
         last_loss = Some(evaluated(trainer)?);
-        if first { finished::rows(run)? } else { Vec::new() }
+        if first { finished::rows(run) } else { Vec::new() }
     } else {
         record.into_rows(run, begun)
     };

@@ -1,6 +1,7 @@
 //! The steps of a run on one rank, and the records after each step: its row, checks, evaluation and checkpoint.
 //! It does not depend on how ranks connect.
 
+use farflung_comm::Communicator;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint;
@@ -10,7 +11,7 @@ use super::observation::Observation;
 use super::record::{Clock, RunRecorder};
 use super::stop_in_step::RunProgress;
 use super::trainer::{Synced, Thoroughness, Trainer};
-use crate::events::{EventKind, EventLog};
+use crate::events::{EventKind, EventLog, causes};
 use crate::peer_counters::PeerCountersLine;
 use crate::{Error, PeerCounters, Result, RunDir, Signal, StepTimes};
 
@@ -62,13 +63,11 @@ pub(super) enum AfterStep {
 
 impl Steps<'_, '_> {
     /// Records the last step if it was committed without a call of [`Trainer::step`] that returned it.
-    ///
-    /// Errors: [`Error::Io`].
-    pub(super) fn record_resolved(&mut self, trainer: &mut Trainer) -> Result<()> {
-        let Some(done) = trainer.take_resolved().filter(|_| self.tells) else { return Ok(()) };
+    pub(super) fn record_resolved(&mut self, trainer: &mut Trainer) {
+        let Some(done) = trainer.take_resolved().filter(|_| self.tells) else { return };
         let totals = self.clock.totals(trainer.comm());
         let peers = PeerCounters::all(trainer.comm());
-        self.record.step(&self.job, &done, None, None, &totals, peers)
+        self.record.step(&self.job, &done, None, None, &totals, peers);
     }
 
     /// Trains a step, and then checks, evaluates and saves if that is due.
@@ -146,22 +145,68 @@ impl Steps<'_, '_> {
         // check fails, there is no row.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
-            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
-            self.record.record_losses(&seen.losses)?;
+            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers);
+            self.record.record_losses(&seen.losses);
         }
         looked?;
         if let Some(run) = self.run.filter(|_| saves) {
             let totals = self.clock.totals(trainer.comm());
             let span = tracing::debug_span!("checkpoint", step = next, rank);
-            let path = span.in_scope(|| checkpoint::save(trainer, &self.job, run, totals))?;
+            let saved = span.in_scope(|| checkpoint::save(trainer, &self.job, run, totals));
+            // After a save that failed, the next one is due as usual.
             self.last.saved = done.step;
-            kept.saved = Some((done.step, path.clone()));
-            events.write(done.step, EventKind::Saved { path: path.display().to_string() });
+            match saved {
+                Ok(path) => {
+                    kept.saved = Some((done.step, path.clone()));
+                    events.write(done.step, EventKind::Saved { path: path.display().to_string() });
+                }
+                Err(error) if error.is_no_room() && !end => {
+                    self.go_on_unsaved((done.step, stop), &error, events, kept);
+                }
+                Err(error) => return Err(error),
+            }
         }
         if stop {
-            return Err(Error::Stopped(self.job.stop.requested().unwrap_or(Signal::Terminate)));
+            return Err(Error::Stopped(self.signal(trainer.comm())));
         }
         Ok(if done.change && agreed && !end { AfterStep::Change } else { AfterStep::Step })
+    }
+}
+
+impl Steps<'_, '_> {
+    /// Returns the signal by which the ranks stop: this rank's own; else that of another rank, which has had it
+    /// first. A collective, except for members.
+    fn signal(&self, comm: &Communicator) -> Signal {
+        let own = self.job.stop.requested();
+        let number = own.map_or(0, |signal| u64::from(signal.number().unsigned_abs()));
+        let told = if self.job.elastic { Ok(Vec::new()) } else { checkpoint::all_gather_u64(comm, number) };
+        let others = told.into_iter().flatten().filter_map(|number| Signal::of(number.try_into().ok()?));
+        own.into_iter().chain(others).next().unwrap_or(Signal::Terminate)
+    }
+
+    /// Goes on after a checkpoint for which there is no room, on this rank's disk or on another's. If the run
+    /// stops after this step, the problem is in the summary at its end.
+    fn go_on_unsaved(
+        &mut self,
+        (step, stops): (u64, bool),
+        error: &Error,
+        events: &mut EventLog,
+        kept: &mut RunProgress,
+    ) {
+        let reason = causes(error);
+        if stops {
+            kept.problem = Some(reason.clone());
+        } else if matches!(error, Error::NoRoom(_)) || self.tells {
+            let before = match &kept.saved {
+                Some((step, path)) => format!("the last checkpoint is {} of step {step}", path.display()),
+                None => "there is no checkpoint yet".to_owned(),
+            };
+            let next = (step + self.job.config.checkpoint_every).min(self.job.config.steps);
+            tracing::warn!(
+                "{reason}: the run goes on, {before}, and the next one is tried after step {next}"
+            );
+        }
+        events.write(step, EventKind::Unsaved { reason });
     }
 }
 

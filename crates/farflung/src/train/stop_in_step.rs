@@ -68,6 +68,8 @@ impl fmt::Display for StopSummary {
 pub(super) struct RunProgress {
     /// The newest checkpoint of this rank.
     pub(super) saved: Option<(u64, PathBuf)>,
+    /// Why the step after which the run stops could not be saved.
+    pub(super) problem: Option<String>,
     /// Whether training has begun.
     pub(super) begun: bool,
     /// Resources used up to the newest step.
@@ -86,7 +88,8 @@ impl RunProgress {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
         let folder = run.map(RunDir::path);
         let (times, peers) = (StepTimesLog::new(folder), PeerCountersLog::new(folder));
-        Self { saved: path.map(|path| (step, path)), begun: true, totals, clock: Some(clock), times, peers }
+        let saved = path.map(|path| (step, path));
+        Self { saved, problem: None, begun: true, totals, clock: Some(clock), times, peers }
     }
 }
 
@@ -115,7 +118,7 @@ pub(super) fn handle_stop(
     let Some(run) = run.filter(|_| stops.is_some() || by.is_some()) else {
         return stops.map_or(error, Error::Stopped);
     };
-    let mut problem = None;
+    let mut problem = kept.problem.take();
     let reached = trainer.steps_done();
     // A second signal asks for an immediate end.
     if kept.begun && !matches!(error, Error::Stopped(_)) && job.stop.cancelled().is_none() {
@@ -174,7 +177,7 @@ fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Ru
         let metrics = Some(run.metrics(done.step - 1)?);
         let mut record = RunRecorder { link: None, metrics, watch: None, rows: Vec::new(), told: 0, time_s };
         let peers = PeerCounters::all(trainer.comm());
-        record.step(job, &done, None, None, &kept.totals, peers)?;
+        record.step(job, &done, None, None, &kept.totals, peers);
     }
     Ok(())
 }

@@ -21,6 +21,7 @@ mod part_replay;
 mod part_rounds;
 mod named_tensors;
 mod replay;
+mod residuals_to_come;
 mod replay_round;
 mod replica_samples;
 mod resume;

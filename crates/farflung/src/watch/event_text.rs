@@ -90,7 +90,7 @@ impl EventLine {
     pub(super) fn is_alarming(&self) -> bool {
         match self.kind.as_str() {
             "members" => self.text_of("reason").is_some(),
-            kind => ["lost", "named", "nonsense", "refused", "unadmitted"].contains(&kind),
+            kind => ["lost", "named", "nonsense", "refused", "unadmitted", "unsaved"].contains(&kind),
         }
     }
 
@@ -110,6 +110,7 @@ impl EventLine {
                     notes.join("; ")
                 )
             }
+            "unsaved" => format!("not saved: {reason}"),
             "skipped" => match self.count("times").unwrap_or(0) {
                 1 => "gradients overflowed: computed again".to_owned(),
                 times => format!("gradients overflowed: computed again {times} times"),
@@ -306,6 +307,7 @@ mod tests {
                 EventKind::Nonsense { member: 3, reason: "1ns for a microbatch".into() },
                 "member 3 has reported 1ns for a microbatch: not used",
             ),
+            (EventKind::Unsaved { reason: "the disk is full".into() }, "not saved: the disk is full"),
             (EventKind::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
             (
                 EventKind::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },

@@ -201,6 +201,28 @@ mod tests {
         assert_eq!(seen, [(1, 2), (2, 1)]);
     }
 
+    /// The lines that are good are drawn, before and after a resume puts the file aside.
+    #[test]
+    fn a_damaged_file_is_a_problem_until_it_is_put_aside() {
+        let (run, mut folder) = begun();
+        let path = run.path().join(run_dir::METRICS);
+        let row =
+            |step| serde_json::to_string(&StepMetrics { step, ..StepMetrics::default() }).unwrap() + "\n";
+        let noise = [0xff, 0, 7, b'\n'];
+        fs::write(&path, [row(1).as_bytes(), &noise, row(2).as_bytes(), b"{}\n"].concat()).unwrap();
+        let step = |folder: &mut Folder| {
+            while folder.look() {}
+            folder.state().snapshot().summary.latest.step
+        };
+        assert_eq!((step(&mut folder), problems(&folder).len()), (2, 1));
+        crate::MetricsWriter::open(&path, 2)
+            .unwrap()
+            .write(&StepMetrics { step: 3, ..StepMetrics::default() });
+        assert_eq!((step(&mut folder), problems(&folder).len()), (3, 0));
+        fs::rename(&path, path.with_extension("1")).unwrap();
+        assert_eq!((step(&mut folder), problems(&folder).len()), (3, 0));
+    }
+
     #[test]
     fn a_large_file_is_read_in_several_looks() {
         let (run, mut folder) = begun();

@@ -18,7 +18,7 @@ fn help_has_an_example_and_the_exit_codes() {
     assert!(help.status.success());
     assert!(text(&help.stdout).contains("75 a peer was lost"));
     let one_line = text(&help.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(one_line.contains("130, 143 and 129 after SIGINT, SIGTERM and SIGHUP"), "{one_line}");
+    assert!(one_line.contains("130 after SIGINT, 143 after SIGTERM and 138 after SIGUSR1"), "{one_line}");
     let help = farflung(&["launch", "--help"]);
     assert!(text(&help.stdout).contains("Examples:\n  farflung launch -n 4 -- train"));
     assert!(help.stderr.is_empty());

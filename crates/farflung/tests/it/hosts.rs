@@ -267,6 +267,30 @@ fn only_the_programs_path_stands_on_the_command_line() {
     assert!(secret.len() >= 32 && !fs::read_to_string(&note).unwrap().contains(secret));
 }
 
+/// A scheduler's warning comes to ssh, too.
+#[test]
+fn a_warning_is_passed_on_to_all_machines() {
+    let run = Run::new();
+    hosts(&run, "127.0.0.1\nlocalhost\n");
+    let ssh = stand_in(&run, "shift 2; exec sh -c \"$1\"");
+    let train = run.args("--steps 1000000 --sync ddp --deadline 30s --out warned");
+    let mut job = launch(&run, &ssh, &["--"]);
+    let mut job = job.args(&train).stderr(Stdio::null()).spawn().unwrap();
+    let metrics = run.at("warned/metrics.jsonl");
+    until("no step is done", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 2));
+    let listed = format!("/proc/{0}/task/{0}/children", job.id());
+    let mut warned = fs::read_to_string(listed).unwrap();
+    warned += &job.id().to_string();
+    let sent = Command::new("kill").arg("-USR1").args(warned.split_whitespace()).status().unwrap();
+    assert!(sent.success());
+    assert_eq!(job.wait().unwrap().code(), Some(138));
+    for rank in ["warned", "warned/ranks/rank-00001"] {
+        let events = farflung::events::read(&run.at(rank).join("events.jsonl")).unwrap();
+        let last = format!("{:?}", events.last());
+        assert!(last.contains("Stopped") && last.contains("SIGUSR1"), "{events:?}");
+    }
+}
+
 #[test]
 fn a_machine_that_is_not_reached_is_named_and_nobody_waits_for_it() {
     let run = Run::new();

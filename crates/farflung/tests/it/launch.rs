@@ -66,7 +66,13 @@ fn who_ignores_sigterm_is_killed() {
 
 #[test]
 fn a_signal_is_passed_on_and_children_may_save_first() {
-    for (signal, name, code) in [(Signal::Terminate, "TERM", 143), (Signal::Hangup, "HUP", 129)] {
+    for (signal, name, code) in [
+        (Signal::Terminate, "TERM", 143),
+        (Signal::Hangup, "HUP", 129),
+        (Signal::User1, "USR1", 138),
+        (Signal::User2, "USR2", 140),
+        (Signal::ProcessorTime, "XCPU", 152),
+    ] {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().display();
         let script = format!(
@@ -87,6 +93,35 @@ fn a_signal_is_passed_on_and_children_may_save_first() {
         assert_eq!(outcome.unwrap_err().exit_code(), code);
         assert!((0..3).all(|r| dir.path().join(r.to_string()).exists()));
     }
+}
+
+/// The kernel repeats SIGXCPU every second, and Slurm may send its warning again.
+#[test]
+fn warnings_do_not_kill_children_that_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().display();
+    let script = format!(
+        "trap 'n=$((n + 1)); echo $n > {out}/$RANK' USR1; touch {out}/up-$RANK; \
+         while [ \"${{n:-0}}\" -lt 4 ]; do sleep 0.05; done; exit 138"
+    );
+    let stop = Stop::manual();
+    let (asker, folder) = (stop.clone(), dir.path().to_owned());
+    let waiter = std::thread::spawn(move || {
+        let all = |what: &dyn Fn(usize) -> bool| {
+            while !(0..3).all(what) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        };
+        all(&|rank| folder.join(format!("up-{rank}")).exists());
+        for nth in 1..=4 {
+            asker.request(Signal::User1);
+            let seen = |rank: usize| std::fs::read_to_string(folder.join(rank.to_string()));
+            all(&|rank| seen(rank).is_ok_and(|text| text.trim() == nth.to_string()));
+        }
+    });
+    let outcome = launch(&script, Duration::from_secs(10), &stop);
+    waiter.join().unwrap();
+    assert!(matches!(outcome, Err(Error::Stopped(Signal::User1))), "{outcome:?}");
 }
 
 /// The exit code allows a restart for any signal that killed a rank and any order of ends, unless a rank ended

@@ -147,6 +147,37 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     assert!(text.contains("it is started again, restart 1 of 2"), "{text}");
 }
 
+/// Slurm sends its warning to the launcher and to its processes, which all save and leave.
+#[test]
+fn a_warning_ends_all_members_and_is_in_their_events() {
+    let run = Run::new();
+    let said = fs::File::create(run.at("said.txt")).unwrap();
+    let mut command = farflung();
+    command.env("FARFLUNG_HOME", run.at("home")).current_dir(run.at(""));
+    command.args(["launch", "--elastic", "1:2", "--restarts", "5", "--", "host"]);
+    let flags =
+        "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run --transport tcp";
+    command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
+    let mut launcher = command.spawn().unwrap();
+    let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
+    wait_until_or(says, || (members(&run.at("run")) == Some(2)).then_some(()));
+    let host = child_of(launcher.id(), "farflung\0host").unwrap();
+    let join = child_of(launcher.id(), "run/members/1").unwrap();
+    for process in [launcher.id(), host, join] {
+        send(process, SystemSignal::USR1);
+    }
+    let ended = wait_until_or(says, || launcher.try_wait().unwrap());
+    assert_eq!(ended.code(), Some(138), "{}", says());
+    assert!(!says().contains("is started again"), "{}", says());
+    for folder in ["run", "run/members/1"] {
+        let events = farflung::events::read(&run.at(folder).join("events.jsonl")).unwrap();
+        let last = format!("{:?}", events.last());
+        assert!(last.contains("stopped by SIGUSR1"), "{folder}: {last}\n{}", says());
+        let saved = farflung::run_dir::latest(&run.at(folder)).unwrap();
+        assert!(saved.is_some(), "{folder}: {}", says());
+    }
+}
+
 #[test]
 fn after_a_notice_all_processes_leave_and_none_is_started_again() {
     let run = Run::new();

@@ -106,20 +106,44 @@ fn a_hangup_asks_as_sigterm_does() {
 }
 
 #[test]
-fn a_hangup_that_was_ignored_at_the_start_stays_ignored() {
-    let ignoring = Command::new("/bin/sh");
-    let (mut child, mut expect) =
-        start_by(ignoring, &["-c", "trap '' HUP; exec \"$0\" \"$@\""], "signals::a_process_that_waits");
-    for _ in 0..2 {
-        send(&child, Signal::HUP);
+fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
+    for (name, signal) in
+        [("HUP", Signal::HUP), ("USR1", Signal::USR1), ("USR2", Signal::USR2), ("XCPU", Signal::XCPU)]
+    {
+        let script = format!("trap '' {name}; exec \"$0\" \"$@\"");
+        let shell = ["-c", &script];
+        let (mut child, mut expect) =
+            start_by(Command::new("/bin/sh"), &shell, "signals::a_process_that_waits");
+        for _ in 0..2 {
+            send(&child, signal);
+            thread::sleep(Duration::from_millis(400));
+        }
+        send(&child, Signal::TERM);
+        // A second one that was not ignored would have ended the process, or a first one would be seen.
+        expect("saw SIGTERM");
         thread::sleep(Duration::from_millis(400));
+        send(&child, Signal::INT);
+        assert_eq!(child.wait().unwrap().code(), Some(130), "{name}");
     }
-    send(&child, Signal::TERM);
-    // A second hangup that was not ignored would have ended the process.
-    expect("saw SIGTERM");
-    thread::sleep(Duration::from_millis(400));
-    send(&child, Signal::INT);
-    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+/// Slurm sends a warning to every process of a step, and SIGTERM at the end of the job; the kernel repeats
+/// SIGXCPU.
+#[test]
+fn warnings_ask_once_and_do_not_end_what_they_have_asked() {
+    for (signal, name) in [(Signal::USR1, "SIGUSR1"), (Signal::USR2, "SIGUSR2"), (Signal::XCPU, "SIGXCPU")] {
+        let (mut child, mut expect) = start("signals::a_process_that_waits");
+        send(&child, signal);
+        expect(&format!("saw {name}"));
+        for later in [signal, signal, Signal::TERM, signal] {
+            thread::sleep(Duration::from_millis(400));
+            send(&child, later);
+        }
+        thread::sleep(Duration::from_millis(400));
+        assert_eq!(child.try_wait().unwrap(), None, "{name}");
+        send(&child, Signal::INT);
+        assert_eq!(child.wait().unwrap().code(), Some(130), "{name}");
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::child::{send, wait_until};
 use crate::tiny::{Run, farflung};
+use farflung::EventKind;
 use rustix::process::Signal;
 
 /// Helpers for a run in the folder `run`.
@@ -127,6 +128,46 @@ fn when_the_terminal_hangs_up() {
     let mut child = run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap();
     run.wait_for_steps(&mut child, 3);
     run.ends(child, Signal::HUP, 129);
+}
+
+#[test]
+fn when_a_scheduler_warns() {
+    for (signal, name, code) in
+        [(Signal::USR1, "SIGUSR1", 138), (Signal::USR2, "SIGUSR2", 140), (Signal::XCPU, "SIGXCPU", 152)]
+    {
+        let run = Run::new();
+        let mut child = run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap();
+        run.wait_for_steps(&mut child, 3);
+        run.ends(child, signal, code);
+        let events = farflung::events::read(&run.at("run/events.jsonl")).unwrap();
+        let is_told = |event: &farflung::events::Event| {
+            let start = format!("stopped by {name};");
+            matches!(&event.what, EventKind::Stopped { reason } if reason.starts_with(&start))
+        };
+        assert!(events.iter().any(is_told), "{events:?}");
+    }
+}
+
+/// Slurm sends its warning to the launcher and to each of its processes.
+#[test]
+fn a_launched_job_that_is_warned_everywhere() {
+    let run = Run::new();
+    let mut child = run.endless(launch()).stderr(Stdio::null()).spawn().unwrap();
+    run.wait_for_steps(&mut child, 50);
+    for process in [child.id()].into_iter().chain(children(child.id())) {
+        send(process, Signal::USR1);
+    }
+    let status = wait_until("its end", || child.try_wait().unwrap());
+    assert_eq!(status.code(), Some(138), "{status}");
+    let latest = |rank: &str| std::fs::read_to_string(run.at("run").join(rank).join("latest")).unwrap();
+    assert_eq!(latest("."), latest("ranks/rank-00001"));
+}
+
+/// Returns the processes that a process has started.
+fn children(process: u32) -> Vec<u32> {
+    let path = format!("/proc/{process}/task/{process}/children");
+    let listed = std::fs::read_to_string(path).unwrap();
+    listed.split_whitespace().map(|child| child.parse().unwrap()).collect()
 }
 
 #[test]

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Outcome, PATIENCE, Running, last_step_and_checkpoint};
+use super::{Outcome, PATIENCE, Running, SIGNALS, last_step_and_checkpoint};
 use crate::binary::farflung;
 use crate::harness::{Options, Report, Threshold};
 use crate::machine::now;
@@ -43,13 +43,12 @@ impl BlockedBy {
 }
 
 pub(super) fn run(report: &mut Report<'_>, options: &Options, text: &Path) -> Result<()> {
-    let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
     let times = if options.quick { 2 } else { 10 };
     for (stream, blocked_by) in (1..).zip(BlockedBy::ALL) {
         let random = Philox::new(report.seed(), stream);
         let (mut lost, mut wrong, mut slowest) = (0_u32, 0_u32, 0.0_f64);
         for time in 0..times {
-            let (signal, code) = signals[time as usize % signals.len()];
+            let (signal, code) = SIGNALS[time as usize % SIGNALS.len()];
             let delay = Duration::from_millis(random.below(time * 2, 800));
             let stopped_rank = random.below(time * 2 + 1, 3) as usize;
             let outcome = stop(blocked_by, text, delay, stopped_rank, (signal, code))

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 use farflung_compress::CompressError;
 use farflung_compress::link::{FileStore, MappedStore, MemoryStore, Samples, Staged, Store};
 
+use crate::disk;
+
 /// Name of the folder with samples within a rank's folder.
 const FOLDER: &str = "boundaries";
 
@@ -49,12 +51,18 @@ impl Stores {
         };
         std::fs::create_dir_all(folder).map_err(failed)?;
         let path = folder.join(format!("{name}.samples"));
-        Ok(if *mapped {
-            // SAFETY: the run's folder is locked, each rank has its own folder in it, and each name is opened
-            // once.
-            Box::new(Staged::new(unsafe { MappedStore::open(&path, samples, *windows) }?))
-        } else {
-            Box::new(Staged::new(FileStore::open(&path, samples, *windows)?))
-        })
+        let file = FileStore::open(&path, samples, *windows)?;
+        // A write to a part of a mapped file for which the disk has no room would end the process.
+        let is_mapped = *mapped && disk::reserve(&path);
+        if *mapped && !is_mapped {
+            let path = path.display();
+            tracing::warn!("{path} is not mapped, since the disk cannot reserve room for all of its samples");
+        }
+        if !is_mapped {
+            return Ok(Box::new(Staged::new(file)));
+        }
+        drop(file);
+        // SAFETY: the run's folder is locked, each rank has its own folder in it, and each name is opened once.
+        Ok(Box::new(Staged::new(unsafe { MappedStore::open(&path, samples, *windows) }?)))
     }
 }

@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io::Write;
 
 use farflung_compress::{StateMap, StateValue};
 use farflung_zoo::weights::{TensorData, TensorView, write_tensors_to};
@@ -11,26 +12,27 @@ use safetensors::SafeTensors;
 use super::SAMPLES;
 use super::source::{Residuals, Source};
 use crate::train::trainer::Trainer;
-use crate::{CheckpointWriter, Error, Result};
+use crate::{Error, Result};
 
-/// Saves the samples that the rank's ends store in memory; writes no file if there are none.
-pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<()> {
+/// Returns the samples that the rank's ends store in memory; empty if there are none.
+pub(super) fn held(trainer: &Trainer) -> Result<Vec<(String, Cow<'_, [u8]>)>> {
     let held = trainer.boundaries().save()?;
-    if held.is_empty() {
-        return Ok(());
-    }
-    let bytes: Vec<(&String, &[u8], [usize; 1])> = held
+    let bytes = |(name, value)| match value {
+        StateValue::Bytes(bytes) => Some((name, bytes)),
+        _ => None,
+    };
+    Ok(held.into_iter().filter_map(bytes).collect())
+}
+
+/// Writes the file of samples.
+pub(super) fn write(held: &[(String, Cow<'_, [u8]>)], out: &mut dyn Write) -> std::io::Result<()> {
+    let shapes: Vec<[usize; 1]> = held.iter().map(|(_, bytes)| [bytes.len()]).collect();
+    let views: Vec<_> = held
         .iter()
-        .filter_map(|(name, value)| match value {
-            StateValue::Bytes(bytes) => Some((name, &**bytes, [bytes.len()])),
-            _ => None,
-        })
+        .zip(&shapes)
+        .map(|((name, bytes), shape)| TensorView { name, shape, data: TensorData::U8(bytes) })
         .collect();
-    let views: Vec<_> = bytes
-        .iter()
-        .map(|(name, bytes, shape)| TensorView { name, shape, data: TensorData::U8(bytes) })
-        .collect();
-    writer.write_with(SAMPLES, |out| write_tensors_to(out, &views, &BTreeMap::new()))
+    write_tensors_to(out, &views, &BTreeMap::new())
 }
 
 /// Restores samples if this rank wrote them with its current parts; else clears them.

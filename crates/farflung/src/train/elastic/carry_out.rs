@@ -22,7 +22,7 @@ use crate::events::{EventKind, EventLog, causes};
 use crate::train::callbacks::{RunObserver, tell};
 use crate::train::steps::Steps;
 use crate::train::trainer::{StateBytes, Trainer};
-use crate::{Error, Result, RunDir};
+use crate::{Error, Result, RunDir, run_dir};
 
 /// Reports what other members and newcomers have announced that cannot be true.
 pub(super) fn tell_nonsense(
@@ -284,7 +284,7 @@ fn note(
     events: &mut EventLog,
     changed: &Changed,
 ) -> Result<()> {
-    steps.record_resolved(trainer)?;
+    steps.record_resolved(trainer);
     if let Some(view) = member.place.view() {
         steps.last.views.note(view.id(), changed.step);
     }
@@ -312,7 +312,7 @@ fn note(
     {
         events.write(trainer.steps_done(), what);
     }
-    steps.run.map_or(Ok(()), |run| write_addresses(member.place, run))
+    steps.run.map_or(Ok(()), |run| run_dir::unless_full(write_addresses(member.place, run)))
 }
 
 /// Prepares the folder of a member that has joined after `begun` steps.
@@ -353,7 +353,7 @@ fn tell_new_plan(
     tell(steps.record.watch.as_deref_mut(), text);
     events.time_s = steps.clock.totals(trainer.comm()).time_s;
     events.write(trainer.steps_done(), what);
-    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
+    steps.run.map_or(Ok(()), |run| run.replace_if_room("plan.toml", steps.job.plan.to_string().as_bytes()))
 }
 
 /// Returns the text on numbers that follow speed, and the step times before and now.

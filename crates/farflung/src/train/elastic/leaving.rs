@@ -11,7 +11,7 @@ use crate::train::callbacks::tell;
 use crate::train::checkpoint;
 use crate::train::job::Job;
 use crate::train::steps::Steps;
-use crate::train::stop_in_step::{StopSummary, resume_line};
+use crate::train::stop_in_step::{RunProgress, StopSummary, resume_line};
 use crate::train::trainer::{Thoroughness, Trainer};
 use crate::{Error, Result, RunDir, Signal, run_dir};
 
@@ -202,20 +202,10 @@ pub(super) fn newest_saved(run: &Path) -> Option<(u64, PathBuf)> {
 }
 
 /// Returns the error of a run that ends with its last member: with what that member has saved.
-pub(super) fn last_left(
-    signal: Signal,
-    (job, trainer): (&Job, &Trainer),
-    saved: Option<(u64, PathBuf)>,
-) -> Error {
+pub(super) fn last_left(signal: Signal, (job, trainer): (&Job, &Trainer), kept: &RunProgress) -> Error {
+    let (saved, problem) = (kept.saved.clone(), kept.problem.clone());
     let step = trainer.agreed_step();
     let dropped = trainer.steps_done().saturating_sub(step);
     let resume = Some(resume_line(job));
-    Leaving::Asked(signal).into_error(StopSummary {
-        step,
-        dropped,
-        saved,
-        problem: None,
-        goes_on: false,
-        resume,
-    })
+    Leaving::Asked(signal).into_error(StopSummary { step, dropped, saved, problem, goes_on: false, resume })
 }

@@ -52,7 +52,7 @@ pub(in crate::train) fn work(
     let threads = job.threads(local);
     let mut job = of_member(job);
     let founds = place.view().is_some();
-    let run = place.run.take();
+    let run = checkpoint::admit_newcomer(&job, place.run.take())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let steps = if job.averages_each_step() { 1 } else { job.plan.outermost().every };
     let round = Nanos(PATIENCE.0.saturating_mul(steps.into())).min(MAX_PATIENCE);
@@ -95,12 +95,12 @@ pub(in crate::train) fn work(
         job.plan_start = resumed.plan_start;
         trainer.begin_at(job.plan_start);
     }
+    checkpoint::admit_member(&trainer, &job, run.as_ref(), watch.as_deref_mut())?;
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
-        run.write_config(&job.settings().to_toml())?;
-        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+        run.write_settings(&job.settings().to_toml(), &job.plan.to_string())?;
         if !founds {
             note_joined(member.place, (run, begun), watch.as_deref_mut())?;
         }
@@ -130,7 +130,7 @@ pub(in crate::train) fn work(
         return Ok(None);
     }
     let done = done.map_err(|error| match error {
-        Error::Stopped(signal) => last_left(signal, (&steps.job, &trainer), kept.saved.clone()),
+        Error::Stopped(signal) => last_left(signal, (&steps.job, &trainer), &kept),
         error => error,
     });
     if let (Err(Error::StoppedAt { .. }), Some(team)) = (&done, &member.team)
