@@ -1,5 +1,5 @@
-//! Stops all members of a run, together or one after another, as people do at the end of the day, and starts the
-//! run again: no step is lost, and whichever member is started again has the same bits.
+//! Stops all members of a run, together or one after another, as people do at the end of the day, and starts
+//! the run again: no step is lost, and whichever member is started again has the same bits.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -97,7 +97,8 @@ const WAYS: [Way; 5] =
     [Way::AllAtOnce, Way::OneAfterAnother, Way::OneLeaves, Way::AllKilled, Way::NewcomerWaits];
 
 /// The signals that ask a process to stop, with their exit codes.
-const SIGNALS: [(Signal, i32); 3] = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
+const SIGNALS: [(Signal, i32); 5] =
+    [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129), (Signal::USR1, 138), (Signal::XCPU, 152)];
 
 /// What went wrong in the tries of an arm.
 #[derive(Default)]
@@ -184,7 +185,8 @@ fn saved_digest(folder: &Path, members: u64, step: u64) -> Result<Option<String>
             }
         }
     }
-    let lines: String = tensors.into_iter().map(|(name, hash)| format!("{name} {hash}\n")).collect();
+    let line = |(name, hash): (String, String)| [name, " ".to_owned(), hash, "\n".to_owned()];
+    let lines: String = tensors.into_iter().flat_map(line).collect();
     Ok(Some(blake3::hash(lines.as_bytes()).to_hex().to_string()))
 }
 

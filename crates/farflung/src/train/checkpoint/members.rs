@@ -1,5 +1,5 @@
-//! The checkpoint from which a host continues the run of its folder: the newest one of which it can read the whole
-//! model, in its own folder or in those of other members on the same disk.
+//! The checkpoint from which a host continues the run of its folder: the newest one of which it can read the
+//! whole model, in its own folder or in those of other members on the same disk.
 
 use std::path::Path;
 
@@ -20,7 +20,9 @@ pub(super) fn newest(run: &RunDir, job: &Job) -> Result<Option<Chosen>> {
     let own = run.path();
     let mut steps = saved_steps(&beside(own));
     // Its own checkpoint comes before those of others.
-    steps.values_mut().for_each(|paths| paths.sort_by_key(|path| path.parent() != Some(own)));
+    for paths in steps.values_mut() {
+        paths.sort_by_key(|path| path.parent() != Some(own));
+    }
     let mut failed: Option<Error> = None;
     let mut elsewhere: Option<Error> = None;
     for path in steps.values().rev().flatten() {

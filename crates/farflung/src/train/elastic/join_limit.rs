@@ -1,6 +1,7 @@
-//! The limit on the time for which all members wait for one newcomer (`--join-wait`). A newcomer whose state would
-//! take longer is refused before it is admitted. If the state takes longer than was predicted, if the newcomer
-//! falls silent, or if a member is asked to stop meanwhile, the members continue without the newcomer.
+//! The limit on the time for which all members wait for one newcomer (`--join-wait`). A newcomer whose state
+//! would take longer is refused before it is admitted. If the state takes longer than was predicted, if the
+//! newcomer falls silent, or if a member is asked to stop meanwhile, the members continue without the
+//! newcomer.
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Communicator;
@@ -14,6 +15,7 @@ use super::place::Place;
 use super::ready::Cost;
 use super::too_long::{Refusal, TooLong, is_fresh};
 use super::watchdog::{ChangeLimit, StepStart};
+use crate::Error;
 use crate::train::job::Job;
 use crate::train::trainer::StateBytes;
 
@@ -69,9 +71,9 @@ pub(super) fn too_long(cost: &Cost, limit: Nanos) -> Option<TooLong> {
 }
 
 impl Member<'_> {
-    /// Watches a change to a view with newcomers, on a member that was there before: the change is cancelled if a
-    /// newcomer falls silent, if this member is asked to stop, or after the time for which members wait for a
-    /// newcomer. `None` if there is nothing to watch.
+    /// Watches a change to a view with newcomers, on a member that was there before: the change is cancelled
+    /// if a newcomer falls silent, if this member is asked to stop, or after the time for which members wait
+    /// for a newcomer. `None` if there is nothing to watch.
     pub(super) fn watch_newcomers(&mut self, job: &Job, comm: &Communicator) -> Option<StepStart> {
         let fresh = self.place.fresh();
         if fresh.is_empty() || self.watchdog.is_none() {
@@ -85,6 +87,16 @@ impl Member<'_> {
         let stopped = self.publisher.stopped_step(self.place);
         let watchdog = self.watchdog.as_mut()?;
         Some(watchdog.begin_change(comm, caller, (roll_call, stopped), limit))
+    }
+
+    /// Replaces the error of a newcomer that was removed by the reason for which the members have refused it:
+    /// it was admitted, and then took too long.
+    pub(super) fn refused_first(&self, error: Error) -> Error {
+        let too_long = self.place.membership().too_long();
+        match too_long.filter(|_| matches!(error, Error::Removed { .. })) {
+            Some(why) => Error::JoinRefused(why.to_string()),
+            None => error,
+        }
     }
 
     /// Ends the watch of a change. After a failure, refuses newcomers that have taken too long. Returns the

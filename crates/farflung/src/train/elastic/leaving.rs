@@ -1,6 +1,6 @@
-//! How a member leaves: when, what it saves, and what its user is told. A member that holds the whole model saves
-//! a checkpoint. In pipelines, a member hands over its part first if no remaining member holds it. If all members
-//! leave after the same step, they save together, as at any other checkpoint.
+//! How a member leaves: when, what it saves, and what its user is told. A member that holds the whole model
+//! saves a checkpoint. In pipelines, a member hands over its part first if no remaining member holds it. If
+//! all members leave after the same step, they save together, as at any other checkpoint.
 
 use std::path::{Path, PathBuf};
 

@@ -40,8 +40,8 @@ enum MembershipMessage {
     Refused,
     /// From a member to a newcomer: it is not admitted, because all would wait too long for its state.
     TooLong(TooLong),
-    /// From another member: it continues without these newcomers of the view of this epoch, which do not answer or
-    /// take too long.
+    /// From another member: it continues without these newcomers of the view of this epoch, which do not
+    /// answer or take too long.
     GivesUpNewcomers { epoch: u64, ids: Vec<MemberId> },
     /// From a member to a newcomer that is about to be admitted: the cost of its state.
     Costs(Cost),

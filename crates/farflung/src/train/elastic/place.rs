@@ -234,8 +234,8 @@ impl Place {
             .collect()
     }
 
-    /// Returns whether this newcomer is connected to any peer that does not announce itself as a newcomer, as of
-    /// the last [`Place::renew`].
+    /// Returns whether this newcomer is connected to any peer that does not announce itself as a newcomer, as
+    /// of the last [`Place::renew`].
     pub(super) fn has_members_connected(&self) -> bool {
         let membership = self.membership();
         let is_member =

@@ -76,14 +76,7 @@ pub(in crate::train) fn work(
             Ok((trainer, last)) => (trainer, Some(last)),
             // It was a spare for the whole run.
             Err(Error::OverForSpare) => return Ok(None),
-            Err(error) => {
-                // It was admitted, and then took too long.
-                let too_long = member.place.membership().too_long();
-                return Err(match too_long.filter(|_| matches!(error, Error::Removed { .. })) {
-                    Some(why) => Error::JoinRefused(why.to_string()),
-                    None => error,
-                });
-            }
+            Err(error) => return Err(member.refused_first(error)),
         }
     };
     trainer.check_elastic(&job)?;
@@ -129,20 +122,7 @@ pub(in crate::train) fn work(
     if matches!(done, Err(Error::OverForSpare)) {
         return Ok(None);
     }
-    let done = done.map_err(|error| match error {
-        Error::Stopped(signal) => last_left(signal, (&steps.job, &trainer), &kept),
-        error => error,
-    });
-    if let (Err(Error::StoppedAt { .. }), Some(team)) = (&done, &member.team)
-        && team.leads()
-    {
-        team.tell_over();
-    }
-    if let Err(error) = &done
-        && run.is_some_and(RunDir::has_begun)
-    {
-        events.write(trainer.steps_done(), EventKind::ended(error));
-    }
+    let done = done.map_err(|error| ended((&member, &trainer), &steps, (&kept, &mut events), error));
     let losses = (done?, steps.last_loss);
     let Steps { job, record, clock, .. } = steps;
     let totals = clock.totals(trainer.comm());
@@ -160,6 +140,28 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Tells the spares and the events why this member's run has ended. Returns the error for its user.
+fn ended(
+    (member, trainer): (&Member<'_>, &Trainer),
+    steps: &Steps<'_, '_>,
+    (kept, events): (&RunProgress, &mut EventLog),
+    error: Error,
+) -> Error {
+    let error = match error {
+        Error::Stopped(signal) => last_left(signal, (&steps.job, trainer), kept),
+        error => error,
+    };
+    if let (Error::StoppedAt { .. }, Some(team)) = (&error, &member.team)
+        && team.leads()
+    {
+        team.tell_over();
+    }
+    if steps.run.is_some_and(RunDir::has_begun) {
+        events.write(trainer.steps_done(), EventKind::ended(&error));
+    }
+    error
 }
 
 /// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's
@@ -312,14 +314,24 @@ fn train(
             }
         }
     }
-    // In pipelines, the whole model is gathered on rank 0 at the end.
+    end_of_steps(member, trainer, steps, events)?;
+    Ok(first_loss)
+}
+
+/// Gathers the whole model on rank 0 in pipelines, and tells spares that the run is over.
+fn end_of_steps(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+) -> Result<()> {
     while let Err(error) = trainer.gather_whole() {
         go_on_without(member, trainer, steps, events, error)?;
     }
     if let Some(team) = member.team.as_ref().filter(|team| team.leads()) {
         team.tell_over();
     }
-    Ok(first_loss)
+    Ok(())
 }
 
 impl Member<'_> {

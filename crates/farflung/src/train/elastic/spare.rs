@@ -73,7 +73,8 @@ impl Place {
     /// further pipeline; its `follower` fetches its part meanwhile. Without one, it receives the part while all
     /// wait. A spare that `departs`, or that is asked to stop, leaves.
     ///
-    /// Errors: [`Error::Removed`], also once it has left; [`Error::NoMajority`]; those of the follower's device.
+    /// Errors: [`Error::Removed`], also once it has left; [`Error::NoMajority`]; those of the follower's
+    /// device.
     pub(super) fn wait_as_spare(
         &mut self,
         (team, job): (&Team, &Job),

@@ -157,8 +157,8 @@ impl Watchdog {
         StepStart(now)
     }
 
-    /// Starts to watch a change of the members of `comm` to a view with newcomers, which `caller` pings: they must
-    /// answer within `roll_call`. `stopped` publishes who does not answer.
+    /// Starts to watch a change of the members of `comm` to a view with newcomers, which `caller` pings: they
+    /// must answer within `roll_call`. `stopped` publishes who does not answer.
     pub(super) fn begin_change(
         &mut self,
         comm: &Communicator,

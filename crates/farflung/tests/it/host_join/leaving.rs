@@ -1,5 +1,5 @@
-//! Members of pipelines that leave together, one after another, or as the only holder of a part: no step is lost,
-//! and a host that is started again in any of their folders continues from the newest one.
+//! Members of pipelines that leave together, one after another, or as the only holder of a part: no step is
+//! lost, and a host that is started again in any of their folders continues from the newest one.
 
 use std::fs;
 use std::process::Output;

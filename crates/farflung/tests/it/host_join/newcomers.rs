@@ -1,5 +1,5 @@
-//! Newcomers that wait for the state of a run: they end when they are asked to, and when the run is gone, and no
-//! newcomer holds up the members for long. The host's link is so slow that the state takes minutes.
+//! Newcomers that wait for the state of a run: they end when they are asked to, and when the run is gone, and
+//! no newcomer holds up the members for long. The host's link is so slow that the state takes minutes.
 
 use std::fs;
 
