@@ -572,6 +572,14 @@ pub enum Error {
     /// A signal asked for a stop, and there was nothing to save.
     #[error("stopped by {0}")]
     Stopped(Signal),
+    /// A second signal has ended the process before it could save.
+    #[error("ended at once by a second {signal}; {}", classify::last_checkpoint(saved.as_deref()))]
+    EndedAtOnce {
+        /// The signal.
+        signal: Signal,
+        /// The newest checkpoint.
+        saved: Option<PathBuf>,
+    },
     /// A signal asked for a stop; `left` describes what the run leaves on disk.
     #[error("stopped by {signal}{left}")]
     StoppedAt {

@@ -11,7 +11,7 @@
 //! nothing to save and ends at once. This module does not depend on what is saved.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -161,6 +161,8 @@ pub struct Stop {
     for_all: Arc<AtomicBool>,
     /// The time of the first request.
     since: Arc<OnceLock<Instant>>,
+    /// The newest checkpoint.
+    saved: Arc<Mutex<Option<PathBuf>>>,
     /// Time between a request and the end of the machine; `None` if it is not known.
     notice: Option<Nanos>,
 }
@@ -248,6 +250,9 @@ impl Stop {
                         if seen.tied.load(Ordering::Relaxed) {
                             thread::sleep(PARTING);
                         }
+                        let saved = seen.saved().clone();
+                        say(&Error::EndedAtOnce { signal, saved });
+                        terminal::flush();
                         low_level::exit(i32::from(signal.exit_code()));
                     }
                     (Repeat::Exits | Repeat::ExitsPatiently, Before::Nothing) => {
@@ -339,6 +344,15 @@ impl Stop {
         }
         drop(computing);
         Armed { stop: self.clone(), interrupt: interrupt.clone() }
+    }
+
+    /// Sets the newest checkpoint, of which the user is told if a second signal ends the process.
+    pub(crate) fn note_saved(&self, path: &Path) {
+        *self.saved() = Some(path.to_owned());
+    }
+
+    fn saved(&self) -> std::sync::MutexGuard<'_, Option<PathBuf>> {
+        self.saved.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn computing(&self) -> std::sync::MutexGuard<'_, Vec<Interrupt>> {

@@ -64,7 +64,9 @@ impl Error {
             | Self::CutOff { .. }
             | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })
             | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
-            Self::Stopped(signal) | Self::StoppedAt { signal, .. } => signal.exit_code(),
+            Self::Stopped(signal) | Self::StoppedAt { signal, .. } | Self::EndedAtOnce { signal, .. } => {
+                signal.exit_code()
+            }
             Self::Child { code, .. }
             | Self::OnHost { code, .. }
             | Self::Ssh { code, .. }
@@ -136,6 +138,14 @@ impl Error {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
     }
+}
+
+/// Returns the words for the newest checkpoint of a run that has ended.
+pub(super) fn last_checkpoint(saved: Option<&Path>) -> String {
+    saved.map_or_else(
+        || "there is no checkpoint".to_owned(),
+        |path| format!("the last checkpoint is {}", path.display()),
+    )
 }
 
 impl From<CommError> for Error {

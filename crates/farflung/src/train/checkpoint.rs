@@ -152,7 +152,9 @@ pub(super) fn save_without(
 /// older checkpoint is deleted.
 pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.back_to_common()?;
-    written(trainer, job, run, totals, &[])?.commit(run)
+    let path = written(trainer, job, run, totals, &[])?.commit(run)?;
+    job.stop.note_saved(&path);
+    Ok(path)
 }
 
 /// Deletes old checkpoints. The previous one is kept even if only one is wanted: another rank may have failed
@@ -180,6 +182,9 @@ fn save_common(
         let written = all_succeed(comm, written)?;
         all_succeed(comm, written.commit(run))?
     };
+    if trainer.rank().0 == 0 || job.elastic || job.processes > 1 {
+        job.stop.note_saved(&path);
+    }
     prune(job, run)?;
     Ok(path)
 }

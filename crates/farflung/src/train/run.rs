@@ -299,6 +299,9 @@ fn train(
     if run.is_some() {
         trainer.set_rollback_point()?;
     }
+    if let Some((_, path)) = &kept.saved {
+        job.stop.note_saved(path);
+    }
     job.stop.begin();
     let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
     let (job, last) = (job.clone(), LastDone::at(begun));

@@ -103,6 +103,9 @@ pub(in crate::train) fn work(
     let metrics = run.as_ref().map(|run| run.metrics(counts)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, Stats::default());
     let mut kept = RunProgress::at(begun, run.as_ref(), before, clock);
+    if let Some((_, path)) = &kept.saved {
+        job.stop.note_saved(path);
+    }
     job.stop.begin();
     events.time_s = before.time_s;
     if let Some(watch) = watch.as_deref_mut() {

@@ -113,3 +113,25 @@ fn a_spare_that_is_asked_to_stop_leaves_and_is_not_lost() {
     assert_eq!((last["reason"].is_null(), &last["lost_steps"]), (true, &0.into()), "{last}");
     drop::<[Member; 2]>([host, a]);
 }
+
+/// A member that is asked to stop in a long round of local steps says when it leaves. A second signal ends it at
+/// once.
+#[test]
+fn a_second_signal_ends_a_member_with_its_last_checkpoint() {
+    let run = Run::new();
+    let rounds = "--layers 2 --sync diloco --sync-every 2000 --checkpoint-every 2000 --balance equal";
+    let host = host(&run, &format!("--steps 100000000 --out host {rounds}"));
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    members(&run, &host, 2);
+    wait_until_or(|| said_by(&a), || (!events(&run, "a", "saved").is_empty()).then_some(()));
+    a.send(Signal::INT);
+    let leaves = "this member leaves after the current round of local steps, in about";
+    wait_until_or(|| said_by(&a), || said_by(&a).contains(leaves).then_some(()));
+    // Two signals within 0.3 s count as one.
+    std::thread::sleep(std::time::Duration::from_millis(400));
+    a.send(Signal::INT);
+    let ended = a.ends();
+    assert_stopped(&ended);
+    let expected = "ended at once by a second SIGINT; the last checkpoint is a/step-";
+    assert!(said(&ended).contains(expected), "{}", said(&ended));
+}
