@@ -108,7 +108,7 @@ fn frames_of_a_peer_that_has_gone_are_kept_until_it_is_forgotten() {
     }
     // Nothing is forgotten of a peer that is there.
     sender.send(Rank(0), 1, b"here").unwrap();
-    sender.send(Rank(0), 2, &[7; 100_000]).unwrap();
+    sender.send(Rank(0), 2, &vec![7; 100_000]).unwrap();
     sender.send(Rank(0), 3, b"never received").unwrap();
     sender.send(Rank(0), 4, b"last").unwrap();
     assert_eq!(receiver.recv(Rank(1), 4).unwrap(), b"last");
@@ -120,7 +120,7 @@ fn frames_of_a_peer_that_has_gone_are_kept_until_it_is_forgotten() {
     while !first.connected().is_empty() {
         assert!(brief.recv(Rank(1), 8).is_err());
     }
-    assert_eq!(receiver.recv(Rank(1), 2).unwrap(), [7; 100_000]);
+    assert_eq!(receiver.recv(Rank(1), 2).unwrap(), vec![7; 100_000]);
     first.transport().forget(gone);
     let error = receiver.recv(Rank(1), 3).unwrap_err();
     assert!(matches!(error, CommError::PeerDown { peer, .. } if peer == gone), "{error}");
