@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use farflung_base::PeerId;
+use farflung_base::{Nanos, PeerId, Rank};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
-use farflung_comm::tcp::{GateConfig, GrowingNetwork};
+use farflung_comm::tcp::{GateConfig, GrowingNetwork, SharedMemory};
 use farflung_comm::{CommError, Communicator, ReduceOp, Refusal, Transport};
 
 fn config(security: &Security) -> GateConfig {
@@ -83,6 +83,49 @@ fn grows(host: &Security, others: &[Security; 3]) {
 fn a_network_grows_while_it_is_used_and_the_first_may_leave() {
     let clear = Security::unencrypted;
     grows(&clear(), &[clear(), clear(), clear()]);
+}
+
+/// What a peer sent before it went is still received, until the peer is forgotten.
+#[test]
+fn frames_of_a_peer_that_has_gone_are_kept_until_it_is_forgotten() {
+    let clear = Security::unencrypted();
+    let mut shares = config(&clear);
+    shares.shared_memory = SharedMemory::WherePossible;
+    let first = GrowingNetwork::found(&shares).unwrap();
+    let asked = GrowingNetwork::ask(&shares, &[first.address().to_owned()]).unwrap();
+    let second = asked.join().unwrap();
+    wait_for(&first, 1);
+    let (gone, members) = (peer(&second), [peer(&first), peer(&second)]);
+    let of = |gate: &GrowingNetwork| {
+        let transport: Arc<dyn Transport> = gate.transport();
+        Communicator::of_members(transport, &members, 1).unwrap()
+    };
+    let (receiver, sender) = (of(&first), of(&second));
+    // Both sides have moved to shared memory by then, if the machine has it.
+    for number in 0..100 {
+        sender.send(Rank(0), 9, &[number]).unwrap();
+        assert_eq!(receiver.recv(Rank(1), 9).unwrap(), [number]);
+    }
+    // Nothing is forgotten of a peer that is there.
+    sender.send(Rank(0), 1, b"here").unwrap();
+    sender.send(Rank(0), 2, &vec![7; 100_000]).unwrap();
+    sender.send(Rank(0), 3, b"never received").unwrap();
+    sender.send(Rank(0), 4, b"last").unwrap();
+    assert_eq!(receiver.recv(Rank(1), 4).unwrap(), b"last");
+    first.transport().forget(gone);
+    assert_eq!(receiver.recv(Rank(1), 1).unwrap(), b"here");
+    drop((sender, second));
+    // Sockets are read while an operation waits.
+    let brief = receiver.clone().with_deadline(Nanos::from_millis(5));
+    while !first.connected().is_empty() {
+        assert!(brief.recv(Rank(1), 8).is_err());
+    }
+    assert_eq!(receiver.recv(Rank(1), 2).unwrap(), vec![7; 100_000]);
+    first.transport().forget(gone);
+    let error = receiver.recv(Rank(1), 3).unwrap_err();
+    assert!(matches!(error, CommError::PeerDown { peer, .. } if peer == gone), "{error}");
+    // Its number is not used again, so nothing is sent to another peer in its place.
+    assert!(matches!(receiver.send(Rank(1), 5, b"x"), Err(CommError::PeerDown { .. })));
 }
 
 fn identity(number: u8) -> Identity {
