@@ -116,7 +116,8 @@ struct Tally {
 struct Outcome {
     lost: u64,
     wrong_codes: u64,
-    other_bits: u64,
+    /// What has other bits; empty if nothing has.
+    differs: String,
     took: f64,
 }
 
@@ -315,17 +316,16 @@ fn try_once(
         .filter_map(|row| row.digest)
         .collect();
     let saved = saved_digest(folder, arm.members + 1, first.from)?;
-    let differs = first.digest != other.digest
-        || first.from != other.from
-        || saved.is_none()
-        || digests.is_empty()
-        || digests.iter().any(|digest| Some(digest) != saved.as_ref());
-    Ok(Outcome {
-        lost: expected.saturating_sub(first.from) + lost_steps(folder, arm.members)?,
-        wrong_codes,
-        other_bits: u64::from(differs),
-        took,
-    })
+    let differs = [
+        ("the two continue from other steps", first.from != other.from),
+        ("the two have other weights", first.digest != other.digest),
+        ("copies of a saved tensor differ", saved.is_none()),
+        ("no member has told a hash of the step", digests.is_empty()),
+        ("a hash is not that of what was saved", digests.iter().any(|told| Some(told) != saved.as_ref())),
+    ];
+    let differs: Vec<&str> = differs.into_iter().filter(|(_, found)| *found).map(|(what, _)| what).collect();
+    let lost = expected.saturating_sub(first.from) + lost_steps(folder, arm.members)?;
+    Ok(Outcome { lost, wrong_codes, differs: differs.join(", "), took })
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -341,14 +341,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         tally.tries += 1;
         let what = format!("try {} of {tries}, {}, {way:?}, {:?}", number + 1, ARMS[arm].name, signal.0);
         match try_once(&ARMS[arm], way, signal, (&random, 1_000 * number)) {
-            Ok(Outcome { lost, wrong_codes, other_bits, took }) => {
+            Ok(Outcome { lost, wrong_codes, differs, took }) => {
                 tally.lost += lost;
                 tally.codes += wrong_codes;
-                tally.other_bits += other_bits;
+                tally.other_bits += u64::from(!differs.is_empty());
                 tally.slowest = tally.slowest.max(took);
                 report.progress(&format!(
-                    "{what}: {lost} steps lost, {wrong_codes} wrong exit codes, {other_bits} with other bits, \
-                     {took:.2} s"
+                    "{what}: {lost} steps lost, {wrong_codes} wrong exit codes, {took:.2} s, bits: {}",
+                    if differs.is_empty() { "equal" } else { &differs }
                 ))?;
             }
             Err(error) => {

@@ -77,6 +77,8 @@ pub(super) struct MembershipService {
     wake: Option<Nanos>,
     /// Whether the service's rank is waiting and must be notified of each message.
     pub(super) awaited: bool,
+    /// Whether the rank was notified and has not read that yet.
+    notified: bool,
     /// Time of the last message from each peer.
     heard: BTreeMap<MemberId, Nanos>,
     /// File to which promises are written; `None` if they are not saved.
@@ -128,6 +130,7 @@ impl MembershipService {
             starts: None,
             wake: None,
             awaited: false,
+            notified: false,
             heard,
             promises,
             steps,
@@ -189,6 +192,11 @@ impl MembershipService {
     /// Returns whether there is an outcome that has not been taken.
     pub(super) const fn has_outcome(&self) -> bool {
         self.outcome.is_some()
+    }
+
+    /// Notes that the rank has read the notice of a message.
+    pub(super) const fn has_read_notice(&mut self) {
+        self.notified = false;
     }
 
     /// Returns the time at which the rules need the next tick.
@@ -471,8 +479,9 @@ impl Service for MembershipService {
             return Vec::new();
         };
         let mut leaving = self.receive_message(word, from, at);
-        // Wakes the rank if it is waiting.
-        let own = self.rank(&self.state.me().id).filter(|_| self.awaited);
+        // Wakes the rank if it is waiting. One notice is enough: more would stay unread.
+        let own = self.rank(&self.state.me().id).filter(|_| self.awaited && !self.notified);
+        self.notified |= own.is_some();
         leaving.extend(own.map(|me| Answer::new(me, Vec::new())));
         leaving
     }

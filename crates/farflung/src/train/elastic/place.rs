@@ -474,7 +474,10 @@ impl Place {
     /// Waits until a message reaches this member's own service, at most for `patience`.
     pub(super) fn wait(&self, patience: Nanos) -> Result<()> {
         let comm = self.control().comm.clone().with_deadline(patience.max(Nanos(1)));
-        match comm.recv(comm.rank(), TAGS.answer) {
+        let received = comm.recv(comm.rank(), TAGS.answer);
+        // Also after a timeout: a notice may have been lost with a former communicator.
+        self.membership().has_read_notice();
+        match received {
             Ok(_) | Err(CommError::Deadline { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }

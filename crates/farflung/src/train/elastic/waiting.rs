@@ -323,6 +323,7 @@ impl Place {
                     if found.is_some() {
                         // There is a message about members; `look` reads it.
                         drop(word.wait());
+                        self.membership().has_read_notice();
                     }
                 }
             }
