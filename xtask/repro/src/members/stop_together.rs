@@ -1,5 +1,6 @@
 //! Stops all members of a run, together or one after another, as people do at the end of the day, and starts
-//! the run again: no step is lost, and whichever member is started again has the same bits.
+//! the run again: no step is lost. Where replicas agree at each step, two members that are started again have
+//! the same bits; with local steps, the same member has them twice.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -304,7 +305,9 @@ fn try_once(
     let expected = if way == Way::AllKilled { saved_by_all(folder, arm.members)? } else { done };
     let last = *order.last().context("there are members")? as u64;
     let until = done + MORE;
-    let again = [0, last].map(|number| start_again(folder, (arm, number), until));
+    // With local steps, each replica has its own optimizer.
+    let others = if arm.flags.contains("diloco") { [last, last] } else { [0, last] };
+    let again = others.map(|number| start_again(folder, (arm, number), until));
     let [first, other] = again;
     let (first, other) = (first?, other?);
     let digests: Vec<String> = (0..=arm.members)
@@ -330,6 +333,13 @@ fn try_once(
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     ensure!(cfg!(unix), "this bench sends signals to processes");
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored =
+        status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    ensure!(
+        ignored.is_none_or(|signals| signals & 1 == 0),
+        "SIGHUP is ignored here, as under nohup: members would ignore it, too"
+    );
     let tries = if options.quick { ARMS.len() as u64 } else { 84 };
     let random = Philox::new(report.seed(), 0);
     let mut tallies: Vec<Tally> = ARMS.iter().map(|_| Tally::default()).collect();

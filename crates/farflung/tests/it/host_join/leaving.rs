@@ -114,8 +114,8 @@ fn a_spare_that_is_asked_to_stop_leaves_and_is_not_lost() {
     drop::<[Member; 2]>([host, a]);
 }
 
-/// A member that is asked to stop in a long round of local steps says when it leaves. A second signal ends it at
-/// once.
+/// A member that is asked to stop in a long round of local steps says when it leaves. A second signal ends it
+/// at once.
 #[test]
 fn a_second_signal_ends_a_member_with_its_last_checkpoint() {
     let run = Run::new();
