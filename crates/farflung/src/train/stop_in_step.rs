@@ -23,7 +23,7 @@ use crate::{Error, PeerCounters, Result, RunDir};
 const ANSWER: Nanos = Nanos::from_millis(500);
 
 /// State that a stopped rank leaves on disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StopSummary {
     /// Number of steps done that count on all ranks.
     pub step: u64,
@@ -38,11 +38,16 @@ pub struct StopSummary {
     pub goes_on: bool,
     /// The command line that continues the run.
     pub resume: Option<String>,
+    /// Time from the signal to the end of the run on this rank.
+    pub took: Option<Nanos>,
 }
 
 impl fmt::Display for StopSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { step, dropped, saved, problem, goes_on, resume } = self;
+        let Self { step, dropped, saved, problem, goes_on, resume, took } = self;
+        if let Some(took) = took {
+            write!(f, " after {took}")?;
+        }
         if *dropped > 0 {
             write!(f, "; {dropped} steps since the last average of all replicas are dropped")?;
         }
@@ -136,7 +141,8 @@ pub(super) fn handle_stop(
     let step = trainer.steps_done();
     // The retreat may also have committed a step that another rank had committed.
     let dropped = reached.saturating_sub(step);
-    let left = StopSummary { step, dropped, saved: kept.saved, problem, goes_on: false, resume };
+    let took = job.stop.since();
+    let left = StopSummary { step, dropped, saved: kept.saved, problem, goes_on: false, resume, took };
     let left = Box::new(left);
     match (stops, by) {
         (Some(signal), _) => Error::StoppedAt { signal, left },
@@ -227,6 +233,7 @@ mod tests {
             problem: problem.map(str::to_owned),
             goes_on: false,
             resume: Some("farflung train".to_owned()),
+            took: None,
         };
         assert_eq!(
             left(7, Some(7), None).to_string(),
@@ -238,6 +245,9 @@ mod tests {
              continue: farflung train"
         );
         assert_eq!(left(0, None, None).to_string(), " before the first step was done");
+        let took = Some(Nanos::from_millis(1_200));
+        let text = StopSummary { took, ..left(7, Some(7), None) }.to_string();
+        assert!(text.starts_with(" after 1.2s; step 7 is saved"), "{text}");
         assert_eq!(
             StopSummary { dropped: 3, ..left(0, None, None) }.to_string(),
             "; 3 steps since the last average of all replicas are dropped; there is no checkpoint"

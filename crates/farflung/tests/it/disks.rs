@@ -246,7 +246,7 @@ fn a_stop_without_room_says_so_and_names_the_last_checkpoint() {
     let last = text.lines().last().unwrap();
     let saved = saved(&run.at("run"));
     assert!(
-        last.contains("stopped by SIGTERM; step ") && last.contains("could not be saved: there is no room"),
+        last.contains("stopped by SIGTERM after ") && last.contains("could not be saved: there is no room"),
         "{text}"
     );
     assert!(last.contains(&format!("; step {saved} is saved in ")), "{text}");

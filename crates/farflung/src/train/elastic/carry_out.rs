@@ -81,11 +81,12 @@ pub(super) fn change_members(
         Ok(Change::Done(changed)) => note(member, trainer, steps, events, &changed),
         Ok(Change::AllLeave) => {
             let left = save_together(member, trainer, steps, events)?;
-            Err(leaving.expect("all members have asked to leave").into_error(left))
+            Err(leaving.expect("all members have asked to leave").into_error(&steps.job, left))
         }
         Err(error @ Error::Removed { .. }) => {
             let Some(leaving) = leaving else { return Err(error) };
-            Err(leaving.into_error(save_alone(member, trainer, steps, events, true)?))
+            let left = save_alone(member, trainer, steps, events, true)?;
+            Err(leaving.into_error(&steps.job, left))
         }
         Err(error) => Err(parted(member, trainer, steps, events, error)),
     }

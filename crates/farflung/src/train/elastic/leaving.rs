@@ -25,11 +25,13 @@ pub(super) enum Leaving {
 
 impl Leaving {
     /// Returns the error with which a member ends that leaves.
-    pub(super) fn into_error(self, left: StopSummary) -> Error {
-        let left = Box::new(left);
+    pub(super) fn into_error(self, job: &Job, mut left: StopSummary) -> Error {
         match self {
-            Self::Asked(signal) => Error::StoppedAt { signal, left },
-            Self::TooSlow(reason) => Error::TooSlow { reason, left },
+            Self::Asked(signal) => {
+                left.took = job.stop.since();
+                Error::StoppedAt { signal, left: Box::new(left) }
+            }
+            Self::TooSlow(reason) => Error::TooSlow { reason, left: Box::new(left) },
         }
     }
 }
@@ -80,19 +82,19 @@ pub(super) fn must_go(member: &Member<'_>, job: &Job, trainer: &Trainer) -> bool
 
 /// Returns the error with which a member ends that does not wait for the next average. For the others, it is
 /// lost.
-pub(super) fn left_at_once(signal: Signal, trainer: &Trainer, run: Option<&RunDir>) -> Error {
+pub(super) fn left_at_once(signal: Signal, (job, trainer): (&Job, &Trainer), run: Option<&RunDir>) -> Error {
     let step = trainer.agreed_step();
     let dropped = trainer.steps_done().saturating_sub(step);
     let problem = Some("the notice is too short for that, and the other members have it".to_owned());
     let saved = run.and_then(|run| newest_saved(run.path()));
-    let left = StopSummary { step, dropped, saved, problem, goes_on: true, resume: None };
-    Leaving::Asked(signal).into_error(left)
+    let left = StopSummary { step, dropped, saved, problem, goes_on: true, ..StopSummary::default() };
+    Leaving::Asked(signal).into_error(job, left)
 }
 
 /// Returns what is left of a member whose part of the model the others have: it saves nothing itself.
 pub(super) fn left_to_others(run: Option<&Path>, step: u64) -> StopSummary {
     let saved = run.and_then(newest_saved);
-    StopSummary { step, dropped: 0, saved, problem: None, goes_on: true, resume: None }
+    StopSummary { step, saved, goes_on: true, ..StopSummary::default() }
 }
 
 /// Returns the error with which a rank ends that must not continue. If too few members are left, or some part
@@ -173,7 +175,7 @@ pub(super) fn save_together(
 
 fn nothing_saved(trainer: &Trainer, goes_on: bool) -> StopSummary {
     let step = trainer.steps_done();
-    StopSummary { step, dropped: 0, saved: None, problem: None, goes_on, resume: None }
+    StopSummary { step, goes_on, ..StopSummary::default() }
 }
 
 /// Returns what is left of a member that had done `before` steps when it tried to save.
@@ -192,7 +194,8 @@ fn summary(
         Err(error) => (newest_saved(run.path()), Some(causes(&error))),
     };
     let resume = (!goes_on).then(|| resume_line(job));
-    StopSummary { step, dropped: before.saturating_sub(step), saved, problem, goes_on, resume }
+    let dropped = before.saturating_sub(step);
+    StopSummary { step, dropped, saved, problem, goes_on, resume, took: None }
 }
 
 /// Returns the newest checkpoint in a member's folder.
@@ -207,5 +210,6 @@ pub(super) fn last_left(signal: Signal, (job, trainer): (&Job, &Trainer), kept: 
     let step = trainer.agreed_step();
     let dropped = trainer.steps_done().saturating_sub(step);
     let resume = Some(resume_line(job));
-    Leaving::Asked(signal).into_error(StopSummary { step, dropped, saved, problem, goes_on: false, resume })
+    let left = StopSummary { step, dropped, saved, problem, resume, ..StopSummary::default() };
+    Leaving::Asked(signal).into_error(job, left)
 }

@@ -297,7 +297,7 @@ impl Member<'_> {
     fn left_as_spare(&self, (job, step): (&Job, u64), error: Error) -> Error {
         match (error, job.stop.requested()) {
             (Error::Removed { .. } | Error::OverForSpare, Some(signal)) => {
-                Leaving::Asked(signal).into_error(left_to_others(self.folder.as_deref(), step))
+                Leaving::Asked(signal).into_error(job, left_to_others(self.folder.as_deref(), step))
             }
             (error, _) => error,
         }

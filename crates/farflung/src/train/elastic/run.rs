@@ -235,7 +235,7 @@ fn train(
         if let Some(signal) = leaves {
             announce_leave(member, trainer, steps, signal);
             if must_go(member, &steps.job, trainer) {
-                return Err(left_at_once(signal, trainer, steps.run));
+                return Err(left_at_once(signal, (&steps.job, trainer), steps.run));
             }
         }
         if member.has_departing() {
