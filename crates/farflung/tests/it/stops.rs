@@ -141,7 +141,7 @@ fn when_a_scheduler_warns() {
         run.ends(child, signal, code);
         let events = farflung::events::read(&run.at("run/events.jsonl")).unwrap();
         let is_told = |event: &farflung::events::Event| {
-            let start = format!("stopped by {name};");
+            let start = format!("stopped by {name} after ");
             matches!(&event.what, EventKind::Stopped { reason } if reason.starts_with(&start))
         };
         assert!(events.iter().any(is_told), "{events:?}");

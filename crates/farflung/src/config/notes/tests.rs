@@ -99,6 +99,7 @@ const CASES: &[Case] = &[
     ("min-members = 2", 4, false, "`min-members` changes nothing: the run's members do not change"),
     ("pooled = true\nstages = 2", 4, false, "`pooled` changes nothing: the run's members do not change"),
     ("name = 'home-3'", 4, false, "`name` changes nothing: the run's members do not change"),
+    ("join-wait = '5s'", 4, false, "`join-wait` changes nothing: the run's members do not change"),
     ("copy-share = 0.5", 4, false, "`copy-share` changes nothing: the run's members do not change"),
     (
         "keep-work = false",

@@ -127,6 +127,6 @@ mod tests {
         let too = |millis: u64| too_long(&cost(Some(Nanos::from_millis(millis))), limit);
         assert_eq!((too(60_000), too_long(&cost(None), limit)), (None, None));
         let text = too(174_700).unwrap().to_string();
-        assert!(text.contains("174.7") && text.contains("--join-wait 1min"), "{text}");
+        assert!(text.contains("174.7") && text.contains("--join-wait 60s"), "{text}");
     }
 }

@@ -26,6 +26,10 @@ fn a_member_that_joins_again_has_no_rows_of_steps_that_the_others_have_undone() 
         members(&run, &host, 2);
         member.send(Signal::CONT);
         members(&run, &host, 3);
+        // It drops its rows when it has its state, before its first row.
+        let newest = |of: &Member| losses(&run, of).keys().max().copied().unwrap_or(0);
+        let joined = newest(&host);
+        wait_until("its rows", || (newest(member) > joined).then_some(()));
     }
     let (of_a, of_b) = (losses(&run, &a), losses(&run, &b));
     // The host's rows are written at the same time as the others'.
