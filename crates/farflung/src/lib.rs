@@ -9,6 +9,7 @@ mod disk;
 pub mod error;
 pub mod events;
 pub mod finite;
+mod heap;
 pub mod launch;
 pub mod launch_env;
 mod line_file;

@@ -22,7 +22,7 @@ use crate::events::{EventKind, EventLog, causes};
 use crate::train::callbacks::{RunObserver, tell};
 use crate::train::steps::Steps;
 use crate::train::trainer::{StateBytes, Trainer};
-use crate::{Error, Result, RunDir, run_dir};
+use crate::{Error, Result, RunDir, heap, run_dir};
 
 /// Reports what other members and newcomers have announced that cannot be true.
 pub(super) fn tell_nonsense(
@@ -84,7 +84,7 @@ pub(super) fn change_members(
             Err(leaving.expect("all members have asked to leave").into_error(&steps.job, left))
         }
         Err(error @ Error::Removed { .. }) => {
-            let Some(leaving) = leaving else { return Err(error) };
+            let Some(leaving) = leaving else { return Err(parted(member, trainer, steps, events, error)) };
             let left = save_alone(member, trainer, steps, events, true)?;
             Err(leaving.into_error(&steps.job, left))
         }
@@ -303,6 +303,7 @@ fn note(
             steps.record.metrics = Some(run.metrics(changed.step)?);
         }
     }
+    heap::give_back();
     let text = changed.to_string();
     member.since = trainer.comm().now();
     member.publisher.changed(text.clone(), changed.took);

@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
+use farflung_parallel::membership::Reason;
+
 use super::change::Member;
 use crate::checkpoint::folder;
 use crate::events::{EventKind, EventLog, causes};
@@ -98,7 +100,8 @@ pub(super) fn left_to_others(run: Option<&Path>, step: u64) -> StopSummary {
 }
 
 /// Returns the error with which a rank ends that must not continue. If too few members are left, or some part
-/// of the model is lost, its state is saved first, since no other rank may have it.
+/// of the model is lost, its state is saved first, since no other rank may have it. So is that of a member that
+/// was asked to stop, and is in no view any more before it has left.
 pub(super) fn parted(
     member: &mut Member<'_>,
     trainer: &mut Trainer,
@@ -115,6 +118,14 @@ pub(super) fn parted(
             Ok(left) => Error::PartLost { tensor, left: Some(Box::new(left)) },
             Err(error) => error,
         },
+        Error::Removed { reason } if let Some(signal) = steps.job.stop.requested() => {
+            // If it has left as the only member of its view, no other one continues.
+            let goes_on = reason != Reason::Left.to_string();
+            match save_alone(member, trainer, steps, events, goes_on) {
+                Ok(left) => Leaving::Asked(signal).into_error(&steps.job, left),
+                Err(error) => error,
+            }
+        }
         error => error,
     }
 }

@@ -288,7 +288,8 @@ impl Member<'_> {
         let mut follower = follows.then(|| Follower::new(replayer));
         self.place.membership().forget_offers();
         let waited = self.place.wait_as_spare((&team, job), (grows, self.departs), follower.as_mut())?;
-        self.grows = waited.is_ready;
+        // One that leaves takes no part in the next view.
+        (self.grows, self.departs) = (waited.is_ready, self.departs || waited.leaves);
         self.followed = follower.and_then(|follower| self.take_followed(follower));
         Ok(waited.event)
     }
@@ -296,7 +297,8 @@ impl Member<'_> {
     /// Returns the error with which a spare ends, if a signal has asked it to stop: nothing is lost with it.
     fn left_as_spare(&self, (job, step): (&Job, u64), error: Error) -> Error {
         match (error, job.stop.requested()) {
-            (Error::Removed { .. } | Error::OverForSpare, Some(signal)) => {
+            (Error::OverForSpare, Some(signal)) => Error::Stopped(signal),
+            (Error::Removed { .. }, Some(signal)) => {
                 Leaving::Asked(signal).into_error(job, left_to_others(self.folder.as_deref(), step))
             }
             (error, _) => error,

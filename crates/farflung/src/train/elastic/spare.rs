@@ -35,6 +35,8 @@ pub(super) struct SpareWait {
     pub(super) event: SpareEvent,
     /// Whether it has told the members that it is ready to be in a further pipeline.
     pub(super) is_ready: bool,
+    /// Whether it has announced that it leaves.
+    pub(super) leaves: bool,
 }
 
 /// State of a spare that waits.
@@ -97,7 +99,7 @@ impl Place {
         let mut links = Links { ready, state: 0, again: 0 };
         let mut look = |place: &mut Self, ready: &Ready| place.look_as_spare(&mut waiting, ready);
         let event = self.follow_until(follower, &mut links, &mut look);
-        Ok(SpareWait { event: event?, is_ready: waiting.is_ready })
+        Ok(SpareWait { event: event?, is_ready: waiting.is_ready, leaves: waiting.left_at.is_some() })
     }
 
     /// Returns the event that ends a spare's waiting, if there is one. Reports lost members to the rules, and
