@@ -1,7 +1,7 @@
 //! Memory that the allocator keeps after it was freed.
 
-/// Gives memory that was freed back to the system, where the allocator keeps it. After members have changed, that
-/// is the log of steps for a newcomer: up to twice the state, in pieces that the allocator would keep.
+/// Gives memory that was freed back to the system, where the allocator keeps it. After members have changed,
+/// that is the log of steps for a newcomer: up to twice the state, in pieces that the allocator would keep.
 pub(crate) fn give_back() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
