@@ -121,6 +121,10 @@ fn fetch_chunks(comm: &Communicator, mut fetching: Fetching<'_>) -> Result<usize
         };
         let now = comm.now();
         let Some((donor, bytes)) = arrived else { continue };
+        // A late item of the fetch before this one may have been asked of two donors.
+        if !fetching.is_asked(donor, &bytes) {
+            continue;
+        }
         fetching.arrived(donor, &bytes, now).map_err(nobody)?;
         came = now;
         if now.saturating_sub(told) >= Nanos(deadline.0 / PROGRESS_MESSAGES) {

@@ -171,3 +171,18 @@ fn hostile_answers_change_nothing() {
     let bytes = ask(&mut offered[0], item);
     assert_eq!(fetching.arrived(Rank(0), &bytes, Nanos(1)), Err(NoHolder));
 }
+
+/// A late item may have been asked of two donors: the second answer arrives in the next fetch.
+#[test]
+fn an_answer_to_an_earlier_fetch_is_told_apart() {
+    let (mut first, label) = offered(1, &bytes(3 * CHUNK));
+    let (mut second, next) = offered(1, &bytes(5 * CHUNK));
+    let mut store = ChunkStore::default();
+    let mut fetching = Fetching::new(vec![wanted(next, &[0])], &mut store);
+    let asked = fetching.next(Rank(0), Nanos::ZERO).unwrap();
+    let late = ask(&mut first[0], BlobRequest::Hashes { root: label.root });
+    assert!(!fetching.is_asked(Rank(0), &late));
+    let answer = ask(&mut second[0], asked);
+    assert!(fetching.is_asked(Rank(0), &answer) && fetching.is_asked(Rank(0), b"no answer"));
+    fetching.arrived(Rank(0), &answer, Nanos::ZERO).unwrap();
+}
