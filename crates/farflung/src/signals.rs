@@ -238,11 +238,12 @@ impl Stop {
                     reason = "how far signals are apart in real time; no result sees it"
                 )]
                 let now = Instant::now();
-                let repeated = last.replace(now).map(|before| now - before);
                 let Some(signal) = Signal::of(number) else { continue };
-                if repeated.is_some_and(|apart| apart < ONE_SIGNAL) {
+                // Measured from the last one that counted, so that a key that is held down gives a second one.
+                if last.is_some_and(|last| now - last < ONE_SIGNAL) {
                     continue;
                 }
+                last = Some(now);
                 match (repeat, before) {
                     (Repeat::Exits | Repeat::ExitsPatiently, Before::Asked) if !signal.is_warning() => {
                         seen.request(signal);

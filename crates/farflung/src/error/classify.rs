@@ -99,6 +99,12 @@ impl Error {
         Self::Setting { field, value, expected }
     }
 
+    /// Returns whether a rank's disk is too full or cannot be written, this rank's or another's. What has been
+    /// computed is not concerned.
+    pub(crate) fn is_of_disk(&self) -> bool {
+        self.is_no_room() || matches!(self, Self::Io { .. } | Self::OnRank { .. })
+    }
+
     /// Returns whether the error is about a peer rather than about this rank.
     #[must_use]
     pub const fn is_peer_lost(&self) -> bool {

@@ -160,7 +160,8 @@ impl Steps<'_, '_> {
                     kept.saved = Some((done.step, path.clone()));
                     events.write(done.step, EventKind::Saved { path: path.display().to_string() });
                 }
-                Err(error) if error.is_no_room() && !end => {
+                // Members do not end because the disk of one of them fails.
+                Err(error) if !end && (error.is_no_room() || self.job.elastic && error.is_of_disk()) => {
                     self.go_on_unsaved((done.step, stop), &error, events, kept);
                 }
                 Err(error) => return Err(error),

@@ -58,7 +58,7 @@ fn of_view(first: Checkpoint, record: &CheckpointRecord, layers: usize) -> Resul
         let Ok(other) = Checkpoint::open(&folder.join(crate::checkpoint::folder(record.step))) else {
             continue;
         };
-        let theirs = source::record(&other)?;
+        let Ok(theirs) = source::record(&other) else { continue };
         if theirs.view == record.view && without(&theirs) {
             all.push(other);
         }

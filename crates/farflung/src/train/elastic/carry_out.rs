@@ -81,7 +81,14 @@ pub(super) fn change_members(
         Ok(Change::Done(changed)) => note(member, trainer, steps, events, &changed),
         Ok(Change::AllLeave) => {
             let left = save_together(member, trainer, steps, events)?;
-            Err(leaving.expect("all members have asked to leave").into_error(&steps.job, left))
+            // Another member may have reported what is not true.
+            Err(leaving.map_or_else(
+                || Error::Message {
+                    message: "the members' agreement to leave".to_owned(),
+                    problem: "has a member that has not asked to leave",
+                },
+                |leaving| leaving.into_error(&steps.job, left),
+            ))
         }
         Err(error @ Error::Removed { .. }) => {
             let Some(leaving) = leaving else { return Err(parted(member, trainer, steps, events, error)) };

@@ -241,7 +241,6 @@ impl Member<'_> {
         let before = self.place.view().cloned();
         let nonsense = nonsense_of(error).and_then(|peer| self.place.name(peer));
         silent.extend(nonsense);
-        let _telling = self.place.give_up_newcomers(&silent);
         let again = nonsense.is_none() && self.repeats.may(step);
         let loss = Loss { suspect: suspect(error), silent, again };
         let view = self.place.after_loss(loss, start)?;
@@ -317,6 +316,7 @@ impl Member<'_> {
                     trainer.drop_step();
                     let start = start(job, trainer)?;
                     let given_up = std::mem::take(&mut self.given_up);
+                    let _telling = self.place.give_up_newcomers(&given_up);
                     view = self.next_view(&error, given_up, (trainer.steps_done(), Some(start)))?;
                 }
                 Err(error) => return Err(error),
@@ -335,7 +335,9 @@ impl Member<'_> {
         let watch = self.watch_newcomers(job, &comm);
         let done = self.enter_view((job, last), trainer, (view, &comm), before);
         self.given_up = self.end_watch(watch, trainer.state_bytes().shared);
-        done.inspect_err(|_| comm.abort())
+        let done = done.inspect_err(|_| comm.abort())?;
+        self.place.membership().settles(view.epoch);
+        Ok(done)
     }
 
     fn enter_view(
@@ -431,6 +433,7 @@ impl Member<'_> {
     ) -> Result<(Trainer, LastDone)> {
         loop {
             let comm = stoppable(job, self.place.enter(view.clone())?);
+            let beats = self.watch_newcomers(job, &comm);
             let (before, last) = (Vec::new(), LastDone::at(0));
             let brings = EnteringRank { job, before, progress: None, last, measured: &[], speed };
             let came = form_view(&view, &comm, brings).and_then(|stood| {
@@ -452,8 +455,10 @@ impl Member<'_> {
                 }
                 Ok((stood.job, trainer, stood.last))
             });
+            self.end_watch(beats, 0);
             match came {
                 Ok((next, trainer, last)) => {
+                    self.place.membership().settles(view.epoch);
                     *job = next;
                     return Ok((trainer, last));
                 }

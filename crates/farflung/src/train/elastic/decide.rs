@@ -325,6 +325,10 @@ impl Place {
             !(*is_ready && costs && self.refuses(peer, (working, state, step), join_wait))
         });
         let here = here.iter().map(caller).collect();
+        // Members that take no steps, since a step would notice the loss of another.
+        let idle = |id: &MemberId| !working.contains(id);
+        let lost = self.lost_members();
+        let silent: BTreeSet<MemberId> = silent.iter().copied().chain(lost).filter(idle).collect();
         let silent = silent.iter().map(|id| id.0).collect();
         let departing = departing.iter().map(|id| id.0).collect();
         let logging = logs == Logs::Yes;
@@ -333,10 +337,10 @@ impl Place {
         let mut leaving: BTreeSet<MemberId> =
             working.iter().zip(&told).filter(|(_, told)| told.leaves).map(|(&id, _)| id).collect();
         let holders_leave = !leaving.is_empty();
-        leaving.extend(told.iter().flat_map(|told| &told.departing).map(|id| MemberId(*id)));
+        leaving.extend(told.iter().flat_map(|told| &told.departing).map(|id| MemberId(*id)).filter(idle));
         // A member without a part is needed by no step, so its loss must be reported here.
         let quiet: BTreeSet<MemberId> =
-            told.iter().flat_map(|told| &told.silent).map(|id| MemberId(*id)).collect();
+            told.iter().flat_map(|told| &told.silent).map(|id| MemberId(*id)).filter(idle).collect();
         let quiet = &quiet - &leaving;
         let reason = (!quiet.is_empty()).then(|| "a member without a part does not answer".to_owned());
         let stays = |id: &MemberId| !leaving.contains(id) && !quiet.contains(id);
@@ -347,8 +351,7 @@ impl Place {
             return Ok(Agreement::HandOver);
         }
         let mut events: Vec<Event> = leaving.into_iter().map(Event::Leave).collect();
-        let idle: BTreeSet<MemberId> = self.lost_members().into_iter().chain(quiet).collect();
-        let idle = idle.into_iter().filter(|id| self.is_named(id) && !working.contains(id));
+        let idle = quiet.into_iter().filter(|id| self.is_named(id));
         events.extend(idle.map(Event::Silent));
         let mut admission = None;
         if events.is_empty() {

@@ -71,12 +71,21 @@ pub(super) fn too_long(cost: &Cost, limit: Nanos) -> Option<TooLong> {
 }
 
 impl Member<'_> {
-    /// Watches a change to a view with newcomers, on a member that was there before: the change is cancelled
-    /// if a newcomer falls silent, if this member is asked to stop, or after the time for which members wait
-    /// for a newcomer. `None` if there is nothing to watch.
+    /// Watches a change to a view with newcomers. A newcomer tells the others again and again that it is
+    /// there: their own pings may wait behind its state on a slow link. On a member that was there before, the
+    /// change is cancelled if a newcomer falls silent, if this member is asked to stop, or after the time for
+    /// which members wait for a newcomer. `None` if there is nothing to watch.
     pub(super) fn watch_newcomers(&mut self, job: &Job, comm: &Communicator) -> Option<StepStart> {
+        self.watchdog.as_ref()?;
+        let own = self.place.own_id();
+        if self.place.view().is_some_and(|view| is_fresh(view, &own)) {
+            self.place.renew();
+            let caller = self.place.pinger(&self.place.others());
+            let stopped = self.publisher.stopped_step(self.place);
+            return Some(self.watchdog.as_mut()?.begin_beats(comm, caller, stopped));
+        }
         let fresh = self.place.fresh();
-        if fresh.is_empty() || self.watchdog.is_none() {
+        if fresh.is_empty() {
             return None;
         }
         self.place.renew();

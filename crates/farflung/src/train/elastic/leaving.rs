@@ -167,15 +167,12 @@ pub(super) fn save_together(
 ) -> Result<StopSummary> {
     let step = trainer.steps_done();
     let Some(run) = steps.run.filter(|_| step > 0) else { return Ok(nothing_saved(trainer, false)) };
-    let saved = match newest_saved(run.path()).filter(|(saved, _)| *saved == step) {
-        Some((_, path)) => Ok(path),
-        None => trainer.with_common(|trainer| trainer.verify(Thoroughness::All)).and_then(|()| {
-            let totals = steps.clock.totals(trainer.comm());
-            checkpoint::save(trainer, &steps.job, run, totals)
-        }),
-    };
+    let saved = trainer.with_common(|trainer| trainer.verify(Thoroughness::All)).and_then(|()| {
+        let totals = steps.clock.totals(trainer.comm());
+        checkpoint::save(trainer, &steps.job, run, totals)
+    });
     match saved {
-        Err(error) if Member::survives(&error) => {
+        Err(error) if Member::survives(&error) || error.is_of_disk() => {
             tracing::warn!("this member saves alone: {}", causes(&error));
             trainer.comm().abort();
             save_alone(member, trainer, steps, events, false)

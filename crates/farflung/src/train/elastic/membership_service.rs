@@ -95,6 +95,8 @@ pub(super) struct MembershipService {
     is_refused: bool,
     /// Why a member refuses this newcomer.
     too_long: Option<TooLong>,
+    /// The newest view whose members have all that they need: none of them is a newcomer any more.
+    settled: u64,
     /// Cost of this newcomer's state, as sent by the members.
     costs: Option<Cost>,
     /// What members offer to this newcomer.
@@ -139,6 +141,7 @@ impl MembershipService {
             nonsense: BTreeMap::new(),
             is_refused: false,
             too_long: None,
+            settled: 0,
             costs: None,
             offers: Offers::default(),
             round_trips: RoundTrips::default(),
@@ -243,6 +246,11 @@ impl MembershipService {
     /// Encodes the message that newcomers of the view of `epoch` are given up.
     pub(super) fn gives_up_newcomers(epoch: u64, ids: &[MemberId]) -> Vec<u8> {
         encode(&MembershipMessage::GivesUpNewcomers { epoch, ids: ids.to_vec() })
+    }
+
+    /// Notes that the change to the view of `epoch` is complete.
+    pub(super) const fn settles(&mut self, epoch: u64) {
+        self.settled = epoch;
     }
 
     /// Returns why a member refuses this newcomer.
@@ -426,7 +434,8 @@ impl MembershipService {
                 (None, None)
             }
             MembershipMessage::GivesUpNewcomers { epoch, ids } => {
-                let view = self.state.view().filter(|view| view.epoch == epoch && view.has(&sender));
+                let is_open = |view: &&View| view.epoch == epoch && epoch > self.settled && view.has(&sender);
+                let view = self.state.view().filter(is_open);
                 let fresh = |id: &MemberId| view.is_some_and(|view| is_fresh(view, id));
                 let lost: Vec<MemberId> = ids.into_iter().filter(fresh).collect();
                 return lost.into_iter().flat_map(|id| self.step(Event::Silent(id), now)).collect();

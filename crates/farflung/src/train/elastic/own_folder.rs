@@ -45,8 +45,7 @@ impl FolderWatch {
             Some(_) => return None,
         };
         let text = format!(
-            "warning: the folder {} of this member {what}: its records are lost, and it ends at its next \
-             checkpoint. The other members keep the run",
+            "the folder {} of this member {what}: it trains on, but its records are lost, and it cannot save",
             folder.display()
         );
         self.folder = None;

@@ -260,6 +260,7 @@ impl Member<'_> {
                         None => None,
                     };
                     let given_up = std::mem::take(&mut self.given_up);
+                    let _giving_up = self.place.give_up_newcomers(&given_up);
                     self.next_view(&error, given_up, (step, start))?
                 }
                 Err(error) => return Err(error),
@@ -272,7 +273,13 @@ impl Member<'_> {
     /// Errors: as [`Place::wait_as_spare`](super::place::Place::wait_as_spare).
     fn wait_without_part(&mut self, job: &Job) -> Result<SpareEvent> {
         let team = self.team.clone().expect("it has just been formed");
-        tracing::warn!("this member is a spare: it has no part of the model until a member is lost or joins");
+        if self.departs {
+            tracing::info!("this member has no part of the model any more, and leaves");
+        } else {
+            tracing::warn!(
+                "this member is a spare: it has no part of the model until a member is lost or joins"
+            );
+        }
         self.publisher.publish_as_spare(self.place);
         let own = self.growing.iter().find(|future| future.member == team.all.rank().index());
         let slot = self.place.transport().me().0;
@@ -316,7 +323,7 @@ impl Member<'_> {
         let all = stoppable(job, self.place.enter(view.clone())?).with_other_cancel(&change);
         self.place.membership().ends(view.epoch, change.clone());
         let state = trainer.as_deref().map_or(0, |trainer| trainer.state_bytes().shared);
-        let watch = trainer.as_deref().and_then(|_| self.watch_newcomers(job, &all));
+        let watch = self.watch_newcomers(job, &all);
         let done = (|| {
             // If one member has committed the step, all that voted on it must commit it, too.
             let made = self.team.as_ref().filter(|team| team.rank().is_some()).map(|team| team.epoch);
@@ -396,6 +403,7 @@ impl Member<'_> {
         })();
         // Until all of this has succeeded, the former team and plan are in force.
         let made = made.inspect_err(|_: &Error| comm.abort())?;
+        self.place.membership().settles(view.epoch);
         self.pools.begin_anew(&formed.speeds);
         self.balance.begin_anew();
         self.layers.clear();

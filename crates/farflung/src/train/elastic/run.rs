@@ -54,6 +54,7 @@ pub(in crate::train) fn work(
     let founds = place.view().is_some();
     let run = checkpoint::admit_newcomer(&job, place.run.take())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
+    let has_trained = run.as_ref().is_some_and(RunDir::has_begun);
     let steps = if job.averages_each_step() { 1 } else { job.plan.outermost().every };
     let round = Nanos(PATIENCE.0.saturating_mul(steps.into())).min(MAX_PATIENCE);
     let patience = job.config.deadline.max(round);
@@ -113,6 +114,10 @@ pub(in crate::train) fn work(
         if !founds {
             tell_joined(&member, begun, job.world, watch);
         }
+    }
+    if resumed.is_none() && has_trained && founds {
+        let text = "no checkpoint of this run was found here: it begins again at step 0";
+        tell(watch.as_deref_mut(), &format!("warning: {text}"));
     }
     if let Some(resumed) = resumed {
         let from = resumed.from.display().to_string();

@@ -214,7 +214,8 @@ impl Place {
             return Err(Error::Removed { reason });
         }
         if now >= waiting.meets {
-            if waiting.connected > 0 {
+            // Without any member, to call them again would take the time in which the run counts as gone.
+            if waiting.connected > 0 && waiting.alone_since.is_none() {
                 self.arrivals.meet();
             }
             waiting.meets = now.saturating_add(CONNECT_INTERVAL);

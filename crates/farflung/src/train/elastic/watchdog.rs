@@ -18,6 +18,8 @@ use crate::Stop;
 /// Least time within which a member must answer a ping; after that it counts as silent. Two round trips around
 /// the world. It is longer where two measured round trips are: see [`Place::roll_call`](super::place::Place).
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
+/// Time between two messages of a newcomer that it is there.
+const BEAT_INTERVAL: Nanos = Nanos::from_millis(300);
 /// Time between two checks of the current step.
 const POLL_INTERVAL: Nanos = Nanos::from_millis(100);
 /// Minimum time without an answer after which a member is given up, in units of the time to answer a ping.
@@ -75,6 +77,8 @@ struct Step {
     silence: Nanos,
     /// In a change of members: what else ends it.
     limit: Option<ChangeLimit>,
+    /// Whether this rank is a newcomer, which tells the members that it is there.
+    beats: bool,
 }
 
 /// What ends a change to a view with newcomers before it is complete.
@@ -152,13 +156,23 @@ impl Watchdog {
         let limit = self.patience.limit().max(roll_call);
         let (due, silence) = (now.saturating_add(limit), limit.max(Nanos(SILENCE * roll_call.0)));
         let (number, comm) = (self.steps, comm.clone());
-        let limit = None;
-        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence, limit }));
+        let (limit, beats) = (None, false);
+        self.shared.set(Some(Step {
+            number,
+            comm,
+            pinger: caller,
+            due,
+            roll_call,
+            stopped,
+            silence,
+            limit,
+            beats,
+        }));
         StepStart(now)
     }
 
     /// Starts to watch a change of the members of `comm` to a view with newcomers, which `caller` pings: they
-    /// must answer within `roll_call`. `stopped` publishes who does not answer.
+    /// must be heard within `roll_call`. `stopped` publishes who is not.
     pub(super) fn begin_change(
         &mut self,
         comm: &Communicator,
@@ -169,8 +183,44 @@ impl Watchdog {
         let now = self.shared.transport.now();
         self.steps += 1;
         let (number, comm, due) = (self.steps, comm.clone(), now);
-        let (silence, limit) = (Nanos(SILENCE * roll_call.0), Some(limit));
-        self.shared.set(Some(Step { number, comm, pinger: caller, due, roll_call, stopped, silence, limit }));
+        let (silence, limit, beats) = (Nanos(SILENCE * roll_call.0), Some(limit), false);
+        self.shared.set(Some(Step {
+            number,
+            comm,
+            pinger: caller,
+            due,
+            roll_call,
+            stopped,
+            silence,
+            limit,
+            beats,
+        }));
+        StepStart(now)
+    }
+
+    /// Starts to ping members again and again, without waiting for answers, so that they hear from this
+    /// newcomer while it enters the view of `comm`.
+    pub(super) fn begin_beats(
+        &mut self,
+        comm: &Communicator,
+        caller: Pinger,
+        stopped: StoppedStep,
+    ) -> StepStart {
+        let now = self.shared.transport.now();
+        self.steps += 1;
+        let (number, comm, silence, limit) = (self.steps, comm.clone(), Nanos::MAX, None);
+        let (due, roll_call) = (now, ROLL_CALL);
+        self.shared.set(Some(Step {
+            number,
+            comm,
+            pinger: caller,
+            due,
+            roll_call,
+            stopped,
+            silence,
+            limit,
+            beats: true,
+        }));
         StepStart(now)
     }
 
@@ -266,6 +316,13 @@ impl Shared {
     fn watch(&self) {
         while self.pause(POLL_INTERVAL) {
             let Some(step) = self.late() else { continue };
+            if step.beats {
+                let _beating = step.pinger.ping();
+                if !self.pause(BEAT_INTERVAL) {
+                    return;
+                }
+                continue;
+            }
             let Some(silent) = self.ends(&step) else { continue };
             let mut watched = self.watched();
             // With the lock held, the step cannot end and another one begin: that one would be cancelled by

@@ -91,3 +91,15 @@ fn members_that_wait_for_a_newcomer_go_on_without_it_when_it_freezes_and_when_th
     let ended = next.ends();
     assert_eq!(ended.status.code(), Some(75), "{}", said(&ended));
 }
+
+/// The members' own pings wait behind the state that they send: the newcomer is heard all the same.
+#[test]
+fn a_newcomer_whose_state_takes_seconds_is_admitted() {
+    let run = Run::new();
+    let slow = "--layers 2 --dim 64 --context 64 --stages 2 --up 2mbit --deadline 20s";
+    let host = host(&run, &format!("--steps 1000000 --out host {slow}"));
+    let newcomer = join(&run, "a", "host/run.ticket", &[]);
+    super::members(&run, &host, 2);
+    assert_eq!(said_by(&host).matches("during which all members wait").count(), 1, "{}", said_by(&host));
+    drop(newcomer);
+}

@@ -96,7 +96,7 @@ fn a_member_whose_folder_is_removed_says_so_and_the_others_go_on() {
     let host = host(&run, "--steps 1000000 --out host --checkpoint-every 400 --context 64 --dim 64");
     let a = join(&run, "a", "host/run.ticket", &[]);
     members(&run, &host, 2);
-    let mut b = join(&run, "b", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
     members(&run, &host, 3);
     trains(&run, &b);
     fs::remove_dir_all(run.at("b")).unwrap();
@@ -104,11 +104,14 @@ fn a_member_whose_folder_is_removed_says_so_and_the_others_go_on() {
         || said_by(&b),
         || said_by(&b).contains("the folder b of this member is not there any more").then_some(()),
     );
-    // It ends at its next checkpoint, with the name of the folder.
-    wait_until("its end", || {
-        b.process.as_mut().unwrap().try_wait().unwrap().map(|status| assert_eq!(status.code(), Some(1)))
-    });
-    assert!(said_by(&b).contains("error: failed to create b/"), "{}", said_by(&b));
+    // It does not end at its next checkpoint, and says why it has none when it leaves.
+    let tries = "failed to create b/";
+    wait_until_or(|| said_by(&b), || said_by(&b).contains(tries).then_some(()));
+    assert!(said_by(&b).contains("the run goes on"), "{}", said_by(&b));
+    b.send(Signal::INT);
+    let left = b.ends();
+    assert_eq!(left.status.code(), Some(130), "{}", said(&left));
+    assert!(said(&left).contains("could not be saved: failed to create b/"), "{}", said(&left));
     members(&run, &host, 2);
     for member in [&host, &a] {
         let before = losses(&run, member).len();
