@@ -154,9 +154,14 @@ fn spares_whose_links_are_too_slow_receive_their_parts_while_all_wait() {
     let folder = tempfile::tempdir().unwrap();
     let job = growing(folder.path(), TrainConfig::default());
     let link = "200kbit,1ms".parse().unwrap();
-    let job = job.with_config(TrainConfig { link, ..job.config.clone() }, 2).unwrap();
-    let (ended, told) = run(&job, &COME, &Faults::new());
-    hash(&ended, &[], &told);
-    assert!(told.has(GREW) && !told.has(FOLLOWED), "{told:?}");
-    assert!(told.has("all members wait"), "{told:?}");
+    // With `--join-wait`, members do not wait longer for them: they stay without a part.
+    for (join_wait, grows) in [(Nanos::MAX, true), (Nanos::from_millis(60_000), false)] {
+        let job = job.with_config(TrainConfig { link, join_wait, ..job.config.clone() }, 2).unwrap();
+        let (ended, told) = run(&job, &COME, &Faults::new());
+        if grows {
+            hash(&ended, &[], &told);
+            assert!(told.has("all members wait"), "{told:?}");
+        }
+        assert!(told.has(GREW) == grows && !told.has(FOLLOWED), "{told:?}");
+    }
 }
