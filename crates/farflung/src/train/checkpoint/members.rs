@@ -26,10 +26,7 @@ pub(super) fn newest(run: &RunDir, job: &Job) -> Result<Option<Chosen>> {
     let mut failed: Option<Error> = None;
     let mut elsewhere: Option<Error> = None;
     for path in steps.values().rev().flatten() {
-        match all_of(path, job).and_then(|all| {
-            let files: Vec<Files> = all.iter().map(Files::read).collect::<Result<_>>()?;
-            Ok(files)
-        }) {
+        match all_of(path, job).and_then(|all| all.iter().map(Files::read).collect::<Result<Vec<_>>>()) {
             Ok(files) if files.len() == 1 && elsewhere.is_some() => break,
             Ok(files) => return chosen(path, (run, job), files).map(Some),
             Err(error @ Error::PartsElsewhere { .. }) => elsewhere = elsewhere.or(Some(error)),

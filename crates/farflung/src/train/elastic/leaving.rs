@@ -207,7 +207,7 @@ fn summary(
 }
 
 /// Returns the newest checkpoint in a member's folder.
-pub(super) fn newest_saved(run: &Path) -> Option<(u64, PathBuf)> {
+fn newest_saved(run: &Path) -> Option<(u64, PathBuf)> {
     let step = run_dir::list(run).ok()?.pop()?;
     Some((step, run.join(folder(step))))
 }

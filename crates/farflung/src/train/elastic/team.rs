@@ -128,8 +128,8 @@ impl Team {
 
     /// Returns whether without these members no member holds some part of the model.
     pub(super) fn lacks_a_part_without(&self, leaving: &BTreeSet<MemberId>) -> bool {
-        let stages = 0..self.assignment.stages;
-        stages.into_iter().any(|position| self.holders(position).iter().all(|id| leaving.contains(id)))
+        let is_leaving = |position| self.holders(position).iter().all(|id| leaving.contains(id));
+        (0..self.assignment.stages).any(is_leaving)
     }
 
     /// Returns the place of each member; `None` for spares.

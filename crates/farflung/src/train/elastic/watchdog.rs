@@ -152,23 +152,13 @@ impl Watchdog {
         stopped: StoppedStep,
     ) -> StepStart {
         let now = self.shared.transport.now();
-        self.steps += 1;
         let limit = self.patience.limit().max(roll_call);
         let (due, silence) = (now.saturating_add(limit), limit.max(Nanos(SILENCE * roll_call.0)));
-        let (number, comm) = (self.steps, comm.clone());
-        let (limit, beats) = (None, false);
-        self.shared.set(Some(Step {
-            number,
-            comm,
-            pinger: caller,
-            due,
-            roll_call,
-            stopped,
-            silence,
-            limit,
-            beats,
-        }));
-        StepStart(now)
+        let (comm, limit, beats) = (comm.clone(), None, false);
+        self.watch(
+            now,
+            Step { number: 0, comm, pinger: caller, due, roll_call, stopped, silence, limit, beats },
+        )
     }
 
     /// Starts to watch a change of the members of `comm` to a view with newcomers, which `caller` pings: they
@@ -181,21 +171,12 @@ impl Watchdog {
         limit: ChangeLimit,
     ) -> StepStart {
         let now = self.shared.transport.now();
-        self.steps += 1;
-        let (number, comm, due) = (self.steps, comm.clone(), now);
+        let (comm, due) = (comm.clone(), now);
         let (silence, limit, beats) = (Nanos(SILENCE * roll_call.0), Some(limit), false);
-        self.shared.set(Some(Step {
-            number,
-            comm,
-            pinger: caller,
-            due,
-            roll_call,
-            stopped,
-            silence,
-            limit,
-            beats,
-        }));
-        StepStart(now)
+        self.watch(
+            now,
+            Step { number: 0, comm, pinger: caller, due, roll_call, stopped, silence, limit, beats },
+        )
     }
 
     /// Starts to ping members again and again, without waiting for answers, so that they hear from this
@@ -207,20 +188,18 @@ impl Watchdog {
         stopped: StoppedStep,
     ) -> StepStart {
         let now = self.shared.transport.now();
-        self.steps += 1;
-        let (number, comm, silence, limit) = (self.steps, comm.clone(), Nanos::MAX, None);
+        let (comm, silence, limit) = (comm.clone(), Nanos::MAX, None);
         let (due, roll_call) = (now, ROLL_CALL);
-        self.shared.set(Some(Step {
-            number,
-            comm,
-            pinger: caller,
-            due,
-            roll_call,
-            stopped,
-            silence,
-            limit,
-            beats: true,
-        }));
+        self.watch(
+            now,
+            Step { number: 0, comm, pinger: caller, due, roll_call, stopped, silence, limit, beats: true },
+        )
+    }
+
+    /// Gives a step that begins `now` the next number, and hands it to the thread.
+    fn watch(&mut self, now: Nanos, step: Step) -> StepStart {
+        self.steps += 1;
+        self.shared.set(Some(Step { number: self.steps, ..step }));
         StepStart(now)
     }
 
