@@ -1,6 +1,7 @@
 //! The crate's error type: what failed, with the field, file or peer at fault, and the exit code of each error.
 
 mod classify;
+mod launch;
 mod texts;
 
 use std::io;
@@ -13,6 +14,7 @@ use farflung_tensor::TensorError;
 use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
+pub use launch::LaunchError;
 pub(crate) use texts::causes;
 use texts::{and_also, diverged, not_finite};
 
@@ -458,52 +460,9 @@ pub enum Error {
         /// The drawing library's error.
         what: String,
     },
-    /// A process of a launched job could not be started.
-    #[error("failed to start rank {rank}")]
-    Start {
-        /// The rank.
-        rank: usize,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
-    /// A process of a launched job failed.
-    #[error("rank {rank} failed: {status}")]
-    Child {
-        /// The rank whose failure ended the job.
-        rank: usize,
-        /// The exit status of that rank's process.
-        status: std::process::ExitStatus,
-        /// The exit code to return.
-        code: u8,
-    },
-    /// The processes of a launched job on another machine failed.
-    #[error("the ranks on {host} failed: {status}")]
-    OnHost {
-        /// The machine.
-        host: String,
-        /// The exit status of the processes there.
-        status: std::process::ExitStatus,
-        /// The exit code to return.
-        code: u8,
-    },
-    /// A machine of a launched job could not be reached, or the connection to it was lost.
-    #[error("ssh to {host} failed: see its messages, and try `ssh {host} true`")]
-    Ssh {
-        /// The machine.
-        host: String,
-        /// The exit code to return.
-        code: u8,
-    },
-    /// ssh could not be started.
-    #[error("failed to start `{command}`")]
-    StartSsh {
-        /// The command.
-        command: String,
-        /// The system's error.
-        #[source]
-        source: io::Error,
-    },
+    /// A process or a machine of a launched job could not be started, or failed.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
     /// A peer was lost; the job can be started again.
     #[error("{peer} was lost")]
     PeerLost {

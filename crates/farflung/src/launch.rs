@@ -29,7 +29,7 @@ pub use remote::Remote;
 pub use restarts::restarting;
 pub use share::serve;
 
-use crate::{Error, Result, Stop};
+use crate::{Error, LaunchError, Result, Stop};
 
 /// Number of ports that are tried; the error of the last one is returned.
 const PORTS: usize = 16;
@@ -75,8 +75,8 @@ impl Launch {
     /// SIGKILL. On Linux they also get SIGTERM if the thread that runs this function ends first, however it
     /// ends.
     ///
-    /// Errors: [`Error::Child`] with the rank whose failure ended the job, [`Error::Stopped`] if a signal ended
-    /// the job, [`Error::Start`], [`Error::Io`] if no port is free.
+    /// Errors: [`LaunchError::Child`] with the rank whose failure ended the job, [`Error::Stopped`] if a
+    /// signal ended the job, [`LaunchError::Start`], [`Error::Io`] if no port is free.
     pub fn run(&self, program: &Path, args: &[OsString], stop: &Stop) -> Result<()> {
         self.run_with(program, args, &BTreeMap::new(), stop)
     }
@@ -109,7 +109,7 @@ impl Launch {
                 .envs(self.secret.iter().map(|secret| (crate::access::SECRET, as_text(secret))))
                 .envs(keys.iter().flat_map(|keys| keys.variables(rank)))
                 .stdin(Stdio::null());
-            job.start(command, Whose::Rank(rank)).map_err(|source| Error::Start { rank, source })?;
+            job.start(command, Whose::Rank(rank)).map_err(|source| LaunchError::Start { rank, source })?;
         }
         job.run(self.grace, stop)
     }

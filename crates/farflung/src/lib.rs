@@ -36,7 +36,7 @@ pub mod watch;
 // Items that every user of the crate needs: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
-pub use error::{Error, Result};
+pub use error::{Error, LaunchError, Result};
 pub use model_name::model_name;
 pub use signals::{Signal, Stop, ignore_file_size_signal};
 

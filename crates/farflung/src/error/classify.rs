@@ -67,11 +67,8 @@ impl Error {
             Self::Stopped(signal) | Self::StoppedAt { signal, .. } | Self::EndedAtOnce { signal, .. } => {
                 signal.exit_code()
             }
-            Self::Child { code, .. }
-            | Self::OnHost { code, .. }
-            | Self::Ssh { code, .. }
-            | Self::OnRank { code, .. }
-            | Self::NoRoomOn { code, .. } => *code,
+            Self::Launch(error) => error.exit_code(),
+            Self::OnRank { code, .. } | Self::NoRoomOn { code, .. } => *code,
             // A run that cannot begin is as one whose memory does not suffice.
             Self::NoRoom(lack) if lack.step.is_none() => 2,
             _ => 1,

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
-use crate::{Error, NoticeArgs, Result, Stop, terminal};
+use crate::{Error, LaunchError, NoticeArgs, Result, Stop, terminal};
 
 /// Time before a process is started again, since the cause of the failure may last a while.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -64,8 +64,9 @@ impl Elastic {
     /// A process that succeeds ends the job. One that was started wrongly (exit code 2) is not started again.
     /// After the first start, the job ends if no process is running that others could join.
     ///
-    /// Errors: [`Error::Child`] with the last process that failed before the others were asked to end, with
-    /// exit code 2 if it was started wrongly and else 75; [`Error::Stopped`] after a signal; [`Error::Start`].
+    /// Errors: [`LaunchError::Child`] with the last process that failed before the others were asked to end,
+    /// with exit code 2 if it was started wrongly and else 75; [`Error::Stopped`] after a signal;
+    /// [`LaunchError::Start`].
     pub fn run(&self, stop: &Stop, mut start: impl FnMut(&Start) -> Result<Option<Command>>) -> Result<()> {
         let members = vec![Member::Due(Duration::ZERO); self.most];
         let job = Job::default();
@@ -102,7 +103,7 @@ impl Running<'_> {
             let Some(mut command) = start(&Start { member, running })? else { continue };
             command.stdin(Stdio::null());
             let started = self.job.start(command, Whose::Rank(member));
-            started.map_err(|source| Error::Start { rank: member, source })?;
+            started.map_err(|source| LaunchError::Start { rank: member, source })?;
             self.members[member] = Member::Runs;
         }
         Ok(())
@@ -196,7 +197,7 @@ impl Running<'_> {
             (_, Some(signal), _) => Err(Error::Stopped(signal)),
             (_, None, Some(failure)) => {
                 let code = if failure.code() == USAGE { USAGE } else { LOST };
-                Err(failure.error(code))
+                Err(failure.error(code).into())
             }
         }
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal as SystemSignal, kill_process};
 
-use crate::{Error, Result, Signal, Stop, terminal};
+use crate::{Error, LaunchError, Result, Signal, Stop, terminal};
 
 /// Time between two checks for exits and signals.
 pub(super) const POLL: Duration = Duration::from_millis(20);
@@ -25,12 +25,12 @@ pub(super) enum Whose {
 
 impl Whose {
     /// Returns the error for a failure of this process.
-    fn failed(&self, status: ExitStatus, code: u8) -> Error {
+    fn failed(&self, status: ExitStatus, code: u8) -> LaunchError {
         match self {
-            Self::Rank(rank) => Error::Child { rank: *rank, status, code },
+            Self::Rank(rank) => LaunchError::Child { rank: *rank, status, code },
             // ssh reports its own failures with 255; ranks never exit with that code.
-            Self::Host(host) if status.code() == Some(255) => Error::Ssh { host: host.clone(), code },
-            Self::Host(host) => Error::OnHost { host: host.clone(), status, code },
+            Self::Host(host) if status.code() == Some(255) => LaunchError::Ssh { host: host.clone(), code },
+            Self::Host(host) => LaunchError::OnHost { host: host.clone(), status, code },
         }
     }
 
@@ -61,7 +61,7 @@ impl Failure {
     }
 
     /// Returns the error of a job that failed because of this process.
-    pub(super) fn error(&self, code: u8) -> Error {
+    pub(super) fn error(&self, code: u8) -> LaunchError {
         self.whose.failed(self.status, code)
     }
 }
@@ -201,7 +201,7 @@ impl Job {
             (_, None) => Ok(()),
             // A child that was ended by the signal that was passed on has not failed.
             (Some(signal), Some((_, code))) if ended(signal) && code != USAGE => Err(Error::Stopped(signal)),
-            (_, Some((failure, code))) => Err(failure.error(code)),
+            (_, Some((failure, code))) => Err(failure.error(code).into()),
         }
     }
 

@@ -13,7 +13,7 @@ use super::as_text;
 use super::hosts::Hosts;
 use super::job::{Job, Whose};
 use super::share::Share;
-use crate::{Error, Result, Stop};
+use crate::{Error, LaunchError, Result, Stop};
 
 /// Prefix of the variables that are passed on to the machines.
 const OURS: &str = "FARFLUNG_";
@@ -48,8 +48,8 @@ impl Remote {
     /// [`Launch::run`](super::Launch::run) does. `variables` are this process's environment variables; those of
     /// farflung and `RUST_LOG` are passed on.
     ///
-    /// Errors: [`Error::OnHost`] with the machine whose failure ended the job, [`Error::Ssh`] for one that
-    /// cannot be reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than
+    /// Errors: [`LaunchError::OnHost`] with the machine whose failure ended the job, [`LaunchError::Ssh`] for
+    /// one that cannot be reached, [`Error::Stopped`], [`LaunchError::StartSsh`]; [`Error::Setting`] for more processes than
     /// there are slots, and for arguments that are not UTF-8.
     pub fn run(
         &self,
@@ -93,7 +93,7 @@ impl Remote {
             command.args(flags).arg("--").arg(&host.name);
             command.arg(format!("{} launch --from-stdin", quoted(program))).stdin(Stdio::piped());
             let started = job.start(command, Whose::Host(host.name.clone()));
-            started.map_err(|source| Error::StartSsh { command: first.clone(), source })?;
+            started.map_err(|source| LaunchError::StartSsh { command: first.clone(), source })?;
             job.tell_last(&serde_json::to_string(&share).expect("texts and numbers can be written as JSON"));
         }
         job.run(*grace, stop)

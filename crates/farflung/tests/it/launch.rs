@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use farflung::launch::restarting;
-use farflung::{Error, Launch, Signal, Stop};
+use farflung::{Error, Launch, LaunchError, Signal, Stop};
 
 fn launch(script: &str, grace: Duration, stop: &Stop) -> farflung::Result<()> {
     let job = Launch { grace, ..Launch::here(3) };
@@ -32,7 +32,7 @@ fn every_process_knows_its_place() {
 fn the_others_are_ended_after_the_grace_and_the_first_code_counts() {
     let script = "test $RANK = 1 && exit 75; sleep 60";
     match launch(script, Duration::from_millis(200), &Stop::manual()) {
-        Err(error @ Error::Child { rank: 1, .. }) => assert_eq!(error.exit_code(), 75),
+        Err(error @ Error::Launch(LaunchError::Child { rank: 1, .. })) => assert_eq!(error.exit_code(), 75),
         other => panic!("{other:?}"),
     }
 }
@@ -59,7 +59,7 @@ fn a_job_that_failed_is_started_again_with_all_its_ranks() {
 fn who_ignores_sigterm_is_killed() {
     let script = "test $RANK = 2 && exit 3; trap '' TERM; while :; do sleep 0.05; done";
     match launch(script, Duration::from_millis(200), &Stop::manual()) {
-        Err(error @ Error::Child { rank: 2, .. }) => assert_eq!(error.exit_code(), 3),
+        Err(error @ Error::Launch(LaunchError::Child { rank: 2, .. })) => assert_eq!(error.exit_code(), 3),
         other => panic!("{other:?}"),
     }
 }
@@ -138,8 +138,8 @@ fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
         ("test $RANK = 1 && exit 75; sleep 60", 1, 75),
     ] {
         match launch(script, Duration::from_millis(500), &Stop::manual()) {
-            Err(error @ Error::Child { .. }) => {
-                let Error::Child { rank: named, .. } = error else { unreachable!() };
+            Err(error @ Error::Launch(LaunchError::Child { .. })) => {
+                let Error::Launch(LaunchError::Child { rank: named, .. }) = error else { unreachable!() };
                 assert_eq!((named, error.exit_code()), (rank, code), "{script}");
             }
             other => panic!("{script}: {other:?}"),
@@ -151,5 +151,5 @@ fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
 fn a_program_that_is_not_there_is_named() {
     let job = Launch { grace: Duration::ZERO, ..Launch::here(2) };
     let outcome = job.run(Path::new("/no/such/program"), &[], &Stop::manual());
-    assert!(matches!(outcome, Err(Error::Start { rank: 0, .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(Error::Launch(LaunchError::Start { rank: 0, .. }))), "{outcome:?}");
 }

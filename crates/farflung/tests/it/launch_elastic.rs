@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::child::{send, wait_until_or};
 use crate::tiny::{Run, farflung};
 use farflung::launch::{Elastic, Start};
-use farflung::{Error, Signal, Stop};
+use farflung::{Error, LaunchError, Signal, Stop};
 use rustix::process::Signal as SystemSignal;
 
 fn elastic(least: usize, most: usize, restarts: u32) -> Elastic {
@@ -56,7 +56,7 @@ fn with_fewer_than_the_least_the_job_ends() {
     let script = |nth| if nth == 0 { "exec sleep 60" } else { "exit 1" }.to_owned();
     let (ended, started) = shells(&elastic(2, 2, 2), &Stop::manual(), script);
     match ended {
-        Err(error @ Error::Child { rank: 1, .. }) => assert_eq!(error.exit_code(), 75),
+        Err(error @ Error::Launch(LaunchError::Child { rank: 1, .. })) => assert_eq!(error.exit_code(), 75),
         other => panic!("{other:?}"),
     }
     assert_eq!(started.len(), 4);
@@ -160,7 +160,11 @@ fn a_warning_ends_all_members_and_is_in_their_events() {
     command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
     let mut launcher = command.spawn().unwrap();
     let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
-    wait_until_or(says, || (members(&run.at("run")) == Some(2)).then_some(()));
+    // A member that has not taken a step leaves without a trace.
+    for folder in ["run", "run/members/1"] {
+        wait_until_or(says, || (members(&run.at(folder)) == Some(2)).then_some(()));
+        wait_until_or(says, || run.at(folder).join("metrics.jsonl").exists().then_some(()));
+    }
     let host = child_of(launcher.id(), "farflung\0host").unwrap();
     let join = child_of(launcher.id(), "run/members/1").unwrap();
     for process in [launcher.id(), host, join] {
