@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::config::PRESETS;
+use crate::data::SourceError;
 use crate::tokenizer::NAMES;
 
 /// An error of this crate.
@@ -79,14 +80,9 @@ pub enum ZooError {
         /// Path of the file or folder.
         path: PathBuf,
     },
-    /// A text tokenizer was given a file that is not UTF-8.
-    #[error("`{}` is not UTF-8 at byte {offset}; only the `byte` tokenizer reads such files", path.display())]
-    NotUtf8 {
-        /// Path of the file.
-        path: PathBuf,
-        /// Offset of the first invalid byte.
-        offset: usize,
-    },
+    /// A file or folder cannot be used as training data.
+    #[error(transparent)]
+    Source(#[from] SourceError),
     /// The header or the length of a token file is wrong.
     #[error("token file `{}`: {field} is {found}, expected {expected}", path.display())]
     TokenFile {

@@ -12,8 +12,37 @@ use super::Cli;
 ///
 /// Errors: help, the version or a usage error, to be printed.
 pub(super) fn parse() -> Result<Cli, clap::Error> {
-    let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()))?;
+    let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()));
+    let matches = matches.map_err(|error| match not_utf8(std::env::args_os().skip(1)) {
+        Some(text) if error.kind() == ErrorKind::InvalidUtf8 => {
+            Cli::command().error(ErrorKind::InvalidUtf8, text)
+        }
+        _ => error,
+    })?;
     Cli::from_arg_matches(&matches)
+}
+
+/// Returns what to say of the first argument that is not UTF-8. Settings are saved as text, so those of a run
+/// cannot be such paths.
+fn not_utf8(args: impl Iterator<Item = OsString>) -> Option<String> {
+    let mut before = None;
+    for arg in args {
+        let text = arg.to_string_lossy().into_owned();
+        if arg.to_str().is_some() {
+            before = Some(text);
+            continue;
+        }
+        let (flag, value) = match text.split_once('=').filter(|(flag, _)| flag.starts_with("--")) {
+            Some((flag, value)) => (Some(flag.to_owned()), value),
+            None => (before.filter(|word| word.starts_with('-')), &*text),
+        };
+        let flag = flag.map_or_else(|| "an argument".to_owned(), |flag| format!("the value of `{flag}`"));
+        return Some(format!(
+            "{flag} is `{value}`, which is not UTF-8, and settings are saved as text: give a link to it with \
+             another name, or change to its folder and give the rest of the path"
+        ));
+    }
+    None
 }
 
 /// Allows negative numbers as values of all options; the option's range decides whether one is valid.
@@ -98,6 +127,22 @@ mod tests {
         assert_eq!(all("f schedule -p -4 --file -x"), "f schedule -p -4 --file -x");
         assert_eq!(all("f launch -n 2 -- train --lr -1e-3"), "f launch -n 2 -- train --lr -1e-3");
         assert_eq!(all("f --a=1 -2"), "f --a=1 -2");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_argument_that_is_not_utf8_is_named_with_its_flag() {
+        use std::os::unix::ffi::OsStringExt;
+
+        let said = |args: &[&[u8]]| not_utf8(args.iter().map(|arg| OsString::from_vec(arg.to_vec())));
+        let text = said(&[b"train", b"--data", b"caf\xe9/b.txt"]).unwrap();
+        assert!(
+            text.starts_with("the value of `--data` is `caf\u{fffd}/b.txt`, which is not UTF-8"),
+            "{text}"
+        );
+        assert!(said(&[b"train", b"--out=caf\xe9"]).unwrap().starts_with("the value of `--out` is"));
+        assert!(said(&[b"caf\xe9"]).unwrap().starts_with("an argument is"));
+        assert_eq!(said(&[b"train", "--data=é".as_bytes()]), None);
     }
 
     #[test]

@@ -2,8 +2,10 @@
 
 use std::path::PathBuf;
 
+use farflung::data_notes::data_notes;
+use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
 use farflung::zoo::{Corpus, HoldOut, Sampler, Shard, stage};
-use farflung::{Result, corpus};
+use farflung::{Result, corpus, terminal};
 
 use super::model::ModelArgs;
 
@@ -15,10 +17,19 @@ use super::model::ModelArgs;
 pub(crate) struct EvalCommand {
     #[command(flatten)]
     model: ModelArgs,
-    /// Text file, folder of text files, or .bin file of tokens. Default: the source code of farflung's own
-    /// dependencies.
+    /// Text file, folder of text files, or .bin file of tokens, as in `farflung train`. Default: the source
+    /// code of farflung's own dependencies.
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
+    /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
+    #[arg(long, value_name = "NAME")]
+    encoding: Option<TextEncoding>,
+    /// Make special tokens that are written in the text, such as <|endoftext|>, the tokenizer's own tokens.
+    #[arg(long)]
+    special_tokens: bool,
+    /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.
+    #[arg(long, value_name = "TYPE")]
+    token_type: Option<TokenType>,
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
@@ -34,11 +45,16 @@ impl EvalCommand {
     pub(crate) fn run(self) -> Result<()> {
         let loaded = self.model.load()?;
         let tokenizer = &*loaded.tokenizer;
+        let (encoding, special_tokens, token_type) = (self.encoding, self.special_tokens, self.token_type);
+        let options = ReadOptions { encoding, special_tokens, token_type };
         let corpus = match &self.data {
-            Some(path) => Corpus::open(path, tokenizer)?,
+            Some(path) => Corpus::open_with(path, tokenizer, options)?,
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
-        let (_, held_out) = corpus.split(HoldOut::Standard)?;
+        let (training, held_out) = corpus.split(HoldOut::Standard)?;
+        for line in data_notes(corpus.reading(), &training, &held_out) {
+            terminal::write_stderr(format!("{line}\n"));
+        }
         let context = loaded.stage.config().context;
         let shard = Shard::whole(self.batch as usize);
         let sampler = Sampler::evaluation(held_out, shard, context, self.batches as usize)?;

@@ -13,7 +13,7 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::Sharding;
-use farflung_zoo::data::NoSharding;
+use farflung_zoo::data::{NoEncoding, NoSharding, NoTokenType, TextEncoding, TokenType};
 use toml::Value;
 
 use super::recipe::{self, Recipe};
@@ -407,17 +407,24 @@ impl Setting for LossScaling {
     }
 }
 
-impl Setting for Sharding {
-    fn expected() -> String {
-        NoSharding.to_string().replacen("expected ", "", 1)
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
+/// Implements [`Setting`] for types whose `Display` and `FromStr` use the same text, and whose error says what
+/// is expected.
+macro_rules! by_text {
+    ($($ty:ty: $error:expr),*) => {$(
+        impl Setting for $ty {
+            fn expected() -> String {
+                $error.to_string().replacen("expected ", "", 1)
+            }
+            fn parse(text: &str) -> Option<Self> {
+                text.parse().ok()
+            }
+            fn value(&self) -> Value {
+                Value::String(self.to_string())
+            }
+        }
+    )*};
 }
+by_text!(Sharding: NoSharding, TextEncoding: NoEncoding, TokenType: NoTokenType);
 
 impl Setting for VersionSync {
     fn expected() -> String {

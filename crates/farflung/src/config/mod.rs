@@ -6,6 +6,9 @@
 //! notes on settings that have no effect in [`notes`], and the settings that all ranks of a job share in
 //! [`shared`]. This module does not depend on what the settings do.
 
+#[macro_use]
+mod declare;
+
 pub mod choice;
 pub mod file;
 pub mod flags;
@@ -41,6 +44,7 @@ use farflung_parallel::pipeline::{Method, VersionSync};
 
 use farflung_tensor::Precision;
 use farflung_zoo::Sharding;
+use farflung_zoo::data::{TextEncoding, TokenType};
 
 use crate::Result;
 use choice::{
@@ -66,147 +70,6 @@ fn default_codec() -> AverageSpec {
 /// Ratio of the highest learning rate to the default of the final one.
 const LR_OVER_MIN_LR: f64 = 10.0;
 
-/// The type of a resolved setting: its own type if it has a default, else `Option`.
-macro_rules! resolved {
-    ($ty:ty) => { Option<$ty> };
-    ($ty:ty, $default:expr) => { $ty };
-}
-
-/// The value of a resolved setting.
-macro_rules! resolve {
-    ($given:expr) => {
-        $given
-    };
-    ($given:expr, $default:expr) => {
-        $given.unwrap_or_else(|| $default.into())
-    };
-}
-
-/// A resolved setting as a TOML value, or `None` if it has no value.
-macro_rules! printed {
-    ($field:expr) => {
-        $field.as_ref().map(Setting::value)
-    };
-    ($field:expr, $default:expr) => {
-        Some(Setting::value(&$field))
-    };
-}
-
-/// Declares `TrainArgs` (the settings as given) and `TrainConfig` (the resolved settings) from one list. Ranks
-/// of a job compare a setting when they meet, unless its row ends with `=>` and the reason why it may differ
-/// between ranks.
-macro_rules! settings {
-    ($($heading:literal {
-        $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)? $(=> $own:literal)?;)+
-    })+) => {
-        /// The settings of a run as given; `None` for those that were not given.
-        #[derive(Debug, Clone, Default, PartialEq, clap::Args)]
-        pub struct TrainArgs {
-            $($(
-                $(#[doc = $doc])+
-                #[arg(long, value_name = $metavar, help_heading = $heading,
-                      value_parser = <$ty as Setting>::from_flag)]
-                pub $name: Option<$ty>,
-            )+)+
-            /// Settings that a file marks as defaults ([`BY_DEFAULT`](given::BY_DEFAULT)): they have a value
-            /// but do not count as given.
-            #[arg(skip)]
-            pub by_default: BTreeSet<&'static str>,
-        }
-
-        /// The settings of a run with all defaults filled in; `None` only if leaving a setting out has a
-        /// meaning.
-        #[derive(Debug, Clone, PartialEq)]
-        pub struct TrainConfig {
-            $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
-            /// The settings that were given by a flag or file.
-            pub given: Given,
-        }
-
-        impl TrainArgs {
-            /// The field names of all settings, in the order of `--help`.
-            pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
-
-            /// The settings that may differ between the ranks of a job.
-            pub const PER_RANK: &'static [PerRankSetting] =
-                &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
-
-            /// Returns these settings; a setting that is not given here is taken from `other`.
-            #[must_use]
-            pub fn or(self, other: Self) -> Self {
-                let mut by_default = self.by_default.clone();
-                by_default.extend(other.by_default.difference(&self.given()));
-                Self { $($($name: self.$name.or(other.$name),)+)+ by_default }
-            }
-
-            /// Returns the names of the settings that were given.
-            #[must_use]
-            pub fn given(&self) -> BTreeSet<&'static str> {
-                let all = [$($(self.$name.is_some().then_some(stringify!($name)),)+)+];
-                all.into_iter().flatten().filter(|name| !self.by_default.contains(name)).collect()
-            }
-
-            /// Returns the names and values of the settings that were given.
-            #[must_use]
-            pub fn given_values(&self) -> Vec<(&'static str, String)> {
-                let all = [$($((stringify!($name), self.$name.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
-                let given = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
-                given.filter(|(name, _)| !self.by_default.contains(name)).collect()
-            }
-
-            /// Clears one setting.
-            fn forget(&mut self, key: &str) {
-                match key {
-                    $($(stringify!($name) => self.$name = None,)+)+
-                    _ => {}
-                }
-            }
-
-            /// Sets one setting from a TOML value. Errors: the values that are allowed, if the value is not one
-            /// of them.
-            fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
-                match key {
-                    $($(stringify!($name) => {
-                        let expected = || <$ty>::wanted(value.as_str().unwrap_or_default());
-                        self.$name = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
-                    })+)+
-                    _ => return Err(format!("one of {}", Self::KEYS.join(" "))),
-                }
-                Ok(())
-            }
-        }
-
-        impl TrainConfig {
-            /// Fills in the defaults, without checking values.
-            fn fill(args: TrainArgs) -> Self {
-                let given = Given::Only(args.given());
-                let (min_lr, codec, outer_momentum) = (args.min_lr, args.codec, args.outer_momentum);
-                let sync = args.sync;
-                let own = args.optimizer_defaults();
-                let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
-                config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
-                own.fill(&mut config);
-                config.take_pools();
-                if sync.is_none() {
-                    config.take_sync_of_row();
-                }
-                if codec.is_none() {
-                    config.take_codec_of_rows();
-                }
-                if outer_momentum.is_none() {
-                    config.take_outer_momentum_of_row();
-                }
-                config
-            }
-
-            /// Returns the headings with the settings below them; `None` for a setting without a value.
-            fn entries(&self) -> Vec<(&'static str, Vec<(&'static str, Option<toml::Value>)>)> {
-                vec![$(($heading, vec![$((stringify!($name), printed!(self.$name $(, $default)?)),)+]),)+]
-            }
-        }
-    };
-}
-
 settings! {
     "Model" {
         /// Model preset: nano, baby, gpt2, or one of the larger sizes of GPT-2 and GPT-3.
@@ -225,8 +88,9 @@ settings! {
         init_from: PathBuf, "DIR" => "the path may differ; the weights are compared";
     }
     "Data and output" {
-        /// Text file, folder of text files, or .bin file of tokens. Default: the source code of farflung's own
-        /// dependencies.
+        /// Text file, folder of text files, or .bin file of tokens. Texts may be compressed by gzip, zstd, xz
+        /// or bzip2. A folder may have files for train, valid and test. Default: the source code of farflung's
+        /// own dependencies.
         data: PathBuf, "PATH" => "the path may differ; the tokens are compared";
         /// Each process of a job trains on its own text: --data may then differ between processes.
         own_data: bool, "BOOL", false;
@@ -238,6 +102,12 @@ settings! {
         /// (chunks of the text are grouped into K clusters of similar chunks, and each replica gets some of the
         /// clusters).
         shards: Sharding, "KIND", Sharding::Random;
+        /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
+        encoding: TextEncoding, "NAME" => "it may differ with the files; the text is compared";
+        /// Make special tokens that are written in a text, such as <|endoftext|>, the tokenizer's own tokens.
+        special_tokens: bool, "BOOL", false;
+        /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.
+        token_type: TokenType, "TYPE" => "it may differ with the files; the tokens are compared";
         /// The run's folder. Default: the next free runs/MODEL-N.
         out: PathBuf, "DIR" => "each machine has its own folders";
         /// Print results as JSON on stdout.

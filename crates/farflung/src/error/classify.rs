@@ -50,7 +50,9 @@ impl Error {
                 | ParallelError::TraceLine { .. }
                 | ParallelError::UnknownName { .. },
             )
-            | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
+            | Self::Zoo(
+                ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. } | ZooError::Source(_),
+            ) => 2,
             // `Taken` gets code 75: the rank is still held by a dead process, and becomes free after a while.
             // Other rejections are permanent, so their code is 2. A cache miss at a boundary gets code 75,
             // since both ends compare their samples after a restart.

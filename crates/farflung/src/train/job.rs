@@ -10,7 +10,7 @@ use farflung_optim::AverageConfig;
 use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
-
+use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
     Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Stage, Tokenizer, ZooError,
     tokenizer,
@@ -24,6 +24,7 @@ use super::round_plan::RoundPlan;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
+use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
@@ -72,6 +73,8 @@ pub struct Job {
     pub shards: Option<Shards>,
     /// Description of where the text came from.
     pub source: String,
+    /// What was read of the data.
+    pub reading: Arc<Reading>,
     /// Hash of the data.
     pub hash: String,
     /// Hash of the initial weights, if they are read from a folder.
@@ -105,16 +108,17 @@ impl Job {
         let model = shape(&config, tokenizer.vocab_size())?;
         let Decided { config, plan, cluster, rates } = Decided::of(config, &model, world)?;
         let (corpus, source) = if let Some(path) = &config.data {
-            (Corpus::open(path, &*tokenizer)?, path.display().to_string())
+            let corpus = Corpus::open_with(path, &*tokenizer, read_options(&config))?;
+            (corpus, path.display().to_string())
         } else {
             let name = "the source of our own dependencies";
             (default_corpus(name, config.shards, &*tokenizer)?, name.to_owned())
         };
-        let hash = corpus.hash();
+        let (hash, reading) = (corpus.hash(), Arc::clone(corpus.reading()));
         let initial = config.init_from.as_deref().map(weights_hash).transpose()?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, &training, model.context)?;
+        let shards = shards_of(&config, &plan, (&training, &reading), model.context)?;
         Ok(Self {
             config,
             model,
@@ -135,6 +139,7 @@ impl Job {
             held_out,
             shards,
             source,
+            reading,
             hash,
             initial,
             world,
@@ -154,7 +159,7 @@ impl Job {
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
+        let shards = shards_of(&config, &plan, (&self.training, &self.reading), self.model.context)?;
         Ok(Self { config, plan, cluster, rates, shards, world, ..self.clone() })
     }
 
@@ -171,7 +176,7 @@ impl Job {
         averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
+        let shards = shards_of(&config, &plan, (&self.training, &self.reading), self.model.context)?;
         Ok(Self {
             config,
             plan,
@@ -355,7 +360,12 @@ fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> 
 /// Returns the part of the training data of each replica; `None` if all replicas use all of it.
 ///
 /// Errors: [`Error::Setting`] for settings that cannot be combined with shards; fewer parts than replicas.
-fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize) -> Result<Option<Shards>> {
+fn shards_of(
+    config: &TrainConfig,
+    plan: &Plan,
+    (training, reading): (&Split, &Reading),
+    context: usize,
+) -> Result<Option<Shards>> {
     let shards = config.shards;
     if shards == Sharding::Random {
         return Ok(None);
@@ -370,7 +380,13 @@ fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize
     if config.own_data {
         return refuse("random with `own-data`: each process already has its own text");
     }
-    Ok(Shards::new(shards, training, context, plan.replicas() as usize, config.seed)?)
+    match Shards::new(shards, training, context, plan.replicas() as usize, config.seed) {
+        Err(error @ ZooError::Shards { .. }) => {
+            let hints: Vec<_> = plain_special_tokens(reading).map(|line| format!("; {line}")).collect();
+            refuse(&format!("another kind, or fewer replicas: {error}{}", hints.concat()))
+        }
+        shards => Ok(shards?),
+    }
 }
 
 /// Returns the hash of the weights in a folder, which combines the hashes of the tensors.
@@ -428,6 +444,15 @@ pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
     config.validate()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
     Ok(Decided::of(config, &model, world)?.plan)
+}
+
+/// Returns how the files of the data are read.
+const fn read_options(config: &TrainConfig) -> ReadOptions {
+    ReadOptions {
+        encoding: config.encoding,
+        special_tokens: config.special_tokens,
+        token_type: config.token_type,
+    }
 }
 
 fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {

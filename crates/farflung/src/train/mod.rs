@@ -54,6 +54,7 @@ mod all_succeed;
 mod trainer;
 pub mod tune;
 
+pub use crate::data_notes::DataSource;
 pub use bind::ReplicaSchedule;
 pub use chain::{PipelineSizes, chain, pipeline_plan};
 pub use checkpoint::{NoRoom, Shortage};
@@ -71,7 +72,7 @@ pub use observation::Observation;
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
 pub use prediction::Prediction;
 pub use prices::{AveragePrices, planned_codec};
-pub use report::{DataSource, PlainAllReduce, Report, SampleText};
+pub use report::{PlainAllReduce, Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, RunObserver, run, run_job, run_workers, world};
 pub use sizes::{TooLarge, machine_memory, needed_memory};

@@ -13,6 +13,7 @@ use super::checkpoint::Totals;
 use super::costs::modelled;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
+use crate::data_notes::DataSource;
 use crate::events::causes;
 use crate::plot::loss_curve_svg;
 use crate::run_dir::METRICS;
@@ -33,15 +34,6 @@ pub struct SampleText {
     pub text: String,
 }
 
-/// Source of a run's text.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct DataSource {
-    /// Description of the file or folder.
-    pub source: String,
-    /// Hash of the bytes that were read.
-    pub hash: String,
-}
-
 /// Predicted time and bytes of the same run with plain synchronous f32 all-reduce on the same link.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PlainAllReduce {
@@ -58,7 +50,7 @@ pub struct Report {
     pub model: String,
     /// Number of the model's parameters.
     pub parameters: u64,
-    /// Source of the text, and its hash.
+    /// Source of the text, its hash, and what was read of it.
     pub data: DataSource,
     /// Number of workers.
     pub workers: usize,
@@ -168,7 +160,7 @@ impl Report {
         Ok(Self {
             model: crate::model_name(&job.model),
             parameters: job.model.parameters(),
-            data: DataSource { source: job.source.clone(), hash: job.hash.clone() },
+            data: DataSource::new(&job.source, &job.hash, &job.reading, &job.training, &job.held_out),
             workers: job.world,
             steps: job.config.steps,
             tokens,

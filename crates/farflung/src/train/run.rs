@@ -26,6 +26,7 @@ use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::NoteContext;
+use crate::data_notes::data_notes;
 use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
@@ -351,6 +352,9 @@ pub(super) fn announce(
     if job.elastic {
         // The notes assume at least two workers, since other members may join.
         config.workers = job.world.max(2);
+    }
+    for line in data_notes(&job.reading, &job.training, &job.held_out) {
+        watch.note(&line);
     }
     let world = if job.elastic { config.workers } else { job.world };
     let elastic = job.elastic;

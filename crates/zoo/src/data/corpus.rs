@@ -1,10 +1,14 @@
 //! The training data: a text, a folder of texts, or token files, read as one list of tokens with a hash.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use super::token_file;
+use super::encode::encode;
+use super::source::{
+    Form, Ids, LOOK, Listing, Part, Reading, Sidecar, SourceError, TextEncoding, TokenType, no_text, refused,
+    text_of, unpack, wrong_at,
+};
 use super::tokens::{Split, Tokens};
 use crate::{Tokenizer, ZooError};
 
@@ -17,6 +21,7 @@ pub struct Corpus {
     boundary: Option<usize>,
     /// Start of each document: of each file, and after each end-of-text token. The first is 0.
     documents: Arc<[usize]>,
+    reading: Arc<Reading>,
 }
 
 /// Part of a corpus that is kept for validation: always the end.
@@ -33,40 +38,102 @@ pub enum HoldOut {
     Tokens(usize),
 }
 
+/// How the files of a data set are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReadOptions {
+    /// Encoding of texts without a byte-order mark. `None` reads UTF-8, and with the byte tokenizer any bytes.
+    pub encoding: Option<TextEncoding>,
+    /// Whether special tokens that are written in a text, such as `<|endoftext|>`, become tokens.
+    pub special_tokens: bool,
+    /// Type of the ids in `.bin` files that do not say it themselves. `None` is two bytes.
+    pub token_type: Option<TokenType>,
+}
+
 /// Collects the tokens of several files in one list.
 struct Builder<'a> {
     tokenizer: &'a dyn Tokenizer,
+    options: ReadOptions,
     tokens: Tokens,
     hasher: blake3::Hasher,
     files: Vec<usize>,
+    reading: Reading,
 }
 
 impl<'a> Builder<'a> {
-    fn new(tokenizer: &'a dyn Tokenizer) -> Self {
+    fn new(tokenizer: &'a dyn Tokenizer, options: ReadOptions) -> Self {
         let tokens = Tokens::for_vocab(tokenizer.vocab_size());
-        Self { tokenizer, tokens, hasher: blake3::Hasher::new(), files: Vec::new() }
+        let (hasher, files, reading) = (blake3::Hasher::new(), Vec::new(), Reading::default());
+        Self { tokenizer, options, tokens, hasher, files, reading }
     }
 
-    fn text(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
-        let ids = self
-            .tokenizer
-            .encode_bytes(bytes)
-            .map_err(|e| ZooError::NotUtf8 { path: path.to_owned(), offset: e.valid_up_to() })?;
-        self.hasher.update(bytes);
-        self.files.push(self.tokens.len());
-        self.tokens.extend(ids);
+    /// Reads a file of any form. With `separate`, its text ends with the end-of-text token.
+    fn file(&mut self, path: &Path, separate: bool) -> Result<(), ZooError> {
+        let mut bytes = read(path)?;
+        let mut form = form_of(path, &bytes)?;
+        if let Form::Packed(packing) = form {
+            bytes = unpack(path, packing, &bytes)?;
+            self.reading.packed += 1;
+            form = form_of(path, &bytes)?;
+            if let Form::Packed(_) = form {
+                let (path, what, advice) =
+                    (path.to_owned(), "compressed twice", "unpack it once and give that");
+                return Err(SourceError::NotText { path, what, advice }.into());
+            }
+        }
+        self.reading.files += 1;
+        if form == Form::Tokens {
+            return self.token_file(path, &bytes);
+        }
+        let decoded = text_of(path, bytes, self.options.encoding)?;
+        if let Some(name) = decoded.from {
+            *self.reading.encodings.entry(name).or_default() += 1;
+        }
+        self.text(path, &decoded.text)?;
+        if separate {
+            self.end_text();
+        }
         Ok(())
     }
 
-    fn token_file(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
-        let vocab = self.tokenizer.vocab_size();
-        let out_of_range = token_file::read(path, bytes)?.enumerate().find(|&(_, id)| id as usize >= vocab);
-        if let Some((position, token)) = out_of_range {
-            return Err(ZooError::TokenOutOfRange { path: Some(path.to_owned()), position, token, vocab });
+    fn text(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
+        self.reading.add_text(path, bytes.len(), no_text(bytes));
+        let encoded = encode(self.tokenizer, bytes, self.options.special_tokens).map_err(|error| {
+            wrong_at(path, "UTF-8", error.valid_up_to(), bytes, self.options.encoding.is_some())
+        })?;
+        for (token, count, is_known) in encoded.plain {
+            self.reading.add_plain(token, count, is_known);
         }
         self.hasher.update(bytes);
         self.files.push(self.tokens.len());
-        self.tokens.extend(token_file::read(path, bytes)?);
+        self.tokens.extend(encoded.ids);
+        Ok(())
+    }
+
+    /// Ends a text, unless it has ended itself.
+    fn end_text(&mut self) {
+        if let Some(end) = self.tokenizer.end_of_text()
+            && self.tokens.last() != Some(end)
+        {
+            self.tokens.extend([end]);
+        }
+    }
+
+    fn token_file(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
+        let sidecar = Sidecar::of(path, bytes.len())?;
+        let ids = Ids::of(path, bytes, sidecar.token_type(self.options.token_type)?)?;
+        sidecar.check(self.tokenizer)?;
+        if let Some((text, by)) = sidecar.text(path, ids.iter())? {
+            self.reading.decoded_by = Some(by);
+            return self.text(path, &text);
+        }
+        ids.check(path, self.tokenizer)?;
+        self.reading.bytes += bytes.len() as u64;
+        self.reading.is_ids = true;
+        self.hasher.update(bytes);
+        let start = self.tokens.len();
+        self.files.push(start);
+        self.files.extend(sidecar.documents.iter().map(|at| start + at));
+        self.tokens.extend(ids.iter());
         Ok(())
     }
 
@@ -82,68 +149,52 @@ impl<'a> Builder<'a> {
         documents.sort_unstable();
         documents.dedup();
         let (tokens, hash) = (Arc::new(self.tokens), self.hasher.finalize());
-        Ok(Corpus { tokens, hash, boundary, documents: documents.into() })
+        let reading = Arc::new(self.reading);
+        Ok(Corpus { tokens, hash, boundary, documents: documents.into(), reading })
     }
 }
 
+/// Returns what bytes are that were read or unpacked.
+///
+/// Errors: [`SourceError::NotText`].
+fn form_of(path: &Path, bytes: &[u8]) -> Result<Form, SourceError> {
+    let form = Form::of(path, &bytes[..bytes.len().min(LOOK)]);
+    refused(path, form, true)?;
+    Ok(form)
+}
+
 impl Corpus {
-    /// Reads a data set:
+    /// Reads the files of a [`Listing`] with the default options.
     ///
-    /// - a file ending in `.bin`: tokens in nanoGPT's or llm.c's format;
-    /// - any other file: text;
-    /// - a folder that directly contains `.bin` files: only these files, ordered by name. Files whose name
-    ///   contains the word `val`, `valid` or `validation` are the held-out part (`train.bin` and `val.bin`,
-    ///   `fineweb_val_000000.bin`);
-    /// - any other folder: all text files in it and its subfolders, ordered by relative path. Links are not
-    ///   followed, and files with a zero byte in their first 8 KiB are not text. The tokenizer's end-of-text
-    ///   token, if it has one, is added after each file.
-    ///
-    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`] if the tokenizer needs text,
-    /// [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token outside the tokenizer's vocabulary.
+    /// Errors: as [`Corpus::open_with`].
     pub fn open(path: &Path, tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
-        if !fs::metadata(path).map_err(ZooError::io("read", path))?.is_dir() {
-            let mut builder = Builder::new(tokenizer);
-            let bytes = read(path)?;
-            if is_bin(path) {
-                builder.token_file(path, &bytes)?;
-            } else {
-                builder.text(path, &bytes)?;
-            }
-            return builder.finish(path, None);
-        }
-        let bins: Vec<_> = list(path)?.into_iter().filter(|p| is_bin(p) && p.is_file()).collect();
-        if !bins.is_empty() {
-            return Self::from_token_files(path, bins, tokenizer);
-        }
-        let mut files = Vec::new();
-        walk(path, &mut files)?;
-        files.sort();
-        let mut builder = Builder::new(tokenizer);
-        for file in files {
-            let bytes = read(&file)?;
-            if is_text(&bytes) {
-                builder.text(&file, &bytes)?;
-                builder.tokens.extend(tokenizer.end_of_text());
-            }
-        }
-        builder.finish(path, None)
+        Self::open_with(path, tokenizer, ReadOptions::default())
     }
 
-    fn from_token_files(
-        folder: &Path,
-        files: Vec<PathBuf>,
-        tokenizer: &dyn Tokenizer,
-    ) -> Result<Self, ZooError> {
-        let (held_out, training): (Vec<_>, Vec<_>) = files.into_iter().partition(|p| is_validation(p));
-        let mut builder = Builder::new(tokenizer);
-        for file in &training {
-            builder.token_file(file, &read(file)?)?;
+    /// Reads the files of a [`Listing`]: texts, which may be compressed, and `.bin` files of ids in nanoGPT's,
+    /// llm.c's or Megatron-LM's format. The tokenizer's end-of-text token, if it has one, is added after each
+    /// file of a folder of texts.
+    ///
+    /// Ids are as long as a file beside them says (`tokens.json`, Megatron-LM's `.idx`), or the options. If
+    /// nanoGPT's `meta.pkl` beside them says which characters they are, they are turned into text and encoded
+    /// again.
+    ///
+    /// Errors: [`ZooError::Io`], [`ZooError::EmptyCorpus`], [`ZooError::Source`] with what is wrong with a
+    /// file, [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token outside the tokenizer's
+    /// vocabulary.
+    pub fn open_with(path: &Path, tokenizer: &dyn Tokenizer, options: ReadOptions) -> Result<Self, ZooError> {
+        let Listing { files, skipped, has_held_out } = Listing::of(path)?;
+        let in_folder = path.is_dir();
+        let mut builder = Builder::new(tokenizer, options);
+        builder.reading.skipped = skipped;
+        let mut boundary = None;
+        for file in files {
+            if has_held_out && file.part != Part::Training {
+                boundary.get_or_insert(builder.tokens.len());
+            }
+            builder.file(&file.path, in_folder && !file.tokens)?;
         }
-        let boundary = (!held_out.is_empty()).then_some(builder.tokens.len());
-        for file in &held_out {
-            builder.token_file(file, &read(file)?)?;
-        }
-        builder.finish(folder, boundary)
+        builder.finish(path, boundary)
     }
 
     /// Reads exactly these text files, in this order. The tokenizer's end-of-text token, if it has one, is
@@ -151,19 +202,18 @@ impl Corpus {
     ///
     /// Errors: those of [`Corpus::open`].
     pub fn from_text_files<P: AsRef<Path>>(files: &[P], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
-        let mut builder = Builder::new(tokenizer);
+        let mut builder = Builder::new(tokenizer, ReadOptions::default());
         for file in files {
-            builder.text(file.as_ref(), &read(file.as_ref())?)?;
-            builder.tokens.extend(tokenizer.end_of_text());
+            builder.file(file.as_ref(), true)?;
         }
         builder.finish(files.first().map_or(Path::new(""), AsRef::as_ref), None)
     }
 
     /// Creates a corpus from a text in memory. `name` is used as its path in error messages.
     ///
-    /// Errors: [`ZooError::EmptyCorpus`], [`ZooError::NotUtf8`].
+    /// Errors: [`ZooError::EmptyCorpus`], [`SourceError::Encoding`] if the tokenizer needs text.
     pub fn from_bytes(name: &str, bytes: &[u8], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
-        let mut builder = Builder::new(tokenizer);
+        let mut builder = Builder::new(tokenizer, ReadOptions::default());
         builder.text(Path::new(name), bytes)?;
         builder.finish(Path::new(name), None)
     }
@@ -177,7 +227,7 @@ impl Corpus {
         texts: impl IntoIterator<Item = &'t [u8]>,
         tokenizer: &dyn Tokenizer,
     ) -> Result<Self, ZooError> {
-        let mut builder = Builder::new(tokenizer);
+        let mut builder = Builder::new(tokenizer, ReadOptions::default());
         for text in texts {
             builder.text(Path::new(name), text)?;
         }
@@ -196,8 +246,14 @@ impl Corpus {
         self.tokens.is_empty()
     }
 
-    /// Returns the BLAKE3 hash of the bytes that were read, in hexadecimal, as `b3sum` computes it for the
-    /// concatenated files.
+    /// Returns what was read.
+    #[must_use]
+    pub fn reading(&self) -> &Arc<Reading> {
+        &self.reading
+    }
+
+    /// Returns the BLAKE3 hash of the texts (unpacked, in UTF-8) and of the files of ids, in hexadecimal: for
+    /// plain files what `b3sum` computes for all of them, concatenated.
     #[must_use]
     pub fn hash(&self) -> String {
         self.hash.to_hex().to_string()
@@ -227,43 +283,4 @@ impl Corpus {
 
 fn read(path: &Path) -> Result<Vec<u8>, ZooError> {
     fs::read(path).map_err(ZooError::io("read", path))
-}
-
-fn is_bin(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == "bin")
-}
-
-/// Returns whether a word of the file's name says that it is for validation. `interval.bin` is not.
-fn is_validation(path: &Path) -> bool {
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let mut words = stem.split(|c: char| !c.is_ascii_alphabetic());
-    words.any(|word| ["val", "valid", "validation"].contains(&word))
-}
-
-/// Returns whether the bytes look like text: no zero byte near the start, as in grep and git.
-fn is_text(bytes: &[u8]) -> bool {
-    !bytes[..bytes.len().min(8192)].contains(&0)
-}
-
-/// Returns the entries of a folder, ordered by name.
-fn list(folder: &Path) -> Result<Vec<PathBuf>, ZooError> {
-    let entries = fs::read_dir(folder).map_err(ZooError::io("read folder", folder))?;
-    let mut paths = entries
-        .map(|entry| entry.map(|e| e.path()).map_err(ZooError::io("read folder", folder)))
-        .collect::<Result<Vec<_>, _>>()?;
-    paths.sort();
-    Ok(paths)
-}
-
-/// Adds all regular files in `folder` and its subfolders.
-fn walk(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), ZooError> {
-    for path in list(folder)? {
-        let kind = fs::symlink_metadata(&path).map_err(ZooError::io("read", &path))?.file_type();
-        if kind.is_dir() {
-            walk(&path, files)?;
-        } else if kind.is_file() {
-            files.push(path);
-        }
-    }
-    Ok(())
 }

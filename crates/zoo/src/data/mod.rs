@@ -5,15 +5,19 @@
 //! numbered windows.
 
 mod corpus;
+mod encode;
 mod epochs;
 mod kmeans;
 mod sampler;
 mod shards;
-mod token_file;
+mod source;
 mod tokens;
 
-pub use corpus::{Corpus, HoldOut};
+pub use corpus::{Corpus, HoldOut, ReadOptions};
 pub use sampler::{Offsets, Sampler, Shard};
 pub use shards::{NoSharding, Sharding, Shards};
-
+pub use source::{
+    DataFile, Listing, NoEncoding, NoTokenType, Part, PlainSpecialTokens, Reading, Skipped, SourceError,
+    TextEncoding, TokenType,
+};
 pub use tokens::{Split, Tokens};

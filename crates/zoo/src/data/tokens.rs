@@ -50,6 +50,15 @@ impl Tokens {
         }
     }
 
+    /// Returns the last token.
+    pub(super) fn last(&self) -> Option<u32> {
+        match self {
+            Self::U8(t) => t.last().map(|&id| u32::from(id)),
+            Self::U16(t) => t.last().map(|&id| u32::from(id)),
+            Self::U32(t) => t.last().copied(),
+        }
+    }
+
     /// Returns the positions of a token.
     pub(super) fn positions(&self, token: u32) -> impl Iterator<Item = usize> {
         let at = move |i: usize| match self {

@@ -50,6 +50,10 @@ impl Tokenizer for Gpt2 {
         Some(END_OF_TEXT)
     }
 
+    fn special_tokens(&self) -> &'static [(&'static str, u32)] {
+        &[("<|endoftext|>", END_OF_TEXT)]
+    }
+
     /// Encodes as the original, except that runs of more than 131072 white-space characters are encoded in
     /// pieces.
     fn encode(&self, text: &str) -> Vec<u32> {

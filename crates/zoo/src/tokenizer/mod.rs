@@ -30,6 +30,11 @@ pub trait Tokenizer: Debug + Send + Sync {
         None
     }
 
+    /// Returns the texts and ids of tokens that stand for no text, such as the one that ends a document.
+    fn special_tokens(&self) -> &'static [(&'static str, u32)] {
+        &[]
+    }
+
     /// Encodes a text. Special tokens in the text are encoded as plain text.
     fn encode(&self, text: &str) -> Vec<u32>;
 

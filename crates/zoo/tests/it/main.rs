@@ -5,4 +5,5 @@ mod keeping;
 mod model;
 mod pytorch;
 mod slices;
+mod sources;
 mod weights;

@@ -1,17 +1,17 @@
 //! Estimates the memory of the training data from the sizes of its files. A file that cannot be read counts as
 //! empty here; opening it later reports the error.
 
-use std::fs::{self, File};
-use std::io::Read;
 use std::path::Path;
+
+use farflung_zoo::data::{Listing, TokenType};
 
 use crate::TrainConfig;
 use crate::config::choice::TokenizerKind;
 
 /// Bytes of the default text, rounded up.
 const DEFAULT_TEXT: u64 = 3_500_000;
-/// Number of bytes at the start of a file that are checked to decide whether it is text.
-const LOOK: u64 = 8192;
+/// A compressed text becomes about this many times as long.
+const UNPACKED_TIMES: u64 = 4;
 
 /// Memory of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(super) struct Data {
 struct Files {
     sum: u64,
     largest: u64,
-    /// Whether the files hold tokens of two bytes rather than text.
+    /// Whether the files hold ids of tokens rather than text.
     tokens: bool,
 }
 
@@ -48,10 +48,11 @@ pub(super) fn data(config: &TrainConfig) -> Data {
     };
     let byte = config.tokenizer == TokenizerKind::Byte;
     let times = u64::saturating_mul;
+    let id_bytes = config.token_type.unwrap_or(TokenType::U16).bytes() as u64;
     let (tokens, beside) = match (files.tokens, byte) {
-        // Files have two bytes per token; with a vocabulary of 256, tokens are stored in one byte.
-        (true, true) => (files.sum / 2, files.largest),
-        (true, false) => (files.sum, files.largest),
+        // With a vocabulary of 256, tokens are stored in one byte, else in two.
+        (true, true) => (files.sum / id_bytes, files.largest),
+        (true, false) => (times(files.sum / id_bytes, 2), files.largest),
         // While text is read, memory holds the text and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
         // A token is about four bytes of text, and is stored in two bytes. While text is read, it has an id of
@@ -61,53 +62,20 @@ pub(super) fn data(config: &TrainConfig) -> Data {
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }
 }
 
-fn is_bin(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == "bin")
-}
-
-/// Lists the same files as `zoo::Corpus::open`.
+/// Returns the sizes of the files that the corpus reads.
 fn files(path: &Path) -> Files {
     let mut files = Files::default();
-    let Ok(metadata) = fs::metadata(path) else { return files };
-    if !metadata.is_dir() {
-        files.tokens = is_bin(path);
-        files.add(metadata.len());
-        return files;
-    }
-    for entry in fs::read_dir(path).into_iter().flatten().flatten() {
-        if let Ok(metadata) = fs::metadata(entry.path())
-            && metadata.is_file()
-            && is_bin(&entry.path())
-        {
-            files.tokens = true;
-            files.add(metadata.len());
-        }
-    }
-    if !files.tokens {
-        texts_below(path, &mut files);
+    for file in Listing::of(path).map(|listing| listing.files).unwrap_or_default() {
+        files.tokens |= file.tokens;
+        files.add(file.bytes.saturating_mul(if file.packed { UNPACKED_TIMES } else { 1 }));
     }
     files
 }
 
-fn texts_below(folder: &Path, files: &mut Files) {
-    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        let Ok(kind) = entry.file_type() else { continue };
-        if kind.is_dir() {
-            texts_below(&entry.path(), files);
-        } else if kind.is_file() && is_text(&entry.path()) {
-            files.add(entry.metadata().map_or(0, |metadata| metadata.len()));
-        }
-    }
-}
-
-fn is_text(path: &Path) -> bool {
-    let mut start = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(LOOK).read_to_end(&mut start));
-    read.is_ok() && !start.contains(&0)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn of(path: &Path, tokenizer: TokenizerKind) -> Data {

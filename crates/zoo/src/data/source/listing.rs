@@ -1,0 +1,299 @@
+//! The files of a data set: which ones are read, in which order and as which part, and which ones are not.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use super::SourceError;
+use super::form::{Form, LOOK, has_token_name};
+use super::part::Part;
+use super::sidecar;
+use super::skipped::Skipped;
+use crate::ZooError;
+
+/// A file that is read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataFile {
+    /// Its path.
+    pub path: PathBuf,
+    /// Its length in bytes; 0 if it is a pipe.
+    pub bytes: u64,
+    /// The part that it belongs to.
+    pub part: Part,
+    /// Whether it holds ids of tokens rather than text.
+    pub tokens: bool,
+    /// Whether it is compressed.
+    pub packed: bool,
+}
+
+/// The files of a data set.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// The files that are read, in this order: those of the training part, then those that are held out.
+    pub files: Vec<DataFile>,
+    /// The others, ordered by path.
+    pub skipped: Vec<Skipped>,
+    /// Whether the source has files of its own for the held-out part.
+    pub has_held_out: bool,
+}
+
+impl Listing {
+    /// Lists the files of a data set:
+    ///
+    /// - a file: itself;
+    /// - a folder that directly contains `.bin` files: only these, ordered by name. Files whose names contain
+    ///   the word `val`, `valid`, `validation`, `dev` or `eval` are the held-out part (`train.bin` and
+    ///   `val.bin`, `fineweb_val_000000.bin`);
+    /// - any other folder: all text files in it and its subfolders, ordered by relative path. If the paths of
+    ///   some contain the word `train`, and those of others that of a held-out part, then these are the parts,
+    ///   and files that belong to none are left out.
+    ///
+    /// Files for tests (`test`) are held out if there are none for validation, and else left out. Hidden files
+    /// and folders, backup copies, unfinished downloads, empty files and files that hold no text are left out.
+    /// Links are followed, but no file is read twice.
+    ///
+    /// Errors: [`ZooError::Io`]; [`SourceError::NotText`] for a file that holds no plain text, and for a
+    /// pointer of Git LFS in a folder; [`SourceError::NothingToRead`].
+    pub fn of(path: &Path) -> Result<Self, ZooError> {
+        let metadata = fs::metadata(path).map_err(ZooError::io("read", path))?;
+        if !metadata.is_dir() {
+            let form = if metadata.is_file() { form_of(path)? } else { name_of_pipe(path) };
+            refused(path, form, true)?;
+            let file = DataFile::new(path, metadata.len(), form);
+            return Ok(Self { files: vec![file], ..Self::default() });
+        }
+        let mut walk = Walk::new(path);
+        if list(path)?.iter().any(|p| has_token_name(p) && p.is_file() && left_out_by_name(p).is_none()) {
+            walk.token_files(path)?;
+        } else {
+            walk.texts(path)?;
+        }
+        let listing = walk.finish();
+        if listing.files.is_empty() {
+            return Err(SourceError::NothingToRead { path: path.to_owned(), skipped: listing.skipped }.into());
+        }
+        Ok(listing)
+    }
+}
+
+impl DataFile {
+    fn new(path: &Path, bytes: u64, form: Form) -> Self {
+        let packed = matches!(form, Form::Packed(_));
+        let tokens = form == Form::Tokens || packed && has_token_name(path);
+        Self { path: path.to_owned(), bytes, part: Part::Training, tokens, packed }
+    }
+}
+
+/// Returns an error if a file of this form cannot be read. A single file may hold any bytes (`any_bytes`).
+pub(in crate::data) fn refused(path: &Path, form: Form, any_bytes: bool) -> Result<(), SourceError> {
+    let refuse = |what, advice| Err(SourceError::NotText { path: path.to_owned(), what, advice });
+    match form {
+        Form::Text | Form::Tokens | Form::Packed(_) => Ok(()),
+        Form::Binary if any_bytes => Ok(()),
+        Form::Binary => refuse("not text (it has zero bytes)", "take it out of the folder"),
+        Form::LfsPointer => {
+            refuse("a pointer of Git LFS and not the file itself", "`git lfs pull` fetches the file")
+        }
+        Form::Html => refuse(
+            "a page in HTML (a download that failed?)",
+            "fetch it again, or rename it to .html to train on the page",
+        ),
+        Form::Other(what) => refuse(what, "extract its text and give that"),
+    }
+}
+
+/// Returns why a file of a folder is left out because of its contents.
+const fn left_out_by_form(form: Form) -> Option<&'static str> {
+    match form {
+        Form::Text | Form::Tokens | Form::Packed(_) | Form::LfsPointer => None,
+        Form::Binary => Some("not text (zero bytes)"),
+        Form::Html => Some("a page in HTML"),
+        Form::Other(what) => Some(what),
+    }
+}
+
+/// Endings of names of files that tools leave beside others.
+const LEFT_BY_TOOLS: [(&str, &str); 8] = [
+    ("~", "a backup copy"),
+    (".bak", "a backup copy"),
+    (".swp", "a backup copy"),
+    (".part", "an unfinished download"),
+    (".partial", "an unfinished download"),
+    (".crdownload", "an unfinished download"),
+    (".incomplete", "an unfinished download"),
+    (".aria2", "an unfinished download"),
+];
+
+/// Returns why a file or folder is left out because of its name.
+fn left_out_by_name(path: &Path) -> Option<&'static str> {
+    let name = path.file_name()?.to_string_lossy();
+    if name.starts_with('.') {
+        return Some("hidden");
+    }
+    LEFT_BY_TOOLS.iter().find(|(ending, _)| name.ends_with(ending)).map(|(_, why)| *why)
+}
+
+/// The files found so far in a folder.
+struct Walk<'a> {
+    root: &'a Path,
+    /// The folder itself without links, if it could be resolved.
+    real_root: Option<PathBuf>,
+    /// The files and folders seen, without links, each with the path by which it was first found.
+    seen: BTreeMap<PathBuf, PathBuf>,
+    files: Vec<DataFile>,
+    skipped: Vec<Skipped>,
+}
+
+impl<'a> Walk<'a> {
+    fn new(root: &'a Path) -> Self {
+        let real_root = fs::canonicalize(root).ok();
+        let seen = real_root.iter().map(|real| (real.clone(), PathBuf::new())).collect();
+        Self { root, real_root, seen, files: Vec::new(), skipped: Vec::new() }
+    }
+
+    fn relative(&self, path: &Path) -> PathBuf {
+        path.strip_prefix(self.root).unwrap_or(path).to_owned()
+    }
+
+    fn skip(&mut self, path: &Path, why: impl Into<String>) {
+        let path = self.relative(path);
+        self.skipped.push(Skipped { path, why: why.into() });
+    }
+
+    /// Resolves links; `None` if the path is left out.
+    fn visit(&mut self, path: &Path) -> Result<Option<fs::Metadata>, ZooError> {
+        if let Some(why) = left_out_by_name(path) {
+            self.skip(path, why);
+            return Ok(None);
+        }
+        let metadata = match fs::metadata(path) {
+            Ok(metadata) => metadata,
+            Err(_) if fs::symlink_metadata(path).is_ok_and(|link| link.is_symlink()) => {
+                self.skip(path, "a link whose target is missing or which leads to itself");
+                return Ok(None);
+            }
+            Err(error) => return Err(ZooError::io("read", path)(error)),
+        };
+        let real = fs::canonicalize(path).map_err(ZooError::io("resolve", path))?;
+        if metadata.is_dir() && self.real_root.as_ref().is_some_and(|root| root.starts_with(&real)) {
+            self.skip(path, "a link to a folder that contains it");
+            return Ok(None);
+        }
+        if let Some(first) = self.seen.get(&real) {
+            let why = format!("the same as `{}`", first.display());
+            self.skip(path, why);
+            return Ok(None);
+        }
+        let relative = self.relative(path);
+        self.seen.insert(real, relative);
+        Ok(Some(metadata))
+    }
+
+    /// Adds the `.bin` files that the folder contains directly.
+    fn token_files(&mut self, folder: &Path) -> Result<(), ZooError> {
+        for path in list(folder)? {
+            let Some(metadata) = self.visit(&path)? else { continue };
+            if !has_token_name(&path) || !metadata.is_file() {
+                if !sidecar::is_sidecar(&path) {
+                    self.skip(&path, "beside .bin files");
+                }
+                continue;
+            }
+            let form = form_of(&path)?;
+            refused(&path, form, false)?;
+            let part = Part::of(&self.relative(&path)).unwrap_or(Part::Training);
+            self.files.push(DataFile { part, ..DataFile::new(&path, metadata.len(), form) });
+        }
+        Ok(())
+    }
+
+    /// Adds all text files in `folder` and its subfolders.
+    fn texts(&mut self, folder: &Path) -> Result<(), ZooError> {
+        for path in list(folder)? {
+            let Some(metadata) = self.visit(&path)? else { continue };
+            if metadata.is_dir() {
+                self.texts(&path)?;
+            } else if !metadata.is_file() {
+                self.skip(&path, "no regular file");
+            } else if metadata.len() == 0 {
+                self.skip(&path, "empty");
+            } else {
+                let form = form_of(&path)?;
+                if let Some(why) = left_out_by_form(form) {
+                    self.skip(&path, why);
+                    continue;
+                }
+                if form == Form::Tokens {
+                    self.skip(&path, "a .bin file in a folder of text");
+                    continue;
+                }
+                refused(&path, form, false)?;
+                self.files.push(DataFile::new(&path, metadata.len(), form));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Listing {
+        let tokens = self.files.iter().any(|file| file.tokens);
+        if !tokens {
+            self.divide_texts();
+        }
+        let has = |part| self.files.iter().any(|file| file.part == part);
+        if has(Part::Validation) && has(Part::Test) {
+            let (kept, tests): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut self.files).into_iter().partition(|file| file.part != Part::Test);
+            self.files = kept;
+            for file in tests {
+                self.skip(&file.path, "the test part");
+            }
+        }
+        // The order within a part stays that of the paths.
+        self.files.sort_by_key(|file| file.part);
+        self.skipped.sort_by(|a, b| a.path.cmp(&b.path));
+        let has_held_out = self.files.iter().any(|file| file.part != Part::Training);
+        Listing { files: self.files, skipped: self.skipped, has_held_out }
+    }
+
+    /// Assigns texts to parts, if some are for training and some are held out by their names.
+    fn divide_texts(&mut self) {
+        let parts: Vec<_> = self.files.iter().map(|file| Part::of(&self.relative(&file.path))).collect();
+        let held_out = parts.iter().flatten().any(|part| *part != Part::Training);
+        if !held_out || !parts.contains(&Some(Part::Training)) {
+            return;
+        }
+        for (mut file, part) in std::mem::take(&mut self.files).into_iter().zip(parts) {
+            match part {
+                Some(part) => {
+                    file.part = part;
+                    self.files.push(file);
+                }
+                None => self.skip(&file.path, "in none of the parts train, valid and test"),
+            }
+        }
+    }
+}
+
+/// Returns what a regular file is.
+fn form_of(path: &Path) -> Result<Form, ZooError> {
+    let mut start = Vec::with_capacity(LOOK);
+    let file = File::open(path).map_err(ZooError::io("read", path))?;
+    file.take(LOOK as u64).read_to_end(&mut start).map_err(ZooError::io("read", path))?;
+    Ok(Form::of(path, &start))
+}
+
+/// A pipe can be read only once, so what it holds is found when it is read.
+fn name_of_pipe(path: &Path) -> Form {
+    if has_token_name(path) { Form::Tokens } else { Form::Text }
+}
+
+/// Returns the entries of a folder, ordered by name.
+fn list(folder: &Path) -> Result<Vec<PathBuf>, ZooError> {
+    let entries = fs::read_dir(folder).map_err(ZooError::io("read folder", folder))?;
+    let mut paths = entries
+        .map(|entry| entry.map(|e| e.path()).map_err(ZooError::io("read folder", folder)))
+        .collect::<Result<Vec<_>, _>>()?;
+    paths.sort();
+    Ok(paths)
+}

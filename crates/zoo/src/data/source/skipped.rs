@@ -1,0 +1,33 @@
+//! Files of a data set that are not read.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// A file or folder that is left out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Skipped {
+    /// Its path from the data set's folder.
+    pub path: PathBuf,
+    /// Why it is not read.
+    pub why: String,
+}
+
+/// Number of names that are listed for each reason.
+const NAMES: usize = 3;
+
+/// Returns the files that were left out by the reason.
+pub(super) fn grouped(skipped: &[Skipped]) -> String {
+    let mut by_reason: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for Skipped { path, why } in skipped {
+        by_reason.entry(why).or_default().push(format!("`{}`", path.display()));
+    }
+    let groups = by_reason.into_iter().map(|(why, mut names)| {
+        let more = names.len().saturating_sub(NAMES);
+        names.truncate(NAMES);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        format!("{}{more} ({why})", names.join(", "))
+    });
+    groups.collect::<Vec<_>>().join("; ")
+}
