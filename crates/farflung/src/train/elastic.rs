@@ -16,6 +16,7 @@ mod change;
 mod changed;
 mod copies;
 mod decide;
+mod exchanged_file;
 mod fetch;
 mod fetching;
 mod follow;

@@ -6,8 +6,9 @@ use farflung_parallel::membership::{DurableState, ViewId};
 use serde::{Deserialize, Serialize};
 
 use super::addresses::{self, text};
+use super::exchanged_file;
 use super::run_id::RunId;
-use crate::{Error, Result, run_dir};
+use crate::{Error, Result};
 
 /// Name of the file.
 const PROMISES: &str = "promises.json";
@@ -79,7 +80,7 @@ impl PromiseFile {
         let &mut Self { run, last_incarnation, holds_another, .. } = self;
         let promised = Promised { run: Some(run), last_incarnation, holds_another, state: state.clone() };
         let text = serde_json::to_vec_pretty(&promised).expect("promises can be written as JSON");
-        run_dir::replace(&self.path, &text)?;
+        exchanged_file::replace(&self.path, &text)?;
         if let Some(members) = &self.members {
             addresses::write(self.path.parent().unwrap_or(Path::new("")), members)?;
         }
