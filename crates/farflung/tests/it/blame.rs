@@ -5,7 +5,7 @@
 
 use std::process::Stdio;
 
-use crate::child::{send, wait_until};
+use crate::child::{Guarded, send, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
@@ -18,7 +18,7 @@ fn struck(args: &str, ranks: usize, victim: usize, signal: Signal) -> (Option<i3
     launch.args(run.args(&format!("{args} --steps 100000 --deadline 3s --out {}", out.display())));
     let said = run.at("said");
     launch.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&said).unwrap());
-    let mut child = launch.spawn().unwrap();
+    let mut child = Guarded(launch.spawn().unwrap());
     wait_until("its first step", || {
         assert_eq!(child.try_wait().unwrap(), None, "it ended by itself");
         std::fs::metadata(out.join("metrics.jsonl")).is_ok_and(|rows| rows.len() > 0).then_some(())

@@ -5,9 +5,9 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 
-use crate::child::{send, wait_until};
+use crate::child::{Guarded, send, wait_until};
 use crate::tiny::{Run, farflung};
 use farflung::{EventKind, events, metrics, run_dir};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
@@ -45,18 +45,13 @@ fn saved(folder: &Path) -> u64 {
 }
 
 /// Starts a run that saves often and never ends by itself. Its stderr goes to a file.
-fn endless(run: &Run, before: &[&str], more: &str) -> Child {
+fn endless(run: &Run, before: &[&str], more: &str) -> Guarded {
     let out = run.at("run");
     let args = format!("--out {} --steps 1000000 --checkpoint-every 2 --quiet {more}", out.display());
     let stderr = fs::File::create(run.at("stderr")).unwrap();
-    farflung()
-        .args(before)
-        .args(run.args(&args))
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(stderr)
-        .spawn()
-        .unwrap()
+    let mut program = farflung();
+    program.args(before).args(run.args(&args)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
+    Guarded(program.spawn().unwrap())
 }
 
 /// Waits until a run has saved a step after `step`.

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::child::{send, wait_until_or};
+use crate::child::{Guarded, send, wait_until_or};
 use crate::tiny::{Run, farflung};
 use farflung::launch::{Elastic, Start};
 use farflung::{Error, LaunchError, Signal, Stop};
@@ -116,7 +116,7 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     let flags =
         "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run --transport tcp";
     command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-    let mut launcher = command.spawn().unwrap();
+    let mut launcher = Guarded(command.spawn().unwrap());
     let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
     let wait = |folder: &Path, count: u64| {
         wait_until_or(says, || (members(folder) == Some(count)).then_some(()));
@@ -158,7 +158,7 @@ fn a_warning_ends_all_members_and_is_in_their_events() {
     let flags =
         "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run --transport tcp";
     command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-    let mut launcher = command.spawn().unwrap();
+    let mut launcher = Guarded(command.spawn().unwrap());
     let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
     wait_until_or(says, || (members(&run.at("run")) == Some(2)).then_some(()));
     // A member that has taken no step leaves without a trace.
@@ -190,7 +190,7 @@ fn after_a_notice_all_processes_leave_and_none_is_started_again() {
     let flags = "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run \
                  --notice-file notice --notice-every 20ms";
     command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
-    let mut launcher = command.spawn().unwrap();
+    let mut launcher = Guarded(command.spawn().unwrap());
     let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
     wait_until_or(says, || (members(&run.at("run")) == Some(3)).then_some(()));
     fs::write(run.at("notice"), "").unwrap();

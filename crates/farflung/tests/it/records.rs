@@ -5,7 +5,7 @@
 use std::fs;
 use std::process::{Command, Output, Stdio};
 
-use crate::child::wait_until;
+use crate::child::{Guarded, wait_until};
 use crate::tiny::{Run, farflung};
 use farflung::{events, metrics};
 
@@ -121,7 +121,9 @@ fn a_folder_or_a_pipe_in_the_place_of_a_record_is_named() {
 fn records_that_are_rotated_while_a_run_trains_are_begun_again() {
     let run = Run::new();
     let args = run.args(&format!("--steps 3000 --out {}", run.at("run").display()));
-    let mut child = farflung().args(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let mut program = farflung();
+    program.args(args).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = Guarded(program.spawn().unwrap());
     let lines = |name: &str| fs::read_to_string(run.at("run").join(name)).unwrap_or_default().lines().count();
     wait_until("some steps", || (lines("metrics.jsonl") > 3).then_some(()));
     for name in RECORDS {

@@ -4,18 +4,18 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
-use crate::child::{send, shares_with, wait_until};
+use crate::child::{Guarded, send, shares_with, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
-fn launch(run: &Run, args: &str, ranks: usize, out: &Path) -> Child {
+fn launch(run: &Run, args: &str, ranks: usize, out: &Path) -> Guarded {
     let mut launch = farflung();
     launch.args(["launch", "-n", &ranks.to_string(), "--grace", "1s", "--"]);
     launch.args(run.args(&format!("{args} --sync ddp --workers {ranks} --out {}", out.display())));
     let said = fs::File::create(out.with_extension("said")).unwrap();
-    launch.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said).spawn().unwrap()
+    Guarded(launch.stdin(Stdio::null()).stdout(Stdio::null()).stderr(said).spawn().unwrap())
 }
 
 /// Returns the processes of a launched job, if each of them has mapped memory shared with `others` others.

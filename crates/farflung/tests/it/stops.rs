@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use crate::child::{send, wait_until};
+use crate::child::{Guarded, send, wait_until};
 use crate::tiny::{Run, farflung};
 use farflung::EventKind;
 use rustix::process::Signal;
@@ -20,7 +20,7 @@ trait Stops {
     fn endless(&self, program: Command) -> Command;
     fn steps_done(&self) -> u64;
     fn wait_for_steps(&self, child: &mut Child, more: u64);
-    fn ends(&self, child: Child, signal: Signal, code: i32);
+    fn ends(&self, child: Guarded, signal: Signal, code: i32);
 }
 
 impl Stops for Run {
@@ -50,7 +50,7 @@ impl Stops for Run {
     }
 
     /// Signals the run, which must end with `code` and with a checkpoint from which another run continues.
-    fn ends(&self, mut child: Child, signal: Signal, code: i32) {
+    fn ends(&self, mut child: Guarded, signal: Signal, code: i32) {
         send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());
         assert_eq!(status.code(), Some(code), "{status}");
@@ -89,7 +89,7 @@ fn full_pipe() -> (PipeReader, Stdio) {
 #[test]
 fn with_stderr_closed_from_the_start() {
     let run = Run::new();
-    let mut child = run.endless(shell("exec \"$0\" \"$@\" 2>&-")).spawn().unwrap();
+    let mut child = Guarded(run.endless(shell("exec \"$0\" \"$@\" 2>&-")).spawn().unwrap());
     run.wait_for_steps(&mut child, 3);
     run.ends(child, Signal::INT, 130);
 }
@@ -97,7 +97,7 @@ fn with_stderr_closed_from_the_start() {
 #[test]
 fn with_stderr_a_pipe_whose_reader_has_gone() {
     let run = Run::new();
-    let mut child = run.endless(farflung()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = Guarded(run.endless(farflung()).stderr(Stdio::piped()).spawn().unwrap());
     drop(child.stderr.take());
     run.wait_for_steps(&mut child, 3);
     run.ends(child, Signal::INT, 130);
@@ -107,7 +107,7 @@ fn with_stderr_a_pipe_whose_reader_has_gone() {
 fn with_stderr_on_a_full_disk() {
     let run = Run::new();
     let full = File::options().write(true).open("/dev/full").unwrap();
-    let mut child = run.endless(farflung()).stderr(full).spawn().unwrap();
+    let mut child = Guarded(run.endless(farflung()).stderr(full).spawn().unwrap());
     run.wait_for_steps(&mut child, 3);
     run.ends(child, Signal::INT, 130);
 }
@@ -116,7 +116,7 @@ fn with_stderr_on_a_full_disk() {
 fn with_stderr_a_pipe_that_nobody_reads() {
     let run = Run::new();
     let (reader, stderr) = full_pipe();
-    let mut child = run.endless(farflung()).stderr(stderr).spawn().unwrap();
+    let mut child = Guarded(run.endless(farflung()).stderr(stderr).spawn().unwrap());
     run.wait_for_steps(&mut child, 100);
     run.ends(child, Signal::TERM, 143);
     drop(reader);
@@ -125,7 +125,7 @@ fn with_stderr_a_pipe_that_nobody_reads() {
 #[test]
 fn when_the_terminal_hangs_up() {
     let run = Run::new();
-    let mut child = run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = Guarded(run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap());
     run.wait_for_steps(&mut child, 3);
     run.ends(child, Signal::HUP, 129);
 }
@@ -136,7 +136,7 @@ fn when_a_scheduler_warns() {
         [(Signal::USR1, "SIGUSR1", 138), (Signal::USR2, "SIGUSR2", 140), (Signal::XCPU, "SIGXCPU", 152)]
     {
         let run = Run::new();
-        let mut child = run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child = Guarded(run.endless(farflung()).stderr(Stdio::null()).spawn().unwrap());
         run.wait_for_steps(&mut child, 3);
         run.ends(child, signal, code);
         let events = farflung::events::read(&run.at("run/events.jsonl")).unwrap();
@@ -152,7 +152,7 @@ fn when_a_scheduler_warns() {
 #[test]
 fn a_launched_job_that_is_warned_everywhere() {
     let run = Run::new();
-    let mut child = run.endless(launch()).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = Guarded(run.endless(launch()).stderr(Stdio::null()).spawn().unwrap());
     run.wait_for_steps(&mut child, 50);
     for process in [child.id()].into_iter().chain(children(child.id())) {
         send(process, Signal::USR1);
@@ -174,7 +174,7 @@ fn children(process: u32) -> Vec<u32> {
 fn not_by_a_hangup_under_nohup() {
     let run = Run::new();
     let ignoring = shell("trap '' HUP; exec \"$0\" \"$@\"");
-    let mut child = run.endless(ignoring).stderr(Stdio::null()).spawn().unwrap();
+    let mut child = Guarded(run.endless(ignoring).stderr(Stdio::null()).spawn().unwrap());
     run.wait_for_steps(&mut child, 3);
     send(child.id(), Signal::HUP);
     run.wait_for_steps(&mut child, 20);
@@ -191,7 +191,7 @@ fn a_launched_job_whose_launcher_has_lost_its_stderr() {
         [(closed.into(), Signal::INT, 130), (full.into(), Signal::HUP, 129), (stuck, Signal::TERM, 143)]
     {
         let run = Run::new();
-        let mut child = run.endless(launch()).stderr(stderr).spawn().unwrap();
+        let mut child = Guarded(run.endless(launch()).stderr(stderr).spawn().unwrap());
         run.wait_for_steps(&mut child, 50);
         send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());

@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
+use std::fs;
+use std::ops::{Deref, DerefMut};
+use std::process::Child;
 use std::thread;
 use std::time::Duration;
 
@@ -9,6 +12,39 @@ use rustix::process::{Pid, Signal, kill_process};
 
 /// Time limit of every wait.
 const PATIENCE: Duration = Duration::from_mins(2);
+
+/// A process that is killed with all processes that it has started, if it still runs when the test ends.
+pub(crate) struct Guarded(pub(crate) Child);
+
+impl Deref for Guarded {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Guarded {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if self.0.try_wait().is_ok_and(|ended| ended.is_none()) {
+            kill_tree(self.0.id());
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// Kills a process and then those that it has started.
+fn kill_tree(process: u32) {
+    let children = fs::read_to_string(format!("/proc/{process}/task/{process}/children")).unwrap_or_default();
+    let _ = kill_process(Pid::from_raw(i32::try_from(process).unwrap()).unwrap(), Signal::KILL);
+    children.split_whitespace().filter_map(|child| child.parse().ok()).for_each(kill_tree);
+}
 
 pub(crate) fn send(process: u32, signal: Signal) {
     kill_process(Pid::from_raw(i32::try_from(process).unwrap()).unwrap(), signal).unwrap();
@@ -33,6 +69,6 @@ pub(crate) fn wait_until_or<T>(what: impl Fn() -> String, mut done: impl FnMut()
 
 /// Returns the number of other processes with which a process currently shares memory.
 pub(crate) fn shares_with(process: u32) -> usize {
-    let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).unwrap_or_default();
+    let maps = fs::read_to_string(format!("/proc/{process}/maps")).unwrap_or_default();
     maps.lines().filter(|line| line.contains("memfd:farflung")).count()
 }
