@@ -116,6 +116,12 @@ impl Members<'_> {
                     command.arg(flag).arg(path);
                 }
             }
+            if let Some(encoding) = self.config.encoding {
+                command.arg("--encoding").arg(encoding.to_string());
+            }
+            if let Some(kind) = self.config.token_type {
+                command.arg("--token-type").arg(kind.to_string());
+            }
             if let Some(name) = self.config.name.as_ref().filter(|_| *member == 0) {
                 command.arg("--name").arg(name.as_str());
             }

@@ -18,6 +18,7 @@ use farflung::observe::Observed;
 use farflung::train::elastic::FormerRun;
 use farflung::train::{Report, RunObserver, elastic};
 use farflung::transports::{IROH, Reach, TCP, is_second_network_address};
+use farflung::zoo::data::{TextEncoding, TokenType};
 use farflung::{Error, MemberNoticeArgs, ObserveArgs, Result, Show, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
@@ -267,6 +268,12 @@ pub(crate) struct JoinCommand {
     /// text.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
+    /// Encoding of this machine's text, if it is not UTF-8 and has no byte-order mark.
+    #[arg(long, value_name = "NAME")]
+    encoding: Option<TextEncoding>,
+    /// Type of the ids in this machine's .bin files, if it is not u16 and no file beside them says it.
+    #[arg(long, value_name = "TYPE")]
+    token_type: Option<TokenType>,
     /// Device of this machine: cpu, wgpu or cuda, with a number if there are several, such as `cuda:1`.
     #[arg(long, value_name = "NAME")]
     device: Option<String>,
@@ -319,6 +326,8 @@ impl JoinCommand {
             Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
         let mut given = TrainArgs {
             data: self.data.clone(),
+            encoding: self.encoding,
+            token_type: self.token_type,
             out: self.out.clone(),
             name: self.name.clone(),
             threads: self.threads,
