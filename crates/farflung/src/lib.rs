@@ -25,6 +25,7 @@ pub mod plot;
 pub mod progress;
 pub mod relay;
 pub mod run_dir;
+pub mod shell_word;
 pub mod signals;
 pub mod step_times;
 pub mod terminal;

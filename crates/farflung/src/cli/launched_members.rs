@@ -9,6 +9,7 @@ use std::time::SystemTime;
 use farflung::access::RUN_TICKET;
 use farflung::config::choice::TransportKind;
 use farflung::launch::{Elastic, Start};
+use farflung::shell_word::shell_word;
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::members::HostCommand;
@@ -58,12 +59,29 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     let mut members = Members { program, words, host, folder, config, threads, least, hosts: true, former };
     let ended = job.run(stop, |start| Ok(members.command(start)));
     if let Err(error) = &ended
-        && !matches!(error, Error::Stopped(_))
         && let Some(path) = members.newest_checkpoint()
     {
-        terminal::write_stderr(format!("the newest checkpoint is {}\n", path.display()));
+        let line = match error {
+            Error::Stopped(_) => {
+                format!("to continue with all members: {}\n", resume_line(std::env::args_os()))
+            }
+            _ => format!("the newest checkpoint is {}\n", path.display()),
+        };
+        terminal::write_stderr(line);
     }
     ended
+}
+
+/// Returns the command line of this process, such that its run continues. The host's words are at its end.
+fn resume_line(args: impl Iterator<Item = OsString>) -> String {
+    let words: Vec<String> = args.skip(1).map(|word| shell_word(&word.to_string_lossy())).collect();
+    let (launch, host) = words.split_at(words.iter().position(|word| word == "--").unwrap_or(words.len()));
+    let kept = host.iter().enumerate().filter(|(at, word)| {
+        let is_value = *at > 0 && host[at - 1] == "--resume";
+        !is_value && *word != "--resume" && !word.starts_with("--resume=")
+    });
+    let kept: Vec<&str> = launch.iter().chain(kept.map(|(_, word)| word)).map(String::as_str).collect();
+    format!("farflung {} --resume auto", kept.join(" "))
 }
 
 /// Returns the time at which a file was last written.
@@ -150,5 +168,19 @@ impl Members<'_> {
             })
         };
         members.chain([self.folder.clone()]).flat_map(saved).max().map(|(_, path)| path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_that_continues_a_job_is_its_own() {
+        let line = |words: &str| resume_line(words.split(' ').map(OsString::from));
+        let same = "farflung launch --elastic 1:3 -- host --out run --resume auto";
+        assert_eq!(line("/bin/farflung launch --elastic 1:3 -- host --out run"), same);
+        assert_eq!(line("/bin/farflung launch --elastic 1:3 -- host --resume no --out run"), same);
+        assert_eq!(line("/bin/farflung launch --elastic 1:3 -- host --resume=no --out run"), same);
     }
 }

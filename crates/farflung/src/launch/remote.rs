@@ -13,6 +13,7 @@ use super::as_text;
 use super::hosts::Hosts;
 use super::job::{Job, Whose};
 use super::share::Share;
+use crate::shell_word::shell_word;
 use crate::{Error, LaunchError, Result, Stop};
 
 /// Prefix of the variables that are passed on to the machines.
@@ -91,30 +92,11 @@ impl Remote {
             })?;
             let mut command = Command::new(first);
             command.args(flags).arg("--").arg(&host.name);
-            command.arg(format!("{} launch --from-stdin", quoted(program))).stdin(Stdio::piped());
+            command.arg(format!("{} launch --from-stdin", shell_word(program))).stdin(Stdio::piped());
             let started = job.start(command, Whose::Host(host.name.clone()));
             started.map_err(|source| LaunchError::StartSsh { command: first.clone(), source })?;
             job.tell_last(&serde_json::to_string(&share).expect("texts and numbers can be written as JSON"));
         }
         job.run(*grace, stop)
-    }
-}
-
-/// Quotes a word for a shell.
-fn quoted(word: &str) -> String {
-    format!("'{}'", word.replace('\'', r"'\''"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_shell_reads_a_quoted_word_as_it_is() {
-        for word in ["/usr/bin/farflung", "it's $HOME", "a b;c", "\\"] {
-            let said =
-                Command::new("sh").args(["-c", &format!("printf %s {}", quoted(word))]).output().unwrap();
-            assert_eq!(String::from_utf8(said.stdout).unwrap(), word);
-        }
     }
 }

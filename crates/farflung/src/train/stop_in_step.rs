@@ -14,6 +14,7 @@ use super::trainer::{Thoroughness, Trainer};
 use crate::checkpoint::folder;
 use crate::events::{EventKind, EventLog, causes};
 use crate::peer_counters::PeerCountersLog;
+use crate::shell_word::shell_word;
 use crate::step_times::StepTimesLog;
 use crate::{Error, PeerCounters, Result, RunDir};
 
@@ -191,8 +192,9 @@ fn record_resolved(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut Ru
 /// Returns the command line that continues the run. Where members come and go, it is that of a host, which the
 /// others join again.
 pub(super) fn resume_line(job: &Job) -> String {
-    let out = quoted(job.out.as_deref().unwrap_or_else(|| Path::new(".")));
-    let config = quoted(&job.out.as_deref().unwrap_or_else(|| Path::new(".")).join("config.toml"));
+    let folder = job.out.as_deref().unwrap_or_else(|| Path::new("."));
+    let word = |path: &Path| shell_word(&path.to_string_lossy());
+    let (out, config) = (word(folder), word(&folder.join("config.toml")));
     if job.elastic {
         return format!("farflung host --config {config} --out {out} --resume auto");
     }
@@ -200,17 +202,6 @@ pub(super) fn resume_line(job: &Job) -> String {
     match job.processes {
         0 | 1 => format!("farflung {train}"),
         n => format!("farflung launch -n {n} -- {train}, or each rank as it was started with --resume auto"),
-    }
-}
-
-/// Quotes a path for a shell.
-fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:,@%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
     }
 }
 
@@ -252,11 +243,5 @@ mod tests {
             StopSummary { dropped: 3, ..left(0, None, None) }.to_string(),
             "; 3 steps since the last average of all replicas are dropped; there is no checkpoint"
         );
-    }
-
-    #[test]
-    fn paths_are_quoted_where_a_shell_would_cut_them() {
-        assert_eq!(quoted(Path::new("runs/a-1")), "runs/a-1");
-        assert_eq!(quoted(Path::new("my run's")), r"'my run'\''s'");
     }
 }

@@ -237,10 +237,10 @@ fn only_the_programs_path_stands_on_the_command_line() {
     let mut job = launch(&run, &ssh, &["--master", "10.0.0.1:4000", "--", "train", "--note", "x"]);
     let output = job.env("FARFLUNG_SECRET_FILE", "/secret").output().unwrap();
     assert!(output.status.success(), "{}", said(&output));
-    let program = env!("CARGO_BIN_EXE_farflung");
+    let program = farflung::shell_word::shell_word(env!("CARGO_BIN_EXE_farflung"));
     let mut calls: Vec<String> = fs::read_to_string(&note).unwrap().lines().map(str::to_owned).collect();
     calls.sort();
-    assert_eq!(calls, ["a", "me@b"].map(|host| format!("-- {host} '{program}' launch --from-stdin")));
+    assert_eq!(calls, ["a", "me@b"].map(|host| format!("-- {host} {program} launch --from-stdin")));
     let lines = fs::read_to_string(run.at("noted.lines")).unwrap();
     let mut shares: Vec<serde_json::Value> =
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();

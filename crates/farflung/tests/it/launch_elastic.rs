@@ -145,6 +145,9 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     assert_eq!(ended.code(), Some(130), "{}", says());
     let text = says();
     assert!(text.contains("it is started again, restart 1 of 2"), "{text}");
+    let resume = "to continue with all members: farflung launch --elastic 2:3 --restarts 2 -- host ";
+    let line = text.lines().find(|line| line.starts_with(resume));
+    assert!(line.is_some_and(|line| line.ends_with(" --resume auto")), "{text}");
 }
 
 /// Slurm sends its warning to the launcher and to its processes, which all save and leave.
