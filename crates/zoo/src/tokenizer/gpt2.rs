@@ -24,6 +24,47 @@ fn bpe() -> &'static CoreBPE {
     r50k_base_singleton()
 }
 
+/// The words of the vocabulary as tokenizer files write them: each byte is a printable character.
+pub(super) struct Words {
+    /// The character of each byte.
+    chars: [char; 256],
+}
+
+impl Words {
+    /// Creates the table of characters: printable bytes are themselves, and the others are numbered from U+0100
+    /// on.
+    ///
+    /// Source: `bytes_to_unicode` of the code published with GPT-2.
+    pub(super) fn new() -> Self {
+        let mut others = (0x100_u32..).filter_map(char::from_u32);
+        let char = |byte| match byte {
+            0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
+            _ => others.next().expect("there are more characters than bytes"),
+        };
+        let mut chars = ['\0'; 256];
+        chars.iter_mut().zip((0..=255).map(char)).for_each(|(to, char)| *to = char);
+        Self { chars }
+    }
+
+    /// Returns the number of ids.
+    pub(super) const fn len(&self) -> u64 {
+        VOCAB as u64
+    }
+
+    /// Returns the first id that is made by a merge; each later one is made by the next merge, except the last
+    /// one.
+    pub(super) const fn merges_from(&self) -> u64 {
+        self.chars.len() as u64
+    }
+
+    /// Returns the word of an id; `None` if the vocabulary has no such id.
+    pub(super) fn get(&self, id: u64) -> Option<String> {
+        let id = u32::try_from(id).ok().filter(|&id| u64::from(id) < self.len())?;
+        let bytes = bpe().decode_bytes(&[id]).expect("all ids below the vocabulary's size have bytes");
+        Some(bytes.into_iter().map(|byte| self.chars[usize::from(byte)]).collect())
+    }
+}
+
 /// Returns the end of the first part of `text` that can be encoded at once: the whole text, or a point within a
 /// run of white space that is too long.
 fn safe_prefix(text: &str) -> usize {

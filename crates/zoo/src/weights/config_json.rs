@@ -1,13 +1,12 @@
 //! Reads and writes Hugging Face's `config.json` of a GPT-2.
 
-use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::atomic::write_file;
 use super::dtype::Dtype;
-use crate::{GptConfig, ZooError};
+use crate::{GptConfig, ZooError, json_file};
 
 /// Fields that change what the model computes, with the values that we support. A missing or null field means
 /// the default.
@@ -26,9 +25,7 @@ fn supported() -> [(&'static str, Vec<Value>); 8] {
 
 /// Reads and checks a `config.json`. Irrelevant fields are ignored.
 pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
-    let text = fs::read(path).map_err(ZooError::io("read", path))?;
-    let json: Map<String, Value> =
-        serde_json::from_slice(&text).map_err(|source| ZooError::Json { path: path.to_owned(), source })?;
+    let json: Map<String, Value> = json_file::read(path)?;
     let get = |field: &str| json.get(field).filter(|value| !value.is_null());
     let wrong = |field: &str, expected: String| {
         let found = get(field).map_or_else(|| "missing".to_owned(), ToString::to_string);

@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use super::atomic::write_file;
 use super::dtype::{Dtype, element_bytes};
 use crate::ZooError;
+use crate::file_kind::FileKind;
 
 /// Maximum length of a header in bytes, as in the reference implementation.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -93,10 +94,16 @@ impl<'de> Deserialize<'de> for RawHeader {
 impl TensorFile {
     /// Opens a file and checks its header.
     ///
-    /// Errors: [`ZooError::Io`], [`ZooError::Header`], [`ZooError::TensorEntry`].
+    /// Errors: [`ZooError::Io`], [`ZooError::DeadLink`], [`ZooError::Header`], [`ZooError::TensorEntry`];
+    /// [`ZooError::WrongFile`] if it is a file of another known kind.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
-        let header = |problem: String| ZooError::Header { path: path.to_owned(), problem };
-        let mut file = File::open(path).map_err(ZooError::io("read", path))?;
+        let header = |problem: String| match FileKind::of_file(path) {
+            Some(kind) => {
+                ZooError::WrongFile { path: path.to_owned(), kind, expected: "a safetensors file" }
+            }
+            None => ZooError::Header { path: path.to_owned(), problem },
+        };
+        let mut file = File::open(path).map_err(ZooError::open(path))?;
         let length = file.metadata().map_err(ZooError::io("read", path))?.len();
         if length < 8 {
             return Err(header(format!("needs 8 bytes, the file has {length}")));
@@ -128,7 +135,8 @@ impl TensorFile {
             let wrong = |problem: String| Err(self.entry_error(name, problem));
             let (from, to) = info.data_offsets;
             if to < from || to > data {
-                return wrong(format!("has invalid offsets, {from} to {to} of {data} bytes of data"));
+                let cut = if to < from { "" } else { ": the file is not complete" };
+                return wrong(format!("has invalid offsets, {from} to {to} of {data} bytes of data{cut}"));
             }
             if from != end {
                 return wrong(format!("begins at byte {from}, but the tensor before it ends at {end}"));
