@@ -20,7 +20,14 @@ pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ZooError> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(ZooError::open(path))?;
     file.take(LONGEST).read_to_end(&mut bytes).map_err(ZooError::io("read", path))?;
-    parse(&bytes).map_err(|source| match FileKind::of(&bytes) {
+    from_bytes(path, &bytes)
+}
+
+/// Reads the bytes of a file. `path` is for messages.
+///
+/// Errors: as [`read`], without those of reading.
+pub(crate) fn from_bytes<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<T, ZooError> {
+    parse(bytes).map_err(|source| match FileKind::of(bytes) {
         None | Some(FileKind::Text(_)) => ZooError::Json { path: path.to_owned(), source },
         Some(kind) => ZooError::WrongFile { path: path.to_owned(), kind, expected: "a JSON file" },
     })

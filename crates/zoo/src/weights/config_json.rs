@@ -25,7 +25,15 @@ fn supported() -> [(&'static str, Vec<Value>); 8] {
 
 /// Reads and checks a `config.json`. Irrelevant fields are ignored.
 pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
-    let json: Map<String, Value> = json_file::read(path)?;
+    checked(path, &json_file::read(path)?)
+}
+
+/// Checks the bytes of a `config.json`. `path` is for messages.
+pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<GptConfig, ZooError> {
+    checked(path, &json_file::from_bytes(path, bytes)?)
+}
+
+fn checked(path: &Path, json: &Map<String, Value>) -> Result<GptConfig, ZooError> {
     let get = |field: &str| json.get(field).filter(|value| !value.is_null());
     let wrong = |field: &str, expected: String| {
         let found = get(field).map_or_else(|| "missing".to_owned(), ToString::to_string);
@@ -41,7 +49,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
         let value = get(field).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
         value.ok_or_else(|| wrong(field, "a whole number".to_owned()))
     };
-    let context = number(field_in_file("context", &json))?;
+    let context = number(field_in_file("context", json))?;
     if get("n_ctx").is_some() && number("n_ctx")? != context {
         return Err(wrong("n_ctx", format!("{context}, the value of `n_positions`")));
     }
@@ -49,7 +57,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)
         .map_err(|error| match error {
         ZooError::Config { field, expected, .. } => {
-            let (field, expected) = (field_in_file(field, &json), expected.replace("`dim`", "`n_embd`"));
+            let (field, expected) = (field_in_file(field, json), expected.replace("`dim`", "`n_embd`"));
             wrong(field, expected)
         }
         other => other,

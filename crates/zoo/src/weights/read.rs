@@ -36,6 +36,19 @@ impl Weights {
         let file = path.is_file().then(|| path.parent().unwrap_or(Path::new("")));
         let config = config_json::read(&file.unwrap_or(path).join("config.json"))?;
         let files = if file.is_some() { vec![TensorFile::open(path)?] } else { files::open(path)? };
+        Self::of(path, config, files)
+    }
+
+    /// Reads the same from the bytes of `config.json` and of `model.safetensors`. `folder` is for messages.
+    ///
+    /// Errors: as [`Weights::open`].
+    pub fn from_bytes(folder: &Path, config: &[u8], tensors: Vec<u8>) -> Result<Self, ZooError> {
+        let config = config_json::from_bytes(&folder.join("config.json"), config)?;
+        let file = TensorFile::from_bytes(&folder.join("model.safetensors"), tensors)?;
+        Self::of(folder, config, vec![file])
+    }
+
+    fn of(path: &Path, config: GptConfig, files: Vec<TensorFile>) -> Result<Self, ZooError> {
         let mut found = places(&files);
         let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
         for spec in config.tensors() {
