@@ -1,5 +1,6 @@
-//! The model that a path leads to, for `generate`, `eval` and `--init-from`: a folder or a file in Hugging Face's
-//! layout, a checkpoint, or the newest good checkpoint of a run's folder; and the tokenizer that belongs to it.
+//! The model that a path leads to, for `generate`, `eval` and `--init-from`: a folder or a file in Hugging
+//! Face's layout, a checkpoint, or the newest good checkpoint of a run's folder; and the tokenizer that belongs
+//! to it.
 
 mod advice;
 mod paths;
@@ -7,6 +8,7 @@ mod paths;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use farflung_zoo::ZooError;
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::Weights;
@@ -56,7 +58,9 @@ impl ModelSource {
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 Err(Error::io("read", path)(error))
             }
-            Err(_) => Err(ModelError::Missing { path: path.to_owned(), advice: advice::for_missing(path) }.into()),
+            Err(_) => {
+                Err(ModelError::Missing { path: path.to_owned(), advice: advice::for_missing(path) }.into())
+            }
         }
     }
 
@@ -104,6 +108,7 @@ impl ModelSource {
             _ if is_weights => {
                 ("is a file of weights without config.json beside it".to_owned(), advice::FOR_NO_CONFIG)
             }
+            Some(kind @ FileKind::Text(_)) => (format!("is {kind}"), "give the model's folder"),
             Some(kind) => (format!("is {kind}"), kind.advice()),
             None => ("is a file of unknown kind".to_owned(), "give the model's folder"),
         };
@@ -125,23 +130,35 @@ impl ModelSource {
     ///
     /// Errors: an invalid file, field or tensor.
     pub fn open(&self) -> Result<Weights> {
-        if self.is_packed {
+        let opened = if self.is_packed {
             let checkpoint = Checkpoint::open(&self.path)?;
             let (config, tensors) = (checkpoint.read(CONFIG)?, checkpoint.read(TENSORS)?);
-            return Ok(Weights::from_bytes(&self.path, &config, tensors)?);
-        }
-        Ok(Weights::open(&self.path)?)
+            Weights::from_bytes(&self.path, &config, tensors)
+        } else {
+            Weights::open(&self.path)
+        };
+        opened.map_err(|error| match error {
+            ZooError::NoTensor { path, tensor } if self.path.join(MANIFEST).exists() => {
+                let found = format!("is a checkpoint that holds a part of the model, without `{tensor}`");
+                let advice =
+                    "give the folder of a rank that saves the whole model, such as rank 0".to_owned();
+                ModelError::NotAModel { path, found, advice: Some(advice) }.into()
+            }
+            error => error.into(),
+        })
     }
 
-    /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none: that of
-    /// the run that wrote it, else GPT-2's if its tokenizer files are GPT-2's, else the one that fits the
+    /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none: that
+    /// of the run that wrote it, else GPT-2's if its tokenizer files are GPT-2's, else the one that fits the
     /// vocabulary: bytes for 256 tokens, also if padded to less than 384, else GPT-2's.
     ///
     /// Errors: tokenizer files that cannot be read.
     pub fn tokenizer(&self, vocab: usize) -> Result<TokenizerKind> {
-        Ok(match (self.recorded, self.tokenizer_files()?) {
-            (Some(kind), _) => kind,
-            (None, TokenizerFiles::Gpt2 { .. }) => TokenizerKind::Gpt2,
+        if let Some(recorded) = self.recorded {
+            return Ok(recorded);
+        }
+        Ok(match self.tokenizer_files()? {
+            TokenizerFiles::Gpt2 { .. } => TokenizerKind::Gpt2,
             _ if (256..384).contains(&vocab) => TokenizerKind::Byte,
             _ => TokenizerKind::Gpt2,
         })
@@ -164,19 +181,23 @@ impl ModelSource {
     #[must_use]
     pub fn tokenizer_note(&self, used: TokenizerKind) -> Option<String> {
         if let Some(recorded) = self.recorded.filter(|recorded| *recorded != used) {
-            return Some(format!("warning: the model was trained with the tokenizer {recorded}, and {used} is used"));
+            return Some(format!(
+                "warning: the model was trained with the tokenizer {recorded}, and {used} is used"
+            ));
         }
         let folder = self.folder();
         match self.tokenizer_files() {
-            Ok(TokenizerFiles::Gpt2 { .. }) if used != TokenizerKind::Gpt2 => {
-                Some(format!("warning: the tokenizer files in {} are GPT-2's, and {used} is used", folder.display()))
-            }
+            Ok(TokenizerFiles::Gpt2 { .. }) if used != TokenizerKind::Gpt2 => Some(format!(
+                "warning: the tokenizer files in {} are GPT-2's, and {used} is used",
+                folder.display()
+            )),
             Ok(TokenizerFiles::Gpt2 { added }) if !added.is_empty() => {
-                let added: Vec<String> = added.values().map(|token| format!("`{token}`")).collect();
+                let shown: Vec<String> = added.values().take(3).map(|token| format!("{token:?}")).collect();
                 Some(format!(
-                    "the tokens {} that {} adds to GPT-2's are not used",
-                    added.join(", "),
-                    folder.display()
+                    "{} tokens that {} adds to GPT-2's are not used, such as {}",
+                    added.len(),
+                    folder.display(),
+                    shown.join(", ")
                 ))
             }
             Ok(TokenizerFiles::Other { file, difference }) if self.recorded.is_none() => Some(format!(

@@ -115,7 +115,9 @@ impl FileKind {
     #[must_use]
     pub const fn advice(&self) -> &'static str {
         match self {
-            Self::LfsPointer(_) => "get the file itself with `git lfs pull` in its folder, or download it again",
+            Self::LfsPointer(_) => {
+                "get the file itself with `git lfs pull` in its folder, or download it again"
+            }
             Self::AnnexPointer => "get the file itself with `git annex get` in its folder",
             Self::Zip | Self::Pickle => {
                 "convert it with the library that wrote it; for transformers: `python -c \"from transformers \
@@ -125,9 +127,10 @@ impl FileKind {
                 "convert it to safetensors with Hugging Face's names, or download the model in that format"
             }
             Self::Compressed(_) => "unpack it first",
-            Self::Empty | Self::Zeros | Self::Html | Self::Xml | Self::Text(_) => {
+            Self::Empty | Self::Zeros | Self::Html | Self::Xml => {
                 "the download failed or is not complete; download it again, signed in if the site asks for it"
             }
+            Self::Text(_) => "if it was downloaded, the download failed",
         }
     }
 }

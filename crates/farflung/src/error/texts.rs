@@ -34,7 +34,8 @@ pub(super) fn and_also(names: &[String]) -> String {
 }
 
 impl Error {
-    /// Returns the causes of the error, the nearest first, without those that the message before already contains.
+    /// Returns the causes of the error, the nearest first, without those that the message before already
+    /// contains.
     #[must_use]
     pub fn causes(&self) -> Vec<String> {
         let mut causes = Vec::new();
@@ -72,7 +73,10 @@ mod tests {
         assert_eq!(missing.to_string(), "failed to read `no-such-folder/config.json`");
         assert_eq!((missing.causes().len(), causes(&missing).matches(&missing.causes()[0]).count()), (1, 1));
         // A message that contains its cause.
-        let coder = farflung_comm::CommError::Coder { op: "send", source: std::sync::Arc::new(io::Error::other("too long")) };
+        let coder = farflung_comm::CommError::Coder {
+            op: "send",
+            source: std::sync::Arc::new(io::Error::other("too long")),
+        };
         assert_eq!(causes(&Error::Comm(coder)).matches("too long").count(), 1);
     }
 }

@@ -12,9 +12,10 @@ use crate::{Error, run_dir};
 
 /// What to do about weights without a configuration.
 pub(super) const FOR_NO_CONFIG: &str = "put the model's config.json into the folder";
+/// What to do about an adapter of the library peft.
+const FOR_ADAPTER: &str = "merge it into its model first (`merge_and_unload` of peft), save that with `save_pretrained`, and give its folder";
 /// Endings of files of weights in other formats.
-const WEIGHTS: [&str; 9] =
-    ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack", "npz"];
+const WEIGHTS: [&str; 9] = ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack", "npz"];
 /// Most names that a message lists.
 const LISTED: usize = 5;
 
@@ -33,8 +34,12 @@ pub(super) fn not_a_model(folder: &Path, is_model: impl Fn(&Path) -> bool) -> Er
         .take(LISTED)
         .collect();
     let (found, advice) = match weights {
-        _ if !models.is_empty() => {
-            ("is not a model, but contains some".to_owned(), Some(format!("give one, such as {}", models.join(", "))))
+        _ if !models.is_empty() => (
+            "is not a model, but contains some".to_owned(),
+            Some(format!("give one, such as {}", models.join(", "))),
+        ),
+        Some(weights) if weights.starts_with("adapter_") => {
+            ("is an adapter without its model".to_owned(), Some(FOR_ADAPTER.to_owned()))
         }
         Some(weights) => {
             let kind = FileKind::of_file(&folder.join(weights));
@@ -52,11 +57,15 @@ pub(super) fn not_a_model(folder: &Path, is_model: impl Fn(&Path) -> bool) -> Er
 
 /// Returns what to do about a path at which there is nothing.
 pub(super) fn for_missing(path: &Path) -> Option<String> {
+    if let Ok(target) = path.read_link() {
+        return Some(format!("it is a link to {}, which does not exist", target.display()));
+    }
     let text = path.to_str()?;
     if text.starts_with('~') {
         return Some("the shell has not replaced `~`: give the whole path".to_owned());
     }
-    if let Some(name) = hub_name(text.split_once("://").map_or(text, |(_, rest)| rest), text.contains("://")) {
+    if let Some(name) = hub_name(text.split_once("://").map_or(text, |(_, rest)| rest), text.contains("://"))
+    {
         return Some(for_hub_name(&name));
     }
     if text.contains("://") {
@@ -64,7 +73,8 @@ pub(super) fn for_missing(path: &Path) -> Option<String> {
     }
     let folder = folder_of(path);
     if !folder.is_dir() {
-        let missing = folder.ancestors().take_while(|path| !path.exists()).last()?;
+        let missing =
+            folder.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).last()?;
         return Some(format!("there is no folder {}", missing.display()));
     }
     if let Some(newest) = run_dir::list(&folder).ok().and_then(|mut steps| steps.pop()) {
@@ -79,8 +89,8 @@ pub(super) fn for_missing(path: &Path) -> Option<String> {
     (text == name && path.extension().is_none()).then(|| for_hub_name(text))
 }
 
-/// Returns the name of a model on the Hugging Face Hub, `ORGANISATION/NAME`, if a text looks like one and no such
-/// folder begins its path. A URL has the hub's host in front of it.
+/// Returns the name of a model on the Hugging Face Hub, `ORGANISATION/NAME`, if a text looks like one and no
+/// such folder begins its path. A URL has the hub's host in front of it.
 fn hub_name(text: &str, is_url: bool) -> Option<String> {
     let name = match text.strip_prefix("huggingface.co/").or_else(|| text.strip_prefix("hf.co/")) {
         Some(name) => name.split('/').take(2).collect::<Vec<_>>().join("/"),

@@ -1,7 +1,5 @@
 //! The weights that a run starts from (`--init-from`), and the settings that follow from them.
 
-use std::path::Path;
-
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
 use farflung_zoo::weights::Weights;
@@ -29,15 +27,16 @@ impl InitialWeights {
     pub(super) fn of(config: &TrainConfig) -> Result<Option<Self>> {
         let Some(given) = &config.init_from else { return Ok(None) };
         let source = ModelSource::find(given)?;
-        let hash = hash(&mut source.open()?)?;
-        let found = (source.path() != given).then(|| starts_from(source.path()));
-        let notes = found.into_iter().chain(source.tokenizer_note(config.tokenizer)).collect();
+        let mut weights = source.open()?;
+        let hash = hash(&mut weights)?;
+        let found = (source.path() != given)
+            .then(|| format!("the run starts from the weights of {}", source.path().display()));
+        let biases = (!weights.has_biases()).then(|| {
+            "the weights have no biases: those of the model start at zero, and are trained".to_owned()
+        });
+        let notes = found.into_iter().chain(biases).chain(source.tokenizer_note(config.tokenizer)).collect();
         Ok(Some(Self { source, hash, notes }))
     }
-}
-
-fn starts_from(path: &Path) -> String {
-    format!("the run starts from the weights of {}", path.display())
 }
 
 /// Returns the hash of weights, which combines the hashes of the tensors.
@@ -54,8 +53,8 @@ fn hash(weights: &mut Weights) -> Result<blake3::Hash> {
 }
 
 impl TrainConfig {
-    /// Returns the settings with the shape, the vocabulary and the tokenizer of the weights of `init-from`, so that
-    /// they describe the model by themselves: to a newcomer, and in the run's folder. Settings without
+    /// Returns the settings with the shape, the vocabulary and the tokenizer of the weights of `init-from`, so
+    /// that they describe the model by themselves: to a newcomer, and in the run's folder. Settings without
     /// `init-from` are returned as they are.
     ///
     /// Errors: as [`ModelSource::find`]; [`ModelError::Differs`] if a given setting differs from the weights.
@@ -63,7 +62,8 @@ impl TrainConfig {
         let Some(path) = &self.init_from else { return Ok(self) };
         let source = ModelSource::find(path)?;
         let model = source.open()?.config();
-        let given = ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| self.was_given(name));
+        let given =
+            ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| self.was_given(name));
         let sizes = [
             ("layers", &mut self.layers, model.layers),
             ("heads", &mut self.heads, model.heads),

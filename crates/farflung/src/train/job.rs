@@ -114,7 +114,9 @@ impl Job {
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         if model.vocab < tokenizer.vocab_size() {
-            [&training, &held_out].into_iter().try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
+            [&training, &held_out]
+                .into_iter()
+                .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
         }
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &training, model.context)?;

@@ -1,8 +1,8 @@
 //! The report at the end of a run: losses, bytes, times, the predicted time of plain synchronous all-reduce on
 //! the same link, and a sample.
 
-use std::num::NonZeroUsize;
 use std::fmt;
+use std::num::NonZeroUsize;
 
 use farflung_base::{Bytes, Link, Nanos, Topology};
 use farflung_parallel::{Answer, WhatIf};

@@ -79,9 +79,8 @@ fn lines_of(path: &Path) -> Result<Vec<String>, ZooError> {
 fn of_tokenizer_json(path: &Path) -> Result<TokenizerFiles, ZooError> {
     const FILE: &str = "tokenizer.json";
     let json: Value = json_file::read(path)?;
-    let other = |difference: &str| {
-        Ok(TokenizerFiles::Other { file: FILE, difference: difference.to_owned() })
-    };
+    let other =
+        |difference: &str| Ok(TokenizerFiles::Other { file: FILE, difference: difference.to_owned() });
     let (model, words) = (&json["model"], &json["pre_tokenizer"]);
     // Files of early versions have no type.
     if model["type"].as_str().is_some_and(|kind| kind != "BPE") || !model["merges"].is_array() {
@@ -108,7 +107,8 @@ fn of_tokenizer_json(path: &Path) -> Result<TokenizerFiles, ZooError> {
         return other("its vocabulary or its merges cannot be read");
     };
     let added = json["added_tokens"].as_array().into_iter().flatten();
-    let added = added.filter_map(|token| Some((token["id"].as_u64()?, token["content"].as_str()?.to_owned())));
+    let added =
+        added.filter_map(|token| Some((token["id"].as_u64()?, token["content"].as_str()?.to_owned())));
     Ok(compared(FILE, &Bpe { vocab, merges }, added.collect()))
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::names::{HEAD, TOKEN_TABLE, in_model, is_buffer};
 use super::tensors::TensorFile;
 use super::{config_json, files};
-use crate::{GptConfig, ZooError};
+use crate::{GptConfig, TensorSpec, ZooError};
 
 /// A place where a tensor is stored: the index of the file, and the name in it.
 type Place = (usize, String);
@@ -16,8 +16,19 @@ type Place = (usize, String);
 pub struct Weights {
     config: GptConfig,
     files: Vec<TensorFile>,
-    /// For each tensor of the model: its shape and its place.
-    tensors: BTreeMap<String, (Vec<usize>, Place)>,
+    /// For each tensor of the model: its shape as stored and its place; `None` for a bias that is zero.
+    tensors: BTreeMap<String, (Vec<usize>, Option<Place>)>,
+    layout: Layout,
+    has_biases: bool,
+}
+
+/// How the matrices of blocks are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// `[inputs, outputs]`, as Hugging Face's GPT-2 has them.
+    InputsFirst,
+    /// `[outputs, inputs]`, as linear layers of PyTorch have them, for example those of nanoGPT.
+    OutputsFirst,
 }
 
 impl Weights {
@@ -29,6 +40,9 @@ impl Weights {
     /// in any combination. The constant buffers `attn.bias` and `attn.masked_bias` are ignored. The token table
     /// and the head `lm_head.weight` are one tensor: it may be stored under either name or under both, and the
     /// file's metadata may name the other one. A tensor that is stored several times must have equal values.
+    ///
+    /// The matrices of blocks may be stored as linear layers of PyTorch have them, `[outputs, inputs]`, if all
+    /// are. If no layer has biases, as in models that nanoGPT trains from scratch, they are zero.
     ///
     /// Errors: the first invalid file, field or tensor. A tensor of the model is invalid if its shape is not
     /// the configuration's or its type is not F32, F16 or BF16.
@@ -50,20 +64,28 @@ impl Weights {
 
     fn of(path: &Path, config: GptConfig, files: Vec<TensorFile>) -> Result<Self, ZooError> {
         let mut found = places(&files);
+        let layout = layout(&config, &files, &found);
+        let has_biases = found.keys().any(|name| name.ends_with(".bias"));
         let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
         for spec in config.tensors() {
             let mut stored = found.remove(&spec.name).unwrap_or_default();
             if spec.name == TOKEN_TABLE {
                 stored.extend(found.remove(HEAD).unwrap_or_default());
             }
+            let mut shape = spec.shape.clone();
+            if layout == Layout::OutputsFirst && is_matrix_of_block(&spec) {
+                shape.reverse();
+            }
             for (file, name) in &stored {
-                files[*file].expect_f32(name, &spec.shape)?;
+                files[*file].expect_f32(name, &shape)?;
             }
             let mut stored = stored.into_iter();
             let first = stored.next();
-            let missing = || ZooError::NoTensor { path: path.to_owned(), tensor: spec.name.clone() };
+            if first.is_none() && (has_biases || !spec.name.ends_with(".bias")) {
+                return Err(ZooError::NoTensor { path: path.to_owned(), tensor: spec.name });
+            }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
-            tensors.insert(spec.name.clone(), (spec.shape, first.ok_or_else(missing)?));
+            tensors.insert(spec.name, (shape, first));
         }
         if let Some((_, stored)) = found.pop_first() {
             let (file, tensor) = stored.into_iter().next().expect("each name has a place");
@@ -71,7 +93,7 @@ impl Weights {
             let problem = "is not part of the model in config.json".to_owned();
             return Err(ZooError::TensorEntry { path, tensor, problem });
         }
-        let mut this = Self { config, files, tensors };
+        let mut this = Self { config, files, tensors, layout, has_biases };
         copies.iter().try_for_each(|(name, copy)| this.check_copy(name, copy))?;
         Ok(this)
     }
@@ -82,26 +104,44 @@ impl Weights {
         self.config
     }
 
+    /// Returns whether the weights have biases; without, those of the model are zero.
+    #[must_use]
+    pub const fn has_biases(&self) -> bool {
+        self.has_biases
+    }
+
     /// Reads the tensor of this name (from [`GptConfig::tensors`]) as `f32`.
     ///
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
     /// [`ZooError::Io`].
     pub fn tensor(&mut self, name: &str, out: &mut [f32]) -> Result<(), ZooError> {
-        let Some((shape, (file, stored))) = self.tensors.get(name) else {
+        let Some((shape, place)) = self.tensors.get(name) else {
             let path = self.files.first().map_or_else(PathBuf::new, |f| f.path().to_owned());
             return Err(ZooError::NoTensor { path, tensor: name.to_owned() });
         };
-        self.files[*file].read_f32(stored, shape, out)
+        let Some((file, stored)) = place else {
+            out.fill(0.0);
+            return Ok(());
+        };
+        self.files[*file].read_f32(stored, shape, out)?;
+        if let (Layout::OutputsFirst, true, &[outputs, inputs]) = (self.layout, is_of_block(name), &shape[..])
+        {
+            let read = out.to_vec();
+            for (input, row) in out.chunks_exact_mut(outputs).enumerate() {
+                row.iter_mut().enumerate().for_each(|(output, x)| *x = read[output * inputs + input]);
+            }
+        }
+        Ok(())
     }
 
     /// Checks that another place of a tensor has the same values, bit for bit.
     fn check_copy(&mut self, name: &str, (file, stored): &Place) -> Result<(), ZooError> {
-        let (shape, (_, first)) = &self.tensors[name];
-        let (shape, first) = (shape.clone(), first.clone());
+        let (shape, first) = self.tensors[name].clone();
+        let (first_file, first) = first.expect("a tensor with copies is stored");
         // Both tensors have data of this shape in the files, so the buffers are at most four times as large.
         let count = shape.iter().product();
         let (mut values, mut copy) = (vec![0.0; count], vec![0.0; count]);
-        self.tensor(name, &mut values)?;
+        self.files[first_file].read_f32(&first, &shape, &mut values)?;
         self.files[*file].read_f32(stored, &shape, &mut copy)?;
         if values.iter().zip(&copy).all(|(a, b): (&f32, &f32)| a.to_bits() == b.to_bits()) {
             return Ok(());
@@ -114,6 +154,24 @@ impl Weights {
         };
         Err(ZooError::TensorEntry { path, tensor: stored.clone(), problem })
     }
+}
+
+/// Returns how matrices are stored, by the shape of one that is not square.
+fn layout(config: &GptConfig, files: &[TensorFile], found: &BTreeMap<String, Vec<Place>>) -> Layout {
+    let stored = found.get("h.0.attn.c_attn.weight").and_then(|places| places.first());
+    let info = stored.and_then(|(file, name)| files[*file].tensors().get(name));
+    match info {
+        Some(info) if info.shape == [3 * config.dim, config.dim] => Layout::OutputsFirst,
+        _ => Layout::InputsFirst,
+    }
+}
+
+fn is_matrix_of_block(spec: &TensorSpec) -> bool {
+    is_of_block(&spec.name) && spec.shape.len() == 2
+}
+
+fn is_of_block(name: &str) -> bool {
+    name.starts_with("h.")
 }
 
 /// Returns the places of all tensors by their names in the model, without constant buffers.

@@ -131,9 +131,7 @@ impl TensorFile {
         let mut start = vec![0; length.min(START as u64) as usize];
         file.read_at(0, &mut start).map_err(ZooError::io("read", path))?;
         let header = |problem: String| match FileKind::of(&start) {
-            Some(kind) => {
-                ZooError::WrongFile { path: path.to_owned(), kind, expected: "a safetensors file" }
-            }
+            Some(kind) => ZooError::WrongFile { path: path.to_owned(), kind, expected: "a safetensors file" },
             None => ZooError::Header { path: path.to_owned(), problem },
         };
         let Some(&eight) = start.first_chunk() else {

@@ -89,6 +89,40 @@ fn prefixes_of_wrappers_are_left_out() {
     assert_eq!(read(folder(&named, &[]).path()).unwrap(), tensors());
 }
 
+/// nanoGPT's layers are PyTorch's, whose matrices are `[outputs, inputs]`. By default, it trains without
+/// biases.
+#[test]
+fn matrices_of_linear_layers_and_models_without_biases_are_read() {
+    let mut named = tensors();
+    for (name, shape, values) in &mut named {
+        if let (true, &[inputs, outputs]) = (name.starts_with("h."), &shape[..]) {
+            *values = (0..outputs * inputs).map(|i| values[i % inputs * outputs + i / inputs]).collect();
+            *shape = vec![outputs, inputs];
+        }
+        *name = format!("_orig_mod.transformer.{name}");
+    }
+    let biased = folder(&named, &[]);
+    assert_eq!(read(biased.path()).unwrap(), tensors());
+    assert!(Weights::open(biased.path()).unwrap().has_biases());
+    // All must be stored alike.
+    let mut mixed = named.clone();
+    mixed.iter_mut().find(|(name, _, _)| name.ends_with("h.1.mlp.c_fc.weight")).unwrap().1.reverse();
+    refused(folder(&mixed, &[]).path(), &["h.1.mlp.c_fc.weight", "[8, 32]", "[32, 8]"]);
+    let is_bias = |name: &str| name.ends_with(".bias");
+    named.retain(|(name, _, _)| !is_bias(name));
+    // A constant buffer is no bias.
+    named.push(("_orig_mod.transformer.h.0.attn.bias".to_owned(), vec![1, 1, 6, 6], vec![1.0; 36]));
+    let mut expected = tensors();
+    expected.iter_mut().filter(|(name, _, _)| is_bias(name)).for_each(|(_, _, values)| values.fill(0.0));
+    let unbiased = folder(&named, &[]);
+    assert_eq!(read(unbiased.path()).unwrap(), expected);
+    assert!(!Weights::open(unbiased.path()).unwrap().has_biases());
+    // One that is missing among others is an error.
+    let mut one = tensors();
+    one.retain(|(name, _, _)| name != "h.1.ln_2.bias");
+    refused(folder(&one, &[]).path(), &["no tensor `h.1.ln_2.bias`"]);
+}
+
 #[test]
 fn one_tensor_under_two_names_must_have_the_same_values() {
     let twice = |change: f32| {
@@ -96,7 +130,9 @@ fn one_tensor_under_two_names_must_have_the_same_values() {
         let mut copies = named.clone();
         copies[5].2[3] += change;
         named.iter_mut().for_each(|(name, _, _)| *name = format!("model.{name}"));
-        named.extend(copies.into_iter().map(|(name, shape, values)| (format!("compiled.{name}"), shape, values)));
+        named.extend(
+            copies.into_iter().map(|(name, shape, values)| (format!("compiled.{name}"), shape, values)),
+        );
         folder(&named, &[])
     };
     assert_eq!(read(twice(0.0).path()).unwrap(), tensors());
@@ -138,10 +174,15 @@ fn tied_weights_have_either_name() {
 #[test]
 fn json_files_may_have_a_byte_order_mark_and_pythons_numbers() {
     let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), &TINY, WriteOptions { shard_bytes: Some(3000), ..WriteOptions::default() }, |i, _, out| {
-        out.copy_from_slice(&tensors()[i].2);
-        Ok::<(), ZooError>(())
-    })
+    write(
+        dir.path(),
+        &TINY,
+        WriteOptions { shard_bytes: Some(3000), ..WriteOptions::default() },
+        |i, _, out| {
+            out.copy_from_slice(&tensors()[i].2);
+            Ok::<(), ZooError>(())
+        },
+    )
     .unwrap();
     for name in ["config.json", "model.safetensors.index.json"] {
         let path = dir.path().join(name);
@@ -160,7 +201,10 @@ const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:4d
 fn other_files_in_place_of_a_models_are_called_by_what_they_are() {
     let cases: [(&[u8], &[&str]); 6] = [
         (POINTER.as_bytes(), &["Git LFS pointer", "548105171 bytes", "git lfs pull"]),
-        (b"<!DOCTYPE html><html><head><title>Sign in</title></head></html>", &["HTML page", "download it again"]),
+        (
+            b"<!DOCTYPE html><html><head><title>Sign in</title></head></html>",
+            &["HTML page", "download it again"],
+        ),
         (b"PK\x03\x04\0\0\0\0\0\0\0\0", &["zip archive", "PyTorch", "save_pretrained"]),
         (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", &["pickle", "PyTorch"]),
         (b"", &["is empty", "download"]),
@@ -169,10 +213,18 @@ fn other_files_in_place_of_a_models_are_called_by_what_they_are() {
     for (bytes, expected) in cases {
         for name in ["model.safetensors", "config.json", "model.safetensors.index.json"] {
             let dir = tempfile::tempdir().unwrap();
-            write(dir.path(), &TINY, WriteOptions { shard_bytes: (name.contains("index")).then_some(3000), ..WriteOptions::default() }, |i, _, out| {
-                out.copy_from_slice(&tensors()[i].2);
-                Ok::<(), ZooError>(())
-            })
+            write(
+                dir.path(),
+                &TINY,
+                WriteOptions {
+                    shard_bytes: (name.contains("index")).then_some(3000),
+                    ..WriteOptions::default()
+                },
+                |i, _, out| {
+                    out.copy_from_slice(&tensors()[i].2);
+                    Ok::<(), ZooError>(())
+                },
+            )
             .unwrap();
             fs::write(dir.path().join(name), bytes).unwrap();
             refused(dir.path(), &[expected, &[name]].concat());

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use farflung_zoo::tokenizer::{Gpt2, TokenizerFiles};
 use farflung_zoo::Tokenizer as _;
+use farflung_zoo::tokenizer::{Gpt2, TokenizerFiles};
 use serde_json::{Map, Value, json};
 
 /// Returns GPT-2's vocabulary as the code published with it writes the words: printable bytes are themselves,
@@ -25,10 +25,12 @@ fn words() -> Vec<String> {
 
 /// Splits each word that a merge makes into two words.
 fn merges(words: &[String]) -> Vec<(String, String)> {
-    let known: BTreeMap<&str, usize> = words.iter().enumerate().map(|(id, word)| (word.as_str(), id)).collect();
+    let known: BTreeMap<&str, usize> =
+        words.iter().enumerate().map(|(id, word)| (word.as_str(), id)).collect();
     let pair = |(id, word): (usize, &String)| {
         let cuts = word.char_indices().skip(1).map(|(at, _)| word.split_at(at));
-        let is_pair = |(a, b): &(&str, &str)| [a, b].iter().all(|&&half| known.get(half).is_some_and(|&i| i < id));
+        let is_pair =
+            |(a, b): &(&str, &str)| [a, b].iter().all(|&&half| known.get(half).is_some_and(|&i| i < id));
         let (a, b) = cuts.into_iter().find(is_pair).unwrap();
         (a.to_owned(), b.to_owned())
     };

@@ -1,4 +1,5 @@
-//! The checkpoint that the path of `--resume` leads to: a checkpoint itself, or the newest one of a run's folder.
+//! The checkpoint that the path of `--resume` leads to: a checkpoint itself, or the newest one of a run's
+//! folder.
 
 use std::path::{Path, PathBuf};
 
@@ -47,7 +48,8 @@ pub(super) fn not_a_checkpoint(path: &Path) -> Error {
     let as_weights = || format!("to start from its weights, at step 0: `--init-from {}`", path.display());
     let newest = run_dir::list(parent).ok().and_then(|mut steps| steps.pop());
     let (found, advice) = if !path.exists() {
-        let newest = newest.map(|step| format!("the newest checkpoint there is {}", parent.join(name_of(step)).display()));
+        let newest = newest
+            .map(|step| format!("the newest checkpoint there is {}", parent.join(name_of(step)).display()));
         ("does not exist", newest)
     } else if path.is_file() && parent.join(MANIFEST).exists() {
         ("is a file of a checkpoint", Some(format!("give its folder, {}", parent.display())))
@@ -83,7 +85,8 @@ pub(super) fn newest(run: &Path, job: &Job, comm: &Communicator) -> Result<PathB
     }
     let bytes: Vec<u8> = good.iter().flat_map(|step| step.to_le_bytes()).collect();
     let all = comm.all_gather_bytes(bytes)?;
-    let has = |steps: &[u8], step: u64| steps.as_chunks().0.iter().any(|&bytes| u64::from_le_bytes(bytes) == step);
+    let has =
+        |steps: &[u8], step: u64| steps.as_chunks().0.iter().any(|&bytes| u64::from_le_bytes(bytes) == step);
     let on_all = good.iter().copied().find(|&step| all.iter().all(|steps| has(steps, step)));
     let path = |step| run.join(name_of(step));
     let whole = || good.iter().copied().find(|&step| all_of(&path(step), job).is_ok());
