@@ -13,7 +13,7 @@ use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::Weights;
 
-use crate::checkpoint::{MANIFEST, Packing};
+use crate::checkpoint::{LATEST, MANIFEST, Packing};
 use crate::config::choice::TokenizerKind;
 use crate::config::value::Setting as _;
 use crate::error::{ModelError, causes};
@@ -24,6 +24,8 @@ use paths::{CONFIG, folder_of};
 pub(crate) const SETTINGS: &str = "settings.toml";
 /// The file with all tensors of a model.
 pub(crate) const TENSORS: &str = "model.safetensors";
+/// The list of the files of a model in shards.
+const INDEX: &str = "model.safetensors.index.json";
 
 /// A model on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,13 +49,10 @@ impl ModelSource {
     /// checkpoint if a run has no good one.
     pub fn find(path: &Path) -> Result<Self> {
         match path.metadata() {
-            Ok(found) if found.is_dir() => match Self::of_folder(path)? {
-                Some(found) => Ok(found),
-                None => {
-                    let is_model = |path: &Path| Self::of_folder(path).is_ok_and(|found| found.is_some());
-                    Err(advice::not_a_model(path, is_model))
-                }
-            },
+            Ok(found) if found.is_dir() => {
+                let is_model = |path: &Path| Self::of_folder(path).is_ok_and(|found| found.is_some());
+                Self::of_folder(path)?.ok_or_else(|| advice::not_a_model(path, is_model))
+            }
             Ok(_) => Self::of_file(path),
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 Err(Error::io("read", path)(error))
@@ -83,9 +82,10 @@ impl ModelSource {
     fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         let path = checkpoint.path().to_owned();
         let is_packed = checkpoint.packing() == Packing::Zstd;
-        let recorded = match checkpoint.names().contains(&SETTINGS) {
-            true => tokenizer_in(&String::from_utf8_lossy(&checkpoint.read(SETTINGS)?)),
-            false => None,
+        let recorded = if checkpoint.names().contains(&SETTINGS) {
+            tokenizer_in(&String::from_utf8_lossy(&checkpoint.read(SETTINGS)?))
+        } else {
+            None
         };
         Ok(Self { path, is_packed, recorded })
     }
@@ -100,7 +100,7 @@ impl ModelSource {
         if is_weights && has_config && name != TENSORS && !name.contains("-of-") {
             return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None });
         }
-        let is_part = is_weights || [CONFIG, MANIFEST, "latest"].contains(&&*name) || name.ends_with(".json");
+        let is_part = is_weights || [CONFIG, INDEX, MANIFEST, LATEST].contains(&&*name);
         if is_part && let Some(found) = Self::of_folder(&folder)? {
             return Ok(found);
         }

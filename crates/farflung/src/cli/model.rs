@@ -58,12 +58,11 @@ impl ModelArgs {
 
     /// Returns the tokenizer for a model with a vocabulary of `vocab` tokens. Notes go to stderr.
     fn tokenizer(&self, source: &ModelSource, vocab: usize) -> Result<Arc<dyn Tokenizer>> {
-        let name = match &self.tokenizer {
-            Some(name) => name.clone(),
-            None => {
-                source.check_tokenizer()?;
-                source.tokenizer(vocab)?.to_string()
-            }
+        let name = if let Some(name) = &self.tokenizer {
+            name.clone()
+        } else {
+            source.check_tokenizer()?;
+            source.tokenizer(vocab)?.to_string()
         };
         let tokenizer = tokenizer::by_name(&name)?;
         if tokenizer.vocab_size() > vocab {

@@ -13,7 +13,11 @@ use crate::ZooError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Gpt2;
 
-const VOCAB: usize = 50257;
+/// Number of ids.
+pub(super) const VOCAB: usize = 50257;
+/// Number of ids of single bytes, which are the first. Each later id is made by the next merge, except the last
+/// one.
+pub(super) const BYTES: usize = 256;
 const END_OF_TEXT: u32 = 50256;
 
 /// Maximum length of a run of white space that is encoded at once. The regular expression that splits words
@@ -27,7 +31,7 @@ fn bpe() -> &'static CoreBPE {
 /// The words of the vocabulary as tokenizer files write them: each byte is a printable character.
 pub(super) struct Words {
     /// The character of each byte.
-    chars: [char; 256],
+    chars: [char; BYTES],
 }
 
 impl Words {
@@ -41,25 +45,14 @@ impl Words {
             0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
             _ => others.next().expect("there are more characters than bytes"),
         };
-        let mut chars = ['\0'; 256];
+        let mut chars = ['\0'; BYTES];
         chars.iter_mut().zip((0..=255).map(char)).for_each(|(to, char)| *to = char);
         Self { chars }
     }
 
-    /// Returns the number of ids.
-    pub(super) const fn len(&self) -> u64 {
-        VOCAB as u64
-    }
-
-    /// Returns the first id that is made by a merge; each later one is made by the next merge, except the last
-    /// one.
-    pub(super) const fn merges_from(&self) -> u64 {
-        self.chars.len() as u64
-    }
-
     /// Returns the word of an id; `None` if the vocabulary has no such id.
     pub(super) fn get(&self, id: u64) -> Option<String> {
-        let id = u32::try_from(id).ok().filter(|&id| u64::from(id) < self.len())?;
+        let id = u32::try_from(id).ok().filter(|&id| (id as usize) < VOCAB)?;
         let bytes = bpe().decode_bytes(&[id]).expect("all ids below the vocabulary's size have bytes");
         Some(bytes.into_iter().map(|byte| self.chars[usize::from(byte)]).collect())
     }

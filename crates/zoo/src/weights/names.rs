@@ -24,6 +24,11 @@ pub(super) fn in_model(stored: &str) -> String {
     }
 }
 
+/// Returns whether this is a bias of a model, if it is no constant buffer.
+pub(super) fn is_bias(name: &str) -> bool {
+    name.rsplit('.').next() == Some("bias")
+}
+
 /// Returns whether this is a constant mask of old exports: `h.N.attn.bias` or `h.N.attn.masked_bias`.
 pub(super) fn is_buffer(name: &str) -> bool {
     name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::names::{HEAD, TOKEN_TABLE, in_model, is_buffer};
+use super::names::{HEAD, TOKEN_TABLE, in_model, is_bias, is_buffer};
 use super::tensors::TensorFile;
 use super::{config_json, files};
 use crate::{GptConfig, TensorSpec, ZooError};
@@ -65,7 +65,7 @@ impl Weights {
     fn of(path: &Path, config: GptConfig, files: Vec<TensorFile>) -> Result<Self, ZooError> {
         let mut found = places(&files);
         let layout = layout(&config, &files, &found);
-        let has_biases = found.keys().any(|name| name.ends_with(".bias"));
+        let has_biases = found.keys().any(|name| is_bias(name));
         let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
         for spec in config.tensors() {
             let mut stored = found.remove(&spec.name).unwrap_or_default();
@@ -81,7 +81,7 @@ impl Weights {
             }
             let mut stored = stored.into_iter();
             let first = stored.next();
-            if first.is_none() && (has_biases || !spec.name.ends_with(".bias")) {
+            if first.is_none() && (has_biases || !is_bias(&spec.name)) {
                 return Err(ZooError::NoTensor { path: path.to_owned(), tensor: spec.name });
             }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
