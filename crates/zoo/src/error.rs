@@ -308,6 +308,7 @@ const NO_WEIGHTS: &str = "expected it, or model.safetensors.index.json with its 
 fn of_another_format(name: &str) -> &'static str {
     match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
         "bin" | "pt" | "pth" | "ckpt" => FileKind::Pickle.advice(),
+        "gz" | "zst" => FileKind::Compressed("").advice(),
         "safetensors" => "all parts of the model are needed; download the folder again",
         _ => FileKind::Gguf.advice(),
     }

@@ -60,7 +60,7 @@ pub(super) fn for_missing(path: &Path) -> Option<String> {
     if let Ok(target) = path.read_link() {
         return Some(format!("it is a link to {}, which does not exist", target.display()));
     }
-    let text = path.to_str()?;
+    let text = path.to_str()?.trim_end_matches('/');
     if text.starts_with('~') {
         return Some("the shell has not replaced `~`: give the whole path".to_owned());
     }

@@ -357,7 +357,9 @@ pub(super) fn announce(
     for line in config.notes(&NoteContext { model: job.model, world, simulated, elastic }) {
         watch.note(&line);
     }
-    job.initial.iter().flat_map(|initial| &initial.notes).for_each(|note| watch.note(note));
+    if resumed.is_none() {
+        job.initial.iter().flat_map(|initial| &initial.notes).for_each(|note| watch.note(note));
+    }
     if let Some(note) = note(trainer, job)? {
         watch.note(&note);
     }

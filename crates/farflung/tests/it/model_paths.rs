@@ -174,7 +174,7 @@ fn what_is_no_model_is_refused_with_what_to_do() {
     let folder = "expected a folder with config.json and model.safetensors, a checkpoint, or a run's folder";
     fs::create_dir(at("adapter")).unwrap();
     fs::copy(at("lone/model.safetensors"), at("adapter/adapter_model.safetensors")).unwrap();
-    let cases: [(&str, &[&str]); 15] = [
+    let cases: [(&str, &[&str]); 16] = [
         ("adapter", &["is an adapter without its model", "merge_and_unload"]),
         (
             "openai-community/gpt2",
@@ -188,6 +188,7 @@ fn what_is_no_model_is_refused_with_what_to_do() {
             "https://huggingface.co/openai-community/gpt2",
             &["hf download openai-community/gpt2 --local-dir gpt2"],
         ),
+        ("huggingface.co/openai-community/gpt2/", &["hf download openai-community/gpt2 --local-dir gpt2"]),
         ("gpt2-xl", &["hf download gpt2-xl --local-dir gpt2-xl"]),
         ("me/cached", &["your Hugging Face cache has a copy", "hub/models--me--cached/snapshots/1"]),
         ("~/gpt2", &["the shell has not replaced `~`"]),

@@ -16,8 +16,20 @@ struct Index {
 }
 
 /// Endings of files with weights in formats that are not read.
-const OTHER_FORMATS: [&str; 10] =
-    [".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".pkl"];
+const OTHER_FORMATS: [&str; 12] = [
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".npz",
+    ".pkl",
+    ".safetensors.gz",
+    ".safetensors.zst",
+];
 
 /// Opens `model.safetensors`, or the files of its index. Without either: the only `.safetensors` file of the
 /// folder, or all shards if their index is missing.

@@ -281,7 +281,9 @@ fn files_of_other_names_are_found_or_named() {
     refused(dir.path(), &["no model.safetensors", "model.safetensors.index.json"]);
     fs::write(at("pytorch_model.bin"), "PK\x03\x04").unwrap();
     refused(dir.path(), &["no model.safetensors, but `pytorch_model.bin`", "save_pretrained"]);
-    rename("pytorch_model.bin", "gpt2.Q4_1.gguf");
+    rename("pytorch_model.bin", "model.safetensors.gz");
+    refused(dir.path(), &["no model.safetensors, but `model.safetensors.gz`", "unpack it first"]);
+    rename("model.safetensors.gz", "gpt2.Q4_1.gguf");
     refused(dir.path(), &["no model.safetensors, but `gpt2.Q4_1.gguf`", "convert it to safetensors"]);
     // A link to a file that was not copied with it.
     #[cfg(unix)]

@@ -7,4 +7,5 @@ mod model;
 mod pytorch;
 mod slices;
 mod tokenizer_files;
+mod transformers;
 mod weights;

@@ -6,8 +6,9 @@ use std::path::Path;
 use farflung::zoo::GptConfig;
 use farflung::zoo::weights::{Weights, WriteOptions, write};
 
-use super::{Run, host, join, said};
+use super::{Run, host, join, members, said};
 use crate::tiny::farflung;
+use rustix::process::Signal;
 
 /// A shape that differs from all presets and from the other tests' runs.
 const SHAPE: GptConfig = GptConfig { layers: 3, heads: 2, dim: 12, context: 10, vocab: 304 };
@@ -75,4 +76,26 @@ fn a_member_of_a_pipeline_takes_its_part_of_the_weights() {
     let newcomers = run.at("a/step-00000012");
     let message = Weights::open(&newcomers).unwrap_err().to_string();
     assert!(message.contains("no tensor"), "the newcomer has a part: {message}");
+}
+
+/// A host that was given up takes the state from the members, and does not read the weights again.
+#[test]
+fn a_host_that_joins_again_needs_no_weights() {
+    let run = Run::new();
+    let weights = run.at("weights");
+    write_weights(&weights);
+    let shape = "--layers 3 --heads 2 --dim 12 --context 10";
+    let args = format!("--steps 1000000 --out host --init-from {} {shape}", weights.display());
+    let host = host(&run, &args);
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let _b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &host, 3);
+    members(&run, &a, 3);
+    host.send(Signal::STOP);
+    members(&run, &a, 2);
+    fs::remove_dir_all(&weights).unwrap();
+    host.send(Signal::CONT);
+    members(&run, &a, 3);
+    let settings = fs::read_to_string(run.at("a/config.toml")).unwrap();
+    assert!(settings.contains("vocab = 304") && !settings.contains("init-from"), "{settings}");
 }
