@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-const MANIFEST: &str = "manifest.json";
+pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file in a run's folder with the name of the newest checkpoint.
 pub(crate) const LATEST: &str = "latest";
 /// The same file before the checkpoint is valid.
@@ -257,6 +257,12 @@ impl Checkpoint {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns how its files are stored.
+    #[must_use]
+    pub fn packing(&self) -> Packing {
+        self.manifest.packing
     }
 
     /// Returns the names of its files, sorted.

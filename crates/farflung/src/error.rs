@@ -2,6 +2,7 @@
 
 mod classify;
 mod launch;
+mod model;
 mod texts;
 
 use std::io;
@@ -15,6 +16,7 @@ use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
 pub use launch::LaunchError;
+pub use model::ModelError;
 pub(crate) use texts::causes;
 use texts::{and_also, diverged, not_finite};
 
@@ -463,6 +465,9 @@ pub enum Error {
     /// A process or a machine of a launched job could not be started, or failed.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+    /// A path that is no model or checkpoint, or a setting that differs from a model's.
+    #[error(transparent)]
+    Model(#[from] ModelError),
     /// A peer was lost; the job can be started again.
     #[error("{peer} was lost")]
     PeerLost {

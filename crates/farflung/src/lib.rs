@@ -17,6 +17,7 @@ mod line_file;
 pub mod measure;
 pub mod metrics;
 pub mod model_name;
+pub mod model_source;
 pub mod notice;
 pub mod observe;
 pub mod peer_counters;
@@ -38,8 +39,9 @@ pub mod watch;
 // Items that every user of the crate needs: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
-pub use error::{Error, LaunchError, Result};
+pub use error::{Error, LaunchError, ModelError, Result};
 pub use model_name::model_name;
+pub use model_source::ModelSource;
 pub use signals::{Signal, Stop, ignore_file_size_signal};
 
 // Items for programs that read a run's folder.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::config::PRESETS;
 use crate::data::SourceError;
+use crate::file_kind::{Compression, FileKind};
 use crate::tokenizer::NAMES;
 
 /// An error of this crate.
@@ -65,7 +66,7 @@ pub enum ZooError {
         vocab: usize,
     },
     /// A file operation failed.
-    #[error("{action} `{}`: {source}", path.display())]
+    #[error("failed to {action} `{}`", path.display())]
     Io {
         /// The operation, such as `read` or `write`.
         action: &'static str,
@@ -173,6 +174,46 @@ pub enum ZooError {
         /// Greatest valid offset.
         last: usize,
     },
+    /// A link leads to a file that does not exist, as in a copy of a cache without the files behind its links.
+    #[error("`{}` is a link to `{}`, which does not exist", path.display(), target.display())]
+    DeadLink {
+        /// Path of the link.
+        path: PathBuf,
+        /// What it leads to.
+        target: PathBuf,
+    },
+    /// A file is of another kind than its name says.
+    #[error("`{}` is {kind}, expected {expected}: {}", path.display(), kind.advice())]
+    WrongFile {
+        /// Path of the file.
+        path: PathBuf,
+        /// What it is.
+        kind: FileKind,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A folder has no weights that can be read.
+    #[error(
+        "`{}` has no model.safetensors{}: {}",
+        folder.display(), besides(found), found.first().map_or(NO_WEIGHTS, |name| of_another_format(name))
+    )]
+    NoWeights {
+        /// The folder.
+        folder: PathBuf,
+        /// Names of other files of weights in it.
+        found: Vec<String>,
+    },
+    /// A folder has several files of weights, and none has the usual name.
+    #[error(
+        "`{}` has no model.safetensors, but {}: give the path of one of these files",
+        folder.display(), join(found.iter().map(String::as_str))
+    )]
+    SeveralWeights {
+        /// The folder.
+        folder: PathBuf,
+        /// Names of the files.
+        found: Vec<String>,
+    },
     /// The header of a safetensors file is invalid.
     #[error("safetensors file `{}`: header {problem}", path.display())]
     Header {
@@ -225,7 +266,7 @@ pub enum ZooError {
         expected: &'static str,
     },
     /// A JSON file is not valid JSON.
-    #[error("`{}`: {source}", path.display())]
+    #[error("`{}` is not valid JSON", path.display())]
     Json {
         /// Path of the file.
         path: PathBuf,
@@ -256,7 +297,35 @@ fn of(path: Option<&PathBuf>) -> String {
     path.map(|p| format!(" of `{}`", p.display())).unwrap_or_default()
 }
 
+/// Advice for a folder without any weights.
+const NO_WEIGHTS: &str = "expected it, or model.safetensors.index.json with its shards";
+
+/// Returns the advice for weights of another format, by the name of their file.
+fn of_another_format(name: &str) -> &'static str {
+    match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
+        "bin" | "pt" | "pth" | "ckpt" => FileKind::Pickle.advice(),
+        "gz" | "zst" => FileKind::Compressed(Compression::Gzip).advice(),
+        "safetensors" => "all parts of the model are needed; download the folder again",
+        _ => FileKind::Gguf.advice(),
+    }
+}
+
+/// Returns `, but NAMES`, or an empty string.
+fn besides(found: &[String]) -> String {
+    if found.is_empty() { String::new() } else { format!(", but {}", join(found.iter().map(String::as_str))) }
+}
+
 impl ZooError {
+    /// Returns a function for `map_err` of opening a file, which tells a link without its file from no file.
+    pub(crate) fn open(path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| match path.read_link() {
+            Ok(target) if source.kind() == std::io::ErrorKind::NotFound => {
+                Self::DeadLink { path: path.to_owned(), target }
+            }
+            _ => Self::Io { action: "read", path: path.to_owned(), source },
+        }
+    }
+
     /// Returns a function for `map_err` of a file operation.
     pub(crate) fn io(action: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }

@@ -1,6 +1,8 @@
 //! Text generation, token by token with a cache of keys and values. Tokens are drawn with temperature, top-k
 //! and top-p.
 
+use std::num::NonZeroUsize;
+
 use farflung_base::Philox;
 use farflung_tensor::Tensor;
 
@@ -18,11 +20,15 @@ pub struct Sampling {
     pub top_p: f32,
     /// Seed of the random numbers. Equal seeds give equal text.
     pub seed: u64,
+    /// Draw only ids below this number, the tokenizer's
+    /// [`vocab_size`](crate::Tokenizer::vocab_size): a model's vocabulary may be padded with ids that have no
+    /// text. `None` draws from all ids of the model.
+    pub vocab: Option<NonZeroUsize>,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { temperature: 0.8, top_k: 50, top_p: 1.0, seed: 1337 }
+        Self { temperature: 0.8, top_k: 50, top_p: 1.0, seed: 1337, vocab: None }
     }
 }
 
@@ -47,7 +53,8 @@ impl Sampling {
     /// logit is above that.
     #[must_use]
     pub fn draw(&self, logits: &[f32], position: u64) -> u32 {
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        let vocab = self.vocab.map_or(logits.len(), |vocab| logits.len().min(vocab.get()));
+        let mut order: Vec<u32> = (0..vocab as u32).collect();
         let at = |t: u32| {
             let l = logits[t as usize];
             if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // Adding 0 turns -0 into 0, so that they tie.
@@ -156,6 +163,15 @@ mod tests {
         let p = (0..20_000).filter(|&i| all.draw(&logits, i) == 4).count() as f64 / 20_000.0;
         let exact = 1.0_f64.exp() / (2.0 * 3.0_f64.exp() + 1.0_f64.exp() + 1.0);
         assert!((p - exact).abs() < 0.01, "{p} {exact}");
+        // Ids of a padded vocabulary are never drawn, even if they are the most likely ones.
+        let padded = [0.0, 3.0, 1.0, 99.0, f32::INFINITY];
+        for sampling in [greedy, two, nucleus, all] {
+            let sampling = Sampling { vocab: NonZeroUsize::new(3), ..sampling };
+            for position in 0..200 {
+                assert_eq!(sampling.draw(&padded, position), sampling.draw(&padded[..3], position));
+            }
+            assert!((0..200).any(|position| sampling.draw(&padded, position) == 1));
+        }
         assert!(Sampling { top_p: 0.0, ..all }.validate().is_err());
         assert!(Sampling { temperature: f32::NAN, ..all }.validate().is_err());
     }

@@ -10,6 +10,9 @@ pub mod block;
 pub mod generate;
 pub mod stage;
 
+pub mod file_kind;
+mod json_file;
+
 mod error;
 
 // For all users: a model's configuration, its tokenizer and data, and text generation.

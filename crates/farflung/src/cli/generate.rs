@@ -1,5 +1,7 @@
 //! `farflung generate`: continues a text with a trained model.
 
+use std::num::NonZeroUsize;
+
 use farflung::zoo::{Sampling, generate};
 use farflung::{Result, terminal};
 
@@ -9,7 +11,11 @@ use super::model::ModelArgs;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung generate runs/nano-1 --prompt 'fn main'
-  farflung generate ./gpt2 --prompt 'Once upon a time' --tokens 50 --temperature 0.7 --top-k 40")]
+  farflung generate ./gpt2 --prompt 'Once upon a time' --tokens 50 --temperature 0.7 --top-k 40
+A model of the Hugging Face Hub must be downloaded first:
+  hf download openai-community/gpt2 --local-dir gpt2
+Weights are read from safetensors files, whatever prefixes the names of their tensors have (transformer., model.,
+module., _orig_mod.). Ids of a padded vocabulary, which have no text, are never drawn.")]
 pub(crate) struct GenerateCommand {
     #[command(flatten)]
     model: ModelArgs,
@@ -39,8 +45,13 @@ pub(crate) struct GenerateCommand {
 impl GenerateCommand {
     pub(crate) fn run(self) -> Result<()> {
         let loaded = self.model.load()?;
-        let sampling =
-            Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
+        let sampling = Sampling {
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+            vocab: NonZeroUsize::new(loaded.tokenizer.vocab_size()),
+        };
         let prompt = loaded.tokenizer.encode(&self.prompt);
         let mut all = Vec::new();
         let mut failure = None;
@@ -52,8 +63,7 @@ impl GenerateCommand {
             put(self.prompt.as_bytes());
         }
         generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, |token| {
-            // A model may have more tokens than its tokenizer; those have no text.
-            let bytes = loaded.tokenizer.decode(&[token]).unwrap_or_default();
+            let bytes = loaded.tokenizer.decode(&[token]).expect("only ids of the tokenizer are drawn");
             all.extend_from_slice(&bytes);
             self.json || put(&bytes)
         })?;

@@ -143,7 +143,7 @@ impl HostCommand {
             _ => self.flags.args.workers = Some(1),
         }
         if self.flags.print_config {
-            return super::print(&self.flags.resolve()?.to_toml());
+            return super::print(&self.flags.resolve()?.with_initial_weights()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
         check_addresses(&self.address)?;

@@ -24,7 +24,6 @@ mod ticket;
 mod train;
 mod watch;
 
-use std::error::Error as _;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -146,7 +145,7 @@ fn print_error(error: &Error) {
 
 /// Returns an error and its causes, one per line, or as one JSON object.
 fn described(error: &Error, as_json: bool) -> String {
-    let causes = causes(error);
+    let causes = error.causes();
     if as_json {
         return json(&error.to_string(), &causes, error.exit_code().into()) + "\n";
     }
@@ -155,22 +154,6 @@ fn described(error: &Error, as_json: bool) -> String {
         lines.extend(["  cause: ", cause, "\n"]);
     }
     lines
-}
-
-/// Returns the causes of an error, without those that the message before already contains.
-fn causes(error: &Error) -> Vec<String> {
-    let mut causes = Vec::new();
-    let mut said = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        if !said.contains(text.trim_end()) {
-            causes.push(text.trim_end().to_owned());
-        }
-        said = text;
-        cause = error.source();
-    }
-    causes
 }
 
 /// Returns an error as one line of JSON.

@@ -1,22 +1,24 @@
-//! Loads a trained model for `generate` and `eval`: from a checkpoint, a run's folder, or a Hugging Face
-//! folder.
+//! Loads a trained model for `generate` and `eval`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use farflung::config::choice::TokenizerKind;
+use farflung::config::value::Setting as _;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
-use farflung::zoo::weights::Weights;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
-use farflung::{Error, Result, finite, run_dir};
+use farflung::{Error, ModelSource, Result, finite, terminal};
 
 /// Which model to load, and how to run it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A run's folder (its newest checkpoint is used), a checkpoint, or a folder with Hugging Face GPT-2
-    /// weights.
-    #[arg(value_name = "DIR")]
+    /// A run's folder (its newest checkpoint is used), a checkpoint, or a folder with config.json and
+    /// model.safetensors of a GPT-2, as Hugging Face's programs write it; or the file of weights in such a
+    /// folder.
+    #[arg(value_name = "PATH")]
     model: PathBuf,
-    /// How text is split into tokens: byte or gpt2. Default: byte for a vocabulary of 256, else gpt2.
+    /// How text is split into tokens: byte or gpt2. Default: the model's own, if it is one of these; byte for a
+    /// vocabulary of 256 (or padded to less than 384), else gpt2.
     #[arg(long, value_name = "KIND")]
     tokenizer: Option<String>,
     /// Number of threads; 0 takes all cores.
@@ -37,22 +39,6 @@ pub(crate) struct Loaded {
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
 }
 
-/// Returns the folder that contains the weights.
-fn weights_folder(path: &Path) -> Result<PathBuf> {
-    if path.join("config.json").is_file() {
-        return Ok(path.to_owned());
-    }
-    match run_dir::latest(path)? {
-        Some(checkpoint) => Ok(checkpoint.path().to_owned()),
-        None => Err(Error::Setting {
-            field: "model",
-            value: path.display().to_string(),
-            expected: "the folder of a run with a checkpoint, a checkpoint, or a folder with config.json"
-                .to_owned(),
-        }),
-    }
-}
-
 impl ModelArgs {
     pub(crate) fn load(&self) -> Result<Loaded> {
         let threads = match self.threads {
@@ -60,14 +46,25 @@ impl ModelArgs {
             n => n,
         };
         farflung::threads::check(threads, 1)?;
-        let mut weights = Weights::open(&weights_folder(&self.model)?)?;
+        let source = ModelSource::find(&self.model)?;
+        let mut weights = source.open()?;
+        let tokenizer = self.tokenizer(&source, weights.config().vocab)?;
         let device = Device::open(self.device, threads)?.with_precision(self.precision);
         let stage = Stage::whole(weights.config(), &device)?;
         let params = stage.load(&mut weights)?;
         finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
-        let vocab = stage.config().vocab;
-        let default = if vocab == 256 { "byte" } else { "gpt2" };
-        let tokenizer = tokenizer::by_name(self.tokenizer.as_deref().unwrap_or(default))?;
+        Ok(Loaded { stage, params, tokenizer })
+    }
+
+    /// Returns the tokenizer for a model with a vocabulary of `vocab` tokens. Notes go to stderr.
+    fn tokenizer(&self, source: &ModelSource, vocab: usize) -> Result<Arc<dyn Tokenizer>> {
+        let name = if let Some(name) = &self.tokenizer {
+            name.clone()
+        } else {
+            source.check_tokenizer()?;
+            source.tokenizer(vocab)?.to_string()
+        };
+        let tokenizer = tokenizer::by_name(&name)?;
         if tokenizer.vocab_size() > vocab {
             return Err(Error::Setting {
                 field: "tokenizer",
@@ -75,6 +72,9 @@ impl ModelArgs {
                 expected: format!("a tokenizer with at most {vocab} tokens, the model's vocabulary"),
             });
         }
-        Ok(Loaded { stage, params, tokenizer })
+        if let Some(note) = TokenizerKind::parse(&name).and_then(|kind| source.tokenizer_note(kind)) {
+            terminal::write_stderr(format!("{note}\n"));
+        }
+        Ok(tokenizer)
     }
 }

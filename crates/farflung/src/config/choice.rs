@@ -478,13 +478,13 @@ pub enum Resume {
     Auto,
     /// The run starts at step 0, in a folder without a run.
     No,
-    /// The run starts at this checkpoint.
+    /// The run starts at this checkpoint, or at the newest valid one of this run's folder.
     Path(PathBuf),
 }
 
 impl Setting for Resume {
     fn expected() -> String {
-        "auto, no, or the path of a checkpoint".to_owned()
+        "auto, no, or the path of a checkpoint or of a run's folder".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         match text {

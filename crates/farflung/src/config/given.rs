@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{TrainConfig, dashed};
+use super::{TrainArgs, TrainConfig, dashed};
 
 /// The comment after a value in a file that marks it as a default rather than as given.
 pub const BY_DEFAULT: &str = "# by default";
@@ -16,6 +16,13 @@ pub enum Given {
     Differs,
     /// The settings with these field names, which a flag or a file gave.
     Only(BTreeSet<&'static str>),
+}
+
+impl Default for TrainConfig {
+    /// Returns the default run: nano, four workers behind home uplinks, gradients in eight bits.
+    fn default() -> Self {
+        Self { given: Given::Differs, ..Self::fill(TrainArgs::default()) }
+    }
 }
 
 impl TrainConfig {

@@ -82,10 +82,13 @@ settings! {
         dim: usize, "N";
         /// Longest sequence in tokens; overrides the preset.
         context: usize, "N";
-        /// How text is split into tokens: byte or gpt2.
+        /// Rows of the token table, if more than the tokenizer has tokens: the others are never drawn.
+        vocab: usize, "N";
+        /// How text is split into tokens: byte or gpt2. With --init-from, the default is the model's own.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
-        /// Folder with Hugging Face GPT-2 weights to start from.
-        init_from: PathBuf, "DIR" => "the path may differ; the weights are compared";
+        /// Weights to start from: a folder with config.json and model.safetensors of a GPT-2 (Hugging Face's
+        /// layout), a checkpoint, or a run's folder (its newest checkpoint). Shape and vocabulary are theirs.
+        init_from: PathBuf, "PATH" => "the path may differ; the weights are compared";
     }
     "Data and output" {
         /// Text file, folder of text files, or .bin file of tokens. Texts may be compressed by gzip, zstd, xz
@@ -436,7 +439,7 @@ settings! {
         /// Compress checkpoints with zstd.
         compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";
         /// Where the run starts: auto (at the newest valid checkpoint of --out), no (a new run), or the path of
-        /// a checkpoint.
+        /// a checkpoint or of another run's folder (its newest valid one). For weights alone: --init-from.
         resume: Resume, "WHERE", Resume::No => "the path may differ; the step is compared";
     }
     "Sample" {
@@ -450,13 +453,6 @@ settings! {
         top_k: usize, "K", 0usize => "only rank 0 writes the sample";
         /// Sample only from the likeliest tokens that together have this probability; 1 takes all.
         top_p: f64, "P", 0.95 => "only rank 0 writes the sample";
-    }
-}
-
-impl Default for TrainConfig {
-    /// Returns the default run: nano, four workers behind home uplinks, gradients in eight bits.
-    fn default() -> Self {
-        Self { given: Given::Differs, ..Self::fill(TrainArgs::default()) }
     }
 }
 

@@ -25,8 +25,13 @@ impl TrainConfig {
         for (field, value) in positive {
             check(field, &value, value >= 1, "at least 1")?;
         }
-        let sizes =
-            [("layers", self.layers), ("heads", self.heads), ("dim", self.dim), ("context", self.context)];
+        let sizes = [
+            ("layers", self.layers),
+            ("heads", self.heads),
+            ("dim", self.dim),
+            ("context", self.context),
+            ("vocab", self.vocab),
+        ];
         let counts = [
             ("microbatches", self.microbatches),
             ("chunks", self.chunks),

@@ -23,6 +23,7 @@ impl Error {
             | Self::Unprotected { .. }
             | Self::Exposed { .. }
             | Self::KeyFile { .. }
+            | Self::Model(_)
             | Self::Ticket { .. }
             | Self::Comm(
                 CommError::Unproven { .. }

@@ -33,13 +33,50 @@ pub(super) fn and_also(names: &[String]) -> String {
     }
 }
 
+impl Error {
+    /// Returns the causes of the error, the nearest first, without those that the message before already
+    /// contains.
+    #[must_use]
+    pub fn causes(&self) -> Vec<String> {
+        let mut causes = Vec::new();
+        let mut said = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            let text = error.to_string();
+            if !said.contains(text.trim_end()) {
+                causes.push(text.trim_end().to_owned());
+            }
+            said = text;
+            cause = error.source();
+        }
+        causes
+    }
+}
+
 /// Returns an error and its causes on one line.
 pub(crate) fn causes(error: &Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
+    std::iter::once(error.to_string()).chain(error.causes()).collect::<Vec<_>>().join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::Path;
+
+    use farflung_zoo::weights::Weights;
+
+    use super::*;
+
+    #[test]
+    fn each_cause_is_told_once() {
+        let missing = Error::from(Weights::open(Path::new("no-such-folder")).unwrap_err());
+        assert_eq!(missing.to_string(), "failed to read `no-such-folder/config.json`");
+        assert_eq!((missing.causes().len(), causes(&missing).matches(&missing.causes()[0]).count()), (1, 1));
+        // A message that contains its cause.
+        let coder = farflung_comm::CommError::Coder {
+            op: "send",
+            source: std::sync::Arc::new(io::Error::other("too long")),
+        };
+        assert_eq!(causes(&Error::Comm(coder)).matches("too long").count(), 1);
     }
-    text
 }

@@ -9,6 +9,7 @@
 //! parts. Members that join and leave have their own folders; checkpoints that were saved in the same view
 //! belong together.
 
+mod by_path;
 mod choose;
 mod compare;
 mod contents;
@@ -36,6 +37,7 @@ use super::plan_start::PlanStart;
 
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
+use crate::model_source::{SETTINGS, TENSORS as MODEL};
 use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
 use contents::Contents;
 pub(super) use neighbours::{beside, saved_steps};
@@ -101,7 +103,6 @@ pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
     if rank.0 == 0 { out.to_owned() } else { out.join(run_dir::RANKS).join(format!("rank-{:05}", rank.0)) }
 }
 
-const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const SAMPLES: &str = "samples.safetensors";
 /// Prefix of the names of an optimizer's states.
@@ -111,7 +112,6 @@ pub(super) const AVERAGE: &str = "average.";
 /// The name of the loss scale among a rank's states.
 pub(super) const LOSS_SCALE: &str = "loss_scale";
 const TRAINER: &str = "trainer.json";
-const SETTINGS: &str = "settings.toml";
 const PLAN: &str = "plan.toml";
 
 /// Numbers of steps, outer steps and rounds of averages done.

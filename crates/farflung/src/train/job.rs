@@ -1,6 +1,6 @@
 //! Values shared by all workers of a run: the settings, the model's shape, the plan, the data.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use farflung_base::{Algorithm, Nanos, Topology};
@@ -12,13 +12,12 @@ use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
-    Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Stage, Tokenizer, ZooError,
-    tokenizer,
+    Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Tokenizer, ZooError, tokenizer,
 };
 
 use super::costs::Machines;
 use super::fault::{Departure, Failure, Fault};
-use super::fingerprint::digest;
+use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::{averages, combination, costs, links, planned};
@@ -26,7 +25,7 @@ use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
 use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
-use crate::{Error, Result, TrainConfig, corpus, finite};
+use crate::{Error, Result, TrainConfig, corpus};
 
 /// A run whose workers are not started yet.
 #[derive(Debug, Clone)]
@@ -77,8 +76,8 @@ pub struct Job {
     pub reading: Arc<Reading>,
     /// Hash of the data.
     pub hash: String,
-    /// Hash of the initial weights, if they are read from a folder.
-    pub initial: Option<blake3::Hash>,
+    /// The initial weights, if they are read from a folder.
+    pub initial: Option<InitialWeights>,
     /// Number of workers in all processes.
     pub world: usize,
     /// The stop request of the run.
@@ -104,6 +103,7 @@ impl Job {
     /// Errors: an error in the data, the shape or the plan, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
+        let config = config.with_initial_weights()?;
         let tokenizer = tokenizer_of(&config)?;
         let model = shape(&config, tokenizer.vocab_size())?;
         let Decided { config, plan, cluster, rates } = Decided::of(config, &model, world)?;
@@ -115,8 +115,13 @@ impl Job {
             (default_corpus(name, config.shards, &*tokenizer)?, name.to_owned())
         };
         let (hash, reading) = (corpus.hash(), Arc::clone(corpus.reading()));
-        let initial = config.init_from.as_deref().map(weights_hash).transpose()?;
+        let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
+        if model.vocab < tokenizer.vocab_size() {
+            [&training, &held_out]
+                .into_iter()
+                .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
+        }
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, (&training, &reading), model.context)?;
         Ok(Self {
@@ -389,31 +394,27 @@ fn shards_of(
     }
 }
 
-/// Returns the hash of the weights in a folder, which combines the hashes of the tensors.
-///
-/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; weights that do not match the
-/// folder's model.
-fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
-    let mut weights = farflung_zoo::weights::Weights::open(folder)?;
-    let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
-    let mut hasher = blake3::Hasher::new();
-    for p in whole.layout().params() {
-        let mut values = vec![0.0; p.shape.len()];
-        weights.tensor(&p.name, &mut values)?;
-        finite::check(&p.name, &values)?;
-        hasher.update(digest(&values).as_bytes());
+/// Checks that the model has all tokens of a text. A tokenizer with more tokens than the model is no error by
+/// itself: files of tokens may use only some.
+fn check_tokens(split: &Split, tokenizer: &dyn Tokenizer, model: &GptConfig) -> Result<()> {
+    let mut tokens = Vec::new();
+    for start in (0..split.len()).step_by(model.context) {
+        tokens.clear();
+        split.append_to(start, model.context.min(split.len() - start), &mut tokens);
+        if let Some(token) = tokens.iter().find(|token| **token as usize >= model.vocab) {
+            let value = format!("{}, and the data has its token {token}", tokenizer.name());
+            let expected = format!("one for a vocabulary of {}, the model's", model.vocab);
+            return Err(Error::Setting { field: "tokenizer", value, expected });
+        }
     }
-    Ok(hasher.finalize())
+    Ok(())
 }
 
-/// Returns the preset's shape, modified by the settings. If the run starts from given weights, their shape is
-/// used instead.
+/// Returns the preset's shape, modified by the settings, for a tokenizer with `vocab` tokens.
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
-    let mut model = match &config.init_from {
-        Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
-        None => GptConfig { vocab, ..preset(&config.model)? },
-    };
+    let mut model = GptConfig { vocab, ..preset(&config.model)? };
     for (field, value) in [
+        (&mut model.vocab, config.vocab),
         (&mut model.layers, config.layers),
         (&mut model.heads, config.heads),
         (&mut model.dim, config.dim),
@@ -442,6 +443,7 @@ pub(super) fn preset(name: &str) -> Result<GptConfig> {
 /// Errors: as [`Job::new`], except those of the data.
 pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
     config.validate()?;
+    let config = config.with_initial_weights()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
     Ok(Decided::of(config, &model, world)?.plan)
 }

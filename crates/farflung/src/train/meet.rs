@@ -176,8 +176,9 @@ pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
     if !job.config.own_data {
         facts.push(NamedValue::new("data", format!("{tokens} tokens with hash {}", job.hash)));
     }
-    if let Some(hash) = &job.initial {
-        facts.push(NamedValue::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
+    if let Some(initial) = &job.initial {
+        let hash = &initial.hash.to_hex()[..16];
+        facts.push(NamedValue::new("init-from", format!("weights with hash {hash}")));
     }
     if let Some(cluster) = &job.cluster {
         facts.push(NamedValue::new("topology", a_file(cluster.to_string().as_bytes())));

@@ -23,6 +23,7 @@ mod finished;
 mod fit;
 mod fleet;
 mod exit_listener;
+mod initial;
 mod job;
 mod kept_pass;
 mod links;

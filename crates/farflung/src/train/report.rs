@@ -2,6 +2,7 @@
 //! the same link, and a sample.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 
 use farflung_base::{Bytes, Link, Nanos, Topology};
 use farflung_parallel::{Answer, WhatIf};
@@ -98,7 +99,7 @@ pub struct Report {
 /// Generates a continuation of the prompt, if the settings ask for one.
 pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option<SampleText>> {
     let config = &job.config;
-    if config.sample_tokens == 0 || stage.config().vocab != job.tokenizer.vocab_size() {
+    if config.sample_tokens == 0 || stage.config().vocab < job.tokenizer.vocab_size() {
         return Ok(None);
     }
     let sampling = Sampling {
@@ -106,6 +107,7 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
         top_k: config.top_k,
         top_p: config.top_p as f32,
         seed: config.seed,
+        vocab: NonZeroUsize::new(job.tokenizer.vocab_size()),
     };
     let prompt = job.tokenizer.encode(&config.prompt);
     let mut tokens = Vec::new();

@@ -131,7 +131,7 @@ pub fn run(
 /// Checks that this machine can run its part: its transport, its memory, its threads.
 fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
     config.transport_for(env.map_or(1, |env| env.world_size))?;
-    let mut followed = config.clone();
+    let mut followed = config.clone().with_initial_weights()?;
     if let Some(path) = &config.plan {
         followed.follow(&planned::read(path)?);
     }
@@ -360,6 +360,9 @@ pub(super) fn announce(
     let elastic = job.elastic;
     for line in config.notes(&NoteContext { model: job.model, world, simulated, elastic }) {
         watch.note(&line);
+    }
+    if resumed.is_none() {
+        job.initial.iter().flat_map(|initial| &initial.notes).for_each(|note| watch.note(note));
     }
     if let Some(note) = note(trainer, job)? {
         watch.note(&note);

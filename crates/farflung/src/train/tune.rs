@@ -16,7 +16,7 @@ use super::job::Job;
 use super::trainer::Trainer;
 use super::{averages, planned};
 use crate::config::choice::Resume;
-use crate::{Result, TrainConfig};
+use crate::{Result, TrainConfig, run_dir};
 
 /// A bucket size and an algorithm for a plan's outermost level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,6 +197,7 @@ fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
     let folder = match &job.config.resume {
         Resume::No => None,
         Resume::Auto => job.out.as_deref().map(own),
+        Resume::Path(run) if run_dir::list(run).is_ok_and(|steps| !steps.is_empty()) => Some(own(run)),
         Resume::Path(checkpoint) => checkpoint.parent().map(Path::to_path_buf),
     };
     let file = folder.map(|folder| folder.join("plan.toml")).filter(|file| file.is_file());

@@ -10,6 +10,7 @@ mod again;
 mod leaving;
 mod newcomers;
 mod come_and_go;
+mod from_weights;
 mod records;
 mod resumed;
 

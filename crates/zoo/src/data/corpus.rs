@@ -76,7 +76,7 @@ impl<'a> Builder<'a> {
             form = form_of(path, &bytes)?;
             if let Form::Packed(_) = form {
                 let (path, what, advice) =
-                    (path.to_owned(), "compressed twice", "unpack it once and give that");
+                    (path.to_owned(), "compressed twice".to_owned(), "unpack it once and give that");
                 return Err(SourceError::NotText { path, what, advice }.into());
             }
         }
@@ -159,7 +159,7 @@ impl<'a> Builder<'a> {
 /// Errors: [`SourceError::NotText`].
 fn form_of(path: &Path, bytes: &[u8]) -> Result<Form, SourceError> {
     let form = Form::of(path, &bytes[..bytes.len().min(LOOK)]);
-    refused(path, form, true)?;
+    refused(path, &form, true)?;
     Ok(form)
 }
 

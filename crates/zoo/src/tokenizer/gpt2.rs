@@ -13,7 +13,11 @@ use crate::ZooError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Gpt2;
 
-const VOCAB: usize = 50257;
+/// Number of ids.
+pub(super) const VOCAB: usize = 50257;
+/// Number of ids of single bytes, which are the first. Each later id is made by the next merge, except the last
+/// one.
+pub(super) const BYTES: usize = 256;
 const END_OF_TEXT: u32 = 50256;
 
 /// Maximum length of a run of white space that is encoded at once. The regular expression that splits words
@@ -22,6 +26,36 @@ const LONGEST_RUN: usize = 1 << 17;
 
 fn bpe() -> &'static CoreBPE {
     r50k_base_singleton()
+}
+
+/// The words of the vocabulary as tokenizer files write them: each byte is a printable character.
+pub(super) struct Words {
+    /// The character of each byte.
+    chars: [char; BYTES],
+}
+
+impl Words {
+    /// Creates the table of characters: printable bytes are themselves, and the others are numbered from U+0100
+    /// on.
+    ///
+    /// Source: `bytes_to_unicode` of the code published with GPT-2.
+    pub(super) fn new() -> Self {
+        let mut others = (0x100_u32..).filter_map(char::from_u32);
+        let char = |byte| match byte {
+            0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
+            _ => others.next().expect("there are more characters than bytes"),
+        };
+        let mut chars = ['\0'; BYTES];
+        chars.iter_mut().zip((0..=255).map(char)).for_each(|(to, char)| *to = char);
+        Self { chars }
+    }
+
+    /// Returns the word of an id; `None` if the vocabulary has no such id.
+    pub(super) fn get(&self, id: u64) -> Option<String> {
+        let id = u32::try_from(id).ok().filter(|&id| (id as usize) < VOCAB)?;
+        let bytes = bpe().decode_bytes(&[id]).expect("all ids below the vocabulary's size have bytes");
+        Some(bytes.into_iter().map(|byte| self.chars[usize::from(byte)]).collect())
+    }
 }
 
 /// Returns the end of the first part of `text` that can be encoded at once: the whole text, or a point within a

@@ -1,6 +1,7 @@
 //! Conversion between text and token ids.
 
 mod byte;
+mod files;
 #[cfg(feature = "bpe")]
 mod gpt2;
 
@@ -9,6 +10,7 @@ use std::str::Utf8Error;
 use std::sync::Arc;
 
 pub use byte::Byte;
+pub use files::TokenizerFiles;
 #[cfg(feature = "bpe")]
 pub use gpt2::Gpt2;
 

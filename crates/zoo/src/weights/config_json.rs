@@ -1,13 +1,12 @@
 //! Reads and writes Hugging Face's `config.json` of a GPT-2.
 
-use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
 use super::atomic::write_file;
 use super::dtype::Dtype;
-use crate::{GptConfig, ZooError};
+use crate::{GptConfig, ZooError, json_file};
 
 /// Fields that change what the model computes, with the values that we support. A missing or null field means
 /// the default.
@@ -26,9 +25,15 @@ fn supported() -> [(&'static str, Vec<Value>); 8] {
 
 /// Reads and checks a `config.json`. Irrelevant fields are ignored.
 pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
-    let text = fs::read(path).map_err(ZooError::io("read", path))?;
-    let json: Map<String, Value> =
-        serde_json::from_slice(&text).map_err(|source| ZooError::Json { path: path.to_owned(), source })?;
+    checked(path, &json_file::read(path)?)
+}
+
+/// Checks the bytes of a `config.json`. `path` is for messages.
+pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<GptConfig, ZooError> {
+    checked(path, &json_file::from_bytes(path, bytes)?)
+}
+
+fn checked(path: &Path, json: &Map<String, Value>) -> Result<GptConfig, ZooError> {
     let get = |field: &str| json.get(field).filter(|value| !value.is_null());
     let wrong = |field: &str, expected: String| {
         let found = get(field).map_or_else(|| "missing".to_owned(), ToString::to_string);
@@ -44,7 +49,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
         let value = get(field).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
         value.ok_or_else(|| wrong(field, "a whole number".to_owned()))
     };
-    let context = number(field_in_file("context", &json))?;
+    let context = number(field_in_file("context", json))?;
     if get("n_ctx").is_some() && number("n_ctx")? != context {
         return Err(wrong("n_ctx", format!("{context}, the value of `n_positions`")));
     }
@@ -52,7 +57,7 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)
         .map_err(|error| match error {
         ZooError::Config { field, expected, .. } => {
-            let (field, expected) = (field_in_file(field, &json), expected.replace("`dim`", "`n_embd`"));
+            let (field, expected) = (field_in_file(field, json), expected.replace("`dim`", "`n_embd`"));
             wrong(field, expected)
         }
         other => other,

@@ -7,6 +7,8 @@
 mod atomic;
 mod config_json;
 mod dtype;
+mod files;
+mod names;
 mod read;
 mod tensors;
 mod write;

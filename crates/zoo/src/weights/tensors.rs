@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Cursor, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use serde::de::{MapAccess, Visitor};
@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use super::atomic::write_file;
 use super::dtype::{Dtype, element_bytes};
 use crate::ZooError;
+use crate::file_kind::{FileKind, START};
 
 /// Maximum length of a header in bytes, as in the reference implementation.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -59,10 +60,27 @@ pub struct TensorView<'a> {
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
-    file: File,
+    file: Content,
     data_start: u64,
     tensors: BTreeMap<String, TensorInfo>,
     metadata: BTreeMap<String, String>,
+}
+
+/// Where the bytes of a file are.
+#[derive(Debug)]
+enum Content {
+    Disk(File),
+    Memory(Cursor<Vec<u8>>),
+}
+
+impl Content {
+    /// Fills `out` with the bytes from `start` on.
+    fn read_at(&mut self, start: u64, out: &mut [u8]) -> std::io::Result<()> {
+        match self {
+            Self::Disk(file) => file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(out)),
+            Self::Memory(bytes) => bytes.seek(SeekFrom::Start(start)).and_then(|_| bytes.read_exact(out)),
+        }
+    }
 }
 
 /// The header as written, so that duplicate names are detected.
@@ -93,16 +111,32 @@ impl<'de> Deserialize<'de> for RawHeader {
 impl TensorFile {
     /// Opens a file and checks its header.
     ///
-    /// Errors: [`ZooError::Io`], [`ZooError::Header`], [`ZooError::TensorEntry`].
+    /// Errors: [`ZooError::Io`], [`ZooError::DeadLink`], [`ZooError::Header`], [`ZooError::TensorEntry`];
+    /// [`ZooError::WrongFile`] if it is a file of another known kind.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
-        let header = |problem: String| ZooError::Header { path: path.to_owned(), problem };
-        let mut file = File::open(path).map_err(ZooError::io("read", path))?;
+        let file = File::open(path).map_err(ZooError::open(path))?;
         let length = file.metadata().map_err(ZooError::io("read", path))?.len();
-        if length < 8 {
+        Self::of(path, Content::Disk(file), length)
+    }
+
+    /// Checks the header of a file in memory. `path` is for messages.
+    ///
+    /// Errors: as [`TensorFile::open`].
+    pub fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<Self, ZooError> {
+        let length = bytes.len() as u64;
+        Self::of(path, Content::Memory(Cursor::new(bytes)), length)
+    }
+
+    fn of(path: &Path, mut file: Content, length: u64) -> Result<Self, ZooError> {
+        let mut start = vec![0; length.min(START as u64) as usize];
+        file.read_at(0, &mut start).map_err(ZooError::io("read", path))?;
+        let header = |problem: String| match FileKind::of(&start) {
+            Some(kind) => ZooError::WrongFile { path: path.to_owned(), kind, expected: "a safetensors file" },
+            None => ZooError::Header { path: path.to_owned(), problem },
+        };
+        let Some(&eight) = start.first_chunk() else {
             return Err(header(format!("needs 8 bytes, the file has {length}")));
-        }
-        let mut eight = [0; 8];
-        file.read_exact(&mut eight).map_err(ZooError::io("read", path))?;
+        };
         let claimed = u64::from_le_bytes(eight);
         if claimed > (length - 8).min(LONGEST_HEADER) {
             return Err(header(format!(
@@ -110,7 +144,7 @@ impl TensorFile {
             )));
         }
         let mut text = vec![0; claimed as usize];
-        file.read_exact(&mut text).map_err(ZooError::io("read", path))?;
+        file.read_at(8, &mut text).map_err(ZooError::io("read", path))?;
         let raw: RawHeader = serde_json::from_slice(&text)
             .map_err(|e| header(format!("is not a JSON object of tensors: {e}")))?;
         let (tensors, metadata) = entries(path, raw)?;
@@ -128,7 +162,8 @@ impl TensorFile {
             let wrong = |problem: String| Err(self.entry_error(name, problem));
             let (from, to) = info.data_offsets;
             if to < from || to > data {
-                return wrong(format!("has invalid offsets, {from} to {to} of {data} bytes of data"));
+                let cut = if to < from { "" } else { ": the file is not complete" };
+                return wrong(format!("has invalid offsets, {from} to {to} of {data} bytes of data{cut}"));
             }
             if from != end {
                 return wrong(format!("begins at byte {from}, but the tensor before it ends at {end}"));
@@ -220,11 +255,12 @@ impl TensorFile {
                 expected: vec![out.len()],
             });
         }
-        self.file.seek(SeekFrom::Start(self.data_start + from)).map_err(ZooError::io("read", &self.path))?;
         let mut buffer = vec![0; CHUNK.min((to - from) as usize)];
+        let mut at = self.data_start + from;
         for part in out.chunks_mut(CHUNK / dtype.bytes()) {
             let bytes = &mut buffer[..part.len() * dtype.bytes()];
-            self.file.read_exact(bytes).map_err(ZooError::io("read", &self.path))?;
+            self.file.read_at(at, bytes).map_err(ZooError::io("read", &self.path))?;
+            at += bytes.len() as u64;
             dtype.decode(bytes, part);
         }
         Ok(())
@@ -239,10 +275,10 @@ impl TensorFile {
             return Err(self.wrong_dtype(name, info, "U8"));
         }
         let (from, to) = info.data_offsets;
-        self.file.seek(SeekFrom::Start(self.data_start + from)).map_err(ZooError::io("read", &self.path))?;
         // The range was checked against the file's actual length.
         let mut bytes = vec![0; (to - from) as usize];
-        self.file.read_exact(&mut bytes).map_err(ZooError::io("read", &self.path))?;
+        let read = self.file.read_at(self.data_start + from, &mut bytes);
+        read.map_err(ZooError::io("read", &self.path))?;
         Ok(bytes)
     }
 }

@@ -1,9 +1,12 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
 mod data;
+mod found_weights;
 mod keeping;
 mod model;
 mod pytorch;
 mod slices;
 mod sources;
+mod tokenizer_files;
+mod transformers;
 mod weights;

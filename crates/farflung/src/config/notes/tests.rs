@@ -5,12 +5,13 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 40] = [
+const ALWAYS: [&str; 41] = [
     "plan",
     "layers",
     "heads",
     "dim",
     "context",
+    "vocab",
     "tokenizer",
     "init-from",
     "data",

@@ -8,7 +8,7 @@ use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
 use super::whole::{Chosen, all_of, checked_owner, of_rank};
-use super::{Source, all_gather_u64, lost, members};
+use super::{Source, all_gather_u64, by_path, lost, members};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
 
@@ -37,6 +37,15 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     match &job.config.resume {
         Resume::No => Ok(None),
         Resume::Path(path) => {
+            let path = match by_path::kind(path, comm)? {
+                by_path::Kind::Checkpoint => path.clone(),
+                by_path::Kind::Run if job.elastic && comm.size() == 1 => {
+                    let newest = members::newest(path, job)?;
+                    return newest.ok_or_else(|| by_path::not_a_checkpoint(path)).map(Some);
+                }
+                by_path::Kind::Run => by_path::newest(path, job, comm)?,
+            };
+            let path = &path;
             // A checkpoint that cannot be opened is not needed if those of all ranks with parts of the model
             // are read.
             let own = match Checkpoint::open(&of_rank(path, rank)) {
@@ -51,7 +60,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             };
             all_succeed(comm, source).map(|source| Some(chosen(source)))
         }
-        Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run, job),
+        Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job),
         Resume::Auto => {
             let own = all_succeed(comm, own(run, rank, &fits))?;
             let (agreed, own) = agree(comm, run, own, job.plan.stages() as usize)?;

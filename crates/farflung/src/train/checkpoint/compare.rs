@@ -11,6 +11,9 @@ use crate::config::dashed;
 use crate::config::shared::{NamedValue, is_planned};
 use crate::{Error, Result, TrainArgs};
 
+/// The settings of a model's shape.
+const SHAPE: [&str; 6] = ["model", "layers", "heads", "dim", "context", "vocab"];
+
 /// Checks that the run can continue from the checkpoint. Each step must have the same sequences, but the model
 /// and the batch may be divided differently among ranks.
 pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
@@ -55,7 +58,8 @@ pub(super) fn same_step(record: &CheckpointRecord, comm: &Communicator) -> Resul
 }
 
 /// Returns the settings that differ from those of the checkpoint: one line for those that change the training
-/// and one for the others. Settings that may differ between ranks are left out.
+/// and one for the others. Settings that may differ between ranks are left out, and those of the model's shape,
+/// which [`check`] compares as they result from the settings.
 pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     let Some(table) = source.settings().and_then(|text| text.parse::<toml::Table>().ok()) else {
         return Vec::new();
@@ -64,6 +68,9 @@ pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     let (mut training, mut others) = (Vec::new(), Vec::new());
     for NamedValue { name, value } in job.settings().shared() {
         let before = was(&name);
+        if SHAPE.contains(&&*name) {
+            continue;
+        }
         // A plan file replaced the settings that it decides.
         if before == value || table.contains_key("plan") && is_planned(&name) {
             continue;

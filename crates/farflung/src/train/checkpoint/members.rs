@@ -7,17 +7,16 @@ use super::super::job::Job;
 use super::source::{Files, Residuals, Source};
 use super::whole::{Chosen, all_of};
 use super::{beside, saved_steps};
-use crate::{Error, Result, RunDir};
+use crate::{Error, Result, run_dir};
 
-/// Returns the newest checkpoint of a run's members; `None` if there is none.
+/// Returns the newest checkpoint of a run's members, of whom one has the folder `own`; `None` if there is none.
 ///
 /// A step of which some parts are in no folder that can be read is skipped if an older one was saved by several
 /// members as well: members that are interrupted while they save may be one checkpoint apart. It is not skipped
 /// for a checkpoint from before the model was divided, since that would lose steps that others have.
 ///
 /// Errors: [`Error::PartsElsewhere`]; that of the newest checkpoint, if none can be read.
-pub(super) fn newest(run: &RunDir, job: &Job) -> Result<Option<Chosen>> {
-    let own = run.path();
+pub(super) fn newest(own: &Path, job: &Job) -> Result<Option<Chosen>> {
     let mut steps = saved_steps(&beside(own));
     // Its own checkpoint comes before those of others.
     for paths in steps.values_mut() {
@@ -28,7 +27,7 @@ pub(super) fn newest(run: &RunDir, job: &Job) -> Result<Option<Chosen>> {
     for path in steps.values().rev().flatten() {
         match all_of(path, job).and_then(|all| all.iter().map(Files::read).collect::<Result<Vec<_>>>()) {
             Ok(files) if files.len() == 1 && elsewhere.is_some() => break,
-            Ok(files) => return chosen(path, (run, job), files).map(Some),
+            Ok(files) => return chosen(path, (own, job), files).map(Some),
             Err(error @ Error::PartsElsewhere { .. }) => elsewhere = elsewhere.or(Some(error)),
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "skipping a checkpoint that cannot be read");
@@ -39,12 +38,12 @@ pub(super) fn newest(run: &RunDir, job: &Job) -> Result<Option<Chosen>> {
     elsewhere.or(failed).map_or(Ok(None), Err)
 }
 
-fn chosen(path: &Path, (run, job): (&RunDir, &Job), files: Vec<Files>) -> Result<Chosen> {
-    let is_own = path.parent() == Some(run.path());
+fn chosen(path: &Path, (own, job): (&Path, &Job), files: Vec<Files>) -> Result<Chosen> {
+    let is_own = path.parent() == Some(own);
     let residuals = if is_own && files.len() == 1 { Residuals::Own } else { Residuals::None };
     let mut notes = Vec::new();
     if !is_own {
-        let newest = run.checkpoints()?.pop();
+        let newest = run_dir::list(own)?.pop();
         let own =
             newest.map_or_else(|| "has none".to_owned(), |step| format!("has step {step} as the newest"));
         notes.push(format!(

@@ -80,6 +80,7 @@ fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
 /// Errors: settings that do not work in a run whose members change; as [`Job::new`].
 pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     check(&config)?;
+    let config = config.with_initial_weights()?;
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
@@ -112,6 +113,7 @@ pub fn host(
     watch: &mut dyn RunObserver,
     open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
+    let config = config.with_initial_weights()?;
     // The settings of this machine's job are those of a run of one member.
     let own_settings = config.to_toml();
     let mut job = founder(config, stop)?;
@@ -160,7 +162,9 @@ pub fn host(
     match done {
         Err(Error::Removed { reason }) if stop.requested().is_none() => {
             watch.note(&format!("{reason}: this member joins again as a newcomer"));
-            let given = TrainArgs::from_toml(&own_settings, Path::new("the host's settings"))?;
+            let mut given = TrainArgs::from_toml(&own_settings, Path::new("the host's settings"))?;
+            // A newcomer takes the state from the members.
+            given.init_from = None;
             let asked = opened.ask_again(gate)?;
             drop(opened);
             come_in(&given, gate, (asked, Some(claim)), stop, watch, open)

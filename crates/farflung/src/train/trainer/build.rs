@@ -9,7 +9,6 @@ use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
-use farflung_zoo::weights::Weights;
 use farflung_zoo::{ActivationPolicy, Stage};
 
 use super::agree::StepRequests;
@@ -202,8 +201,8 @@ fn build_part(
             within_budget(planned, &job.model, job.plan.batch as usize)?.map(|plan| plan.steps.into());
         model.set_activation_policy(ActivationPolicy { recompute, offload, steps });
     }
-    let params = match &job.config.init_from {
-        Some(folder) => model.load(&mut Weights::open(folder)?)?,
+    let params = match &job.initial {
+        Some(initial) => model.load(&mut initial.source.open()?)?,
         None => model.init(job.config.seed)?,
     };
     if job.config.deterministic {

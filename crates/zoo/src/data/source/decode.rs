@@ -123,7 +123,11 @@ pub(in crate::data) fn text_of(
 ) -> Result<Decoded, SourceError> {
     if bytes.starts_with(b"\xff\xfe\0\0") || bytes.starts_with(b"\0\0\xfe\xff") {
         let advice = "convert it, as with `iconv -f utf-32 -t utf-8`";
-        return Err(SourceError::NotText { path: path.to_owned(), what: "text in UTF-32", advice });
+        return Err(SourceError::NotText {
+            path: path.to_owned(),
+            what: "text in UTF-32".to_owned(),
+            advice,
+        });
     }
     if has_utf16_mark(&bytes) {
         return utf16(path, &bytes);

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::file_kind::Compression;
+
 use super::skipped::{Skipped, grouped};
 
 /// A file or folder cannot be used as training data.
@@ -14,7 +16,7 @@ pub enum SourceError {
         /// The file.
         path: PathBuf,
         /// What the file is.
-        what: &'static str,
+        what: String,
         /// What to do.
         advice: &'static str,
     },
@@ -32,7 +34,7 @@ pub enum SourceError {
         /// The file.
         path: PathBuf,
         /// The format.
-        format: &'static str,
+        format: Compression,
         /// Bytes that were unpacked before the error.
         unpacked: u64,
         /// The decoder's error.
@@ -48,7 +50,7 @@ pub enum SourceError {
         /// The file.
         path: PathBuf,
         /// The format.
-        format: &'static str,
+        format: Compression,
         /// Length of the file in bytes.
         packed: u64,
         /// The bound on the unpacked bytes.

@@ -59,8 +59,8 @@ impl Listing {
         let metadata = fs::metadata(path).map_err(ZooError::io("read", path))?;
         if !metadata.is_dir() {
             let form = if metadata.is_file() { form_of(path)? } else { name_of_pipe(path) };
-            refused(path, form, true)?;
-            let file = DataFile::new(path, metadata.len(), form);
+            refused(path, &form, true)?;
+            let file = DataFile::new(path, metadata.len(), &form);
             return Ok(Self { files: vec![file], ..Self::default() });
         }
         let mut walk = Walk::new(path);
@@ -78,38 +78,36 @@ impl Listing {
 }
 
 impl DataFile {
-    fn new(path: &Path, bytes: u64, form: Form) -> Self {
+    fn new(path: &Path, bytes: u64, form: &Form) -> Self {
         let packed = matches!(form, Form::Packed(_));
-        let tokens = form == Form::Tokens || packed && has_token_name(path);
+        let tokens = *form == Form::Tokens || packed && has_token_name(path);
         Self { path: path.to_owned(), bytes, part: Part::Training, tokens, packed }
     }
 }
 
 /// Returns an error if a file of this form cannot be read. A single file may hold any bytes (`any_bytes`).
-pub(in crate::data) fn refused(path: &Path, form: Form, any_bytes: bool) -> Result<(), SourceError> {
-    let refuse = |what, advice| Err(SourceError::NotText { path: path.to_owned(), what, advice });
-    match form {
-        Form::Text | Form::Tokens | Form::Packed(_) => Ok(()),
-        Form::Binary if any_bytes => Ok(()),
-        Form::Binary => refuse("not text (it has zero bytes)", "take it out of the folder"),
-        Form::LfsPointer => {
-            refuse("a pointer of Git LFS and not the file itself", "`git lfs pull` fetches the file")
-        }
-        Form::Html => refuse(
-            "a page in HTML (a download that failed?)",
+pub(in crate::data) fn refused(path: &Path, form: &Form, any_bytes: bool) -> Result<(), SourceError> {
+    let (what, advice) = match form {
+        Form::Text | Form::Tokens | Form::Packed(_) => return Ok(()),
+        Form::Binary if any_bytes => return Ok(()),
+        Form::Binary => ("not text (it has zero bytes)".to_owned(), "take it out of the folder"),
+        Form::Pointer(kind) => (kind.to_string(), kind.advice()),
+        Form::Html => (
+            "a page in HTML (a download that failed?)".to_owned(),
             "fetch it again, or rename it to .html to train on the page",
         ),
-        Form::Other(what) => refuse(what, "extract its text and give that"),
-    }
+        Form::Other(kind) => (kind.to_string(), "extract its text and give that"),
+    };
+    Err(SourceError::NotText { path: path.to_owned(), what, advice })
 }
 
 /// Returns why a file of a folder is left out because of its contents.
-const fn left_out_by_form(form: Form) -> Option<&'static str> {
+fn left_out_by_form(form: &Form) -> Option<String> {
     match form {
-        Form::Text | Form::Tokens | Form::Packed(_) | Form::LfsPointer => None,
-        Form::Binary => Some("not text (zero bytes)"),
-        Form::Html => Some("a page in HTML"),
-        Form::Other(what) => Some(what),
+        Form::Text | Form::Tokens | Form::Packed(_) | Form::Pointer(_) => None,
+        Form::Binary => Some("not text (zero bytes)".to_owned()),
+        Form::Html => Some("a page in HTML".to_owned()),
+        Form::Other(kind) => Some(kind.to_string()),
     }
 }
 
@@ -201,9 +199,9 @@ impl<'a> Walk<'a> {
                 continue;
             }
             let form = form_of(&path)?;
-            refused(&path, form, false)?;
+            refused(&path, &form, false)?;
             let part = Part::of(&self.relative(&path)).unwrap_or(Part::Training);
-            self.files.push(DataFile { part, ..DataFile::new(&path, metadata.len(), form) });
+            self.files.push(DataFile { part, ..DataFile::new(&path, metadata.len(), &form) });
         }
         Ok(())
     }
@@ -220,7 +218,7 @@ impl<'a> Walk<'a> {
                 self.skip(&path, "empty");
             } else {
                 let form = form_of(&path)?;
-                if let Some(why) = left_out_by_form(form) {
+                if let Some(why) = left_out_by_form(&form) {
                     self.skip(&path, why);
                     continue;
                 }
@@ -228,8 +226,8 @@ impl<'a> Walk<'a> {
                     self.skip(&path, "a .bin file in a folder of text");
                     continue;
                 }
-                refused(&path, form, false)?;
-                self.files.push(DataFile::new(&path, metadata.len(), form));
+                refused(&path, &form, false)?;
+                self.files.push(DataFile::new(&path, metadata.len(), &form));
             }
         }
         Ok(())

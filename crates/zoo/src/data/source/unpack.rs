@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::SourceError;
-use super::form::Packing;
+use crate::file_kind::Compression;
 
 /// A file may become this many times as long. Text rarely exceeds 10; nothing but repetitions exceeds this.
 const MOST_TIMES: u64 = 256;
@@ -18,20 +18,27 @@ const MOST_WINDOW_KIB: u32 = 256 << 10;
 ///
 /// Errors: [`SourceError::Packed`] if the file is damaged or its end is missing; [`SourceError::Bomb`].
 #[cfg(feature = "compressed")]
-pub(in crate::data) fn unpack(path: &Path, packing: Packing, packed: &[u8]) -> Result<Vec<u8>, SourceError> {
+pub(in crate::data) fn unpack(
+    path: &Path,
+    format: Compression,
+    packed: &[u8],
+) -> Result<Vec<u8>, SourceError> {
     use std::io::Read;
 
-    let format = packing.name();
     let limit = (packed.len() as u64).saturating_mul(MOST_TIMES).max(LEAST_LIMIT);
     let mut unpacked = Vec::new();
-    let read = match packing {
-        Packing::Gzip => flate2::read::MultiGzDecoder::new(packed).take(limit + 1).read_to_end(&mut unpacked),
-        Packing::Zstd => zstd::stream::read::Decoder::with_buffer(packed)
+    let read = match format {
+        Compression::Gzip => {
+            flate2::read::MultiGzDecoder::new(packed).take(limit + 1).read_to_end(&mut unpacked)
+        }
+        Compression::Zstd => zstd::stream::read::Decoder::with_buffer(packed)
             .and_then(|decoder| decoder.take(limit + 1).read_to_end(&mut unpacked)),
-        Packing::Xz => lzma_rust2::XzReader::new_mem_limit(packed, true, MOST_WINDOW_KIB)
+        Compression::Xz => lzma_rust2::XzReader::new_mem_limit(packed, true, MOST_WINDOW_KIB)
             .take(limit + 1)
             .read_to_end(&mut unpacked),
-        Packing::Bzip2 => bzip2::read::MultiBzDecoder::new(packed).take(limit + 1).read_to_end(&mut unpacked),
+        Compression::Bzip2 => {
+            bzip2::read::MultiBzDecoder::new(packed).take(limit + 1).read_to_end(&mut unpacked)
+        }
     };
     if let Err(error) = read {
         let (path, problem) = (path.to_owned(), error.to_string());
@@ -45,10 +52,10 @@ pub(in crate::data) fn unpack(path: &Path, packing: Packing, packed: &[u8]) -> R
 
 /// Returns an error: this build reads no compressed files.
 #[cfg(not(feature = "compressed"))]
-pub(in crate::data) fn unpack(path: &Path, _: Packing, _: &[u8]) -> Result<Vec<u8>, SourceError> {
+pub(in crate::data) fn unpack(path: &Path, _: Compression, _: &[u8]) -> Result<Vec<u8>, SourceError> {
     Err(SourceError::NotText {
         path: path.to_owned(),
-        what: "a compressed file, and this build reads none",
+        what: "a compressed file, and this build reads none".to_owned(),
         advice: "unpack it, or build with the feature `compressed`",
     })
 }
@@ -84,10 +91,10 @@ mod tests {
     fn what_was_packed_comes_back_in_one_or_several_streams() {
         let text = b"one line of text\n".to_vec();
         let packings = [
-            (Packing::Gzip, gzip(&text)),
-            (Packing::Bzip2, bzip2(&text)),
-            (Packing::Zstd, zstd(&text)),
-            (Packing::Xz, XZ.to_vec()),
+            (Compression::Gzip, gzip(&text)),
+            (Compression::Bzip2, bzip2(&text)),
+            (Compression::Zstd, zstd(&text)),
+            (Compression::Xz, XZ.to_vec()),
         ];
         for (packing, packed) in packings {
             let unpacked = unpack(Path::new("a"), packing, &packed).unwrap();
@@ -104,12 +111,17 @@ mod tests {
     #[test]
     fn bombs_are_refused_before_they_fill_the_memory() {
         let zeros = vec![0; (LEAST_LIMIT + 1) as usize];
-        for (packing, packed) in
-            [(Packing::Gzip, gzip(&zeros)), (Packing::Bzip2, bzip2(&zeros)), (Packing::Zstd, zstd(&zeros))]
-        {
+        for (packing, packed) in [
+            (Compression::Gzip, gzip(&zeros)),
+            (Compression::Bzip2, bzip2(&zeros)),
+            (Compression::Zstd, zstd(&zeros)),
+        ] {
             let error = unpack(Path::new("a"), packing, &packed).unwrap_err();
             assert!(matches!(error, SourceError::Bomb { .. }), "{packing:?}: {error}");
         }
-        assert_eq!(unpack(Path::new("a"), Packing::Gzip, &gzip(&zeros[1..])).unwrap().len(), zeros.len() - 1);
+        assert_eq!(
+            unpack(Path::new("a"), Compression::Gzip, &gzip(&zeros[1..])).unwrap().len(),
+            zeros.len() - 1
+        );
     }
 }

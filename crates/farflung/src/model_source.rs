@@ -1,0 +1,232 @@
+//! The model that a path leads to, for `generate`, `eval` and `--init-from`: a folder or a file in Hugging
+//! Face's layout, a checkpoint, or the newest good checkpoint of a run's folder; and the tokenizer that belongs
+//! to it.
+
+mod advice;
+mod paths;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use farflung_zoo::ZooError;
+use farflung_zoo::file_kind::FileKind;
+use farflung_zoo::tokenizer::TokenizerFiles;
+use farflung_zoo::weights::Weights;
+
+use crate::checkpoint::{LATEST, MANIFEST, Packing};
+use crate::config::choice::TokenizerKind;
+use crate::config::value::Setting as _;
+use crate::error::{ModelError, causes};
+use crate::{Checkpoint, Error, Result, run_dir};
+use paths::{CONFIG, folder_of};
+
+/// The file in a checkpoint with the settings of its run.
+pub(crate) const SETTINGS: &str = "settings.toml";
+/// The file with all tensors of a model.
+pub(crate) const TENSORS: &str = "model.safetensors";
+/// The list of the files of a model in shards.
+const INDEX: &str = "model.safetensors.index.json";
+
+/// A model on disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelSource {
+    /// A folder with `config.json`, or a `.safetensors` file beside it.
+    path: PathBuf,
+    /// Whether it is a checkpoint whose files are compressed.
+    is_packed: bool,
+    /// The tokenizer of the run that wrote the checkpoint.
+    recorded: Option<TokenizerKind>,
+}
+
+impl ModelSource {
+    /// Finds the model that a user means by a path.
+    ///
+    /// - A folder with `config.json`, or a file of weights in it.
+    /// - A checkpoint; a run's folder, of which it is the newest good checkpoint.
+    /// - The folder of a model in the cache of Hugging Face's programs (`models--ORGANISATION--NAME`).
+    ///
+    /// Errors: [`ModelError`] with what the path is, what was expected, and what to do; that of the newest
+    /// checkpoint if a run has no good one.
+    pub fn find(path: &Path) -> Result<Self> {
+        match path.metadata() {
+            Ok(found) if found.is_dir() => {
+                let is_model = |path: &Path| Self::of_folder(path).is_ok_and(|found| found.is_some());
+                Self::of_folder(path)?.ok_or_else(|| advice::not_a_model(path, is_model))
+            }
+            Ok(_) => Self::of_file(path),
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                Err(Error::io("read", path)(error))
+            }
+            Err(_) => {
+                Err(ModelError::Missing { path: path.to_owned(), advice: advice::for_missing(path) }.into())
+            }
+        }
+    }
+
+    /// Returns the model of a folder; `None` if it is none.
+    fn of_folder(path: &Path) -> Result<Option<Self>> {
+        let whole = |path: &Path| Self { path: path.to_owned(), is_packed: false, recorded: recorded(path) };
+        // A link may lead nowhere; then the error names it.
+        if path.join(CONFIG).symlink_metadata().is_ok() {
+            return Ok(Some(whole(path)));
+        }
+        if path.join(MANIFEST).is_file() {
+            return Self::of_checkpoint(&Checkpoint::open(path)?).map(Some);
+        }
+        if let Some(newest) = run_dir::latest(path)? {
+            return Self::of_checkpoint(&newest).map(Some);
+        }
+        Ok(paths::cached(path).map(|snapshot| whole(&snapshot)))
+    }
+
+    fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
+        let path = checkpoint.path().to_owned();
+        let is_packed = checkpoint.packing() == Packing::Zstd;
+        let recorded = if checkpoint.names().contains(&SETTINGS) {
+            tokenizer_in(&String::from_utf8_lossy(&checkpoint.read(SETTINGS)?))
+        } else {
+            None
+        };
+        Ok(Self { path, is_packed, recorded })
+    }
+
+    /// Returns the model that a file is part of.
+    fn of_file(path: &Path) -> Result<Self> {
+        let folder = folder_of(path);
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let is_weights = name.ends_with(".safetensors");
+        let has_config = folder.join(CONFIG).is_file();
+        // A file of another name may be one of several in its folder.
+        if is_weights && has_config && name != TENSORS && !name.contains("-of-") {
+            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None });
+        }
+        let is_part = is_weights || [CONFIG, INDEX, MANIFEST, LATEST].contains(&&*name);
+        if is_part && let Some(found) = Self::of_folder(&folder)? {
+            return Ok(found);
+        }
+        let (found, what_to_do) = match FileKind::of_file(path) {
+            _ if is_weights => {
+                ("is a file of weights without config.json beside it".to_owned(), advice::FOR_NO_CONFIG)
+            }
+            Some(kind @ FileKind::Text(_)) => (format!("is {kind}"), "give the model's folder"),
+            Some(kind) => (format!("is {kind}"), kind.advice()),
+            None => ("is a file of unknown kind".to_owned(), "give the model's folder"),
+        };
+        let advice = if Self::of_folder(&folder).is_ok_and(|found| found.is_some()) {
+            format!("give its folder, {}", folder.display())
+        } else {
+            what_to_do.to_owned()
+        };
+        Err(ModelError::NotAModel { path: path.to_owned(), found, advice: Some(advice) }.into())
+    }
+
+    /// Returns the path of the weights: a folder, or a `.safetensors` file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Opens the weights.
+    ///
+    /// Errors: an invalid file, field or tensor.
+    pub fn open(&self) -> Result<Weights> {
+        let opened = if self.is_packed {
+            let checkpoint = Checkpoint::open(&self.path)?;
+            let (config, tensors) = (checkpoint.read(CONFIG)?, checkpoint.read(TENSORS)?);
+            Weights::from_bytes(&self.path, &config, tensors)
+        } else {
+            Weights::open(&self.path)
+        };
+        opened.map_err(|error| match error {
+            ZooError::NoTensor { path, tensor } if self.path.join(MANIFEST).exists() => {
+                let found = format!("is a checkpoint that holds a part of the model, without `{tensor}`");
+                let advice =
+                    "give the folder of a rank that saves the whole model, such as rank 0".to_owned();
+                ModelError::NotAModel { path, found, advice: Some(advice) }.into()
+            }
+            error => error.into(),
+        })
+    }
+
+    /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none: that
+    /// of the run that wrote it, else GPT-2's if its tokenizer files are GPT-2's, else the one that fits the
+    /// vocabulary: bytes for 256 tokens, also if padded to less than 384, else GPT-2's.
+    ///
+    /// Errors: tokenizer files that cannot be read.
+    pub fn tokenizer(&self, vocab: usize) -> Result<TokenizerKind> {
+        if let Some(recorded) = self.recorded {
+            return Ok(recorded);
+        }
+        Ok(match self.tokenizer_files()? {
+            TokenizerFiles::Gpt2 { .. } => TokenizerKind::Gpt2,
+            _ if (256..384).contains(&vocab) => TokenizerKind::Byte,
+            _ => TokenizerKind::Gpt2,
+        })
+    }
+
+    /// Checks that the model's own tokenizer is not one that is not read, so that [`ModelSource::tokenizer`] is
+    /// the model's.
+    ///
+    /// Errors: [`ModelError::Tokenizer`].
+    pub fn check_tokenizer(&self) -> Result<()> {
+        match self.tokenizer_files()? {
+            TokenizerFiles::Other { file, difference } if self.recorded.is_none() => {
+                Err(ModelError::Tokenizer { folder: self.folder(), file, difference }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns a note for the user if the model has another tokenizer than the one that is used.
+    #[must_use]
+    pub fn tokenizer_note(&self, used: TokenizerKind) -> Option<String> {
+        if let Some(recorded) = self.recorded.filter(|recorded| *recorded != used) {
+            return Some(format!(
+                "warning: the model was trained with the tokenizer {recorded}, and {used} is used"
+            ));
+        }
+        let folder = self.folder();
+        match self.tokenizer_files() {
+            Ok(TokenizerFiles::Gpt2 { .. }) if used != TokenizerKind::Gpt2 => Some(format!(
+                "warning: the tokenizer files in {} are GPT-2's, and {used} is used",
+                folder.display()
+            )),
+            Ok(TokenizerFiles::Gpt2 { added }) if !added.is_empty() => {
+                let shown: Vec<String> = added.values().take(3).map(|token| format!("{token:?}")).collect();
+                Some(format!(
+                    "{} tokens that {} adds to GPT-2's are not used, such as {}",
+                    added.len(),
+                    folder.display(),
+                    shown.join(", ")
+                ))
+            }
+            Ok(TokenizerFiles::Other { file, difference }) if self.recorded.is_none() => Some(format!(
+                "warning: the model's own tokenizer, {file} in {}, is not used, since it is not GPT-2's \
+                 ({difference}); text is split by the tokenizer {used}",
+                folder.display()
+            )),
+            Ok(_) => None,
+            Err(error) => Some(format!("warning: the model's own tokenizer is not used: {}", causes(&error))),
+        }
+    }
+
+    fn tokenizer_files(&self) -> Result<TokenizerFiles> {
+        Ok(TokenizerFiles::of(&self.folder())?)
+    }
+
+    /// Returns the folder of the weights.
+    #[must_use]
+    pub fn folder(&self) -> PathBuf {
+        if self.path.is_file() { folder_of(&self.path) } else { self.path.clone() }
+    }
+}
+
+/// Returns the tokenizer of the run that wrote the checkpoint in a folder; `None` if it is no checkpoint.
+fn recorded(folder: &Path) -> Option<TokenizerKind> {
+    tokenizer_in(&fs::read_to_string(folder.join(SETTINGS)).ok().filter(|_| folder.join(MANIFEST).is_file())?)
+}
+
+/// Returns the tokenizer in the settings of a run.
+fn tokenizer_in(settings: &str) -> Option<TokenizerKind> {
+    TokenizerKind::parse(settings.parse::<toml::Table>().ok()?.get("tokenizer")?.as_str()?)
+}

@@ -1,0 +1,87 @@
+//! The weights that a run starts from (`--init-from`), and the settings that follow from them.
+
+use farflung_tensor::Device;
+use farflung_zoo::Stage;
+use farflung_zoo::weights::Weights;
+
+use super::fingerprint::digest;
+use crate::error::ModelError;
+use crate::{ModelSource, Result, TrainConfig, finite};
+
+/// The weights that a run starts from.
+#[derive(Debug, Clone)]
+pub struct InitialWeights {
+    /// Where they are.
+    pub source: ModelSource,
+    /// Their hash, which combines the hashes of the tensors.
+    pub hash: blake3::Hash,
+    /// Notes for the user.
+    pub(super) notes: Vec<String>,
+}
+
+impl InitialWeights {
+    /// Finds and reads the weights of `init-from`; `None` if the settings give none.
+    ///
+    /// Errors: as [`ModelSource::find`]; [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; weights
+    /// that do not match the folder's model.
+    pub(super) fn of(config: &TrainConfig) -> Result<Option<Self>> {
+        let Some(given) = &config.init_from else { return Ok(None) };
+        let source = ModelSource::find(given)?;
+        let mut weights = source.open()?;
+        let hash = hash(&mut weights)?;
+        let found = (source.path() != given)
+            .then(|| format!("the run starts from the weights of {}", source.path().display()));
+        let biases = (!weights.has_biases()).then(|| {
+            "the weights have no biases: those of the model start at zero, and are trained".to_owned()
+        });
+        let notes = found.into_iter().chain(biases).chain(source.tokenizer_note(config.tokenizer)).collect();
+        Ok(Some(Self { source, hash, notes }))
+    }
+}
+
+/// Returns the hash of weights, which combines the hashes of the tensors.
+fn hash(weights: &mut Weights) -> Result<blake3::Hash> {
+    let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
+    let mut hasher = blake3::Hasher::new();
+    for p in whole.layout().params() {
+        let mut values = vec![0.0; p.shape.len()];
+        weights.tensor(&p.name, &mut values)?;
+        finite::check(&p.name, &values)?;
+        hasher.update(digest(&values).as_bytes());
+    }
+    Ok(hasher.finalize())
+}
+
+impl TrainConfig {
+    /// Returns the settings with the shape, the vocabulary and the tokenizer of the weights of `init-from`, so
+    /// that they describe the model by themselves: to a newcomer, and in the run's folder. Settings without
+    /// `init-from` are returned as they are.
+    ///
+    /// Errors: as [`ModelSource::find`]; [`ModelError::Differs`] if a given setting differs from the weights.
+    pub fn with_initial_weights(mut self) -> Result<Self> {
+        let Some(path) = &self.init_from else { return Ok(self) };
+        let source = ModelSource::find(path)?;
+        let model = source.open()?.config();
+        let given =
+            ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| self.was_given(name));
+        let sizes = [
+            ("layers", &mut self.layers, model.layers),
+            ("heads", &mut self.heads, model.heads),
+            ("dim", &mut self.dim, model.dim),
+            ("context", &mut self.context, model.context),
+            ("vocab", &mut self.vocab, model.vocab),
+        ];
+        for ((field, value, weights), was_given) in sizes.into_iter().zip(given) {
+            match *value {
+                Some(given) if was_given && given != weights => {
+                    return Err(ModelError::Differs { field, given, weights }.into());
+                }
+                _ => *value = Some(weights),
+            }
+        }
+        if !given[5] {
+            self.tokenizer = source.tokenizer(model.vocab)?;
+        }
+        Ok(self)
+    }
+}
