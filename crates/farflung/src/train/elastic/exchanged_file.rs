@@ -1,7 +1,8 @@
 //! A small file that can be replaced on a full disk.
 //!
 //! Two files of one length take turns: the new content is written over the older one, and the two exchange
-//! their names. So no replacement after the first needs room, and a failure in the middle leaves the file as it was.
+//! their names. So no replacement after the first needs room, and a failure in the middle leaves the file as it
+//! was.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
