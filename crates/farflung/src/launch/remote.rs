@@ -49,8 +49,8 @@ impl Remote {
     /// farflung and `RUST_LOG` are passed on.
     ///
     /// Errors: [`LaunchError::OnHost`] with the machine whose failure ended the job, [`LaunchError::Ssh`] for
-    /// one that cannot be reached, [`Error::Stopped`], [`LaunchError::StartSsh`]; [`Error::Setting`] for more processes than
-    /// there are slots, and for arguments that are not UTF-8.
+    /// one that cannot be reached, [`Error::Stopped`], [`LaunchError::StartSsh`]; [`Error::Setting`] for more
+    /// processes than there are slots, and for arguments that are not UTF-8.
     pub fn run(
         &self,
         args: &[OsString],
