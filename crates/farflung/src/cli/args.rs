@@ -1,19 +1,50 @@
-//! Parses the command line. Negative numbers are values rather than flags, and usage errors are printed as
-//! `--log-format` says.
+//! Parses the command line. Negative numbers are values rather than flags, the last of several values of a flag
+//! counts, and usage errors are printed as `--log-format` says.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
-use clap::{Arg, Command, CommandFactory, FromArgMatches};
+use clap::{Arg, ArgAction, Command, CommandFactory, FromArgMatches};
 
 use super::Cli;
 
-/// Parses the arguments of this process.
+/// Parses the arguments of this process. Also returns the flags that are given more than once: scripts append
+/// flags to override earlier ones, so the last one counts.
 ///
 /// Errors: help, the version or a usage error, to be printed.
-pub(super) fn parse() -> Result<Cli, clap::Error> {
-    let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()))?;
-    Cli::from_arg_matches(&matches)
+pub(super) fn parse() -> Result<(Cli, Vec<String>), clap::Error> {
+    let (args, mut command) = (joined(std::env::args_os()), command());
+    let matches = command.try_get_matches_from_mut(&args)?;
+    let repeated = repeated(&command, args.get(1..).unwrap_or_default());
+    Cli::from_arg_matches(&matches).map(|cli| (cli, repeated))
+}
+
+fn command() -> Command {
+    negative_numbers(Cli::command()).args_override_self(true)
+}
+
+/// Returns the flags with one value, or none, that these valid arguments contain more than once.
+fn repeated(command: &Command, args: &[OsString]) -> Vec<String> {
+    let mut command = command;
+    let mut given: BTreeMap<String, usize> = BTreeMap::new();
+    for word in args.iter().take_while(|arg| *arg != "--").filter_map(|arg| arg.to_str()) {
+        if let Some(subcommand) = command.find_subcommand(word) {
+            command = subcommand;
+            continue;
+        }
+        let name = word.split('=').next().unwrap_or(word);
+        let is_it = |arg: &&Arg| {
+            let short = arg.get_short().is_some_and(|short| name == format!("-{short}"));
+            short || arg.get_long().is_some_and(|long| name == format!("--{long}"))
+        };
+        let single = |arg: &&Arg| matches!(arg.get_action(), ArgAction::Set | ArgAction::SetTrue);
+        if let Some(arg) = command.get_arguments().filter(is_it).find(single) {
+            let shown = arg.get_long().map_or_else(|| name.to_owned(), |long| format!("--{long}"));
+            *given.entry(shown).or_default() += 1;
+        }
+    }
+    given.into_iter().filter(|(_, times)| *times > 1).map(|(name, _)| name).collect()
 }
 
 /// Allows negative numbers as values of all options; the option's range decides whether one is valid.
@@ -86,6 +117,30 @@ mod tests {
         let mut seen = 0;
         check(&negative_numbers(Cli::command()), &mut seen);
         assert!(seen > 100, "{seen}");
+    }
+
+    #[test]
+    fn the_last_value_of_a_flag_counts_and_the_flag_is_told() {
+        let all = |args: &str| {
+            let args: Vec<OsString> = args.split(' ').map(OsString::from).collect();
+            let mut command = command();
+            let matches = command.try_get_matches_from_mut(&args).unwrap();
+            let (_, of_command) = matches.subcommand().unwrap();
+            let steps = of_command
+                .try_get_raw("steps")
+                .ok()
+                .flatten()
+                .map(|mut values| values.next_back().unwrap().to_str().unwrap().to_owned());
+            (steps, repeated(&command, &args[1..]))
+        };
+        let of = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        assert_eq!(all("f train --steps 5 --steps=7"), (Some("7".to_owned()), of(&["--steps"])));
+        assert_eq!(all("f train --quiet --steps 5 --quiet"), (Some("5".to_owned()), of(&["--quiet"])));
+        assert_eq!(all("f --log-format json train --log-format json").1, of(&["--log-format"]));
+        // A flag that is a list, and the flags of another command.
+        assert_eq!(all("f ticket --address a:1 --address b:2").1, of(&[]));
+        assert_eq!(all("f launch -n 2 -- train --steps 5 --steps 7").1, of(&[]));
+        assert_eq!(all("f launch -n 2 --nproc 3 -- train").1, of(&["--nproc"]));
     }
 
     #[test]
