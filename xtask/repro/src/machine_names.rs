@@ -85,6 +85,32 @@ const MACHINES: [&str; 3] = ["a", "a", "b"];
 /// A secret, as users give it.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
+/// Flags of a small model. Its gradients take many packets.
+const MODEL: [&str; 15] = [
+    "--layers",
+    "2",
+    "--dim",
+    "64",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch",
+    "2",
+    "--threads",
+    "1",
+    "--sample-tokens",
+    "0",
+    "--quiet",
+];
+
+/// Writes the text on which the model is trained, and returns its path.
+fn text(folder: &Path) -> Result<String> {
+    let path = folder.join("text.txt");
+    fs::write(&path, "the quick brown fox jumps over the lazy dog ".repeat(1000))?;
+    Ok(path.display().to_string())
+}
+
 /// Returns a command on a machine with this file of host names.
 fn on(net: &Namespaces, machine: &str, hosts: &Path, args: &[&str]) -> Result<Command> {
     let command = farflung(args)?;
@@ -105,16 +131,15 @@ fn job(
     deadline: &str,
 ) -> Result<(bool, Vec<String>)> {
     let machines = if masters.len() == 2 { ["a", "b"].to_vec() } else { MACHINES.to_vec() };
+    let data = text(folder)?;
     let mut ranks: Vec<Child> = Vec::new();
     for (rank, (master, machine)) in masters.iter().zip(machines).enumerate() {
         let lines = hosts[usize::from(machine == "b")];
         let file = folder.join(format!("hosts-{machine}"));
         fs::write(&file, format!("127.0.0.1 localhost\n{lines}\n"))?;
         let out = folder.join("out").display().to_string();
-        let args =
-            ["train", "--model", "nano", "--steps", "2", "--workers", "2", "--threads", "1", "--sync", "ddp"];
-        let more = ["--quiet", "--sample-tokens", "0", "--deadline", deadline, "--out", &out];
-        let mut command = on(net, machine, &file, &[&args[..], &more].concat())?;
+        let args = ["train", "--steps", "2", "--sync", "ddp", "--deadline", deadline, "--out", &out];
+        let mut command = on(net, machine, &file, &[&args[..], &["--data", &data], &MODEL].concat())?;
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", masters.len().to_string());
         command.env("MASTER_ADDR", master).env("FARFLUNG_SECRET", SECRET);
         command.env("FARFLUNG_HOME", folder.join("home"));
@@ -132,19 +157,20 @@ fn hosted(net: &Namespaces, folder: &Path) -> Result<Option<String>> {
     let home = folder.join("home");
     let (out, ticket) = (folder.join("host").display().to_string(), folder.join("run.ticket"));
     let ticket_out = ticket.display().to_string();
-    let model = ["--model", "nano", "--sample-tokens", "0", "--threads", "1", "--quiet"];
-    let host = ["host", "--steps", "1000000", "--out", &out, "--ticket-out", &ticket_out];
-    let mut host = on(net, "a", &file, &[&host[..], &model].concat())?.env("FARFLUNG_HOME", &home).spawn()?;
+    let data = text(folder)?;
+    let host = ["host", "--steps", "1000000", "--out", &out, "--ticket-out", &ticket_out, "--data", &data];
+    let mut host = on(net, "a", &file, &[&host[..], &MODEL].concat())?.env("FARFLUNG_HOME", &home).spawn()?;
     while !ticket.exists() {
         ensure!(host.try_wait()?.is_none(), "the host ended before it wrote its ticket");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     let member = folder.join("member");
-    let args = ["join", "--ticket-file", &ticket_out, "--out", &member.display().to_string(), "--quiet"];
+    let own = member.display().to_string();
+    let args = ["join", "--ticket-file", &ticket_out, "--out", &own, "--data", &data, "--quiet"];
     let mut joined = on(net, "b", &file, &args)?.env("FARFLUNG_HOME", &home).spawn()?;
     // A member that has the state writes rows, and one that cannot join ends.
     let outcome = loop {
-        if fs::metadata(member.join("events.jsonl")).is_ok_and(|file| file.len() > 0) {
+        if fs::metadata(member.join("metrics.jsonl")).is_ok_and(|file| file.len() > 0) {
             break None;
         }
         if joined.try_wait()?.is_some() {
