@@ -93,6 +93,9 @@ impl Error {
             ParallelError::PerStage { given, stages, .. } => {
                 ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
             }
+            ParallelError::TooManyRanks { ranks, limit } => {
+                ("stages", ranks.to_string(), format!("at most {limit}"))
+            }
             ParallelError::TooLarge { actions, limit } => {
                 ("microbatches", format!("such that there are {actions} actions"), format!("at most {limit}"))
             }
