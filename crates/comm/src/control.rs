@@ -124,7 +124,7 @@ pub enum Control<'a> {
 }
 
 /// Messages by which two processes of one machine agree to share memory. The peer with the greater number makes
-/// the offer. If either side declines, both continue over the socket.
+/// the offer, or declines at once. If either side declines, both continue over the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum SharedMemoryMessage {

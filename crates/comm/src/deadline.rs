@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use crate::memory::real_start;
 
 /// A deadline by the real clock: a start and a duration.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline {
     start: Instant,
     limit: Duration,

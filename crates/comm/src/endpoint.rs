@@ -64,6 +64,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn path(&self, _peer: PeerId) -> Option<PathStats> {
         None
     }
+    /// Returns why peers may seem silent, if the network shows a reason. Called when a deadline has passed.
+    fn cause_of_silence(&self) -> Option<String> {
+        None
+    }
     /// Wakes a thread that is blocked in the driver, not on the inbox's condition variable.
     fn unblock(&self) {}
     /// Returns whether operations proceed on a background thread while no thread waits.
@@ -233,7 +237,8 @@ impl<D: Driver> Shared<D> {
                 Some(CommError::Ended { op })
             } else if self.driver.horizon() >= times.deadline {
                 view.clock = view.clock.max(times.deadline);
-                Some(CommError::Deadline { op, peer, after: task.limit() })
+                let cause = self.driver.cause_of_silence();
+                Some(CommError::Deadline { op, peer, after: task.limit(), cause })
             } else {
                 None
             };

@@ -186,7 +186,10 @@ fn coded_names() -> String {
 #[non_exhaustive]
 pub enum CommError {
     /// A peer did not answer within the time limit.
-    #[error("{op}: {peer} did not answer within {after}")]
+    #[error(
+        "{op}: {peer} did not answer within {after}{}",
+        cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default()
+    )]
     Deadline {
         /// Operation that waited.
         op: &'static str,
@@ -194,6 +197,8 @@ pub enum CommError {
         peer: PeerId,
         /// Time limit of the operation.
         after: Nanos,
+        /// The likely cause, if the network shows one.
+        cause: Option<String>,
     },
     /// Every rank waits, and no event is left that could wake one (simulated network only).
     #[error("{op}: deadlock: every rank waits and no message is in flight; this rank waits for {peer}")]
@@ -320,12 +325,18 @@ pub enum CommError {
         source: Arc<dyn std::error::Error + Send + Sync>,
     },
     /// Ranks were missing at the rendezvous, or a rank could not be reached, within the time limit.
-    #[error("rendezvous at {master}: after {after} still missing: {}", list(.ranks))]
+    #[error(
+        "rendezvous at {master}: after {after} still missing: {}{}",
+        list(.ranks),
+        .progress.iter().fold(String::new(), |text, one| text + "; " + one)
+    )]
     Missing {
         /// Address of the rendezvous.
         master: String,
         /// The missing ranks.
         ranks: Vec<Rank>,
+        /// How far each rank came, as far as this one knows.
+        progress: Vec<String>,
         /// Time limit.
         after: Nanos,
     },

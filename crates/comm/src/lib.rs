@@ -11,6 +11,7 @@ mod second_network;
 mod endpoint;
 mod credit;
 mod inbox;
+mod interfaces;
 pub mod memory;
 pub mod mixed;
 #[cfg(feature = "mpi")]
@@ -67,6 +68,7 @@ pub use communicator::{Communicator, Counter, WaitMode, shift_one};
 pub use element::{Element, Located, ReduceOp};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
 pub use farflung_base::Algorithm;
+pub use interfaces::reachable_addresses;
 pub use message::MAX_MESSAGE;
 pub use path::PathStats;
 pub use reduction::{Reduction, UserOp};

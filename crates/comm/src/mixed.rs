@@ -26,6 +26,8 @@ const TABLE: u32 = 0;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time that other ranks have to receive the list of missing ranks after the deadline.
 const GRACE: Duration = Duration::from_secs(1);
+/// Maximum number of connections that an error about missing ranks lists.
+const MOST_TOLD: usize = 8;
 /// Maximum number of peers to which a rank connects at the same time.
 const AT_ONCE: usize = 16;
 
@@ -135,7 +137,16 @@ impl Meeting {
     }
 
     fn missing(&self, ranks: Vec<Rank>) -> CommError {
-        CommError::Missing { master: self.host.clone(), ranks, after: self.deadline.into() }
+        let refused = |(ip, reason): (std::net::IpAddr, String)| {
+            format!("a connection from {ip} was refused ({reason})")
+        };
+        let connected = |rank: u32| {
+            let is_here = rank != self.rank && self.gate.has_connected(PeerId(rank));
+            is_here.then(|| format!("{} has connected", Rank(rank)))
+        };
+        let refused = self.gate.refusals().into_iter().map(refused);
+        let progress = refused.chain((0..self.world_size).filter_map(connected)).take(MOST_TOLD).collect();
+        CommError::Missing { master: self.host.clone(), ranks, progress, after: self.deadline.into() }
     }
 
     fn absent(&self) -> Vec<Rank> {

@@ -11,15 +11,18 @@
 mod acceptor;
 mod growing_network;
 mod kernel;
+mod large_packets;
 mod link;
 mod links;
+mod listeners;
 mod shared_memory;
 mod pace;
 mod rendezvous;
 mod store;
 mod stream;
+mod target;
 
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -148,7 +151,9 @@ fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> 
 
 fn is_within_one_machine(stream: &TcpStream) -> bool {
     let (own, peer) = (stream.local_addr(), stream.peer_addr());
-    own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip()))
+    // A machine may have several addresses of the loopback, such as 127.0.0.1 and 127.0.1.1.
+    let is_one = |own: IpAddr, peer: IpAddr| own == peer || own.is_loopback() && peer.is_loopback();
+    own.is_ok_and(|own| peer.is_ok_and(|peer| is_one(own.ip(), peer.ip())))
 }
 
 /// Sets the options of a socket within one machine. There is no network queue, so congestion control has
@@ -186,6 +191,7 @@ impl TcpDriver {
         if let PeerLinks::Connected(links) = self.links.to(peer)
             && let Some(link) = links.first()
             && self.me > peer
+            && near
         {
             link.offer(&self.pool);
         }
@@ -387,6 +393,12 @@ impl Driver for TcpDriver {
             PeerLinks::Ended => None,
         }
     }
+    fn cause_of_silence(&self) -> Option<String> {
+        let all = self.links.all();
+        // To ask for the cause takes time: if a machine is lost, all links to it are silent.
+        let silent = all.open().filter(|link| large_packets::is_unconfirmed(link.socket()));
+        silent.take(2).find_map(Link::cause_of_silence)
+    }
     fn unblock(&self) {
         ring(&self.inbox, &self.bell);
     }
@@ -394,6 +406,8 @@ impl Driver for TcpDriver {
         true
     }
     fn close(&self, _: &Inbox) {
+        // If this endpoint ends because of packets that do not arrive, this warns the user.
+        self.cause_of_silence();
         let until = Nanos::from(GOODBYE_TIMEOUT).saturating_add(self.now());
         self.links.all().open().for_each(Link::say_goodbye);
         let unsent = |link: &Link| link.wants_to_write() || link.has_queued();

@@ -86,12 +86,16 @@ impl AccessArgs {
     /// Errors: those of `detect`; [`Error::Unprotected`] if ranks meet outside the loopback without a ticket, a
     /// secret, certificates or `--insecure`; errors of the files, with advice.
     pub fn detect(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
+        self.place(env).map_err(Error::of_input)
+    }
+
+    fn place(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
         let proof = self.proof(&env)?;
         let addresses = match &proof {
             Some(Proof::Ticket(ticket)) => ticket.addresses.clone(),
             _ => Vec::new(),
         };
-        let given = env("MASTER_ADDR").is_some_and(|address| !address.is_empty());
+        let given = env("MASTER_ADDR").is_some_and(|address| !address.trim().is_empty());
         let first = addresses.first().filter(|_| !given).and_then(|first| first.rsplit_once(':'));
         let of_ticket = |name: &str| match (name, first) {
             ("MASTER_ADDR", Some((host, _))) => Some(of_address(host).to_owned()),
@@ -149,10 +153,11 @@ impl AccessArgs {
             return self.restricted(Security::by_certificates(&own, secret.as_ref(), places));
         }
         let Some(proof) = proof else {
-            let allowed = self.insecure || is_local;
-            return allowed
-                .then(Security::unencrypted)
-                .ok_or_else(|| Error::Unprotected { at: at.to_owned() });
+            return match (self.insecure, is_local) {
+                (true, _) => Ok(Security::unencrypted().trusting_network()),
+                (false, true) => Ok(Security::unencrypted()),
+                (false, false) => Err(Error::Unprotected { at: at.to_owned() }),
+            };
         };
         let home = Home::new(self.key_file.as_deref(), env)?;
         let identity = home.identity()?;

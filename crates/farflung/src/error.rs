@@ -88,7 +88,7 @@ pub enum Error {
          may be outdated"
     )]
     NobodyAnswers {
-        /// The addresses that were tried.
+        /// The addresses that were tried, and the outcome of each.
         addresses: String,
         /// Time for which the addresses were tried.
         after: farflung_base::Nanos,
@@ -275,6 +275,9 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// An input cannot be used, such as a file that is missing; another start does not help.
+    #[error(transparent)]
+    Input(Box<Self>),
     /// A folder, a pipe or a device has the name of a file that a run writes.
     #[error("{path} is {what}, expected a file of the run: move it away")]
     NotAFile {

@@ -4,6 +4,10 @@
 //! Detection is a pure function of the environment variables, which are checked in the order of a table. It
 //! does not depend on sockets.
 
+mod advice;
+mod master;
+mod slurm;
+
 use std::fmt;
 
 use farflung_base::Rank;
@@ -67,7 +71,15 @@ impl LaunchEnv {
 #[must_use]
 pub fn is_loopback(host: &str) -> bool {
     let address: Result<std::net::IpAddr, _> = host.parse();
-    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
+    let names = ["localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"];
+    names.iter().any(|name| host.eq_ignore_ascii_case(name))
+        || address.is_ok_and(|address| address.is_loopback())
+}
+
+/// Returns a note for the user if Slurm's variables name ranks, but `srun` did not start this process: it is
+/// then no rank of a job. `None` elsewhere.
+pub fn note_without_srun(env: impl Fn(&str) -> Option<String>) -> Option<String> {
+    slurm::note_without_srun(&env)
 }
 
 impl fmt::Display for LaunchEnv {
@@ -131,14 +143,15 @@ const FAMILIES: [Family; 5] = [
 
 /// Finds this process's place in its job; `None` if no launcher's variables are set.
 ///
-/// `MASTER_ADDR` and `MASTER_PORT` are read for every launcher. Without `MASTER_ADDR` the master is Slurm's
-/// first host, else this machine's loopback. Kubernetes' `JOB_COMPLETION_INDEX` also needs `WORLD_SIZE` and
-/// `MASTER_ADDR`.
+/// `MASTER_ADDR` and `MASTER_PORT` are read for every launcher. `MASTER_ADDR` may also be `host:port` or
+/// `tcp://host:port`. Without it the master is Slurm's first host, else this machine's loopback. Kubernetes'
+/// `JOB_COMPLETION_INDEX` also needs `WORLD_SIZE` and `MASTER_ADDR`. Slurm's variables count only in processes
+/// that `srun` started.
 ///
 /// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be
 /// parsed.
 pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
-    for family in &FAMILIES {
+    for family in FAMILIES.iter().filter(|family| family.source != "Slurm" || slurm::is_step(&env)) {
         // `WORLD_SIZE` without `RANK` is an error, unless Kubernetes sets the rank. The size alone of another
         // launcher is ignored: Slurm sets it also in a batch script, which is not a process of a job.
         let size_alone_counts = family.source == "RANK" && env("JOB_COMPLETION_INDEX").is_none();
@@ -190,20 +203,13 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
             expected: "a rank below the number of processes",
         });
     }
-    let wrong_port = |value| Error::Variable { name: "MASTER_PORT", value, expected: "a port, 1 to 65535" };
-    let master_port = match env("MASTER_PORT") {
-        None => MASTER_PORT,
-        Some(value) => match value.trim().parse() {
-            Ok(port) if port > 0 => port,
-            _ => return Err(wrong_port(value)),
-        },
-    };
-    let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
+    let master_port = master::port(env)?;
+    let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(slurm::first_host);
     // Only OpenMPI and PMI start several machines without naming one of them. In this case the job is assumed
     // to be on this machine.
-    let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
-        Some(addr) => addr,
-        None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),
+    let (master_addr, master_port) = match master::address(env)? {
+        Some((host, port)) => (host, port.or(master_port)),
+        None => (slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()), master_port),
     };
     Ok(LaunchEnv {
         rank: Rank(rank),
@@ -212,28 +218,11 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         // Used only to estimate this machine's memory, so a value that is not a number is ignored.
         local_world_size: env(family.local_size).and_then(|value| value.trim().parse().ok()),
         master_addr,
-        master_port,
+        master_port: master_port.unwrap_or(MASTER_PORT),
         source: family.source,
         more_addresses: Vec::new(),
         security: Security::unencrypted(),
     })
-}
-
-/// Returns the first host of a Slurm node list: `n01` for `n[01-03,05],m7`, `a1b3` for `a[1,2]b[3-4]`.
-fn first_host(list: &str) -> Option<String> {
-    let mut host = String::new();
-    let mut rest = list.trim();
-    loop {
-        let stop = rest.find(['[', ',']).unwrap_or(rest.len());
-        host += &rest[..stop];
-        if !rest[stop..].starts_with('[') {
-            break;
-        }
-        let end = stop + rest[stop..].find(']')?;
-        host += rest[stop + 1..end].split([',', '-']).next()?;
-        rest = &rest[end + 1..];
-    }
-    (!host.is_empty()).then_some(host)
 }
 
 #[cfg(test)]
@@ -290,6 +279,7 @@ mod tests {
                     ("SLURM_PROCID", "5"),
                     ("SLURM_NTASKS", "6"),
                     ("SLURM_LOCALID", "1"),
+                    ("SLURM_STEP_ID", "0"),
                     ("SLURM_JOB_NODELIST", "n[01-03,05]"),
                 ],
                 "rank 5 of 6 (local 1), master n01:29500, from Slurm",
@@ -322,7 +312,7 @@ mod tests {
         let message = |vars| with(vars).unwrap_err().to_string();
         assert!(message(&[("RANK", "1")]).contains("WORLD_SIZE is not"));
         assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK is not"));
-        assert!(message(&[("SLURM_PROCID", "2")]).contains("SLURM_NTASKS is not"));
+        assert!(message(&[("SLURM_PROCID", "2"), ("SLURM_STEP_ID", "1")]).contains("SLURM_NTASKS is not"));
         assert!(
             message(&[("JOB_COMPLETION_INDEX", "2"), ("WORLD_SIZE", "3")]).contains("MASTER_ADDR is not")
         );
@@ -343,20 +333,5 @@ mod tests {
         assert_eq!((largest.world_size, largest.local_world_size), (MOST_PROCESSES as usize, None));
         let local = with(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")]).unwrap().unwrap();
         assert_eq!(local.local_world_size, Some(2));
-    }
-
-    #[test]
-    fn slurm_lists_give_their_first_host() {
-        for (list, host) in [
-            ("n1", "n1"),
-            ("n1,n2", "n1"),
-            ("n[01-03,05]", "n01"),
-            ("a[1,2]b[3-4],c", "a1b3"),
-            ("gpu-7-x", "gpu-7-x"),
-        ] {
-            assert_eq!(first_host(list).as_deref(), Some(host));
-        }
-        assert_eq!(first_host(""), None);
-        assert_eq!(first_host("n[01"), None);
     }
 }

@@ -33,6 +33,7 @@ mod boundary;
 mod docs;
 mod lab;
 mod machine;
+mod machine_names;
 mod mutate;
 mod ranks;
 mod trained;
@@ -94,6 +95,7 @@ mod members;
 mod memory_table;
 mod mismatch;
 mod morphing;
+mod namespaces;
 #[cfg(feature = "iroh")]
 mod nat;
 mod normal;
@@ -189,6 +191,7 @@ pub const BENCHES: &[Bench] = &[
     overlap_comm::BENCH,
     members::churn::BENCH,
     engines::BENCH,
+    machine_names::BENCH,
     #[cfg(feature = "iroh")]
     nat::BENCH,
     failure::BENCH,

@@ -46,6 +46,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("gpu", "needs a device"),
     ("instructions", "counts instructions of a release build, with a tool that may be missing"),
     ("learn-nano", "half a minute"),
+    ("machine-names", "needs network namespaces and the `farflung` binary"),
     ("onebit", "trains for half a minute"),
     ("onebit-lamb", "trains for half a minute"),
     ("overlap-comm", "half a minute"),

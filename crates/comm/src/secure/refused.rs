@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::clock::unix_seconds;
@@ -15,23 +15,42 @@ use crate::error::Refusal;
 /// count of their kind is a power of two.
 const LOGGED: u64 = 4;
 
-/// Counts of refused connections by reason.
+/// Greatest number of addresses whose last refusal is kept.
+const ADDRESSES: usize = 16;
+
+/// Counts of refused connections by reason, and the last reason for each of some addresses.
 #[derive(Debug, Clone, Default)]
-pub struct Refused(Arc<Mutex<BTreeMap<&'static str, u64>>>);
+pub struct Refused(Arc<Mutex<Refusals>>);
+
+#[derive(Debug, Default)]
+struct Refusals {
+    counts: BTreeMap<&'static str, u64>,
+    last: BTreeMap<IpAddr, String>,
+}
 
 impl Refused {
     /// Returns the counts so far.
     #[must_use]
     pub fn counts(&self) -> BTreeMap<&'static str, u64> {
-        self.lock().clone()
+        self.lock().counts.clone()
+    }
+
+    /// Returns the reason for the last refusal of each address, for the first addresses that were refused.
+    pub(crate) fn last_of_each(&self) -> BTreeMap<IpAddr, String> {
+        self.lock().last.clone()
     }
 
     /// Counts a refused connection, and logs it if it is one of the first [`LOGGED`] of its kind, or if the new
     /// count is a power of two.
     pub(crate) fn note(&self, from: Option<SocketAddr>, kind: &'static str, detail: &dyn Display) {
         let so_far = {
-            let mut counts = self.lock();
-            let count = counts.entry(kind).or_default();
+            let mut refusals = self.lock();
+            if let Some(from) = from.map(|from| from.ip())
+                && (refusals.last.len() < ADDRESSES || refusals.last.contains_key(&from))
+            {
+                refusals.last.insert(from, detail.to_string());
+            }
+            let count = refusals.counts.entry(kind).or_default();
             *count += 1;
             *count
         };
@@ -41,7 +60,7 @@ impl Refused {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
+    fn lock(&self) -> MutexGuard<'_, Refusals> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

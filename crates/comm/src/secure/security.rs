@@ -50,6 +50,7 @@ impl Role {
 #[derive(Debug, Clone, Default)]
 pub struct Security {
     encryption: Option<Arc<Encryption>>,
+    trusts_network: bool,
     refused: Refused,
 }
 
@@ -105,6 +106,19 @@ impl Security {
     #[must_use]
     pub fn unencrypted() -> Self {
         Self::default()
+    }
+
+    /// States that every process that reaches this one may be trusted. Then this process may listen at all
+    /// addresses of its machine without encryption, if others do not reach the address that it was given.
+    #[must_use]
+    pub const fn trusting_network(mut self) -> Self {
+        self.trusts_network = true;
+        self
+    }
+
+    /// Returns whether this process may listen at addresses of its machine that it was not given.
+    pub(crate) const fn allows_all_addresses(&self) -> bool {
+        self.encryption.is_some() || self.trusts_network
     }
 
     /// Makes a setting with TLS in which peers must prove a secret that all members already have. It also
@@ -184,7 +198,7 @@ impl Security {
     ) -> Self {
         let (allow, members) = (None, Arc::default());
         let sealed = Encryption { tls, own, secret, expiry, host, allow, members, newcomers: None, places };
-        Self { encryption: Some(Arc::new(sealed)), refused: Refused::default() }
+        Self { encryption: Some(Arc::new(sealed)), ..Self::default() }
     }
 
     /// Returns whether connections are encrypted.
@@ -358,11 +372,12 @@ impl Security {
     }
 }
 
-/// Compares by identity: equal if both share one setting, or if neither is encrypted.
+/// Compares by identity: equal if both share one setting, or if neither is encrypted and both trust the network
+/// alike.
 impl PartialEq for Security {
     fn eq(&self, other: &Self) -> bool {
         match (&self.encryption, &other.encryption) {
-            (None, None) => true,
+            (None, None) => self.trusts_network == other.trusts_network,
             (Some(own), Some(other)) => Arc::ptr_eq(own, other),
             _ => false,
         }

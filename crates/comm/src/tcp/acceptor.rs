@@ -7,11 +7,13 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::large_packets;
+use super::listeners::Listeners;
 use super::stream::{Stream, session_error};
 use crate::WireError;
 use crate::control::{Control, HELLO};
@@ -61,21 +63,21 @@ impl Acceptor {
     }
 
     /// Waits until a connection arrives or sends something, for at most `limit` and at most a second.
-    pub(super) fn wait(&self, listener: &TcpListener, limit: Duration) {
+    pub(super) fn wait(&self, listeners: &Listeners, limit: Duration) {
         let mut fds: Vec<PollFd<'_>> =
             self.waiting.iter().map(|waiting| PollFd::new(&waiting.stream.socket, PollFlags::IN)).collect();
-        fds.push(PollFd::new(listener, PollFlags::IN));
+        fds.extend(listeners.poll_fds());
         let limit = limit.min(Duration::from_secs(1));
         let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: limit.subsec_nanos().into() };
         // If the poll is interrupted, the caller polls again.
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Accepts connections from a non-blocking listener, and returns those that have greeted. Each is read at
-    /// least once before it may be closed to make room.
-    pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<AuthenticatedConnection> {
+    /// Accepts connections, and returns those that have greeted. Each is read at least once before it may be
+    /// closed to make room.
+    pub(super) fn listen(&mut self, listeners: &Listeners) -> Vec<AuthenticatedConnection> {
         for _ in 0..MOST {
-            let Ok((socket, from)) = listener.accept() else { break };
+            let Some((socket, from)) = listeners.accept() else { break };
             let ready = socket.set_nonblocking(true).is_ok();
             if let (true, Ok(stream)) = (ready, Stream::new(socket, &self.security, Role::Server, None)) {
                 self.waiting.push(Waiting { stream, from, since: real_start(), bytes: Vec::new() });
@@ -124,6 +126,16 @@ impl Acceptor {
             }
             stays
         });
+    }
+
+    /// Returns the addresses of the connections that have not greeted, the first with the likely cause, if
+    /// there is one.
+    pub(super) fn waiting(&self) -> Vec<String> {
+        // Anyone may connect and never confirm what is sent, and asking for the cause takes time.
+        let cause = self.waiting.first().and_then(|first| large_packets::lost(&first.stream.socket));
+        let cause = cause.map(|cause| format!(" ({cause}: {})", large_packets::ADVICE));
+        let causes = cause.into_iter().chain(std::iter::repeat(String::new()));
+        self.waiting.iter().zip(causes).map(|(waiting, cause)| format!("{}{cause}", waiting.from)).collect()
     }
 
     /// Sends the reason to a connection that is refused.

@@ -10,7 +10,8 @@ mod ranks;
 mod shared;
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, TcpListener};
+use std::collections::btree_map::Entry;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -18,13 +19,16 @@ use std::time::Duration;
 
 use farflung_base::PeerId;
 
-use super::rendezvous::{answer_of, attempt, hung_up, resolve};
+use super::listeners::{AddressUse, Listeners};
+use super::rendezvous::answer_of;
 use super::shared_memory::SharedMemory;
 use super::stream::Stream;
+use super::target::{Target, hung_up};
 use super::{Tcp, open};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
 use crate::error::Refusal;
+use crate::interfaces::reachable_addresses;
 use crate::second_network::{ConnectTarget, SecondNetworkAccess, key_in, of_sockets};
 use crate::secure::{JoinSecret, PublicKey, Security, refused};
 use crate::wire::{self, Message, Parsed};
@@ -41,7 +45,7 @@ const DRAWS: usize = 64;
 pub struct GateConfig {
     /// `host:port` to listen at; port 0 picks a free one.
     pub listen: String,
-    /// Address at which others reach this member, if it differs from `listen`.
+    /// Address at which others reach this member, if it differs from `listen`; several are separated by commas.
     pub advertise: Option<String>,
     /// Name of the job. Processes of other jobs are refused.
     pub job: String,
@@ -92,16 +96,26 @@ pub struct GrowingNetwork {
 }
 
 /// Listens at the configured address; `None` if members do not connect over TCP.
-fn listen_at(config: &GateConfig) -> Result<Option<TcpListener>, CommError> {
-    if !config.sockets {
-        return Ok(None);
+fn listen_at(config: &GateConfig, used: AddressUse) -> Result<Option<Listeners>, CommError> {
+    let listen = || Listeners::of_name("own address", &config.listen, used, &config.security);
+    config.sockets.then(listen).transpose()
+}
+
+/// Returns the addresses that a member which listens at `at` tells others. If it listens at all addresses of
+/// this machine, it is the one by which it reached the others, or those at which others may reach this machine.
+fn advertised(at: SocketAddr, seen: Option<IpAddr>) -> String {
+    if !at.ip().is_unspecified() {
+        return at.to_string();
     }
-    let addresses = resolve("own address", &config.listen)?;
-    let listener =
-        TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    // The listening thread must also check whether the network was dropped, so it must not block in `accept`.
-    listener.set_nonblocking(true).map_err(|e| CommError::io("listen at", &config.listen, &e))?;
-    Ok(Some(listener))
+    let mut own = match seen.filter(|seen| !seen.is_loopback()) {
+        Some(seen) => vec![seen],
+        None => reachable_addresses(),
+    };
+    if own.is_empty() {
+        own.push(seen.unwrap_or(Ipv4Addr::LOCALHOST.into()));
+    }
+    let own: Vec<String> = own.iter().map(|ip| SocketAddr::new(*ip, at.port()).to_string()).collect();
+    own.join(",")
 }
 
 impl GrowingNetwork {
@@ -111,25 +125,19 @@ impl GrowingNetwork {
     /// If it cannot listen, or the system has no random bytes.
     pub fn found(config: &GateConfig) -> Result<Self, CommError> {
         let secret = config.security.is_encrypted().then(JoinSecret::generate).transpose()?;
-        Self::open(config, listen_at(config)?, PeerId(0), secret, None)
+        Self::open(config, listen_at(config, AddressUse::Listen)?, PeerId(0), secret, None)
     }
 
     fn open(
         config: &GateConfig,
-        listener: Option<TcpListener>,
+        listeners: Option<Listeners>,
         me: PeerId,
         secret: Option<JoinSecret>,
         seen: Option<IpAddr>,
     ) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("listen at", &config.listen, &e);
-        let at = listener.as_ref().map(TcpListener::local_addr).transpose().map_err(io)?;
-        let own = at.map(|mut at| {
-            // A member that listens at all addresses advertises the one by which it reached the others.
-            if let Some(seen) = seen.filter(|_| at.ip().is_unspecified()) {
-                at.set_ip(seen);
-            }
-            config.advertise.clone().unwrap_or_else(|| at.to_string())
-        });
+        let at = listeners.as_ref().map(Listeners::address).transpose().map_err(io)?;
+        let own = at.map(|at| config.advertise.clone().unwrap_or_else(|| advertised(at, seen)));
         let second_network = config.second_network.as_ref().map(|access| access.address());
         let address: Vec<String> = own.into_iter().chain(second_network).collect();
         let address = address.join(",");
@@ -162,10 +170,10 @@ impl GrowingNetwork {
             let host: Weak<Shared> = Arc::downgrade(&shared);
             second_network.listen(&shared.security, host);
         }
-        let thread = listener.map(|listener| {
+        let thread = listeners.map(|listeners| {
             let gate = Arc::clone(&shared);
             let thread = std::thread::Builder::new().name("farflung-gate".to_owned());
-            thread.spawn(move || gate.listen(&listener))
+            thread.spawn(move || gate.listen(&listeners))
         });
         Ok(Self { thread: thread.transpose().map_err(io)?, shared })
     }
@@ -176,8 +184,8 @@ impl GrowingNetwork {
         Arc::clone(&self.shared.tcp)
     }
 
-    /// Returns the address at which others reach this member: `host:port`. With a second network also
-    /// `quic:host:port` and the URLs of relays, separated by commas.
+    /// Returns the addresses at which others reach this member, separated by commas: `host:port`, and with a
+    /// second network also `quic:host:port` and the URLs of relays.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.shared.address
@@ -268,9 +276,10 @@ impl GrowingNetwork {
     /// if none was reached within the deadline.
     pub fn ask(config: &GateConfig, addresses: &[String]) -> Result<MemberList, CommError> {
         let until = Deadline::after(config.deadline);
+        let mut targets: BTreeMap<&str, Target> = BTreeMap::new();
         loop {
             for address in addresses {
-                match MemberList::at(config, address, until) {
+                match MemberList::at(config, address, &mut targets, until) {
                     Ok(Some(asked)) => return Ok(asked),
                     Ok(None) => {}
                     Err(error) => return Err(error),
@@ -278,7 +287,9 @@ impl GrowingNetwork {
             }
             let Some(left) = until.remaining() else {
                 let (master, after) = (addresses.join(","), config.deadline.into());
-                return Err(CommError::Missing { master, ranks: vec![farflung_base::Rank(0)], after });
+                let progress = targets.values().map(Target::outcome).collect();
+                let ranks = vec![farflung_base::Rank(0)];
+                return Err(CommError::Missing { master, ranks, progress, after });
             };
             std::thread::sleep(left.min(POLL_INTERVAL));
         }
@@ -312,15 +323,21 @@ pub struct MemberList {
 
 impl MemberList {
     /// Asks the member at these addresses, over TCP, then over the second network; `None` if it was not
-    /// reached.
-    fn at(config: &GateConfig, address: &str, until: Deadline) -> Result<Option<Self>, CommError> {
+    /// reached. `targets` holds the outcomes over TCP.
+    fn at<'a>(
+        config: &GateConfig,
+        address: &'a str,
+        targets: &mut BTreeMap<&'a str, Target>,
+        until: Deadline,
+    ) -> Result<Option<Self>, CommError> {
         let sockets = of_sockets(address);
-        if config.sockets
-            && !sockets.is_empty()
-            && let Ok(resolved) = resolve("address of a member", &sockets)
-        {
+        if config.sockets && !sockets.is_empty() {
+            let target = match targets.entry(address) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(Target::new("address of a member", &sockets)?),
+            };
             let expected = key_in(address).or(config.security.host());
-            match attempt(&config.security, &resolved, expected, until) {
+            match target.attempt(&config.security, expected, until) {
                 Ok(Some(stream)) => return Self::over(config, &sockets, &stream, until).map(Some),
                 Ok(None) => {}
                 Err(error) if hung_up(&error) => {}
@@ -407,15 +424,15 @@ impl MemberList {
     pub fn join(self) -> Result<GrowingNetwork, CommError> {
         let config = &self.config;
         let taken: Vec<u32> = self.members.iter().map(|member| member.peer.0).collect();
-        let mut listener = Some(listen_at(config)?);
+        let mut listeners = Some(listen_at(config, AddressUse::Listen)?);
         for _ in 0..DRAWS {
             let slot = draw(config.slots)?;
             if slot == 0 || taken.contains(&slot) {
                 continue;
             }
-            let at = match listener.take() {
-                Some(listener) => listener,
-                None => listen_at(config)?,
+            let at = match listeners.take() {
+                Some(listeners) => listeners,
+                None => listen_at(config, AddressUse::Listen)?,
             };
             let gate = GrowingNetwork::open(config, at, PeerId(slot), self.secret.clone(), self.seen)?;
             match self.reach_all(&gate) {

@@ -17,6 +17,12 @@ pub(super) struct Connection {
     pub(super) retransmissions: u64,
     /// Bytes in the socket that have not been sent yet.
     pub(super) unsent: u64,
+    /// Packets that were sent and not confirmed.
+    pub(super) unconfirmed: u64,
+    /// Number of times in succession that the same data was sent again without being confirmed.
+    pub(super) timeouts: u8,
+    /// Payload of the largest packets that it sends, in bytes.
+    pub(super) packet_bytes: u64,
 }
 
 /// Returns the system's statistics of a connection; `None` if the system has none.
@@ -61,6 +67,9 @@ fn read(info: &[u8]) -> Connection {
     let long = |at: usize| Some(u64::from_ne_bytes(info.get(at..at + 8)?.try_into().ok()?));
     let micros = |at| field(at).filter(|&us| us > 0 && us < u64::from(u32::MAX)).map(Nanos::from_micros);
     Connection {
+        timeouts: info.get(2).copied().unwrap_or(0),
+        packet_bytes: field(16).unwrap_or(0),
+        unconfirmed: field(24).unwrap_or(0),
         round_trip: micros(68),
         retransmissions: field(100).unwrap_or(0),
         unsent: field(144).unwrap_or(0),
@@ -72,6 +81,29 @@ fn read(info: &[u8]) -> Connection {
     }
 }
 
+/// Drops what arrives at a socket, until the filter is removed again.
+#[cfg(all(test, target_os = "linux"))]
+pub(super) fn drop_packets(socket: &TcpStream, drops: bool) {
+    use std::os::fd::AsRawFd as _;
+
+    // `return 0`: keeps no byte of a packet.
+    let mut code = [libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0 }];
+    let program = libc::sock_fprog { len: 1, filter: code.as_mut_ptr() };
+    let option = if drops { libc::SO_ATTACH_FILTER } else { libc::SO_DETACH_FILTER };
+    #[expect(unsafe_code, reason = "rustix has no call for filters")]
+    // SAFETY: the program and its only instruction live until the call returns, which copies them.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            option,
+            (&raw const program).cast(),
+            size_of::<libc::sock_fprog>() as libc::socklen_t,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -79,9 +111,11 @@ mod tests {
     #[test]
     fn an_older_kernel_tells_less() {
         let mut info = [0; 240];
-        for (at, value) in [(68, 1500_u32), (100, 3), (144, 77), (148, 900), (156, 1000)] {
+        for (at, value) in [(16, 1448_u32), (24, 9), (68, 1500), (100, 3), (144, 77), (148, 900), (156, 1000)]
+        {
             info[at..at + 4].copy_from_slice(&value.to_ne_bytes());
         }
+        info[2] = 4;
         info[160..168].copy_from_slice(&12_500_000_u64.to_ne_bytes());
         let all = Connection {
             round_trip: Some(Nanos::from_micros(1500)),
@@ -91,6 +125,9 @@ mod tests {
             packets: 1000,
             retransmissions: 3,
             unsent: 77,
+            unconfirmed: 9,
+            timeouts: 4,
+            packet_bytes: 1448,
         };
         assert_eq!(read(&info), all);
         info[7] = FIRST_BIT;
@@ -106,29 +143,6 @@ mod tests {
         info[68..72].fill(0);
         info[148..152].fill(0xFF);
         assert_eq!(read(&info), Connection { round_trip: None, least_round_trip: None, ..all });
-    }
-
-    /// Drops what arrives at a socket, until the filter is removed again.
-    #[cfg(target_os = "linux")]
-    fn filter(socket: &TcpStream, drops: bool) {
-        use std::os::fd::AsRawFd as _;
-
-        // `return 0`: keeps no byte of a packet.
-        let mut code = [libc::sock_filter { code: 0x06, jt: 0, jf: 0, k: 0 }];
-        let program = libc::sock_fprog { len: 1, filter: code.as_mut_ptr() };
-        let option = if drops { libc::SO_ATTACH_FILTER } else { libc::SO_DETACH_FILTER };
-        #[expect(unsafe_code, reason = "rustix has no call for filters")]
-        // SAFETY: the program and its only instruction live until the call returns, which copies them.
-        let result = unsafe {
-            libc::setsockopt(
-                socket.as_raw_fd(),
-                libc::SOL_SOCKET,
-                option,
-                (&raw const program).cast(),
-                size_of::<libc::sock_fprog>() as libc::socklen_t,
-            )
-        };
-        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
     }
 
     #[cfg(target_os = "linux")]
@@ -150,10 +164,10 @@ mod tests {
         let (last, least) = (clean.round_trip.unwrap(), clean.least_round_trip.unwrap());
         assert!(Nanos(0) < least && least <= last && last < Nanos::from_millis(1_000), "{clean:?}");
 
-        filter(&receiver, true);
+        drop_packets(&receiver, true);
         sender.write_all(b"again").unwrap();
         std::thread::sleep(Duration::from_millis(700));
-        filter(&receiver, false);
+        drop_packets(&receiver, false);
         receiver.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"again");
         let lossy = ask(&sender).unwrap();

@@ -7,12 +7,13 @@ use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use farflung_base::{Bytes, Nanos, PeerId};
 
 use super::MAX_UNREAD_BYTES;
 use super::kernel;
+use super::large_packets;
 use super::pace::Pacer;
 use super::shared_memory::{Negotiation, SharedMemorySender};
 use super::stream::{Stream, session_error};
@@ -56,6 +57,11 @@ pub(super) struct Link {
     shares: AtomicBool,
     /// Whether an operation or a frame waits for room in shared memory.
     waits_for_memory: AtomicBool,
+    /// Error of a write that failed although the peer had not closed the connection. Reading does not return it
+    /// again.
+    write_failure: OnceLock<ErrorKind>,
+    /// Whether the user has been warned of packets that do not arrive.
+    loss_is_told: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -142,6 +148,8 @@ impl Link {
             paused: AtomicBool::new(false),
             shares: AtomicBool::new(false),
             waits_for_memory: AtomicBool::new(false),
+            write_failure: OnceLock::new(),
+            loss_is_told: AtomicBool::new(false),
         }
     }
 
@@ -151,6 +159,16 @@ impl Link {
 
     pub(super) const fn socket(&self) -> &TcpStream {
         &self.stream.socket
+    }
+
+    /// Returns why data does not arrive at the peer, if the system shows a reason. The first time, also warns
+    /// the user.
+    pub(super) fn cause_of_silence(&self) -> Option<String> {
+        let cause = large_packets::lost(self.socket())?;
+        if !self.loss_is_told.swap(true, Ordering::Relaxed) {
+            tracing::warn!("{}: {cause}: {}", self.peer, large_packets::ADVICE);
+        }
+        Some(cause)
     }
 
     pub(super) fn wants_to_write(&self) -> bool {
@@ -376,9 +394,12 @@ impl Link {
                         out.queue.pop_front();
                     }
                 }
-                Err(_) => {
+                Err(error) => {
                     // The socket may still hold data that the peer sent before, perhaps a goodbye. Reading
-                    // finds out why it failed.
+                    // finds out whether the peer has closed it.
+                    if !matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) {
+                        self.write_failure.get_or_init(|| error.kind());
+                    }
                     out.queue.clear();
                     out.at = 0;
                 }
@@ -423,11 +444,16 @@ impl Link {
                     return;
                 }
                 Err(ReadError::Closed) => {
+                    // The peer may have given up because nothing arrived.
+                    if self.write_failure.get().is_none() {
+                        self.cause_of_silence();
+                    }
                     self.take_all_shared(&mut incoming, inbox, pool);
                     if incoming.said_goodbye {
                         self.shut();
                     } else {
-                        self.end(inbox, DownReason::Ended);
+                        let failure = self.write_failure.get();
+                        self.end(inbox, failure.map_or(DownReason::Ended, |kind| DownReason::Broken(*kind)));
                     }
                     return;
                 }

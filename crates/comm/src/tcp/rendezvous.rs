@@ -2,34 +2,37 @@
 //! addresses, or have such a list from the start. Then they connect pairwise, and each side sends its rank.
 //! Everything has a deadline. A connection that does not belong to the job is refused with the reason.
 
+mod admit;
+mod progress;
 mod streams;
 
-use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::acceptor::{Acceptor, AuthenticatedConnection};
+use super::is_within_one_machine;
+use super::listeners::{AddressUse, Listeners, host_of, literal_ip};
 use super::shared_memory::SharedMemory;
 use super::stream::Stream;
+use super::target::{RETRY, Target, hung_up};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
-use crate::error::Refusal;
 use crate::rate::Pace;
-use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
+use crate::secure::{Admission, JoinSecret, PublicKey, Security, refused};
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
+use admit::admit;
+use progress::Absence;
 use streams::multiply;
 
 /// Greatest number of streams to one peer.
 const MOST_STREAMS: usize = 16;
-/// Time between two checks for new connections. Attempts to connect are five times as far apart.
-const PAUSE: Duration = Duration::from_millis(2);
-/// Time limit of one attempt to connect, so that a host that drops packets does not use up the time of the
-/// others.
-const ATTEMPT: Duration = Duration::from_secs(2);
+/// Greatest number of ranks whose addresses are in an error.
+const MOST_TOLD: usize = 8;
+/// Target of the log line that says where rank 0 waits for the others. The command line shows it by default.
+const WHERE: &str = "rendezvous";
 
 /// The rank of this process, and where the other ranks are.
 #[derive(Debug, Clone)]
@@ -39,8 +42,11 @@ pub struct Config {
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// Address at which rank 0 listens, as `host:port` (`[::1]:port` for IPv6): `MASTER_ADDR:MASTER_PORT`. If
-    /// several are given, separated by commas, they are tried in turn. Not used with `peers`.
+    /// Address of rank 0, as `host:port` (`[::1]:port` for IPv6): `MASTER_ADDR:MASTER_PORT`. If several are
+    /// given, separated by commas, the others try them in turn. Not used with `peers`.
+    ///
+    /// Rank 0 listens at all addresses of the name that are its machine's. If there are none but the loopback,
+    /// it listens at all addresses of its machine, if [`Config::security`] encrypts or trusts the network.
     pub master: String,
     /// Address of each rank, in the order of ranks, as `host:port`; empty if the master distributes the
     /// addresses. Ranks may have different lists, if they reach a peer by different routes.
@@ -130,75 +136,62 @@ pub(super) fn meet(config: &Config) -> Result<Vec<Vec<Stream>>, CommError> {
     multiply(&config, met?, until)
 }
 
-fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
+fn missing(config: &Config, Absence { ranks, progress }: Absence) -> CommError {
     let master = if config.peers.is_empty() { config.master.clone() } else { "the listed peers".to_owned() };
-    CommError::Missing { master, ranks, after: config.deadline.into() }
+    CommError::Missing { master, ranks, progress, after: config.deadline.into() }
 }
 
-/// Resolves a `host:port`, or several separated by commas. Fails only if none of them can be resolved.
-pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
-    let mut all = Vec::new();
-    let mut wrong = None;
-    for one in address.split(',') {
-        match one.to_socket_addrs() {
-            Ok(addresses) => all.extend(addresses),
-            Err(e) => wrong = Some(CommError::io(what, &one, &e)),
-        }
-    }
-    wrong.filter(|_| all.is_empty()).map_or(Ok(all), Err)
-}
-
-/// Listens at the master's address. If that is not an address of this machine, but of a router in front of it,
-/// and connections are encrypted, listens at all addresses of this machine.
-fn listen(config: &Config) -> Result<TcpListener, CommError> {
-    let addresses = resolve("master address", &config.master)?;
-    let elsewhere =
-        |e: &std::io::Error| e.kind() == ErrorKind::AddrNotAvailable && config.security.is_encrypted();
-    TcpListener::bind(&addresses[..])
-        .or_else(|e| match addresses.first().filter(|_| elsewhere(&e)) {
-            Some(first) if first.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, first.port())),
-            Some(first) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, first.port())),
-            None => Err(e),
-        })
-        .map_err(|e| CommError::io("listen at", &config.master, &e))
+/// Returns the error of a rank that did not reach the master.
+fn not_reached(config: &Config, master: &Target) -> CommError {
+    missing(config, Absence { ranks: vec![Rank(0)], progress: vec![master.outcome()] })
 }
 
 fn nobody(config: &Config) -> Streams {
     (0..config.world_size).map(|_| None).collect()
 }
 
+/// Describes where a rank listens that others did not reach.
+fn place(rank: u32, listeners: &Listeners) -> String {
+    let whether = if listeners.is_loopback() { ", which only processes of this machine reach" } else { "" };
+    format!("{} listens at {listeners}{whether}", Rank(rank))
+}
+
 /// Runs the rendezvous on rank 0: admits all ranks, then sends each the table of addresses and, if connections
 /// are encrypted, the keys and the secret.
 fn host(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
-    let listener = listen(config)?;
+    let first = config.master.split(',').next().unwrap_or_default();
+    let listeners = Listeners::of_name("master address", first, AddressUse::Meet, &config.security)?;
+    if !listeners.is_loopback() && config.world_size > 1 {
+        tracing::info!(target: WHERE, "rank 0 of {} waits for the others at {listeners}", config.world_size);
+    }
     let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
     let never = AtomicBool::new(false);
     let come =
-        admit(config, &listener, until, (&never, false), &mut streams, |rank, listen| table[rank] = listen);
-    if let Err(ranks) = come {
-        let message = Control::Missing(BoundedVec(ranks.iter().map(|rank| rank.0).collect()));
+        admit(config, &listeners, until, (&never, false), &mut streams, |rank, listen| table[rank] = listen);
+    if let Err(mut absence) = come {
+        let message = Control::Missing(BoundedVec(absence.ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter().flatten() {
             // An error is ignored: the ranks have their own deadlines.
             let _ = stream.send_message(&message);
         }
-        return Err(missing(config, ranks));
+        absence.progress.push(place(0, &listeners));
+        return Err(missing(config, absence));
     }
     let key = |stream: &Option<Stream>| stream.as_ref().and_then(Stream::peer_key);
     let own = config.security.own_key().into_iter();
     let members: Vec<PublicKey> = own.chain(streams[1..].iter().filter_map(key)).collect();
     let admission = config.security.admission(members)?;
-    let message = Control::Table {
-        addresses: BoundedVec(table.iter().map(String::as_str).collect()),
-        keys: BoundedVec(admission.iter().flat_map(|a| &a.members).map(|key| &key.bytes()[..]).collect()),
-        secret: admission.as_ref().map_or(&[], |admission| &admission.secret.bytes()[..]),
-    };
-    for (rank, stream) in streams.iter().enumerate() {
-        if let Some(stream) = stream {
-            stream
-                .send_message(&message)
-                .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank as u32), &e))?;
-        }
+    for (rank, stream) in (0..).zip(&streams).filter_map(|(rank, stream)| Some((rank, stream.as_ref()?))) {
+        let addresses = seen_by(stream, &table, &streams);
+        let message = Control::Table {
+            addresses: BoundedVec(addresses.iter().map(String::as_str).collect()),
+            keys: BoundedVec(admission.iter().flat_map(|a| &a.members).map(|key| &key.bytes()[..]).collect()),
+            secret: admission.as_ref().map_or(&[], |admission| &admission.secret.bytes()[..]),
+        };
+        stream
+            .send_message(&message)
+            .map_err(|e| CommError::io("send the table of addresses to", &Rank(rank), &e))?;
     }
     if let Some(admission) = admission {
         config.security = config.security.among(admission);
@@ -206,10 +199,25 @@ fn host(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     Ok(streams)
 }
 
+/// Returns the table of addresses for the rank behind `stream`. A rank on the master's machine may know an
+/// address of that machine that other machines do not reach, such as the loopback. A rank on another machine
+/// gets the address by which it has reached the master.
+fn seen_by(stream: &Stream, table: &[String], streams: &Streams) -> Vec<String> {
+    let by = stream.socket.local_addr().ok().filter(|_| !is_within_one_machine(&stream.socket));
+    let seen = |(address, other): (&String, &Option<Stream>)| {
+        let is_here = other.as_ref().is_some_and(|other| is_within_one_machine(&other.socket));
+        match (by, address.parse::<SocketAddr>()) {
+            (Some(by), Ok(at)) if is_here => SocketAddr::new(by.ip(), at.port()).to_string(),
+            _ => address.clone(),
+        }
+    };
+    table.iter().zip(streams).map(seen).collect()
+}
+
 /// The master's answer, and this rank's own listener.
 struct RankRequest {
     master: Stream,
-    listener: TcpListener,
+    listeners: Listeners,
     own: String,
     /// Addresses of the ranks between the master and this one.
     between: Vec<SocketAddr>,
@@ -236,40 +244,56 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>
     (members.len() == size).then_some((between, Some(Admission { members, secret })))
 }
 
+/// Listens for the ranks above this one. A rank on the master's machine listens as the master does, so that
+/// ranks on other machines reach it by the master's addresses. Returns the address for the master's table, too.
+fn listen(config: &Config, master: &Stream) -> Result<(Listeners, String), CommError> {
+    let seen = master.socket.local_addr().map_err(|e| CommError::io("socket to", &config.master, &e))?.ip();
+    let own = config.listen.unwrap_or(seen);
+    let failed = |e: std::io::Error| CommError::io("listen at", &own, &e);
+    let first = config.master.split(',').next().unwrap_or_default();
+    let by_name = config.listen.is_none()
+        && is_within_one_machine(&master.socket)
+        && literal_ip(first).is_none()
+        && config.security.allows_all_addresses();
+    let listeners = if by_name {
+        let any_port = format!("{}:0", host_of(first));
+        Listeners::of_name("master address", &any_port, AddressUse::Meet, &config.security)?
+    } else {
+        Listeners::first_of(&[SocketAddr::new(own, 0)]).map_err(failed)?
+    };
+    let port = listeners.address().map_err(failed)?.port();
+    Ok((listeners, SocketAddr::new(own, port).to_string()))
+}
+
 /// Listens, sends the address to the master, and receives the addresses of the ranks between the master and
 /// this one.
 fn ask(
     config: &Config,
-    addresses: &[SocketAddr],
+    target: &mut Target,
     until: Deadline,
     patient: Deadline,
 ) -> Result<RankRequest, CommError> {
     let expected = config.security.host();
-    let master = connect(&config.security, addresses, expected, until)?;
-    let master = master.ok_or_else(|| missing(config, vec![Rank(0)]))?;
-    let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
-    let local = match config.listen {
-        Some(ip) => ip,
-        None => master.socket.local_addr().map_err(io("socket to"))?.ip(),
-    };
-    let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
-    let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
-    hello(config, &own, |hello| master.send_message(hello)).map_err(io("send the greeting to"))?;
+    let master = target.connect(&config.security, expected, until)?;
+    let master = master.ok_or_else(|| not_reached(config, target))?;
+    let (listeners, own) = listen(config, &master)?;
+    hello(config, &own, |hello| master.send_message(hello))
+        .map_err(|e| CommError::io("send the greeting to", &config.master, &e))?;
     let table = answer(config, &config.master, &master, patient, |message| read_table(config, message));
-    let (between, admission) = table?;
-    Ok(RankRequest { master, listener, own, between, admission })
+    let (between, admission) = table.inspect_err(|error| target.note(error))?;
+    Ok(RankRequest { master, listeners, own, between, admission })
 }
 
 /// Runs the rendezvous on a rank other than 0: asks the master, then connects to the other ranks.
 fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
-    let addresses = resolve("master address", &config.master)?;
+    let mut target = Target::new("master address", &config.master)?;
     // At its own deadline, the master sends which ranks are missing. One second more leaves time for that.
     let patient = until.extended_by(Duration::from_secs(1));
     let asked = loop {
-        match ask(config, &addresses, until, patient) {
+        match ask(config, &mut target, until, patient) {
             Err(e) if hung_up(&e) => match until.remaining() {
-                Some(rest) => std::thread::sleep(rest.min(5 * PAUSE)),
-                None => return Err(missing(config, vec![Rank(0)])),
+                Some(rest) => std::thread::sleep(rest.min(RETRY)),
+                None => return Err(not_reached(config, &target)),
             },
             asked => break asked?,
         }
@@ -277,8 +301,8 @@ fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     if let Some(admission) = asked.admission {
         config.security = config.security.among(admission);
     }
-    let lower: Vec<_> = (1..).zip(asked.between).map(|(rank, address)| (rank, vec![address])).collect();
-    let mut streams = pairwise(config, &asked.listener, &asked.own, &lower, until)?;
+    let lower = (1..).zip(asked.between).map(|(rank, address)| (rank, Target::at(address))).collect();
+    let mut streams = pairwise(config, &asked.listeners, &asked.own, lower, until)?;
     streams[0] = Some(asked.master);
     Ok(streams)
 }
@@ -287,25 +311,25 @@ fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
 fn by_list(config: &Config, until: Deadline) -> Result<Streams, CommError> {
     let me = config.rank as usize;
     let own = &config.peers[me];
-    let mut at = resolve("own address", own)?;
-    if let Some(ip) = config.listen {
-        for address in &mut at {
-            address.set_ip(ip);
+    let listeners = match config.listen {
+        None => Listeners::of_name("own address", own, AddressUse::Meet, &config.security)?,
+        Some(ip) => {
+            let port = super::target::resolve("own address", own)?.first().map_or(0, SocketAddr::port);
+            Listeners::first_of(&[SocketAddr::new(ip, port)])
+                .map_err(|e| CommError::io("listen at", own, &e))?
         }
-    }
-    let listener = TcpListener::bind(&at[..]).map_err(|e| CommError::io("listen at", own, &e))?;
-    let resolved = |(rank, peer): (usize, &String)| Ok((rank, resolve("address of a peer", peer)?));
-    let lower: Vec<_> =
-        config.peers[..me].iter().enumerate().map(resolved).collect::<Result<_, CommError>>()?;
-    pairwise(config, &listener, own, &lower, until)
+    };
+    let target = |(rank, peer): (usize, &String)| Ok((rank, Target::new("address of a peer", peer)?));
+    let lower = config.peers[..me].iter().enumerate().map(target).collect::<Result<_, CommError>>()?;
+    pairwise(config, &listeners, own, lower, until)
 }
 
 /// Connects to the lower ranks at their addresses and admits the higher ones, at the same time.
 pub(super) fn pairwise(
     config: &Config,
-    listener: &TcpListener,
+    listeners: &Listeners,
     own: &str,
-    lower: &[(usize, Vec<SocketAddr>)],
+    lower: Vec<(usize, Target)>,
     until: Deadline,
 ) -> Result<Streams, CommError> {
     let mut streams = nobody(config);
@@ -314,16 +338,20 @@ pub(super) fn pairwise(
         let reaching = scope.spawn(|| {
             reach(config, own, lower, until).inspect_err(|_| given_up.store(true, Ordering::Relaxed))
         });
-        let come = admit(config, listener, until, (&given_up, true), &mut streams, |_, _| {});
+        let come = admit(config, listeners, until, (&given_up, true), &mut streams, |_, _| {});
         (come, reaching.join().expect("the connecting thread does not panic"))
     });
     let (mut absent, found) = match reached {
-        Ok(found) => (Vec::new(), found),
-        Err(CommError::Missing { ranks, .. }) => (ranks, Vec::new()),
+        Ok(found) => (Absence::default(), found),
+        Err(CommError::Missing { ranks, progress, .. }) => (Absence { ranks, progress }, Vec::new()),
         Err(other) => return Err(other),
     };
-    absent.extend(come.err().into_iter().flatten());
-    if !absent.is_empty() {
+    if let Err(above) = come {
+        absent.ranks.extend(above.ranks);
+        absent.progress.extend(above.progress);
+        absent.progress.push(place(config.rank, listeners));
+    }
+    if !absent.ranks.is_empty() {
         return Err(missing(config, absent));
     }
     for (rank, stream) in found {
@@ -337,23 +365,22 @@ pub(super) fn pairwise(
 fn reach(
     config: &Config,
     own: &str,
-    lower: &[(usize, Vec<SocketAddr>)],
+    mut left: Vec<(usize, Target)>,
     until: Deadline,
 ) -> Result<Vec<(usize, Stream)>, CommError> {
     let mut welcomed = Vec::new();
-    let mut left: Vec<_> = lower.iter().collect();
     loop {
         let mut greeted = Vec::new();
-        for peer in std::mem::take(&mut left) {
-            let expected = config.security.member(peer.0);
-            let stream = match attempt(&config.security, &peer.1, expected, until) {
+        for (rank, mut target) in std::mem::take(&mut left) {
+            let expected = config.security.member(rank);
+            let stream = match target.attempt(&config.security, expected, until) {
                 Ok(Some(stream)) => stream,
                 Ok(None) => {
-                    left.push(peer);
+                    left.push((rank, target));
                     continue;
                 }
                 Err(e) if hung_up(&e) => {
-                    left.push(peer);
+                    left.push((rank, target));
                     continue;
                 }
                 Err(e) => return Err(e),
@@ -361,10 +388,9 @@ fn reach(
             // Sent at once, so that the peer does not report this rank as missing while this rank connects to
             // others. If this fails, so does the wait for the answer.
             let _ = hello(config, own, |hello| stream.send_message(hello));
-            greeted.push((peer, stream));
+            greeted.push((rank, target, stream));
         }
-        for (peer, stream) in greeted {
-            let rank = peer.0;
+        for (rank, mut target, stream) in greeted {
             let name = stream.address().map_or_else(|| Rank(rank as u32).to_string(), |at| at.to_string());
             let answered = answer(config, &name, &stream, until, |message| match message {
                 Control::Welcome(by) if *by as usize == rank => Some(()),
@@ -372,7 +398,10 @@ fn reach(
             });
             match answered {
                 Ok(()) => welcomed.push((rank, stream)),
-                Err(e) if hung_up(&e) => left.push(peer),
+                Err(e) if hung_up(&e) => {
+                    target.note(&e);
+                    left.push((rank, target));
+                }
                 Err(e) => return Err(e),
             }
         }
@@ -380,117 +409,18 @@ fn reach(
             return Ok(welcomed);
         }
         let Some(rest) = until.remaining() else {
-            return Err(missing(config, left.iter().map(|(rank, _)| Rank(*rank as u32)).collect()));
+            let said =
+                |(rank, target): &(usize, Target)| format!("{}: {}", Rank(*rank as u32), target.outcome());
+            return Err(missing(
+                config,
+                Absence {
+                    ranks: left.iter().map(|(rank, _)| Rank(*rank as u32)).collect(),
+                    progress: left.iter().take(MOST_TOLD).map(said).collect(),
+                },
+            ));
         };
-        std::thread::sleep(rest.min(5 * PAUSE));
+        std::thread::sleep(rest.min(RETRY));
     }
-}
-
-/// Returns whether the error says that the other side ended the connection. A relay, a tunnel or a forwarded
-/// port does that while the peer behind it does not listen yet.
-pub(super) const fn hung_up(error: &CommError) -> bool {
-    matches!(
-        error,
-        CommError::Io {
-            kind: ErrorKind::UnexpectedEof
-                | ErrorKind::ConnectionReset
-                | ErrorKind::ConnectionAborted
-                | ErrorKind::BrokenPipe,
-            ..
-        }
-    )
-}
-
-/// Admits all ranks above this one and refuses other connections. Sends each a welcome, unless the caller
-/// answers with a table. If the deadline passes or `given_up` is set, the error lists the ranks that have not
-/// connected.
-fn admit(
-    config: &Config,
-    listener: &TcpListener,
-    until: Deadline,
-    (given_up, welcomes): (&AtomicBool, bool),
-    streams: &mut [Option<Stream>],
-    mut note: impl FnMut(usize, String),
-) -> Result<(), Vec<Rank>> {
-    let me = config.rank as usize;
-    let mut door = Acceptor::new(config.security.clone());
-    // With a blocking listener, the deadline would be checked only when a connection arrives.
-    let _ = listener.set_nonblocking(true);
-    loop {
-        let absent: Vec<Rank> =
-            (me + 1..streams.len()).filter(|&r| streams[r].is_none()).map(|r| Rank(r as u32)).collect();
-        if absent.is_empty() {
-            return Ok(());
-        }
-        if until.remaining().is_none() || given_up.load(Ordering::Relaxed) {
-            return Err(absent);
-        }
-        let mut moved = false;
-        for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
-            let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else { continue };
-            match check(config, &greeting, &stream, streams) {
-                Err(refusal) => door.refuse(&stream, refusal),
-                Ok((rank, listen)) => {
-                    let ready = stream.socket.set_nonblocking(false).is_ok()
-                        && (!welcomes || stream.send_message(&Control::Welcome(config.rank)).is_ok());
-                    if ready {
-                        moved = true;
-                        streams[rank] = Some(stream);
-                        note(rank, listen);
-                    }
-                }
-            }
-        }
-        if !moved {
-            std::thread::sleep(PAUSE);
-        }
-    }
-}
-
-/// Checks a hello. Returns the rank that sent it and the address at which that rank listens.
-fn check(
-    config: &Config,
-    hello: &Control<'_>,
-    stream: &Stream,
-    streams: &[Option<Stream>],
-) -> Result<(usize, String), Refusal> {
-    let &Control::Hello { rank, world_size, job, listen, key, .. } = hello else {
-        return Err(Refusal::Job);
-    };
-    if job != config.job {
-        return Err(Refusal::Job);
-    }
-    if world_size != config.world_size {
-        return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
-    }
-    // The key in the hello must be the one that the peer has proven, and the one that the host has listed for
-    // the peer's rank.
-    let proven = stream.peer_key();
-    let known = config.security.member(rank as usize);
-    if proven.is_some_and(|proven| key != proven.bytes() || known.is_some_and(|known| known != proven)) {
-        return Err(Refusal::Key);
-    }
-    match streams.get(rank as usize) {
-        None => Err(Refusal::Rank(rank)),
-        // A rank that connects again replaces its earlier connection, if that is closed.
-        Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
-            Ok((rank as usize, listen.to_owned()))
-        }
-        Some(_) => Err(Refusal::Taken(rank)),
-    }
-}
-
-/// Returns whether the other side has closed the connection. Nothing else may read from it at this time.
-fn is_gone(stream: &Stream) -> bool {
-    let stream = &stream.socket;
-    if stream.set_nonblocking(true).is_err() {
-        return true;
-    }
-    let gone = match stream.peek(&mut [0]) {
-        Ok(read) => read == 0,
-        Err(error) => error.kind() != ErrorKind::WouldBlock,
-    };
-    gone || stream.set_nonblocking(false).is_err()
 }
 
 /// Passes this rank's hello to `say`.
@@ -499,47 +429,6 @@ pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<
     let key = key.as_ref().map_or(&[][..], |key| key.bytes());
     let &Config { rank, world_size, ref job, .. } = config;
     say(&Control::Hello { rank, world_size, job, listen, epoch: 0, key, digest: &[] })
-}
-
-/// Tries the addresses in turn, each once, until one can be connected to. If connections are encrypted, also
-/// does the handshake and sends this side's proof. Returns `None` if no address can be connected to.
-///
-/// If nothing listens yet on a local port in the range of automatically chosen ports, the system may give the
-/// socket that same port and connect it to itself. Such a connection is closed and does not count, because it
-/// would occupy the port.
-pub(super) fn attempt(
-    security: &Security,
-    addresses: &[SocketAddr],
-    expected: Option<PublicKey>,
-    until: Deadline,
-) -> Result<Option<Stream>, CommError> {
-    let reached = addresses.iter().find_map(|address| {
-        let socket = TcpStream::connect_timeout(address, until.remaining()?.min(ATTEMPT)).ok()?;
-        (socket.local_addr().ok()? != socket.peer_addr().ok()?).then_some((address, socket))
-    });
-    let Some((address, socket)) = reached else { return Ok(None) };
-    let made = Stream::new(socket, security, Role::Client, expected);
-    let stream = made.map_err(|e| CommError::io("session with", address, &e))?;
-    stream.greet(until)?;
-    Ok(Some(stream))
-}
-
-/// Tries to connect until the deadline. Returns `None` if no address has answered by then.
-pub(super) fn connect(
-    security: &Security,
-    addresses: &[SocketAddr],
-    expected: Option<PublicKey>,
-    until: Deadline,
-) -> Result<Option<Stream>, CommError> {
-    loop {
-        match attempt(security, addresses, expected, until) {
-            Ok(None) => {}
-            Err(e) if hung_up(&e) => {}
-            other => return other,
-        }
-        let Some(left) = until.remaining() else { return Ok(None) };
-        std::thread::sleep(left.min(5 * PAUSE));
-    }
 }
 
 /// Waits for one message, and returns what `wanted` makes of it. Errors: a refusal, a list of missing ranks, a
@@ -559,7 +448,11 @@ pub(super) fn answer<T>(
         }
         other => wanted(other),
     });
-    if absent.is_empty() { answered } else { Err(missing(config, absent)) }
+    if absent.is_empty() {
+        return answered;
+    }
+    let progress = vec![format!("{from} says so; this rank had connected to it, and waited")];
+    Err(missing(config, Absence { ranks: absent, progress }))
 }
 
 /// Waits for a message like [`answer`], for callers without a configuration of ranks.
@@ -577,17 +470,5 @@ pub(super) fn answer_of<T>(
     match &message {
         Control::Refuse(reason) => Err(refused(from, *reason)),
         other => wanted(other).ok_or_else(|| wrong(WireError::Malformed("answer"))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_name_that_works_is_enough() {
-        let all = resolve("master address", "no-such-host.invalid:1,127.0.0.1:2,[::1]:3").unwrap();
-        assert_eq!(all, ["127.0.0.1:2".parse().unwrap(), "[::1]:3".parse().unwrap()]);
-        assert!(resolve("master address", "no-such-host.invalid:1").is_err());
     }
 }

@@ -75,21 +75,27 @@ impl Negotiation {
         Self { stage: Stage::Initial, bell }
     }
 
-    /// Returns an offer to share memory, or `None` if that is not possible.
-    pub(super) fn offer(&mut self) -> Option<SharedMemoryMessage> {
-        self.bell.as_ref()?;
-        let offer = Offer::new().inspect_err(|error| declined("offer", error)).ok()?;
-        let near = SharedMemoryMessage::Offer { name: offer.name, token: offer.token };
-        self.stage = Stage::Offered(offer);
-        Some(near)
+    /// Returns an offer to share memory, or the message that this side does not share it, so that a peer that
+    /// must share memory need not wait.
+    pub(super) fn offer(&mut self) -> SharedMemoryMessage {
+        let offer = self.bell.as_ref().map(|_| Offer::new());
+        if let Ok(Some(offer)) = offer.transpose().inspect_err(|error| declined("offer", error)) {
+            let near = SharedMemoryMessage::Offer { name: offer.name, token: offer.token };
+            self.stage = Stage::Offered(offer);
+            near
+        } else {
+            self.stage = Stage::Declined;
+            SharedMemoryMessage::Declined
+        }
     }
 
-    /// Returns `true` if both sides have switched, `false` if one has declined, and `None` while the
+    /// Returns `true` if both sides have switched, `false` if one does not share memory, and `None` while the
     /// negotiation is running.
     pub(super) const fn outcome(&self) -> Option<bool> {
         match self.stage {
             Stage::Shared => Some(true),
             Stage::Declined => Some(false),
+            _ if self.bell.is_none() => Some(false),
             _ => None,
         }
     }

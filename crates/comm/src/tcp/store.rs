@@ -2,7 +2,7 @@
 //! collectives. Only [`Store::gather`] depends on ranks. Nothing is kept after the host has ended.
 
 use std::collections::BTreeMap;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -11,8 +11,9 @@ use std::time::Duration;
 use farflung_base::Rank;
 
 use super::acceptor::{Acceptor, AuthenticatedConnection};
-use super::rendezvous::{connect, hung_up, resolve};
+use super::listeners::Listeners;
 use super::stream::Stream;
+use super::target::{Target, hung_up, resolve};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
 use crate::error::Refusal;
@@ -95,9 +96,8 @@ impl StoreHost {
     /// [`CommError::Io`] if it cannot listen at the address.
     pub fn bind(address: &str, job: &str, security: &Security) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
-        let listener = TcpListener::bind(&resolve("store at", address)?[..]).map_err(io)?;
-        listener.set_nonblocking(true).map_err(io)?;
-        let address = listener.local_addr().map_err(io)?;
+        let listeners = Listeners::first_of(&resolve("store at", address)?).map_err(io)?;
+        let address = listeners.address().map_err(io)?;
         let shared = Arc::new(Shared {
             job: job.to_owned(),
             security: security.clone(),
@@ -108,7 +108,7 @@ impl StoreHost {
         });
         let own = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("farflung-store".to_owned());
-        let thread = thread.spawn(move || own.listen(&listener)).map_err(io)?;
+        let thread = thread.spawn(move || own.listen(&listeners)).map_err(io)?;
         Ok(Self { address, shared, thread: Some(thread) })
     }
 
@@ -147,12 +147,12 @@ impl Drop for StoreHost {
 impl Shared {
     /// Accepts clients until the store ends. Those without proof wait in the acceptor, where they delay no
     /// others; each other client has a thread.
-    fn listen(self: &Arc<Self>, listener: &TcpListener) {
+    fn listen(self: &Arc<Self>, listeners: &Listeners) {
         let mut door = Acceptor::new(self.security.clone());
         let mut numbers = 0..;
         while !self.closed.load(Ordering::Acquire) {
-            door.wait(listener, Duration::from_secs(1));
-            for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
+            door.wait(listeners, Duration::from_secs(1));
+            for AuthenticatedConnection { stream, greeting } in door.listen(listeners) {
                 if !matches!(control("a client", &greeting), Ok(Control::Open(job)) if job == self.job) {
                     door.refuse(&stream, Refusal::Job);
                 } else if let Some(number) = numbers.next() {
@@ -305,9 +305,14 @@ impl Store {
         security: &Security,
         (deadline, until): (Duration, Deadline),
     ) -> Result<Self, CommError> {
-        let late = || CommError::io("store at", &address, &std::io::ErrorKind::TimedOut.into());
-        let stream = connect(security, &resolve("store at", address)?, security.host(), until)?;
-        let stream = stream.ok_or_else(late)?;
+        let mut target = Target::new("store at", address)?;
+        let stream = target.connect(security, security.host(), until)?;
+        let stream = stream.ok_or_else(|| CommError::Io {
+            what: "store at",
+            address: address.to_owned(),
+            kind: std::io::ErrorKind::TimedOut,
+            message: format!("not reached within {deadline:?}: {}", target.outcome()),
+        })?;
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
         stream.socket.set_nodelay(true).map_err(io)?;
         stream.send_message(&Control::Open(job)).map_err(io)?;
@@ -453,7 +458,8 @@ impl Store {
             CommError::Absent { keys: absent, after, .. } => {
                 let ranks = (0..).zip(&keys).filter(|(_, key)| absent.iter().any(|a| a == *key));
                 let ranks = ranks.map(|(rank, _)| Rank(rank)).collect();
-                CommError::Missing { master: self.address.clone(), ranks, after }
+                let progress = vec!["the ranks with a value have reached the store".to_owned()];
+                CommError::Missing { master: self.address.clone(), ranks, progress, after }
             }
             other => other,
         })

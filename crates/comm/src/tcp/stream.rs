@@ -6,6 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::large_packets;
 use crate::control::Control;
 use crate::error::Refusal;
 use crate::secure::{PublicKey, Role, Security, Session, SessionError};
@@ -88,7 +89,7 @@ impl Stream {
             if session.is_established() {
                 break;
             }
-            let left = until.remaining().ok_or_else(|| io(ErrorKind::TimedOut.into()))?;
+            let left = until.remaining().ok_or_else(|| self.late(&self.name(), until))?;
             self.socket.set_read_timeout(Some(left)).map_err(io)?;
             match self.receive(&mut session) {
                 Ok(0) => return Err(io(ErrorKind::UnexpectedEof.into())),
@@ -309,13 +310,8 @@ impl Stream {
                 Parsed::Whole(..) => return Ok(bytes),
             };
             let io = |e: &io::Error| connection_error(from, e);
-            let late = || CommError::Io {
-                what: "no answer in time from",
-                address: from.to_owned(),
-                kind: ErrorKind::TimedOut,
-                message: format!("waited for {:?}", until.limit()),
-            };
-            self.socket.set_read_timeout(Some(until.remaining().ok_or_else(late)?)).map_err(|e| io(&e))?;
+            let left = until.remaining().ok_or_else(|| self.late(from, until))?;
+            self.socket.set_read_timeout(Some(left)).map_err(|e| io(&e))?;
             let place = &mut buffer[..(want - bytes.len()).min(4096)];
             let read = match &self.encrypted {
                 None => (&self.socket).read(place),
@@ -327,6 +323,18 @@ impl Stream {
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
                 Err(e) => return Err(io(&e)),
             }
+        }
+    }
+
+    /// Returns the error of a peer that has not answered by the deadline.
+    fn late(&self, from: &str, until: Deadline) -> CommError {
+        let cause =
+            large_packets::lost(&self.socket).map(|cause| format!(": {cause}: {}", large_packets::ADVICE));
+        CommError::Io {
+            what: "no answer in time from",
+            address: from.to_owned(),
+            kind: ErrorKind::TimedOut,
+            message: format!("waited for {:?}{}", until.limit(), cause.unwrap_or_default()),
         }
     }
 

@@ -1,30 +1,59 @@
-//! Parses the command line. Negative numbers are values rather than flags, and usage errors are printed as
-//! `--log-format` says.
+//! Parses the command line. Negative numbers are values rather than flags, the last of several values of a flag
+//! counts, and usage errors are printed as `--log-format` says.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
-use clap::{Arg, Command, CommandFactory, FromArgMatches};
+use clap::{Arg, ArgAction, Command, CommandFactory, FromArgMatches};
 
 use super::Cli;
 
-/// Parses the arguments of this process.
+/// Parses the arguments of this process. Also returns the flags that are given more than once: scripts append
+/// flags to override earlier ones, so the last one counts.
 ///
 /// Errors: help, the version or a usage error, to be printed.
-pub(super) fn parse() -> Result<Cli, clap::Error> {
-    let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()));
-    let matches = matches.map_err(|error| match not_utf8(std::env::args_os().skip(1)) {
-        Some(text) if error.kind() == ErrorKind::InvalidUtf8 => {
-            Cli::command().error(ErrorKind::InvalidUtf8, text)
-        }
+pub(super) fn parse() -> Result<(Cli, Vec<String>), clap::Error> {
+    let (args, mut command) = (joined(std::env::args_os()), command());
+    let matches = command.try_get_matches_from_mut(&args);
+    let matches = matches.map_err(|error| match not_utf8(args.iter().skip(1)) {
+        Some(text) if error.kind() == ErrorKind::InvalidUtf8 => command.error(ErrorKind::InvalidUtf8, text),
         _ => error,
     })?;
-    Cli::from_arg_matches(&matches)
+    let repeated = repeated(&command, args.get(1..).unwrap_or_default());
+    Cli::from_arg_matches(&matches).map(|cli| (cli, repeated))
+}
+
+fn command() -> Command {
+    negative_numbers(Cli::command()).args_override_self(true)
+}
+
+/// Returns the flags with one value, or none, that these valid arguments contain more than once.
+fn repeated(command: &Command, args: &[OsString]) -> Vec<String> {
+    let mut command = command;
+    let mut given: BTreeMap<String, usize> = BTreeMap::new();
+    for word in args.iter().take_while(|arg| *arg != "--").filter_map(|arg| arg.to_str()) {
+        if let Some(subcommand) = command.find_subcommand(word) {
+            command = subcommand;
+            continue;
+        }
+        let name = word.split('=').next().unwrap_or(word);
+        let is_it = |arg: &&Arg| {
+            let short = arg.get_short().is_some_and(|short| name == format!("-{short}"));
+            short || arg.get_long().is_some_and(|long| name == format!("--{long}"))
+        };
+        let single = |arg: &&Arg| matches!(arg.get_action(), ArgAction::Set | ArgAction::SetTrue);
+        if let Some(arg) = command.get_arguments().filter(is_it).find(single) {
+            let shown = arg.get_long().map_or_else(|| name.to_owned(), |long| format!("--{long}"));
+            *given.entry(shown).or_default() += 1;
+        }
+    }
+    given.into_iter().filter(|(_, times)| *times > 1).map(|(name, _)| name).collect()
 }
 
 /// Returns what to say of the first argument that is not UTF-8. Settings are saved as text, so those of a run
 /// cannot be such paths.
-fn not_utf8(args: impl Iterator<Item = OsString>) -> Option<String> {
+fn not_utf8<'a>(args: impl Iterator<Item = &'a OsString>) -> Option<String> {
     let mut before = None;
     for arg in args {
         let text = arg.to_string_lossy().into_owned();
@@ -118,6 +147,30 @@ mod tests {
     }
 
     #[test]
+    fn the_last_value_of_a_flag_counts_and_the_flag_is_told() {
+        let all = |args: &str| {
+            let args: Vec<OsString> = args.split(' ').map(OsString::from).collect();
+            let mut command = command();
+            let matches = command.try_get_matches_from_mut(&args).unwrap();
+            let (_, of_command) = matches.subcommand().unwrap();
+            let steps = of_command
+                .try_get_raw("steps")
+                .ok()
+                .flatten()
+                .map(|mut values| values.next_back().unwrap().to_str().unwrap().to_owned());
+            (steps, repeated(&command, &args[1..]))
+        };
+        let of = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+        assert_eq!(all("f train --steps 5 --steps=7"), (Some("7".to_owned()), of(&["--steps"])));
+        assert_eq!(all("f train --quiet --steps 5 --quiet"), (Some("5".to_owned()), of(&["--quiet"])));
+        assert_eq!(all("f --log-format json train --log-format json").1, of(&["--log-format"]));
+        // A flag that is a list, and the flags of another command.
+        assert_eq!(all("f ticket --address a:1 --address b:2").1, of(&[]));
+        assert_eq!(all("f launch -n 2 -- train --steps 5 --steps 7").1, of(&[]));
+        assert_eq!(all("f launch -n 2 --nproc 3 -- train").1, of(&["--nproc"]));
+    }
+
+    #[test]
     fn numbers_below_zero_are_joined_with_their_flags() {
         let all = |args: &str| {
             let args = joined(args.split(' ').map(OsString::from));
@@ -134,7 +187,10 @@ mod tests {
     fn an_argument_that_is_not_utf8_is_named_with_its_flag() {
         use std::os::unix::ffi::OsStringExt;
 
-        let said = |args: &[&[u8]]| not_utf8(args.iter().map(|arg| OsString::from_vec(arg.to_vec())));
+        let said = |args: &[&[u8]]| {
+            let args: Vec<_> = args.iter().map(|arg| OsString::from_vec(arg.to_vec())).collect();
+            not_utf8(args.iter())
+        };
         let text = said(&[b"train", b"--data", b"caf\xe9/b.txt"]).unwrap();
         assert!(
             text.starts_with("the value of `--data` is `caf\u{fffd}/b.txt`, which is not UTF-8"),

@@ -30,9 +30,11 @@ pub(super) struct Logging {
     otlp: Option<String>,
 }
 
-/// Default of `RUST_LOG`. The crates of iroh warn about each broken connection, which the transport reports
-/// itself, so only their errors are logged.
-const DEFAULT_FILTER: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
+/// Default of `RUST_LOG`. `rendezvous` is the line that says where rank 0 waits for ranks of other machines.
+/// The crates of iroh warn about each broken connection, which the transport reports itself, so only their
+/// errors are logged.
+const DEFAULT_FILTER: &str =
+    "warn,rendezvous=info,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
 
 /// The format that was given, once the log is installed.
 static FORMAT: OnceLock<Format> = OnceLock::new();

@@ -3,7 +3,6 @@
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
 use std::ffi::OsString;
-use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -55,7 +54,7 @@ pub(crate) struct HostCommand {
     #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:29500")]
     listen: String,
     /// Address at which others reach this machine, for the ticket; up to 16, which are tried in turn. Default:
-    /// the address from which this machine reaches others.
+    /// the addresses from which this machine reaches others, or those of its network interfaces.
     #[arg(long, value_name = "HOST:PORT")]
     address: Vec<String>,
     /// Time for which the ticket is valid, such as 90s, 30min, 24h or 7d.
@@ -81,7 +80,7 @@ pub(crate) struct HostCommand {
 
 /// Parser for the words of a `host` command.
 #[derive(Debug, clap::Parser)]
-#[command(no_binary_name = true)]
+#[command(no_binary_name = true, args_override_self = true)]
 enum Alone {
     Host(HostCommand),
 }
@@ -160,7 +159,7 @@ impl HostCommand {
             (None, None) => Security::unencrypted(),
         };
         let mut gate = GateConfig::new(&self.listen, &config.job, security);
-        gate.advertise = self.address.first().cloned();
+        gate.advertise = Some(self.address.join(",")).filter(|given| !given.is_empty());
         gate.deadline = Duration::from(config.deadline);
         let reach =
             Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
@@ -171,7 +170,7 @@ impl HostCommand {
             None => Vec::new(),
         };
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
-            let addresses = addresses(gate, &self.address);
+            let addresses = addresses(gate);
             let Some((identity, secret)) = &own else {
                 if self.ticket_out.is_some() {
                     return Err(Error::Setting {
@@ -354,7 +353,7 @@ impl JoinCommand {
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
             let Some(ticket) = &ticket else { return Ok(()) };
-            let addresses = addresses(gate, self.address.as_slice());
+            let addresses = addresses(gate);
             let host = gate.own().key.unwrap_or(ticket.host);
             write_ticket(&Ticket { addresses, host, ..ticket.clone() }, folder, None).map(drop)
         };
@@ -452,17 +451,11 @@ fn transport(text: &str) -> std::result::Result<TransportKind, String> {
     TransportKind::parse(text).filter(fits).ok_or_else(|| "expected auto, tcp or iroh".to_owned())
 }
 
-/// Returns the addresses of a member's ticket. `given` are those of the command line.
-fn addresses(gate: &GrowingNetwork, given: impl IntoIterator<Item = impl ToString> + Clone) -> Vec<String> {
+/// Returns the addresses of a member's ticket: first those of TCP.
+fn addresses(gate: &GrowingNetwork) -> Vec<String> {
     let parts = gate.address().split(',').map(str::to_owned);
     let (second_network, own): (Vec<String>, Vec<String>) =
         parts.partition(|one| is_second_network_address(one));
-    let given: Vec<String> = given.into_iter().map(|one| one.to_string()).collect();
-    let own = match own.first() {
-        Some(first) if given.is_empty() => vec![reached(first)],
-        Some(_) => given,
-        None => Vec::new(),
-    };
     own.into_iter().chain(second_network).take(ADDRESSES).collect()
 }
 
@@ -474,20 +467,4 @@ pub(super) fn to_ask(addresses: &[String]) -> Vec<String> {
         own.push(second_network.join(","));
     }
     own
-}
-
-/// Returns the address at which other machines reach this one. If this machine listens at all its addresses, it
-/// is the one from which the system would send to others; without a network, the loopback.
-fn reached(listens: &str) -> String {
-    let Ok(at) = listens.parse::<std::net::SocketAddr>() else { return listens.to_owned() };
-    if !at.ip().is_unspecified() {
-        return listens.to_owned();
-    }
-    // Connecting a UDP socket sends nothing; the system only chooses the local address.
-    let probe = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
-        socket.connect("192.0.2.1:9")?;
-        socket.local_addr()
-    });
-    let ip = probe.map_or(std::net::Ipv4Addr::LOCALHOST.into(), |own| own.ip());
-    std::net::SocketAddr::new(ip, at.port()).to_string()
 }

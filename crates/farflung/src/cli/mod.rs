@@ -71,8 +71,17 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     farflung::ignore_file_size_signal();
     let code = match args::parse() {
-        Ok(cli) => {
-            let code = exit_code(cli.logging.install().and_then(|()| cli.run()));
+        Ok((cli, repeated)) => {
+            let installed = cli.logging.install();
+            // All ranks of a job have the same flags.
+            if std::env::var("RANK").is_ok_and(|rank| rank != "0") {
+                tracing::debug!(?repeated, "flags that are given more than once");
+            } else {
+                for flag in repeated {
+                    tracing::warn!("`{flag}` is given more than once: the last one counts");
+                }
+            }
+            let code = exit_code(installed.and_then(|()| cli.run()));
             logging::end_traces();
             code
         }

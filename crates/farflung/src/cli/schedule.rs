@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::{
     Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
 use farflung::parallel::plan::POOLS;
-use farflung::parallel::{Mesh, ParallelError, Timeline, render};
+use farflung::parallel::{ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
@@ -274,9 +274,8 @@ impl ScheduleCommand {
 
     /// Returns the pools of ranks that were given, or `None`.
     fn pools(&self) -> Option<Pools> {
-        let ranks = self.pools.iter().map(|&n| u64::from(n)).sum::<u64>();
         (!self.pools.is_empty()).then(|| match &self.pool_rates[..] {
-            [] if ranks <= u64::from(Mesh::MAX_RANKS) => Pools::equal(self.pools.clone()),
+            [] => Pools::equal(self.pools.clone()),
             rates => Pools { sizes: self.pools.clone(), rates: rates.to_vec() },
         })
     }

@@ -12,6 +12,7 @@ use farflung::train::{Report, RunObserver, combination, plan_of, refusal, run, w
 use farflung::transports::{IROH, TRANSPORTS};
 use farflung::{
     AccessArgs, Error, NoticeArgs, ObserveArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags,
+    launch_env,
 };
 
 /// Train a model: with several workers in this process over simulated links, or with one worker per process
@@ -110,7 +111,7 @@ impl RunObserver for OnTerminal {
 
 /// Parser for the words of a `train` command.
 #[derive(Debug, clap::Parser)]
-#[command(no_binary_name = true)]
+#[command(no_binary_name = true, args_override_self = true)]
 enum Alone {
     Train(Box<TrainCommand>),
 }
@@ -164,8 +165,13 @@ impl TrainCommand {
             let world = world(&config, env.as_ref())?;
             return super::print(&plan_of(config, world)?.to_string());
         }
-        if let Some(env) = &env {
-            tracing::info!("{env}");
+        match &env {
+            Some(env) => tracing::info!("{env}"),
+            None => {
+                if let Some(note) = launch_env::note_without_srun(|name| std::env::var(name).ok()) {
+                    farflung::terminal::write_stderr(format!("note: {note}\n"));
+                }
+            }
         }
         let stop = Stop::install_loading(super::print_error)?;
         self.notice.watch(&stop)?;

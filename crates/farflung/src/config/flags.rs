@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 
 use super::{TrainArgs, TrainConfig};
-use crate::Result;
+use crate::{Error, Result};
 
 /// All flags of a run; to be flattened into a command.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -23,7 +23,7 @@ pub struct TrainFlags {
 impl TrainFlags {
     /// Returns the resulting settings: see [`TrainConfig::resolve`].
     pub fn resolve(self) -> Result<TrainConfig> {
-        TrainConfig::resolve(self.args, self.config.as_deref())
+        TrainConfig::resolve(self.args, self.config.as_deref()).map_err(Error::of_input)
     }
 }
 

@@ -44,6 +44,7 @@ impl Error {
             | Self::ConfigSyntax { .. }
             | Self::HalfSet { .. }
             | Self::Variable { .. }
+            | Self::Input(_)
             | Self::Parallel(
                 ParallelError::Plan { .. }
                 | ParallelError::PlanFile { .. }
@@ -52,7 +53,10 @@ impl Error {
                 | ParallelError::UnknownName { .. },
             )
             | Self::Zoo(
-                ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. } | ZooError::Source(_),
+                ZooError::UnknownPreset { .. }
+                | ZooError::UnknownTokenizer { .. }
+                | ZooError::Source(_)
+                | ZooError::TooShort { .. },
             ) => 2,
             // `Taken` gets code 75: the rank is still held by a dead process, and becomes free after a while.
             // Other rejections are permanent, so their code is 2. A cache miss at a boundary gets code 75,
@@ -90,6 +94,9 @@ impl Error {
             ParallelError::Zero { field, .. } => (field, "0".to_owned(), "at least 1".to_owned()),
             ParallelError::PerStage { given, stages, .. } => {
                 ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
+            }
+            ParallelError::TooManyRanks { ranks, limit } => {
+                ("stages", ranks.to_string(), format!("at most {limit}"))
             }
             ParallelError::TooLarge { actions, limit } => {
                 ("microbatches", format!("such that there are {actions} actions"), format!("at most {limit}"))
@@ -138,6 +145,33 @@ impl Error {
         let Self::PeerLost { peer, source } = self else { return None };
         let cancelled = source.downcast_ref::<CommError>().is_some_and(CommError::is_cancelled);
         cancelled.then_some(farflung_base::Rank(peer.0))
+    }
+
+    /// Classifies an error that occurred while inputs were read: files and settings that the user gave. It gets
+    /// exit code 2, unless it has another one, or the system may be able to read the file later.
+    #[must_use]
+    pub fn of_input(self) -> Self {
+        use std::error::Error as _;
+
+        let mut cause = self.source();
+        let mut io = if let Self::Io { source, .. } = &self { Some(source) } else { None };
+        while let Some(error) = cause {
+            io = io.or(error.downcast_ref::<io::Error>());
+            cause = error.source();
+        }
+        let is_lasting = io.is_none_or(|error| {
+            matches!(
+                error.kind(),
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::PermissionDenied
+                    | io::ErrorKind::IsADirectory
+                    | io::ErrorKind::NotADirectory
+                    | io::ErrorKind::InvalidInput
+                    | io::ErrorKind::InvalidData
+                    | io::ErrorKind::UnexpectedEof
+            )
+        });
+        if is_lasting && self.exit_code() == 1 { Self::Input(Box::new(self)) } else { self }
     }
 
     /// Returns a function for `map_err` that makes the error of doing `action` to `path`.

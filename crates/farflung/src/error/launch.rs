@@ -43,6 +43,14 @@ pub enum LaunchError {
         /// The exit code to return.
         code: u8,
     },
+    /// The ranks of a job did not find each other in time.
+    #[error("{source}; {advice}")]
+    Rendezvous {
+        /// The ranks that are missing, and how far each came.
+        source: farflung_comm::CommError,
+        /// What the user can do about it.
+        advice: String,
+    },
     /// ssh could not be started.
     #[error("failed to start `{command}`")]
     StartSsh {
@@ -60,6 +68,7 @@ impl LaunchError {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Child { code, .. } | Self::OnHost { code, .. } | Self::Ssh { code, .. } => *code,
+            Self::Rendezvous { .. } => 75,
             Self::Start { .. } | Self::StartSsh { .. } => 1,
         }
     }

@@ -102,6 +102,10 @@ impl Job {
     ///
     /// Errors: an error in the data, the shape or the plan, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
+        Self::read(config, world, stop).map_err(Error::of_input)
+    }
+
+    fn read(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
         let config = config.with_initial_weights()?;
         let tokenizer = tokenizer_of(&config)?;

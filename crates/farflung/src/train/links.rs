@@ -10,15 +10,15 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use farflung_base::{Rank, Topology};
-use farflung_comm::Communicator;
 use farflung_comm::tcp::{Pace, SharedMemory};
+use farflung_comm::{CommError, Communicator};
 use farflung_parallel::{Cluster, ParallelError, Plan, shipped};
 
 pub(super) use super::connection::view_communicator;
 pub use super::connection::{WorkerConnection, connections};
 use crate::config::choice::TransportKind;
 use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod, meet_by_auto};
-use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
+use crate::{Error, LaunchEnv, LaunchError, Result, Stop, TrainConfig};
 
 /// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
 ///
@@ -109,8 +109,21 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
 /// Joins the processes of a launched job by their ranks and number. It uses the settings of the network, but
 /// not the model, the data or the plan.
 ///
-/// Errors: [`Error::PeerLost`] and others if processes do not find each other in time.
+/// Errors: [`LaunchError::Rendezvous`] if processes do not find each other in time; those of the transport.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
+    meet(config, env).map_err(|error| match error {
+        Error::Comm(source) => match &source {
+            CommError::Missing { ranks, .. } => {
+                let advice = env.advice(ranks);
+                LaunchError::Rendezvous { source, advice }.into()
+            }
+            _ => Error::Comm(source),
+        },
+        error => error,
+    })
+}
+
+fn meet(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     let meeting = JoinSettings {
         rank: env.rank.0,
         world_size: env.world_size as u32,

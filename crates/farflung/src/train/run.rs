@@ -78,7 +78,7 @@ pub fn run(
     watch: &mut dyn RunObserver,
 ) -> Result<Option<Report>> {
     let launched = env.filter(|env| env.world_size > 1);
-    let admitted = admit(&config, env);
+    let admitted = admit(&config, env).map_err(Error::of_input);
     // A run that does not fit on this machine is reported at once. Other errors wait until ranks are connected,
     // so that all ranks get them.
     let admitted = match admitted {

@@ -67,8 +67,11 @@ fn the_script_for_slurm_trains_with_a_secret_that_it_takes_away_again() {
     let run = Run::new();
     let [script] = &blocks("bash")[..] else { panic!("the page has another number of scripts") };
     assert!(script.contains("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n"), "{script}");
-    let srun =
-        engine("srun", 0, "SLURM_PROCID=$rank SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost");
+    let srun = engine(
+        "srun",
+        0,
+        "SLURM_PROCID=$rank SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost",
+    );
     let seen = "head() { command head \"$@\"; }; trap() { test \"$(stat -c %a \"$FARFLUNG_SECRET_FILE\")\" = 600; \
                 builtin trap \"$@\"; }";
     let output = shell(&run, script, &format!("export SLURM_JOB_ID=7\n{srun}\n{seen}"));

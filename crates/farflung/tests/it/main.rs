@@ -16,6 +16,7 @@ mod hosts;
 mod launch;
 mod launch_elastic;
 mod local_steps;
+mod meeting_places;
 mod members;
 mod members_begin_and_leave;
 mod members_checkpoints;

@@ -79,7 +79,7 @@ fn files_are_compared_by_what_they_say() {
     }
     let missing = format!("--data {}", run.at("missing.txt").display());
     for (rank, output) in job(&run, "--steps 2", &missing).iter().enumerate() {
-        assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
+        assert_eq!(output.status.code(), Some(2), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("missing.txt"), "rank {rank}: {}", stderr(output));
     }
     // Settings that may differ by rank: paths, devices, threads, output.

@@ -158,3 +158,15 @@ fn files_are_read_or_refused_with_the_line() {
         assert!(message.contains(name) && message.contains(reason), "{name}: {message}");
     }
 }
+
+#[test]
+fn numbers_that_would_need_the_whole_memory_are_refused() {
+    for (args, expected) in [
+        ("v-1f1b -p 1000000 -m 4", "at most 2048"),
+        ("1f1b -p 4 -m 4000000000", "at most"),
+        ("pools --pools 4000000000,4000000000 -m 4", "at most 1048576 ranks"),
+    ] {
+        let message = refused(args);
+        assert!(message.contains(expected), "{args}: {message}");
+    }
+}

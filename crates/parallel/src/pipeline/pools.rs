@@ -5,6 +5,7 @@ use farflung_base::{Nanos, Rank, StageId};
 use super::routed::{Hop, RankTimes, Routed};
 use super::{CellProgress, ComputeOrder, Placement, StageCost};
 use crate::ParallelError;
+use crate::mesh::Mesh;
 use crate::swarm::{PeerRate, Wiring};
 
 /// A pipeline in which each stage is held by a pool of ranks. A microbatch passes one rank of each pool.
@@ -37,15 +38,22 @@ pub struct PoolsFault {
     pub expected: String,
 }
 
+/// Returns the number of ranks of pools of these sizes.
+fn ranks_of(sizes: &[u32]) -> u32 {
+    sizes.iter().fold(0, |sum, &size| sum.saturating_add(size))
+}
+
 impl Pools {
     /// Maximum rate.
     pub const MOST: u32 = 1_000_000;
 
-    /// Creates pools whose ranks all have rate 1.
+    /// Creates pools whose ranks all have rate 1. More ranks than [`Mesh::MAX_RANKS`] get no rates, so that wrong
+    /// sizes allocate nothing; [`Pools::fault`] then says so.
     #[must_use]
     pub fn equal(sizes: Vec<u32>) -> Self {
-        let ranks = sizes.iter().sum::<u32>();
-        Self { sizes, rates: vec![1; ranks as usize] }
+        let ranks = ranks_of(&sizes);
+        let rates = if ranks > Mesh::MAX_RANKS { Vec::new() } else { vec![1; ranks as usize] };
+        Self { sizes, rates }
     }
 
     /// Returns the number of stages.
@@ -57,7 +65,7 @@ impl Pools {
     /// Returns the number of ranks, the sum of the sizes.
     #[must_use]
     pub fn ranks(&self) -> u32 {
-        self.sizes.iter().fold(0, |sum, &size| sum.saturating_add(size))
+        ranks_of(&self.sizes)
     }
 
     /// Returns the first rank of each pool.
@@ -109,6 +117,9 @@ impl Pools {
                 "sizes",
                 "at least one rank in each pool, because a stage without a rank stops the pipeline",
             );
+        }
+        if self.ranks() > Mesh::MAX_RANKS {
+            return fault("sizes", &format!("at most {} ranks in all pools", Mesh::MAX_RANKS));
         }
         if self.rates.len() != self.ranks() as usize {
             let expected = format!("{} numbers, one for each rank of the pools", self.ranks());
@@ -305,6 +316,14 @@ mod tests {
     }
 
     #[test]
+    fn wrong_sizes_allocate_nothing() {
+        let huge = Pools::equal(vec![u32::MAX, u32::MAX]);
+        assert!(huge.rates.is_empty());
+        assert!(huge.fault().is_some_and(|fault| fault.expected.contains("at most 1048576 ranks")));
+        assert!(matches!(huge.routes(1), Err(ParallelError::Plan { .. })));
+    }
+
+    #[test]
     fn each_microbatch_passes_one_rank_of_each_pool_by_rate() {
         let pools = pools(&[2, 3], &[3, 1, 4, 2, 1]);
         let order = pools.order(28, &[StageCost::UNIT], Nanos::ZERO, None).unwrap();
@@ -429,7 +448,7 @@ mod tests {
         assert!(fault(&[1, 0], &[1]).contains("a stage without a rank"));
         assert!(fault(&[1, 2], &[1, 1]).contains("3 numbers"));
         assert!(fault(&[1, 2], &[1, 0, 1]).contains("pools.rates"));
-        assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.rates"));
+        assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.sizes"));
         let order = Pools::equal(vec![1, 3]).order(2, &[StageCost::UNIT], Nanos::ZERO, None);
         assert!(order.is_err(), "a rank without work");
         let many = Pools::equal(vec![1, 1]).order(u32::MAX, &[StageCost::UNIT], Nanos::ZERO, None);

@@ -90,7 +90,7 @@ fn pools_that_do_not_fit_the_plan_are_refused() {
         refused(|p| p.pipeline.chunks = Some(1)),
         refused(|p| p.pipeline.slices = vec![1, 1]),
     ];
-    let fields = ["pools.sizes", "part", "pools.sizes", "pools.rates", "pools.rates", "microbatches[0]"];
+    let fields = ["pools.sizes", "part", "pools.sizes", "pools.sizes", "pools.rates", "microbatches[0]"];
     let fields = fields.iter().chain(&["pipeline.chunks", "pipeline.slices"]);
     for (error, field) in found.iter().zip(fields) {
         assert!(error.starts_with(&format!("plan: `{field}` is")), "{field}: {error}");

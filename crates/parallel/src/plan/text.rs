@@ -147,13 +147,11 @@ struct PoolsEntry {
 
 impl PoolsEntry {
     fn pools(self) -> Pools {
-        // [`Plan::check`] compares the lengths. The limit here keeps a small file from allocating a huge vector
-        // of rates.
-        let ranks = self.sizes.iter().map(|&size| u64::from(size)).sum::<u64>();
-        if self.rates.is_empty() && ranks <= u64::from(Mesh::MAX_RANKS) {
-            return Pools::equal(self.sizes);
+        match self.rates[..] {
+            [] => Pools::equal(self.sizes),
+            // [`Plan::check`] compares the lengths.
+            _ => Pools { sizes: self.sizes, rates: self.rates },
         }
-        Pools { sizes: self.sizes, rates: self.rates }
     }
 }
 

@@ -1,10 +1,11 @@
 //! A small internet of network namespaces: two homes, each behind a router that translates addresses, and an
 //! open network between the routers. It ends with the process that made it.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
+
+use crate::namespaces::Namespaces;
 
 /// The address of the machine in the open network, on which the relay listens.
 pub(super) const OPEN: &str = "203.0.113.9";
@@ -18,13 +19,8 @@ pub(super) enum Translation {
     Random,
 }
 
-/// A script that makes the networks, prints `ready`, and keeps them until its standard input ends.
+/// A script that makes the networks; `$1` are the flags of address translation.
 const MAKE: &str = r#"
-set -e
-PATH=$PATH:/usr/sbin:/sbin
-mount -t tmpfs tmpfs /run
-mkdir /run/netns
-ip link set lo up
 ip link add open type bridge
 ip addr add 203.0.113.9/24 dev open
 ip link set open up
@@ -54,85 +50,29 @@ table ip wall {
 }
 END
 done
-echo ready
-exec cat
 "#;
 
 /// The networks. Dropping this removes them.
 #[derive(Debug)]
-pub(super) struct World(Child);
+pub(super) struct World(Namespaces);
 
 impl World {
-    /// Makes the networks, in a user namespace of their own, which needs no privileges and touches no other
-    /// network.
+    /// Makes the networks.
     ///
     /// Errors: a tool is missing, or this user may not make namespaces.
     pub(super) fn make(translation: Translation) -> Result<Self> {
-        for tool in ["nft", "ip", "unshare", "nsenter"] {
-            let look = format!("PATH=$PATH:/usr/sbin:/sbin command -v {tool}");
-            let found = Command::new("sh").args(["-c", &look]).stdout(Stdio::null()).status();
-            ensure!(
-                found.is_ok_and(|status| status.success()),
-                "`{tool}` is missing: `cargo xtask setup nat` installs it (packages nftables, iproute2 and \
-                 util-linux)"
-            );
-        }
         let random = if translation == Translation::Random { "fully-random" } else { "" };
-        let unshare = ["--user", "--map-root-user", "--net", "--mount", "--propagation", "private"];
-        let mut made = Command::new("unshare")
-            .args(unshare)
-            .args(["sh", "-c", MAKE, "world", random])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .context("failed to start unshare")?;
-        let mut line = String::new();
-        let said = made.stdout.take().context("stdout is not piped")?;
-        let read = BufReader::new(said).read_line(&mut line);
-        let world = Self(made);
-        if read.is_ok() && line.trim() == "ready" {
-            return Ok(world);
-        }
-        let said = world.end()?;
-        anyhow::bail!("failed to make namespaces with address translation: {said}")
-    }
-
-    /// Returns the errors that the script printed.
-    fn end(mut self) -> Result<String> {
-        drop(self.0.stdin.take());
-        let mut said = String::new();
-        if let Some(mut errors) = self.0.stderr.take() {
-            std::io::Read::read_to_string(&mut errors, &mut said)?;
-        }
-        Ok(said)
+        let setup = "`cargo xtask setup nat` installs it (packages nftables, iproute2 and util-linux)";
+        Namespaces::make(MAKE, random, &["nft"], setup).map(Self)
     }
 
     /// Returns the command that runs in the open network.
     pub(super) fn in_the_open(&self, command: &Command) -> Command {
-        self.inside(command, &["--net"])
+        self.0.within(None, command)
     }
 
     /// Returns the command that runs in home 1 or 2.
     pub(super) fn at_home(&self, home: u32, command: &Command) -> Command {
-        let mut outer = self.inside(&Command::new("nsenter"), &[]);
-        outer.arg(format!("--net=/run/netns/home{home}")).arg(command.get_program());
-        outer.args(command.get_args());
-        outer
-    }
-
-    fn inside(&self, command: &Command, more: &[&str]) -> Command {
-        let mut entered = Command::new("nsenter");
-        entered.args(["--target", &self.0.id().to_string(), "--user", "--mount", "--preserve-credentials"]);
-        entered.args(more).arg(command.get_program()).args(command.get_args());
-        entered
-    }
-}
-
-impl Drop for World {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        // The script ends when its input is closed.
-        let _ = self.0.wait();
+        self.0.within(Some(&format!("home{home}")), command)
     }
 }

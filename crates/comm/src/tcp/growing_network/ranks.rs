@@ -1,13 +1,14 @@
 //! A growing network whose members are the ranks of a job: numbers are given instead of drawn, and the member
 //! with number 0 sends the others the addresses and keys of all.
 
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use farflung_base::{PeerId, Rank};
 
 use super::super::Tcp;
-use super::super::rendezvous::resolve;
+use super::super::listeners::{AddressUse, Listeners};
+use super::super::target::resolve;
 use super::{Connected, GateConfig, GrowingNetwork, MemberList, listen_at};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
@@ -17,23 +18,11 @@ use crate::secure::{JoinSecret, PublicKey, refused};
 use crate::{CommError, Transport as _};
 
 impl GrowingNetwork {
-    /// Creates the member with number 0, at which the others ask. If the address to listen at is not one of
-    /// this machine, but of a router in front of it, and connections are encrypted, it listens at all addresses
-    /// of this machine.
+    /// Creates the member with number 0, at which the others ask.
     pub(crate) fn first_rank(config: &GateConfig) -> Result<Self, CommError> {
-        let listener = match listen_at(config) {
-            Err(CommError::Io { kind: ErrorKind::AddrNotAvailable, .. })
-                if config.security.is_encrypted() =>
-            {
-                let first = resolve("own address", &config.listen)?.first().copied();
-                let everywhere = first.map(|at| SocketAddr::new(unspecified(at.ip()), at.port()));
-                let listen = everywhere.map_or_else(|| config.listen.clone(), |at| at.to_string());
-                listen_at(&GateConfig { listen, ..config.clone() })?
-            }
-            listening => listening?,
-        };
+        let listeners = listen_at(config, AddressUse::Meet)?;
         let secret = config.security.is_encrypted().then(JoinSecret::generate).transpose()?;
-        Self::open(config, listener, PeerId(0), secret, None)
+        Self::open(config, listeners, PeerId(0), secret, None)
     }
 
     /// Asks the member with number 0 at these addresses, as [`GrowingNetwork::ask`] does. If that member
@@ -45,6 +34,11 @@ impl GrowingNetwork {
     /// Returns whether a peer has ever connected.
     pub(crate) fn has_connected(&self, peer: PeerId) -> bool {
         self.shared.tcp.driver().is_connected(peer)
+    }
+
+    /// Returns the last reason for which each of some addresses was refused.
+    pub(crate) fn refusals(&self) -> BTreeMap<IpAddr, String> {
+        self.shared.security.refused().last_of_each()
     }
 
     /// Returns whether a peer that has connected is gone.
@@ -145,8 +139,8 @@ impl MemberList {
         {
             return Err(refused("rank 0", Refusal::SameKey));
         }
-        let listener = self.listener(config, host)?;
-        let gate = GrowingNetwork::open(config, listener, me, self.secret.clone(), self.seen)?;
+        let listeners = self.listeners(config, host)?;
+        let gate = GrowingNetwork::open(config, listeners, me, self.secret.clone(), self.seen)?;
         let key = self.members.iter().find(|member| member.peer == PeerId(0)).and_then(|zero| zero.key);
         let zero = Connected { peer: PeerId(0), address: host.join(","), key };
         gate.shared.reach(&zero, until)?;
@@ -155,12 +149,13 @@ impl MemberList {
 
     /// Listens at the configured address; without one, at any port of the address from which this process
     /// reached number 0, or would reach it. `None` if there is none, or if members do not connect over TCP.
-    fn listener(&self, config: &GateConfig, host: &[String]) -> Result<Option<TcpListener>, CommError> {
+    fn listeners(&self, config: &GateConfig, host: &[String]) -> Result<Option<Listeners>, CommError> {
         if !config.sockets || !config.listen.is_empty() {
-            return listen_at(config);
+            return listen_at(config, AddressUse::Listen);
         }
         let Some(own) = self.seen.or_else(|| own_address(host)) else { return Ok(None) };
-        listen_at(&GateConfig { listen: SocketAddr::new(own, 0).to_string(), ..config.clone() })
+        let at = GateConfig { listen: SocketAddr::new(own, 0).to_string(), ..config.clone() };
+        listen_at(&at, AddressUse::Listen)
     }
 }
 

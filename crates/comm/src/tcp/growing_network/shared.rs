@@ -3,7 +3,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
-use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -12,8 +11,10 @@ use farflung_base::PeerId;
 
 use super::super::Tcp;
 use super::super::acceptor::{Acceptor, AuthenticatedConnection};
-use super::super::rendezvous::{answer_of, attempt, hung_up, resolve};
+use super::super::listeners::Listeners;
+use super::super::rendezvous::answer_of;
 use super::super::stream::Stream;
+use super::super::target::{Target, hung_up};
 use super::member::Connected;
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
@@ -102,9 +103,11 @@ impl Shared {
         let access = self.second_network_access.as_ref().filter(|access| access.has_address(&member.address));
         let second_network = access.and(self.second_network.as_ref());
         let mut failed = None;
+        let by_sockets = self.sockets && !sockets.is_empty();
+        let mut target = by_sockets.then(|| Target::new("address of a member", &sockets)).transpose()?;
         for _ in 0..CONNECT_ATTEMPTS {
-            if self.sockets && !sockets.is_empty() {
-                match self.call_over_tcp(member, &sockets, until) {
+            if let Some(target) = &mut target {
+                match self.call_over_tcp(member, &sockets, target, until) {
                     Ok(true) => return Ok(()),
                     Ok(false) => {}
                     // At an address behind a router there may be another machine.
@@ -133,6 +136,7 @@ impl Shared {
         let missing = || CommError::Missing {
             master: member.address.clone(),
             ranks: vec![farflung_base::Rank(member.peer.0)],
+            progress: target.iter().map(Target::outcome).collect(),
             after: CONNECT_TIMEOUT.into(),
         };
         Err(failed.unwrap_or_else(missing))
@@ -150,9 +154,14 @@ impl Shared {
     }
 
     /// Connects to a member over TCP; false if it was not reached.
-    fn call_over_tcp(&self, member: &Connected, address: &str, until: Deadline) -> Result<bool, CommError> {
-        let addresses = resolve("address of a member", address)?;
-        let stream = match attempt(&self.security, &addresses, member.key, until) {
+    fn call_over_tcp(
+        &self,
+        member: &Connected,
+        address: &str,
+        target: &mut Target,
+        until: Deadline,
+    ) -> Result<bool, CommError> {
+        let stream = match target.attempt(&self.security, member.key, until) {
             Ok(Some(stream)) => stream,
             Ok(None) => return Ok(false),
             Err(error) if hung_up(&error) => return Ok(false),
@@ -179,11 +188,11 @@ impl Shared {
     }
 
     /// Accepts connections until the [`GrowingNetwork`](super::GrowingNetwork) is dropped.
-    pub(super) fn listen(&self, listener: &TcpListener) {
+    pub(super) fn listen(&self, listeners: &Listeners) {
         let mut door = Acceptor::new(self.security.clone());
         while !self.closed.load(Ordering::Acquire) {
-            door.wait(listener, POLL_INTERVAL);
-            for AuthenticatedConnection { stream, greeting } in door.listen(listener) {
+            door.wait(listeners, POLL_INTERVAL);
+            for AuthenticatedConnection { stream, greeting } in door.listen(listeners) {
                 let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else {
                     continue;
                 };

@@ -27,11 +27,10 @@ impl Link {
         lock(&self.incoming).negotiation.outcome()
     }
 
-    /// Offers shared memory to the peer.
+    /// Offers shared memory to the peer, or tells it that this side does not share memory.
     pub(in crate::tcp) fn offer(&self, pool: &Arc<Pool>) {
-        if let Some(offer) = lock(&self.incoming).negotiation.offer() {
-            self.send_negotiation(&mut lock(&self.out), offer, pool);
-        }
+        let offer = lock(&self.incoming).negotiation.offer();
+        self.send_negotiation(&mut lock(&self.out), offer, pool);
     }
 
     /// Handles a message of the negotiation about shared memory.

@@ -1,11 +1,13 @@
 //! Further streams between ranks that are already connected. In each round every rank opens a new listener and
 //! sends its address to the higher ranks over the existing streams. Each rank connects to the lower ones.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 
 use farflung_base::Rank;
 
+use super::super::listeners::Listeners;
 use super::super::stream::Stream;
+use super::super::target::Target;
 use super::{Config, Streams, answer, hello, pairwise};
 use crate::CommError;
 use crate::control::Control;
@@ -32,17 +34,24 @@ pub(super) fn multiply(
 }
 
 fn another(config: &Config, met: &Streams, until: Deadline) -> Result<Streams, CommError> {
-    let at = config.listen.unwrap_or_else(|| common_address(met));
-    let listening = |e: std::io::Error| CommError::io("listen at", &at, &e);
-    let listener = TcpListener::bind((at, 0)).map_err(listening)?;
-    let own = listener.local_addr().map_err(listening)?.to_string();
+    let at = config.listen.or_else(|| common_address(met));
+    let listeners = match at {
+        Some(at) => Listeners::first_of(&[SocketAddr::new(at, 0)]),
+        None => Listeners::everywhere(0),
+    };
+    let listening = |e: std::io::Error| {
+        let place = at.map_or_else(|| "all addresses of this machine".to_owned(), |at| at.to_string());
+        CommError::io("listen at", &place, &e)
+    };
+    let listeners = listeners.map_err(listening)?;
+    let own = listeners.address().map_err(listening)?.to_string();
     let (lower, higher) = met.split_at(config.rank as usize);
     // The first entry of `higher` is this rank itself, to which there is no stream.
     for (rank, stream) in (config.rank + 1..).zip(higher.iter().flatten()) {
         hello(config, &own, |hello| stream.send_message(hello))
             .map_err(|e| CommError::io("send the greeting to", &Rank(rank), &e))?;
     }
-    let mut addresses = Vec::new();
+    let mut lower_targets = Vec::new();
     for (rank, stream) in lower.iter().flatten().enumerate() {
         let peer =
             stream.socket.peer_addr().map_err(|e| CommError::io("socket of", &Rank(rank as u32), &e))?;
@@ -52,19 +61,15 @@ fn another(config: &Config, met: &Streams, until: Deadline) -> Result<Streams, C
             }
             _ => None,
         })?;
-        addresses.push((rank, vec![SocketAddr::new(peer.ip(), port)]));
+        lower_targets.push((rank, Target::at(SocketAddr::new(peer.ip(), port))));
     }
-    pairwise(config, &listener, &own, &addresses, until)
+    pairwise(config, &listeners, &own, lower_targets, until)
 }
 
-/// Returns the address at which all peers reach this rank: the local address that all streams share, or the
-/// unspecified one if they differ.
-fn common_address(met: &Streams) -> IpAddr {
+/// Returns the address at which all peers reach this rank: the local address that all streams share; `None` if
+/// they differ.
+fn common_address(met: &Streams) -> Option<IpAddr> {
     let own: Vec<IpAddr> =
         met.iter().flatten().filter_map(|stream| Some(stream.socket.local_addr().ok()?.ip())).collect();
-    match own.first() {
-        Some(first) if own.iter().all(|ip| ip == first) => *first,
-        _ if own.iter().any(IpAddr::is_ipv6) => Ipv6Addr::UNSPECIFIED.into(),
-        _ => Ipv4Addr::UNSPECIFIED.into(),
-    }
+    own.first().filter(|first| own.iter().all(|ip| ip == *first)).copied()
 }

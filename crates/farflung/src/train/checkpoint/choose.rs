@@ -58,7 +58,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
                 Some(own) => read(vec![own], Residuals::Own),
                 None => all_of(path, job).and_then(|all| read(all, Residuals::None)),
             };
-            all_succeed(comm, source).map(|source| Some(chosen(source)))
+            all_succeed(comm, source.map_err(Error::of_input)).map(|source| Some(chosen(source)))
         }
         Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job),
         Resume::Auto => {

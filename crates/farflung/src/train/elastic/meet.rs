@@ -293,7 +293,9 @@ pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>>
 
 fn ask(gate: &GateConfig, addresses: &[String]) -> Result<MemberList> {
     GrowingNetwork::ask(gate, addresses).map_err(|error| match error {
-        CommError::Missing { master, after, .. } => Error::NobodyAnswers { addresses: master, after },
+        CommError::Missing { master, after, progress, .. } => {
+            Error::NobodyAnswers { addresses: format!("{master} ({})", progress.join("; ")), after }
+        }
         error => error.into(),
     })
 }

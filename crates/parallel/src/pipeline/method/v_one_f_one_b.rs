@@ -1,6 +1,7 @@
 //! V-1F1B: a V-shaped placement of stages with whole backwards, holding two thirds of the activations of 1F1B.
 
 use super::Lists;
+use crate::ParallelError;
 use crate::pipeline::{Action, Op};
 
 /// Content of a slot: the forward of a rank's stage on the way down (a) or back (z), or one of the two slots of
@@ -26,12 +27,18 @@ use Cell::{BackwardA, BackwardZ, ForwardA, ForwardZ, RestA, RestZ};
 pub(super) const ROW: Row = Row {
     name: "v-1f1b",
     summary: "whole backward on a V of stages, two thirds of the memory of 1F1B",
-    lists: |asked| Ok(lists(asked.ranks, asked.microbatches)),
+    lists: |asked| match asked.ranks {
+        0..=MOST_RANKS => Ok(lists(asked.ranks, asked.microbatches)),
+        ranks => Err(ParallelError::TooManyRanks { ranks: ranks.into(), limit: MOST_RANKS.into() }),
+    },
     peak: |_, Sizes { p, .. }| 2 * (2 * p + 1).div_ceil(3),
     ..Row::VEE
 };
 
 const CELLS: [Cell; 6] = [ForwardA, ForwardZ, BackwardZ, BackwardA, RestZ, RestA];
+
+/// Greatest number of ranks: the search for slots needs memory for the square of it, 0.9 GB for this number.
+const MOST_RANKS: u32 = 2048;
 
 /// Number of time slots from one microbatch to the next.
 const PERIOD: usize = 6;
