@@ -2,8 +2,6 @@
 //! random weights), with the logits and the greedy continuation that transformers computes. The version is in
 //! `fixtures/transformers_gpt2/expected.json`.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
-
 use std::path::PathBuf;
 
 use farflung_tensor::Device;
