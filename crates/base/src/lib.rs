@@ -7,6 +7,7 @@ pub mod network;
 pub mod operation;
 pub mod pending;
 pub mod philox;
+pub mod text_encoding;
 pub mod topology;
 pub mod unit;
 

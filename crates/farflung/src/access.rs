@@ -12,6 +12,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use farflung_base::text_encoding::utf8;
 use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
 
 pub use home::Home;
@@ -232,7 +233,7 @@ pub fn ticket_of(path: &Path) -> Result<Ticket> {
         }
         _ => (files::read_shared(path, LONGEST)?, path.display().to_string()),
     };
-    parse_ticket(&String::from_utf8_lossy(&bytes), &from)
+    parse_ticket(&String::from_utf8_lossy(&utf8(&bytes)), &from)
 }
 
 /// Returns the ticket that a process joins with: from the file, else from the variables.
@@ -283,7 +284,9 @@ fn read_secret(path: &Path) -> Result<JoinSecret> {
 ///
 /// Errors: [`Error::Io`]; [`Error::ConfigValue`] with the line.
 pub fn allowed(path: &Path) -> Result<BTreeSet<PublicKey>> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+    let bytes = utf8(&bytes);
+    let text = String::from_utf8_lossy(&bytes);
     let mut keys = BTreeSet::new();
     for (number, line) in (1..).zip(text.lines()) {
         let line = line.split('#').next().unwrap_or_default().trim();

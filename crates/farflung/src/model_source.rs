@@ -49,10 +49,7 @@ impl ModelSource {
     /// checkpoint if a run has no good one.
     pub fn find(path: &Path) -> Result<Self> {
         match path.metadata() {
-            Ok(found) if found.is_dir() => {
-                let is_model = |path: &Path| Self::of_folder(path).is_ok_and(|found| found.is_some());
-                Self::of_folder(path)?.ok_or_else(|| advice::not_a_model(path, is_model))
-            }
+            Ok(found) if found.is_dir() => Self::of_folder(path)?.ok_or_else(|| advice::not_a_model(path)),
             Ok(_) => Self::of_file(path),
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
                 Err(Error::io("read", path)(error))

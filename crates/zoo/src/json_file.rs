@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use farflung_base::text_encoding::utf8;
 use serde::de::DeserializeOwned;
 
 use crate::ZooError;
@@ -34,22 +35,7 @@ pub(crate) fn from_bytes<T: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Resu
 }
 
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, serde_json::Error> {
-    let text = match bytes {
-        [0xEF, 0xBB, 0xBF, rest @ ..] => return parse_utf8(rest),
-        [0xFF, 0xFE, rest @ ..] => utf16(rest, u16::from_le_bytes),
-        [0xFE, 0xFF, rest @ ..] => utf16(rest, u16::from_be_bytes),
-        _ => return parse_utf8(bytes),
-    };
-    parse_utf8(text.as_bytes())
-}
-
-fn utf16(bytes: &[u8], unit: fn([u8; 2]) -> u16) -> String {
-    char::decode_utf16(bytes.as_chunks().0.iter().map(|&pair| unit(pair)))
-        .map(|c| c.unwrap_or(char::REPLACEMENT_CHARACTER))
-        .collect()
-}
-
-fn parse_utf8<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, serde_json::Error> {
+    let bytes = &*utf8(bytes);
     serde_json::from_slice(bytes).or_else(|error| {
         let replaced = with_null_for_python_floats(bytes);
         // The first error has the position in the file.

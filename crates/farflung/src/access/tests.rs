@@ -141,7 +141,28 @@ fn an_allow_list_has_a_key_a_line() {
     let path = folder.path().join("allow");
     fs::write(&path, format!("# friends\n{key} # Ada\n\n")).unwrap();
     assert_eq!(allowed(&path).unwrap().into_iter().collect::<Vec<_>>(), [key]);
+    // As an editor writes it.
+    fs::write(&path, format!("\u{FEFF}{key}\r\n")).unwrap();
+    assert_eq!(allowed(&path).unwrap().into_iter().collect::<Vec<_>>(), [key]);
     fs::write(&path, format!("{key}\nssh-ed25519 AAAA\n")).unwrap();
     let wrong = allowed(&path).unwrap_err().to_string();
     assert!(wrong.contains("allow:2") && wrong.contains("52 characters"), "{wrong}");
+}
+
+#[test]
+fn a_ticket_that_a_shell_has_written_in_another_encoding_is_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let home = Home::new(None, env(folder.path(), &[])).unwrap();
+    let expiry = u64::MAX;
+    let secret = home.join_secret().unwrap().until(expiry);
+    let host = home.identity().unwrap().public();
+    let ticket = Ticket { addresses: vec!["127.0.0.1:29500".to_owned()], host, secret, expiry };
+    let text = format!("{}\r\n", ticket.word().unwrap());
+    let utf16: Vec<u8> = format!("\u{FEFF}{text}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let path = folder.path().join("run.ticket");
+    for bytes in [text.clone().into_bytes(), format!("\u{FEFF}{text}").into_bytes(), utf16] {
+        fs::write(&path, bytes).unwrap();
+        mode(&path, 0o600);
+        assert_eq!(ticket_of(&path).unwrap().word().unwrap(), text.trim_end());
+    }
 }

@@ -19,13 +19,16 @@ const WEIGHTS: [&str; 9] = ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "
 /// Most names that a message lists.
 const LISTED: usize = 5;
 
-/// Returns the error of a folder that is no model. `is_model` says whether a folder in it is one.
-pub(super) fn not_a_model(folder: &Path, is_model: impl Fn(&Path) -> bool) -> Error {
+/// Returns the error of a folder that is no model.
+pub(super) fn not_a_model(folder: &Path) -> Error {
     let names = names(folder);
     let weights = names.iter().find(|name| {
         let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
         extension.is_some_and(|extension| WEIGHTS.contains(&extension))
     });
+    // Checkpoints are not verified here, which would take long for many runs.
+    let is_model =
+        |path: &Path| path.join(CONFIG).exists() || run_dir::list(path).is_ok_and(|steps| !steps.is_empty());
     let models: Vec<String> = names
         .iter()
         .map(|name| folder.join(name))

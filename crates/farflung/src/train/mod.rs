@@ -63,6 +63,7 @@ pub use costs::Machines;
 pub use fault::{Departure, Failure, Fault, FaultyValue, Moment};
 pub use fit::{Fit, fit};
 pub use fleet::fleet;
+pub use initial::InitialWeights;
 pub use job::{Job, plan_of};
 pub use links::file::{DeclaredLinks, LINKS};
 pub use links::{WorkerConnection, connections, join, read_or_shipped, read_topology};

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use farflung_base::text_encoding::utf8;
 use serde_json::Value;
 
 use crate::{ZooError, json_file};
@@ -69,7 +70,8 @@ fn of_pair(vocab: &Path, merges: &Path, file: &'static str) -> Result<TokenizerF
 /// Reads a list of merges: a pair in each line, after a line with the version.
 fn lines_of(path: &Path) -> Result<Vec<String>, ZooError> {
     let bytes = std::fs::read(path).map_err(ZooError::open(path))?;
-    let text = String::from_utf8_lossy(bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes));
+    let bytes = utf8(&bytes);
+    let text = String::from_utf8_lossy(&bytes);
     let is_version = |line: &&str| line.starts_with("#version");
     let lines = text.lines().map(str::trim_end).filter(|line| !line.is_empty());
     Ok(lines.filter(|line| !is_version(line)).map(str::to_owned).collect())

@@ -40,9 +40,10 @@ pub(crate) fn clean() {
 /// Errors: the settings cannot be combined.
 fn job(config: &TrainConfig) -> Result<Job> {
     let over = JobTransport::Simulated(config.link);
-    let TrainConfig { model, layers, heads, dim, context, init_from, data, shards, .. } = config;
+    let TrainConfig { model, layers, heads, dim, context, vocab, init_from, data, shards, .. } = config;
     // The key has the shards, because the default text is read file by file only if they need its files.
-    let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?} {shards}");
+    let shape = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {vocab:?}");
+    let key = format!("{shape} {init_from:?} {data:?} {shards}");
     let mut jobs = lock(&JOBS);
     if let Some(job) = jobs.get(&key) {
         return Ok(again(job, config.clone(), over));
