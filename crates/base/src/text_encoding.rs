@@ -15,18 +15,48 @@ use std::borrow::Cow;
 /// ```
 #[must_use]
 pub fn utf8(bytes: &[u8]) -> Cow<'_, [u8]> {
-    match bytes {
-        [0xEF, 0xBB, 0xBF, rest @ ..] => Cow::Borrowed(rest),
-        [0xFF, 0xFE, rest @ ..] => Cow::Owned(from_utf16(rest, u16::from_le_bytes)),
-        [0xFE, 0xFF, rest @ ..] => Cow::Owned(from_utf16(rest, u16::from_be_bytes)),
-        _ => Cow::Borrowed(bytes),
+    match utf16(bytes) {
+        Some(decoded) => Cow::Owned(decoded.text.into_bytes()),
+        None => Cow::Borrowed(bytes.strip_prefix(UTF8_MARK).unwrap_or(bytes)),
     }
 }
 
-fn from_utf16(bytes: &[u8], unit: fn([u8; 2]) -> u16) -> Vec<u8> {
-    let units = bytes.as_chunks().0.iter().map(|&pair| unit(pair));
-    let text: String = char::decode_utf16(units).map(|c| c.unwrap_or(char::REPLACEMENT_CHARACTER)).collect();
-    text.into_bytes()
+/// The byte-order mark of UTF-8.
+pub const UTF8_MARK: &[u8] = b"\xEF\xBB\xBF";
+
+/// A text that was in UTF-16.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Utf16 {
+    /// `UTF-16LE` or `UTF-16BE`.
+    pub name: &'static str,
+    /// The text, with U+FFFD for what is not valid.
+    pub text: String,
+    /// Offset of the first byte that is not valid: of half a pair, or a byte too many at the end.
+    pub wrong: Option<usize>,
+}
+
+/// Decodes a text that begins with the byte-order mark of UTF-16; `None` for other bytes.
+#[must_use]
+pub fn utf16(bytes: &[u8]) -> Option<Utf16> {
+    type ToUnit = fn([u8; 2]) -> u16;
+    let (rest, name, unit): (_, _, ToUnit) = match bytes {
+        [0xFF, 0xFE, rest @ ..] => (rest, "UTF-16LE", u16::from_le_bytes),
+        [0xFE, 0xFF, rest @ ..] => (rest, "UTF-16BE", u16::from_be_bytes),
+        _ => return None,
+    };
+    let (pairs, half) = rest.as_chunks();
+    let (mut text, mut wrong, mut at) = (String::with_capacity(bytes.len()), None, bytes.len() - rest.len());
+    for decoded in char::decode_utf16(pairs.iter().map(|&pair| unit(pair))) {
+        if decoded.is_err() {
+            wrong = wrong.or(Some(at));
+        }
+        at += decoded.as_ref().map_or(2, |c| 2 * c.len_utf16());
+        text.push(decoded.unwrap_or(char::REPLACEMENT_CHARACTER));
+    }
+    if !half.is_empty() {
+        wrong = wrong.or(Some(at));
+    }
+    Some(Utf16 { name, text, wrong })
 }
 
 #[cfg(test)]
@@ -43,6 +73,8 @@ mod tests {
         {
             assert_eq!(&*utf8(bytes), text.as_bytes());
         }
+        assert_eq!(super::utf16(b"\xFF\xFEa\0\x34\xD8").unwrap().wrong, Some(4));
+        assert_eq!(super::utf16(b"\xFE\xFF\0ab").unwrap().wrong, Some(4));
         // Half of a pair, and a byte too many.
         assert_eq!(&*utf8(b"\xFF\xFE\x34\xD8a"), "\u{FFFD}".as_bytes());
         assert_eq!(&*utf8(b""), b"");

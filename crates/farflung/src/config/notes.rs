@@ -11,7 +11,7 @@ use farflung_tensor::Precision;
 use farflung_zoo::GptConfig;
 
 use super::TrainConfig;
-use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
+use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TokenizerKind, TransportKind};
 use super::local_steps::LocalStepsKind;
 use crate::transports::{IROH, MEMORY, MPI, MPI_NATIVE, SHARED_MEMORY};
 
@@ -86,6 +86,7 @@ impl TrainConfig {
     #[must_use]
     pub fn notes(&self, run: &NoteContext) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
+        self.note_data(&mut notes);
         self.note_model_and_training(run, &mut notes);
         self.note_workers_and_averages(run, &mut notes);
         self.note_codec(&mut notes);
@@ -94,6 +95,13 @@ impl TrainConfig {
         self.note_machine(run, &mut notes);
         self.note_ends(&mut notes);
         notes.lines
+    }
+
+    fn note_data(&self, notes: &mut Notes<'_>) {
+        let default = self.data.is_none();
+        notes.note_without_effect(default, &["encoding", "token-type"], "without `data` there are no files");
+        let byte = self.tokenizer == TokenizerKind::Byte;
+        notes.note_without_effect(byte, &["special-tokens"], "the tokenizer byte has no special tokens");
     }
 
     fn note_model_and_training(&self, _: &NoteContext, notes: &mut Notes<'_>) {

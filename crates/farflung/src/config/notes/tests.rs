@@ -369,6 +369,18 @@ const CASES: &[Case] = &[
         true,
         "`compute-rate` changes nothing: `topology` sets the speeds",
     ),
+    (
+        "encoding = 'latin1'\ntoken-type = 'u32'",
+        4,
+        true,
+        "`encoding`, `token-type` change nothing: without `data` there are no files",
+    ),
+    (
+        "data = 'a'\nspecial-tokens = true",
+        4,
+        true,
+        "`special-tokens` changes nothing: the tokenizer byte has no special tokens",
+    ),
     ("own-data = true", 4, true, "`own-data` changes nothing: the run is one process"),
     ("loss-scale = 1024", 4, true, "`loss-scale` changes nothing: it is for `precision` f16 and bf16"),
     ("resync-every = 10", 4, true, "`resync-every` changes nothing: all devices are CPUs"),

@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
+use farflung_base::text_encoding::{UTF8_MARK, Utf16, utf16};
+
 use super::SourceError;
 
 /// An encoding of text, by one of its names in the web's Encoding Standard, such as `windows-1252`,
@@ -105,8 +107,6 @@ pub(in crate::data) fn wrong_at(
     SourceError::Encoding { path: path.to_owned(), encoding, offset, byte: bytes.get(offset).copied(), any }
 }
 
-const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
-
 /// Returns whether bytes begin with the byte-order mark of UTF-16.
 pub(super) fn has_utf16_mark(bytes: &[u8]) -> bool {
     bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff")
@@ -129,8 +129,11 @@ pub(in crate::data) fn text_of(
             advice,
         });
     }
-    if has_utf16_mark(&bytes) {
-        return utf16(path, &bytes);
+    if let Some(Utf16 { name, text, wrong }) = utf16(&bytes) {
+        return match wrong {
+            Some(offset) => Err(wrong_at(path, name, offset, &bytes, true)),
+            None => Ok(Decoded { text: text.into_bytes(), from: Some(name) }),
+        };
     }
     let marked = bytes.starts_with(UTF8_MARK);
     let mut text = bytes;
@@ -143,26 +146,6 @@ pub(in crate::data) fn text_of(
         }
         _ => Ok(Decoded { text, from: None }),
     }
-}
-
-/// Decodes UTF-16 with its byte-order mark.
-fn utf16(path: &Path, bytes: &[u8]) -> Result<Decoded, SourceError> {
-    let little = bytes.starts_with(b"\xff\xfe");
-    let name = if little { "UTF-16LE" } else { "UTF-16BE" };
-    let (pairs, rest) = bytes[2..].as_chunks();
-    let unit = if little { u16::from_le_bytes } else { u16::from_be_bytes };
-    let units = pairs.iter().map(|&pair| unit(pair));
-    let mut text = String::with_capacity(bytes.len());
-    let mut at = 2;
-    for decoded in char::decode_utf16(units) {
-        let Ok(c) = decoded else { return Err(wrong_at(path, name, at, bytes, true)) };
-        at += 2 * c.len_utf16();
-        text.push(c);
-    }
-    if !rest.is_empty() {
-        return Err(wrong_at(path, name, bytes.len() - 1, bytes, true));
-    }
-    Ok(Decoded { text: text.into_bytes(), from: Some(name) })
 }
 
 /// The bytes of a text that are no text.
