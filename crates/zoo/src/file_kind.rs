@@ -67,7 +67,7 @@ impl fmt::Display for Compression {
 }
 
 /// First bytes of files, and their kinds.
-const SIGNATURES: [(&[u8], FileKind); 35] = [
+const SIGNATURES: [(&[u8], FileKind); 36] = [
     (b"PK\x03\x04", FileKind::Zip),
     (b"PK\x05\x06", FileKind::Zip),
     (b"GGUF", FileKind::Gguf),
@@ -94,6 +94,7 @@ const SIGNATURES: [(&[u8], FileKind); 35] = [
     (b"GIF89a", FileKind::Other("a GIF picture")),
     (b"7z\xBC\xAF\x27\x1C", FileKind::Other("a 7z archive")),
     (b"Rar!\x1A\x07", FileKind::Other("a RAR archive")),
+    (b"]\0\0", FileKind::Other("a file compressed with lzma")),
     (b"\x1F\x9D", FileKind::Other("a file compressed with compress")),
     (b"\x1F\xA0", FileKind::Other("a file compressed with compress")),
     (b"\x04\x22\x4D\x18", FileKind::Other("a file compressed with lz4")),
@@ -126,6 +127,10 @@ impl FileKind {
         let has_at = |at: usize, word: &[u8]| start.get(at..).is_some_and(|rest| rest.starts_with(word));
         if start.starts_with(b"BZh") && BZIP2_BLOCKS.iter().any(|block| has_at(4, block)) {
             return Some(Self::Compressed(Compression::Bzip2));
+        }
+        // A frame that a decoder skips, as pzstd writes it first.
+        if let [0x50..=0x5F, 0x2A, 0x4D, 0x18, ..] = start {
+            return Some(Self::Compressed(Compression::Zstd));
         }
         if has_at(TAR.0, TAR.1) {
             return Some(Self::Other("a tar archive"));
@@ -170,7 +175,7 @@ impl FileKind {
         }
         let text = text.trim_start();
         let begins = |tag: &str| text.get(..tag.len()).is_some_and(|head| head.eq_ignore_ascii_case(tag));
-        if ["<!doctype html", "<html", "<head", "<body", "<script"].iter().any(|tag| begins(tag)) {
+        if ["<!doctype html", "<html"].iter().any(|tag| begins(tag)) {
             return Some(Self::Html);
         }
         if begins("<?xml") || begins("<error") {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use farflung::data_notes::data_notes;
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
 use farflung::zoo::{Corpus, HoldOut, Sampler, Shard, stage};
-use farflung::{Result, corpus, terminal};
+use farflung::{Error, Result, corpus, terminal};
 
 use super::model::ModelArgs;
 
@@ -25,7 +25,7 @@ pub(crate) struct EvalCommand {
     #[arg(long, value_name = "NAME")]
     encoding: Option<TextEncoding>,
     /// Make special tokens that are written in the text, such as <|endoftext|>, the tokenizer's own tokens.
-    #[arg(long)]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
     special_tokens: bool,
     /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.
     #[arg(long, value_name = "TYPE")]
@@ -48,7 +48,9 @@ impl EvalCommand {
         let (encoding, special_tokens, token_type) = (self.encoding, self.special_tokens, self.token_type);
         let options = ReadOptions { encoding, special_tokens, token_type };
         let corpus = match &self.data {
-            Some(path) => Corpus::open_with(path, tokenizer, options)?,
+            Some(path) => {
+                Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
+            }
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
         let (training, held_out) = corpus.split(HoldOut::Standard)?;

@@ -40,7 +40,12 @@ pub(crate) struct Loaded {
 }
 
 impl ModelArgs {
+    /// Opens the model. An error of its files is one of the input.
     pub(crate) fn load(&self) -> Result<Loaded> {
+        self.open().map_err(Error::of_input)
+    }
+
+    fn open(&self) -> Result<Loaded> {
         let threads = match self.threads {
             0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             n => n,

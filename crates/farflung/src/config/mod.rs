@@ -106,7 +106,7 @@ settings! {
         /// clusters).
         shards: Sharding, "KIND", Sharding::Random;
         /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
-        encoding: TextEncoding, "NAME" => "it may differ with the files; the text is compared";
+        encoding: TextEncoding, "NAME" => "it may differ with the files; the tokens are compared";
         /// Make special tokens that are written in a text, such as <|endoftext|>, the tokenizer's own tokens.
         special_tokens: bool, "BOOL", false;
         /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.

@@ -74,8 +74,10 @@ pub struct Job {
     pub source: String,
     /// What was read of the data.
     pub reading: Arc<Reading>,
-    /// Hash of the data.
+    /// Hash of the text.
     pub hash: String,
+    /// Hash of the tokens and of how they are divided: see [`Corpus::identity`].
+    pub data_identity: String,
     /// The initial weights, if they are read from a folder.
     pub initial: Option<InitialWeights>,
     /// Number of workers in all processes.
@@ -119,6 +121,7 @@ impl Job {
             (default_corpus(name, config.shards, &*tokenizer)?, name.to_owned())
         };
         let (hash, reading) = (corpus.hash(), Arc::clone(corpus.reading()));
+        let data_identity = corpus.identity(config.shards == Sharding::Files);
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         if model.vocab < tokenizer.vocab_size() {
@@ -150,6 +153,7 @@ impl Job {
             source,
             reading,
             hash,
+            data_identity,
             initial,
             world,
             stop,
@@ -202,6 +206,12 @@ impl Job {
     #[must_use]
     pub fn settings(&self) -> &TrainConfig {
         self.given.as_deref().unwrap_or(&self.config)
+    }
+
+    /// Returns whether a checkpoint is of this data, by the hash in it. Those of earlier versions have the hash
+    /// of the text. With own data, a rank that gets another's state keeps its own text.
+    pub(super) fn has_data(&self, hash: &str) -> bool {
+        self.config.own_data || hash == self.data_identity || hash == self.hash
     }
 
     /// Returns the time for which ranks wait for each other.
@@ -453,7 +463,7 @@ pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
 }
 
 /// Returns how the files of the data are read.
-const fn read_options(config: &TrainConfig) -> ReadOptions {
+pub(super) const fn read_options(config: &TrainConfig) -> ReadOptions {
     ReadOptions {
         encoding: config.encoding,
         special_tokens: config.special_tokens,

@@ -166,16 +166,21 @@ pub(super) fn model_facts(job: &Job) -> Vec<NamedValue> {
     ]
 }
 
+/// Returns what must be the same of the data; `None` if each process has its own.
+pub(super) fn data_fact(job: &Job) -> Option<NamedValue> {
+    let (training, held_out) = (job.training.len(), job.held_out.len());
+    let total = training + held_out;
+    let text = format!("{total} tokens with hash {}, {held_out} of them held out", job.data_identity);
+    (!job.config.own_data).then(|| NamedValue::new("data", text))
+}
+
 /// Compares what the ranks derived from their settings and files: the model's shape, the initial weights, the
 /// data, machines and links, the plan. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
-    let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
-    if !job.config.own_data {
-        facts.push(NamedValue::new("data", format!("{tokens} tokens with hash {}", job.hash)));
-    }
+    facts.extend(data_fact(job));
     if let Some(initial) = &job.initial {
         let hash = &initial.hash.to_hex()[..16];
         facts.push(NamedValue::new("init-from", format!("weights with hash {hash}")));

@@ -113,7 +113,7 @@ fn weights_that_are_not_finite_are_refused_by_name() {
     for args in commands {
         let output = farflung().args(&args).output().unwrap();
         let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
         assert!(said.contains("tensor `") && said.contains("is not finite"), "{args:?}: {said}");
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::encode::encode;
 use super::source::{
-    Form, Ids, LOOK, Listing, Part, Reading, Sidecar, SourceError, TextEncoding, TokenType, no_text, refused,
-    text_of, unpack, wrong_at,
+    Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
+    no_text, refused, text_of, unpack, wrong_at,
 };
 use super::tokens::{Split, Tokens};
 use crate::{Tokenizer, ZooError};
@@ -38,17 +38,6 @@ pub enum HoldOut {
     Tokens(usize),
 }
 
-/// How the files of a data set are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ReadOptions {
-    /// Encoding of texts without a byte-order mark. `None` reads UTF-8, and with the byte tokenizer any bytes.
-    pub encoding: Option<TextEncoding>,
-    /// Whether special tokens that are written in a text, such as `<|endoftext|>`, become tokens.
-    pub special_tokens: bool,
-    /// Type of the ids in `.bin` files that do not say it themselves. `None` is two bytes.
-    pub token_type: Option<TokenType>,
-}
-
 /// Collects the tokens of several files in one list.
 struct Builder<'a> {
     tokenizer: &'a dyn Tokenizer,
@@ -66,17 +55,25 @@ impl<'a> Builder<'a> {
         Self { tokenizer, options, tokens, hasher, files, reading }
     }
 
-    /// Reads a file of any form. With `separate`, its text ends with the end-of-text token.
-    fn file(&mut self, path: &Path, separate: bool) -> Result<(), ZooError> {
+    /// Reads a file of any form. In a folder of texts (`folder`), its text ends with the end-of-text token, and
+    /// a compressed file that holds no text is left out.
+    fn file(&mut self, path: &Path, folder: Option<&Path>) -> Result<(), ZooError> {
         let mut bytes = read(path)?;
         let mut form = form_of(path, &bytes)?;
         if let Form::Packed(packing) = form {
             bytes = unpack(path, packing, &bytes)?;
+            let inside = Form::of(path, &bytes[..bytes.len().min(LOOK)]);
+            let why = left_out_by_form(&inside, &self.options);
+            if let (Some(folder), Some(why)) = (folder, why) {
+                let path = path.strip_prefix(folder).unwrap_or(path).to_owned();
+                self.reading.skipped.push(Skipped { path, why: format!("{why}, compressed") });
+                return Ok(());
+            }
             self.reading.packed += 1;
             form = form_of(path, &bytes)?;
             if let Form::Packed(_) = form {
-                let (path, what, advice) =
-                    (path.to_owned(), "compressed twice".to_owned(), "unpack it once and give that");
+                let (path, what) = (path.to_owned(), "compressed twice".to_owned());
+                let advice = "unpack it once and give that";
                 return Err(SourceError::NotText { path, what, advice }.into());
             }
         }
@@ -88,17 +85,22 @@ impl<'a> Builder<'a> {
         if let Some(name) = decoded.from {
             *self.reading.encodings.entry(name).or_default() += 1;
         }
-        self.text(path, &decoded.text)?;
-        if separate {
+        self.text(path, &decoded.text, decoded.mark)?;
+        if folder.is_some() {
             self.end_text();
         }
         Ok(())
     }
 
-    fn text(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
-        self.reading.add_text(path, bytes.len(), no_text(bytes));
+    /// Adds a text that follows a byte-order mark of `mark` bytes.
+    fn text(&mut self, path: &Path, bytes: &[u8], mark: usize) -> Result<(), ZooError> {
+        let mut no_text = no_text(bytes);
+        no_text.first = no_text.first.map(|at| at + mark);
+        self.reading.add_text(path, bytes.len(), no_text);
         let encoded = encode(self.tokenizer, bytes, self.options.special_tokens).map_err(|error| {
-            wrong_at(path, "UTF-8", error.valid_up_to(), bytes, self.options.encoding.is_some())
+            let at = error.valid_up_to();
+            let byte = bytes.get(at).copied();
+            wrong_at(path, "UTF-8", at + mark, byte, self.options.encoding.is_some())
         })?;
         for (token, count, is_known) in encoded.plain {
             self.reading.add_plain(token, count, is_known);
@@ -122,9 +124,10 @@ impl<'a> Builder<'a> {
         let sidecar = Sidecar::of(path, bytes.len())?;
         let ids = Ids::of(path, bytes, sidecar.token_type(self.options.token_type)?)?;
         sidecar.check(self.tokenizer)?;
+        ids.check_width(path)?;
         if let Some((text, by)) = sidecar.text(path, ids.iter())? {
             self.reading.decoded_by = Some(by);
-            return self.text(path, &text);
+            return self.text(path, &text, 0);
         }
         ids.check(path, self.tokenizer)?;
         self.reading.bytes += bytes.len() as u64;
@@ -183,7 +186,7 @@ impl Corpus {
     /// file, [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token outside the tokenizer's
     /// vocabulary.
     pub fn open_with(path: &Path, tokenizer: &dyn Tokenizer, options: ReadOptions) -> Result<Self, ZooError> {
-        let Listing { files, skipped, has_held_out } = Listing::of(path)?;
+        let Listing { files, skipped, has_held_out } = Listing::of(path, &options)?;
         let in_folder = path.is_dir();
         let mut builder = Builder::new(tokenizer, options);
         builder.reading.skipped = skipped;
@@ -192,7 +195,7 @@ impl Corpus {
             if has_held_out && file.part != Part::Training {
                 boundary.get_or_insert(builder.tokens.len());
             }
-            builder.file(&file.path, in_folder && !file.tokens)?;
+            builder.file(&file.path, (in_folder && !file.tokens).then_some(path))?;
         }
         builder.finish(path, boundary)
     }
@@ -204,7 +207,7 @@ impl Corpus {
     pub fn from_text_files<P: AsRef<Path>>(files: &[P], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
         let mut builder = Builder::new(tokenizer, ReadOptions::default());
         for file in files {
-            builder.file(file.as_ref(), true)?;
+            builder.file(file.as_ref(), Some(Path::new("")))?;
         }
         builder.finish(files.first().map_or(Path::new(""), AsRef::as_ref), None)
     }
@@ -214,7 +217,7 @@ impl Corpus {
     /// Errors: [`ZooError::EmptyCorpus`], [`SourceError::Encoding`] if the tokenizer needs text.
     pub fn from_bytes(name: &str, bytes: &[u8], tokenizer: &dyn Tokenizer) -> Result<Self, ZooError> {
         let mut builder = Builder::new(tokenizer, ReadOptions::default());
-        builder.text(Path::new(name), bytes)?;
+        builder.text(Path::new(name), bytes, 0)?;
         builder.finish(Path::new(name), None)
     }
 
@@ -229,7 +232,7 @@ impl Corpus {
     ) -> Result<Self, ZooError> {
         let mut builder = Builder::new(tokenizer, ReadOptions::default());
         for text in texts {
-            builder.text(Path::new(name), text)?;
+            builder.text(Path::new(name), text, 0)?;
         }
         builder.finish(Path::new(name), None)
     }
@@ -259,6 +262,24 @@ impl Corpus {
         self.hash.to_hex().to_string()
     }
 
+    /// Returns a hash, in hexadecimal, of the tokens and of where the held-out part begins by default; with
+    /// `documents` also of where documents begin. Two corpora with one identity train alike.
+    #[must_use]
+    pub fn identity(&self, documents: bool) -> String {
+        let mut hasher = blake3::Hasher::new();
+        self.tokens.hash(&mut hasher);
+        hasher.update(&(self.standard_boundary() as u64).to_le_bytes());
+        for start in self.documents.iter().filter(|_| documents) {
+            hasher.update(&(*start as u64).to_le_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
+    }
+
+    /// Returns the number of tokens to train on with [`HoldOut::Standard`].
+    fn standard_boundary(&self) -> usize {
+        self.boundary.unwrap_or((0.9 * self.len() as f64) as usize)
+    }
+
     /// Splits the corpus into the training and the held-out part. With [`HoldOut::Standard`] or a fraction, one
     /// of them may be empty.
     ///
@@ -267,7 +288,7 @@ impl Corpus {
     pub fn split(&self, hold_out: HoldOut) -> Result<(Split, Split), ZooError> {
         let n = self.len();
         let training = match hold_out {
-            HoldOut::Standard => self.boundary.unwrap_or((0.9 * n as f64) as usize),
+            HoldOut::Standard => self.standard_boundary(),
             HoldOut::Fraction(f) if (0.0..1.0).contains(&f) => ((1.0 - f) * n as f64) as usize,
             HoldOut::Fraction(found) => return Err(ZooError::HoldOut { found, tokens: n }),
             HoldOut::Tokens(held) if held < n => n - held,

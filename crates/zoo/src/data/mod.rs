@@ -13,11 +13,11 @@ mod shards;
 mod source;
 mod tokens;
 
-pub use corpus::{Corpus, HoldOut, ReadOptions};
+pub use corpus::{Corpus, HoldOut};
 pub use sampler::{Offsets, Sampler, Shard};
 pub use shards::{NoSharding, Sharding, Shards};
 pub use source::{
-    DataFile, Listing, NoEncoding, NoTokenType, Part, PlainSpecialTokens, Reading, Skipped, SourceError,
-    TextEncoding, TokenType,
+    DataFile, Listing, NoEncoding, NoTokenType, Part, PlainSpecialTokens, ReadOptions, Reading, Skipped,
+    SourceError, TextEncoding, TokenType,
 };
 pub use tokens::{Split, Tokens};

@@ -59,6 +59,18 @@ impl Tokens {
         }
     }
 
+    /// Adds the tokens to a hash, each as four bytes.
+    pub(super) fn hash(&self, hasher: &mut blake3::Hasher) {
+        const AT_ONCE: usize = 1 << 14;
+        let mut ids = Vec::with_capacity(AT_ONCE);
+        for start in (0..self.len()).step_by(AT_ONCE) {
+            ids.clear();
+            self.append_to(start..(start + AT_ONCE).min(self.len()), &mut ids);
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            hasher.update(&bytes);
+        }
+    }
+
     /// Returns the positions of a token.
     pub(super) fn positions(&self, token: u32) -> impl Iterator<Item = usize> {
         let at = move |i: usize| match self {

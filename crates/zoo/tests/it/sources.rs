@@ -302,3 +302,89 @@ fn special_tokens_of_a_text_divide_it_where_the_user_asks() {
     assert_eq!(plain.len(), 2 + 7 + 2 + 7 + 1);
     assert!(plain.reading().plain_special_tokens[0].is_known);
 }
+
+#[cfg(unix)]
+#[test]
+fn a_hugging_face_cache_is_read_by_the_names_of_its_snapshots() {
+    use std::os::unix::fs::symlink;
+
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "blobs/1111", b"to train on ");
+    write(dir.path(), "blobs/2222", b"held out");
+    write(dir.path(), "refs/main", b"abc123");
+    fs::create_dir_all(dir.path().join("snapshots/abc123")).unwrap();
+    for (blob, name) in [("1111", "train.txt"), ("2222", "validation.txt")] {
+        symlink(format!("../../blobs/{blob}"), dir.path().join("snapshots/abc123").join(name)).unwrap();
+    }
+    assert_eq!(texts(dir.path()), ("to train on ".to_owned(), "held out".to_owned()));
+}
+
+#[cfg(unix)]
+#[test]
+fn devices_are_refused_and_hard_links_are_read_once() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(refusal(Path::new("/dev/zero")).contains("is a device"));
+    write(dir.path(), "a.txt", b"once");
+    fs::hard_link(dir.path().join("a.txt"), dir.path().join("b.txt")).unwrap();
+    assert_eq!(both(dir.path()), "once");
+}
+
+#[test]
+fn what_is_in_a_folder_does_not_change_how_other_files_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "train.txt", b"to train on ");
+    write(dir.path(), "valid.txt", b"held out");
+    write(dir.path(), "deeper/old.bin", &[1, 0]);
+    write(dir.path(), "deeper/old.bin.gz", b"\x1f\x8b\x08\0");
+    write(dir.path(), "logo.png", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\n");
+    assert_eq!(texts(dir.path()), ("to train on ".to_owned(), "held out".to_owned()));
+    // Empty files of ids neither.
+    write(dir.path(), "ids/empty.bin", b"");
+    write(dir.path(), "ids/train.bin", &[b'a', 0]);
+    assert_eq!(both(&dir.path().join("ids")), "a");
+}
+
+#[test]
+fn corpora_that_train_alike_have_one_identity() {
+    let dir = tempfile::tempdir().unwrap();
+    let read = |name: &str| Corpus::open(&dir.path().join(name), &Byte).unwrap();
+    write(dir.path(), "whole.txt", b"to train on held out");
+    write(dir.path(), "cut/a.txt", b"to train on ");
+    write(dir.path(), "cut/b.txt", b"held out");
+    write(dir.path(), "parts/train.txt", b"to train on ");
+    write(dir.path(), "parts/valid.txt", b"held out");
+    let (whole, cut, parts) = (read("whole.txt"), read("cut"), read("parts"));
+    assert_eq!((whole.hash(), cut.hash()), (cut.hash(), parts.hash()));
+    assert_eq!(whole.identity(false), cut.identity(false));
+    assert_ne!(whole.identity(true), cut.identity(true), "documents count where they are divided");
+    assert_ne!(whole.identity(false), parts.identity(false), "what is held out counts");
+}
+
+#[cfg(feature = "compressed")]
+#[test]
+fn compressed_files_that_hold_no_text_are_left_out_of_a_folder() {
+    use std::io::Write;
+
+    let gzip = |bytes: &[u8]| {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::new(6));
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    write(dir.path(), "a.txt", b"text");
+    write(dir.path(), "b.pdf.gz", &gzip(b"%PDF-1.7\n"));
+    write(dir.path(), "c.dat.gz", &gzip(b"a\0b"));
+    assert_eq!(both(dir.path()), "text");
+    assert_eq!(
+        left_out(dir.path()),
+        ["b.pdf.gz: a PDF document, compressed", "c.dat.gz: not text (zero bytes), compressed"]
+    );
+    // Megatron's index stands beside a compressed file of ids too.
+    let mut index = b"MMIDIDX\0\0\x01\0\0\0\0\0\0\0\x01".to_vec();
+    index.extend([1_u64, 0].iter().flat_map(|n| n.to_le_bytes()));
+    index.extend([2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    write(dir.path(), "ids/train.idx", &index);
+    write(dir.path(), "ids/train.bin.gz", &gzip(b"ab"));
+    assert_eq!(both(&dir.path().join("ids")), "ab", "ids of one byte");
+    assert_eq!(left_out(&dir.path().join("ids")), [""; 0]);
+}

@@ -146,7 +146,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         seed: job.config.seed,
         sync: level.method.clone(),
         codec: level.codec.clone(),
-        data_hash: job.hash.clone(),
+        data_hash: job.data_identity.clone(),
         step,
         outer_step,
         rounds,

@@ -56,5 +56,5 @@ fn is_of(record: &CheckpointRecord, job: &Job) -> bool {
     record.model == model_facts(job)
         && record.seed == job.config.seed
         && record.sync == job.plan.outermost().method
-        && (job.config.own_data || record.data_hash == job.hash)
+        && job.has_data(&record.data_hash)
 }

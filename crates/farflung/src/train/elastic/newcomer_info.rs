@@ -6,7 +6,7 @@ use super::run_id::RunId;
 use super::status::Status;
 use crate::config::shared::{NamedValue, is_own};
 use crate::train::job::Job;
-use crate::train::meet::model_facts;
+use crate::train::meet::{data_fact, model_facts};
 use crate::{Error, Result};
 
 /// Version of this program. All members need the same one, since another may compute other values. The number
@@ -112,11 +112,8 @@ fn is_control(c: char) -> bool {
 
 /// Returns the facts that must be the same on all members, beside their settings.
 fn facts(job: &Job) -> Vec<NamedValue> {
-    let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
-    if !job.config.own_data {
-        facts.push(NamedValue::new("data", format!("{tokens} tokens with hash {}", job.hash)));
-    }
+    facts.extend(data_fact(job));
     facts
 }
 

@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
-use farflung_zoo::data::{Listing, TokenType};
+use farflung_zoo::data::{Listing, ReadOptions, TokenType};
 
 use crate::TrainConfig;
 use crate::config::choice::TokenizerKind;
+use crate::train::job::read_options;
 
 /// Bytes of the default text, rounded up.
 const DEFAULT_TEXT: u64 = 3_500_000;
@@ -44,7 +45,7 @@ impl Files {
 pub(super) fn data(config: &TrainConfig) -> Data {
     let files = match &config.data {
         None => Files { sum: DEFAULT_TEXT, largest: DEFAULT_TEXT, tokens: false },
-        Some(path) => files(path),
+        Some(path) => files(path, &read_options(config)),
     };
     let byte = config.tokenizer == TokenizerKind::Byte;
     let times = u64::saturating_mul;
@@ -63,9 +64,9 @@ pub(super) fn data(config: &TrainConfig) -> Data {
 }
 
 /// Returns the sizes of the files that the corpus reads.
-fn files(path: &Path) -> Files {
+fn files(path: &Path, options: &ReadOptions) -> Files {
     let mut files = Files::default();
-    for file in Listing::of(path).map(|listing| listing.files).unwrap_or_default() {
+    for file in Listing::of(path, options).map(|listing| listing.files).unwrap_or_default() {
         files.tokens |= file.tokens;
         files.add(file.bytes.saturating_mul(if file.packed { UNPACKED_TIMES } else { 1 }));
     }

@@ -69,7 +69,7 @@ impl TextEncoding {
                 DecoderResult::OutputFull => {}
                 DecoderResult::Malformed(wrong, after) => {
                     let offset = read.saturating_sub(usize::from(wrong) + usize::from(after));
-                    return Err(wrong_at(path, self.name(), offset, bytes, true));
+                    return Err(wrong_at(path, self.name(), offset, bytes.get(offset).copied(), true));
                 }
             }
         }
@@ -94,6 +94,8 @@ pub(in crate::data) struct Decoded {
     pub(in crate::data) text: Vec<u8>,
     /// The encoding, unless the bytes were taken as they are.
     pub(in crate::data) from: Option<&'static str>,
+    /// Length of the byte-order mark before them.
+    pub(in crate::data) mark: usize,
 }
 
 /// Returns an error about a byte that does not belong to an encoding.
@@ -101,10 +103,10 @@ pub(in crate::data) fn wrong_at(
     path: &Path,
     encoding: &'static str,
     offset: usize,
-    bytes: &[u8],
+    byte: Option<u8>,
     any: bool,
 ) -> SourceError {
-    SourceError::Encoding { path: path.to_owned(), encoding, offset, byte: bytes.get(offset).copied(), any }
+    SourceError::Encoding { path: path.to_owned(), encoding, offset, byte, any }
 }
 
 /// Returns whether bytes begin with the byte-order mark of UTF-16.
@@ -131,8 +133,8 @@ pub(in crate::data) fn text_of(
     }
     if let Some(Utf16 { name, text, wrong }) = utf16(&bytes) {
         return match wrong {
-            Some(offset) => Err(wrong_at(path, name, offset, &bytes, true)),
-            None => Ok(Decoded { text: text.into_bytes(), from: Some(name) }),
+            Some(offset) => Err(wrong_at(path, name, offset, bytes.get(offset).copied(), true)),
+            None => Ok(Decoded { text: text.into_bytes(), from: Some(name), mark: 0 }),
         };
     }
     let marked = bytes.starts_with(UTF8_MARK);
@@ -142,9 +144,9 @@ pub(in crate::data) fn text_of(
     }
     match given {
         Some(encoding) if !marked => {
-            Ok(Decoded { text: encoding.decode(path, &text)?, from: Some(encoding.name()) })
+            Ok(Decoded { text: encoding.decode(path, &text)?, from: Some(encoding.name()), mark: 0 })
         }
-        _ => Ok(Decoded { text, from: None }),
+        _ => Ok(Decoded { text, from: None, mark: if marked { UTF8_MARK.len() } else { 0 } }),
     }
 }
 

@@ -1,6 +1,6 @@
 //! What a file is, by its first bytes and its name.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::decode::has_utf16_mark;
 use crate::file_kind::{Compression, FileKind, START};
@@ -58,10 +58,14 @@ impl Form {
 
 /// Returns whether a file's name, without the ending of a compressed file, is that of a file of tokens.
 pub(in crate::data) fn has_token_name(path: &Path) -> bool {
+    unpacked_name(path).extension().is_some_and(|e| e.eq_ignore_ascii_case("bin"))
+}
+
+/// Returns a file's path without the ending of a compressed file.
+pub(in crate::data) fn unpacked_name(path: &Path) -> PathBuf {
     let packed = ["gz", "zst", "xz", "bz2"];
     let is_packed = path.extension().is_some_and(|e| packed.iter().any(|known| e == *known));
-    let inner = if is_packed { path.with_extension("") } else { path.to_owned() };
-    inner.extension().is_some_and(|e| e == "bin")
+    if is_packed { path.with_extension("") } else { path.to_owned() }
 }
 
 /// Returns whether the bytes begin with a header of safetensors: its length, and an object in JSON.

@@ -1,12 +1,13 @@
 //! The files of a data set: which ones are read, in which order and as which part, and which ones are not.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::SourceError;
 use super::form::{Form, LOOK, has_token_name};
+use super::options::ReadOptions;
 use super::part::Part;
 use super::sidecar;
 use super::skipped::Skipped;
@@ -55,15 +56,16 @@ impl Listing {
     ///
     /// Errors: [`ZooError::Io`]; [`SourceError::NotText`] for a file that holds no plain text, and for a
     /// pointer of Git LFS in a folder; [`SourceError::NothingToRead`].
-    pub fn of(path: &Path) -> Result<Self, ZooError> {
+    pub fn of(path: &Path, options: &ReadOptions) -> Result<Self, ZooError> {
         let metadata = fs::metadata(path).map_err(ZooError::io("read", path))?;
+        refuse_device(path, &metadata)?;
         if !metadata.is_dir() {
             let form = if metadata.is_file() { form_of(path)? } else { name_of_pipe(path) };
             refused(path, &form, true)?;
             let file = DataFile::new(path, metadata.len(), &form);
             return Ok(Self { files: vec![file], ..Self::default() });
         }
-        let mut walk = Walk::new(path);
+        let mut walk = Walk::new(path, options);
         if list(path)?.iter().any(|p| has_token_name(p) && p.is_file() && left_out_by_name(p).is_none()) {
             walk.token_files(path)?;
         } else {
@@ -101,10 +103,30 @@ pub(in crate::data) fn refused(path: &Path, form: &Form, any_bytes: bool) -> Res
     Err(SourceError::NotText { path: path.to_owned(), what, advice })
 }
 
-/// Returns why a file of a folder is left out because of its contents.
-fn left_out_by_form(form: &Form) -> Option<String> {
+/// Returns an error for a device, which never ends.
+#[cfg(unix)]
+fn refuse_device(path: &Path, metadata: &fs::Metadata) -> Result<(), SourceError> {
+    use std::os::unix::fs::FileTypeExt;
+
+    let kind = metadata.file_type();
+    if kind.is_block_device() || kind.is_char_device() {
+        let (path, what) = (path.to_owned(), "a device".to_owned());
+        return Err(SourceError::NotText { path, what, advice: "give a file, a folder or a pipe" });
+    }
+    Ok(())
+}
+
+#[cfg(not(unix))]
+fn refuse_device(_: &Path, _: &fs::Metadata) -> Result<(), SourceError> {
+    Ok(())
+}
+
+/// Returns why a file of a folder is left out because of its contents. In an encoding that the user gives, text
+/// may have zero bytes.
+pub(in crate::data) fn left_out_by_form(form: &Form, options: &ReadOptions) -> Option<String> {
     match form {
         Form::Text | Form::Tokens | Form::Packed(_) | Form::Pointer(_) => None,
+        Form::Binary if options.encoding.is_some() => None,
         Form::Binary => Some("not text (zero bytes)".to_owned()),
         Form::Html => Some("a page in HTML".to_owned()),
         Form::Other(kind) => Some(kind.to_string()),
@@ -123,6 +145,30 @@ const LEFT_BY_TOOLS: [(&str, &str); 8] = [
     (".aria2", "an unfinished download"),
 ];
 
+/// Endings of files that hold no text, so that a pointer in place of one stands for no text.
+const NO_TEXT: [&str; 20] = [
+    "png",
+    "jpg",
+    "jpeg",
+    "gif",
+    "webp",
+    "svg",
+    "ico",
+    "pdf",
+    "zip",
+    "mp3",
+    "mp4",
+    "wav",
+    "ogg",
+    "safetensors",
+    "pt",
+    "pth",
+    "ckpt",
+    "onnx",
+    "npy",
+    "parquet",
+];
+
 /// Returns why a file or folder is left out because of its name.
 fn left_out_by_name(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_string_lossy();
@@ -132,22 +178,42 @@ fn left_out_by_name(path: &Path) -> Option<&'static str> {
     LEFT_BY_TOOLS.iter().find(|(ending, _)| name.ends_with(ending)).map(|(_, why)| *why)
 }
 
+/// What tells a file from all others, whatever its names are.
+#[cfg(unix)]
+type Identity = (u64, u64);
+#[cfg(not(unix))]
+type Identity = PathBuf;
+
+#[cfg(unix)]
+fn identity(_: &Path, metadata: &fs::Metadata) -> Identity {
+    use std::os::unix::fs::MetadataExt;
+
+    (metadata.dev(), metadata.ino())
+}
+
+#[cfg(not(unix))]
+fn identity(path: &Path, _: &fs::Metadata) -> Identity {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
 /// The files found so far in a folder.
 struct Walk<'a> {
     root: &'a Path,
-    /// The folder itself without links, if it could be resolved.
-    real_root: Option<PathBuf>,
-    /// The files and folders seen, without links, each with the path by which it was first found.
-    seen: BTreeMap<PathBuf, PathBuf>,
+    options: &'a ReadOptions,
+    /// The folder itself and those that contain it.
+    above: BTreeSet<Identity>,
+    /// The files and folders seen, each with the path by which it was first found.
+    seen: BTreeMap<Identity, PathBuf>,
     files: Vec<DataFile>,
     skipped: Vec<Skipped>,
 }
 
 impl<'a> Walk<'a> {
-    fn new(root: &'a Path) -> Self {
-        let real_root = fs::canonicalize(root).ok();
-        let seen = real_root.iter().map(|real| (real.clone(), PathBuf::new())).collect();
-        Self { root, real_root, seen, files: Vec::new(), skipped: Vec::new() }
+    fn new(root: &'a Path, options: &'a ReadOptions) -> Self {
+        let real = fs::canonicalize(root).unwrap_or_else(|_| root.to_owned());
+        let identity = |path: &Path| fs::metadata(path).ok().map(|metadata| identity(path, &metadata));
+        let above = real.ancestors().filter_map(identity).collect();
+        Self { root, options, above, seen: BTreeMap::new(), files: Vec::new(), skipped: Vec::new() }
     }
 
     fn relative(&self, path: &Path) -> PathBuf {
@@ -173,18 +239,18 @@ impl<'a> Walk<'a> {
             }
             Err(error) => return Err(ZooError::io("read", path)(error)),
         };
-        let real = fs::canonicalize(path).map_err(ZooError::io("resolve", path))?;
-        if metadata.is_dir() && self.real_root.as_ref().is_some_and(|root| root.starts_with(&real)) {
+        let identity = identity(path, &metadata);
+        if metadata.is_dir() && self.above.contains(&identity) {
             self.skip(path, "a link to a folder that contains it");
             return Ok(None);
         }
-        if let Some(first) = self.seen.get(&real) {
+        if let Some(first) = self.seen.get(&identity) {
             let why = format!("the same as `{}`", first.display());
             self.skip(path, why);
             return Ok(None);
         }
         let relative = self.relative(path);
-        self.seen.insert(real, relative);
+        self.seen.insert(identity, relative);
         Ok(Some(metadata))
     }
 
@@ -198,6 +264,10 @@ impl<'a> Walk<'a> {
                 }
                 continue;
             }
+            if metadata.len() == 0 {
+                self.skip(&path, "empty");
+                continue;
+            }
             let form = form_of(&path)?;
             refused(&path, &form, false)?;
             let part = Part::of(&self.relative(&path)).unwrap_or(Part::Training);
@@ -208,7 +278,12 @@ impl<'a> Walk<'a> {
 
     /// Adds all text files in `folder` and its subfolders.
     fn texts(&mut self, folder: &Path) -> Result<(), ZooError> {
+        let is_cache = ["blobs", "snapshots"].iter().all(|name| folder.join(name).is_dir());
         for path in list(folder)? {
+            if is_cache && ["blobs", "refs"].iter().any(|name| path.ends_with(name)) {
+                self.skip(&path, "of a Hugging Face cache, whose files are named in `snapshots`");
+                continue;
+            }
             let Some(metadata) = self.visit(&path)? else { continue };
             if metadata.is_dir() {
                 self.texts(&path)?;
@@ -218,15 +293,20 @@ impl<'a> Walk<'a> {
                 self.skip(&path, "empty");
             } else {
                 let form = form_of(&path)?;
-                if let Some(why) = left_out_by_form(&form) {
+                if let Some(why) = left_out_by_form(&form, self.options) {
                     self.skip(&path, why);
                     continue;
                 }
-                if form == Form::Tokens {
-                    self.skip(&path, "a .bin file in a folder of text");
+                if has_token_name(&path) {
+                    self.skip(&path, "a .bin file below a folder of text: give its own folder");
                     continue;
                 }
-                refused(&path, &form, false)?;
+                let ending = path.extension().unwrap_or_default();
+                if matches!(form, Form::Pointer(_)) && NO_TEXT.iter().any(|known| ending == *known) {
+                    self.skip(&path, "a pointer to a file that is no text");
+                    continue;
+                }
+                refused(&path, &form, self.options.encoding.is_some())?;
                 self.files.push(DataFile::new(&path, metadata.len(), &form));
             }
         }

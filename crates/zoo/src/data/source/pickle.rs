@@ -14,6 +14,8 @@ pub(super) enum Value {
     Tuple(Vec<usize>),
     List(Vec<usize>),
     Dict(Vec<(usize, usize)>),
+    /// A number that is not whole, or bytes.
+    Other,
 }
 
 /// The values of a pickle. They refer to each other by index, so that a value which is used many times exists
@@ -42,6 +44,12 @@ impl Pickle {
     pub(super) fn entries<'a>(&'a self, dict: &'a Value) -> impl Iterator<Item = (&'a Value, &'a Value)> {
         let entries = if let Value::Dict(entries) = dict { &entries[..] } else { &[] };
         entries.iter().map(|(key, value)| (&self.values[*key], &self.values[*value]))
+    }
+
+    /// Returns the values of a list.
+    pub(super) fn items<'a>(&'a self, list: &'a Value) -> impl Iterator<Item = &'a Value> {
+        let items = if let Value::List(items) = list { &items[..] } else { &[] };
+        items.iter().map(|item| &self.values[*item])
     }
 }
 
@@ -80,6 +88,28 @@ fn cut() -> String {
     "the pickle ends too early".to_owned()
 }
 
+/// Returns a text of protocol 0: Latin-1, with `\\uXXXX` and `\\UXXXXXXXX` for other characters.
+fn unescaped(line: &[u8]) -> Result<String, String> {
+    let mut text = String::new();
+    let mut rest = line;
+    while let Some((&byte, after)) = rest.split_first() {
+        let digits = match after.first() {
+            Some(b'u') if byte == b'\\' => 4,
+            Some(b'U') if byte == b'\\' => 8,
+            _ => {
+                text.push(char::from(byte));
+                rest = after;
+                continue;
+            }
+        };
+        let hex = after.get(1..=digits).and_then(|hex| std::str::from_utf8(hex).ok());
+        let code = hex.and_then(|hex| u32::from_str_radix(hex, 16).ok()).and_then(char::from_u32);
+        text.push(code.ok_or_else(|| "a text has a wrong escape".to_owned())?);
+        rest = &after[1 + digits..];
+    }
+    Ok(text)
+}
+
 impl<'a> Machine<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], String> {
         let (head, rest) = self.rest.split_at_checked(count).ok_or_else(cut)?;
@@ -102,6 +132,11 @@ impl<'a> Machine<'a> {
         let length = usize::try_from(self.number(length_bytes)?).map_err(|_| cut())?;
         let text = std::str::from_utf8(self.take(length)?);
         Ok(Value::Text(text.map_err(|_| "a text is not UTF-8".to_owned())?.to_owned()))
+    }
+
+    fn bytes(&mut self, length_bytes: usize) -> Result<Value, String> {
+        let length = usize::try_from(self.number(length_bytes)?).map_err(|_| cut())?;
+        self.take(length).map(|_| Value::Other)
     }
 
     fn push(&mut self, value: Value) {
@@ -192,12 +227,15 @@ impl<'a> Machine<'a> {
             0x8a => self.long(1)?,
             0x8b => self.long(4)?,
             b'V' => {
-                let line = self.line()?;
-                if line.contains('\\') {
-                    return Err("a text has escapes; write the pickle with protocol 2 or later".to_owned());
-                }
-                Value::Text(line.to_owned())
+                let end = self.rest.iter().position(|&byte| byte == b'\n').ok_or_else(cut)?;
+                let line = self.take(end + 1)?;
+                Value::Text(unescaped(&line[..end])?)
             }
+            b'G' => self.take(8).map(|_| Value::Other)?,
+            b'F' => self.line().map(|_| Value::Other)?,
+            b'C' => self.bytes(1)?,
+            b'B' => self.bytes(4)?,
+            0x8e | 0x96 => self.bytes(8)?,
             0x8c => self.text(1)?,
             b'X' => self.text(4)?,
             0x8d => self.text(8)?,
@@ -305,6 +343,18 @@ mod tests {
         for end in 0..PLAIN.len() {
             read(&PLAIN[..end]).unwrap_err();
         }
+    }
+
+    #[test]
+    fn other_protocols_and_values_are_read() {
+        // `pickle.dumps({'a': '\n\u20ac', 'l': ['x'], 'f': 1.5, 'b': b'y'}, 0)` of Python 3.11, without `b`.
+        let first = b"(dp0\nVa\np1\nV\\u000a\\u20ac\np2\nsVl\np3\n(lp4\nVx\np5\nasVf\np6\nF1.5\ns.";
+        let pickle = read(first).unwrap();
+        assert_eq!(pickle.get(pickle.root(), "a"), Some(&Value::Text("\n€".to_owned())));
+        let list = pickle.get(pickle.root(), "l").unwrap();
+        assert_eq!(pickle.items(list).collect::<Vec<_>>(), [&Value::Text("x".to_owned())]);
+        assert_eq!(pickle.get(pickle.root(), "f"), Some(&Value::Other));
+        assert_eq!(read(b"}\x8c\x01bC\x01ys.").unwrap().root(), &Value::Dict(vec![(1, 2)]));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::decode::NoText;
-use super::skipped::{Skipped, grouped};
+use super::skipped::{Skipped, grouped, shown};
 
 /// Special tokens that stand in the text and were read as plain text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,7 +79,7 @@ impl fmt::Display for Reading {
             kinds.insert(0, format!("{} compressed", self.packed));
         }
         if let Some(path) = &self.decoded_by {
-            kinds.push(format!("ids decoded by `{}`", path.display()));
+            kinds.push(format!("ids decoded by `{}`", shown(path)));
         }
         if !kinds.is_empty() {
             write!(f, " ({})", kinds.join(", "))?;
@@ -88,7 +88,7 @@ impl fmt::Display for Reading {
         if let Some((path, offset)) = &self.first_no_text {
             // A share above 0 is not shown as 0.
             let percent = (100.0 * self.no_text_share()).max(0.01);
-            write!(f, ", {percent:.2} % no text (first at byte {offset} of `{}`)", path.display())?;
+            write!(f, ", {percent:.2} % no text (first at byte {offset} of `{}`)", shown(path))?;
         } else if !self.is_ids {
             write!(f, ", 0 % no text")?;
         }

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use super::form::unpacked_name;
 use super::pickle::{self, Pickle, Value};
 use super::{SourceError, TokenType};
 use crate::{Tokenizer, ZooError};
@@ -14,8 +15,10 @@ use crate::{Tokenizer, ZooError};
 const META: &str = "meta.pkl";
 /// The name of this project's description of the files in its folder.
 const TOKENS: &str = "tokens.json";
-/// Longest description that is read, in bytes.
-const LONGEST: u64 = 64 << 20;
+/// Longest description of a vocabulary that is read, in bytes.
+const LONGEST: u64 = 4 << 20;
+/// Longest text of an id, in bytes.
+const LONGEST_TEXT: usize = 256;
 /// Vocabularies are padded by fewer ids than this.
 const PADDING: usize = 1024;
 
@@ -49,7 +52,10 @@ struct TokensJson {
 /// Returns whether a file is one that describes files of ids.
 pub(super) fn is_sidecar(path: &Path) -> bool {
     path.file_name().is_some_and(|name| name == META || name == TOKENS)
-        || path.extension().is_some_and(|ending| ending == "idx") && path.with_extension("bin").is_file()
+        || path.extension().is_some_and(|ending| ending == "idx")
+            && ["bin", "bin.gz", "bin.zst", "bin.xz", "bin.bz2"]
+                .iter()
+                .any(|of| path.with_extension(of).is_file())
 }
 
 impl Sidecar {
@@ -59,16 +65,16 @@ impl Sidecar {
     pub(in crate::data) fn of(path: &Path, bytes: usize) -> Result<Self, ZooError> {
         let mut known = Self::default();
         let wrong = |beside: &Path, problem| SourceError::Sidecar { path: beside.to_owned(), problem };
-        let index = path.with_extension("idx");
-        if let Some(contents) = read(&index)? {
+        let index = unpacked_name(path).with_extension("idx");
+        if let Some(contents) = read(&index, u64::MAX)? {
             known.index(&index, &contents, bytes).map_err(|problem| wrong(&index, problem))?;
         }
         let meta = path.with_file_name(META);
-        if let Some(contents) = read(&meta)? {
+        if let Some(contents) = read(&meta, LONGEST)? {
             known.meta(&meta, &contents).map_err(|problem| wrong(&meta, problem))?;
         }
         let tokens = path.with_file_name(TOKENS);
-        if let Some(contents) = read(&tokens)? {
+        if let Some(contents) = read(&tokens, LONGEST)? {
             known.tokens(&tokens, &contents).map_err(|problem| wrong(&tokens, problem))?;
         }
         Ok(known)
@@ -233,10 +239,18 @@ impl Sidecar {
 /// Returns the texts of a dictionary from ids to texts, or of a list of texts.
 fn texts_of(pickle: &Pickle, itos: &Value) -> Result<Vec<Option<String>>, String> {
     let mut texts = Vec::new();
-    for (key, value) in pickle.entries(itos) {
-        let (Value::Int(id), Value::Text(text)) = (key, value) else {
+    let of_list = pickle.items(itos).enumerate().map(|(id, text)| (Value::Int(id as i64), text));
+    let of_dict = pickle.entries(itos).map(|(id, text)| (id.clone(), text));
+    for (key, value) in of_dict.chain(of_list) {
+        let (Value::Int(id), Value::Text(text)) = (&key, value) else {
             return Err("`itos` has an entry that is not from a number to a text".to_owned());
         };
+        if text.len() > LONGEST_TEXT {
+            return Err(format!(
+                "the text of an id in `itos` has {} bytes, at most {LONGEST_TEXT} are read",
+                text.len()
+            ));
+        }
         let id = usize::try_from(*id).ok().filter(|id| *id < 1 << 20);
         let id = id.ok_or_else(|| "`itos` has an id that is negative or above 1048575".to_owned())?;
         if texts.len() <= id {
@@ -251,15 +265,15 @@ fn texts_of(pickle: &Pickle, itos: &Value) -> Result<Vec<Option<String>>, String
 }
 
 /// Reads a file, if it is there.
-fn read(path: &Path) -> Result<Option<Vec<u8>>, ZooError> {
+fn read(path: &Path, longest: u64) -> Result<Option<Vec<u8>>, ZooError> {
     if !path.is_file() {
         return Ok(None);
     }
     let mut contents = Vec::new();
     let file = File::open(path).map_err(ZooError::io("read", path))?;
-    file.take(LONGEST + 1).read_to_end(&mut contents).map_err(ZooError::io("read", path))?;
-    if contents.len() as u64 > LONGEST {
-        let problem = format!("it has more than {LONGEST} bytes");
+    file.take(longest.saturating_add(1)).read_to_end(&mut contents).map_err(ZooError::io("read", path))?;
+    if contents.len() as u64 > longest {
+        let problem = format!("it has more than {longest} bytes: move it away");
         return Err(SourceError::Sidecar { path: path.to_owned(), problem }.into());
     }
     Ok(Some(contents))

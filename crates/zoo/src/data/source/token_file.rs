@@ -11,6 +11,7 @@ use std::str::FromStr;
 
 use super::SourceError;
 use super::decode::no_text;
+use crate::file_kind::{FileKind, START};
 use crate::{Tokenizer, ZooError};
 
 /// llm.c for GPT-2: version 1, `u16` tokens.
@@ -158,9 +159,7 @@ impl<'a> Ids<'a> {
     /// Errors: [`ZooError::TokenOutOfRange`] for an id outside the vocabulary;
     /// [`SourceError::NotTheseTokens`] for ids of another width, or which are not what the tokenizer makes.
     pub(in crate::data) fn check(self, path: &Path, tokenizer: &dyn Tokenizer) -> Result<(), ZooError> {
-        if let Some(problem) = self.wider() {
-            return Err(SourceError::NotTheseTokens { path: path.to_owned(), problem }.into());
-        }
+        self.check_width(path)?;
         let vocab = tokenizer.vocab_size();
         let out_of_range = self.iter().enumerate().find(|&(_, id)| id as usize >= vocab);
         if let Some((position, token)) = out_of_range {
@@ -172,14 +171,37 @@ impl<'a> Ids<'a> {
         Ok(())
     }
 
-    /// Returns what is wrong if these are the halves of ids of four bytes.
-    fn wider(self) -> Option<String> {
-        let halves = !self.is_said && self.len() >= SAMPLE_LEAST;
-        let wider = halves
-            && self.iter().skip(1).step_by(2).all(|id| id == 0)
-            && self.iter().step_by(2).any(|id| id != 0);
-        wider.then(|| {
-            "every second id is 0 when ids have 2 bytes: if they have 4, give `--token-type u32`".to_owned()
+    /// Checks that the ids are not parts of wider ones, nor text.
+    ///
+    /// Errors: [`SourceError::NotTheseTokens`].
+    pub(in crate::data) fn check_width(self, path: &Path) -> Result<(), SourceError> {
+        let wrong = |problem| Err(SourceError::NotTheseTokens { path: path.to_owned(), problem });
+        let start = &self.body[..self.body.len().min(START)];
+        if !self.is_said
+            && start.len() >= SAMPLE_LEAST
+            && matches!(FileKind::of(start), Some(FileKind::Text(_)))
+        {
+            let advice = "rename it, so that its name does not end in .bin";
+            return wrong(format!("it is text, and is read as ids because of its name: {advice}"));
+        }
+        let Some((bytes, name)) = self.wider() else { return Ok(()) };
+        let own = self.kind.bytes();
+        wrong(format!(
+            "ids of {own} bytes are mostly 0, as if each were a part of one of {bytes} bytes: give `--token-type \
+             {name}`"
+        ))
+    }
+
+    /// Returns the length in bytes and the type of ids of which these are parts, if they seem to be parts.
+    fn wider(self) -> Option<(usize, &'static str)> {
+        let wider = |times: usize| {
+            let zero = |(at, id): (usize, u32)| at % times == 0 || id == 0;
+            let parts = self.len() >= SAMPLE_LEAST && self.len().is_multiple_of(times);
+            parts && self.iter().enumerate().all(zero) && self.iter().any(|id| id != 0)
+        };
+        [(8, "i64"), (4, "u32")].into_iter().find(|(bytes, _)| {
+            let times = bytes / self.kind.bytes();
+            times > 1 && wider(times)
         })
     }
 
@@ -271,6 +293,15 @@ mod tests {
         let error = check(&wide, None, &Byte).unwrap_err().to_string();
         assert!(error.contains("--token-type u32"), "{error}");
         check(&wide, Some(TokenType::U32), &Byte).unwrap();
+        let wider: Vec<u8> = (0..200_i64).flat_map(|i| (i % 90 + 32).to_le_bytes()).collect();
+        for said in [None, Some(TokenType::U16), Some(TokenType::U32)] {
+            let error = check(&wider, said, &Byte).unwrap_err().to_string();
+            assert!(error.contains("--token-type i64"), "{error}");
+        }
+        check(&wider, Some(TokenType::I64), &Byte).unwrap();
+        let text =
+            "This is text, and its name says that it is ids of tokens, which it is not at all.".repeat(2);
+        assert!(check(text.as_bytes(), None, &Byte).unwrap_err().to_string().contains("it is text"));
     }
 
     #[test]

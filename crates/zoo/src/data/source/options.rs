@@ -1,0 +1,14 @@
+//! How the files of a data set are read.
+
+use super::{TextEncoding, TokenType};
+
+/// How the files of a data set are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ReadOptions {
+    /// Encoding of texts without a byte-order mark. `None` reads UTF-8, and with the byte tokenizer any bytes.
+    pub encoding: Option<TextEncoding>,
+    /// Whether special tokens that are written in a text, such as `<|endoftext|>`, become tokens.
+    pub special_tokens: bool,
+    /// Type of the ids in `.bin` files that do not say it themselves. `None` is two bytes.
+    pub token_type: Option<TokenType>,
+}
