@@ -51,8 +51,8 @@ pub(crate) struct LaunchCommand {
     /// the others join it. A process that fails is started again after a second, while the others continue;
     /// --restarts limits the restarts of all processes together. The job ends if fewer than MIN processes are
     /// running or still to be started again, or if none is running. Further machines may join. Those that join
-    /// get the host's --data, --device, --threads, --job, --key-file, --transport, --relay, --quiet and
-    /// --notice-*, listen on any port of its interface, and have folders within its --out.
+    /// get the host's --data, --device, --threads, --job, --key-file, --tls-*, --secret-file, --transport,
+    /// --relay, --quiet and --notice-*, listen on any port of its interface, and have folders within its --out.
     #[arg(long, value_name = "MIN:MAX", value_parser = range,
           conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,

@@ -120,9 +120,9 @@ impl HostCommand {
         &self.notice
     }
 
-    /// Returns whether members show certificates, so that there is no ticket.
-    pub(super) fn has_certificates(&self) -> bool {
-        self.site != SiteMemberArgs::default()
+    /// Returns the certificates that members show in place of a ticket, if they are given.
+    pub(super) fn certificates(&self) -> Option<&SiteMemberArgs> {
+        Some(&self.site).filter(|site| **site != SiteMemberArgs::default())
     }
 
     /// Returns the path of this machine's key, if it was given.
@@ -178,6 +178,7 @@ impl HostCommand {
                         expected: "nothing: with certificates there is no ticket".to_owned(),
                     });
                 }
+                access::write_addresses(folder, &addresses)?;
                 let at: Vec<String> = addresses.iter().map(|at| format!("--at {at}")).collect();
                 farflung::terminal::write_stderr(format!(
                     "other machines join with their own certificates:\n  farflung join {} --tls-ca FILE \
@@ -343,8 +344,8 @@ impl JoinCommand {
         let stop = self.notice.install(super::print_error)?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
-            let Some(ticket) = &ticket else { return Ok(()) };
             let addresses = addresses(gate);
+            let Some(ticket) = &ticket else { return access::write_addresses(folder, &addresses) };
             let host = gate.own().key.unwrap_or(ticket.host);
             write_ticket(&Ticket { addresses, host, ..ticket.clone() }, folder, None).map(drop)
         };

@@ -47,8 +47,8 @@ impl Pools {
     /// Maximum rate.
     pub const MOST: u32 = 1_000_000;
 
-    /// Creates pools whose ranks all have rate 1. More ranks than [`Mesh::MAX_RANKS`] get no rates, so that wrong
-    /// sizes allocate nothing; [`Pools::fault`] then says so.
+    /// Creates pools whose ranks all have rate 1. More ranks than [`Mesh::MAX_RANKS`] get no rates, so that
+    /// wrong sizes allocate nothing; [`Pools::fault`] then says so.
     #[must_use]
     pub fn equal(sizes: Vec<u32>) -> Self {
         let ranks = ranks_of(&sizes);
