@@ -193,7 +193,8 @@ fn secret(host: &str) -> Result<Option<JoinSecret>> {
 /// Parses `HOST:PORT`; an IPv6 host is in brackets.
 fn master(text: &str) -> std::result::Result<(String, u16), String> {
     let expected = || format!("expected ADDR:PORT such as `127.0.0.1:29500`, found `{text}`");
-    let (host, port) = text.rsplit_once(':').ok_or_else(expected)?;
+    // As in `init_method` of PyTorch.
+    let (host, port) = text.strip_prefix("tcp://").unwrap_or(text).rsplit_once(':').ok_or_else(expected)?;
     let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
     if host.is_empty() {
         return Err(expected());

@@ -144,6 +144,7 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
+        own_address::check_schemes("address", &self.address)?;
         check_addresses(&self.address)?;
         let env = |name: &str| std::env::var(name).ok();
         let site = self.site.hosting(env)?;
@@ -314,6 +315,8 @@ pub(crate) struct JoinCommand {
 
 impl JoinCommand {
     pub(crate) fn run(self) -> Result<()> {
+        own_address::check_schemes("address", self.address.as_slice())?;
+        own_address::check_schemes("at", &self.at)?;
         check_addresses(&self.address)?;
         let Membership { security, known, ticket } =
             Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
