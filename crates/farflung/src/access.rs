@@ -25,8 +25,8 @@ pub const TICKET: &str = "FARFLUNG_TICKET";
 pub const TICKET_FILE: &str = "FARFLUNG_TICKET_FILE";
 /// Name of the file in a run's folder with the ticket of `farflung host` and `farflung join`.
 pub const RUN_TICKET: &str = "run.ticket";
-/// Name of the file in a run's folder with the addresses of this member, one per line, if members show certificates
-/// and there is no ticket.
+/// Name of the file in a run's folder with the addresses of this member, one per line, if members show
+/// certificates and there is no ticket.
 pub const RUN_ADDRESSES: &str = "run.addresses";
 /// The variable that holds the join secret.
 pub const SECRET: &str = "FARFLUNG_SECRET";

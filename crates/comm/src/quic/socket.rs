@@ -205,7 +205,7 @@ async fn bind(opening: &SocketOptions) -> Result<Endpoint, CommError> {
     Ok(endpoint)
 }
 
-/// Returns whether anything accepts connections where a relay should be. If not, there is no need to wait for it.
+/// Returns whether anything accepts connections where a relay should be. If not, it is not waited for.
 fn accepts_connections(relay: &RelayUrl) -> bool {
     let host = relay.host_str().unwrap_or_default().trim_matches(['[', ']']);
     let Some(port) = relay.port_or_known_default() else { return false };
