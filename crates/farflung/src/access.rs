@@ -26,6 +26,9 @@ pub const TICKET: &str = "FARFLUNG_TICKET";
 pub const TICKET_FILE: &str = "FARFLUNG_TICKET_FILE";
 /// Name of the file in a run's folder with the ticket of `farflung host` and `farflung join`.
 pub const RUN_TICKET: &str = "run.ticket";
+/// Name of the file in a run's folder with the addresses of this member, one per line, if members show
+/// certificates and there is no ticket.
+pub const RUN_ADDRESSES: &str = "run.addresses";
 /// The variable that holds the join secret.
 pub const SECRET: &str = "FARFLUNG_SECRET";
 /// The variable that holds the path of a file with the join secret.
@@ -254,6 +257,14 @@ pub fn ticket_for(path: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> 
             expected: format!("the file that `farflung host` wrote, - for standard input, or {TICKET}"),
         }),
     }
+}
+
+/// Writes the addresses of a member to its folder, for others of this machine that join with certificates.
+///
+/// Errors: [`Error::Io`].
+pub fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+    files::replace(&folder.join(RUN_ADDRESSES), (addresses.join("\n") + "\n").as_bytes())
 }
 
 /// Writes a ticket to a file that only this user can read.

@@ -1,5 +1,6 @@
 //! Certificates of a site in place of keys: which files a process shows and checks.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use farflung_comm::secure::{Certificates, Security};
@@ -82,6 +83,20 @@ impl SiteMemberArgs {
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<Security>> {
         Ok(self.security(addresses.to_vec(), env)?.map(Security::joining))
+    }
+
+    /// Returns the flags that give another command the same certificates and secret.
+    #[must_use]
+    pub fn flags(&self) -> Vec<OsString> {
+        let SiteArgs { tls_ca, tls_cert, tls_key } = &self.site;
+        let flags = [
+            ("--tls-ca", tls_ca),
+            ("--tls-cert", tls_cert),
+            ("--tls-key", tls_key),
+            ("--secret-file", &self.secret_file),
+        ];
+        let given = flags.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+        given.flat_map(|(flag, path)| [flag.into(), path.clone().into_os_string()]).collect()
     }
 
     /// Returns whether members also prove a secret.

@@ -51,8 +51,8 @@ pub(crate) struct LaunchCommand {
     /// the others join it. A process that fails is started again after a second, while the others continue;
     /// --restarts limits the restarts of all processes together. The job ends if fewer than MIN processes are
     /// running or still to be started again, or if none is running. Further machines may join. Those that join
-    /// get the host's --data, --device, --threads, --job, --key-file, --transport, --relay, --quiet and
-    /// --notice-*, listen on any port of its interface, and have folders within its --out.
+    /// get the host's --data, --device, --threads, --job, --key-file, --tls-*, --secret-file, --transport,
+    /// --relay, --quiet and --notice-*, listen on any port of its interface, and have folders within its --out.
     #[arg(long, value_name = "MIN:MAX", value_parser = range,
           conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
@@ -193,7 +193,8 @@ fn secret(host: &str) -> Result<Option<JoinSecret>> {
 /// Parses `HOST:PORT`; an IPv6 host is in brackets.
 fn master(text: &str) -> std::result::Result<(String, u16), String> {
     let expected = || format!("expected ADDR:PORT such as `127.0.0.1:29500`, found `{text}`");
-    let (host, port) = text.rsplit_once(':').ok_or_else(expected)?;
+    // As in `init_method` of PyTorch.
+    let (host, port) = text.strip_prefix("tcp://").unwrap_or(text).rsplit_once(':').ok_or_else(expected)?;
     let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
     if host.is_empty() {
         return Err(expected());

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
-use farflung::access::RUN_TICKET;
+use farflung::access::{RUN_ADDRESSES, RUN_TICKET};
 use farflung::config::choice::TransportKind;
 use farflung::launch::{Elastic, Start};
 use farflung::shell_word::shell_word;
@@ -29,7 +29,7 @@ struct Members<'a> {
     least: Option<usize>,
     /// Whether the first process still hosts the run. If it fails and is started again, it joins.
     hosts: bool,
-    /// Modification time of the ticket that an earlier run left in the folder.
+    /// Modification time of the ticket, or of the addresses, that an earlier run left in the folder.
     former: Option<SystemTime>,
 }
 
@@ -42,9 +42,6 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
         Error::Setting { field: "elastic", value, expected: expected.to_owned() }
     };
     let host = HostCommand::read(command).ok_or_else(|| wrong("`host` with its flags after `--`"))??;
-    if host.has_certificates() {
-        return Err(wrong("`host` without --tls-*: the processes of one machine join with its ticket"));
-    }
     let job = Elastic { notice: Some(host.notice().notice().clone()), ..job.clone() };
     let config = host.config()?;
     let folder = config.out.clone();
@@ -54,7 +51,7 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = (config.threads == 0 && host.given().threads.is_none()).then(|| cores.div_ceil(job.most));
     let least = (config.min_members < job.least && host.given().min_members.is_none()).then_some(job.least);
-    let former = written(&folder.join(RUN_TICKET));
+    let former = written(&folder.join(invitation_of(&host)));
     let words = command;
     let mut members = Members { program, words, host, folder, config, threads, least, hosts: true, former };
     let ended = job.run(stop, |start| Ok(members.command(start)));
@@ -84,6 +81,12 @@ fn resume_line(args: impl Iterator<Item = OsString>) -> String {
     format!("farflung {} --resume auto", kept.join(" "))
 }
 
+/// Returns the name of the file with which others join a member: its ticket, or its addresses if members show
+/// certificates.
+fn invitation_of(host: &HostCommand) -> &'static str {
+    if host.certificates().is_some() { RUN_ADDRESSES } else { RUN_TICKET }
+}
+
 /// Returns the time at which a file was last written.
 fn written(path: &Path) -> Option<SystemTime> {
     fs::metadata(path).and_then(|found| found.modified()).ok()
@@ -95,16 +98,30 @@ impl Members<'_> {
         self.folder.join("members").join(member.to_string())
     }
 
-    /// Returns the path of a running member's ticket, if the member has written one.
-    fn ticket(&self, of: usize) -> Option<PathBuf> {
+    /// Returns the path of a running member's ticket or addresses, if the member has written them.
+    fn invitation(&self, of: usize) -> Option<PathBuf> {
+        let name = invitation_of(&self.host);
         if of == 0 && self.hosts {
-            let path = self.folder.join(RUN_TICKET);
+            let path = self.folder.join(name);
             return written(&path).filter(|at| Some(*at) != self.former).map(|_| path);
         }
-        Some(self.folder(of).join(RUN_TICKET)).filter(|path| path.exists())
+        Some(self.folder(of).join(name)).filter(|path| path.exists())
     }
 
-    /// Returns the command of a process; `None` if there is no ticket yet with which it could join.
+    /// Returns the flags with which a process joins the member that has written this ticket or these addresses.
+    fn joining(&self, invitation: PathBuf) -> Vec<OsString> {
+        let Some(site) = self.host.certificates() else {
+            return vec!["--ticket-file".into(), invitation.into_os_string()];
+        };
+        let text = fs::read_to_string(invitation).unwrap_or_default();
+        // The member is on this machine, and its certificate may name only that.
+        let port = text.lines().next().and_then(|first| first.rsplit_once(':')).map(|(_, port)| port);
+        let own = port.map(|port| format!("localhost:{port}"));
+        let all = text.lines().map(str::to_owned).chain(own);
+        all.flat_map(|at| ["--at".into(), at.into()]).chain(site.flags()).collect()
+    }
+
+    /// Returns the command of a process; `None` if there is no member yet that it could join.
     fn command(&mut self, Start { member, running }: &Start) -> Option<Command> {
         let mut command = Command::new(self.program);
         if running.is_empty() {
@@ -113,11 +130,11 @@ impl Members<'_> {
                 command.arg("--min-members").arg(least.to_string());
             }
         } else {
-            let ticket = running.iter().find_map(|&of| self.ticket(of))?;
-            // The ticket that this member wrote before it was restarted has its old address.
-            let _ = fs::remove_file(self.folder(*member).join(RUN_TICKET));
+            let invitation = running.iter().find_map(|&of| self.invitation(of))?;
+            // What this member wrote before it was restarted has its old address.
+            let _ = fs::remove_file(self.folder(*member).join(invitation_of(&self.host)));
             self.hosts &= *member != 0;
-            command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));
+            command.arg("join").args(self.joining(invitation)).arg("--out").arg(self.folder(*member));
             command.arg("--job").arg(&self.config.job).arg("--listen").arg(self.host.listen_of_joiner());
             if let TransportKind::Named(name) = self.config.transport {
                 command.arg("--transport").arg(name.to_string());

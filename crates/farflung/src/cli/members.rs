@@ -121,9 +121,9 @@ impl HostCommand {
         &self.notice
     }
 
-    /// Returns whether members show certificates, so that there is no ticket.
-    pub(super) fn has_certificates(&self) -> bool {
-        self.site != SiteMemberArgs::default()
+    /// Returns the certificates that members show in place of a ticket, if they are given.
+    pub(super) fn certificates(&self) -> Option<&SiteMemberArgs> {
+        Some(&self.site).filter(|site| **site != SiteMemberArgs::default())
     }
 
     /// Returns the path of this machine's key, if it was given.
@@ -145,6 +145,7 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.with_initial_weights()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
+        own_address::check_schemes("address", &self.address)?;
         check_addresses(&self.address)?;
         let env = |name: &str| std::env::var(name).ok();
         let site = self.site.hosting(env)?;
@@ -179,6 +180,7 @@ impl HostCommand {
                         expected: "nothing: with certificates there is no ticket".to_owned(),
                     });
                 }
+                access::write_addresses(folder, &addresses)?;
                 let at: Vec<String> = addresses.iter().map(|at| format!("--at {at}")).collect();
                 farflung::terminal::write_stderr(format!(
                     "other machines join with their own certificates:\n  farflung join {} --tls-ca FILE \
@@ -320,6 +322,8 @@ pub(crate) struct JoinCommand {
 
 impl JoinCommand {
     pub(crate) fn run(self) -> Result<()> {
+        own_address::check_schemes("address", self.address.as_slice())?;
+        own_address::check_schemes("at", &self.at)?;
         check_addresses(&self.address)?;
         let Membership { security, known, ticket } =
             Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
@@ -352,8 +356,8 @@ impl JoinCommand {
         let stop = self.notice.install(super::print_error)?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
             // Others may also join through this member, since the host may leave.
-            let Some(ticket) = &ticket else { return Ok(()) };
             let addresses = addresses(gate);
+            let Some(ticket) = &ticket else { return access::write_addresses(folder, &addresses) };
             let host = gate.own().key.unwrap_or(ticket.host);
             write_ticket(&Ticket { addresses, host, ..ticket.clone() }, folder, None).map(drop)
         };

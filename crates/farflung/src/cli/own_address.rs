@@ -30,6 +30,22 @@ impl Unresolved {
     }
 }
 
+/// Checks that the addresses have no scheme, such as `tcp://`, unless they are URLs of relays.
+///
+/// Errors: [`Error::Setting`] with the first other address.
+pub(super) fn check_schemes(field: &'static str, addresses: &[String]) -> Result<()> {
+    let is_wrong = |one: &&str| one.split_once("://").is_some_and(|(scheme, _)| !scheme.starts_with("http"));
+    match addresses.iter().flat_map(|address| address.split(',')).find(is_wrong) {
+        None => Ok(()),
+        Some(wrong) => Err(Error::Setting {
+            field,
+            value: wrong.to_owned(),
+            expected: "HOST:PORT, without a scheme; only a relay is given by its URL, http://HOST:PORT"
+                .to_owned(),
+        }),
+    }
+}
+
 /// Checks that the addresses are `HOST:PORT`, with names that the resolver knows. If it does not answer now,
 /// returns a warning for the user instead.
 ///
@@ -74,6 +90,16 @@ mod tests {
         for text in ["Temporary failure in name resolution", "Try again"] {
             assert_eq!(Unresolved::of(&IoError::other(format!("{prefix}{text}"))), Unresolved::NotNow);
         }
+    }
+
+    #[test]
+    fn only_relays_have_a_scheme() {
+        let check = |text: &str| check_schemes("address", &[text.to_owned()]);
+        for good in ["node1:5", "quic:198.51.100.7:3340", "http://a:1,https://b:2", "[::1]:5"] {
+            check(good).unwrap();
+        }
+        let error = check("node1:5,tcp://node2:6").unwrap_err().to_string();
+        assert!(error.contains("tcp://node2:6") && error.contains("without a scheme"), "{error}");
     }
 
     #[test]

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use farflung::comm::secure::{PublicKey, Ticket, unix_seconds};
 use farflung::{Error, Home, Result, access};
 
+use super::own_address;
+
 /// Make a ticket: one word with this machine's addresses and key, a secret and an expiry time. Give it to the
 /// other ranks of a job whose rank 0 runs here. Any process with the ticket can join until it expires, so
 /// protect it like a password.
@@ -79,6 +81,7 @@ impl TicketCommand {
     }
 
     fn make(&self, home: &Home, host: PublicKey) -> Result<String> {
+        own_address::check_schemes("address", &self.address)?;
         let expiry = unix_seconds().saturating_add(self.expires);
         let secret = home.join_secret()?.until(expiry);
         let ticket = Ticket { addresses: self.address.clone(), host, secret, expiry };

@@ -72,6 +72,13 @@ fn files_are_compared_by_what_they_say() {
     std::fs::write(run.at("same.txt"), std::fs::read(run.at("text.txt")).unwrap()).unwrap();
     let other = format!("--data {}", run.at("other.txt").display());
     refused(&run, "--steps 2", &other, &["the setting `data` is 10000 tokens with hash"]);
+    // The same text, of which other tokens are held out.
+    let text = std::fs::read(run.at("text.txt")).unwrap();
+    std::fs::create_dir(run.at("parts")).unwrap();
+    std::fs::write(run.at("parts/train.txt"), &text[..5000]).unwrap();
+    std::fs::write(run.at("parts/valid.txt"), &text[5000..]).unwrap();
+    let parts = format!("--data {}", run.at("parts").display());
+    refused(&run, "--steps 2", &parts, &["1000 of them held out", "5000 of them held out"]);
     // All ranks report the device or file that one rank lacks.
     for (rank, output) in job(&run, "--steps 2", "--device wgpu:99").iter().enumerate() {
         assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));

@@ -238,3 +238,20 @@ fn members_prove_a_secret_beside_their_certificates_and_the_page_asks_them() {
         wait_until_or(|| log("page"), asked);
     }
 }
+
+#[test]
+fn processes_of_one_machine_are_launched_with_certificates() {
+    let run = Run::new();
+    issue(&run, "site", 4000);
+    let flags = run.flags("--steps 1000000 --out host --listen 127.0.0.1:0 --deadline 5s");
+    let words = ["launch", "--elastic", "2:2", "--", "host"];
+    let words: Vec<&str> = words.into_iter().chain(flags.iter().map(String::as_str)).collect();
+    let log = || fs::read_to_string(run.at("launch.log")).unwrap_or_default();
+    let mut launched = member(&run, "launch", "site", &words);
+    for folder in ["host", "host/members/1"] {
+        wait_until_or(log, || run.at(folder).join("metrics.jsonl").exists().then_some(()));
+    }
+    assert!(!run.at("host/run.ticket").exists() && run.at("host/run.addresses").exists());
+    send(launched.0.id(), Signal::TERM);
+    assert_eq!(launched.0.wait().unwrap().code(), Some(143), "{}", log());
+}

@@ -50,7 +50,7 @@ impl Part {
             return None;
         }
         let words = parts.iter().flat_map(|part| part.split(|c: char| !c.is_ascii_alphabetic()));
-        words.filter_map(of_word).last()
+        words.filter_map(of_word).next_back()
     }
 }
 

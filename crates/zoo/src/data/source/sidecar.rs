@@ -239,7 +239,7 @@ impl Sidecar {
 /// Returns the texts of a dictionary from ids to texts, or of a list of texts.
 fn texts_of(pickle: &Pickle, itos: &Value) -> Result<Vec<Option<String>>, String> {
     let mut texts = Vec::new();
-    let of_list = pickle.items(itos).enumerate().map(|(id, text)| (Value::Int(id as i64), text));
+    let of_list = (0..).map(Value::Int).zip(pickle.items(itos));
     let of_dict = pickle.entries(itos).map(|(id, text)| (id.clone(), text));
     for (key, value) in of_dict.chain(of_list) {
         let (Value::Int(id), Value::Text(text)) = (&key, value) else {
