@@ -227,6 +227,25 @@ impl Checkpoint {
     /// Errors: [`Error::Damaged`] with the file that differs, [`Error::FileName`] for a name in the manifest
     /// that is not a plain file name, [`Error::Io`].
     pub fn open(path: &Path) -> Result<Self> {
+        let checkpoint = Self::described(path)?;
+        checkpoint.manifest.files.keys().try_for_each(|name| checkpoint.check(name))?;
+        Ok(checkpoint)
+    }
+
+    /// Verifies a file against the manifest, if the manifest has it.
+    ///
+    /// Errors: [`Error::Damaged`], [`Error::Io`].
+    pub(crate) fn check(&self, name: &str) -> Result<()> {
+        if !self.manifest.files.contains_key(name) {
+            return Ok(());
+        }
+        self.copy(name, &mut io::sink()).map(drop)
+    }
+
+    /// Reads the manifest of a folder, and verifies no file.
+    ///
+    /// Errors: those of the manifest in [`Checkpoint::open`].
+    pub(crate) fn described(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let mut text = Vec::new();
         File::open(&file)
@@ -242,7 +261,6 @@ impl Checkpoint {
             if !plain_name(name) {
                 return Err(Error::FileName { name: name.clone() });
             }
-            checkpoint.copy(name, &mut io::sink())?;
         }
         Ok(checkpoint)
     }

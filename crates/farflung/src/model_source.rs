@@ -65,6 +65,10 @@ impl ModelSource {
         let whole = |path: &Path| Self { path: path.to_owned(), is_packed: false, recorded: recorded(path) };
         // A link may lead nowhere; then the error names it.
         if path.join(CONFIG).symlink_metadata().is_ok() {
+            // Users may edit config.json. Folders of others may have a manifest.json too.
+            if path.join(MANIFEST).is_file() && path.join(SETTINGS).is_file() {
+                Checkpoint::described(path)?.check(TENSORS)?;
+            }
             return Ok(Some(whole(path)));
         }
         if path.join(MANIFEST).is_file() {

@@ -320,3 +320,23 @@ fn a_part_of_a_model_is_called_so() {
     assert!(!stdout(&generate(&run, "parts", &[])).is_empty());
     refused(&generate(&run, "parts/ranks/rank-00001", &[]), &["holds a part of the model", "rank 0"]);
 }
+
+#[test]
+fn a_checkpoint_whose_weights_have_changed_is_refused_by_its_own_path() {
+    let run = Run::new();
+    stdout(&train(&run, "--steps 1 --compress-checkpoints false --out run"));
+    let path = run.at("run/step-00000001/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() * 3 / 4;
+    bytes[middle] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let checkpoint = "run/step-00000001";
+    for output in [
+        generate(&run, checkpoint, &[]),
+        eval(&run, checkpoint, &[]),
+        fine_tune(&run, &format!("--steps 1 --init-from {checkpoint} --out tuned")),
+    ] {
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stderr(&output).contains("its hash differs from the manifest's"), "{}", stderr(&output));
+    }
+}

@@ -379,10 +379,10 @@ fn gather(
         }
         // No step is in flight.
         member.since = trainer.comm().now();
-        // One that is asked to stop while it is alone ends in the first step.
         let leaves = leaving(&steps.job, trainer);
-        if leaves.is_none() && steps.job.stop.requested().is_some() {
-            break;
+        // One that is alone has nothing to save.
+        if let Some(signal) = steps.job.stop.requested().filter(|_| leaves.is_none()) {
+            return Err(Error::Stopped(signal));
         }
         if told != member.count() {
             told = member.count();

@@ -49,6 +49,21 @@ fn assert_stopped(ended: &Output) {
 }
 
 #[test]
+fn a_host_that_waits_for_others_ends_without_a_step() {
+    let run = Run::new();
+    let host = host(&run, "--steps 6 --out host --min-members 2");
+    wait_until_or(
+        || said_by(&host),
+        || said_by(&host).contains("1 of the 2 members with which the run begins").then_some(()),
+    );
+    host.send(Signal::INT);
+    assert_stopped(&host.ends());
+    let names = fs::read_dir(run.at("host")).unwrap().map(|entry| entry.unwrap().file_name());
+    let left: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with("step-")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
 fn members_of_pipelines_that_all_stop_save_the_same_step() {
     let run = Run::new();
     let host = host(&run, &format!("--steps 1000000 --out host {PIPELINES}"));
