@@ -204,7 +204,12 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         });
     }
     let master_port = master::port(env)?;
-    let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(slurm::first_host);
+    // A step of `srun` may have only some of the job's machines. Other launchers have steps of their own.
+    let lists: &[_] = match family.source {
+        "Slurm" => &["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"],
+        _ => &["SLURM_JOB_NODELIST"],
+    };
+    let slurm_host = || slurm::first_host(&lists.iter().find_map(|name| env(name))?);
     // Only OpenMPI and PMI start several machines without naming one of them. In this case the job is assumed
     // to be on this machine.
     let (master_addr, master_port) = match master::address(env)? {
@@ -246,7 +251,7 @@ mod tests {
 
     #[test]
     fn every_launcher_is_understood() {
-        let cases: [(&'static [(&str, &str)], &str); 6] = [
+        let cases: [(&'static [(&str, &str)], &str); 7] = [
             (
                 &[
                     ("RANK", "3"),
@@ -283,6 +288,16 @@ mod tests {
                     ("SLURM_JOB_NODELIST", "n[01-03,05]"),
                 ],
                 "rank 5 of 6 (local 1), master n01:29500, from Slurm",
+            ),
+            (
+                &[
+                    ("SLURM_PROCID", "1"),
+                    ("SLURM_NTASKS", "2"),
+                    ("SLURM_STEP_ID", "3"),
+                    ("SLURM_JOB_NODELIST", "n[1-4]"),
+                    ("SLURM_STEP_NODELIST", "n[3-4]"),
+                ],
+                "rank 1 of 2 (local 0), master n3:29500, from Slurm",
             ),
             (
                 &[("JOB_COMPLETION_INDEX", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc")],

@@ -38,7 +38,7 @@ use super::plan_start::PlanStart;
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
 use crate::model_source::{SETTINGS, TENSORS as MODEL};
-use crate::{CheckpointWriter, Error, Packing, Result, RunDir, run_dir};
+use crate::{CheckpointWriter, Error, ModelSource, Packing, Result, RunDir, run_dir};
 use contents::Contents;
 pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
@@ -246,6 +246,10 @@ pub(super) struct Resumed {
 /// Errors: the same on all ranks.
 pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {
     let Some(whole::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
+        // There is no checkpoint that has the weights, so the run needs those of `init-from`.
+        if let (Some(path), None) = (&job.config.init_from, &job.initial) {
+            ModelSource::find(path)?;
+        }
         return Ok(None);
     };
     let checked = compare::check(&source.record, job)

@@ -1,10 +1,13 @@
 //! The weights that a run starts from (`--init-from`), and the settings that follow from them.
 
+use std::path::Path;
+
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
 use farflung_zoo::weights::Weights;
 
 use super::fingerprint::digest;
+use crate::config::choice::Resume;
 use crate::error::ModelError;
 use crate::{ModelSource, Result, TrainConfig, finite};
 
@@ -20,12 +23,13 @@ pub struct InitialWeights {
 }
 
 impl InitialWeights {
-    /// Finds and reads the weights of `init-from`; `None` if the settings give none.
+    /// Finds and reads the weights of `init-from`; `None` if the settings give none, or if a run is continued
+    /// and they are not there any more: its checkpoint has all of the model.
     ///
     /// Errors: as [`ModelSource::find`]; [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; weights
     /// that do not match the folder's model.
     pub(super) fn of(config: &TrainConfig) -> Result<Option<Self>> {
-        let Some(given) = &config.init_from else { return Ok(None) };
+        let Some(given) = config.initial_path() else { return Ok(None) };
         let source = ModelSource::find(given)?;
         let mut weights = source.open()?;
         let hash = hash(&mut weights)?;
@@ -53,13 +57,20 @@ fn hash(weights: &mut Weights) -> Result<blake3::Hash> {
 }
 
 impl TrainConfig {
+    /// Returns the path of `init-from`, unless a run is continued and there is nothing at the path any more.
+    fn initial_path(&self) -> Option<&Path> {
+        let path = self.init_from.as_deref()?;
+        let is_gone = self.resume != Resume::No && path.try_exists().is_ok_and(|there| !there);
+        (!is_gone).then_some(path)
+    }
+
     /// Returns the settings with the shape, the vocabulary and the tokenizer of the weights of `init-from`, so
     /// that they describe the model by themselves: to a newcomer, and in the run's folder. Settings without
-    /// `init-from` are returned as they are.
+    /// `init-from` are returned as they are, and so are those of a continued run whose weights are gone.
     ///
     /// Errors: as [`ModelSource::find`]; [`ModelError::Differs`] if a given setting differs from the weights.
     pub fn with_initial_weights(mut self) -> Result<Self> {
-        let Some(path) = &self.init_from else { return Ok(self) };
+        let Some(path) = self.initial_path() else { return Ok(self) };
         let source = ModelSource::find(path)?;
         let model = source.open()?.config();
         let given =

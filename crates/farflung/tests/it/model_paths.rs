@@ -340,3 +340,20 @@ fn a_checkpoint_whose_weights_have_changed_is_refused_by_its_own_path() {
         assert!(stderr(&output).contains("its hash differs from the manifest's"), "{}", stderr(&output));
     }
 }
+
+#[test]
+fn a_run_is_continued_without_the_weights_that_it_started_from() {
+    let run = Run::new();
+    stdout(&train(&run, "--steps 1 --compress-checkpoints false --out first"));
+    fs::rename(run.at("first/step-00000001"), run.at("weights")).unwrap();
+    stdout(&fine_tune(&run, "--steps 2 --init-from weights --out tuned"));
+    fs::remove_dir_all(run.at("weights")).unwrap();
+    let again = json(&fine_tune(&run, "--config tuned/config.toml --out tuned --steps 4 --resume auto"));
+    assert_eq!(again["steps"], 4);
+    // Where there is nothing to continue, the weights are needed.
+    for resume in ["", "--resume auto"] {
+        let refused = fine_tune(&run, &format!("--steps 2 --init-from weights --out other {resume}"));
+        assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+        assert!(stderr(&refused).contains("there is no file or folder `weights`"), "{}", stderr(&refused));
+    }
+}
