@@ -163,10 +163,12 @@ struct Tally {
 
 impl Tally {
     fn add(&mut self, output: &str) {
-        for line in output.lines() {
-            let line = without_colour(line);
+        let lines: Vec<String> = output.lines().map(without_colour).collect();
+        // nextest repeats the output of a failed test, which ends with a summary of libtest.
+        let is_nextest = lines.iter().any(|line| line.trim().starts_with("Summary ["));
+        for line in &lines {
             let line = line.trim();
-            let counts = if let Some(rest) = line.strip_prefix("test result: ") {
+            let counts = if let Some(rest) = line.strip_prefix("test result: ").filter(|_| !is_nextest) {
                 rest.split_once(". ").map(|(_, counts)| counts)
             } else if line.starts_with("Summary [") {
                 line.split_once("run: ").map(|(_, counts)| counts)
@@ -247,6 +249,10 @@ mod tests {
             "\u{1b}[32;1m     Summary\u{1b}[0m [   0.018s] 8/9 tests run: \u{1b}[1m4\u{1b}[0m passed (1 slow), 2 failed, 1 timed out, 1 exec failed, 5 skipped",
         );
         assert_eq!(tally, Tally { passed: 4, failed: 4, skipped: 5 });
+        // A failed test counts once, though its own output is shown.
+        let mut tally = Tally::default();
+        tally.add("    test result: FAILED. 0 passed; 1 failed; 0 ignored\n Summary [ 1s] 2 tests run: 1 passed, 1 failed, 0 skipped");
+        assert_eq!(tally, Tally { passed: 1, failed: 1, skipped: 0 });
     }
 
     #[test]

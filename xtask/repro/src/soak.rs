@@ -22,7 +22,7 @@ const N: usize = 8;
 const COLLECTIVES: u64 = 200;
 
 /// Digests of the first 50 seeds, and of the first 1000.
-const PINNED: [u64; 2] = [0x67d5_5657_cbdd_5dc5, 0x01c3_be13_ba13_79f5];
+const PINNED: [u64; 2] = [0xc59b_282c_4aba_c1f8, 0xf1d5_2006_6dc8_5b37];
 
 /// A running digest.
 #[derive(Debug, Clone, Copy, Default)]
@@ -117,7 +117,7 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
         match result {
             Ok(bits) => digest.add(bits),
             Err(error) => {
-                digest.text(&format!("{error:?}"));
+                digest.text(&error.to_string());
                 // The survivors continue with the highest number of collectives that any of them has done.
                 let again = comm.shrink().and_then(|left| {
                     let mut at = [next];
@@ -127,10 +127,10 @@ fn rank(mut comm: Communicator, rng: Philox) -> u64 {
                 match again {
                     Ok((left, at)) => (comm, next) = (left, at),
                     Err(error @ CommError::Ended { .. }) => {
-                        digest.text(&format!("{error:?}"));
+                        digest.text(&error.to_string());
                         break;
                     }
-                    Err(error) => digest.text(&format!("{error:?}")),
+                    Err(error) => digest.text(&error.to_string()),
                 }
             }
         }

@@ -90,7 +90,7 @@ impl LaunchCommand {
             return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_serving()?);
         }
         if let Some(hosts) = &self.hosts {
-            return self.on_hosts(Hosts::read(hosts)?, &program);
+            return self.on_hosts(Hosts::read(hosts).map_err(Error::of_input)?, &program);
         }
         if let Some(Range { least, most }) = self.elastic {
             let (restarts, grace) = (self.restarts, Duration::from(self.grace));

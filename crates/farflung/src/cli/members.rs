@@ -326,7 +326,8 @@ impl JoinCommand {
         own_address::check_schemes("at", &self.at)?;
         check_addresses(&self.address)?;
         let Membership { security, known, ticket } =
-            Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())?;
+            Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())
+                .map_err(Error::of_input)?;
         let mut given = TrainArgs {
             data: self.data.clone(),
             encoding: self.encoding,

@@ -11,7 +11,7 @@ use farflung::comm::tcp::GateConfig;
 use farflung::config::choice::TransportKind;
 use farflung::train::elastic::{self, Status};
 use farflung::transports::{Reach, is_second_network_address};
-use farflung::{Result, TrainConfig};
+use farflung::{Error, Result, TrainConfig};
 
 use super::members::{Membership, to_ask};
 
@@ -75,7 +75,8 @@ pub(super) fn asking(
     (site, at): (&SiteMemberArgs, &[String]),
     job: Option<String>,
 ) -> Result<Asking> {
-    let Membership { mut security, known, ticket } = Membership::new(site, at, ticket, key)?;
+    let Membership { mut security, known, ticket } =
+        Membership::new(site, at, ticket, key).map_err(Error::of_input)?;
     if let Some(ticket) = ticket.filter(|_| known.iter().any(|address| is_second_network_address(address))) {
         // Over QUIC a process is reached by its key, which must differ from that of a member on this machine.
         security = Security::by_ticket(&Identity::generate()?, &ticket);
