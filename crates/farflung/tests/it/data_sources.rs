@@ -1,4 +1,4 @@
-//! What a run and `eval` say of the data that they read, and how they refuse data that nobody meant.
+//! The lines that a run and `eval` print about their data, and the errors for data that cannot be used.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,5 +1,5 @@
 //! Paths of models that users give to `generate`, `eval` and `--init-from`: all forms lead to the same model,
-//! and what is no model is refused with what to do.
+//! and the error for a path without a model says what to do.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

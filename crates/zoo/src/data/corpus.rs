@@ -59,18 +59,19 @@ impl<'a> Builder<'a> {
     /// a compressed file that holds no text is left out.
     fn file(&mut self, path: &Path, folder: Option<&Path>) -> Result<(), ZooError> {
         let mut bytes = read(path)?;
-        let mut form = form_of(path, &bytes)?;
+        let mut form = form_of(path, &bytes);
+        refused(path, &form)?;
         if let Form::Packed(packing) = form {
             bytes = unpack(path, packing, &bytes)?;
-            let inside = Form::of(path, &bytes[..bytes.len().min(LOOK)]);
-            let why = left_out_by_form(&inside, &self.options);
+            form = form_of(path, &bytes);
+            let why = left_out_by_form(&form, &self.options);
             if let (Some(folder), Some(why)) = (folder, why) {
                 let path = path.strip_prefix(folder).unwrap_or(path).to_owned();
                 self.reading.skipped.push(Skipped { path, why: format!("{why}, compressed") });
                 return Ok(());
             }
             self.reading.packed += 1;
-            form = form_of(path, &bytes)?;
+            refused(path, &form)?;
             if let Form::Packed(_) = form {
                 let (path, what) = (path.to_owned(), "compressed twice".to_owned());
                 let advice = "unpack it once and give that";
@@ -158,12 +159,8 @@ impl<'a> Builder<'a> {
 }
 
 /// Returns what bytes are that were read or unpacked.
-///
-/// Errors: [`SourceError::NotText`].
-fn form_of(path: &Path, bytes: &[u8]) -> Result<Form, SourceError> {
-    let form = Form::of(path, &bytes[..bytes.len().min(LOOK)]);
-    refused(path, &form, true)?;
-    Ok(form)
+fn form_of(path: &Path, bytes: &[u8]) -> Form {
+    Form::of(path, &bytes[..bytes.len().min(LOOK)])
 }
 
 impl Corpus {

@@ -1,4 +1,4 @@
-//! Tests of the files that a data set consists of: what is read, what is left out, and what is refused.
+//! Tests of which files of a data set are read, which are skipped, and which end with an error.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -40,6 +40,15 @@ fn left_out(path: &Path) -> Vec<String> {
 
 fn refusal(path: &Path) -> String {
     Corpus::open(path, &Byte).unwrap_err().to_string()
+}
+
+#[cfg(feature = "compressed")]
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    use std::io::Write;
+
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::new(6));
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
 }
 
 #[test]
@@ -155,13 +164,6 @@ fn files_for_training_validation_and_tests_are_the_parts() {
 #[cfg(feature = "compressed")]
 #[test]
 fn compressed_texts_are_what_they_hold() {
-    use std::io::Write;
-
-    let gzip = |bytes: &[u8]| {
-        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::new(6));
-        encoder.write_all(bytes).unwrap();
-        encoder.finish().unwrap()
-    };
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     write(dir.path(), "d/a.txt.gz", &gzip(b"first "));
@@ -363,13 +365,6 @@ fn corpora_that_train_alike_have_one_identity() {
 #[cfg(feature = "compressed")]
 #[test]
 fn compressed_files_that_hold_no_text_are_left_out_of_a_folder() {
-    use std::io::Write;
-
-    let gzip = |bytes: &[u8]| {
-        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::new(6));
-        encoder.write_all(bytes).unwrap();
-        encoder.finish().unwrap()
-    };
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), "a.txt", b"text");
     write(dir.path(), "b.pdf.gz", &gzip(b"%PDF-1.7\n"));

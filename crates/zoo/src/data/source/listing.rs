@@ -61,7 +61,7 @@ impl Listing {
         refuse_device(path, &metadata)?;
         if !metadata.is_dir() {
             let form = if metadata.is_file() { form_of(path)? } else { name_of_pipe(path) };
-            refused(path, &form, true)?;
+            refused(path, &form)?;
             let file = DataFile::new(path, metadata.len(), &form);
             return Ok(Self { files: vec![file], ..Self::default() });
         }
@@ -87,12 +87,10 @@ impl DataFile {
     }
 }
 
-/// Returns an error if a file of this form cannot be read. A single file may hold any bytes (`any_bytes`).
-pub(in crate::data) fn refused(path: &Path, form: &Form, any_bytes: bool) -> Result<(), SourceError> {
+/// Returns an error if a file of this form cannot be read. A single file may hold any bytes.
+pub(in crate::data) fn refused(path: &Path, form: &Form) -> Result<(), SourceError> {
     let (what, advice) = match form {
-        Form::Text | Form::Tokens | Form::Packed(_) => return Ok(()),
-        Form::Binary if any_bytes => return Ok(()),
-        Form::Binary => ("not text (it has zero bytes)".to_owned(), "take it out of the folder"),
+        Form::Text | Form::Tokens | Form::Packed(_) | Form::Binary => return Ok(()),
         Form::Pointer(kind) => (kind.to_string(), kind.advice()),
         Form::Html => (
             "a page in HTML (a download that failed?)".to_owned(),
@@ -269,7 +267,7 @@ impl<'a> Walk<'a> {
                 continue;
             }
             let form = form_of(&path)?;
-            refused(&path, &form, false)?;
+            refused(&path, &form)?;
             let part = Part::of(&self.relative(&path)).unwrap_or(Part::Training);
             self.files.push(DataFile { part, ..DataFile::new(&path, metadata.len(), &form) });
         }
@@ -306,7 +304,7 @@ impl<'a> Walk<'a> {
                     self.skip(&path, "a pointer to a file that is no text");
                     continue;
                 }
-                refused(&path, &form, self.options.encoding.is_some())?;
+                refused(&path, &form)?;
                 self.files.push(DataFile::new(&path, metadata.len(), &form));
             }
         }

@@ -88,7 +88,7 @@ fn cut() -> String {
     "the pickle ends too early".to_owned()
 }
 
-/// Returns a text of protocol 0: Latin-1, with `\\uXXXX` and `\\UXXXXXXXX` for other characters.
+/// Returns a text of protocol 0: Latin-1, with other characters as `\u` or `\U` and 4 or 8 hexadecimal digits.
 fn unescaped(line: &[u8]) -> Result<String, String> {
     let mut text = String::new();
     let mut rest = line;
