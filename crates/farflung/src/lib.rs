@@ -17,6 +17,7 @@ mod line_file;
 pub mod measure;
 pub mod metrics;
 pub mod model_name;
+pub mod model_shape;
 pub mod model_source;
 pub mod notice;
 pub mod observe;
@@ -41,6 +42,7 @@ pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, LaunchError, ModelError, Result};
 pub use model_name::model_name;
+pub use model_shape::model_shape;
 pub use model_source::ModelSource;
 pub use signals::{Signal, Stop, ignore_file_size_signal};
 

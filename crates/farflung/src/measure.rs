@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use farflung_optim::{AdamW, LrSchedule, adamw};
 use farflung_tensor::{Device, Fuse, Op};
-use farflung_zoo::block::Grads;
-use farflung_zoo::{GptConfig, Input, Output, Stage, stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{Input, ModelSpec, Output, Stage, Targets, stage};
 use serde::Serialize;
 
 use crate::{Error, Result};
@@ -62,12 +62,12 @@ impl fmt::Display for Measured {
 }
 
 /// Parameters of a measurement.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Trial<'a> {
     /// The model's name.
     pub name: &'a str,
     /// The model.
-    pub model: GptConfig,
+    pub model: ModelSpec,
     /// Sequences per step.
     pub batch: usize,
     /// Time to train; at least three steps are timed.
@@ -80,7 +80,7 @@ pub struct Trial<'a> {
 ///
 /// Errors: those of the device; [`Error::Setting`] if the batch is 0; [`Error::MeasuredLossNotFinite`].
 pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
-    let Trial { name, model, batch, time, seed } = *trial;
+    let Trial { name, ref model, batch, time, seed } = *trial;
     if batch == 0 {
         let expected = "at least 1".to_owned();
         return Err(Error::Setting { field: "batch", value: "0".to_owned(), expected });
@@ -106,7 +106,8 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
     while times.len() < 4 || begun.elapsed() < time {
         let step = now();
         let (x, y) = (whole.tokens(&inputs, model.context)?, whole.tokens(&targets, model.context)?);
-        let (output, saved) = whole.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
+        let (output, saved) =
+            whole.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0 / tokens as f32)))?;
         if let Output::Losses(losses) = output {
             loss = stage::total(&losses)? / tokens as f64;
         }

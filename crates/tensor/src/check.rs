@@ -1,6 +1,6 @@
 //! Checks of the operands of ops. They run once, here, so that backends can rely on them.
 
-use crate::op::{Fuse, Op};
+use crate::op::{Fuse, Heads, Op, Rotary};
 use crate::{DType, Device, Result, Shape, TensorError, View, ViewMut};
 
 pub(crate) struct Check<'a> {
@@ -71,19 +71,55 @@ impl Check<'_> {
         }
     }
 
-    /// Checks the operands of an attention: `y` is `[B, T, C]`, `qkv` is `[B, T, 3 C]`, and `heads` divides C.
-    /// Returns `[B, T, C]`.
-    fn attention(&self, y: &dyn Operand, qkv: &dyn Operand, heads: usize) -> Result<[usize; 3]> {
-        let [b, t, c] = self.tokens(y)?;
-        let wide = self.tokens(qkv)?;
-        if wide != [b, t, c.saturating_mul(3)] || heads == 0 || !c.is_multiple_of(heads) {
-            return self.mismatch(Shape::from(wide), Shape::from([b, t, c.saturating_mul(3), heads]));
-        }
-        Ok([b, t, c])
+    /// Checks that the operand is f32 and `[B, T, width]`.
+    fn is_tokens(&self, v: &dyn Operand, expected: [usize; 3]) -> Result<()> {
+        let found = self.tokens(v)?;
+        if found == expected { Ok(()) } else { self.mismatch(Shape::from(found), Shape::from(expected)) }
     }
 
-    /// Checks that the caches of keys and values, or their gradients, are all `[B, capacity, C]`, with room for
-    /// `tokens` tokens.
+    /// Checks that `queries` is `[B, T, query D]`, and `qkv` `[B, T, (query + 2 kv) D]`. Returns `[B, T, D]`.
+    fn heads(&self, queries: &dyn Operand, qkv: &dyn Operand, heads: Heads) -> Result<[usize; 3]> {
+        let [b, t, width] = self.tokens(queries)?;
+        let Heads { query, kv } = heads;
+        if query == 0 || kv == 0 || !query.is_multiple_of(kv) || !width.is_multiple_of(query) {
+            return Err(TensorError::Heads { op: self.op, query, kv, width });
+        }
+        let d = width / query;
+        self.is_tokens(qkv, [b, t, heads.width().saturating_mul(d)])?;
+        Ok([b, t, d])
+    }
+
+    /// Checks the operands of joining or splitting heads: `q`, `k` and `v`, and all of them side by side.
+    fn joined(
+        &self,
+        heads: Heads,
+        rotary: Option<&Rotary<'_>>,
+        [q, k, v, qkv]: [&dyn Operand; 4],
+    ) -> Result<()> {
+        let [b, t, d] = self.heads(q, qkv, heads)?;
+        for keys_or_values in [k, v] {
+            self.is_tokens(keys_or_values, [b, t, heads.kv.saturating_mul(d)])?;
+        }
+        let Some(Rotary { table, start }) = rotary else { return Ok(()) };
+        let shape = self.typed(table, DType::F32)?;
+        let (cols, rows) = (shape.cols().min(d) / 2 * 2, start.saturating_add(t));
+        if shape.cols() != cols || shape.rows() < rows {
+            return self.mismatch(shape, Shape::from([rows, cols]));
+        }
+        Ok(())
+    }
+
+    /// Checks that a table of positions has at least `rows` rows of `width` values.
+    fn positions(&self, table: &dyn Operand, rows: usize, width: usize) -> Result<()> {
+        let found = self.typed(table, DType::F32)?;
+        if found.cols() != width || found.rows() < rows {
+            return self.mismatch(found, Shape::from([rows, width]));
+        }
+        Ok(())
+    }
+
+    /// Checks that the caches of keys and values, or their gradients, are all `[B, capacity, width]`, with room
+    /// for `tokens` tokens.
     fn caches<const N: usize>(
         &self,
         caches: [&dyn Operand; N],
@@ -91,10 +127,7 @@ impl Check<'_> {
     ) -> Result<()> {
         let capacity = self.tokens(caches[0])?[1].max(tokens);
         for cache in caches {
-            let found = self.tokens(cache)?;
-            if found != [b, capacity, width] {
-                return self.mismatch(Shape::from(found), Shape::from([b, capacity, width]));
-            }
+            self.is_tokens(cache, [b, capacity, width])?;
         }
         Ok(())
     }
@@ -133,6 +166,7 @@ impl Op<'_> {
                         c.flat(bias, DType::F32, n)?;
                         slope.as_ref().map_or(Ok(()), |slope| c.matrix(slope, m, n))
                     }
+                    Fuse::Add { residual } => c.matrix(residual, m, n),
                     Fuse::BiasAdd { bias, residual } => {
                         c.flat(bias, DType::F32, n)?;
                         c.matrix(residual, m, n)
@@ -144,14 +178,16 @@ impl Op<'_> {
                 let cols = c.typed(x, DType::F32)?.cols();
                 c.flat(y, DType::F32, cols)
             }
-            Self::LayerNorm { x, gain, bias, y, stats } => {
+            Self::Norm { norm: _, x, gain, bias, y, stats } => {
                 let s = c.typed(x, DType::F32)?;
                 c.flat(gain, DType::F32, s.cols())?;
-                c.flat(bias, DType::F32, s.cols())?;
+                if let Some(bias) = bias {
+                    c.flat(bias, DType::F32, s.cols())?;
+                }
                 c.matrix(y, s.rows(), s.cols())?;
                 c.flat(stats, DType::F32, s.rows().saturating_mul(2))
             }
-            Self::LayerNormInput { x, gain, stats, dy, residual, dx } => {
+            Self::NormInput { norm: _, x, gain, stats, dy, residual, dx } => {
                 let s = c.typed(x, DType::F32)?;
                 c.flat(gain, DType::F32, s.cols())?;
                 c.flat(stats, DType::F32, s.rows().saturating_mul(2))?;
@@ -161,27 +197,43 @@ impl Op<'_> {
                 }
                 c.matrix(dx, s.rows(), s.cols())
             }
-            Self::LayerNormWeight { x, stats, dy, d_gain, d_bias, .. } => {
+            Self::NormWeight { x, stats, dy, d_gain, d_bias, .. } => {
                 let s = c.typed(x, DType::F32)?;
                 c.flat(stats, DType::F32, s.rows().saturating_mul(2))?;
                 c.matrix(dy, s.rows(), s.cols())?;
                 c.flat(d_gain, DType::F32, s.cols())?;
-                c.flat(d_bias, DType::F32, s.cols())
+                d_bias.as_ref().map_or(Ok(()), |d_bias| c.flat(d_bias, DType::F32, s.cols()))
+            }
+            Self::JoinHeads { heads, rotary, q, k, v, qkv } => {
+                c.joined(*heads, rotary.as_ref(), [q, k, v, qkv])
+            }
+            Self::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
+                c.joined(*heads, rotary.as_ref(), [dq, dk, dv, d_qkv])
+            }
+            Self::SwiGlu { gate, up, y } => {
+                let shape = c.typed(gate, DType::F32)?;
+                c.flat(up, DType::F32, shape)?;
+                c.flat(y, DType::F32, shape)
+            }
+            Self::SwiGluGrad { gate, up, dy } => {
+                let shape = c.typed(gate, DType::F32)?;
+                c.flat(up, DType::F32, shape)?;
+                c.flat(dy, DType::F32, shape)
             }
             Self::Attention { heads, qkv, y, lse } => {
-                let [b, t, _] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, [b, *heads, t])
+                let [b, t, _] = c.heads(y, qkv, *heads)?;
+                c.flat(lse, DType::F32, [b, heads.query, t])
             }
             Self::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
-                let [b, t, width] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, [b, *heads, t])?;
-                c.matrix(dy, y.shape().rows(), width)?;
-                c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
+                let [b, t, _] = c.heads(y, qkv, *heads)?;
+                c.flat(lse, DType::F32, [b, heads.query, t])?;
+                c.matrix(dy, y.shape().rows(), y.shape().cols())?;
+                c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
             Self::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
-                let [b, t, width] = c.attention(y, qkv, *heads)?;
-                c.caches([keys, values], [b, past.saturating_add(t), width])?;
-                lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, *heads, t]))
+                let [b, t, d] = c.heads(y, qkv, *heads)?;
+                c.caches([keys, values], [b, past.saturating_add(t), heads.kv.saturating_mul(d)])?;
+                lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, heads.query, t]))
             }
             Self::AttentionCachedGrad {
                 heads,
@@ -196,37 +248,33 @@ impl Op<'_> {
                 d_keys,
                 d_values,
             } => {
-                let [b, t, width] = c.attention(y, qkv, *heads)?;
+                let [b, t, d] = c.heads(y, qkv, *heads)?;
+                let width = heads.kv.saturating_mul(d);
                 c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
-                c.flat(lse, DType::F32, [b, *heads, t])?;
-                c.matrix(dy, y.shape().rows(), width)?;
-                c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
+                c.flat(lse, DType::F32, [b, heads.query, t])?;
+                c.matrix(dy, y.shape().rows(), y.shape().cols())?;
+                c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
             Self::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let [b, t, width] = c.tokens(y)?;
                 c.flat(tokens, DType::U32, [b, t])?;
                 let table = c.typed(tokens_table, DType::F32)?;
                 c.matrix(tokens_table, table.rows(), width)?;
-                let positions = c.typed(positions_table, DType::F32)?;
-                if positions.cols() != width || positions.rows() < start.saturating_add(t) {
-                    return c.mismatch(positions, Shape::from([start.saturating_add(t), width]));
-                }
-                Ok(())
+                positions_table
+                    .as_ref()
+                    .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
             }
             Self::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
                 let [b, t, width] = c.tokens(dy)?;
                 c.flat(tokens, DType::U32, [b, t])?;
                 let table = c.typed(d_tokens_table, DType::F32)?;
                 c.matrix(d_tokens_table, table.rows(), width)?;
-                let positions = c.typed(d_positions_table, DType::F32)?;
-                if positions.cols() != width || positions.rows() < t {
-                    return c.mismatch(positions, Shape::from([t, width]));
-                }
-                Ok(())
+                d_positions_table.as_ref().map_or(Ok(()), |table| c.positions(table, t, width))
             }
-            Self::CrossEntropy { logits, targets, losses, .. } => {
+            Self::CrossEntropy { logits, targets, weights, losses, .. } => {
                 let s = c.typed(logits, DType::F32)?;
                 c.flat(targets, DType::U32, s.rows())?;
+                weights.as_ref().map_or(Ok(()), |weights| c.flat(weights, DType::F32, s.rows()))?;
                 c.flat(losses, DType::F32, s.rows())
             }
             Self::SumSquares { x, partials } => {

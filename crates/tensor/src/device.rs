@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::backend::cpu::Cpu;
 use crate::backend::sizes::CountingBackend;
 use crate::backend::{Backend, MatMulScratchBytes};
-use crate::{Interrupt, Precision, Result};
+use crate::{Interrupt, Precision, Result, Work};
 
 /// A handle on a device. Clones refer to the same device.
 #[derive(Clone)]
@@ -27,9 +27,9 @@ impl Device {
         Ok(Self::new(Cpu::new(threads)?))
     }
 
-    /// Creates a device that counts memory and computes nothing. Its tensors have shapes but no values, and
-    /// [`Device::memory`] returns the bytes that they would use on [`Device::cpu`]. With it, the real training
-    /// code predicts its own memory use.
+    /// Creates a device that counts memory and work, and computes nothing. Its tensors have shapes but no
+    /// values, and [`Device::memory`] returns the bytes that they would use on [`Device::cpu`]. With it, the
+    /// real training code predicts its own memory use.
     #[must_use]
     pub fn sizes() -> Self {
         Self::new(CountingBackend::default())
@@ -97,6 +97,31 @@ impl Device {
     #[must_use]
     pub fn operands(&self) -> MatMulScratchBytes {
         self.backend.operands()
+    }
+
+    /// Returns the sum of the costs of all ops run so far. Only [`Device::sizes`] counts it; it is zero on
+    /// every other device.
+    #[must_use]
+    pub fn work(&self) -> Work {
+        self.backend.work()
+    }
+
+    /// Returns the bytes of the elements of all tensors that exist now. Only [`Device::sizes`] counts them, and
+    /// it does not round them as [`Device::memory`] does; zero on every other device.
+    #[must_use]
+    pub fn in_use(&self) -> usize {
+        self.backend.in_use().0
+    }
+
+    /// Returns the maximum of [`Device::in_use`] since the last [`Device::reset_peak`].
+    #[must_use]
+    pub fn peak_in_use(&self) -> usize {
+        self.backend.in_use().1
+    }
+
+    /// Sets [`Device::peak_in_use`] to the bytes in use now, to measure the temporary bytes of what follows.
+    pub fn reset_peak(&self) {
+        self.backend.reset_peak();
     }
 
     /// Returns whether both handles refer to the same device.

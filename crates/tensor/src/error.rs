@@ -25,6 +25,21 @@ pub enum TensorError {
         /// The shape expected, or the second of two operands.
         rhs: Shape,
     },
+    /// The heads of an attention do not fit each other or the width of the queries.
+    #[error(
+        "{op}: {query} heads of queries that share {kv} heads of keys and values, with a width of {width}: \
+         expected numbers above 0, and that the second divides the first and the first divides the width"
+    )]
+    Heads {
+        /// Name of the op.
+        op: &'static str,
+        /// Number of heads of queries.
+        query: usize,
+        /// Number of heads of keys, and of values.
+        kv: usize,
+        /// Number of values of the queries of a token.
+        width: usize,
+    },
     /// The element type of an operand is wrong.
     #[error("{op}: expected type {expected}, found {found}")]
     DTypeMismatch {

@@ -11,6 +11,7 @@ mod view;
 mod offload;
 mod layout;
 mod program;
+mod work;
 mod op;
 mod check;
 mod codec;
@@ -31,8 +32,9 @@ pub use view::{View, ViewMut};
 
 // For users who write their own model or optimizer: operations, and elementwise programs that run in one pass.
 pub use backend::MatMulScratchBytes;
-pub use op::{Fuse, Op};
+pub use op::{Fuse, Heads, Norm, NormKind, Op, Rotary};
 pub use program::{Instr, Program, ProgramBuilder, Value};
+pub use work::Work;
 
 // For users who run codecs on the device.
 pub use codec::{BlockCodec, BlockMask, Code, Codecs, Pattern};

@@ -4,7 +4,9 @@
 //! Matrices are row-major. Letters in shapes: `B` sequences of `T` tokens each; `N = B T` tokens in total; `C`
 //! is the width of a token's vector; `V` is the size of the vocabulary.
 
-use crate::{Program, Shape, View, ViewMut};
+mod cost;
+
+use crate::{Program, View, ViewMut};
 
 /// Elementwise operation that a matrix product applies to its result. The CPU applies it to each finished
 /// element while it is still in cache; GPUs run it as a second kernel.
@@ -23,6 +25,11 @@ pub enum Fuse<'a> {
         /// Output `slope`, with the shape of `c`; `None` if no backward pass follows.
         slope: Option<ViewMut<'a>>,
     },
+    /// `c += residual`.
+    Add {
+        /// Residual, with the shape of `c`.
+        residual: View<'a>,
+    },
     /// `c += bias + residual`.
     BiasAdd {
         /// Bias with one value per column.
@@ -35,6 +42,61 @@ pub enum Fuse<'a> {
         /// Factor, with the shape of `c`.
         factor: View<'a>,
     },
+}
+
+/// Number of heads of an attention. `query` must be a multiple of `kv`: each head of keys and values serves
+/// `query / kv` consecutive heads of queries (grouped-query attention, Ainslie et al. 2023).
+///
+/// With `D` values per head, queries, keys and values of a token lie side by side in
+/// [`width`](Self::width)` * D` values, all queries first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Heads {
+    /// Heads of queries.
+    pub query: usize,
+    /// Heads of keys, and of values.
+    pub kv: usize,
+}
+
+impl Heads {
+    /// As many heads of keys and values as of queries.
+    #[must_use]
+    pub const fn equal(heads: usize) -> Self {
+        Self { query: heads, kv: heads }
+    }
+
+    /// Returns the number of heads of queries, keys and values together.
+    #[must_use]
+    pub const fn width(self) -> usize {
+        self.query.saturating_add(self.kv.saturating_mul(2))
+    }
+}
+
+/// A normalisation over the last dimension.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norm {
+    /// Which values are normalised.
+    pub kind: NormKind,
+    /// Constant added to the variance, or to the mean of squares.
+    pub eps: f32,
+}
+
+/// Kinds of normalisation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum NormKind {
+    /// `(x - mean) / sqrt(variance + eps)` (Ba et al. 2016).
+    Layer,
+    /// `x / sqrt(mean of squares + eps)` (Zhang and Sennrich 2019).
+    Rms,
+}
+
+/// Rotary position embedding (Su et al. 2021) of the first `R` values of each head of queries and keys: the
+/// pair `(x[i], x[i + R / 2])` is rotated by the angle of pair `i` at the token's position.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary<'a> {
+    /// `[positions, R]`: of each position, `R / 2` cosines and then as many sines.
+    pub table: View<'a>,
+    /// Position of each sequence's first token.
+    pub start: usize,
 }
 
 /// One operation. Outputs are exclusive views, so an op's inputs and outputs do not overlap unless its doc says
@@ -87,21 +149,27 @@ pub enum Op<'a> {
         /// Whether to add to `y` instead of overwriting it.
         accumulate: bool,
     },
-    /// Layer norm over the last dimension, eps 1e-5 (Ba et al. 2016).
-    LayerNorm {
+    /// Normalisation over the last dimension: `y = normalised(x) gain + bias`.
+    Norm {
+        /// The normalisation.
+        norm: Norm,
         /// Input: `[N, C]`.
         x: View<'a>,
         /// Gain: `[C]`.
         gain: View<'a>,
-        /// Bias: `[C]`.
-        bias: View<'a>,
+        /// Bias: `[C]`; `None` to add nothing.
+        bias: Option<View<'a>>,
         /// Output: `[N, C]`.
         y: ViewMut<'a>,
-        /// Output: `[N, 2]`, mean and reciprocal standard deviation of each row, kept for the backward pass.
+        /// Output: `[N, 2]`, kept for the backward pass: mean (0 for [`NormKind::Rms`]) and reciprocal of the
+        /// denominator of each row.
         stats: ViewMut<'a>,
     },
-    /// Input gradient of layer norm, plus the gradient of the residual branch: `dx = residual + d(norm)/dx dy`.
-    LayerNormInput {
+    /// Input gradient of [`Op::Norm`], plus the gradient of the residual branch:
+    /// `dx = residual + d(norm)/dx dy`.
+    NormInput {
+        /// The normalisation.
+        norm: Norm,
         /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
         /// Gain: `[C]`.
@@ -115,8 +183,8 @@ pub enum Op<'a> {
         /// Output, the gradient of the input: `[N, C]`.
         dx: ViewMut<'a>,
     },
-    /// Gradients of layer norm's gain and bias.
-    LayerNormWeight {
+    /// Gradients of the gain and the bias of [`Op::Norm`].
+    NormWeight {
         /// Input of the forward pass: `[N, C]`.
         x: View<'a>,
         /// `stats` of the forward pass: `[N, 2]`.
@@ -125,49 +193,98 @@ pub enum Op<'a> {
         dy: View<'a>,
         /// Output, the gradient of the gain: `[C]`.
         d_gain: ViewMut<'a>,
-        /// Output, the gradient of the bias: `[C]`.
-        d_bias: ViewMut<'a>,
+        /// Output, the gradient of the bias: `[C]`; `None` for a norm without one.
+        d_bias: Option<ViewMut<'a>>,
         /// Whether to add to the gradients instead of overwriting them.
         accumulate: bool,
     },
-    /// Causal attention of all heads, computed in tiles without storing the matrix of scores (Dao 2022).
+    /// Puts queries, keys and values side by side, as attention reads them, and rotates queries and keys.
+    JoinHeads {
+        /// Number of heads.
+        heads: Heads,
+        /// Rotation; `None` only copies.
+        rotary: Option<Rotary<'a>>,
+        /// Queries: `[B, T, query D]`.
+        q: View<'a>,
+        /// Keys: `[B, T, kv D]`.
+        k: View<'a>,
+        /// Values: `[B, T, kv D]`.
+        v: View<'a>,
+        /// Output: `[B, T, (query + 2 kv) D]`.
+        qkv: ViewMut<'a>,
+    },
+    /// Gradient of [`Op::JoinHeads`]: its inverse.
+    SplitHeads {
+        /// Number of heads.
+        heads: Heads,
+        /// Rotation of the forward pass, which is undone.
+        rotary: Option<Rotary<'a>>,
+        /// Gradient of `qkv`: `[B, T, (query + 2 kv) D]`.
+        d_qkv: View<'a>,
+        /// Output, the gradient of the queries: `[B, T, query D]`.
+        dq: ViewMut<'a>,
+        /// Output, the gradient of the keys: `[B, T, kv D]`.
+        dk: ViewMut<'a>,
+        /// Output, the gradient of the values: `[B, T, kv D]`.
+        dv: ViewMut<'a>,
+    },
+    /// `y = silu(gate) up` with `silu(x) = x / (1 + exp(-x))` (Shazeer 2020).
+    SwiGlu {
+        /// Input of the gate, any shape.
+        gate: View<'a>,
+        /// Other factor, with as many elements.
+        up: View<'a>,
+        /// Output, with as many elements.
+        y: ViewMut<'a>,
+    },
+    /// Gradient of [`Op::SwiGlu`], in place, so that the forward pass need not keep its output.
+    SwiGluGrad {
+        /// Input of the gate, overwritten by its gradient.
+        gate: ViewMut<'a>,
+        /// Other factor, overwritten by its gradient.
+        up: ViewMut<'a>,
+        /// Gradient of the output, overwritten by the output.
+        dy: ViewMut<'a>,
+    },
+    /// Causal attention of all heads, computed in tiles without storing the matrix of scores (Dao 2022). `C` is
+    /// `query D`, and `W` is `(query + 2 kv) D`.
     Attention {
         /// Number of heads.
-        heads: usize,
-        /// Input: `[B, T, 3 C]`, with the query, key and value of each token side by side.
+        heads: Heads,
+        /// Input: `[B, T, W]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
         /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
-        /// Output: `[B, heads, T]`, log-sum-exp of each row of scores, kept for the backward pass.
+        /// Output: `[B, query, T]`, log-sum-exp of each row of scores, kept for the backward pass.
         lse: ViewMut<'a>,
     },
     /// Gradient of [`Op::Attention`].
     AttentionGrad {
         /// Number of heads.
-        heads: usize,
-        /// Input of the forward pass: `[B, T, 3 C]`.
+        heads: Heads,
+        /// Input of the forward pass: `[B, T, W]`.
         qkv: View<'a>,
         /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `lse` of the forward pass: `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, query, T]`.
         lse: View<'a>,
         /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, W]`.
         d_qkv: ViewMut<'a>,
     },
     /// Causal attention with a cache of keys and values. The keys and values of the new tokens are written to
     /// the cache at `past`; then the new queries attend to all cached tokens and, causally, to the new ones.
     AttentionCached {
         /// Number of heads.
-        heads: usize,
+        heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
-        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
+        /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
-        /// Cache of keys: `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, kv D]`.
         keys: ViewMut<'a>,
-        /// Cache of values: `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, kv D]`.
         values: ViewMut<'a>,
         /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
@@ -179,30 +296,30 @@ pub enum Op<'a> {
     /// new tokens' own keys and values are then complete and are also written to `d_qkv`.
     AttentionCachedGrad {
         /// Number of heads.
-        heads: usize,
+        heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
-        /// Queries, keys and values of the new tokens: `[B, T, 3 C]`.
+        /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
-        /// Cache of keys: `[B, capacity, C]`.
+        /// Cache of keys: `[B, capacity, kv D]`.
         keys: View<'a>,
-        /// Cache of values: `[B, capacity, C]`.
+        /// Cache of values: `[B, capacity, kv D]`.
         values: View<'a>,
         /// Output of the forward pass: `[B, T, C]`.
         y: View<'a>,
-        /// `lse` of the forward pass: `[B, heads, T]`.
+        /// `lse` of the forward pass: `[B, query, T]`.
         lse: View<'a>,
         /// Gradient of `y`: `[B, T, C]`.
         dy: View<'a>,
-        /// Output, the gradient of `qkv`: `[B, T, 3 C]`.
+        /// Output, the gradient of `qkv`: `[B, T, W]`.
         d_qkv: ViewMut<'a>,
-        /// Gradient of the cached keys, `[B, capacity, C]`. Before the op it has the contributions of all later
-        /// tokens; the op adds the contributions of the new tokens.
+        /// Gradient of the cached keys, `[B, capacity, kv D]`. Before the op it has the contributions of all
+        /// later tokens; the op adds the contributions of the new tokens.
         d_keys: ViewMut<'a>,
-        /// Gradient of the cached values, `[B, capacity, C]`, updated as `d_keys`.
+        /// Gradient of the cached values, `[B, capacity, kv D]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
-    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`.
+    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`, or without the second term.
     Embed {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
@@ -210,12 +327,12 @@ pub enum Op<'a> {
         start: usize,
         /// Token table: `[V, C]`.
         tokens_table: View<'a>,
-        /// Position table: `[positions, C]`.
-        positions_table: View<'a>,
+        /// Position table: `[positions, C]`; `None` to add nothing.
+        positions_table: Option<View<'a>>,
         /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
     },
-    /// Gradient of [`Op::Embed`] with `start` 0, added to both tables. Rows are summed in token order on every
+    /// Gradient of [`Op::Embed`] with `start` 0, added to the tables. Rows are summed in token order on every
     /// device. For another `start`, pass the part of `d_positions_table` that begins at row `start`.
     EmbedGrad {
         /// Token ids: u32 `[B, T]`.
@@ -224,17 +341,21 @@ pub enum Op<'a> {
         dy: View<'a>,
         /// Gradient of the token table, `[V, C]`. The op adds to it.
         d_tokens_table: ViewMut<'a>,
-        /// Gradient of the position table, `[positions, C]`. The op adds to it.
-        d_positions_table: ViewMut<'a>,
+        /// Gradient of the position table, `[positions, C]`, if there is one. The op adds to it.
+        d_positions_table: Option<ViewMut<'a>>,
     },
-    /// Softmax cross-entropy of each row against its target. With `grad_scale`, the logits are overwritten by
-    /// their gradient, `(softmax - onehot) * grad_scale`, which avoids a second buffer of that size.
+    /// Softmax cross-entropy of each row against its target, times the row's weight. With `grad_scale`, the
+    /// logits are overwritten by their gradient, `(softmax - onehot) * weight * grad_scale`, which avoids a
+    /// second buffer of that size.
     CrossEntropy {
         /// Logits: `[N, V]`.
         logits: ViewMut<'a>,
         /// Ids of the target tokens: u32 `[N]`.
         targets: View<'a>,
-        /// Output: `[N]`, the loss of each row in nats.
+        /// Weights: `[N]`; `None` for 1. Loss and gradient of a row of weight 0 are 0, whatever its logits are,
+        /// and its target is any id.
+        weights: Option<View<'a>>,
+        /// Output: `[N]`, the weighted loss of each row in nats.
         losses: ViewMut<'a>,
         /// Scale of the gradient; `None` leaves the logits unchanged.
         grad_scale: Option<f32>,
@@ -263,9 +384,6 @@ impl Op<'_> {
     /// Number of elements in each partial sum of [`Op::SumSquares`].
     pub const SQUARES_CHUNK: usize = 1 << 15;
 
-    /// Epsilon of [`Op::LayerNorm`].
-    pub const LAYER_NORM_EPS: f32 = 1e-5;
-
     /// Returns the op's name in errors and traces.
     #[must_use]
     pub const fn name(&self) -> &'static str {
@@ -274,9 +392,13 @@ impl Op<'_> {
             Self::Cast { .. } => "cast",
             Self::MatMul { .. } => "matmul",
             Self::SumRows { .. } => "sum_rows",
-            Self::LayerNorm { .. } => "layer_norm",
-            Self::LayerNormInput { .. } => "layer_norm_input",
-            Self::LayerNormWeight { .. } => "layer_norm_weight",
+            Self::Norm { .. } => "norm",
+            Self::NormInput { .. } => "norm_input",
+            Self::NormWeight { .. } => "norm_weight",
+            Self::JoinHeads { .. } => "join_heads",
+            Self::SplitHeads { .. } => "split_heads",
+            Self::SwiGlu { .. } => "swiglu",
+            Self::SwiGluGrad { .. } => "swiglu_grad",
             Self::Attention { .. } => "attention",
             Self::AttentionGrad { .. } => "attention_grad",
             Self::AttentionCached { .. } => "attention_cached",
@@ -288,100 +410,4 @@ impl Op<'_> {
             Self::Map { .. } => "map",
         }
     }
-
-    /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
-    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, and a
-    /// matrix product does not count its [`Fuse`].
-    #[must_use]
-    pub fn flops(&self) -> u64 {
-        let n = |v: Shape| v.len() as u64;
-        let causal = |y: Shape, past: usize| {
-            // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
-            // tokens, and T * past pairs with the cached tokens.
-            let t = length(y) as u64;
-            n(y) * (2 * past as u64 + t + 1)
-        };
-        match self {
-            Self::Fill { .. } | Self::Cast { .. } => 0,
-            Self::MatMul { a, a_t, c, .. } => {
-                let k = if *a_t { a.shape().rows() } else { a.shape().cols() };
-                2 * n(c.shape()) * k as u64
-            }
-            Self::SumRows { x, .. } => n(x.shape()),
-            Self::LayerNorm { x, .. } => 8 * n(x.shape()),
-            Self::LayerNormInput { x, .. } => 11 * n(x.shape()),
-            Self::LayerNormWeight { x, .. } => 5 * n(x.shape()),
-            Self::Attention { y, .. } => 2 * causal(y.shape(), 0),
-            Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), 0),
-            Self::AttentionCached { y, past, .. } => 2 * causal(y.shape(), *past),
-            Self::AttentionCachedGrad { y, past, .. } => 5 * causal(y.shape(), *past),
-            Self::Embed { y, .. } => n(y.shape()),
-            Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
-            Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
-            Self::SumSquares { x, .. } => 2 * n(x.shape()),
-            Self::Map { program, writes, .. } => {
-                program.flops() as u64 * writes.first().map_or(0, |w| n(w.shape()))
-            }
-        }
-    }
-
-    /// Returns the bytes of memory traffic with cold caches: each operand read once, each result written once.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        let r = |v: &View<'_>| (v.len() * v.dtype().size()) as u64;
-        let w = |v: &ViewMut<'_>| (v.len() * v.dtype().size()) as u64;
-        let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u64::from(read));
-        // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
-        let seen = |y: Shape, past: usize| {
-            let batch = y.rows().checked_div(length(y)).unwrap_or(0);
-            ((past + length(y)) * y.cols() * batch * size_of::<f32>()) as u64
-        };
-        match self {
-            Self::Fill { y, .. } => w(y),
-            Self::Cast { x, y } => r(x) + w(y),
-            Self::MatMul { a, b, c, accumulate, fuse, .. } => {
-                let fused = match fuse {
-                    Fuse::None => 0,
-                    Fuse::Bias(bias) => r(bias),
-                    Fuse::BiasGelu { bias, slope } => r(bias) + slope.as_ref().map_or(0, w),
-                    Fuse::BiasAdd { bias, residual } => r(bias) + r(residual),
-                    Fuse::Times { factor } => r(factor),
-                };
-                r(a) + r(b) + rw(c, *accumulate) + fused
-            }
-            Self::SumRows { x, y, accumulate } => r(x) + rw(y, *accumulate),
-            Self::LayerNorm { x, gain, bias, y, stats } => r(x) + r(gain) + r(bias) + w(y) + w(stats),
-            Self::LayerNormInput { x, gain, stats, dy, residual, dx } => {
-                r(x) + r(gain) + r(stats) + r(dy) + residual.as_ref().map_or(0, r) + w(dx)
-            }
-            Self::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
-                r(x) + r(stats) + r(dy) + rw(d_gain, *accumulate) + rw(d_bias, *accumulate)
-            }
-            Self::Attention { qkv, y, lse, .. } => r(qkv) + w(y) + w(lse),
-            Self::AttentionGrad { qkv, y, lse, dy, d_qkv, .. } => r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv),
-            Self::AttentionCached { qkv, y, past, lse, .. } => {
-                r(qkv) + w(y) + lse.as_ref().map_or(0, w) + 2 * seen(y.shape(), *past)
-            }
-            Self::AttentionCachedGrad { past, qkv, y, lse, dy, d_qkv, .. } => {
-                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + 6 * seen(y.shape(), *past)
-            }
-            Self::Embed { tokens, y, .. } => r(tokens) + 3 * w(y),
-            Self::EmbedGrad { tokens, dy, .. } => r(tokens) + 5 * r(dy),
-            Self::CrossEntropy { logits, targets, losses, grad_scale } => {
-                rw(logits, grad_scale.is_some()) + r(targets) + w(losses)
-            }
-            Self::SumSquares { x, partials } => r(x) + w(partials),
-            Self::Map { program, reads, writes, .. } => {
-                let loaded = program.instrs().iter().filter(|i| matches!(i, crate::Instr::Load(_))).count();
-                let one = writes.first().map_or(0, w);
-                reads.iter().map(r).sum::<u64>() + one * (loaded + program.stores().len()) as u64
-            }
-        }
-    }
-}
-
-/// Returns the second dimension, which is T of `[B, T, C]`, or 0 if there is none. The op's check rejects
-/// shapes that are not `[B, T, C]`.
-fn length(y: Shape) -> usize {
-    y.dims().get(1).copied().unwrap_or(0)
 }

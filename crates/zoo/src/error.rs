@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::config::PRESETS;
 use crate::data::SourceError;
 use crate::file_kind::{Compression, FileKind};
 use crate::tokenizer::NAMES;
@@ -11,13 +10,23 @@ use crate::tokenizer::NAMES;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ZooError {
-    /// A field of a [`GptConfig`](crate::GptConfig), a range of layers or a sequence length is out of bounds.
+    /// A size of a [`ModelSpec`](crate::ModelSpec), a range of layers or a sequence length is out of bounds.
     #[error("model `{field}` is {value}, expected {expected}")]
     Config {
         /// Name of the field.
         field: &'static str,
         /// Value of the field.
         value: usize,
+        /// Allowed values.
+        expected: &'static str,
+    },
+    /// A number of a [`ModelSpec`](crate::ModelSpec) is out of bounds.
+    #[error("model `{field}` is {value}, expected {expected}")]
+    RealField {
+        /// Name of the field.
+        field: &'static str,
+        /// Value of the field.
+        value: f64,
         /// Allowed values.
         expected: &'static str,
     },
@@ -39,10 +48,12 @@ pub enum ZooError {
     #[error(transparent)]
     Tensor(#[from] farflung_tensor::TensorError),
     /// No preset has this name.
-    #[error("unknown model preset `{name}`, expected one of {}", join(PRESETS.iter().map(|(name, _)| *name)))]
+    #[error("unknown model preset `{name}`, expected one of {}", join(known.iter().copied()))]
     UnknownPreset {
         /// The name requested.
         name: String,
+        /// The names of the presets.
+        known: Vec<&'static str>,
     },
     /// No tokenizer has this name.
     #[error("unknown tokenizer `{name}`, expected one of {}", join(NAMES.iter().copied()))]

@@ -118,7 +118,7 @@ pub fn generate(
     mut emit: impl FnMut(u32) -> bool,
 ) -> Result<(), ZooError> {
     sampling.validate()?;
-    let (context, vocab) = (stage.config().context, stage.config().vocab);
+    let (context, vocab) = (stage.spec().context, stage.spec().vocab);
     if let Some(position) = prompt.iter().position(|&t| t as usize >= vocab) {
         return Err(ZooError::TokenOutOfRange { path: None, position, token: prompt[position], vocab });
     }
@@ -144,7 +144,7 @@ pub fn generate(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::GptConfig;
+    use crate::gpt2;
     use farflung_tensor::Device;
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
     #[test]
     fn the_cache_gives_what_the_whole_pass_gives_and_goes_on_past_the_context() {
         let cpu = Device::cpu(1).unwrap();
-        let stage = Stage::whole(GptConfig::new(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
+        let stage = Stage::whole(&gpt2(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
         let params = stage.init(3).unwrap();
         let ids = [1, 5, 9, 2, 0, 10, 3];
         let whole = stage.logits(&params, stage.tokens(&ids, 7).unwrap()).unwrap().to_vec::<f32>().unwrap();
@@ -209,7 +209,7 @@ mod tests {
     /// Generates text as [`generate`] does, but runs a whole pass over the context for each token. Used as
     /// reference.
     fn slowly(stage: &Stage, params: &Tensor, prompt: &[u32], count: usize, sampling: &Sampling) -> Vec<u32> {
-        let (context, vocab) = (stage.config().context, stage.config().vocab);
+        let (context, vocab) = (stage.spec().context, stage.spec().vocab);
         let mut all = prompt.to_vec();
         let mut first = prompt.len().saturating_sub(context);
         for i in 0..count {
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn of_a_long_prompt_the_last_context_is_read_and_a_full_context_halves() {
         let cpu = Device::cpu(1).unwrap();
-        let stage = Stage::whole(GptConfig::new(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
+        let stage = Stage::whole(&gpt2(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
         let params = stage.init(3).unwrap();
         let long: Vec<u32> = (0..40).map(|i| i * i % 11).collect();
         let settings = [Sampling { temperature: 1.0, ..Sampling::default() }, Sampling::default()];

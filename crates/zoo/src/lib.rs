@@ -1,26 +1,34 @@
 #![doc = include_str!("../README.md")]
 
-pub mod config;
+pub mod tensor_spec;
+pub mod naming;
+pub mod spec;
+pub mod family;
 pub mod tokenizer;
 
 pub mod data;
 pub mod weights;
 
-pub mod block;
+pub mod layer;
 pub mod generate;
+pub mod profile;
 pub mod stage;
 
 pub mod file_kind;
+mod json_fields;
 mod json_file;
 
 mod error;
 
-// For all users: a model's configuration, its tokenizer and data, and text generation.
-pub use config::{GptConfig, Init, TensorSpec};
+// For all users: a model's description, its tokenizer and data, and text generation.
 pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split};
 pub use error::ZooError;
+pub use family::{Family, gpt2};
 pub use generate::{Sampling, generate};
+pub use spec::{ModelSpec, Resize};
+pub use tensor_spec::{Init, TensorKind, TensorSpec};
 pub use tokenizer::Tokenizer;
 
 // For users who write their own trainer: a stage is a part of the model with its forward and backward passes.
+pub use layer::Targets;
 pub use stage::{ActivationPolicy, Cache, Input, Output, Saved, Slices, Stage};

@@ -11,9 +11,14 @@ use std::path::Path;
 use farflung_base::Pending;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
-use crate::block::{Embedding, Grads, Head, HeadSaved, StageContext, Transformer, TransformerSaved, dims};
+use crate::ZooError;
+use crate::layer::{
+    Activations, Before, Builder, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, StageContext,
+    Targets, dims,
+};
+use crate::spec::{HeadSpec, ModelSpec};
+use crate::tensor_spec::TensorSpec;
 use crate::weights::{self, Weights, WriteOptions};
-use crate::{GptConfig, TensorSpec, ZooError};
 
 pub use activation_policy::ActivationPolicy;
 pub use cache::Cache;
@@ -25,14 +30,12 @@ use activation_policy::{Chain, StoredActivations, restore_last};
 /// between two layers has no parameters and returns its input.
 #[derive(Debug, Clone)]
 pub struct Stage {
-    config: GptConfig,
+    spec: ModelSpec,
     device: Device,
     layout: ParamLayout,
     /// For each of this stage's tensors, its index among those of the whole model, and its spec.
     specs: Vec<(usize, TensorSpec)>,
-    embedding: Option<Embedding>,
-    blocks: Vec<Transformer>,
-    head: Option<Head>,
+    layers: Layers,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
     activation_policy: ActivationPolicy,
@@ -92,64 +95,49 @@ impl Saved {
 
 impl Stage {
     /// Creates the stage of a whole model.
-    pub fn whole(config: GptConfig, device: &Device) -> Result<Self, ZooError> {
-        Self::new(config, 0..config.layers, device)
+    pub fn whole(spec: &ModelSpec, device: &Device) -> Result<Self, ZooError> {
+        Self::new(spec, 0..spec.layers(), device)
     }
 
     /// Creates a stage of the given layers.
     ///
-    /// Errors: [`ZooError::Config`] if the config is invalid, or the range is not within the model's layers.
-    /// The range may be empty only between two layers.
-    pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
-        config.validate()?;
-        let between = layers.start == layers.end && layers.start > 0 && layers.end < config.layers;
-        if (layers.is_empty() && !between) || layers.end > config.layers {
+    /// Errors: those of [`ModelSpec::validate`]; [`ZooError::Config`] if the range is not within the model's
+    /// layers. The range may be empty only between two layers.
+    pub fn new(spec: &ModelSpec, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
+        spec.validate()?;
+        let between = layers.start == layers.end && layers.start > 0 && layers.end < spec.layers();
+        if (layers.is_empty() && !between) || layers.end > spec.layers() {
             return Err(ZooError::Config {
                 field: "layers",
                 value: layers.end,
                 expected: "a range within the model's layers, empty only between two layers",
             });
         }
-        let (first, last) = (layers.start == 0, layers.end == config.layers);
-        let per_block = Transformer::PARAMS;
-        let wanted = |i: usize| match i {
-            0 => first || last,
-            1 => first,
-            i if i >= 2 + per_block * config.layers => last,
-            i => layers.contains(&((i - 2) / per_block)),
-        };
-        let specs: Vec<_> = config.tensors().into_iter().enumerate().filter(|(i, _)| wanted(*i)).collect();
-        let named = |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape)?));
-        let layout = ParamLayout::new(specs.iter().map(named).collect::<farflung_tensor::Result<Vec<_>>>()?);
-        let place = |name: &str| layout.find(name);
-        let embedding = first.then_some(Embedding { first: 0, dim: config.dim });
-        let blocks = layers
-            .map(|l| Ok(Transformer { first: place(&format!("h.{l}.ln_1.weight"))?, heads: config.heads }))
-            .collect::<farflung_tensor::Result<_>>()?;
-        let head = if last {
-            Some(Head { norm: place("ln_f.weight")?, table: 0, vocab: config.vocab })
-        } else {
-            None
-        };
-        let device = device.clone();
-        let keeping = ActivationPolicy::default();
+        let mut builder = Builder::new(spec).on(device);
+        let made = builder.model(spec, |block| layers.contains(&block))?;
         Ok(Self {
-            config,
-            device,
-            layout,
-            specs,
-            embedding,
-            blocks,
-            head,
+            spec: spec.clone(),
+            device: device.clone(),
+            layout: builder.layout()?,
+            specs: builder.into_specs(),
+            layers: made,
             gradient_scale: 1.0,
-            activation_policy: keeping,
+            activation_policy: ActivationPolicy::default(),
         })
     }
 
-    /// Returns the model's configuration.
+    /// Returns the model's description.
     #[must_use]
-    pub const fn config(&self) -> &GptConfig {
-        &self.config
+    pub const fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// Returns the range of the token table in the flat buffers, if the head uses it and another stage has it
+    /// too: the first stage for the embedding, the last one for the head.
+    #[must_use]
+    pub fn shared_table(&self) -> Option<Range<usize>> {
+        let tied = self.spec.head == HeadSpec::Tied;
+        (tied && self.takes_tokens() != self.gives_losses()).then(|| self.layout.params()[0].range())
     }
 
     /// Returns the stage's device.
@@ -161,13 +149,13 @@ impl Stage {
     /// Returns whether the input is tokens (true for the first stage).
     #[must_use]
     pub const fn takes_tokens(&self) -> bool {
-        self.embedding.is_some()
+        self.layers.embedding.is_some()
     }
 
     /// Returns whether the output is losses (true for the last stage).
     #[must_use]
     pub const fn gives_losses(&self) -> bool {
-        self.head.is_some()
+        self.layers.head.is_some()
     }
 
     /// Sets the scale of gradients in the backward pass: matrix products multiply gradients by it before they
@@ -221,10 +209,10 @@ impl Stage {
     ///
     /// ```
     /// use farflung_tensor::Device;
-    /// use farflung_zoo::{GptConfig, Stage, weights::{Weights, WriteOptions}};
+    /// use farflung_zoo::{Stage, gpt2, weights::{Weights, WriteOptions}};
     ///
     /// let folder = tempfile::tempdir()?;
-    /// let model = Stage::whole(GptConfig::new(2, 2, 16, 8, 11)?, &Device::cpu(1)?)?;
+    /// let model = Stage::whole(&gpt2(2, 2, 16, 8, 11)?, &Device::cpu(1)?)?;
     /// let params = model.init(1337)?;
     /// model.store(&params, folder.path(), WriteOptions::default())?;
     /// let loaded = model.load(&mut Weights::open(folder.path())?)?;
@@ -235,7 +223,7 @@ impl Stage {
         if !(self.takes_tokens() && self.gives_losses()) {
             return Err(ZooError::Config {
                 field: "layers",
-                value: self.blocks.len(),
+                value: self.layers.blocks.len(),
                 expected: "all layers of the model, because a folder of weights contains a whole model",
             });
         }
@@ -244,7 +232,7 @@ impl Stage {
             return Err(TensorError::ShapeMismatch { op: "store", lhs, rhs }.into());
         }
         let values = params.to_vec::<f32>()?;
-        weights::write(folder, &self.config, options, |index, _, out| {
+        weights::write(folder, &self.spec, options, |index, _, out| {
             out.copy_from_slice(&values[self.layout.params()[index].range()]);
             Ok(())
         })
@@ -257,7 +245,7 @@ impl Stage {
 
     /// Creates a tensor `[B, T]` of token ids on the stage's device, with T = `len`.
     pub fn tokens(&self, ids: &[u32], len: usize) -> Result<Tensor, ZooError> {
-        if len == 0 || ids.is_empty() || !ids.len().is_multiple_of(len) || len > self.config.context {
+        if len == 0 || ids.is_empty() || !ids.len().is_multiple_of(len) || len > self.spec.context {
             return Err(ZooError::Config {
                 field: "sequence length",
                 value: len,
@@ -282,7 +270,7 @@ impl Stage {
         input: Input,
         start: usize,
     ) -> Result<(Tensor, Option<Tensor>), ZooError> {
-        match (input, &self.embedding) {
+        match (input, &self.layers.embedding) {
             (Input::Tokens(tokens), Some(embedding)) => {
                 Ok((embedding.forward(cx, &tokens, start)?, Some(tokens)))
             }
@@ -292,41 +280,38 @@ impl Stage {
         }
     }
 
-    /// Runs the forward pass and saves what the backward pass needs. The last stage needs `targets`: the target
-    /// ids `[B, T]` (u32), and the scale of the loss's gradient, which is one over the number of tokens of the
-    /// whole step.
+    /// Runs the forward pass and saves what the backward pass needs. The last stage needs
+    /// `targets`.
     pub fn forward(
         &self,
         params: &Tensor,
         input: Input,
-        targets: Option<(&Tensor, f32)>,
+        targets: Option<Targets<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(params, input, 0, targets, &self.activation_policy, |cx, i, x| {
-            Ok(self.blocks[i].forward(cx, x)?)
-        })
+        self.forward_by(params, input, targets, &self.activation_policy, None)
     }
 
     fn forward_by(
         &self,
         params: &Tensor,
         input: Input,
-        start: usize,
-        targets: Option<(&Tensor, f32)>,
+        targets: Option<Targets<'_>>,
         keeping: &ActivationPolicy,
-        mut block: impl FnMut(&StageContext<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+        mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
         let cx = self.cx(params);
+        let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
         let positions = start..start + dims(&x)?[1];
-        let mut blocks = Vec::with_capacity(self.blocks.len());
-        for i in 0..self.blocks.len() {
-            let (y, saved) = block(&cx, i, x)?;
+        let mut blocks = Vec::with_capacity(self.layers.blocks.len());
+        for i in 0..self.layers.blocks.len() {
+            let (y, saved) = self.layers.blocks[i].forward(&cx, x, Seen::before(&mut seen, i), Keep::All)?;
             blocks.push(keeping.store(i, saved));
             x = y;
         }
-        let (output, head) = match (&self.head, targets) {
-            (Some(head), Some((targets, scale))) => {
-                let (losses, saved) = head.forward(&cx, x, targets, scale)?;
+        let (output, head) = match (&self.layers.head, targets) {
+            (Some(head), Some(targets)) => {
+                let (losses, saved) = head.forward(&cx, x, targets)?;
                 (Output::Losses(losses), Some(saved))
             }
             (None, None) => (Output::Hidden(x), None),
@@ -362,31 +347,32 @@ impl Stage {
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
         let cx = self.cx(params);
-        let has_head = saved.head.is_some();
-        let mut dx = match (&self.head, saved.head, dy) {
+        let tied_head = self.has_tied_head();
+        let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
                 let dx = head.backward_input(&cx, &mut saved)?;
                 head.backward_weight(&cx, saved, grads)?;
-                ready(self.span(head.norm, 2), grads.flat);
+                ready(self.span(head.params()), grads.flat);
                 dx
             }
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
         let (mut kept, mut chain) = (saved.blocks, saved.chain);
-        for block in self.blocks.iter().rev() {
-            let mut saved = restore_last(&mut kept, &mut chain, |i, x| self.blocks[i].forward(&cx, x))?;
-            dx = block.backward_input(&cx, &mut saved, dx)?;
-            block.backward_weight(&cx, saved, grads)?;
-            ready(self.span(block.first, Transformer::PARAMS), grads.flat);
+        for block in self.layers.blocks.iter().rev() {
+            let mut saved = restore_last(&mut kept, &mut chain, |i, x| self.again(&cx, i, x))?;
+            dx = block.backward_input(&cx, &mut saved, dx, Later::Nothing)?;
+            block.backward_weight(&cx, &saved, grads)?;
+            drop(saved);
+            ready(self.span_of(block.params()), grads.flat);
         }
-        if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
-            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, has_head)?;
-            ready(self.span(0, 2), grads.flat);
+        if let (Some(embedding), Some(tokens)) = (&self.layers.embedding, saved.tokens) {
+            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, tied_head)?;
+            ready(self.span(embedding.params()), grads.flat);
             return Ok(None);
         }
-        if has_head {
-            ready(self.span(0, 1), grads.flat);
+        if tied_head {
+            ready(self.span((0, 1)), grads.flat);
         }
         Ok(Some(dx))
     }
@@ -394,7 +380,7 @@ impl Stage {
     /// Recomputes the values that [`Saved::drop_activations`] dropped. `input` must be the input of the forward
     /// pass. The values are bit-identical.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
-        self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
+        self.recompute_by(params, input, saved, None)
     }
 
     fn recompute_by(
@@ -402,13 +388,13 @@ impl Stage {
         params: &Tensor,
         input: Input,
         saved: &mut Saved,
-        mut block: impl FnMut(&StageContext<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+        mut seen: Option<Seen<'_>>,
     ) -> Result<(), ZooError> {
         let cx = self.cx(params);
         let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
-        let mut again = Vec::with_capacity(self.blocks.len());
+        let mut again = Vec::with_capacity(self.layers.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
-            let (y, saved) = block(&cx, i, x)?;
+            let (y, saved) = self.layers.blocks[i].forward(&cx, x, Seen::before(&mut seen, i), Keep::All)?;
             again.push(StoredActivations::OnDevice(saved));
             x = y;
         }
@@ -425,21 +411,19 @@ impl Stage {
         saved: &mut Saved,
         dy: Option<Tensor>,
     ) -> Result<Option<Tensor>, ZooError> {
-        self.backward_input_by(params, saved, dy, |cx, i, saved, dy| {
-            Ok(self.blocks[i].backward_input(cx, saved, dy)?)
-        })
+        self.backward_input_by(params, saved, dy, |_| Later::Nothing)
     }
 
-    fn backward_input_by(
+    fn backward_input_by<'l>(
         &self,
         params: &Tensor,
         saved: &mut Saved,
         dy: Option<Tensor>,
-        mut block: impl FnMut(&StageContext<'_>, usize, &mut TransformerSaved, Tensor) -> Result<Tensor, ZooError>,
+        mut later: impl FnMut(usize) -> Later<'l>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
         let cx = self.cx(params);
-        let mut dx = match (&self.head, &mut saved.head, dy) {
+        let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
@@ -447,13 +431,13 @@ impl Stage {
         let mut kept = std::mem::take(&mut saved.blocks);
         let mut whole = Vec::with_capacity(kept.len());
         for i in (0..kept.len()).rev() {
-            let mut saved = restore_last(&mut kept, &mut saved.chain, |i, x| self.blocks[i].forward(&cx, x))?;
-            dx = block(&cx, i, &mut saved, dx)?;
+            let mut saved = restore_last(&mut kept, &mut saved.chain, |i, x| self.again(&cx, i, x))?;
+            dx = self.layers.blocks[i].backward_input(&cx, &mut saved, dx, later(i))?;
             whole.push(StoredActivations::OnDevice(saved));
         }
         whole.reverse();
         saved.blocks = whole;
-        if self.embedding.is_none() {
+        if self.layers.embedding.is_none() {
             return Ok(Some(dx));
         }
         saved.dx = Some(dx);
@@ -469,23 +453,23 @@ impl Stage {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
         let cx = self.cx(&nothing);
-        let has_head = saved.head.is_some();
-        if let (Some(head), Some(saved)) = (&self.head, saved.head) {
+        let tied_head = self.has_tied_head();
+        if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
         }
-        for (block, kept) in self.blocks.iter().zip(saved.blocks).rev() {
-            let saved = kept.restore(|x| block.forward(&cx, x))?;
-            block.backward_weight(&cx, saved, grads)?;
+        for (i, kept) in saved.blocks.into_iter().enumerate().rev() {
+            let saved = kept.restore(|x| self.again(&cx, i, x))?;
+            self.layers.blocks[i].backward_weight(&cx, &saved, grads)?;
         }
-        if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
+        if let (Some(embedding), Some(tokens)) = (&self.layers.embedding, saved.tokens) {
             let dx = saved.dx.expect("`backward_input` is called before `backward_weight`");
-            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, has_head)?;
+            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, tied_head)?;
         }
         Ok(())
     }
 
     fn check_whole(&self, saved: &Saved) -> Result<(), ZooError> {
-        if saved.blocks.len() == self.blocks.len() {
+        if saved.blocks.len() == self.layers.blocks.len() {
             return Ok(());
         }
         Err(ZooError::StageInput { expected: "saved values that were recomputed after they were dropped" })
@@ -494,47 +478,89 @@ impl Stage {
     /// Returns the ranges of the flat gradients in the order in which [`Stage::backward`] completes them.
     #[must_use]
     pub fn backward_ranges(&self) -> Vec<Range<usize>> {
-        let mut ranges: Vec<Range<usize>> = self.head.iter().map(|head| self.span(head.norm, 2)).collect();
-        ranges.extend(self.blocks.iter().rev().map(|block| self.span(block.first, Transformer::PARAMS)));
-        match (&self.embedding, &self.head) {
-            (Some(_), _) => ranges.push(self.span(0, 2)),
-            (None, Some(_)) => ranges.push(self.span(0, 1)),
-            (None, None) => {}
+        let Layers { embedding, blocks, head } = &self.layers;
+        let mut ranges: Vec<Range<usize>> = head.iter().map(|head| self.span(head.params())).collect();
+        ranges.extend(blocks.iter().rev().map(|block| self.span_of(block.params())));
+        match embedding {
+            Some(embedding) => ranges.push(self.span(embedding.params())),
+            None if self.has_tied_head() => ranges.push(self.span((0, 1))),
+            None => {}
         }
         ranges
     }
 
     /// Returns the range of the flat buffers that contains `count` parameters from `first` on, padding
     /// included.
-    fn span(&self, first: usize, count: usize) -> Range<usize> {
+    fn span(&self, (first, count): (usize, usize)) -> Range<usize> {
+        self.span_of(first..first + count)
+    }
+
+    /// Like [`Stage::span`], of a range of parameters.
+    fn span_of(&self, indices: Range<usize>) -> Range<usize> {
         let params = self.layout.params();
-        let end = params.get(first + count).map_or(self.layout.len(), |p| p.start);
-        params[first].start..end
+        let end = params.get(indices.end).map_or(self.layout.len(), |p| p.start);
+        params[indices.start].start..end
+    }
+
+    fn has_tied_head(&self) -> bool {
+        self.layers.head.is_some_and(|head| head.is_tied())
+    }
+
+    /// Runs the forward pass of a block again.
+    fn again(
+        &self,
+        cx: &StageContext<'_>,
+        block: usize,
+        x: Tensor,
+    ) -> farflung_tensor::Result<(Tensor, Activations)> {
+        self.layers.blocks[block].forward(cx, x, Before::Nothing, Keep::All)
     }
 
     /// Returns the losses `[B T]` per token, without saving anything for a backward pass. The stage must be a
     /// whole model.
     pub fn losses(&self, params: &Tensor, tokens: Tensor, targets: &Tensor) -> Result<Tensor, ZooError> {
-        let cx = self.cx(params);
-        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
-        for block in &self.blocks {
-            x = block.forward(&cx, x)?.0;
-        }
-        let head =
-            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
-        Ok(head.losses(&cx, &x, targets)?)
+        self.evaluate(params, tokens, None, |head, cx, x| head.losses(cx, x, targets))
     }
 
     /// Returns the logits `[B, T, V]`. The stage must be a whole model.
     pub fn logits(&self, params: &Tensor, tokens: Tensor) -> Result<Tensor, ZooError> {
+        self.evaluate(params, tokens, None, Head::logits)
+    }
+
+    /// Runs a forward pass of a whole model that keeps nothing, and returns what `last` makes of the hidden
+    /// states.
+    fn evaluate(
+        &self,
+        params: &Tensor,
+        tokens: Tensor,
+        mut seen: Option<Seen<'_>>,
+        last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> farflung_tensor::Result<Tensor>,
+    ) -> Result<Tensor, ZooError> {
+        let whole = ZooError::StageInput { expected: "a stage with the whole model" };
+        let head = self.layers.head.as_ref().ok_or(whole)?;
         let cx = self.cx(params);
-        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
-        for block in &self.blocks {
-            x = block.forward(&cx, x)?.0;
+        let start = seen.as_ref().map_or(0, |seen| seen.past);
+        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), start)?;
+        for (i, block) in self.layers.blocks.iter().enumerate() {
+            x = block.forward(&cx, x, Seen::before(&mut seen, i), Keep::Nothing)?.0;
         }
-        let head =
-            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
-        Ok(head.logits(&cx, &x)?)
+        Ok(last(head, &cx, &x)?)
+    }
+}
+
+/// The keys and values of the tokens before those of a pass, by block.
+struct Seen<'a> {
+    past: usize,
+    layers: &'a mut [KeyValues],
+}
+
+impl Seen<'_> {
+    /// Returns what a block has seen.
+    fn before(this: &mut Option<Self>, block: usize) -> Before<'_> {
+        match this {
+            Some(seen) => Before::Cached { past: seen.past, seen: &mut seen.layers[block] },
+            None => Before::Nothing,
+        }
     }
 }
 

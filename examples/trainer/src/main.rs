@@ -13,9 +13,9 @@ use farflung_compress::CodecSpec;
 use farflung_optim::transform::{add_decayed_weights, clip_by_global_norm, scale_by_schedule};
 use farflung_optim::{Average, AverageConfig, Chain, Decay, LrSchedule, agree, token_weight};
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::block::Grads;
+use farflung_zoo::layer::Grads;
 use farflung_zoo::{
-    Corpus, GptConfig, HoldOut, Input, Output, Sampler, Sampling, Shard, Stage, Tokenizer, generate, stage,
+    Corpus, HoldOut, Input, Output, Sampler, Sampling, Shard, Stage, Targets, Tokenizer, generate, gpt2, stage,
     tokenizer,
 };
 
@@ -65,8 +65,8 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
     let rank = comm.rank().index();
 
     let bytes = tokenizer::by_name("byte")?;
-    let config = GptConfig::new(2, 4, 64, 64, bytes.vocab_size())?;
-    let model = Stage::whole(config, &Device::cpu(1)?)?;
+    let config = gpt2(2, 4, 64, 64, bytes.vocab_size())?;
+    let model = Stage::whole(&config, &Device::cpu(1)?)?;
     let (mut params, mut grads) = (model.init(1337)?, model.zeros()?);
     let (text, _) = Corpus::from_bytes("A Tale of Two Cities", TEXT.as_bytes(), &*bytes)?
         .split(HoldOut::Fraction(0.0))?;
@@ -96,7 +96,7 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
         sampler.batch(step, &mut inputs, &mut targets)?;
         let input = Input::Tokens(model.tokens(&inputs, config.context)?);
         let targets = model.tokens(&targets, config.context)?;
-        let (output, saved) = model.forward(&params, input, Some((&targets, scale)))?;
+        let (output, saved) = model.forward(&params, input, Some(Targets::all(&targets, scale)))?;
         let Output::Losses(output) = output else { unreachable!("a whole model gives losses") };
         let mut loss = [stage::total(&output)? / tokens as f64];
 

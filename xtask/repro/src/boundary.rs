@@ -139,7 +139,7 @@ impl Setting {
         })?;
         let params = params.into_iter().next().context("the job has no ranks")?;
         let device = farflung::tensor::Device::cpu(1)?;
-        let layout = farflung::zoo::Stage::whole(before.model, &device)?.layout().clone();
+        let layout = farflung::zoo::Stage::whole(&before.model, &device)?.layout().clone();
         farflung::zoo::weights::write(
             &weights,
             &before.model,

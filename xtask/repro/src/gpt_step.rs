@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use farflung::measure::{Trial, measure};
 use farflung::tensor::Device;
-use farflung::zoo::GptConfig;
+use farflung::zoo::{ModelSpec, gpt2};
 use serde_json::{Value, json};
 
 use crate::harness::{Bench, Options, Report, Threshold};
@@ -45,9 +45,9 @@ const CASES: [Case; 3] = [
 ];
 
 impl Case {
-    fn model(&self) -> Result<GptConfig> {
+    fn model(&self) -> Result<ModelSpec> {
         let [layers, heads, dim, context, vocab] = self.shape;
-        Ok(GptConfig::new(layers, heads, dim, context, vocab)?)
+        Ok(gpt2(layers, heads, dim, context, vocab)?)
     }
 }
 

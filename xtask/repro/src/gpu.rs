@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use farflung::optim::{AdamW, LrSchedule, adamw};
 use farflung::tensor::{BlockCodec, Code, DType, Device, Fuse, Op, Precision};
-use farflung::zoo::block::Grads;
-use farflung::zoo::{GptConfig, Input, Stage};
+use farflung::zoo::layer::Grads;
+use farflung::zoo::{Input, Stage, Targets, gpt2};
 
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::{median, now};
@@ -193,9 +193,9 @@ fn encoding(device: &Device, codec: BlockCodec, sizes: &Sizes) -> Result<f64> {
 /// Returns the tokens per second of a training step, and the most bytes that the device held.
 fn step(device: &Device, sizes: &Sizes, seed: u64) -> Result<(f64, f64)> {
     let [layers, heads, width, context, vocab] = sizes.model;
-    let model = GptConfig::new(layers, heads, width, context, vocab)?;
+    let model = gpt2(layers, heads, width, context, vocab)?;
     let tokens = sizes.batch * context;
-    let stage = Stage::whole(model, device)?;
+    let stage = Stage::whole(&model, device)?;
     let (mut params, mut grads) = (stage.init(seed)?, stage.zeros()?);
     let schedule = LrSchedule::constant(1e-3);
     let adamw =
@@ -205,7 +205,8 @@ fn step(device: &Device, sizes: &Sizes, seed: u64) -> Result<(f64, f64)> {
     let (inputs, targets) = (some(7919), some(104_729));
     let took = seconds(device, sizes.repeats, || {
         let (x, y) = (stage.tokens(&inputs, context)?, stage.tokens(&targets, context)?);
-        let (_, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
+        let (_, saved) =
+            stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0 / tokens as f32)))?;
         let into = &mut Grads { flat: &mut grads, accumulate: false };
         stage.backward(&params, saved, None, into, |_, _| ())?;
         let prepared = chain.prepare(&grads)?;

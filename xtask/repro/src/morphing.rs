@@ -10,7 +10,7 @@ use farflung::parallel::churn::{Position, Shape, reroute};
 use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 use farflung::parallel::shipped;
 use farflung::train::{PipelineSizes, fleet};
-use farflung::zoo::GptConfig;
+use farflung::zoo::ModelSpec;
 
 use crate::harness::{Bench, Options, Report, Threshold};
 
@@ -35,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // All machines of `spot` count as slow as the slowest. Each is lost after four hours on average, and comes
     // back after 20 minutes on average.
     let cluster = shipped::cluster("spot")?;
-    let model = GptConfig::preset("gpt2-xl")?;
+    let model = ModelSpec::preset("gpt2-xl")?;
     let fleet = fleet(&model, &cluster, PipelineSizes { batch: 1, microbatches: 128 })?;
     let mut prices = StepTimes::new(&fleet)?;
     let second = 1_000_000_000;

@@ -5,8 +5,8 @@ use farflung::TrainConfig;
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
 use farflung::train::{Job, Trainer, refusal};
-use farflung::zoo::block::Grads;
-use farflung::zoo::{Input, Output, Stage, stage};
+use farflung::zoo::layer::Grads;
+use farflung::zoo::{Input, Output, Stage, Targets, stage};
 
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::workers::{JobTransport, again, config, farthest, job, on_all, plain_sgd, relative_l2};
@@ -150,7 +150,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
     let config = &job.config;
     let device = Device::cpu(1)?;
     let parts: Vec<Stage> =
-        (0..LAYERS).map(|k| Stage::new(job.model, k..k + 1, &device)).collect::<Result<_, _>>()?;
+        (0..LAYERS).map(|k| Stage::new(&job.model, k..k + 1, &device)).collect::<Result<_, _>>()?;
     let mut params: Vec<Vec<f32>> =
         parts.iter().map(|s| Ok(s.init(config.seed)?.to_vec()?)).collect::<Result<_>>()?;
     let microbatches = job.plan.microbatches[0];
@@ -188,7 +188,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
         }
         losses.push(loss / (f64::from(tokens) * f64::from(microbatches)));
     }
-    let whole = Stage::whole(job.model, &device)?;
+    let whole = Stage::whole(&job.model, &device)?;
     let mut all = vec![0.0; whole.layout().len()];
     for (part, values) in parts.iter().zip(&params) {
         for param in part.layout().params() {
@@ -214,7 +214,7 @@ fn backward(
             Some(x) => Input::Hidden(x),
             None => Input::Tokens(tokens.take().context("only the first part takes tokens")?),
         };
-        let targets = (k + 1 == parts.len()).then_some((&targets, scale));
+        let targets = (k + 1 == parts.len()).then_some(Targets::all(&targets, scale));
         let (output, saved) = part.forward(p, input, targets)?;
         kept.push(saved);
         match output {

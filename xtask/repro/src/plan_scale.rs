@@ -9,7 +9,7 @@ use farflung::parallel::planner::regional::{Exchange, direct_time, ring_time};
 use farflung::parallel::shipped;
 use farflung::train::PipelineSizes;
 use farflung::train::auto::by_region;
-use farflung::zoo::GptConfig;
+use farflung::zoo::ModelSpec;
 
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::machine::now;
@@ -35,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
     }
     let cluster = shipped::cluster("world-4096")?;
-    let model = GptConfig::preset("gpt3-175b")?;
+    let model = ModelSpec::preset("gpt3-175b")?;
     let began = now();
     let found = by_region(&model, &cluster, PipelineSizes { batch: 1, microbatches: 1536 })?;
     report.row(

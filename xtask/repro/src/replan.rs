@@ -80,6 +80,6 @@ fn finish(job: &Job) -> Result<Vec<f64>> {
 fn weights(job: &Job, run: &std::path::Path, step: u64) -> Result<Vec<f32>> {
     let folder = run.join(format!("step-{step:08}"));
     let device = farflung::tensor::Device::cpu(1)?;
-    let stage = farflung::zoo::Stage::whole(job.model, &device)?;
+    let stage = farflung::zoo::Stage::whole(&job.model, &device)?;
     Ok(stage.load(&mut farflung::zoo::weights::Weights::open(&folder)?)?.to_vec()?)
 }

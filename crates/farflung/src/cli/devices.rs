@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use farflung::measure::{Measured, Trial, measure};
+use farflung::model_shape;
 use farflung::tensor::{Device, DeviceInfo, DeviceName};
 use farflung::train::machine_memory;
-use farflung::zoo::GptConfig;
+use farflung::zoo::ModelSpec;
 use farflung::{Error, Result};
 
 /// List the devices that `--device` accepts, and say why a kind is missing; or measure how fast they train.
@@ -79,7 +80,7 @@ impl DevicesCommand {
         farflung::threads::check(threads, 1)?;
         let name: DeviceName = found.name.parse()?;
         let device = Device::open(name, threads)?;
-        let model = GptConfig { vocab: 256, ..GptConfig::preset(&self.model)? };
+        let model = ModelSpec { vocab: 256, ..model_shape(&self.model)? };
         let memory = machine_memory().filter(|_| !found.gpu);
         let time = Duration::from_secs(self.seconds);
         tracing::info!(device = found.name, seconds = self.seconds, "measuring");

@@ -57,7 +57,7 @@ impl EvalCommand {
         for line in data_notes(corpus.reading(), &training, &held_out) {
             terminal::write_stderr(format!("{line}\n"));
         }
-        let context = loaded.stage.config().context;
+        let context = loaded.stage.spec().context;
         let shard = Shard::whole(self.batch as usize);
         let sampler = Sampler::evaluation(held_out, shard, context, self.batches as usize)?;
         let (mut sum, mut count) = (0.0, 0);

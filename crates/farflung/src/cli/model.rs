@@ -53,9 +53,9 @@ impl ModelArgs {
         farflung::threads::check(threads, 1)?;
         let source = ModelSource::find(&self.model)?;
         let mut weights = source.open()?;
-        let tokenizer = self.tokenizer(&source, weights.config().vocab)?;
+        let tokenizer = self.tokenizer(&source, weights.spec().vocab)?;
         let device = Device::open(self.device, threads)?.with_precision(self.precision);
-        let stage = Stage::whole(weights.config(), &device)?;
+        let stage = Stage::whole(weights.spec(), &device)?;
         let params = stage.load(&mut weights)?;
         finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
         Ok(Loaded { stage, params, tokenizer })

@@ -16,9 +16,10 @@ use clap::builder::RangedU64ValueParser;
 use farflung::base::Bytes;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
+use farflung::model_shape;
 use farflung::parallel::{Limits, ModelShape, ParallelError, Plan, Planned, Recompute, StepTime, plan};
 use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planned_model, read_topology};
-use farflung::zoo::GptConfig;
+use farflung::zoo::{ModelSpec, Resize};
 use farflung::{Error, Result};
 
 /// Plan how unequal machines over given links should train a model: synchronously or with local steps, and with
@@ -106,8 +107,8 @@ impl PlanCommand {
             None => {}
         }
         let cluster = read_topology(&self.topology.unwrap_or_default())?;
-        let preset = GptConfig::preset(&self.model)?;
-        let model = GptConfig { context: self.context.unwrap_or(preset.context), ..preset };
+        let model =
+            model_shape(&self.model)?.resized(Resize { context: self.context, ..Resize::default() })?;
         let context = model.context as u64;
         let tokens = context.checked_mul(self.sequences).ok_or_else(|| Error::Setting {
             field: "sequences",
@@ -162,9 +163,9 @@ impl PlanCommand {
 }
 
 /// Returns a line on recomputation, if memory makes it necessary; else an empty text.
-fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
+fn memory(plan: &Plan, model: &ModelSpec, repeated: usize) -> String {
     let Recompute::Within(budget) = plan.parts[0].recompute else { return String::new() };
-    let layers = model.layers;
+    let layers = model.layers();
     format!(
         "Activations are kept within {budget}: of {layers} layers, {repeated} are recomputed for each \
          microbatch.\n"

@@ -8,7 +8,7 @@ use farflung_compress::{AverageSpec, CodecSpec};
 use farflung_optim::local::Averages;
 use farflung_parallel::Recompute;
 use farflung_tensor::Precision;
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::TrainConfig;
 use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TokenizerKind, TransportKind};
@@ -17,9 +17,9 @@ use crate::transports::{IROH, MEMORY, MPI, MPI_NATIVE, SHARED_MEMORY};
 
 /// Facts about a run that its settings do not contain.
 #[derive(Debug, Clone, Copy)]
-pub struct NoteContext {
+pub struct NoteContext<'a> {
     /// The model's shape.
-    pub model: GptConfig,
+    pub model: &'a ModelSpec,
     /// Number of workers in all processes.
     pub world: usize,
     /// Whether links are simulated.
@@ -84,7 +84,7 @@ impl TrainConfig {
     /// Returns one line for each reason why given settings have no effect in a run, and one for each setting
     /// whose effect may surprise.
     #[must_use]
-    pub fn notes(&self, run: &NoteContext) -> Vec<String> {
+    pub fn notes(&self, run: &NoteContext<'_>) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
         self.note_data(&mut notes);
         self.note_model_and_training(run, &mut notes);
@@ -104,7 +104,7 @@ impl TrainConfig {
         notes.note_without_effect(byte, &["special-tokens"], "the tokenizer byte has no special tokens");
     }
 
-    fn note_model_and_training(&self, _: &NoteContext, notes: &mut Notes<'_>) {
+    fn note_model_and_training(&self, _: &NoteContext<'_>, notes: &mut Notes<'_>) {
         notes.note_without_effect(
             self.init_from.is_some(),
             &["model"],
@@ -143,13 +143,13 @@ impl TrainConfig {
     }
 
     /// Returns whether processes may connect over QUIC.
-    fn uses_relays(&self, run: &NoteContext) -> bool {
+    fn uses_relays(&self, run: &NoteContext<'_>) -> bool {
         let between_processes = run.elastic || !run.simulated;
         let auto = between_processes && self.transport == TransportKind::Auto;
         auto || self.transport == TransportKind::of(&IROH)
     }
 
-    fn note_workers_and_averages(&self, run: &NoteContext, notes: &mut Notes<'_>) {
+    fn note_workers_and_averages(&self, run: &NoteContext<'_>, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
         let launched = format!("the launcher started {} processes with one worker each", run.world);
         notes.note_without_effect(run.world != self.workers, &["workers"], &launched);
@@ -274,7 +274,7 @@ impl TrainConfig {
         );
     }
 
-    fn note_links(&self, run: &NoteContext, notes: &mut Notes<'_>) {
+    fn note_links(&self, run: &NoteContext<'_>, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
         notes.note_without_effect(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.note_without_effect(
@@ -310,7 +310,7 @@ impl TrainConfig {
         notes.note_without_effect(!run.simulated && self.stages == 1, &["compute-rate"], clock);
     }
 
-    fn note_pipeline(&self, run: &NoteContext, notes: &mut Notes<'_>) {
+    fn note_pipeline(&self, run: &NoteContext<'_>, notes: &mut Notes<'_>) {
         let (none, file) = (self.stages == 1, self.schedule_file.is_some());
         let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
         notes.note_without_effect(none, &all, "`stages` is 1, so there is no pipeline");
@@ -346,7 +346,7 @@ impl TrainConfig {
             &format!("`schedule` {method} does not keep several versions of the weights"),
         );
 
-        let layers = self.layers_of_a_part(run.model.layers);
+        let layers = self.layers_of_a_part(run.model.layers());
         let again = match self.recompute {
             Recompute::None | Recompute::Within(_) => 0,
             Recompute::Full => layers,
@@ -371,7 +371,7 @@ impl TrainConfig {
         });
     }
 
-    fn note_machine(&self, run: &NoteContext, notes: &mut Notes<'_>) {
+    fn note_machine(&self, run: &NoteContext<'_>, notes: &mut Notes<'_>) {
         let rounds = self.precision != Precision::F32;
         notes.note_without_effect(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
         // Another process of the job may use another `--device`.

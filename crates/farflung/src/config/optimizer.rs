@@ -4,7 +4,7 @@
 use farflung_optim::local::{LocalSettings, Lookahead};
 use farflung_optim::transform::MuonScale;
 use farflung_optim::{Decay, LrSchedule, OptimError};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::choice::{LrScheduleKind, MuonScaleKind};
 use super::nearest::nearest;
@@ -140,7 +140,7 @@ impl TrainConfig {
     /// Checks that each rule of `group` matches a parameter of the model.
     ///
     /// Errors: [`Error::Setting`] with the first pattern that matches none, and the nearest name.
-    pub(crate) fn check_groups(&self, model: &GptConfig) -> Result<()> {
+    pub(crate) fn check_groups(&self, model: &ModelSpec) -> Result<()> {
         let Some(groups) = &self.group else { return Ok(()) };
         let tensors = model.tensors();
         let names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_rule_about_nothing_is_refused_with_the_nearest_name() {
-        let model = GptConfig::preset("nano").unwrap();
+        let model = ModelSpec::preset("nano").unwrap();
         for good in ["*.bias:lr=0.1", "h.0.*:decay=0;wte.weight:lr=2"] {
             config(&format!("group = '{good}'")).check_groups(&model).unwrap();
         }

@@ -21,7 +21,7 @@ pub use regional::{ByRegion, RegionalCandidate, by_region};
 pub use what_if::{Factor, FileChange, renamed};
 
 use farflung_parallel::{Cluster, ParallelError};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use plan_request::PlanRequest;
 
@@ -40,7 +40,7 @@ use crate::{Error, Result};
 /// kinds that were not requested; those of [`Prediction::on`](super::prediction::Prediction::on).
 pub fn auto(
     name: &str,
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     sizes: PipelineSizes,
     wanted: Wanted,

@@ -10,7 +10,7 @@ use farflung_parallel::pipeline::{Placement, StageCost};
 use farflung_parallel::plan::NO_CODEC;
 use farflung_parallel::{Cluster, Level, ParallelError, Plan};
 use farflung_tensor::Device;
-use farflung_zoo::{GptConfig, Stage};
+use farflung_zoo::{ModelSpec, Stage};
 
 use super::links;
 use crate::{Error, Result, TrainConfig};
@@ -122,7 +122,7 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(
     plan: &mut Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     config: &TrainConfig,
     cluster: Option<&Cluster>,
 ) -> Result<()> {
@@ -139,7 +139,7 @@ pub(super) fn resolve(
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
         let among = topology.among(&holders(plan, &placement, part));
-        let stage = Stage::new(*model, layers, &device)?;
+        let stage = Stage::new(model, layers, &device)?;
         buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
     }
     let mut cheapest: Option<(Nanos, Algorithm)> = None;

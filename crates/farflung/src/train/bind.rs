@@ -10,7 +10,8 @@ use farflung_parallel::pipeline::{
     ResumedStep, Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
 use farflung_parallel::{Plan, Recompute, ScheduleSource};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
+use farflung_zoo::spec::HeadSpec;
 
 use super::costs::{Machines, Work};
 use super::job::Job;
@@ -33,6 +34,8 @@ pub struct ReplicaSchedule {
     pub slices: Vec<Range<usize>>,
     /// Predicted times of parts and links on this replica's machines.
     pub cost: PipelineCost,
+    /// Which ranks add up the gradients of the token table.
+    tie: TiedWeights,
 }
 
 impl ReplicaSchedule {
@@ -55,19 +58,26 @@ impl ReplicaSchedule {
     /// Makes the schedule of a replica of a plan, for a model on given machines.
     ///
     /// Errors: as [`ReplicaSchedule::new`].
-    pub fn of(plan: &Plan, model: &GptConfig, machines: &Machines, replica: u32) -> Result<Self> {
+    pub fn of(plan: &Plan, model: &ModelSpec, machines: &Machines, replica: u32) -> Result<Self> {
         Self::make((plan, None), model, machines, replica)
+    }
+
+    /// Returns which ranks add up the gradients of the token table, which a tied head uses as the embedding
+    /// does.
+    #[must_use]
+    pub const fn tie(&self) -> TiedWeights {
+        self.tie
     }
 
     fn make(
         (plan, resumed): (&Plan, Option<&ResumedStep>),
-        model: &GptConfig,
+        model: &ModelSpec,
         machines: &Machines,
         replica: u32,
     ) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
         let (ranks, first) = (plan.stages(), replica * plan.stages());
-        let work = Work { model, batch: plan.batch as usize };
+        let work = Work::new(model, plan.batch as usize);
         let Machines { topology, rates } = machines;
         let link = |from: Rank, to: Rank| {
             let (from, to) = (Rank(first + from.0), Rank(first + to.0));
@@ -133,7 +143,7 @@ impl ReplicaSchedule {
         let boundaries = (0..placement.depth() - 1).map(between).collect::<Result<_>>()?;
         let share = |slice: &Range<usize>| SliceShare {
             tokens: slice.len() as u64,
-            time: work.slice_flops(&(0..model.layers as u32), slice) as u64,
+            time: work.slice_flops(&(0..model.layers() as u32), slice) as u64,
         };
         let shares = slices.iter().map(share).collect();
         let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
@@ -144,15 +154,20 @@ impl ReplicaSchedule {
         // With a single stage, each layer is recomputed from its own input within the backward pass.
         let again = placement.depth() > 1 && plan.parts.iter().any(|part| part.recompute != Recompute::None);
         let order = if again { order.with_recompute() } else { order };
+        // A head of its own shares nothing with the embedding.
+        let tie = match model.head {
+            HeadSpec::Tied => order.placement().tie(),
+            HeadSpec::Own => TiedWeights::Whole,
+        };
         let lowering = Lowering {
             replicas: plan.replicas() > 1 && averages::each_step(plan),
-            tied: order.placement().tie() == TiedWeights::Across,
+            tied: tie == TiedWeights::Across,
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
         let layers = plan.parts.iter().map(|p| p.layers.start as usize..p.layers.end as usize).collect();
         let name = plan.pipeline.schedule.to_string();
-        Ok(Self { name, schedule, arrivals, layers, slices, cost })
+        Ok(Self { name, schedule, arrivals, layers, slices, cost, tie })
     }
 
     /// Returns the placement: the rank of each part.

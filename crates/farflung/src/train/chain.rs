@@ -2,18 +2,24 @@
 //! turns the division into a plan.
 
 use farflung_base::{Bytes, Rank};
+use farflung_optim::LrSchedule;
 use farflung_parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainPlan};
 use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, Precision, Recompute, Speed,
 };
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
+use farflung_zoo::profile::{LayerProfile, ModelProfile};
 
-use super::activations::{PerToken, bytes};
+use super::activations::profile;
 use super::planned::planned_model;
-use crate::{Error, Result};
+use crate::{Error, Result, TrainConfig};
 
-/// Bytes per parameter: weight, gradient and two moments in f32.
-const STATE: u64 = 16;
+/// Returns the bytes per parameter: weight, gradient, and the state of the default optimizer, in f32.
+fn state_per_parameter() -> u64 {
+    let config = TrainConfig::default();
+    let memory = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
+    ((2 + memory.states) * size_of::<f32>()) as u64
+}
 
 /// Describes the layers of a model as a chain over machines of a cluster, in the given order.
 ///
@@ -23,7 +29,7 @@ const STATE: u64 = 16;
 /// Errors: [`ParallelError::OffMesh`] for a machine that the cluster does not have; those of
 /// [`Cluster::topology`].
 pub fn chain(
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     order: &[Rank],
     batch: u32,
@@ -44,36 +50,41 @@ pub fn chain(
 }
 
 /// Returns the layers of a model for microbatches of `batch` sequences, as in [`chain`].
-pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
-    let each = PerToken::of(model);
-    let of = |values: u128| bytes(values, model, batch as usize);
-    let (d, tokens) = (model.dim as u64, u64::from(batch) * model.context as u64);
-    let count = model.layers as u64;
-    let head_flops = 6 * model.vocab as u64 * d;
-    let all_flops = model.flops_per_token(model.context);
-    let table = model.vocab as u64 * d;
-    let blocks = 12 * d * d + 13 * d;
-    let layer = |at: u64| {
-        let (first, last) = (at == 0, at + 1 == count);
-        let when = |yes: bool, value: u64| if yes { value } else { 0 };
-        let operations = (all_flops - head_flops) / count + when(last, head_flops);
-        // A model in one part has the token table once. Otherwise the first and the last part each have it.
-        let parameters = blocks
-            + when(first, table + model.context as u64 * d)
-            + when(last, 2 * d + when(count > 1, table));
-        let activations = each.block + if last { each.head + each.logits } else { 0 };
+pub(super) fn layers(model: &ModelSpec, batch: u32) -> Vec<ChainLayer> {
+    let profile = profile(model);
+    let (batch, context) = (u64::from(batch), profile.context);
+    let (tokens, state) = (batch * context as u64, state_per_parameter());
+    let (last, head) = (profile.layers().saturating_sub(1), profile.head);
+    let layer = |(at, block, parameters): (usize, &LayerProfile, u64)| {
+        let own = block.flops_per_token(context);
+        let operations = own + if at == last { head.flops_per_token(context) } else { 0 };
+        let kept = block.saved + if at == last { head.saved + head.between + head.logits } else { 0 };
         ChainLayer {
             operations: operations.saturating_mul(tokens),
-            state: Bytes(parameters.saturating_mul(STATE)),
-            activations: of(activations),
-            output: of(each.hidden),
+            state: Bytes(parameters.saturating_mul(state)),
+            activations: Bytes(kept.saturating_mul(batch)),
+            output: Bytes(profile.hidden.saturating_mul(batch)),
         }
     };
-    (0..count).map(layer).collect()
+    let blocks = profile.each_block().enumerate().zip(layer_parameters(&profile));
+    blocks.map(|((at, block), parameters)| layer((at, block, parameters))).collect()
+}
+
+/// Returns the number of parameters of each layer of a chain. A model in one part has a tied table once;
+/// otherwise the first and the last part each have it.
+pub(super) fn layer_parameters(profile: &ModelProfile) -> impl Iterator<Item = u64> {
+    let count = profile.layers();
+    profile.each_block().enumerate().map(move |(at, block)| {
+        let when = |yes: bool, value: u64| if yes { value } else { 0 };
+        let again = when(profile.tied && count > 1, profile.table);
+        block.parameters
+            + when(at == 0, profile.embedding.parameters)
+            + when(at + 1 == count, profile.head.parameters + again)
+    })
 }
 
 /// Returns the speed and memory of each machine of a cluster, by rank.
-pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine> {
+pub(super) fn machines(model: &ModelSpec, cluster: &Cluster) -> Vec<ChainMachine> {
     let all_flops = model.flops_per_token(model.context);
     cluster
         .ranks()
@@ -93,7 +104,7 @@ pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine
 /// Errors: as [`Plan::check`].
 pub fn pipeline_plan(
     name: &str,
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     order: &[Rank],
     planned: &ChainPlan,
@@ -153,7 +164,7 @@ flops = "100 GFLOPS"
     #[test]
     fn the_layers_are_the_whole_model_and_the_fast_machine_has_most() {
         let cluster: Cluster = MACHINES.parse().unwrap();
-        let model = GptConfig::new(8, 4, 64, 32, 100).unwrap();
+        let model = farflung_zoo::gpt2(8, 4, 64, 32, 100).unwrap();
         let order = [Rank(1), Rank(0)];
         let chain = chain(&model, &cluster, &order, 2, 6).unwrap();
         let operations: u64 = chain.layers.iter().map(|layer| layer.operations).sum();

@@ -5,9 +5,10 @@ use std::ops::Range;
 use farflung_base::{Bytes, Nanos, Topology};
 use farflung_parallel::pipeline::StageCost;
 use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
+use farflung_zoo::profile::ModelProfile;
 
-use super::activations::{repeated, within_budget};
+use super::activations::{budgeted, profile, repeated};
 use super::links;
 use crate::{Result, TrainConfig};
 
@@ -30,7 +31,7 @@ impl Machines {
     ///
     /// Errors: [`Error::Setting`](crate::Error::Setting) for a machine that the file does not have; those of
     /// [`Cluster::topology`].
-    pub fn of_plan(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
+    pub fn of_plan(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Self> {
         // With a topology file, the settings are not used.
         let config = TrainConfig::default();
         let topology = links::of_plan(&config, plan, Some(cluster))?;
@@ -41,7 +42,7 @@ impl Machines {
 /// Returns the rate of each rank's machine in FLOP/s: from the topology file, else from the settings.
 pub(super) fn rates(
     config: &TrainConfig,
-    model: &GptConfig,
+    model: &ModelSpec,
     plan: &Plan,
     cluster: Option<&Cluster>,
 ) -> Vec<f64> {
@@ -60,33 +61,48 @@ pub(super) fn rates(
 }
 
 /// A microbatch of a model, for computing costs.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Work<'a> {
-    pub(super) model: &'a GptConfig,
+#[derive(Debug, Clone)]
+pub(super) struct Work {
+    profile: ModelProfile,
     /// Number of sequences.
-    pub(super) batch: usize,
+    batch: usize,
 }
 
-impl Work<'_> {
+impl Work {
+    /// Runs the model's layers on the counting device.
+    pub(super) fn new(model: &ModelSpec, batch: usize) -> Self {
+        Self { profile: profile(model), batch }
+    }
+
+    /// Returns the positions of a whole sequence.
+    pub(super) const fn positions(&self) -> Range<usize> {
+        0..self.profile.context
+    }
+
     /// Returns the bytes of the hidden states of a microbatch.
-    pub(super) fn hidden_bytes(&self) -> Bytes {
-        Bytes((self.batch * self.model.context * self.model.dim * size_of::<f32>()) as u64)
+    pub(super) const fn hidden_bytes(&self) -> Bytes {
+        Bytes(self.batch as u64 * self.profile.hidden)
     }
 
     /// Returns the forward operations of one token on a part: of its matrices, of its attention over a whole
     /// context, and of its head.
     fn token_flops(&self, layers: &Range<u32>) -> [f64; 3] {
-        let model = self.model;
-        let (blocks, d, context) = (layers.len() as f64, model.dim as f64, model.context as f64);
-        let head = if layers.end as usize == model.layers { 2.0 * d * model.vocab as f64 } else { 0.0 };
-        [blocks * 24.0 * d * d, blocks * 4.0 * d * context, head]
+        let context = self.profile.context;
+        let mut blocks = [0.0; 2];
+        for block in self.profile.each_block().skip(layers.start as usize).take(layers.len()) {
+            let products = block.products_per_token(context);
+            blocks.iter_mut().zip(products).for_each(|(sum, more)| *sum += more as f64);
+        }
+        let is_last = layers.end as usize == self.profile.layers();
+        let head = if is_last { self.profile.head.products_per_token(context)[0] as f64 } else { 0.0 };
+        [blocks[0], blocks[1], head]
     }
 
     /// Returns the operations of a part for a slice of a microbatch, forward and backward. Summed over all
     /// slices, they equal those of the whole microbatch.
     pub(super) fn slice_flops(&self, layers: &Range<u32>, slice: &Range<usize>) -> f64 {
         let [matrices, attention, head] = self.token_flops(layers);
-        let context = self.model.context;
+        let context = self.profile.context;
         let pairs = |tokens: usize| (tokens * (tokens + 1)) as f64;
         let seen = (pairs(slice.end) - pairs(slice.start)) / pairs(context) * context as f64;
         3.0 * self.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
@@ -97,12 +113,12 @@ impl Work<'_> {
     ///
     /// Errors: a memory budget into which the part's layers do not fit.
     pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> Result<StageCost> {
-        let tokens = (self.batch * self.model.context) as f64;
+        let tokens = (self.batch * self.profile.context) as f64;
         let [matrices, attention, head] = self.token_flops(&part.layers);
         let time = |flops: f64| modelled(tokens * flops, rate);
         let forward = matrices + attention;
         let count = part.layers.end - part.layers.start;
-        let within = within_budget(part, self.model, self.batch)?;
+        let within = budgeted(part, &self.profile, self.batch)?;
         let repeated = within.map_or(0, |plan| repeated(&plan, part.layers.len()));
         Ok(StageCost {
             forward: time(forward + head),

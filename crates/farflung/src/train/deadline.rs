@@ -59,7 +59,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
         return Ok(message(job, topology));
     }
     let config = job.average_config()?;
-    let stage = Stage::whole(job.model, &Device::cpu(1)?)?;
+    let stage = Stage::whole(&job.model, &Device::cpu(1)?)?;
     let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
     let algorithm = job.plain_algorithm();
     let plainly = |values: usize| {

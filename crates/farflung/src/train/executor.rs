@@ -15,7 +15,7 @@ use farflung_parallel::pipeline::{
     Updates, Worker,
 };
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
-use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
+use farflung_zoo::{Input, Output, Sampler, Saved, Slices, Targets, ZooError, stage};
 
 use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
@@ -231,7 +231,13 @@ impl Executor {
             Entry::Vacant(_) => None,
             Entry::Occupied(entry) => Some(entry.into_mut()),
         };
-        part.forward(version, input, start, targets.as_ref().map(|t| (t, self.token_weight)), carried)
+        part.forward(
+            version,
+            input,
+            start,
+            targets.as_ref().map(|t| Targets::all(t, self.token_weight)),
+            carried,
+        )
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {

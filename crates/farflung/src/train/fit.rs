@@ -3,7 +3,7 @@
 
 use farflung_base::Bytes;
 use farflung_parallel::{Cluster, ParallelError, Plan, Recompute};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::activations::{PerToken, bytes, repeated, within_budget};
 use crate::Result;
@@ -28,14 +28,14 @@ const GRAIN: u64 = 100_000;
 /// A machine without a memory size in the file is assumed to have enough.
 ///
 /// Errors: [`ParallelError::Memory`] with the smallest machine, if it is too small for every choice.
-pub fn fit(mut plan: Plan, model: &GptConfig, cluster: &Cluster, state: Bytes) -> Result<Fit> {
+pub fn fit(mut plan: Plan, model: &ModelSpec, cluster: &Cluster, state: Bytes) -> Result<Fit> {
     let (each, batch) = (PerToken::of(model), plan.batch as usize);
-    let size = |values: u128| bytes(values, model, batch);
+    let size = |values: u128| bytes(values, model.context, batch);
     // Memory for any choice of kept activations: the head's tensors, and the temporary tensors of a running
     // block.
     let running = size(each.logits + each.head + each.while_back + 2 * each.hidden);
     let rest = Bytes(state.0.saturating_add(running.0));
-    let all = size(model.layers as u128 * each.block);
+    let all = size(model.layers() as u128 * each.block);
     let names = cluster.rank_names();
     let machines = names.iter().zip(cluster.ranks()).filter(|(name, _)| plan.machines.contains(name));
     let known = machines.filter_map(|(name, device)| Some((name, device.memory?)));
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn the_least_memory_decides_what_runs_again() {
-        let model = GptConfig::preset("gpt2").unwrap();
+        let model = ModelSpec::preset("gpt2").unwrap();
         let mut cluster = Cluster::uniform(2, Speed::Flops(1_000_000_000), "lan".parse().unwrap());
         let plan = Plan {
             model: PlannedModel { name: "gpt2".to_owned(), layers: 12, parameters: model.parameters() },

@@ -5,7 +5,7 @@ use farflung_base::{Bytes, Link, Rank};
 use farflung_parallel::churn::Fleet;
 use farflung_parallel::planner::uneven::ChainMachine;
 use farflung_parallel::{Cluster, ParallelError};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::chain::{PipelineSizes, layers, machines};
 use crate::Result;
@@ -14,7 +14,7 @@ use crate::Result;
 /// joined by the link that takes longest for a microbatch's hidden states.
 ///
 /// Errors: those of [`Cluster::topology`]; [`ParallelError::NoDevices`].
-pub fn fleet(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<Fleet> {
+pub fn fleet(model: &ModelSpec, cluster: &Cluster, sizes: PipelineSizes) -> Result<Fleet> {
     let topology = cluster.topology()?;
     let layers = layers(model, sizes.batch);
     let all = machines(model, cluster);
@@ -49,7 +49,7 @@ up = "20mbit"
 "#
         .parse()
         .unwrap();
-        let model = GptConfig::preset("gpt2").unwrap();
+        let model = ModelSpec::preset("gpt2").unwrap();
         let fleet = fleet(&model, &cluster, PipelineSizes { batch: 1, microbatches: 8 }).unwrap();
         assert_eq!(
             (fleet.machine.flops, fleet.machine.memory),

@@ -9,6 +9,7 @@ use farflung_zoo::weights::Weights;
 use super::fingerprint::digest;
 use crate::config::choice::Resume;
 use crate::error::ModelError;
+use crate::model_shape::model_text;
 use crate::{ModelSource, Result, TrainConfig, finite};
 
 /// The weights that a run starts from.
@@ -35,7 +36,7 @@ impl InitialWeights {
         let hash = hash(&mut weights)?;
         let found = (source.path() != given)
             .then(|| format!("the run starts from the weights of {}", source.path().display()));
-        let biases = (!weights.has_biases()).then(|| {
+        let biases = weights.lacks_biases().then(|| {
             "the weights have no biases: those of the model start at zero, and are trained".to_owned()
         });
         let notes = found.into_iter().chain(biases).chain(source.tokenizer_note(config.tokenizer)).collect();
@@ -45,7 +46,7 @@ impl InitialWeights {
 
 /// Returns the hash of weights, which combines the hashes of the tensors.
 fn hash(weights: &mut Weights) -> Result<blake3::Hash> {
-    let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
+    let whole = Stage::whole(weights.spec(), &Device::cpu(1)?)?;
     let mut hasher = blake3::Hasher::new();
     for p in whole.layout().params() {
         let mut values = vec![0.0; p.shape.len()];
@@ -72,12 +73,14 @@ impl TrainConfig {
     pub fn with_initial_weights(mut self) -> Result<Self> {
         let Some(path) = self.initial_path() else { return Ok(self) };
         let source = ModelSource::find(path)?;
-        let model = source.open()?.config();
+        let weights = source.open()?;
+        let model = weights.spec();
         let given =
             ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| self.was_given(name));
+        let heads = model.blocks.first().map_or(0, |run| run.block.attention.heads.query);
         let sizes = [
-            ("layers", &mut self.layers, model.layers),
-            ("heads", &mut self.heads, model.heads),
+            ("layers", &mut self.layers, model.layers()),
+            ("heads", &mut self.heads, heads),
             ("dim", &mut self.dim, model.dim),
             ("context", &mut self.context, model.context),
             ("vocab", &mut self.vocab, model.vocab),
@@ -89,6 +92,9 @@ impl TrainConfig {
                 }
                 _ => *value = Some(weights),
             }
+        }
+        if let Some(text) = model_text(model) {
+            self.model = text;
         }
         if !given[5] {
             self.tokenizer = source.tokenizer(model.vocab)?;

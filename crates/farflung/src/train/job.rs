@@ -9,10 +9,10 @@ use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
 use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
-use farflung_zoo::config::PRESETS;
 use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
-    Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Tokenizer, ZooError, tokenizer,
+    Corpus, HoldOut, ModelSpec, Resize, Sampler, Shard, Sharding, Shards, Split, Tokenizer, ZooError,
+    tokenizer,
 };
 
 use super::costs::Machines;
@@ -22,10 +22,9 @@ use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
-use crate::config::nearest::with_nearest;
 use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
-use crate::{Error, Result, TrainConfig, corpus};
+use crate::{Error, Result, TrainConfig, corpus, model_shape};
 
 /// A run whose workers are not started yet.
 #[derive(Debug, Clone)]
@@ -33,7 +32,7 @@ pub struct Job {
     /// The settings.
     pub config: TrainConfig,
     /// The model's shape.
-    pub model: GptConfig,
+    pub model: ModelSpec,
     /// Every decision that the ranks share.
     pub plan: Plan,
     /// The point at which the plan's steps and microbatches begin.
@@ -410,7 +409,7 @@ fn shards_of(
 
 /// Checks that the model has all tokens of a text. A tokenizer with more tokens than the model is no error by
 /// itself: files of tokens may use only some.
-fn check_tokens(split: &Split, tokenizer: &dyn Tokenizer, model: &GptConfig) -> Result<()> {
+fn check_tokens(split: &Split, tokenizer: &dyn Tokenizer, model: &ModelSpec) -> Result<()> {
     let mut tokens = Vec::new();
     for start in (0..split.len()).step_by(model.context) {
         tokens.clear();
@@ -424,32 +423,18 @@ fn check_tokens(split: &Split, tokenizer: &dyn Tokenizer, model: &GptConfig) -> 
     Ok(())
 }
 
-/// Returns the preset's shape, modified by the settings, for a tokenizer with `vocab` tokens.
-pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
-    let mut model = GptConfig { vocab, ..preset(&config.model)? };
-    for (field, value) in [
-        (&mut model.vocab, config.vocab),
-        (&mut model.layers, config.layers),
-        (&mut model.heads, config.heads),
-        (&mut model.dim, config.dim),
-        (&mut model.context, config.context),
-    ] {
-        *field = value.unwrap_or(*field);
-    }
-    model.validate()?;
+/// Returns the shape of the settings' model, with the sizes that they give, for a tokenizer with `vocab`
+/// tokens.
+pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
+    let model = model_shape(&config.model)?.resized(Resize {
+        layers: config.layers,
+        heads: config.heads,
+        dim: config.dim,
+        context: config.context,
+        vocab: Some(config.vocab.unwrap_or(vocab)),
+    })?;
     config.check_groups(&model)?;
     Ok(model)
-}
-
-/// Returns the preset of a name.
-///
-/// Errors: [`Error::Setting`] with the known names.
-pub(super) fn preset(name: &str) -> Result<GptConfig> {
-    GptConfig::preset(name).map_err(|_| {
-        let names: Vec<_> = PRESETS.iter().map(|(name, _)| *name).collect();
-        let expected = with_nearest(format!("one of {}", names.join(", ")), name, &names);
-        Error::Setting { field: "model", value: name.to_owned(), expected }
-    })
 }
 
 /// Returns the plan that results from settings for `world` ranks, without reading the data.
@@ -487,7 +472,7 @@ struct Decided {
 }
 
 impl Decided {
-    fn of(mut config: TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
+    fn of(mut config: TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
         let cluster = links::cluster(&config)?;
         let mut plan = if let Some(path) = &config.plan {
             let plan = planned::from_file(path, model, world)?;

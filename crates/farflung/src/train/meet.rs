@@ -10,6 +10,8 @@ use farflung_parallel::Plan;
 use super::job::Job;
 use crate::config::choice::Resume;
 use crate::config::shared::{NamedValue, is_planned};
+use crate::model_name;
+use crate::model_shape::model_text;
 use crate::{Error, Result, TrainConfig};
 
 /// Version of the program. It is compared, since ranks of another version may compute other values.
@@ -154,16 +156,23 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
 /// Returns the facts that define a model's function, with the names of settings.
 pub(super) fn model_facts(job: &Job) -> Vec<NamedValue> {
     let model = &job.model;
-    vec![
-        NamedValue::new("layers", model.layers),
-        NamedValue::new("heads", model.heads),
+    let heads = model.blocks.first().map_or(0, |run| run.block.attention.heads.query);
+    let mut facts = vec![
+        NamedValue::new("layers", model.layers()),
+        NamedValue::new("heads", heads),
         NamedValue::new("dim", model.dim),
         NamedValue::new("context", model.context),
         NamedValue::new(
             "tokenizer",
             format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab),
         ),
-    ]
+    ];
+    // A GPT-2 is defined by these sizes. Of other models, the hash tells all that their config.json says.
+    if let Some(text) = model_text(model) {
+        let hash = blake3::hash(text.as_bytes()).to_hex();
+        facts.push(NamedValue::new("model", format!("{} ({})", model_name(model), &hash[..8])));
+    }
+    facts
 }
 
 /// Returns what must be the same of the data; `None` if each process has its own.

@@ -13,7 +13,7 @@ use farflung_base::{Bytes, Rank};
 use farflung_parallel::pipeline::{TiedWeights, run};
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::Device;
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::bind::ReplicaSchedule;
 use super::boundary::{SamplesSeen, coded_bytes};
@@ -65,13 +65,13 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
 /// optimizer and number of steps, where each step has new samples.
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
-pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {
+pub fn planned_memory(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Vec<StepMemory>> {
     of_plan(plan, model, &TrainConfig::default(), &Machines::of_plan(plan, model, cluster)?, None)
 }
 
 fn of_plan(
     plan: &Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     config: &TrainConfig,
     machines: &Machines,
     windows: Option<u64>,
@@ -105,7 +105,7 @@ fn of_plan(
 
 fn of_rank(
     plan: &Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     config: &TrainConfig,
     schedule: &ReplicaSchedule,
     position: Rank,
@@ -138,7 +138,7 @@ fn of_rank(
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
-    if placement.tie() == TiedWeights::Across && dry.has_table() {
+    if schedule.tie() == TiedWeights::Across && dry.has_table() {
         // The messages contain this rank's gradient of the token table and that of the other rank with the
         // table.
         messages += 2 * F32 * (model.vocab * model.dim) as u64;

@@ -10,8 +10,8 @@ use farflung_optim::{Average, Chain, OptimError, Prepared, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Param, Tensor};
-use farflung_zoo::block::Grads;
-use farflung_zoo::{Input, Output, Saved, Slices, Stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{Input, Output, Saved, Slices, Stage, Targets};
 
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
@@ -35,8 +35,6 @@ pub(super) struct Part {
     pub(super) offload: usize,
     /// This replica's own parameters, while `params` are those common to all replicas.
     pub(super) own: Option<Tensor>,
-    /// Whether another part also has the token table.
-    shares_table: bool,
     /// Weight of this rank's gradients in a mean; 1 is an equal share.
     weight: f64,
     /// The values that replicas average, if these are not the gradients.
@@ -117,7 +115,6 @@ pub(super) struct Parts {
     pub(super) costs: Vec<StageCost>,
     pub(super) recompute: Recompute,
     pub(super) offload: usize,
-    pub(super) shares_table: bool,
     pub(super) weight: f64,
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
@@ -146,8 +143,7 @@ fn contribute(
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table, weight, keeps } =
-            made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps } = made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -158,7 +154,6 @@ impl Part {
             recompute,
             offload,
             own: None,
-            shares_table,
             weight,
             contribution: None,
             pending: false,
@@ -230,7 +225,7 @@ impl Part {
         version: u32,
         input: Input,
         start: usize,
-        targets: Option<(&Tensor, f32)>,
+        targets: Option<Targets<'_>>,
         slices: Option<&mut Slices>,
     ) -> Result<(Output, Saved)> {
         let params = self.at(version);
@@ -280,7 +275,7 @@ impl Part {
         leaving: SendTiming,
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
-        let shared = self.shared();
+        let shared = self.table();
         if leaving == SendTiming::AsReady {
             self.make_room()?;
         }
@@ -336,7 +331,7 @@ impl Part {
         if self.average().is_some() {
             weigh(&mut self.grads, self.weight)?;
         }
-        let shared = self.shared();
+        let shared = self.table();
         self.make_room()?;
         if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
             let leaves = match &mut self.contribution {
@@ -378,11 +373,6 @@ impl Part {
             _ => {}
         }
         Ok(())
-    }
-
-    /// Returns the elements of a token table that another part also has; empty if there is none.
-    fn shared(&self) -> Range<usize> {
-        if self.shares_table { self.table() } else { 0..0 }
     }
 
     /// Replaces the gradients, which must be complete, by the chain's contribution. Does nothing if gradients
@@ -472,8 +462,15 @@ impl Part {
         }
     }
 
-    /// Returns the elements of the token table in the flat buffers of a part that has it.
+    /// Returns the elements of the token table in the flat buffers of a part that shares it with another part;
+    /// empty for other parts.
     pub(super) fn table(&self) -> Range<usize> {
-        self.stage.layout().params()[0].range()
+        self.stage.shared_table().unwrap_or_default()
+    }
+
+    /// Returns the first element of the flat buffers behind such a table.
+    pub(super) fn behind_table(&self) -> usize {
+        let next = self.stage.layout().params().get(1).map_or(self.params.shape().len(), |next| next.start);
+        if self.stage.shared_table().is_some() { next } else { 0 }
     }
 }

@@ -14,7 +14,7 @@ use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, PlannedModel, Recompute,
     ScheduleSource,
 };
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::costs::Work;
 use super::{averages, links};
@@ -37,8 +37,8 @@ fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>
 
 /// Returns the description of a model that a plan contains.
 #[must_use]
-pub fn planned_model(name: &str, model: &GptConfig) -> PlannedModel {
-    let layers = u32::try_from(model.layers).unwrap_or(u32::MAX);
+pub fn planned_model(name: &str, model: &ModelSpec) -> PlannedModel {
+    let layers = u32::try_from(model.layers()).unwrap_or(u32::MAX);
     PlannedModel { name: name.to_owned(), layers, parameters: model.parameters() }
 }
 
@@ -56,7 +56,7 @@ pub(super) fn microbatches(config: &TrainConfig) -> usize {
 /// Errors: [`Error::Setting`] with the invalid setting, and the values that are allowed.
 pub(super) fn from_settings(
     config: &TrainConfig,
-    model: &GptConfig,
+    model: &ModelSpec,
     world: usize,
     cluster: Option<&Cluster>,
 ) -> Result<Plan> {
@@ -69,7 +69,7 @@ pub(super) fn from_settings(
 /// Errors: as [`from_settings`].
 pub(super) fn divided(
     config: &TrainConfig,
-    model: &GptConfig,
+    model: &ModelSpec,
     (world, cluster): (usize, Option<&Cluster>),
     own_cut: Option<Vec<Range<u32>>>,
 ) -> Result<Plan> {
@@ -90,7 +90,7 @@ pub(super) fn divided(
         (None, method) if method.copies() > 1 => stages,
         (None, _) => stages.saturating_mul(chunks.unwrap_or(method.default_chunks())),
     };
-    let layers = small("layers", model.layers)?;
+    let layers = small("layers", model.layers())?;
     let equal = cut(layers, parts)?;
     let cut = own_cut.filter(|cut| cut.len() == equal.len()).unwrap_or(equal);
     let part = |layers: Range<u32>| {
@@ -310,7 +310,7 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or
 /// number of ranks.
-pub(super) fn from_file(path: &Path, model: &GptConfig, world: usize) -> Result<Plan> {
+pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<Plan> {
     let plan = read(path)?;
     let shown = || path.display().to_string();
     let (planned, here) = (&plan.model, planned_model("", model));
@@ -425,7 +425,7 @@ const MOST_GRAINS: usize = 256;
 /// Returns the slices with which a pipeline of these parts takes the least time, where each slice costs its
 /// forward and backward pass and the time on the slowest link. Latency is ignored, since it passes while the
 /// next slice is computed.
-fn sliced(config: &TrainConfig, model: &GptConfig, parts: &[Range<u32>], links: &[Link]) -> Result<Vec<u32>> {
+fn sliced(config: &TrainConfig, model: &ModelSpec, parts: &[Range<u32>], links: &[Link]) -> Result<Vec<u32>> {
     let context = model.context;
     let grain = config.slice_grain.unwrap_or_else(|| {
         let fits = |grain: &usize| context.is_multiple_of(*grain);
@@ -435,7 +435,7 @@ fn sliced(config: &TrainConfig, model: &GptConfig, parts: &[Range<u32>], links: 
         let expected = format!("a divisor of the context, {context}, and at least a {MOST_GRAINS}th of it");
         return Err(refuse("slice-grain", grain, expected));
     }
-    let work = Work { model, batch: config.batch };
+    let work = Work::new(model, config.batch);
     let whole = work.hidden_bytes();
     let time = |len: u64, before: u64| {
         let slice = before as usize..(before + len) as usize;

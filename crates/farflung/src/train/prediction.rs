@@ -9,7 +9,7 @@ use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::pipeline::run;
 use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::averages;
 use super::bind::ReplicaSchedule;
@@ -43,13 +43,13 @@ impl Prediction {
     ///
     /// Errors: those of [`ReplicaSchedule::new`]; a codec or algorithm of the plan whose time cannot be
     /// predicted.
-    pub fn new(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Self> {
+    pub fn new(plan: &Plan, model: &ModelSpec, machines: &Machines) -> Result<Self> {
         Self::limited(plan, model, machines, Nanos::MAX)
             .map(|found| found.expect("no time is later than Nanos::MAX"))
     }
 
     /// Like [`Prediction::new`]; `None` if a step takes longer than `limit`.
-    fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
+    fn limited(plan: &Plan, model: &ModelSpec, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // With local steps this is true for a single replica too; its period is then one step. With
@@ -87,7 +87,7 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
     /// does not have.
-    pub fn on(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
+    pub fn on(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Self> {
         Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
@@ -96,7 +96,7 @@ impl Prediction {
     /// link alone takes longer.
     ///
     /// Errors: as [`Prediction::on`].
-    pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
+    pub fn within(plan: &Plan, model: &ModelSpec, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
         Self::limited(plan, model, &Machines::of_plan(plan, model, cluster)?, limit)
     }
 
@@ -104,7 +104,7 @@ impl Prediction {
     /// or link alone.
     ///
     /// Errors: as [`Prediction::on`].
-    pub fn at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
+    pub fn at_least(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Nanos> {
         let machines = &Machines::of_plan(plan, model, cluster)?;
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
@@ -124,7 +124,7 @@ impl Prediction {
     /// and the agreement on the step).
     ///
     /// Errors: as [`Prediction::on`].
-    pub fn timeline(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Timeline> {
+    pub fn timeline(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Timeline> {
         let machines = &Machines::of_plan(plan, model, cluster)?;
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
@@ -139,7 +139,7 @@ impl Prediction {
 }
 
 /// Returns the schedule of each replica of a plan.
-fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
+fn schedules(plan: &Plan, model: &ModelSpec, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
     (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 

@@ -4,8 +4,8 @@
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::block::Grads;
-use farflung_zoo::{Input, Output, Stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{Input, Output, Stage, Targets};
 
 use super::fingerprint::digest;
 use crate::{Error, Result};
@@ -24,7 +24,7 @@ fn same_twice(device: &Device, mut run: impl FnMut() -> Result<blake3::Hash>) ->
 
 /// Returns the hash of a stage's outputs and gradients for fixed inputs.
 fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
-    let config = stage.config();
+    let config = stage.spec();
     let shape = [batch, config.context, config.dim];
     let hidden = |stream| {
         let mut values = vec![0.0; shape.iter().product()];
@@ -39,7 +39,7 @@ fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
     let input = if stage.takes_tokens() { Input::Tokens(tokens(0)?) } else { Input::Hidden(hidden(0)?) };
     let targets = if stage.gives_losses() { Some(tokens(1)?) } else { None };
     let scale = 1.0 / (batch * config.context) as f32;
-    let (output, saved) = stage.forward(params, input, targets.as_ref().map(|t| (t, scale)))?;
+    let (output, saved) = stage.forward(params, input, targets.as_ref().map(|t| Targets::all(t, scale)))?;
     let mut grads = stage.zeros()?;
     let dy = if stage.gives_losses() { None } else { Some(hidden(1)?) };
     let dx =
@@ -54,14 +54,14 @@ fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use farflung_zoo::GptConfig;
+    use farflung_zoo::gpt2;
 
     #[test]
     fn every_part_of_a_model_gives_the_same_twice() {
         let cpu = Device::cpu(2).unwrap();
-        let config = GptConfig::new(3, 2, 16, 8, 20).unwrap();
+        let config = gpt2(3, 2, 16, 8, 20).unwrap();
         for layers in [0..3, 0..1, 1..2, 2..3] {
-            let stage = Stage::new(config, layers, &cpu).unwrap();
+            let stage = Stage::new(&config, layers, &cpu).unwrap();
             let params = stage.init(1).unwrap();
             check(&stage, &params, 2).unwrap();
             // Other parameters give another hash.

@@ -99,7 +99,7 @@ pub struct Report {
 /// Generates a continuation of the prompt, if the settings ask for one.
 pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option<SampleText>> {
     let config = &job.config;
-    if config.sample_tokens == 0 || stage.config().vocab < job.tokenizer.vocab_size() {
+    if config.sample_tokens == 0 || stage.spec().vocab < job.tokenizer.vocab_size() {
         return Ok(None);
     }
     let sampling = Sampling {

@@ -358,7 +358,7 @@ pub(super) fn announce(
     }
     let world = if job.elastic { config.workers } else { job.world };
     let elastic = job.elastic;
-    for line in config.notes(&NoteContext { model: job.model, world, simulated, elastic }) {
+    for line in config.notes(&NoteContext { model: &job.model, world, simulated, elastic }) {
         watch.note(&line);
     }
     if resumed.is_none() {

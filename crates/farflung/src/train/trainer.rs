@@ -518,7 +518,7 @@ impl Trainer {
             // Each part counts once; a table that two parts hold counts with the first.
             if (self.replica == 0 || !self.each_step) && stage.0 < depth {
                 let len = part.grads.shape().len();
-                let start = if placement.is_last(stage) { part.stage.layout().params()[1].start } else { 0 };
+                let start = if placement.is_last(stage) { part.behind_table() } else { 0 };
                 let square = if len == 0 { 0.0 } else { sum_of_squares(&part.grads, start..len)? };
                 squares[placement.part(stage) as usize] = square;
             }

@@ -6,7 +6,7 @@
 use std::fs;
 use std::process::{Command, Output};
 
-use farflung::zoo::GptConfig;
+use farflung::zoo::ModelSpec;
 use farflung::zoo::weights::{Weights, WriteOptions, write};
 use serde_json::Value;
 
@@ -80,7 +80,7 @@ fn copy(run: &Run, from: &str, to: &str) {
 /// Writes the run's model with another vocabulary. The rows of more tokens get `value`.
 fn with_vocabulary(run: &Run, folder: &str, vocab: usize, value: f32) {
     let mut weights = Weights::open(&run.at("run/step-00000003")).unwrap();
-    let config = GptConfig { vocab, ..weights.config() };
+    let config = ModelSpec { vocab, ..weights.spec().clone() };
     let known = 256 * config.dim;
     write(&run.at(folder), &config, WriteOptions::default(), |_, spec, out| {
         let (own, more) = out.split_at_mut(if spec.name == "wte.weight" { known } else { spec.count() });

@@ -375,7 +375,7 @@ fn what_is_planned_for_unequal_machines_is_what_trains() {
     let trained = command.args(train.split(' ')).arg("--out").arg(run.at("run")).output().unwrap();
     assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
     let rows = farflung::metrics::read(&run.at("run/metrics.jsonl")).unwrap();
-    assert_eq!(rows[0].tokens, 8 * farflung::zoo::GptConfig::preset("nano").unwrap().context as u64);
+    assert_eq!(rows[0].tokens, 8 * farflung::zoo::ModelSpec::preset("nano").unwrap().context as u64);
     // The file no longer has a machine that the plan names.
     std::fs::write(run.at("machines.toml"), machines.replace("'slow'", "'slower'")).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));

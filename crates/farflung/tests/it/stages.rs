@@ -15,8 +15,8 @@ use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
 use farflung::train::{Prediction, Trainer, refusal};
 use farflung::transports::SIMULATED;
-use farflung::zoo::block::Grads;
-use farflung::zoo::{Input, Output, Stage, stage};
+use farflung::zoo::layer::Grads;
+use farflung::zoo::{Input, Output, Stage, Targets, stage};
 
 const STEPS: u64 = 3;
 
@@ -125,7 +125,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
     let m = config.microbatches.unwrap() as u32;
     let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
     let stages: Vec<Stage> =
-        (0..config.stages).map(|k| Stage::new(job.model, k..k + 1, &device).unwrap()).collect();
+        (0..config.stages).map(|k| Stage::new(&job.model, k..k + 1, &device).unwrap()).collect();
     let mut params: Vec<Vec<f32>> =
         stages.iter().map(|s| s.init(config.seed).unwrap().to_vec().unwrap()).collect();
     let sampler = job.sampler(0).unwrap();
@@ -150,7 +150,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
             let mut kept = Vec::new();
             for (k, (stage, p)) in stages.iter().zip(&seen).enumerate() {
                 let scale = 1.0 / (tokens * per_update as f32);
-                let targets = (k + 1 == stages.len()).then_some((&targets, scale));
+                let targets = (k + 1 == stages.len()).then_some(Targets::all(&targets, scale));
                 let (out, saved) = stage.forward(p, input, targets).unwrap();
                 kept.push(saved);
                 input = match out {
@@ -186,8 +186,8 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
         }
         losses.push(loss / (f64::from(tokens) * f64::from(m)));
     }
-    let mut whole = vec![0.0; Stage::whole(job.model, &device).unwrap().layout().len()];
-    let layout = Stage::whole(job.model, &device).unwrap().layout().clone();
+    let mut whole = vec![0.0; Stage::whole(&job.model, &device).unwrap().layout().len()];
+    let layout = Stage::whole(&job.model, &device).unwrap().layout().clone();
     for (stage, p) in stages.iter().zip(&params) {
         for param in stage.layout().params() {
             let to = &layout.params()[layout.find(&param.name).unwrap()];
@@ -267,7 +267,7 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         let third = job.plan.parts.get(2).map_or(0.0, |part| {
             let layers = part.layers.start as usize..part.layers.end as usize;
             let cpu = Device::cpu(1).unwrap();
-            let values = Stage::new(job.model, layers, &cpu).unwrap().layout().count();
+            let values = Stage::new(&job.model, layers, &cpu).unwrap().layout().count();
             let (bytes, pair) =
                 (Bytes(4 * values as u64), job.topology().unwrap().among(&[Rank(0), Rank(2)]));
             cost(&Algorithm::Ring.programs(values, bytes, &pair), bytes, &pair).as_secs_f64()

@@ -323,7 +323,7 @@ mod tests {
 
     #[test]
     fn a_block_on_four_devices_has_the_least_of_all_choices() {
-        let shape = BlockShape { tokens: 256, context: 128, width: 64, heads: 4 };
+        let shape = BlockShape::gpt(256, 128, 64, 4);
         let mut seen = std::collections::BTreeSet::new();
         for (link, microbatches) in
             [("100gbit,1us", 1), ("1gbit,50us", 1), ("10gbit,10us", 16), ("1mbit,1ms", 1)]

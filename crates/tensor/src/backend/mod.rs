@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use farflung_base::Pending;
 
 use crate::op::Op;
-use crate::{BlockCodec, BlockMask, DType, Precision, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, BlockMask, DType, Precision, Result, Shape, View, ViewMut, Work};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -77,6 +77,20 @@ pub(crate) trait Backend: Debug + Send + Sync {
     fn operands(&self) -> MatMulScratchBytes {
         MatMulScratchBytes::default()
     }
+
+    /// Returns the sum of the costs of all ops so far. Zero if the backend does not count it.
+    fn work(&self) -> Work {
+        Work::default()
+    }
+
+    /// Returns the exact bytes of the buffers in use, and the maximum since the last [`Backend::reset_peak`].
+    /// Zeros if the backend does not count them.
+    fn in_use(&self) -> (usize, usize) {
+        (0, 0)
+    }
+
+    /// Sets the maximum of [`Backend::in_use`] to the current value.
+    fn reset_peak(&self) {}
 }
 
 /// Bytes of working memory that matrix products use in addition to tensor buffers. It is kept between products.

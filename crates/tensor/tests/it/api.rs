@@ -1,7 +1,9 @@
 //! Tensors, views, costs of ops, and errors: each error names the op, and the shapes or types that do not fit.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use farflung_tensor::{DType, Device, Fuse, Op, Result, Shape, Tensor, TensorError};
+use farflung_tensor::{
+    DType, Device, Fuse, Heads, Norm, NormKind, Op, Result, Rotary, Shape, Tensor, TensorError,
+};
 
 fn z(cpu: &Device, dims: &[usize]) -> Tensor {
     cpu.zeros(Shape::new(dims).unwrap()).unwrap()
@@ -96,10 +98,11 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
     refused(matmul(&ids, &b, &mut c), &["matmul", "f32", "u32"]);
     refused(matmul(&z(&other, &[2, 4]), &b, &mut c), &["matmul", "is on cpu"]);
     let (short, long) = (z(&cpu, &[4]), z(&cpu, &[6, 5]));
-    for bad in 0..4 {
+    for bad in 0..5 {
         let (a, mut slope) = (z(&cpu, &[2, 4]), z(&cpu, &[6, 5]));
         let bias = z(&cpu, &[5]);
         let fuse = match bad {
+            4 => Fuse::Add { residual: long.view() },
             0 => Fuse::Bias(short.view()),
             1 => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
             2 => Fuse::BiasAdd { bias: bias.view(), residual: long.view() },
@@ -133,54 +136,67 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
 
     let (gain, four) = (z(&cpu, &[3]), z(&cpu, &[4]));
     let (mut y, mut stats) = (z(&cpu, &[2, 3]), z(&cpu, &[2, 2]));
-    let (x, bias) = (a.view(), gain.view());
+    let norm = Norm { kind: NormKind::Layer, eps: 1e-5 };
+    let (x, bias) = (a.view(), Some(gain.view()));
     let y_ = y.view_mut();
     refused(
-        cpu.run(Op::LayerNorm { x, gain: four.view(), bias, y: y_, stats: stats.view_mut() }),
-        &["layer_norm", "[4]", "[3]"],
+        cpu.run(Op::Norm { norm, x, gain: four.view(), bias, y: y_, stats: stats.view_mut() }),
+        &["norm", "[4]", "[3]"],
     );
     let mut bad = z(&cpu, &[3]);
     refused(
-        cpu.run(Op::LayerNorm { x, gain: bias, bias, y: y.view_mut(), stats: bad.view_mut() }),
-        &["layer_norm", "[3]", "[4]"],
+        cpu.run(Op::Norm { norm, x, gain: gain.view(), bias, y: y.view_mut(), stats: bad.view_mut() }),
+        &["norm", "[3]", "[4]"],
     );
     let (gain, stats_) = (gain.view(), stats.view());
     let (dy, residual) = (b.view(), None);
     refused(
-        cpu.run(Op::LayerNormInput { x, gain, stats: stats_, dy, residual, dx: y.view_mut() }),
-        &["layer_norm_input", "[4, 5]", "[2, 3]"],
+        cpu.run(Op::NormInput { norm, x, gain, stats: stats_, dy, residual, dx: y.view_mut() }),
+        &["norm_input", "[4, 5]", "[2, 3]"],
     );
-    let (d_gain, d_bias) = (wrong.view_mut(), bad.view_mut());
-    let op = Op::LayerNormWeight { x, stats: stats_, dy: x, d_gain, d_bias, accumulate: false };
-    refused(cpu.run(op), &["layer_norm_weight", "[4]", "[3]"]);
+    let (d_gain, d_bias) = (wrong.view_mut(), Some(bad.view_mut()));
+    let op = Op::NormWeight { x, stats: stats_, dy: x, d_gain, d_bias, accumulate: false };
+    refused(cpu.run(op), &["norm_weight", "[4]", "[3]"]);
 }
 
 #[test]
-fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
+fn attention_that_does_not_fit_is_refused() {
     let cpu = Device::cpu(1).unwrap();
     let (qkv, mut y, mut lse) = (z(&cpu, &[2, 3, 12]), z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 3]));
-    for heads in [0, 3, 4, usize::MAX] {
+    for (query, kv) in [(0, 0), (3, 3), (4, 0), (4, 3), (0, 1), (usize::MAX, 1), (1, usize::MAX)] {
+        let heads = Heads { query, kv };
         let op = Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
         assert_eq!(op.flops(), 2 * 2 * 6 * 4 * 2);
-        let message = cpu.run(op).unwrap_err().to_string();
-        assert!(message.contains("attention") && message.contains('['), "{message}");
+        refused(cpu.run(op), &["attention", &format!("{query} heads"), &format!("{kv} heads"), "width of 4"]);
+    }
+    for (query, kv) in [(4, 4), (2, 1), (1, 1)] {
+        let heads = Heads { query, kv };
+        let op = Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
+        refused(cpu.run(op), &["attention", if query == 2 { "[2, 3, 8]" } else { "[2, 2, 3]" }]);
     }
     let flat = z(&cpu, &[6, 12]);
-    let op = Op::Attention { heads: 2, qkv: flat.view(), y: y.view_mut(), lse: lse.view_mut() };
+    let op = Op::Attention { heads: Heads::equal(2), qkv: flat.view(), y: y.view_mut(), lse: lse.view_mut() };
     refused(cpu.run(op), &["attention", "[6, 12]"]);
     // Costs are computed without a panic also for an op with invalid shapes.
     let mut vector = z(&cpu, &[24]);
-    let op = Op::Attention { heads: 2, qkv: flat.view(), y: vector.view_mut(), lse: lse.view_mut() };
+    let op =
+        Op::Attention { heads: Heads::equal(2), qkv: flat.view(), y: vector.view_mut(), lse: lse.view_mut() };
     assert!(op.flops() < 1000 && op.bytes() > 0);
     refused(cpu.run(op), &["attention", "[24]"]);
     let (y_, dy, short) = (z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 4]), z(&cpu, &[5]));
     let mut d_qkv = z(&cpu, &[2, 3, 12]);
     let (q, l) = (qkv.view(), lse.view());
-    let op =
-        Op::AttentionGrad { heads: 2, qkv: q, y: y_.view(), lse: l, dy: dy.view(), d_qkv: d_qkv.view_mut() };
+    let op = Op::AttentionGrad {
+        heads: Heads::equal(2),
+        qkv: q,
+        y: y_.view(),
+        lse: l,
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+    };
     refused(cpu.run(op), &["attention_grad", "[2, 2, 4]", "[6, 4]"]);
     let op = Op::AttentionGrad {
-        heads: 2,
+        heads: Heads::equal(2),
         qkv: q,
         y: y_.view(),
         lse: short.view(),
@@ -191,11 +207,19 @@ fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
     for past in [3, usize::MAX] {
         let (mut k, mut v) = (z(&cpu, &[2, 5, 4]), z(&cpu, &[2, 5, 4]));
         let (keys, values) = (k.view_mut(), v.view_mut());
-        let op = Op::AttentionCached { heads: 2, past, qkv: q, keys, values, y: y.view_mut(), lse: None };
+        let op = Op::AttentionCached {
+            heads: Heads::equal(2),
+            past,
+            qkv: q,
+            keys,
+            values,
+            y: y.view_mut(),
+            lse: None,
+        };
         refused(cpu.run(op), &["attention_cached", "[2, 5, 4]"]);
         let (mut k, mut v) = (z(&cpu, &[2, 5, 4]), z(&cpu, &[2, 6, 4]));
         let op = Op::AttentionCachedGrad {
-            heads: 2,
+            heads: Heads::equal(2),
             past: 2,
             qkv: q,
             keys: y_.view(),
@@ -209,12 +233,106 @@ fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
         };
         refused(cpu.run(op), &["attention_cached_grad", "[2, 3, 4]", "[2, 5, 4]"]);
     }
+}
 
+#[test]
+fn caches_of_grouped_queries_have_the_width_of_the_keys() {
+    let cpu = Device::cpu(1).unwrap();
+    let heads = Heads { query: 4, kv: 2 };
+    let (qkv, mut y) = (z(&cpu, &[2, 3, 16]), z(&cpu, &[2, 3, 8]));
+    for (width, fits) in [(4, true), (8, false)] {
+        let (mut keys, mut values) = (z(&cpu, &[2, 3, width]), z(&cpu, &[2, 3, width]));
+        let (keys, values) = (keys.view_mut(), values.view_mut());
+        let op =
+            Op::AttentionCached { heads, past: 0, qkv: qkv.view(), keys, values, y: y.view_mut(), lse: None };
+        // Keys and values are read once for each sequence, not once for each head of queries.
+        assert_eq!(op.bytes(), 4 * (96 + 48 + 2 * 24));
+        if fits {
+            cpu.run(op).unwrap();
+        } else {
+            refused(cpu.run(op), &["attention_cached", "[2, 3, 8]", "[2, 3, 4]"]);
+        }
+    }
+}
+
+#[test]
+fn heads_that_do_not_join_or_split_are_refused() {
+    let cpu = Device::cpu(1).unwrap();
+    let (good, heads) = (z(&cpu, &[5, 4]), Heads { query: 2, kv: 1 });
+    // Two sequences of three tokens, heads of width 5.
+    let shapes = [[2, 3, 10], [2, 3, 5], [2, 3, 5], [2, 3, 20]];
+    let mut tensors = shapes.map(|dims| z(&cpu, &dims));
+    let mut check = |heads: Heads, rotary: Option<Rotary<'_>>, parts: &[&str]| {
+        let [q, k, v, qkv] = &mut tensors;
+        let (q_, k_, v_, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
+        refused(
+            cpu.run(Op::JoinHeads { heads, rotary, q: q_, k: k_, v: v_, qkv: to }),
+            &[&["join_heads"], parts].concat(),
+        );
+        let (d_qkv, dq, dk, dv) = (qkv.view(), q.view_mut(), k.view_mut(), v.view_mut());
+        refused(
+            cpu.run(Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv }),
+            &[&["split_heads"], parts].concat(),
+        );
+    };
+    check(Heads { query: 2, kv: 0 }, None, &["2 heads", "0 heads", "width of 10"]);
+    check(Heads { query: 3, kv: 3 }, None, &["3 heads", "width of 10"]);
+    check(Heads { query: 2, kv: 2 }, None, &["[2, 3, 20]", "[2, 3, 30]"]);
+    check(heads, Some(Rotary { table: good.view(), start: 3 }), &["[5, 4]", "[6, 4]"]);
+    check(heads, Some(Rotary { table: good.view(), start: usize::MAX }), &["[5, 4]"]);
+    for (cols, expected) in [(3, "[3, 2]"), (6, "[3, 4]")] {
+        let table = z(&cpu, &[5, cols]);
+        check(heads, Some(Rotary { table: table.view(), start: 0 }), &[&format!("[5, {cols}]"), expected]);
+    }
+    let ids = cpu.tensor(&[0_u32; 20], [5, 4]).unwrap();
+    check(heads, Some(Rotary { table: ids.view(), start: 0 }), &["f32", "u32"]);
+    for wrong in 0..4 {
+        let mut tensors = shapes.map(|dims| z(&cpu, &dims));
+        tensors[wrong] = z(&cpu, &[2, 2, shapes[wrong][2]]);
+        let [q, k, v, qkv] = &mut tensors;
+        let found = format!("[2, 2, {}]", shapes[wrong][2]);
+        let (q_, k_, v_, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
+        let join = Op::JoinHeads { heads, rotary: None, q: q_, k: k_, v: v_, qkv: to };
+        refused(cpu.run(join), &["join_heads", if wrong == 0 { "[2, 2, 20]" } else { &found }]);
+        let (d_qkv, dq, dk, dv) = (qkv.view(), q.view_mut(), k.view_mut(), v.view_mut());
+        let split = Op::SplitHeads { heads, rotary: None, d_qkv, dq, dk, dv };
+        refused(cpu.run(split), &["split_heads", if wrong == 0 { "[2, 2, 20]" } else { &found }]);
+    }
+}
+
+#[test]
+fn gates_and_optional_biases_that_do_not_fit_are_refused() {
+    let cpu = Device::cpu(1).unwrap();
+    let (mut a, mut b, mut short) = (z(&cpu, &[2, 3]), z(&cpu, &[6]), z(&cpu, &[5]));
+    let op = Op::SwiGlu { gate: a.view(), up: short.view(), y: b.view_mut() };
+    refused(cpu.run(op), &["swiglu", "[5]", "[2, 3]"]);
+    let op = Op::SwiGlu { gate: a.view(), up: b.view(), y: short.view_mut() };
+    refused(cpu.run(op), &["swiglu", "[5]", "[2, 3]"]);
+    let op = Op::SwiGluGrad { gate: a.view_mut(), up: b.view_mut(), dy: short.view_mut() };
+    refused(cpu.run(op), &["swiglu_grad", "[5]", "[2, 3]"]);
+    let op = Op::SwiGluGrad { gate: a.view_mut(), up: short.view_mut(), dy: b.view_mut() };
+    refused(cpu.run(op), &["swiglu_grad", "[5]", "[2, 3]"]);
+
+    let norm = Norm { kind: NormKind::Rms, eps: 1e-6 };
+    let (x, gain, mut stats, mut y) = (z(&cpu, &[2, 3]), z(&cpu, &[3]), z(&cpu, &[2, 2]), z(&cpu, &[2, 3]));
+    let (bias, stats_) = (Some(short.view()), stats.view_mut());
+    let op = Op::Norm { norm, x: x.view(), gain: gain.view(), bias, y: y.view_mut(), stats: stats_ };
+    refused(cpu.run(op), &["norm", "[5]", "[3]"]);
+    let mut d_gain = z(&cpu, &[3]);
+    let (d_gain, d_bias) = (d_gain.view_mut(), Some(short.view_mut()));
+    let op =
+        Op::NormWeight { x: x.view(), stats: stats.view(), dy: x.view(), d_gain, d_bias, accumulate: false };
+    refused(cpu.run(op), &["norm_weight", "[5]", "[3]"]);
+}
+
+#[test]
+fn embeddings_and_ids_that_do_not_fit_are_refused() {
+    let cpu = Device::cpu(1).unwrap();
     let (ids, table, places) =
         (cpu.tensor(&[0_u32, 1, 2, 9], [2, 2]).unwrap(), z(&cpu, &[5, 3]), z(&cpu, &[4, 3]));
-    let mut out = z(&cpu, &[2, 2, 3]);
+    let (mut out, mut dy_out) = (z(&cpu, &[2, 2, 3]), z(&cpu, &[2, 2, 3]));
     let mut embed = |start: usize, ids: &Tensor, places: &Tensor| {
-        let (tokens, tokens_table, positions_table) = (ids.view(), table.view(), places.view());
+        let (tokens, tokens_table, positions_table) = (ids.view(), table.view(), Some(places.view()));
         cpu.run(Op::Embed { tokens, start, tokens_table, positions_table, y: out.view_mut() })
     };
     refused(embed(0, &ids, &places), &["embed", "9", "position 3", "5"]);
@@ -223,21 +341,47 @@ fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
     refused(embed(0, &places, &places), &["embed", "u32", "f32"]);
     refused(embed(0, &ids, &z(&cpu, &[4, 2])), &["embed", "[4, 2]"]);
     let (mut d_table, mut d_places, dy) = (z(&cpu, &[5, 3]), z(&cpu, &[1, 3]), z(&cpu, &[2, 2, 3]));
-    let (tokens, d_tokens_table, d_positions_table) = (ids.view(), d_table.view_mut(), d_places.view_mut());
+    let (tokens, d_tokens_table, d_positions_table) =
+        (ids.view(), d_table.view_mut(), Some(d_places.view_mut()));
     refused(
         cpu.run(Op::EmbedGrad { tokens, dy: dy.view(), d_tokens_table, d_positions_table }),
         &["embed_grad", "[1, 3]", "[2, 3]"],
     );
+    // Without positions, only the table of tokens must fit.
+    let (tokens, d_tokens_table) = (ids.view(), places.view());
+    let op = Op::Embed {
+        tokens,
+        start: 9,
+        tokens_table: d_tokens_table,
+        positions_table: None,
+        y: dy_out.view_mut(),
+    };
+    refused(cpu.run(op), &["embed", "9", "position 3", "4"]);
+    let (tokens, d_tokens_table) = (ids.view(), d_places.view_mut());
+    let op = Op::EmbedGrad { tokens, dy: dy.view(), d_tokens_table, d_positions_table: None };
+    refused(cpu.run(op), &["embed_grad", "1"]);
 
     let (mut logits, mut losses) = (z(&cpu, &[4, 9]), z(&cpu, &[4]));
     let (x, targets) = (logits.view_mut(), ids.view());
     refused(
-        cpu.run(Op::CrossEntropy { logits: x, targets, losses: losses.view_mut(), grad_scale: None }),
+        cpu.run(Op::CrossEntropy {
+            logits: x,
+            targets,
+            weights: None,
+            losses: losses.view_mut(),
+            grad_scale: None,
+        }),
         &["cross_entropy", "9"],
     );
     let (x, targets) = (logits.view_mut(), ids.view().part(0, 3).unwrap());
     refused(
-        cpu.run(Op::CrossEntropy { logits: x, targets, losses: losses.view_mut(), grad_scale: None }),
+        cpu.run(Op::CrossEntropy {
+            logits: x,
+            targets,
+            weights: None,
+            losses: losses.view_mut(),
+            grad_scale: None,
+        }),
         &["cross_entropy", "[3]", "[4]"],
     );
 }
@@ -267,8 +411,14 @@ fn costs() {
     let (mut y, mut d_qkv) = (z(&cpu, &[2, 4, 8]), z(&cpu, &[2, 4, 24]));
     let lse = z(&cpu, &[2, 2, 4]);
     let (q, l) = (qkv.view(), lse.view());
-    let op =
-        Op::AttentionGrad { heads: 2, qkv: q, y: dy.view(), lse: l, dy: dy.view(), d_qkv: d_qkv.view_mut() };
+    let op = Op::AttentionGrad {
+        heads: Heads::equal(2),
+        qkv: q,
+        y: dy.view(),
+        lse: l,
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+    };
     // Five products over the 10 pairs of query and key in each of two sequences.
     assert_eq!((op.flops(), op.bytes()), (5 * 2 * 10 * 8 * 2, 4 * (192 + 64 + 16 + 64 + 192)));
     // Decoding token by token has the same total cost as the whole pass.
@@ -277,7 +427,7 @@ fn costs() {
     for past in 0..4 {
         let (q, y) = (qkv.view().part(0, [2, 1, 24]).unwrap(), y.view_mut().part(0, [2, 1, 8]).unwrap());
         total += Op::AttentionCached {
-            heads: 2,
+            heads: Heads::equal(2),
             past,
             qkv: q,
             keys: k.view_mut(),
@@ -287,6 +437,16 @@ fn costs() {
         }
         .flops();
     }
+    // Queries and keys of two sequences of four tokens are rotated, with one table for both sequences.
+    let (rotated, heads, parts) = (z(&cpu, &[6, 2]), Heads { query: 4, kv: 1 }, [16, 4, 4]);
+    let [q_part, k_part, v_part] = parts.map(|width| z(&cpu, &[2, 4, width]));
+    let rotary = Some(Rotary { table: rotated.view(), start: 2 });
+    let (q_, k_, v_) = (q_part.view(), k_part.view(), v_part.view());
+    let op = Op::JoinHeads { heads, rotary, q: q_, k: k_, v: v_, qkv: d_qkv.view_mut() };
+    assert_eq!((op.flops(), op.bytes()), (3 * 8 * 5 * 2, 4 * (2 * 192 + 4 * 2)));
     let mut lse = z(&cpu, &[2, 2, 4]);
-    assert_eq!(total, Op::Attention { heads: 2, qkv: q, y: y.view_mut(), lse: lse.view_mut() }.flops());
+    assert_eq!(
+        total,
+        Op::Attention { heads: Heads::equal(2), qkv: q, y: y.view_mut(), lse: lse.view_mut() }.flops()
+    );
 }

@@ -1,13 +1,17 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
 mod api;
+mod attention;
 mod codec;
 mod device;
+mod expect;
 mod map;
+mod norm;
 mod ops;
 #[cfg(feature = "wgpu")]
 mod parity;
 mod precision;
+mod swiglu;
 
 #[cfg(feature = "wgpu")]
 use farflung_base as base;

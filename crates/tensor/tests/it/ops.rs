@@ -1,46 +1,12 @@
 //! Ops against a plain f64 computation, most with equal bits on 1, 2 and 3 threads.
-#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use farflung_base::Philox;
 use farflung_tensor::{DType, Device, Fuse, Op, Tensor};
 use half::{bf16, f16};
 
+use super::expect::{close, noise, same_bits, wide};
+
 const SIZES: [(usize, usize); 8] =
     [(1, 1), (1, 17), (3, 16), (2, 5), (7, 100), (600, 33), (257, 130), (0, 5)];
-
-fn noise(len: usize, seed: u64) -> Vec<f32> {
-    let mut out = vec![0.0; len];
-    Philox::new(seed, len as u64).fill_normal(1.0, &mut out);
-    out
-}
-
-fn wide(x: &[f32]) -> Vec<f64> {
-    x.iter().map(|&x| f64::from(x)).collect()
-}
-
-/// Runs `work` with 1, 2 and 3 threads, asserts equal bits, and returns the result.
-fn same_bits<const N: usize>(work: impl Fn(&Device) -> [Tensor; N]) -> [Vec<f32>; N] {
-    let [one, two, three] =
-        [1, 2, 3].map(|threads| work(&Device::cpu(threads).unwrap()).map(|t| t.to_vec::<f32>().unwrap()));
-    for other in [two, three] {
-        for (a, b) in one.iter().zip(&other) {
-            assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "bits depend on the threads");
-        }
-    }
-    one
-}
-
-#[track_caller]
-fn close(got: &[f32], want: &[f64], tolerance: f64) {
-    assert_eq!(got.len(), want.len());
-    let scale = want.iter().fold(1.0_f64, |m, w| m.max(w.abs()));
-    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
-        assert!(
-            (f64::from(g) - w).abs() <= tolerance * scale,
-            "element {i}: {g}, expected {w}, scale {scale}"
-        );
-    }
-}
 
 fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)).tanh())
@@ -130,7 +96,7 @@ fn matmul_in_all_forms() {
     for (m, k, n) in sizes {
         let (a, b, c) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
         let (bias, other) = (noise(n, 4), noise(m * n, 5));
-        for form in 0..40 {
+        for form in 0..48 {
             let (a_t, b_t, accumulate, fuse) = (form & 1 == 1, form & 2 == 2, form & 4 == 4, form / 8);
             let at = |i: usize, l: usize| f64::from(a[if a_t { l * m + i } else { i * k + l }]);
             let bt = |l: usize, j: usize| f64::from(b[if b_t { j * k + l } else { l * n + j }]);
@@ -148,6 +114,7 @@ fn matmul_in_all_forms() {
                         1 => sum + bias,
                         2 => gelu(sum + bias),
                         3 => sum + bias + other,
+                        4 => sum + other,
                         _ => sum * other,
                     });
                 }
@@ -163,6 +130,7 @@ fn matmul_in_all_forms() {
                     1 => Fuse::Bias(bias.view()),
                     2 => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
                     3 => Fuse::BiasAdd { bias: bias.view(), residual: other.view() },
+                    4 => Fuse::Add { residual: other.view() },
                     _ => Fuse::Times { factor: other.view() },
                 };
                 let (a, b) = (a.view(), b.view());
@@ -216,196 +184,6 @@ fn sums_of_rows_and_of_squares() {
     }
 }
 
-/// Computes `y` in f64. The gradients under test are those of the loss `sum(dy y)`.
-fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64]) -> Vec<f64> {
-    let c = gain.len();
-    let row = |x: &[f64]| {
-        let mean = x.iter().sum::<f64>() / c as f64;
-        let var = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
-        let rstd = 1.0 / (var + 1e-5).sqrt();
-        (0..c).map(|j| (x[j] - mean) * rstd * gain[j] + bias[j]).collect::<Vec<_>>()
-    };
-    x.chunks_exact(c).flat_map(row).collect()
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
-}
-
-#[test]
-fn layer_norm_and_its_gradients() {
-    for (rows, cols) in SIZES {
-        let (mut x, gain, bias) = (noise(rows * cols, 1), noise(cols, 2), noise(cols, 3));
-        for x in &mut x {
-            *x = 3.0 * *x + 5.0;
-        }
-        let (dy, residual, start) = (noise(rows * cols, 4), noise(rows * cols, 5), noise(cols, 6));
-        let [y, stats, dx, dx_plus, d_gain, d_bias, d_gain_plus] = same_bits(|cpu| {
-            let m = |v: &[f32]| cpu.tensor(v, [rows, cols]).unwrap();
-            let r = |v: &[f32]| cpu.tensor(v, cols).unwrap();
-            let (x, gain, bias, dy, residual) = (m(&x), r(&gain), r(&bias), m(&dy), m(&residual));
-            let (mut y, mut stats) = (cpu.zeros([rows, cols]).unwrap(), cpu.zeros([rows, 2]).unwrap());
-            let (x, gain, dy) = (x.view(), gain.view(), dy.view());
-            cpu.run(Op::LayerNorm { x, gain, bias: bias.view(), y: y.view_mut(), stats: stats.view_mut() })
-                .unwrap();
-            let mut dx = cpu.zeros([rows, cols]).unwrap();
-            let mut dx_plus = cpu.zeros([rows, cols]).unwrap();
-            for (dx, residual) in [(&mut dx, None), (&mut dx_plus, Some(residual.view()))] {
-                let (stats, dx) = (stats.view(), dx.view_mut());
-                cpu.run(Op::LayerNormInput { x, gain, stats, dy, residual, dx }).unwrap();
-            }
-            let mut weights = [r(&start), r(&start), r(&start), r(&start)];
-            for (pair, accumulate) in weights.chunks_exact_mut(2).zip([false, true]) {
-                let [a, b] = pair else { unreachable!("chunks of two") };
-                let (stats, d_gain, d_bias) = (stats.view(), a.view_mut(), b.view_mut());
-                cpu.run(Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate }).unwrap();
-            }
-            let [d_gain, d_bias, d_gain_plus, _] = weights;
-            [y, stats, dx, dx_plus, d_gain, d_bias, d_gain_plus]
-        });
-        let (x, gain, bias, dy) = (wide(&x), wide(&gain), wide(&bias), wide(&dy));
-        close(&y, &layer_norm(&x, &gain, &bias), 2e-6);
-        for (row, s) in x.chunks_exact(cols).zip(stats.chunks_exact(2)) {
-            let mean = row.iter().sum::<f64>() / cols as f64;
-            let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
-            close(&[s[0], (1.0 / s[1]).powi(2)], &[mean, var + 1e-5], 5e-6);
-        }
-        // Expected gradients: central differences of sum(dy y) in f64.
-        let loss = |x: &[f64], gain: &[f64], bias: &[f64]| dot(&layer_norm(x, gain, bias), &dy);
-        let slope = |v: &[f64], i: usize, f: &dyn Fn(&[f64]) -> f64| {
-            let mut v = v.to_vec();
-            let at = v[i];
-            let h = 1e-5;
-            v[i] = at + h;
-            let up = f(&v);
-            v[i] = at - h;
-            (up - f(&v)) / (2.0 * h)
-        };
-        // Only the loss of the element's own row is differentiated, which keeps large sizes fast.
-        let want_dx: Vec<f64> = (0..x.len())
-            .map(|i| {
-                let row = i / cols * cols..(i / cols + 1) * cols;
-                let f = |x: &[f64]| dot(&layer_norm(x, &gain, &bias), &dy[row.clone()]);
-                slope(&x[row.clone()], i % cols, &f)
-            })
-            .collect();
-        let scale_of_x = stats.chunks_exact(2).map(|s| f64::from(s[1])).fold(1.0, f64::max);
-        close(&dx, &want_dx, 2e-5 * scale_of_x);
-        let plus: Vec<f64> = want_dx.iter().zip(&residual).map(|(d, r)| d + f64::from(*r)).collect();
-        close(&dx_plus, &plus, 2e-5 * scale_of_x);
-        let want_gain: Vec<f64> = (0..cols).map(|j| slope(&gain, j, &|g| loss(&x, g, &bias))).collect();
-        let want_bias: Vec<f64> = (0..cols).map(|j| slope(&bias, j, &|b| loss(&x, &gain, b))).collect();
-        close(&d_gain, &want_gain, 1e-5);
-        close(&d_bias, &want_bias, 1e-5);
-        let plus: Vec<f64> = want_gain.iter().zip(&start).map(|(g, s)| g + f64::from(*s)).collect();
-        close(&d_gain_plus, &plus, 1e-5);
-    }
-    let [stats] = same_bits(|cpu| {
-        let (x, g, mut y, mut stats) = (
-            cpu.zeros([3, 0]).unwrap(),
-            cpu.zeros(0).unwrap(),
-            cpu.zeros([3, 0]).unwrap(),
-            cpu.zeros(6).unwrap(),
-        );
-        let (x, gain, bias) = (x.view(), g.view(), g.view());
-        cpu.run(Op::LayerNorm { x, gain, bias, y: y.view_mut(), stats: stats.view_mut() }).unwrap();
-        [stats]
-    });
-    assert_eq!(stats, [0.0; 6]);
-}
-
-/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the log-sum-exp of its scores.
-fn weights(
-    qkv: &[f64],
-    (b, h, t): (usize, usize, usize),
-    (len, c, d): (usize, usize, usize),
-) -> (Vec<f64>, f64) {
-    let at = |t: usize, third: usize| &qkv[(b * len + t) * 3 * c + third * c + h * d..][..d];
-    let scores: Vec<f64> = (0..=t).map(|s| dot(at(t, 0), at(s, 1)) / (d as f64).sqrt()).collect();
-    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-    (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
-}
-
-#[test]
-fn attention_its_gradient_and_its_cache() {
-    for (batch, len, c, heads) in
-        [(1, 1, 4, 1), (2, 5, 12, 3), (1, 33, 40, 2), (2, 70, 64, 4), (0, 3, 8, 2), (1, 0, 8, 2)]
-    {
-        let d = c / heads;
-        let (qkv, dy) = (noise(batch * len * 3 * c, 1), noise(batch * len * c, 2));
-        let past = len / 3;
-        let [y, lse, d_qkv, cached] = same_bits(|cpu| {
-            let qkv = cpu.tensor(&qkv, [batch, len, 3 * c]).unwrap();
-            let dy = cpu.tensor(&dy, [batch, len, c]).unwrap();
-            let (mut y, mut lse) =
-                (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads, len]).unwrap());
-            let mut d_qkv = cpu.zeros([batch, len, 3 * c]).unwrap();
-            cpu.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
-            let (y_, lse_, dy) = (y.view(), lse.view(), dy.view());
-            cpu.run(Op::AttentionGrad {
-                heads,
-                qkv: qkv.view(),
-                y: y_,
-                lse: lse_,
-                dy,
-                d_qkv: d_qkv.view_mut(),
-            })
-            .unwrap();
-            // The same sequences through a cache with spare room, each in two parts.
-            let mut cached = cpu.zeros([batch, len, c]).unwrap();
-            for b in 0..batch {
-                let (mut keys, mut values) =
-                    (cpu.zeros([1, len + 2, c]).unwrap(), cpu.zeros([1, len + 2, c]).unwrap());
-                for (past, new) in [(0, past), (past, len - past)] {
-                    let start = b * len + past;
-                    cpu.run(Op::AttentionCached {
-                        heads,
-                        past,
-                        qkv: qkv.view().part(start * 3 * c, [1, new, 3 * c]).unwrap(),
-                        keys: keys.view_mut(),
-                        values: values.view_mut(),
-                        y: cached.view_mut().part(start * c, [1, new, c]).unwrap(),
-                        lse: None,
-                    })
-                    .unwrap();
-                }
-            }
-            [y, lse, d_qkv, cached]
-        });
-        let (qkv, dy) = (wide(&qkv), wide(&dy));
-        let (mut want_y, mut want_lse) = (vec![0.0; batch * len * c], vec![0.0; batch * heads * len]);
-        let mut want_d = vec![0.0; qkv.len()];
-        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
-            let place = |t: usize, third: usize| (b * len + t) * 3 * c + third * c + h * d;
-            for t in 0..len {
-                let (p, sum) = weights(&qkv, (b, h, t), (len, c, d));
-                want_lse[(b * heads + h) * len + t] = sum;
-                let out = (b * len + t) * c + h * d;
-                for (s, p) in p.iter().enumerate() {
-                    for i in 0..d {
-                        want_y[out + i] += p * qkv[place(s, 2) + i];
-                    }
-                }
-                let dp: Vec<f64> = (0..=t).map(|s| dot(&dy[out..][..d], &qkv[place(s, 2)..][..d])).collect();
-                let mean = dot(&p, &dp);
-                for s in 0..=t {
-                    let ds = p[s] * (dp[s] - mean) / (d as f64).sqrt();
-                    for i in 0..d {
-                        want_d[place(t, 0) + i] += ds * qkv[place(s, 1) + i];
-                        want_d[place(s, 1) + i] += ds * qkv[place(t, 0) + i];
-                        want_d[place(s, 2) + i] += p[s] * dy[out + i];
-                    }
-                }
-            }
-        }
-        close(&y, &want_y, 3e-6);
-        close(&lse, &want_lse, 3e-6);
-        close(&d_qkv, &want_d, 5e-6);
-        close(&cached, &want_y, 3e-6);
-    }
-}
-
 #[test]
 fn embeddings_gather_and_their_gradient_scatters() {
     for (batch, len, c, vocab, start) in
@@ -415,14 +193,17 @@ fn embeddings_gather_and_their_gradient_scatters() {
         // Every second token is the same, so that rows of the gradient are summed.
         let ids: Vec<u32> =
             (0..batch * len).map(|i| (if i % 2 == 0 { vocab - 1 } else { i * 7 % vocab }) as u32).collect();
-        let (table, places, dy) = (noise(vocab * c, 1), noise(positions * c, 2), noise(batch * len * c, 3));
-        let [y, d_table, d_places] = same_bits(|cpu| {
+        let (rows_of_tokens, places, dy) =
+            (noise(vocab * c, 1), noise(positions * c, 2), noise(batch * len * c, 3));
+        let [y, d_table, d_places, alone, d_alone] = same_bits(|cpu| {
             let tokens = cpu.tensor(&ids, [batch, len]).unwrap();
-            let mut table = cpu.tensor(&table, [vocab, c]).unwrap();
+            let mut table = cpu.tensor(&rows_of_tokens, [vocab, c]).unwrap();
             let mut places = cpu.tensor(&places, [positions, c]).unwrap();
+            let (mut d_alone, mut alone) =
+                (cpu.tensor(&rows_of_tokens, [vocab, c]).unwrap(), cpu.zeros([batch, len, c]).unwrap());
             let dy = cpu.tensor(&dy, [batch, len, c]).unwrap();
             let mut y = cpu.zeros([batch, len, c]).unwrap();
-            let (tokens_table, positions_table) = (table.view(), places.view());
+            let (tokens_table, positions_table) = (table.view(), Some(places.view()));
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
                 start,
@@ -431,7 +212,18 @@ fn embeddings_gather_and_their_gradient_scatters() {
                 y: y.view_mut(),
             })
             .unwrap();
-            let (d_tokens_table, d_positions_table) = (table.view_mut(), places.view_mut());
+            let (tokens_table, to) = (table.view(), alone.view_mut());
+            cpu.run(Op::Embed { tokens: tokens.view(), start, tokens_table, positions_table: None, y: to })
+                .unwrap();
+            let (d_tokens_table, dy_) = (d_alone.view_mut(), dy.view());
+            cpu.run(Op::EmbedGrad {
+                tokens: tokens.view(),
+                dy: dy_,
+                d_tokens_table,
+                d_positions_table: None,
+            })
+            .unwrap();
+            let (d_tokens_table, d_positions_table) = (table.view_mut(), Some(places.view_mut()));
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
                 dy: dy.view(),
@@ -439,18 +231,23 @@ fn embeddings_gather_and_their_gradient_scatters() {
                 d_positions_table,
             })
             .unwrap();
-            [y, table, places]
+            [y, table, places, alone, d_alone]
         });
-        let (mut want_table, mut want_places) = (wide(&table), wide(&places));
+        let (mut want_table, mut want_places) = (wide(&rows_of_tokens), wide(&places));
         for (i, &id) in ids.iter().enumerate() {
             for j in 0..c {
                 let (at, place) = (id as usize * c + j, i % len * c + j);
-                assert_eq!(y[i * c + j].to_bits(), (table[at] + places[place + start * c]).to_bits());
+                assert_eq!(
+                    y[i * c + j].to_bits(),
+                    (rows_of_tokens[at] + places[place + start * c]).to_bits()
+                );
+                assert_eq!(alone[i * c + j].to_bits(), rows_of_tokens[at].to_bits());
                 want_table[at] += f64::from(dy[i * c + j]);
                 want_places[place] += f64::from(dy[i * c + j]);
             }
         }
         close(&d_table, &want_table, 1e-6);
+        assert_eq!(d_alone, d_table, "positions change nothing for the tokens");
         close(&d_places, &want_places, 1e-6);
     }
 }
@@ -470,8 +267,14 @@ fn cross_entropy_and_the_gradient_in_place() {
                     let ids = cpu.tensor(&targets, rows).unwrap();
                     let mut losses = cpu.zeros(rows).unwrap();
                     let (targets, losses_) = (ids.view(), losses.view_mut());
-                    cpu.run(Op::CrossEntropy { logits: x.view_mut(), targets, losses: losses_, grad_scale })
-                        .unwrap();
+                    cpu.run(Op::CrossEntropy {
+                        logits: x.view_mut(),
+                        targets,
+                        weights: None,
+                        losses: losses_,
+                        grad_scale,
+                    })
+                    .unwrap();
                     [x, losses]
                 })
             };
@@ -492,11 +295,50 @@ fn cross_entropy_and_the_gradient_in_place() {
             close(&grad, &want_grad, 1e-6);
         }
     }
+    weights_multiply_losses_and_gradients();
     // A row with a NaN has a NaN loss, not a wrong number.
     let cpu = Device::cpu(1).unwrap();
     let mut x = cpu.tensor(&[0.0, f32::NAN, 1.0], [1, 3]).unwrap();
     let (ids, mut losses) = (cpu.tensor(&[0_u32], 1).unwrap(), cpu.zeros(1).unwrap());
     let (logits, targets) = (x.view_mut(), ids.view());
-    cpu.run(Op::CrossEntropy { logits, targets, losses: losses.view_mut(), grad_scale: None }).unwrap();
+    cpu.run(Op::CrossEntropy { logits, targets, weights: None, losses: losses.view_mut(), grad_scale: None })
+        .unwrap();
     assert!(losses.to_vec::<f32>().unwrap()[0].is_nan());
+}
+
+/// A weight multiplies the loss and the gradient of its row; weight 0 hides the row, whatever is in it.
+fn weights_multiply_losses_and_gradients() {
+    let (rows, cols) = (9, 37);
+    let mut logits = noise(rows * cols, 1);
+    let targets: Vec<u32> = (0..rows as u32).collect();
+    let weights: Vec<f32> = (0..rows).map(|i| [0.0, 1.0, 2.5][i % 3]).collect();
+    let run = |logits: &[f32], weights: Option<&[f32]>| {
+        same_bits(|cpu| {
+            let mut x = cpu.tensor(logits, [rows, cols]).unwrap();
+            let ids = cpu.tensor(&targets, rows).unwrap();
+            let weights = weights.map(|weights| cpu.tensor(weights, rows).unwrap());
+            let mut losses = cpu.zeros(rows).unwrap();
+            cpu.run(Op::CrossEntropy {
+                logits: x.view_mut(),
+                targets: ids.view(),
+                weights: weights.as_ref().map(Tensor::view),
+                losses: losses.view_mut(),
+                grad_scale: Some(0.5),
+            })
+            .unwrap();
+            [x, losses]
+        })
+    };
+    let [plain_grad, plain] = run(&logits, None);
+    logits[3 * cols + 5] = f32::NAN;
+    let [grad, losses] = run(&logits, Some(&weights));
+    for (row, weight) in weights.iter().enumerate() {
+        let near = |a: f32, b: f32| (a - b).abs() <= 1e-6 * b.abs().max(1e-3);
+        assert!(near(losses[row], weight * plain[row]), "{row}");
+        let range = row * cols..(row + 1) * cols;
+        assert!(
+            grad[range.clone()].iter().zip(&plain_grad[range]).all(|(a, b)| near(*a, weight * b)),
+            "{row}"
+        );
+    }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use farflung_base::ChainStep;
 use farflung_tensor::{Offloaded, Result, Tensor};
 
-use crate::block::TransformerSaved;
+use crate::layer::{Activations, Kept};
 
 /// How a stage saves device memory between the forward and the backward pass of a microbatch. Gradients are
 /// bit-identical for all settings.
@@ -29,7 +29,7 @@ impl ActivationPolicy {
     ///
     /// # Panics
     /// If `steps` is set and has no forward step of the block.
-    pub(super) fn store(&self, block: usize, saved: TransformerSaved) -> StoredActivations {
+    pub(super) fn store(&self, block: usize, saved: Activations) -> StoredActivations {
         if let Some(steps) = &self.steps {
             let runs = |step: &ChainStep| match step {
                 ChainStep::Forward(i) | ChainStep::ForwardAll(i) => *i as usize == block,
@@ -39,9 +39,11 @@ impl ActivationPolicy {
             return StoredActivations::by(&steps[at..], saved);
         }
         if block < self.recompute {
-            StoredActivations::Input(saved.into_input())
+            StoredActivations::Input(input_of(saved))
         } else if block - self.recompute < self.offload {
-            StoredActivations::Offloaded(Box::new(saved.into_tensors().map(Tensor::offload)))
+            StoredActivations::Offloaded(
+                saved.into_iter().map(|(name, tensor)| (name, tensor.offload())).collect(),
+            )
         } else {
             StoredActivations::OnDevice(saved)
         }
@@ -50,11 +52,10 @@ impl ActivationPolicy {
 
 /// The form in which a block's saved values are kept.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "a stage has tens of them, most of them of the largest kind")]
 pub(super) enum StoredActivations {
-    OnDevice(TransformerSaved),
+    OnDevice(Activations),
     Input(Tensor),
-    Offloaded(Box<[Offloaded; 11]>),
+    Offloaded(Vec<(Kept, Offloaded)>),
     /// Nothing is kept; steps recompute the values from the input of an earlier block.
     Nothing,
 }
@@ -86,8 +87,8 @@ impl Chain {
         &mut self,
         block: usize,
         blocks: &mut [StoredActivations],
-        mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, TransformerSaved)>,
-    ) -> Result<TransformerSaved> {
+        mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, Activations)>,
+    ) -> Result<Activations> {
         loop {
             let step = self.steps.get(self.at).expect("each block has a backward step");
             match *step {
@@ -131,8 +132,8 @@ impl Chain {
 pub(super) fn restore_last(
     blocks: &mut Vec<StoredActivations>,
     chain: &mut Option<Chain>,
-    mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, TransformerSaved)>,
-) -> Result<TransformerSaved> {
+    mut forward: impl FnMut(usize, Tensor) -> Result<(Tensor, Activations)>,
+) -> Result<Activations> {
     let last = blocks.len() - 1;
     let saved = chain.as_mut().map(|chain| chain.load(last, blocks, &mut forward)).transpose()?;
     let kept = blocks.pop().expect("there is a block left");
@@ -145,7 +146,7 @@ pub(super) fn restore_last(
 impl StoredActivations {
     /// Converts the saved values of a block after `steps[0]`, its forward step. With [`ChainStep::Forward`],
     /// only its input is kept, and only if a later step restores it.
-    fn by(steps: &[ChainStep], saved: TransformerSaved) -> Self {
+    fn by(steps: &[ChainStep], saved: Activations) -> Self {
         let ChainStep::Forward(block) = steps[0] else { return Self::OnDevice(saved) };
         let fate = |step: &ChainStep| match *step {
             ChainStep::Restore(i) if i == block => Some(true),
@@ -153,29 +154,31 @@ impl StoredActivations {
             _ => None,
         };
         let needed = steps[1..].iter().find_map(fate).unwrap_or(false);
-        if needed { Self::Input(saved.into_input()) } else { Self::Nothing }
+        if needed { Self::Input(input_of(saved)) } else { Self::Nothing }
     }
 
     /// Applies `keep` to values that are on the device; returns others unchanged.
-    pub(super) fn map_on_device(self, keep: impl FnOnce(TransformerSaved) -> Self) -> Self {
+    pub(super) fn map_on_device(self, keep: impl FnOnce(Activations) -> Self) -> Self {
         if let Self::OnDevice(saved) = self { keep(saved) } else { self }
     }
 
     /// Returns the saved values on the device. `again` is the block's forward pass.
     pub(super) fn restore(
         self,
-        again: impl FnOnce(Tensor) -> Result<(Tensor, TransformerSaved)>,
-    ) -> Result<TransformerSaved> {
+        again: impl FnOnce(Tensor) -> Result<(Tensor, Activations)>,
+    ) -> Result<Activations> {
         match self {
             Self::OnDevice(saved) => Ok(saved),
             Self::Input(x) => Ok(again(x)?.1),
             Self::Nothing => unreachable!("only with `steps` is nothing kept, and then they recompute it"),
             Self::Offloaded(tensors) => {
-                let tensors: Vec<_> = tensors.into_iter().map(Offloaded::restore).collect::<Result<_>>()?;
-                Ok(TransformerSaved::from_tensors(
-                    tensors.try_into().expect("all tensors that were offloaded are restored"),
-                ))
+                tensors.into_iter().map(|(name, tensor)| Ok((name, tensor.restore()?))).collect()
             }
         }
     }
+}
+
+/// Returns the input of a block, from which its forward pass can be run again.
+fn input_of(mut saved: Activations) -> Tensor {
+    saved.take(Kept::Input)
 }

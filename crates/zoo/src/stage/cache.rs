@@ -2,9 +2,9 @@
 
 use farflung_tensor::{DType, Tensor};
 
-use super::{Input, Stage};
+use super::{Seen, Stage};
 use crate::ZooError;
-use crate::block::KeyValues;
+use crate::layer::{Block, Head, KeyValues};
 
 /// Keys and values of the tokens processed so far.
 #[derive(Debug)]
@@ -35,34 +35,36 @@ impl Cache {
 impl Stage {
     /// Creates an empty cache of keys and values for `batch` sequences of up to the model's context.
     pub fn cache(&self, batch: usize) -> Result<Cache, ZooError> {
-        let shape = [batch, self.config.context, self.config.dim];
-        self.cache_of(|| Ok(self.device.empty(DType::F32, shape)?))
+        self.cache_of(batch, |shape| Ok(self.device.empty(DType::F32, shape)?))
     }
 
-    pub(super) fn cache_of(&self, tensor: impl Fn() -> Result<Tensor, ZooError>) -> Result<Cache, ZooError> {
-        let layer = |_| Ok(KeyValues { keys: tensor()?, values: tensor()? });
-        Ok(Cache { layers: self.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
+    /// Creates a cache of tensors of the given shapes.
+    pub(super) fn cache_of(
+        &self,
+        batch: usize,
+        tensor: impl Fn([usize; 3]) -> Result<Tensor, ZooError>,
+    ) -> Result<Cache, ZooError> {
+        let layer = |block: &Block| {
+            let shape = [batch, self.spec.context, block.cached_width()];
+            Ok(KeyValues { keys: tensor(shape)?, values: tensor(shape)? })
+        };
+        Ok(Cache { layers: self.layers.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
     }
 
     /// Appends new tokens `[B, T]` to the cache and returns the logits `[B, T, V]` of the next token at each
     /// position. The stage must be a whole model.
     pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
-        let cx = self.cx(params);
         let new = tokens.shape().cols();
-        if cache.len + new > self.config.context {
+        if cache.len + new > self.spec.context {
             return Err(ZooError::Config {
                 field: "sequence length",
                 value: cache.len + new,
                 expected: "at most the context",
             });
         }
-        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), cache.len)?;
-        for (block, seen) in self.blocks.iter().zip(&mut cache.layers) {
-            x = block.decode(&cx, &x, cache.len, seen)?;
-        }
+        let seen = Seen { past: cache.len, layers: &mut cache.layers };
+        let logits = self.evaluate(params, tokens, Some(seen), Head::logits)?;
         cache.len += new;
-        let head =
-            self.head.as_ref().ok_or(ZooError::StageInput { expected: "a stage with the whole model" })?;
-        Ok(head.logits(&cx, &x)?)
+        Ok(logits)
     }
 }

@@ -8,8 +8,9 @@ use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use super::{ActivationPolicy, Cache, Input, Output, Saved, Stage};
+use super::{ActivationPolicy, Cache, Input, Output, Saved, Seen, Stage};
 use crate::ZooError;
+use crate::layer::{KeyValues, Later, Targets};
 
 /// Data that the slices of a microbatch share on a stage: keys and values in the forward pass, and their
 /// gradients in the backward pass.
@@ -45,8 +46,7 @@ impl Slices {
             });
         }
         if self.gradients.is_none() {
-            let shape = [self.batch, stage.config.context, stage.config.dim];
-            self.gradients = Some(stage.cache_of(|| Ok(stage.device.zeros(shape)?))?);
+            self.gradients = Some(stage.cache_of(self.batch, |shape| Ok(stage.device.zeros(shape)?))?);
         }
         Ok((&self.seen, self.gradients.as_mut().expect("created above")))
     }
@@ -69,14 +69,13 @@ impl Stage {
         params: &Tensor,
         input: Input,
         start: usize,
-        targets: Option<(&Tensor, f32)>,
+        targets: Option<Targets<'_>>,
         slices: &mut Slices,
     ) -> Result<(Output, Saved), ZooError> {
         let seen = slices.seen_before(start)?;
+        let before = Seen { past: start, layers: &mut seen.layers };
         let (output, saved) =
-            self.forward_by(params, input, start, targets, &ActivationPolicy::default(), |cx, i, x| {
-                Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
-            })?;
+            self.forward_by(params, input, targets, &ActivationPolicy::default(), Some(before))?;
         seen.len = seen.len.max(saved.positions.end);
         Ok((output, saved))
     }
@@ -91,11 +90,9 @@ impl Stage {
         saved: &mut Saved,
         slices: &mut Slices,
     ) -> Result<(), ZooError> {
-        let start = saved.positions.start;
-        let seen = slices.seen_before(start)?;
-        self.recompute_by(params, input, saved, |cx, i, x| {
-            Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
-        })
+        let past = saved.positions.start;
+        let seen = slices.seen_before(past)?;
+        self.recompute_by(params, input, saved, Some(Seen { past, layers: &mut seen.layers }))
     }
 
     /// Like [`Stage::backward_input`], for one slice, after all later ones. The second half is
@@ -111,10 +108,13 @@ impl Stage {
     ) -> Result<Option<Tensor>, ZooError> {
         let positions = saved.positions.clone();
         let (seen, gradients) = slices.gradients_before(self, &positions)?;
-        let dx = self.backward_input_by(params, saved, dy, |cx, i, saved, dy| {
-            let carried = (&seen.layers[i], &mut gradients.layers[i]);
-            Ok(self.blocks[i].backward_input_slice(cx, saved, dy, positions.start, carried)?)
-        })?;
+        let mut layers: Vec<Option<&mut KeyValues>> = gradients.layers.iter_mut().map(Some).collect();
+        let later = |i: usize| Later::Slices {
+            past: positions.start,
+            seen: &seen.layers[i],
+            gradients: layers[i].take().expect("each block runs once"),
+        };
+        let dx = self.backward_input_by(params, saved, dy, later)?;
         gradients.len = positions.start;
         Ok(dx)
     }

@@ -1,20 +1,21 @@
-//! Parameters on disk: Hugging Face's GPT-2 layout (`config.json`, and `model.safetensors` as one file or in
-//! shards), and named tensors for the other data of a checkpoint.
+//! Parameters on disk: Hugging Face's layout (`config.json`, and `model.safetensors` as one file or in shards),
+//! and named tensors for the other data of a checkpoint.
 //!
 //! Files are untrusted: lengths are checked against the file's size before memory is allocated, and errors name
 //! the file, tensor or field. Files are written to a temporary name, synced, and then renamed.
 
 mod atomic;
-mod config_json;
 mod dtype;
+mod config_json;
 mod files;
-mod names;
+mod layout;
 mod read;
 mod tensors;
 mod write;
 
-pub use config_json::config_text;
+pub use config_json::{config_from_text, config_text, read_config};
 pub use dtype::Dtype;
+pub use layout::{StoredLayout, to_stored};
 pub use read::Weights;
 pub use tensors::{TensorData, TensorFile, TensorInfo, TensorView, write_tensors, write_tensors_to};
 pub use write::{WriteOptions, write};

@@ -1,12 +1,16 @@
-//! Reads a model folder in Hugging Face's GPT-2 layout.
+//! Reads a model folder in Hugging Face's layout.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::names::{HEAD, TOKEN_TABLE, in_model, is_bias, is_buffer};
+use super::config_json::{config_from_bytes, read_config};
+use super::files;
+use super::layout::{Layout, transpose};
 use super::tensors::TensorFile;
-use super::{config_json, files};
-use crate::{GptConfig, TensorSpec, ZooError};
+use crate::ZooError;
+use crate::naming::Names;
+use crate::spec::{HeadSpec, ModelSpec};
+use crate::tensor_spec::{TensorKind, TensorSpec};
 
 /// A place where a tensor is stored: the index of the file, and the name in it.
 type Place = (usize, String);
@@ -14,21 +18,20 @@ type Place = (usize, String);
 /// An open model folder. Its `config.json` and the headers of its tensors agree, as checked on opening.
 #[derive(Debug)]
 pub struct Weights {
-    config: GptConfig,
+    spec: ModelSpec,
     files: Vec<TensorFile>,
-    /// For each tensor of the model: its shape as stored and its place; `None` for a bias that is zero.
-    tensors: BTreeMap<String, (Vec<usize>, Option<Place>)>,
-    layout: Layout,
-    has_biases: bool,
+    /// For each tensor of the model: how it is stored.
+    tensors: BTreeMap<String, Stored>,
+    lacks_biases: bool,
 }
 
-/// How the matrices of blocks are stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Layout {
-    /// `[inputs, outputs]`, as Hugging Face's GPT-2 has them.
-    InputsFirst,
-    /// `[outputs, inputs]`, as linear layers of PyTorch have them, for example those of nanoGPT.
-    OutputsFirst,
+/// How a tensor of the model is stored.
+#[derive(Debug)]
+struct Stored {
+    shape: Vec<usize>,
+    is_transposed: bool,
+    /// `None` for a bias that is zero.
+    place: Option<Place>,
 }
 
 impl Weights {
@@ -37,55 +40,59 @@ impl Weights {
     /// too. `path` may also be a `.safetensors` file with `config.json` beside it.
     ///
     /// Names may have the prefixes of wrappers, such as `transformer.`, `model.`, `module.` and `_orig_mod.`,
-    /// in any combination. The constant buffers `attn.bias` and `attn.masked_bias` are ignored. The token table
-    /// and the head `lm_head.weight` are one tensor: it may be stored under either name or under both, and the
-    /// file's metadata may name the other one. A tensor that is stored several times must have equal values.
+    /// in any combination. Constant buffers, such as `attn.bias` and `rotary_emb.inv_freq`, are ignored. With a
+    /// tied head, the token table and the head `lm_head.weight` are one tensor: it may be stored under either
+    /// name or under both, and the file's metadata may name the other one. A tensor that is stored several
+    /// times must have equal values.
     ///
-    /// The matrices of blocks may be stored as linear layers of PyTorch have them, `[outputs, inputs]`, if all
-    /// are. If no layer has biases, as in models that nanoGPT trains from scratch, they are zero.
+    /// GPT-2's matrices may be stored as linear layers of PyTorch have them, `[outputs, inputs]`, if all are.
+    /// If no layer has biases, as in models that nanoGPT trains from scratch, they are zero.
     ///
     /// Errors: the first invalid file, field or tensor. A tensor of the model is invalid if its shape is not
     /// the configuration's or its type is not F32, F16 or BF16.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
         let file = path.is_file().then(|| path.parent().unwrap_or(Path::new("")));
-        let config = config_json::read(&file.unwrap_or(path).join("config.json"))?;
+        let spec = read_config(&file.unwrap_or(path).join("config.json"))?;
         let files = if file.is_some() { vec![TensorFile::open(path)?] } else { files::open(path)? };
-        Self::of(path, config, files)
+        Self::of(path, spec, files)
     }
 
     /// Reads the same from the bytes of `config.json` and of `model.safetensors`. `folder` is for messages.
     ///
     /// Errors: as [`Weights::open`].
     pub fn from_bytes(folder: &Path, config: &[u8], tensors: Vec<u8>) -> Result<Self, ZooError> {
-        let config = config_json::from_bytes(&folder.join("config.json"), config)?;
+        let spec = config_from_bytes(&folder.join("config.json"), config)?;
         let file = TensorFile::from_bytes(&folder.join("model.safetensors"), tensors)?;
-        Self::of(folder, config, vec![file])
+        Self::of(folder, spec, vec![file])
     }
 
-    fn of(path: &Path, config: GptConfig, files: Vec<TensorFile>) -> Result<Self, ZooError> {
-        let mut found = places(&files);
-        let layout = layout(&config, &files, &found);
-        let has_biases = found.keys().any(|name| is_bias(name));
+    fn of(path: &Path, spec: ModelSpec, files: Vec<TensorFile>) -> Result<Self, ZooError> {
+        let all = spec.tensors();
+        let mut found = places(spec.names, &files);
+        let layout = layout(spec.names, &all, &files, &found);
+        let is_bias = |tensor: &&TensorSpec| tensor.kind == TensorKind::Bias;
+        let has_biases = all.iter().filter(is_bias).any(|bias| found.contains_key(&bias.name));
+        let lacks_biases = !has_biases && all.iter().any(|tensor| is_bias(&tensor));
+        let [table, head] = spec.names.table_and_head();
+        let tied = spec.head == HeadSpec::Tied;
         let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
-        for spec in config.tensors() {
+        for spec in all {
             let mut stored = found.remove(&spec.name).unwrap_or_default();
-            if spec.name == TOKEN_TABLE {
-                stored.extend(found.remove(HEAD).unwrap_or_default());
+            if tied && spec.name == table {
+                stored.extend(found.remove(&head).unwrap_or_default());
             }
-            let mut shape = spec.shape.clone();
-            if layout == Layout::OutputsFirst && is_matrix_of_block(&spec) {
-                shape.reverse();
-            }
+            let shape = layout.shape(&spec);
             for (file, name) in &stored {
                 files[*file].expect_f32(name, &shape)?;
             }
             let mut stored = stored.into_iter();
             let first = stored.next();
-            if first.is_none() && (has_biases || !is_bias(&spec.name)) {
+            if first.is_none() && (has_biases || !is_bias(&&spec)) {
                 return Err(ZooError::NoTensor { path: path.to_owned(), tensor: spec.name });
             }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
-            tensors.insert(spec.name, (shape, first));
+            let is_transposed = layout.transposes(&spec);
+            tensors.insert(spec.name, Stored { shape, is_transposed, place: first });
         }
         if let Some((_, stored)) = found.pop_first() {
             let (file, tensor) = stored.into_iter().next().expect("each name has a place");
@@ -93,29 +100,29 @@ impl Weights {
             let problem = "is not part of the model in config.json".to_owned();
             return Err(ZooError::TensorEntry { path, tensor, problem });
         }
-        let mut this = Self { config, files, tensors, layout, has_biases };
+        let mut this = Self { spec, files, tensors, lacks_biases };
         copies.iter().try_for_each(|(name, copy)| this.check_copy(name, copy))?;
         Ok(this)
     }
 
-    /// Returns the model's configuration.
+    /// Returns the model's description.
     #[must_use]
-    pub const fn config(&self) -> GptConfig {
-        self.config
+    pub const fn spec(&self) -> &ModelSpec {
+        &self.spec
     }
 
-    /// Returns whether the weights have biases; without, those of the model are zero.
+    /// Returns whether the model has biases and the weights have none; then they are zero.
     #[must_use]
-    pub const fn has_biases(&self) -> bool {
-        self.has_biases
+    pub const fn lacks_biases(&self) -> bool {
+        self.lacks_biases
     }
 
-    /// Reads the tensor of this name (from [`GptConfig::tensors`]) as `f32`.
+    /// Reads the tensor of this name (from [`ModelSpec::tensors`]) as `f32`.
     ///
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
     /// [`ZooError::Io`].
     pub fn tensor(&mut self, name: &str, out: &mut [f32]) -> Result<(), ZooError> {
-        let Some((shape, place)) = self.tensors.get(name) else {
+        let Some(Stored { shape, is_transposed, place }) = self.tensors.get(name) else {
             let path = self.files.first().map_or_else(PathBuf::new, |f| f.path().to_owned());
             return Err(ZooError::NoTensor { path, tensor: name.to_owned() });
         };
@@ -124,31 +131,28 @@ impl Weights {
             return Ok(());
         };
         self.files[*file].read_f32(stored, shape, out)?;
-        if let (Layout::OutputsFirst, true, &[outputs, inputs]) = (self.layout, is_of_block(name), &shape[..])
-        {
-            let read = out.to_vec();
-            for (input, row) in out.chunks_exact_mut(outputs).enumerate() {
-                row.iter_mut().enumerate().for_each(|(output, x)| *x = read[output * inputs + input]);
-            }
+        if *is_transposed {
+            out.copy_from_slice(&transpose(out, shape[0]));
         }
         Ok(())
     }
 
     /// Checks that another place of a tensor has the same values, bit for bit.
     fn check_copy(&mut self, name: &str, (file, stored): &Place) -> Result<(), ZooError> {
-        let (shape, first) = self.tensors[name].clone();
-        let (first_file, first) = first.expect("a tensor with copies is stored");
+        let Stored { shape, place, .. } = &self.tensors[name];
+        let (first_file, first) = place.clone().expect("a tensor with copies is stored");
         // Both tensors have data of this shape in the files, so the buffers are at most four times as large.
         let count = shape.iter().product();
         let (mut values, mut copy) = (vec![0.0; count], vec![0.0; count]);
-        self.files[first_file].read_f32(&first, &shape, &mut values)?;
-        self.files[*file].read_f32(stored, &shape, &mut copy)?;
+        self.files[first_file].read_f32(&first, shape, &mut values)?;
+        self.files[*file].read_f32(stored, shape, &mut copy)?;
         if values.iter().zip(&copy).all(|(a, b): (&f32, &f32)| a.to_bits() == b.to_bits()) {
             return Ok(());
         }
         let path = self.files[*file].path().to_owned();
-        let problem = if name == TOKEN_TABLE && in_model(stored) == HEAD {
-            format!("differs from `{first}`; only tied heads are supported")
+        let [table, head] = self.spec.names.table_and_head();
+        let problem = if name == table && self.spec.names.in_model(stored) == head {
+            format!("differs from `{first}`, but the head is tied (`tie_word_embeddings` of config.json)")
         } else {
             format!("differs from `{first}`, but both are `{name}` of the model")
         };
@@ -156,29 +160,39 @@ impl Weights {
     }
 }
 
-/// Returns how matrices are stored, by the shape of one that is not square.
-fn layout(config: &GptConfig, files: &[TensorFile], found: &BTreeMap<String, Vec<Place>>) -> Layout {
-    let stored = found.get("h.0.attn.c_attn.weight").and_then(|places| places.first());
-    let info = stored.and_then(|(file, name)| files[*file].tensors().get(name));
-    match info {
-        Some(info) if info.shape == [3 * config.dim, config.dim] => Layout::OutputsFirst,
-        _ => Layout::InputsFirst,
+/// Returns how matrices are stored, by the shape of the first one that is not square; else as the family's
+/// files have them.
+fn layout(
+    names: &Names,
+    all: &[TensorSpec],
+    files: &[TensorFile],
+    found: &BTreeMap<String, Vec<Place>>,
+) -> Layout {
+    let is_oblong = |t: &&TensorSpec| t.kind == TensorKind::Matrix && t.shape[0] != t.shape[1];
+    let stored = |t: &TensorSpec| {
+        let (file, name) = found.get(&t.name)?.first()?;
+        Some(files[*file].tensors().get(name)?.shape.clone())
+    };
+    let first = all.iter().filter(is_oblong).find_map(|t| Some((t, stored(t)?)));
+    match first {
+        Some((t, shape)) if shape == t.shape => Layout::InputsFirst,
+        Some((t, shape)) if shape == Layout::OutputsFirst.shape(t) => Layout::OutputsFirst,
+        _ => Layout::of(names),
     }
 }
 
-fn is_matrix_of_block(spec: &TensorSpec) -> bool {
-    is_of_block(&spec.name) && spec.shape.len() == 2
-}
-
-fn is_of_block(name: &str) -> bool {
-    name.starts_with("h.")
+/// Returns whether this is a constant of old exports, and no parameter.
+fn is_buffer(name: &str) -> bool {
+    [".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"]
+        .iter()
+        .any(|buffer| name.ends_with(buffer))
 }
 
 /// Returns the places of all tensors by their names in the model, without constant buffers.
-fn places(files: &[TensorFile]) -> BTreeMap<String, Vec<Place>> {
+fn places(names: &Names, files: &[TensorFile]) -> BTreeMap<String, Vec<Place>> {
     let mut found: BTreeMap<String, Vec<Place>> = BTreeMap::new();
     let mut add = |name: &str, place: Place| {
-        let name = in_model(name);
+        let name = names.in_model(name);
         let places = found.entry(name.clone()).or_default();
         if !is_buffer(&name) && !places.contains(&place) {
             places.push(place);

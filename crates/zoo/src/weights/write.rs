@@ -1,4 +1,4 @@
-//! Writes a model folder in Hugging Face's GPT-2 layout.
+//! Writes a model folder in Hugging Face's layout.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,10 +7,13 @@ use std::path::Path;
 use serde_json::json;
 
 use super::atomic::write_file;
-use super::config_json;
+use super::config_json::config_text;
 use super::dtype::Dtype;
+use super::layout::{Layout, to_stored};
 use super::tensors::{header, write_f32};
-use crate::{GptConfig, TensorSpec, ZooError};
+use crate::naming::Names;
+use crate::spec::ModelSpec;
+use crate::{TensorSpec, ZooError};
 
 /// Options for writing a model folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -23,7 +26,7 @@ pub struct WriteOptions {
 
 /// Writes `config.json` and the tensors of a model to `folder`, creating it if necessary.
 ///
-/// `fill` is called for each tensor of [`GptConfig::tensors`] in order, with its index, and must fill in the
+/// `fill` is called for each tensor of [`ModelSpec::tensors`] in order, with its index, and must fill in the
 /// values; only one tensor is in memory at a time. Each file is written atomically, `config.json` last. If the
 /// folder contains an older checkpoint in the other form (single file or index), that file is removed, because
 /// readers could use it instead of the new one.
@@ -31,13 +34,13 @@ pub struct WriteOptions {
 /// Errors: [`ZooError::Config`], [`ZooError::Io`], and those of `fill`.
 pub fn write<E: From<ZooError>>(
     folder: &Path,
-    config: &GptConfig,
+    model: &ModelSpec,
     options: WriteOptions,
     mut fill: impl FnMut(usize, &TensorSpec, &mut [f32]) -> Result<(), E>,
 ) -> Result<(), E> {
-    config.validate()?;
+    model.validate()?;
     fs::create_dir_all(folder).map_err(ZooError::io("create folder", folder))?;
-    let specs = config.tensors();
+    let specs = model.tensors();
     let shards = cut(&specs, options);
     let single = folder.join("model.safetensors");
     let index = folder.join("model.safetensors.index.json");
@@ -48,14 +51,14 @@ pub fn write<E: From<ZooError>>(
             1 => "model.safetensors".to_owned(),
             n => format!("model-{:05}-of-{n:05}.safetensors", number + 1),
         };
-        write_shard(&folder.join(&name), &specs, first..end, options.dtype, &mut fill)?;
+        write_shard(&folder.join(&name), model.names, &specs[first..end], first, options.dtype, &mut fill)?;
         weight_map.extend(specs[first..end].iter().map(|spec| (spec.name.as_str(), name.clone())));
         first = end;
     }
     let stale = if shards.len() == 1 {
         &index
     } else {
-        let total = config.parameters() * options.dtype.bytes() as u64;
+        let total = model.parameters() * options.dtype.bytes() as u64;
         let json = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
         write_file(&index, |out| {
             out.write_all(format!("{json:#}\n").as_bytes()).map_err(ZooError::io("write", &index))
@@ -65,7 +68,9 @@ pub fn write<E: From<ZooError>>(
     if stale.exists() {
         fs::remove_file(stale).map_err(ZooError::io("remove", stale))?;
     }
-    config_json::write(&folder.join("config.json"), config, options.dtype)?;
+    let path = folder.join("config.json");
+    let text = config_text(model, options.dtype);
+    write_file(&path, |out| out.write_all(text.as_bytes()).map_err(ZooError::io("write", &path)))?;
     Ok(())
 }
 
@@ -87,22 +92,26 @@ fn cut(specs: &[TensorSpec], options: WriteOptions) -> Vec<usize> {
 
 fn write_shard<E: From<ZooError>>(
     path: &Path,
+    names: &Names,
     specs: &[TensorSpec],
-    range: std::ops::Range<usize>,
+    first: usize,
     dtype: Dtype,
     fill: &mut impl FnMut(usize, &TensorSpec, &mut [f32]) -> Result<(), E>,
 ) -> Result<(), E> {
     // `transformers` requires this metadata before it reads a file.
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     write_file(path, |out| {
-        let rows = specs[range.clone()].iter().map(|s| (s.name.as_str(), dtype.name(), s.shape.as_slice()));
+        let shapes: Vec<_> = specs.iter().map(|spec| Layout::of(names).shape(spec)).collect();
+        let rows =
+            specs.iter().zip(&shapes).map(|(s, shape)| (s.name.as_str(), dtype.name(), shape.as_slice()));
         out.write_all(&header(rows, &metadata)).map_err(ZooError::io("write", path))?;
         let mut values = Vec::new();
-        for index in range {
+        for (index, spec) in (first..).zip(specs) {
             values.clear();
-            values.resize(specs[index].count(), 0.0);
-            fill(index, &specs[index], &mut values)?;
-            write_f32(out, dtype, &values).map_err(ZooError::io("write", path))?;
+            values.resize(spec.count(), 0.0);
+            fill(index, spec, &mut values)?;
+            let stored = to_stored(names, spec, &values).1;
+            write_f32(out, dtype, &stored).map_err(ZooError::io("write", path))?;
         }
         Ok(())
     })

@@ -8,9 +8,11 @@ use std::fs;
 use std::path::Path;
 
 use farflung_zoo::weights::{TensorData, TensorView, Weights, WriteOptions, write, write_tensors};
-use farflung_zoo::{GptConfig, ZooError};
+use farflung_zoo::{ModelSpec, ZooError, gpt2};
 
-const TINY: GptConfig = GptConfig { layers: 2, heads: 2, dim: 8, context: 6, vocab: 11 };
+fn tiny() -> ModelSpec {
+    gpt2(2, 2, 8, 6, 11).unwrap()
+}
 
 /// A tensor by name and shape, with its values.
 type Named = (String, Vec<usize>, Vec<f32>);
@@ -22,7 +24,7 @@ fn tensors() -> Vec<Named> {
         spec.fill(3, index, &mut values);
         (spec.name, spec.shape, values)
     };
-    TINY.tensors().into_iter().enumerate().map(named).collect()
+    tiny().tensors().into_iter().enumerate().map(named).collect()
 }
 
 /// Gives tensors other names.
@@ -41,7 +43,7 @@ fn folder(tensors: &[Named], metadata: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn write_model(folder: &Path) {
-    write(folder, &TINY, WriteOptions::default(), |index, _, out| {
+    write(folder, &tiny(), WriteOptions::default(), |index, _, out| {
         out.copy_from_slice(&tensors()[index].2);
         Ok::<(), ZooError>(())
     })
@@ -64,7 +66,7 @@ fn read(path: &Path) -> Result<Vec<Named>, ZooError> {
         weights.tensor(&spec.name, &mut values)?;
         Ok((spec.name, spec.shape, values))
     };
-    TINY.tensors().into_iter().map(tensor).collect()
+    tiny().tensors().into_iter().map(tensor).collect()
 }
 
 fn refused(path: &Path, expected: &[&str]) {
@@ -110,7 +112,7 @@ fn matrices_of_linear_layers_and_models_without_biases_are_read() {
     }
     let biased = folder(&named, &[]);
     assert_eq!(read(biased.path()).unwrap(), tensors());
-    assert!(Weights::open(biased.path()).unwrap().has_biases());
+    assert!(!Weights::open(biased.path()).unwrap().lacks_biases());
     // All must be stored alike.
     let mut mixed = named.clone();
     mixed.iter_mut().find(|(name, _, _)| name.ends_with("h.1.mlp.c_fc.weight")).unwrap().1.reverse();
@@ -123,7 +125,7 @@ fn matrices_of_linear_layers_and_models_without_biases_are_read() {
     expected.iter_mut().filter(|(name, _, _)| is_bias(name)).for_each(|(_, _, values)| values.fill(0.0));
     let unbiased = folder(&named, &[]);
     assert_eq!(read(unbiased.path()).unwrap(), expected);
-    assert!(!Weights::open(unbiased.path()).unwrap().has_biases());
+    assert!(Weights::open(unbiased.path()).unwrap().lacks_biases());
     // One that is missing among others is an error.
     let mut one = tensors();
     one.retain(|(name, _, _)| name != "h.1.ln_2.bias");
@@ -183,7 +185,7 @@ fn json_files_may_have_a_byte_order_mark_and_pythons_numbers() {
     let dir = tempfile::tempdir().unwrap();
     write(
         dir.path(),
-        &TINY,
+        &tiny(),
         WriteOptions { shard_bytes: Some(3000), ..WriteOptions::default() },
         |i, _, out| {
             out.copy_from_slice(&tensors()[i].2);
@@ -222,7 +224,7 @@ fn other_files_in_place_of_a_models_are_called_by_what_they_are() {
             let dir = tempfile::tempdir().unwrap();
             write(
                 dir.path(),
-                &TINY,
+                &tiny(),
                 WriteOptions {
                     shard_bytes: (name.contains("index")).then_some(3000),
                     ..WriteOptions::default()

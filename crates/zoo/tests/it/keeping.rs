@@ -4,8 +4,8 @@
 
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
 use farflung_tensor::Device;
-use farflung_zoo::block::Grads;
-use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Stage, stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{ActivationPolicy, Input, Output, Saved, Stage, Targets, gpt2, stage};
 
 const LAYERS: usize = 6;
 
@@ -52,14 +52,15 @@ fn step(
     halves: bool,
     after: impl Fn(&mut Saved),
 ) -> (f64, Vec<f32>, usize) {
-    let config = GptConfig::new(LAYERS, 4, 32, 64, 20).unwrap();
-    let mut stage = Stage::whole(config, device).unwrap();
+    let config = gpt2(LAYERS, 4, 32, 64, 20).unwrap();
+    let mut stage = Stage::whole(&config, device).unwrap();
     stage.set_activation_policy(keeping);
     let (params, mut grads) = (stage.init(3).unwrap(), stage.zeros().unwrap());
     let ids = |shift| (0..128_u32).map(|i| (i * 7 + shift) % 20).collect::<Vec<_>>();
     let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap());
     let targets = stage.tokens(&ids(7), 64).unwrap();
-    let (output, mut saved) = stage.forward(&params, tokens, Some((&targets, 1.0 / 128.0))).unwrap();
+    let (output, mut saved) =
+        stage.forward(&params, tokens, Some(Targets::all(&targets, 1.0 / 128.0))).unwrap();
     after(&mut saved);
     let Output::Losses(losses) = output else { unreachable!("a whole model gives losses") };
     let mut flat = Grads { flat: &mut grads, accumulate: false };

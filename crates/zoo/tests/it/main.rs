@@ -1,9 +1,11 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
 mod data;
+mod families;
 mod found_weights;
 mod keeping;
 mod model;
+mod profiles;
 mod pytorch;
 mod slices;
 mod sources;

@@ -5,11 +5,18 @@
 use std::ops::Range;
 
 use farflung_base::Philox;
-use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
-use farflung_zoo::block::{Embedding, Grads, Head, StageContext, Transformer};
-use farflung_zoo::{GptConfig, Input, Output, Stage, ZooError, stage};
+use farflung_tensor::{Device, Heads, ParamLayout, Shape, Tensor};
+use farflung_zoo::layer::{Before, Builder, Grads, Keep, Later, StageContext};
+use farflung_zoo::spec::HeadSpec;
+use farflung_zoo::{Input, ModelSpec, Output, Stage, Targets, ZooError, gpt2, stage};
 
-const CONFIG: GptConfig = GptConfig { layers: 3, heads: 2, dim: 24, context: 10, vocab: 19 };
+const CONTEXT: usize = 10;
+const VOCAB: usize = 19;
+const DIM: usize = 24;
+
+fn config() -> ModelSpec {
+    gpt2(3, 2, DIM, CONTEXT, VOCAB).unwrap()
+}
 
 fn noise(len: usize, seed: u64, std: f32) -> Vec<f32> {
     let mut out = vec![0.0; len];
@@ -18,7 +25,7 @@ fn noise(len: usize, seed: u64, std: f32) -> Vec<f32> {
 }
 
 fn ids(batch: usize, shift: usize) -> Vec<u32> {
-    (0..batch * CONFIG.context).map(|i| ((i * i + 3 * i + shift) % CONFIG.vocab) as u32).collect()
+    (0..batch * CONTEXT).map(|i| ((i * i + 3 * i + shift) % VOCAB) as u32).collect()
 }
 
 /// Returns parameters larger than the initial ones, so that no part of the model is nearly linear.
@@ -49,10 +56,10 @@ fn step(
     let mut grads = stage.init(99).unwrap();
     let mut losses = Vec::new();
     let mut ranges = Vec::new();
-    let len = CONFIG.context;
+    let len = CONTEXT;
     for (i, (x, y)) in batches.iter().enumerate() {
         let (x, y) = (stage.tokens(x, len).unwrap(), stage.tokens(y, len).unwrap());
-        let (out, saved) = stage.forward(params, Input::Tokens(x), Some((&y, scale))).unwrap();
+        let (out, saved) = stage.forward(params, Input::Tokens(x), Some(Targets::all(&y, scale))).unwrap();
         let Output::Losses(l) = out else { panic!("a whole model gives losses") };
         losses.extend(l.to_vec::<f32>().unwrap());
         ranges.clear();
@@ -72,7 +79,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 #[test]
 fn microbatches_add_up_to_the_batch() {
     let cpu = Device::cpu(2).unwrap();
-    let stage = Stage::whole(CONFIG, &cpu).unwrap();
+    let stage = Stage::whole(&config(), &cpu).unwrap();
     let p = params(&stage, 1);
     let (x, y) = (ids(4, 0), ids(4, 5));
     let scale = 1.0 / x.len() as f32;
@@ -96,7 +103,7 @@ fn the_same_bits_with_any_number_of_threads_and_no_new_memory_after_a_step() {
     let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
     for threads in [1, 2, 3] {
         let cpu = Device::cpu(threads).unwrap();
-        let stage = Stage::whole(CONFIG, &cpu).unwrap();
+        let stage = Stage::whole(&config(), &cpu).unwrap();
         let p = params(&stage, 1);
         let mut held = None;
         for _ in 0..3 {
@@ -125,7 +132,7 @@ fn covers_once_from_the_end(ranges: &[Range<usize>], layout: &ParamLayout) {
 #[test]
 fn a_split_model_computes_what_the_whole_does() {
     let cpu = Device::cpu(2).unwrap();
-    let whole = Stage::whole(CONFIG, &cpu).unwrap();
+    let whole = Stage::whole(&config(), &cpu).unwrap();
     let (x, y) = (ids(2, 0), ids(2, 5));
     let scale = 1.0 / x.len() as f32;
     let p = params(&whole, 1);
@@ -133,13 +140,13 @@ fn a_split_model_computes_what_the_whole_does() {
     let mut whole_grads = whole.zeros().unwrap();
     {
         let (x, y) = (whole.tokens(&x, 10).unwrap(), whole.tokens(&y, 10).unwrap());
-        let (_, saved) = whole.forward(&p, Input::Tokens(x), Some((&y, scale))).unwrap();
+        let (_, saved) = whole.forward(&p, Input::Tokens(x), Some(Targets::all(&y, scale))).unwrap();
         let mut grads = Grads { flat: &mut whole_grads, accumulate: false };
         whole.backward(&p, saved, None, &mut grads, |_, _| {}).unwrap();
     }
     for cuts in [vec![0, 1, 3], vec![0, 1, 2, 3]] {
         let stages: Vec<Stage> =
-            cuts.windows(2).map(|w| Stage::new(CONFIG, w[0]..w[1], &cpu).unwrap()).collect();
+            cuts.windows(2).map(|w| Stage::new(&config(), w[0]..w[1], &cpu).unwrap()).collect();
         let last = stages.len() - 1;
         let parts: Vec<Tensor> = stages.iter().map(|s| params(s, 1)).collect();
         for (stage, part) in stages.iter().zip(&parts) {
@@ -159,7 +166,8 @@ fn a_split_model_computes_what_the_whole_does() {
         let mut kept = Vec::new();
         let mut got = Vec::new();
         for (i, (stage, p)) in stages.iter().zip(&parts).enumerate() {
-            let (out, saved) = stage.forward(p, input, (i == last).then_some((&targets, scale))).unwrap();
+            let (out, saved) =
+                stage.forward(p, input, (i == last).then_some(Targets::all(&targets, scale))).unwrap();
             kept.push(saved);
             input = match out {
                 Output::Hidden(h) => Input::Hidden(h),
@@ -206,7 +214,7 @@ fn a_split_model_computes_what_the_whole_does() {
 #[test]
 fn what_a_stage_does_not_take_is_refused() {
     let cpu = Device::cpu(1).unwrap();
-    let (whole, last) = (Stage::whole(CONFIG, &cpu).unwrap(), Stage::new(CONFIG, 1..3, &cpu).unwrap());
+    let (whole, last) = (Stage::whole(&config(), &cpu).unwrap(), Stage::new(&config(), 1..3, &cpu).unwrap());
     let (p, q) = (whole.init(1).unwrap(), last.init(1).unwrap());
     let tokens = || whole.tokens(&ids(1, 0), 10).unwrap();
     let targets = tokens();
@@ -214,27 +222,36 @@ fn what_a_stage_does_not_take_is_refused() {
         let message = r.unwrap_err().to_string();
         assert!(message.contains(text), "{message}");
     };
-    wants(last.forward(&q, Input::Tokens(tokens()), Some((&targets, 1.0))), "hidden states");
-    wants(whole.forward(&p, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), Some((&targets, 1.0))), "tokens");
+    wants(last.forward(&q, Input::Tokens(tokens()), Some(Targets::all(&targets, 1.0))), "hidden states");
+    wants(
+        whole.forward(&p, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), Some(Targets::all(&targets, 1.0))),
+        "tokens",
+    );
     wants(whole.forward(&p, Input::Tokens(tokens()), None), "targets");
     for shape in [Shape::from([10, 24]), Shape::from([1, 10, 23])] {
-        wants(last.forward(&q, Input::Hidden(cpu.zeros(shape).unwrap()), Some((&targets, 1.0))), "shapes");
+        wants(
+            last.forward(&q, Input::Hidden(cpu.zeros(shape).unwrap()), Some(Targets::all(&targets, 1.0))),
+            "shapes",
+        );
     }
     let mut short = targets.view().part(0, 4).unwrap().to_vec::<u32>().unwrap();
     short[3] = 19;
     let few = whole.tokens(&short, 4).unwrap();
-    wants(whole.forward(&p, Input::Tokens(tokens()), Some((&few, 1.0))), "cross_entropy");
-    wants(whole.forward(&p, Input::Tokens(few), Some((&targets, 1.0))), "19");
-    wants(whole.forward(&cpu.zeros(64).unwrap(), Input::Tokens(tokens()), Some((&targets, 1.0))), "64");
+    wants(whole.forward(&p, Input::Tokens(tokens()), Some(Targets::all(&few, 1.0))), "cross_entropy");
+    wants(whole.forward(&p, Input::Tokens(few), Some(Targets::all(&targets, 1.0))), "19");
+    wants(
+        whole.forward(&cpu.zeros(64).unwrap(), Input::Tokens(tokens()), Some(Targets::all(&targets, 1.0))),
+        "64",
+    );
     for (n, len) in [(10, 0), (0, 5), (11, 5), (11, 11)] {
         assert!(whole.tokens(&vec![0; n], len).is_err());
     }
     #[expect(clippy::reversed_empty_ranges, reason = "what is refused")]
     for range in [2..4, 3..1, 0..0, 3..3] {
-        assert!(Stage::new(CONFIG, range, &cpu).is_err());
+        assert!(Stage::new(&config(), range, &cpu).is_err());
     }
     assert!(last.logits(&q, tokens()).is_err());
-    let (_, saved) = whole.forward(&p, Input::Tokens(tokens()), Some((&targets, 1.0))).unwrap();
+    let (_, saved) = whole.forward(&p, Input::Tokens(tokens()), Some(Targets::all(&targets, 1.0))).unwrap();
     let mut flat = whole.zeros().unwrap();
     let dy = cpu.zeros([1, 10, 24]).unwrap();
     assert!(
@@ -242,7 +259,7 @@ fn what_a_stage_does_not_take_is_refused() {
             .backward(&p, saved, Some(dy), &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
             .is_err()
     );
-    let middle = Stage::new(CONFIG, 1..2, &cpu).unwrap();
+    let middle = Stage::new(&config(), 1..2, &cpu).unwrap();
     let m = middle.init(1).unwrap();
     let (_, saved) = middle.forward(&m, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), None).unwrap();
     let mut flat = middle.zeros().unwrap();
@@ -258,11 +275,11 @@ fn what_a_stage_does_not_take_is_refused() {
 fn halves_recomputation_and_empty_stages_change_no_bit() {
     let cpu = Device::cpu(1).unwrap();
     let (scale, x, y) = (0.05, ids(20, 0), ids(20, 1));
-    let whole = Stage::whole(CONFIG, &cpu).unwrap();
+    let whole = Stage::whole(&config(), &cpu).unwrap();
     let targets = whole.tokens(&y, 10).unwrap();
     let run = |cuts: &[usize], halves: bool| {
         let parts: Vec<Stage> =
-            cuts.windows(2).map(|w| Stage::new(CONFIG, w[0]..w[1], &cpu).unwrap()).collect();
+            cuts.windows(2).map(|w| Stage::new(&config(), w[0]..w[1], &cpu).unwrap()).collect();
         let params: Vec<Tensor> = parts.iter().map(|s| s.init(5).unwrap()).collect();
         let mut input = Some(Input::Tokens(whole.tokens(&x, 10).unwrap()));
         let (mut losses, mut kept) = (Vec::new(), Vec::new());
@@ -277,7 +294,8 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
                 }
             };
             let last = i + 1 == parts.len();
-            let (out, mut saved) = stage.forward(p, taken, last.then_some((&targets, scale))).unwrap();
+            let (out, mut saved) =
+                stage.forward(p, taken, last.then_some(Targets::all(&targets, scale))).unwrap();
             if halves {
                 saved.drop_activations(i + 1);
                 stage.recompute(p, again, &mut saved).unwrap();
@@ -317,7 +335,7 @@ fn halves_recomputation_and_empty_stages_change_no_bit() {
         .forward(
             &whole.init(5).unwrap(),
             Input::Tokens(whole.tokens(&x, 10).unwrap()),
-            Some((&targets, scale)),
+            Some(Targets::all(&targets, scale)),
         )
         .unwrap();
     saved.drop_activations(1);
@@ -351,80 +369,117 @@ fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f
     }
 }
 
-fn cx<'a>(stage: &'a Stage, params: &'a Tensor) -> StageContext<'a> {
-    StageContext { device: stage.device(), layout: stage.layout(), params, gradient_scale: 1.0 }
+/// A layer with its own parameters, larger than the initial ones.
+struct Alone {
+    cpu: Device,
+    layout: ParamLayout,
+    params: Tensor,
+}
+
+impl Alone {
+    fn new(cpu: &Device, layout: ParamLayout) -> Self {
+        let cpu = cpu.clone();
+        let mut values = noise(layout.len(), 3, 0.17);
+        for param in layout.params() {
+            if param.name.contains("ln_") || param.name.contains("norm") {
+                values[param.range()].iter_mut().for_each(|v| *v += 1.0);
+            }
+        }
+        let params = cpu.tensor(&values, layout.len()).unwrap();
+        Self { cpu, layout, params }
+    }
+
+    fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
+        StageContext { device: &self.cpu, layout: &self.layout, params, gradient_scale: 1.0 }
+    }
+
+    /// Checks the gradients of all parameters, given `loss(params)`.
+    fn weights_agree(&self, grads: &Tensor, loss: impl Fn(&Tensor) -> f64) {
+        for param in self.layout.params() {
+            let at = &self.params.host::<f32>().unwrap()[param.range()];
+            slopes_agree(&param.name, at, &grads.host::<f32>().unwrap()[param.range()], |to| {
+                let mut all = self.params.to_vec::<f32>().unwrap();
+                all[param.range()].copy_from_slice(to);
+                loss(&self.cpu.tensor(&all, all.len()).unwrap())
+            });
+        }
+    }
 }
 
 fn dot(y: &Tensor, dy: &[f32]) -> f64 {
     y.to_vec::<f32>().unwrap().iter().zip(dy).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Checks the gradients of the parameters of a stage with indices in `range`, given `loss(params)`.
-fn weights_agree(
-    stage: &Stage,
-    p: &Tensor,
-    grads: &Tensor,
-    range: Range<usize>,
-    loss: impl Fn(&Tensor) -> f64,
-) {
-    for param in &stage.layout().params()[range] {
-        let at = &p.host::<f32>().unwrap()[param.range()];
-        slopes_agree(&param.name, at, &grads.host::<f32>().unwrap()[param.range()], |to| {
-            let mut all = p.to_vec::<f32>().unwrap();
-            all[param.range()].copy_from_slice(to);
-            loss(&stage.device().tensor(&all, all.len()).unwrap())
-        });
-    }
+/// A model of each kind of layer: GPT-2's, and LLaMA's with grouped queries, a head of another width than the
+/// model's, part of it rotated, and a head of its own.
+fn kinds() -> Vec<ModelSpec> {
+    let mut llama = ModelSpec::preset("llama-nano").unwrap();
+    (llama.dim, llama.context, llama.vocab, llama.head) = (DIM, CONTEXT, VOCAB, HeadSpec::Own);
+    let block = &mut llama.blocks[0].block;
+    block.attention.heads = Heads { query: 4, kv: 2 };
+    block.attention.head_dim = 10;
+    block.attention.rotary.as_mut().unwrap().width = 6;
+    block.mlp.width = 40;
+    let mut biased = llama.clone();
+    let block = &mut biased.blocks[0].block;
+    (block.attention.bias, block.mlp.bias, biased.head) = (true, true, HeadSpec::Tied);
+    vec![config(), llama, biased]
 }
 
 #[test]
 fn a_transformer_block_against_central_differences() {
     let cpu = Device::cpu(1).unwrap();
-    let stage = Stage::new(CONFIG, 1..2, &cpu).unwrap();
-    let block = Transformer { first: 0, heads: CONFIG.heads };
-    let p = params(&stage, 3);
-    let shape = [2, 7, CONFIG.dim];
-    let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
-    let (_, mut saved) = block.forward(&cx(&stage, &p), cpu.tensor(&x, shape).unwrap()).unwrap();
-    let dx = block.backward_input(&cx(&stage, &p), &mut saved, cpu.tensor(&dy, shape).unwrap()).unwrap();
-    let mut flat = stage.zeros().unwrap();
-    block.backward_weight(&cx(&stage, &p), saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
-    let loss = |p: &Tensor, x: &[f32]| {
-        dot(&block.forward(&cx(&stage, p), cpu.tensor(x, shape).unwrap()).unwrap().0, &dy)
-    };
-    slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&p, x));
-    weights_agree(&stage, &p, &flat, 0..12, |p| loss(p, &x));
+    for spec in kinds() {
+        let mut builder = Builder::new(&spec).on(&cpu);
+        let block = builder.block(&spec, &spec.blocks[0].block).unwrap();
+        let alone = Alone::new(&cpu, builder.layout().unwrap());
+        let shape = [2, 7, DIM];
+        let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
+        let forward = |p: &Tensor, x: &[f32]| {
+            let x = alone.cpu.tensor(x, shape).unwrap();
+            block.forward(&alone.cx(p), x, Before::Nothing, Keep::All).unwrap()
+        };
+        let (_, mut saved) = forward(&alone.params, &x);
+        let cx = alone.cx(&alone.params);
+        let dy_ = alone.cpu.tensor(&dy, shape).unwrap();
+        let dx = block.backward_input(&cx, &mut saved, dy_, Later::Nothing).unwrap();
+        let mut flat = alone.cpu.zeros(alone.layout.len()).unwrap();
+        block.backward_weight(&cx, &saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+        let loss = |p: &Tensor, x: &[f32]| dot(&forward(p, x).0, &dy);
+        slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&alone.params, x));
+        alone.weights_agree(&flat, |p| loss(p, &x));
+    }
 }
 
 #[test]
 fn the_head_and_the_embedding_against_central_differences() {
     let cpu = Device::cpu(1).unwrap();
-    let stage = Stage::whole(GptConfig { layers: 1, ..CONFIG }, &cpu).unwrap();
-    let p = params(&stage, 3);
-    let shape = [2, 7, CONFIG.dim];
-    let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
-    let tokens = cpu.tensor(&ids(2, 0)[..14], [2, 7]).unwrap();
+    for spec in kinds() {
+        let shape = [2, 7, DIM];
+        let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
+        let mut builder = Builder::new(&spec);
+        let head = builder.head(&spec);
+        let alone = Alone::new(&cpu, builder.layout().unwrap());
+        let cx = alone.cx(&alone.params);
+        let tokens = alone.cpu.tensor(&ids(2, 0)[..14], [2, 7]).unwrap();
+        let tensor = |x: &[f32]| alone.cpu.tensor(x, shape).unwrap();
+        let (_, mut saved) = head.forward(&cx, tensor(&x), Targets::all(&tokens, 0.5)).unwrap();
+        let dx = head.backward_input(&cx, &mut saved).unwrap();
+        let mut flat = alone.cpu.zeros(alone.layout.len()).unwrap();
+        head.backward_weight(&cx, saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+        let loss = |p: &Tensor, x: &[f32]| {
+            0.5 * stage::total(&head.losses(&alone.cx(p), &tensor(x), &tokens).unwrap()).unwrap()
+        };
+        slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&alone.params, x));
+        alone.weights_agree(&flat, |p| loss(p, &x));
 
-    let head = Head { norm: 14, table: 0, vocab: CONFIG.vocab };
-    let (_, mut saved) = head.forward(&cx(&stage, &p), cpu.tensor(&x, shape).unwrap(), &tokens, 0.5).unwrap();
-    let dx = head.backward_input(&cx(&stage, &p), &mut saved).unwrap();
-    let mut flat = stage.zeros().unwrap();
-    head.backward_weight(&cx(&stage, &p), saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
-    let loss = |p: &Tensor, x: &[f32]| {
-        0.5 * stage::total(&head.losses(&cx(&stage, p), &cpu.tensor(x, shape).unwrap(), &tokens).unwrap())
-            .unwrap()
-    };
-    slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&p, x));
-    weights_agree(&stage, &p, &flat, 0..1, |p| loss(p, &x));
-    weights_agree(&stage, &p, &flat, 14..16, |p| loss(p, &x));
-
-    let embedding = Embedding { first: 0, dim: CONFIG.dim };
-    let mut flat = stage.init(8).unwrap();
-    let mut grads = Grads { flat: &mut flat, accumulate: false };
-    embedding
-        .backward(&cx(&stage, &p), &tokens, 0, &cpu.tensor(&dy, shape).unwrap(), &mut grads, false)
-        .unwrap();
-    weights_agree(&stage, &p, &flat, 0..2, |p| {
-        dot(&embedding.forward(&cx(&stage, p), &tokens, 0).unwrap(), &dy)
-    });
+        let mut builder = Builder::new(&spec);
+        let embedding = builder.embedding(&spec);
+        let alone = Alone::new(&cpu, builder.layout().unwrap());
+        let cx = alone.cx(&alone.params);
+        let mut flat = alone.cpu.tensor(&noise(alone.layout.len(), 8, 1.0), alone.layout.len()).unwrap();
+        let mut grads = Grads { flat: &mut flat, accumulate: false };
+        embedding.backward(&cx, &tokens, 0, &tensor(&dy), &mut grads, false).unwrap();
+        alone.weights_agree(&flat, |p| dot(&embedding.forward(&alone.cx(p), &tokens, 0).unwrap(), &dy));
+    }
 }

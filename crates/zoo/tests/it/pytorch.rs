@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use farflung_tensor::Device;
-use farflung_zoo::block::Grads;
-use farflung_zoo::{GptConfig, Input, Output, Stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{Input, Output, Stage, Targets, gpt2};
 
 #[derive(serde::Deserialize)]
 struct Fixture {
@@ -32,10 +32,10 @@ fn close(what: &str, got: &[f32], want: &[f64]) {
 #[test]
 fn a_tiny_gpt2_gives_what_pytorch_gives() {
     let fixture: Fixture = serde_json::from_str(include_str!("../fixtures/tiny_gpt2.json")).unwrap();
-    let config = GptConfig::new(2, 2, 16, 8, 13).unwrap();
+    let config = gpt2(2, 2, 16, 8, 13).unwrap();
     let (batch, len) = (2, config.context);
     let cpu = Device::cpu(2).unwrap();
-    let stage = Stage::whole(config, &cpu).unwrap();
+    let stage = Stage::whole(&config, &cpu).unwrap();
     let mut params = stage.zeros().unwrap();
     for (place, p) in stage.layout().params().iter().enumerate() {
         let is_gain = p.name.contains("ln_") && p.name.ends_with("weight");
@@ -52,7 +52,8 @@ fn a_tiny_gpt2_gives_what_pytorch_gives() {
 
     close("logits", &stage.logits(&params, tokens()).unwrap().to_vec::<f32>().unwrap(), &fixture.logits);
     let scale = 1.0 / (batch * len) as f32;
-    let (out, saved) = stage.forward(&params, Input::Tokens(tokens()), Some((&targets, scale))).unwrap();
+    let (out, saved) =
+        stage.forward(&params, Input::Tokens(tokens()), Some(Targets::all(&targets, scale))).unwrap();
     let Output::Losses(losses) = out else { panic!("a whole model gives losses") };
     close("losses", &losses.to_vec::<f32>().unwrap(), &fixture.losses);
     let mut flat = stage.zeros().unwrap();

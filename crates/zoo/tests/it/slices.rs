@@ -2,20 +2,26 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::block::Grads;
-use farflung_zoo::{GptConfig, Input, Output, Slices, Stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{Input, ModelSpec, Output, Slices, Stage, Targets, gpt2};
 
-const CONFIG: GptConfig = GptConfig { layers: 3, heads: 2, dim: 24, context: 40, vocab: 19 };
+const CONTEXT: usize = 40;
+const VOCAB: usize = 19;
+const DIM: usize = 24;
+
+fn config() -> ModelSpec {
+    gpt2(3, 2, DIM, CONTEXT, VOCAB).unwrap()
+}
 const BATCH: usize = 3;
 const SCALE: f32 = 0.05;
 
 fn ids(shift: usize) -> Vec<u32> {
-    (0..BATCH * CONFIG.context).map(|i| ((i * i + 3 * i + shift) % CONFIG.vocab) as u32).collect()
+    (0..BATCH * CONTEXT).map(|i| ((i * i + 3 * i + shift) % VOCAB) as u32).collect()
 }
 
 /// Returns the rows of some positions, with `width` numbers each.
 fn slice<T: Copy>(all: &[T], width: usize, start: usize, len: usize) -> Vec<T> {
-    all.chunks(CONFIG.context * width).flat_map(|row| &row[start * width..][..len * width]).copied().collect()
+    all.chunks(CONTEXT * width).flat_map(|row| &row[start * width..][..len * width]).copied().collect()
 }
 
 /// Result: losses in order of positions, and gradients of each part.
@@ -27,20 +33,21 @@ struct Outcome {
 
 fn parts(threads: usize, cuts: &[usize]) -> (Vec<Stage>, Vec<Tensor>) {
     let cpu = Device::cpu(threads).unwrap();
-    let parts: Vec<Stage> = cuts.windows(2).map(|w| Stage::new(CONFIG, w[0]..w[1], &cpu).unwrap()).collect();
+    let parts: Vec<Stage> =
+        cuts.windows(2).map(|w| Stage::new(&config(), w[0]..w[1], &cpu).unwrap()).collect();
     let params = parts.iter().map(|s| s.init(5).unwrap()).collect();
     (parts, params)
 }
 
 fn whole(cuts: &[usize]) -> Outcome {
     let (parts, params) = parts(1, cuts);
-    let targets = parts[0].tokens(&ids(1), CONFIG.context).unwrap();
-    let mut input = Some(Input::Tokens(parts[0].tokens(&ids(0), CONFIG.context).unwrap()));
+    let targets = parts[0].tokens(&ids(1), CONTEXT).unwrap();
+    let mut input = Some(Input::Tokens(parts[0].tokens(&ids(0), CONTEXT).unwrap()));
     let (mut losses, mut kept) = (Vec::new(), Vec::new());
     for (i, (stage, p)) in parts.iter().zip(&params).enumerate() {
         let last = i + 1 == parts.len();
         let (output, saved) =
-            stage.forward(p, input.take().unwrap(), last.then_some((&targets, SCALE))).unwrap();
+            stage.forward(p, input.take().unwrap(), last.then_some(Targets::all(&targets, SCALE))).unwrap();
         kept.push(saved);
         match output {
             Output::Hidden(x) => input = Some(Input::Hidden(x)),
@@ -63,7 +70,7 @@ fn whole(cuts: &[usize]) -> Outcome {
 fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Outcome {
     let (parts, params) = parts(threads, cuts);
     let mut carried: Vec<Slices> = parts.iter().map(|s| s.slices(BATCH).unwrap()).collect();
-    let mut losses = vec![f32::NAN; BATCH * CONFIG.context];
+    let mut losses = vec![f32::NAN; BATCH * CONTEXT];
     let (mut kept, mut start) = (Vec::new(), 0);
     for &len in lengths {
         let targets = parts[0].tokens(&slice(&ids(1), 1, start, len), len).unwrap();
@@ -76,7 +83,7 @@ fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Out
                 }
                 Input::Tokens(_) => Input::Tokens(tokens()),
             };
-            let targets = (i + 1 == parts.len()).then_some((&targets, SCALE));
+            let targets = (i + 1 == parts.len()).then_some(Targets::all(&targets, SCALE));
             let (output, mut saved) = stage.forward_slice(p, input, start, targets, &mut carried[i]).unwrap();
             if again {
                 saved.drop_activations(i + 1);
@@ -86,7 +93,7 @@ fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Out
                 Output::Hidden(x) => input = Input::Hidden(x),
                 Output::Losses(l) => {
                     for (row, l) in l.to_vec::<f32>().unwrap().chunks(len).enumerate() {
-                        losses[row * CONFIG.context + start..][..len].copy_from_slice(l);
+                        losses[row * CONTEXT + start..][..len].copy_from_slice(l);
                     }
                     break;
                 }
@@ -138,7 +145,13 @@ fn slices_out_of_order_are_refused() {
     let tokens = |len| stage.tokens(&slice(&ids(0), 1, 0, len), len).unwrap();
     let mut slices = stage.slices(BATCH).unwrap();
     let forward = |start, len, slices: &mut Slices| {
-        stage.forward_slice(p, Input::Tokens(tokens(len)), start, Some((&tokens(len), SCALE)), slices)
+        stage.forward_slice(
+            p,
+            Input::Tokens(tokens(len)),
+            start,
+            Some(Targets::all(&tokens(len), SCALE)),
+            slices,
+        )
     };
     let message = forward(10, 10, &mut slices).unwrap_err().to_string();
     assert!(message.contains("from the first to the last"), "{message}");

@@ -29,13 +29,13 @@ fn a_folder_of_transformers_gives_what_transformers_gives() {
     let expected: Expected =
         serde_json::from_slice(&std::fs::read(fixture("expected.json")).unwrap()).unwrap();
     let mut weights = Weights::open(&fixture("")).unwrap();
-    assert!(weights.has_biases());
-    let stage = Stage::whole(weights.config(), &Device::cpu(1).unwrap()).unwrap();
+    assert!(!weights.lacks_biases());
+    let stage = Stage::whole(weights.spec(), &Device::cpu(1).unwrap()).unwrap();
     let params = stage.load(&mut weights).unwrap();
     let (rows, length) = (expected.input_ids.len(), expected.input_ids[0].len());
     let tokens = stage.tokens(&expected.input_ids.concat(), length).unwrap();
     let logits = stage.logits(&params, tokens).unwrap().to_vec::<f32>().unwrap();
-    let shape = [rows, length, stage.config().vocab];
+    let shape = [rows, length, stage.spec().vocab];
     let mut theirs = vec![0.0; shape.iter().product()];
     let mut file = TensorFile::open(&fixture("logits.safetensors")).unwrap();
     file.read_f32("logits", &shape, &mut theirs).unwrap();

@@ -11,13 +11,15 @@ use farflung_tensor::{Device, Shape, TensorError};
 use farflung_zoo::weights::{
     Dtype, TensorData, TensorFile, TensorView, Weights, WriteOptions, write, write_tensors,
 };
-use farflung_zoo::{GptConfig, Stage, ZooError};
+use farflung_zoo::{ModelSpec, Stage, ZooError, gpt2};
 use serde_json::{Value, json};
 
-const TINY: GptConfig = GptConfig { layers: 2, heads: 2, dim: 8, context: 6, vocab: 11 };
+fn tiny() -> ModelSpec {
+    gpt2(2, 2, 8, 6, 11).unwrap()
+}
 
 fn write_tiny(folder: &Path, options: WriteOptions) {
-    write(folder, &TINY, options, |index, spec, out| {
+    write(folder, &tiny(), options, |index, spec, out| {
         spec.fill(3, index, out);
         Ok::<(), ZooError>(())
     })
@@ -27,7 +29,7 @@ fn write_tiny(folder: &Path, options: WriteOptions) {
 /// Reads all tensors as one list, in order.
 fn read_all(weights: &mut Weights) -> Vec<f32> {
     let mut all = Vec::new();
-    for spec in weights.config().tensors() {
+    for spec in weights.spec().tensors() {
         let mut values = vec![0.0; spec.count()];
         weights.tensor(&spec.name, &mut values).unwrap();
         all.extend(values);
@@ -37,7 +39,7 @@ fn read_all(weights: &mut Weights) -> Vec<f32> {
 
 fn started() -> Vec<f32> {
     let mut all = Vec::new();
-    for (index, spec) in TINY.tensors().iter().enumerate() {
+    for (index, spec) in tiny().tensors().iter().enumerate() {
         let mut values = vec![0.0; spec.count()];
         spec.fill(3, index, &mut values);
         all.extend(values);
@@ -51,7 +53,7 @@ fn single_and_sharded_models_come_back() {
     for shard_bytes in [None, Some(1), Some(3000), None] {
         write_tiny(dir.path(), WriteOptions { shard_bytes, ..WriteOptions::default() });
         let mut weights = Weights::open(dir.path()).unwrap();
-        assert_eq!(weights.config(), TINY);
+        assert_eq!(*weights.spec(), tiny());
         assert_eq!(read_all(&mut weights), started(), "{shard_bytes:?}");
         let single = dir.path().join("model.safetensors").exists();
         assert_eq!(single, shard_bytes.is_none());
@@ -66,7 +68,7 @@ fn single_and_sharded_models_come_back() {
 #[test]
 fn what_a_stage_stores_is_what_it_loads() {
     let cpu = Device::cpu(1).unwrap();
-    let stage = Stage::whole(TINY, &cpu).unwrap();
+    let stage = Stage::whole(&tiny(), &cpu).unwrap();
     let params = stage.init(5).unwrap();
     let bits = |folder: &Path| {
         let loaded = stage.load(&mut Weights::open(folder).unwrap()).unwrap();
@@ -86,7 +88,7 @@ fn what_a_stage_stores_is_what_it_loads() {
     assert_eq!(bits(dir.path()), expected);
     // A stage of some layers loads its own part.
     for layers in [0..1, 1..2] {
-        let part = Stage::new(TINY, layers, &cpu).unwrap();
+        let part = Stage::new(&tiny(), layers, &cpu).unwrap();
         let loaded = part.load(&mut Weights::open(dir.path()).unwrap()).unwrap();
         assert_eq!(loaded.to_vec::<f32>().unwrap(), part.init(5).unwrap().to_vec::<f32>().unwrap());
     }
@@ -98,11 +100,11 @@ fn a_refused_store_writes_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("model");
     for (layers, held) in [(0..1, 1), (1..2, 1)] {
-        let part = Stage::new(TINY, layers, &cpu).unwrap();
+        let part = Stage::new(&tiny(), layers, &cpu).unwrap();
         let refused = part.store(&part.init(1).unwrap(), &folder, WriteOptions::default());
         assert!(matches!(refused, Err(ZooError::Config { field: "layers", value, .. }) if value == held));
     }
-    let stage = Stage::whole(TINY, &cpu).unwrap();
+    let stage = Stage::whole(&tiny(), &cpu).unwrap();
     let short = cpu.zeros(stage.layout().len() - 1).unwrap();
     let refused = stage.store(&short, &folder, WriteOptions::default());
     assert!(matches!(refused, Err(ZooError::Tensor(TensorError::ShapeMismatch { op: "store", .. }))));
@@ -151,7 +153,7 @@ fn the_reference_implementation_reads_what_we_write_and_we_what_it_writes() {
     let path = dir.path().join("model.safetensors");
     let bytes = fs::read(&path).unwrap();
     let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    assert_eq!(theirs.len(), TINY.tensors().len());
+    assert_eq!(theirs.len(), tiny().tensors().len());
     assert_eq!(theirs.tensor("h.1.mlp.c_fc.weight").unwrap().shape(), [8, 32]);
     // A file of the reference implementation, with the prefix, the old buffers and a tied head.
     let mask = vec![0_u8; 4 * 36];
@@ -189,11 +191,11 @@ fn unsupported_configs_are_refused_with_the_field() {
     assert!(with("some_key_of_tomorrow", json!([1, 2])).is_ok());
     assert!(with("n_inner", json!(32)).is_ok());
     let cases = [
-        ("model_type", json!("llama")),
+        ("model_type", json!("opt")),
         ("activation_function", json!("relu")),
         ("scale_attn_by_inverse_layer_idx", json!(true)),
-        ("layer_norm_epsilon", json!(1e-6)),
-        ("n_inner", json!(31)),
+        ("layer_norm_epsilon", json!(-1e-6)),
+        ("n_inner", json!(0)),
         ("n_layer", json!(-2)),
         ("n_embd", Value::Null),
         ("n_ctx", json!(7)),
@@ -210,6 +212,7 @@ fn unsupported_configs_are_refused_with_the_field() {
     // A shape that contradicts the tensors, too many layers, and too few.
     for (field, value, named) in [
         ("vocab_size", 12, "wte.weight"),
+        ("n_inner", 31, "h.0.mlp.c_fc.weight"),
         ("n_layer", 3, "h.2.ln_1.weight"),
         ("n_layer", 1, "h.1."),
         ("n_layer", 1 << 14, "h.2.ln_1.weight"),
@@ -318,7 +321,7 @@ fn headers_that_lie_are_named() {
 #[test]
 fn tensors_of_unknown_types_are_refused_before_anything_is_allocated() {
     let dir = tempfile::tempdir().unwrap();
-    let config = GptConfig::new(1, 1, 1 << 18, 1, 1 << 24).unwrap();
+    let config = gpt2(1, 1, 1 << 18, 1, 1 << 24).unwrap();
     let text = farflung_zoo::weights::config_text(&config, Dtype::F32);
     fs::write(dir.path().join("config.json"), text).unwrap();
     let open = |head: &str, others: &str| {

@@ -21,7 +21,7 @@ pub(super) fn train(job: &Job, folder: &Path) -> Result<f64> {
         Ok((rank.evaluate()?, rank.params().to_vec::<f32>()?))
     })?;
     let (loss, params) = ranks.into_iter().next().context("the job has no ranks")?;
-    let layout = Stage::whole(job.model, &Device::cpu(1)?)?.layout().clone();
+    let layout = Stage::whole(&job.model, &Device::cpu(1)?)?.layout().clone();
     weights::write(folder, &job.model, WriteOptions::default(), |_, spec, values| {
         values.copy_from_slice(&params[layout.params()[layout.find(&spec.name)?].range()]);
         Ok::<_, ZooError>(())

@@ -12,7 +12,7 @@ use farflung::train::auto::{
     bottleneck, by_region, improvements, renamed, running_costs, sent,
 };
 use farflung::train::{PipelineSizes, Prediction, StepMemory};
-use farflung::zoo::GptConfig;
+use farflung::zoo::ModelSpec;
 use farflung::{Error, Result};
 
 use super::file::write;
@@ -122,7 +122,7 @@ impl AutoCommand {
     fn fastest(
         &self,
         keep: usize,
-        model: &GptConfig,
+        model: &ModelSpec,
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<Ranking> {
@@ -135,7 +135,7 @@ impl AutoCommand {
         &self,
         change: &FileChange,
         now: &Candidate,
-        model: &GptConfig,
+        model: &ModelSpec,
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<Answer> {
@@ -203,7 +203,7 @@ impl AutoCommand {
 
 impl AutoCommand {
     /// Plans several pipelines by region, with closed-form costs.
-    fn regional(&self, model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
+    fn regional(&self, model: &ModelSpec, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
         let refused = |field: &'static str, value: String| {
             let expected =
                 "no value: plans by region (over 256 machines, or `--by-region`) do not support it"

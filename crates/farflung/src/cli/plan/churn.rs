@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use farflung::Result;
 use farflung::base::{Bandwidth, Nanos};
+use farflung::model_shape;
 use farflung::parallel::churn::{
     CheckpointedJob, POLICIES, PolicyRow, Recovery, Replay, StepTimes, Trace, alive, best_shape, copies_for,
     daly, recorded, replay,
 };
 use farflung::terminal::print;
 use farflung::train::{PipelineSizes, fleet, read_or_shipped, read_topology};
-use farflung::zoo::GptConfig;
 
 use super::file::write;
 
@@ -136,7 +136,7 @@ struct ChurnResults<'a> {
 impl ChurnCommand {
     pub(crate) fn run(self) -> Result<()> {
         let cluster = read_topology(&self.topology)?;
-        let model = GptConfig::preset(&self.model)?;
+        let model = model_shape(&self.model)?;
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
         let fleet = fleet(&model, &cluster, sizes)?;
         let mut prices = StepTimes::new(&fleet)?;

@@ -3,12 +3,12 @@
 use std::fmt::Write as _;
 
 use farflung::base::Bytes;
+use farflung::model_shape;
 use farflung::parallel::cluster::read_memory;
 use farflung::parallel::memory::{
     ActivationMethod, BytesPerParameter, Degrees, Footprint, Transformer, ZeroStage,
 };
 use farflung::terminal::print;
-use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 /// Estimate the memory that training a model needs: weights, gradients, optimizer state and activations of the
@@ -99,11 +99,16 @@ struct Row {
 
 impl MemoryCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let preset = GptConfig::preset(&self.model)?;
+        let preset = model_shape(&self.model)?;
+        if preset.names.family != "gpt2" {
+            let expected = "a model of GPT-2's family, which these published formulas describe";
+            let (field, value) = ("model", self.model);
+            return Err(Error::Setting { field, value, expected: expected.to_owned() });
+        }
         let model = Transformer {
-            layers: preset.layers as u64,
+            layers: preset.layers() as u64,
             hidden: preset.dim as u64,
-            heads: preset.heads as u64,
+            heads: preset.blocks.first().map_or(0, |run| run.block.attention.heads.query as u64),
             sequence: self.context.map_or(preset.context as u64, u64::from),
             vocabulary: preset.vocab as u64,
         };

@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use farflung::Result;
+use farflung::model_shape;
 use farflung::parallel::Cluster;
 use farflung::train::{PipelineSizes, read_topology};
-use farflung::zoo::GptConfig;
+use farflung::zoo::{ModelSpec, Resize};
 
 /// A model, the sizes of its step, and the machines.
 #[derive(Debug, clap::Args)]
@@ -50,9 +51,9 @@ impl PlannedArgs {
     /// Returns the model's shape.
     ///
     /// Errors: an unknown preset.
-    pub(super) fn shape(&self) -> Result<GptConfig> {
-        let preset = GptConfig::preset(&self.model)?;
-        Ok(GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset })
+    pub(super) fn shape(&self) -> Result<ModelSpec> {
+        let context = self.context.map(|n| n as usize);
+        Ok(model_shape(&self.model)?.resized(Resize { context, ..Resize::default() })?)
     }
 
     /// Returns the sizes of a step.

@@ -404,8 +404,8 @@ const CASES: &[Case] = &[
 
 fn notes(text: &str, world: usize, simulated: bool) -> Vec<String> {
     let config = TrainConfig::fill(TrainArgs::from_toml(text, Path::new("run.toml")).unwrap());
-    let model = GptConfig::preset("nano").unwrap();
-    config.notes(&NoteContext { model, world, simulated, elastic: false })
+    let model = ModelSpec::preset("nano").unwrap();
+    config.notes(&NoteContext { model: &model, world, simulated, elastic: false })
 }
 
 #[test]
@@ -437,8 +437,8 @@ fn what_was_not_given_has_no_note_and_what_matters_has_none() {
     for (world, simulated) in [(1, true), (4, true), (8, false)] {
         assert_eq!(notes("", world, simulated), [""; 0], "{world} {simulated}");
     }
-    let model = GptConfig::preset("nano").unwrap();
-    let run = NoteContext { model, world: 4, simulated: true, elastic: false };
+    let model = ModelSpec::preset("nano").unwrap();
+    let run = NoteContext { model: &model, world: 4, simulated: true, elastic: false };
     assert_eq!(TrainConfig::default().notes(&run), [""; 0]);
     // In a config made in code, the settings that differ from their defaults count as given.
     let chunks = TrainConfig { chunks: Some(2), ..TrainConfig::default() };

@@ -5,7 +5,7 @@ use std::fmt;
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource, all_reduce_bytes};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use crate::train::chain::layers;
 use crate::train::memory::StepMemory;
@@ -74,7 +74,7 @@ pub struct Candidate {
 /// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each stage
 /// holds as many as there are stages; with any other schedule a stage may hold all.
 #[must_use]
-pub fn rank_memory(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
+pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
     let layers = layers(model, plan.batch);
     let stages = plan.parts.len();
     let of = |rank: usize| {
@@ -99,7 +99,7 @@ pub fn rank_memory(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
 /// Returns the bytes that all ranks of a plan send in a step: hidden states and their gradients, and gradients
 /// of parameters as sent by a ring.
 #[must_use]
-pub fn sent(plan: &Plan, model: &GptConfig) -> Bytes {
+pub fn sent(plan: &Plan, model: &ModelSpec) -> Bytes {
     let hidden = u64::from(plan.batch) * (model.context * model.dim * size_of::<f32>()) as u64;
     let hops = 2 * plan.parts.len().saturating_sub(1) as u64 * plan.all_microbatches();
     let replicas = plan.replicas();

@@ -147,7 +147,7 @@ impl PlanRequest<'_> {
 
     /// Drafts replicas on one machine each: shares by speed on a ring, and equal shares in the file's order.
     pub(super) fn data(&self, drafts: &mut Vec<Draft>) -> Result<()> {
-        let whole = vec![ChainStage { layers: 0..self.model.layers, machine: 0 }];
+        let whole = vec![ChainStage { layers: 0..self.model.layers(), machine: 0 }];
         let topology = self.cluster.topology()?;
         for Pool { name, machines } in self.pools() {
             let around = self.around(&topology.among(&machines), &machines);
@@ -181,7 +181,7 @@ impl PlanRequest<'_> {
         let topology = self.cluster.topology()?;
         for pool in self.pools() {
             let count = pool.machines.len() as u32;
-            let most = STAGES.min(count / 2).min(self.model.layers as u32);
+            let most = STAGES.min(count / 2).min(self.model.layers() as u32);
             for stages in (2..=most).filter(|&stages| count.is_multiple_of(stages)) {
                 self.placed(&pool, stages, &topology, drafts)?;
                 if pool.name.is_empty() {

@@ -3,7 +3,7 @@
 
 use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::side_by_side::side_by_side;
 use crate::Result;
@@ -39,7 +39,7 @@ const FREE: u64 = 1_000_000_000;
 /// Errors: those of [`Prediction::on`].
 pub fn bottleneck(
     plan: &Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     found: &[Improvement],
 ) -> Result<Option<Bottleneck>> {
@@ -58,7 +58,7 @@ pub fn bottleneck(
 /// Errors: those of [`Prediction::on`].
 pub fn improvements(
     plan: &Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     step: Nanos,
 ) -> Result<Vec<Improvement>> {

@@ -1,7 +1,7 @@
 //! The input from which plans are drafted.
 
 use farflung_parallel::Cluster;
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use crate::train::chain::PipelineSizes;
 
@@ -9,7 +9,7 @@ use crate::train::chain::PipelineSizes;
 #[derive(Clone, Copy)]
 pub(super) struct PlanRequest<'a> {
     pub(super) name: &'a str,
-    pub(super) model: &'a GptConfig,
+    pub(super) model: &'a ModelSpec,
     pub(super) cluster: &'a Cluster,
     pub(super) sizes: PipelineSizes,
 }

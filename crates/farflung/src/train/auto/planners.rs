@@ -15,7 +15,7 @@ use farflung_parallel::pipeline::{Boundary, Method, PipelineCost, Settings, Stag
 use farflung_parallel::planner::dapple::PhaseCost;
 use farflung_parallel::planner::uneven::ChainStage;
 use farflung_parallel::{Cluster, ParallelError, Plan};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::candidate::Candidate;
 use super::plan_request::PlanRequest;
@@ -31,7 +31,7 @@ pub struct Instance<'a> {
     /// The model's name.
     pub name: &'a str,
     /// The model.
-    pub model: &'a GptConfig,
+    pub model: &'a ModelSpec,
     /// The machines and their links.
     pub cluster: &'a Cluster,
     /// Size of a step.

@@ -6,13 +6,14 @@ use std::sync::{Mutex, PoisonError};
 
 use farflung_base::{Bandwidth, Bytes, Nanos, Rank};
 use farflung_parallel::{Cluster, ParallelError, Plan};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::candidate::{Candidate, Draft, PlanKind};
 use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::Prediction;
-use crate::train::chain::layers;
+use crate::train::activations::profile;
+use crate::train::chain::layer_parameters;
 use crate::train::costs::Machines;
 use crate::train::memory::{StepMemory, planned_memory};
 
@@ -41,7 +42,7 @@ pub struct Ranking {
 /// Errors: that of the fastest plan, if none fits; those of [`Prediction::on`] and [`planned_memory`].
 pub(super) fn ranked(
     drafts: Vec<Draft>,
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     wanted: Wanted,
 ) -> Result<Ranking> {
@@ -137,22 +138,20 @@ impl Best {
 
 /// Returns a lower bound of a plan's step time: with any algorithm, each rank sends nearly all of its gradients
 /// at least once, and not faster than its uplink or all of its links together.
-fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
+fn averages_at_least(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Nanos> {
     let replicas = plan.replicas() as usize;
     if replicas == 1 {
         return Ok(Nanos::ZERO);
     }
     let topology = Machines::of_plan(plan, model, cluster)?.topology;
-    let layers = layers(model, plan.batch);
+    let layers: Vec<u64> = layer_parameters(&profile(model)).collect();
     let stages = plan.parts.len();
     let mut longest = Nanos::ZERO;
     for rank in 0..replicas * stages {
         let part = &plan.parts[rank % stages].layers;
-        let state: u64 =
-            layers[part.start as usize..part.end as usize].iter().map(|layer| layer.state.0).sum();
-        // The state is weight, gradient and two moments. A single part has the token table once.
-        let parameters = if stages == 1 { model.parameters() } else { state / 16 };
-        let gradients = 4 * parameters;
+        // A single part has a tied table once.
+        let held: u64 = layers[part.start as usize..part.end as usize].iter().sum();
+        let gradients = 4 * if stages == 1 { model.parameters() } else { held };
         let sends = Bytes(gradients / replicas as u64 * (replicas as u64 - 1));
         let others =
             (0..replicas).map(|replica| replica * stages + rank % stages).filter(|&other| other != rank);
@@ -164,7 +163,7 @@ fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Resul
 }
 
 /// Removes plans that differ from an earlier one only in the names of equal machines.
-fn different(drafts: Vec<Draft>, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Draft>> {
+fn different(drafts: Vec<Draft>, model: &ModelSpec, cluster: &Cluster) -> Result<Vec<Draft>> {
     let names = cluster.rank_names();
     let memory: BTreeMap<&str, Option<Bytes>> =
         names.iter().map(String::as_str).zip(cluster.ranks().map(|machine| machine.memory)).collect();
@@ -204,7 +203,7 @@ mod tests {
 
     const UNEVEN: &str = include_str!("../../../tests/uneven.toml");
 
-    fn drafts(cluster: &Cluster, model: &GptConfig) -> Vec<Draft> {
+    fn drafts(cluster: &Cluster, model: &ModelSpec) -> Vec<Draft> {
         let sizes = PipelineSizes { batch: 1, microbatches: 4 };
         let request = PlanRequest { name: "small", model, cluster, sizes };
         let mut drafts = Vec::new();
@@ -230,7 +229,7 @@ region = "here"
 
     #[test]
     fn what_is_left_out_is_slower_and_bounds_hold() {
-        let model = GptConfig { layers: 4, ..GptConfig::preset("nano").unwrap() };
+        let model = ModelSpec::preset("nano").unwrap();
         for file in [UNEVEN, REGION] {
             let cluster: Cluster = file.parse().unwrap();
             let drafts = drafts(&cluster, &model);

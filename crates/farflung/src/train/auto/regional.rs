@@ -4,11 +4,11 @@ use farflung_base::{Bytes, Nanos, Rank};
 use farflung_parallel::planner::regional::{RegionalChain, RegionalPlan, Sites, lower_bound, regional};
 use farflung_parallel::planner::uneven::{ChainPlan, ChainStage};
 use farflung_parallel::{Cluster, Level, Plan, Recompute};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use crate::Result;
-use crate::train::activations::{PerToken, bytes};
-use crate::train::chain::{PipelineSizes, layers, machines, pipeline_plan};
+use crate::train::activations::{PerToken, bytes, profile};
+use crate::train::chain::{PipelineSizes, layer_parameters, layers, machines, pipeline_plan};
 
 /// Plans by region.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ pub struct RegionalCandidate {
 /// recomputes keeps the input of each of its layers, and all activations of one microbatch.
 ///
 /// Errors: those of [`regional`], if neither fits.
-pub fn by_region(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<ByRegion> {
+pub fn by_region(model: &ModelSpec, cluster: &Cluster, sizes: PipelineSizes) -> Result<ByRegion> {
     let (mut plans, mut priced, mut refused) = (Vec::new(), 0, None);
     for is_recomputed in [false, true] {
         let chain = regional_chain(model, cluster, sizes, is_recomputed);
@@ -67,17 +67,16 @@ pub fn by_region(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> 
 }
 
 fn regional_chain(
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     sizes: PipelineSizes,
     is_recomputed: bool,
 ) -> RegionalChain {
     let mut layers = layers(model, sizes.batch);
     let forward: Vec<u64> = layers.iter().map(|layer| layer.operations / 3).collect();
-    // Gradients are a quarter of the state of weights, gradients and two moments.
-    let gradients = layers.iter().map(|layer| Bytes(layer.state.0 / 4)).collect();
+    let gradients = layer_parameters(&profile(model)).map(|parameters| Bytes(4 * parameters)).collect();
     if is_recomputed {
-        let input = bytes(PerToken::of(model).hidden, model, sizes.batch as usize);
+        let input = bytes(PerToken::of(model).hidden, model.context, sizes.batch as usize);
         for (layer, &forward) in layers.iter_mut().zip(&forward) {
             layer.operations = layer.operations.saturating_add(forward);
             layer.state = Bytes(layer.state.0.saturating_add(layer.activations.0));
@@ -115,7 +114,7 @@ impl RegionalCandidate {
     pub fn plan(
         &self,
         name: &str,
-        model: &GptConfig,
+        model: &ModelSpec,
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<Plan> {

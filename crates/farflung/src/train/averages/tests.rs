@@ -162,7 +162,7 @@ fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
     let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
     let exchanges = |codec| {
         let job = run(codec);
-        let stage = Stage::whole(job.model, &Device::cpu(1).unwrap()).unwrap();
+        let stage = Stage::whole(&job.model, &Device::cpu(1).unwrap()).unwrap();
         job.average_config().unwrap().exchanges(stage.layout())
     };
     assert_eq!(exchanges("int8"), None);

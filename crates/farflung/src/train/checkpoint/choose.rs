@@ -31,7 +31,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     };
     let read = |checkpoints: Vec<Checkpoint>, residuals| {
         let files = checkpoints.iter().map(Files::read).collect::<Result<_>>()?;
-        Source::new(job.model, files, residuals)
+        Source::new(&job.model, files, residuals)
     };
     let chosen = |source| Chosen { source, notes: Vec::new() };
     match &job.config.resume {
@@ -80,7 +80,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             let place = |rank| job.plan.place(rank);
             let shared = lost::share(comm, agreed, place, files, matches!(own, OwnCheckpoint::NotYet))?;
             let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
-            let source = all_succeed(comm, Source::new(job.model, vec![files], residuals))?;
+            let source = all_succeed(comm, Source::new(&job.model, vec![files], residuals))?;
             Ok(Some(Chosen { source, notes }))
         }
     }

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use farflung_base::Rank;
-use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
+use farflung_zoo::ModelSpec;
+use farflung_zoo::weights::{Dtype, StoredLayout, TensorData, TensorView, config_text, write_tensors_to};
 
 use super::super::job::Job;
 use super::super::meet::model_facts;
@@ -95,7 +96,7 @@ impl<'a> Contents<'a> {
         let text = |text: String| Content::Bytes(text.into_bytes());
         let mut files = vec![
             ("config.json", text(config_text(&job.model, Dtype::F32))),
-            (MODEL, Content::Tensors(trainer.weights()?, metadata)),
+            (MODEL, Content::Tensors(as_stored(&job.model, trainer.weights()?), metadata)),
             (OPTIMIZER, Content::Tensors(trainer.states()?, BTreeMap::new())),
         ];
         let held = samples::held(trainer)?;
@@ -156,4 +157,14 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         absent: absent.iter().map(|rank| rank.0).collect(),
         residuals: trainer.residual_layouts(&level.codec),
     }
+}
+
+/// Returns the weights as the family's files have them.
+fn as_stored(model: &ModelSpec, weights: Vec<Named>) -> Vec<Named> {
+    let stored = StoredLayout::of(model);
+    let convert = |mut tensor: Named| {
+        stored.to_file(&tensor.name, &mut tensor.shape, &mut tensor.values);
+        tensor
+    };
+    weights.into_iter().map(convert).collect()
 }

@@ -51,5 +51,5 @@ fn chosen(path: &Path, (own, job): (&Path, &Job), files: Vec<Files>) -> Result<C
             path.display()
         ));
     }
-    Ok(Chosen { source: Source::new(job.model, files, residuals)?, notes })
+    Ok(Chosen { source: Source::new(&job.model, files, residuals)?, notes })
 }

@@ -30,7 +30,7 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
     let Some((view, plan_start)) = record.view.zip(record.plan_start).filter(|_| is_of(&record, job)) else {
         return Ok(None);
     };
-    let source = Source::new(job.model, vec![files], Residuals::None)?;
+    let source = Source::new(&job.model, vec![files], Residuals::None)?;
     let (states, kinds, tensors) = if job.averages_each_step() {
         let (states, tensors) = source.tensors();
         (states, Vec::new(), tensors)

@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
-use farflung_zoo::{GptConfig, Stage};
+use farflung_zoo::weights::StoredLayout;
+use farflung_zoo::{ModelSpec, Stage};
 use safetensors::SafeTensors;
 
 use super::{AVERAGE, CHAIN, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
@@ -132,17 +133,19 @@ impl Source {
     /// Reads checkpoints of one step; the first one is rank 0's or this rank's own.
     ///
     /// Errors: [`Error::Damaged`] with the file; [`Error::NotFinite`] with the tensor.
-    pub(super) fn new(model: GptConfig, checkpoints: Vec<Files>, residuals: Residuals) -> Result<Self> {
+    pub(super) fn new(model: &ModelSpec, checkpoints: Vec<Files>, residuals: Residuals) -> Result<Self> {
         let device = farflung_tensor::Device::cpu(1)?;
         let whole = Stage::whole(model, &device)?.layout().clone();
+        let stored = StoredLayout::of(model);
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
         for files in &checkpoints {
             let file = SafeTensors::deserialize(&files.model)
                 .map_err(|_| files.damaged(MODEL, "it is not a valid safetensors file"))?;
             for (name, tensor) in file.iter() {
-                let values = floats(tensor.data());
+                let (mut shape, mut values) = (tensor.shape().to_vec(), floats(tensor.data()));
                 finite::check(name, &values)?;
-                weights.insert(name.to_owned(), (tensor.shape().to_vec(), values));
+                stored.from_file(name, &mut shape, &mut values);
+                weights.insert(name.to_owned(), (shape, values));
             }
             let file = SafeTensors::deserialize(&files.optimizer)
                 .map_err(|_| files.damaged(OPTIMIZER, "it is not a valid safetensors file"))?;

@@ -31,7 +31,7 @@ pub(super) fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let record = source::record(&first)?;
     if record.view.is_some() {
-        return of_view(first, &record, job.model.layers);
+        return of_view(first, &record, job.model.layers());
     }
     let ranks = record.stages as u32;
     let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);

@@ -7,7 +7,7 @@ use std::ops::Range;
 use farflung_base::Nanos;
 use farflung_parallel::plan::{Measured, is_worth_it, layers_by_speed, shares_by_speed, step_time};
 use farflung_parallel::{Plan, ScheduleSource};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::rank_speeds::work_of_ranks;
 use super::shares::is_possible;
@@ -52,7 +52,7 @@ impl LayerBalance {
 /// The measured speeds of a plan's ranks, where each has one part of the model.
 struct Stages<'a> {
     plan: &'a Plan,
-    work: Work<'a>,
+    work: Work,
     /// Speeds in operations a second, by stage: those of the replicas in their order, or of the members of a
     /// pool.
     speeds: Vec<Vec<f64>>,
@@ -73,7 +73,7 @@ pub(super) fn ranges(layers: &[u32]) -> Vec<Range<u32>> {
 
 impl<'a> Stages<'a> {
     /// Returns `None` if ranks have several parts or slices of sequences, or if the time of one is not known.
-    fn new(plan: &'a Plan, model: &'a GptConfig, ranks: &[Measured]) -> Option<Self> {
+    fn new(plan: &'a Plan, model: &'a ModelSpec, ranks: &[Measured]) -> Option<Self> {
         let has_one_part = match &plan.pipeline.schedule {
             ScheduleSource::Named(method) => {
                 method.copies() == 1 && plan.parts.len() == plan.stages() as usize
@@ -84,7 +84,7 @@ impl<'a> Stages<'a> {
         if !has_one_part || plan.stages() < 2 || !plan.pipeline.slices.is_empty() {
             return None;
         }
-        let work = Work { model, batch: plan.batch as usize };
+        let work = Work::new(model, plan.batch as usize);
         let mut speeds = vec![Vec::new(); plan.parts.len()];
         for (work, told) in work_of_ranks(plan, model).iter().zip(ranks) {
             speeds.get_mut(work.stage as usize)?.push(work.speed(told)?);
@@ -94,7 +94,7 @@ impl<'a> Stages<'a> {
     }
 
     fn work_of(&self, layers: &Range<u32>) -> f64 {
-        self.work.slice_flops(layers, &(0..self.work.model.context))
+        self.work.slice_flops(layers, &self.work.positions())
     }
 
     /// Returns the best division, with the times of a step with it and with the present one.
@@ -144,6 +144,8 @@ fn slowest(speeds: &[f64]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use farflung_zoo::Resize;
+
     use super::*;
 
     const PLAN: &str = "version = 1\nmesh = \"data=REPLICAS,pipeline=2\"\nmachines = [MACHINES]\n\
@@ -153,13 +155,14 @@ mod tests {
                         method = \"ddp\"\n";
 
     /// Returns the plan of some pipelines of two stages of three layers, and a model with hardly any head.
-    fn planned(replicas: usize) -> (Plan, GptConfig) {
+    fn planned(replicas: usize) -> (Plan, ModelSpec) {
         let machines: Vec<String> = (0..2 * replicas).map(|n| format!("\"m{n}\"")).collect();
         let text = PLAN
             .replace("REPLICAS", &replicas.to_string())
             .replace("MACHINES", &machines.join(", "))
             .replace("SHARES", &vec!["4"; replicas].join(", "));
-        (text.parse().unwrap(), GptConfig { layers: 6, vocab: 1, ..GptConfig::preset("nano").unwrap() })
+        let sizes = Resize { layers: Some(6), vocab: Some(1), ..Resize::default() };
+        (text.parse().unwrap(), ModelSpec::preset("nano").unwrap().resized(sizes).unwrap())
     }
 
     fn best(millis: &[u64]) -> Division {

@@ -6,7 +6,7 @@
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
 use farflung_parallel::plan::Replica;
-use farflung_zoo::GptConfig;
+use farflung_zoo::Resize;
 
 use super::rank_speeds;
 use super::stoppable::stoppable;
@@ -54,7 +54,7 @@ fn known<T>(found: Result<T>) -> Option<T> {
 
 /// Returns the job of a newcomer to pipelines with one layer of its model, and one microbatch a step.
 fn of_one_layer(job: &Job) -> Result<Job> {
-    let model = GptConfig { layers: 1, ..job.model };
+    let model = job.model.resized(Resize { layers: Some(1), ..Resize::default() })?;
     let wished = job.pipelines.as_deref().unwrap_or(&job.config).clone();
     let one = TrainConfig {
         layers: Some(1),

@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
 use farflung_parallel::plan::Measured;
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use crate::train::costs::Work;
 
@@ -25,13 +25,13 @@ impl RankWork {
 }
 
 /// Returns the number of operations of a microbatch in each part of a plan.
-pub(super) fn work(plan: &Plan, model: &GptConfig) -> Vec<f64> {
-    let (work, all) = (Work { model, batch: plan.batch as usize }, 0..model.context);
-    plan.parts.iter().map(|part| work.slice_flops(&part.layers, &all)).collect()
+pub(super) fn work(plan: &Plan, model: &ModelSpec) -> Vec<f64> {
+    let work = Work::new(model, plan.batch as usize);
+    plan.parts.iter().map(|part| work.slice_flops(&part.layers, &work.positions())).collect()
 }
 
 /// Returns what each rank of a plan computes, where each has one part.
-pub(super) fn work_of_ranks(plan: &Plan, model: &GptConfig) -> Vec<RankWork> {
+pub(super) fn work_of_ranks(plan: &Plan, model: &ModelSpec) -> Vec<RankWork> {
     let work = work(plan, model);
     let of = |rank| {
         let stage = match plan.pools() {

@@ -10,7 +10,7 @@ use farflung_parallel::pipeline::{
 };
 use farflung_parallel::{Plan, Recompute};
 use farflung_tensor::{DType, Device, Tensor};
-use farflung_zoo::{ActivationPolicy, GptConfig, Input, Output, Saved, Slices, Stage};
+use farflung_zoo::{ActivationPolicy, Input, ModelSpec, Output, Saved, Slices, Stage, Targets};
 
 use crate::train::activations::within_budget;
 use crate::train::bind::ReplicaSchedule;
@@ -28,7 +28,7 @@ fn place(action: Action) -> Place {
 
 /// A rank's parts, without values.
 pub(super) struct DryRun<'a> {
-    model: &'a GptConfig,
+    model: &'a ModelSpec,
     schedule: &'a ReplicaSchedule,
     placement: &'a Placement,
     device: Device,
@@ -44,7 +44,7 @@ pub(super) struct DryRun<'a> {
 impl<'a> DryRun<'a> {
     pub(super) fn new(
         plan: &Plan,
-        model: &'a GptConfig,
+        model: &'a ModelSpec,
         config: &TrainConfig,
         schedule: &'a ReplicaSchedule,
         position: Rank,
@@ -140,7 +140,7 @@ impl<'a> DryRun<'a> {
             self.carried.insert(key, part.stage.slices(self.batch)?);
         }
         let carried = self.carried.get_mut(&key);
-        part.forward(version, input, start, targets.as_ref().map(|t| (t, 1.0)), carried)
+        part.forward(version, input, start, targets.as_ref().map(|t| Targets::all(t, 1.0)), carried)
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {
@@ -219,7 +219,7 @@ impl<'a> DryRun<'a> {
         let next = Some(action.microbatch + 1).filter(|&next| next < self.schedule.microbatches());
         let needed = next.map(|next| updates.version(self.placement.part(action.stage), depth, next));
         let ends = self.placement.is_first(action.stage) || self.placement.is_last(action.stage);
-        if self.placement.tie() == TiedWeights::Across && ends {
+        if self.schedule.tie() == TiedWeights::Across && ends {
             return self.part(action.stage).defer_update(None, needed);
         }
         self.part(action.stage).commit(Prepared::with_norm(1.0)?, needed)
@@ -252,7 +252,7 @@ fn buffer(elements: usize) -> u64 {
 /// Makes a part as `trainer/build.rs` does, without the synchronisation of its copies.
 fn part(
     plan: &Plan,
-    model: &GptConfig,
+    model: &ModelSpec,
     config: &TrainConfig,
     schedule: &ReplicaSchedule,
     stage: StageId,
@@ -261,7 +261,7 @@ fn part(
     let placement = schedule.placement();
     let number = placement.part(stage) as usize;
     let planned = &plan.parts[number];
-    let mut built = Stage::new(*model, schedule.layers[number].clone(), device)?;
+    let mut built = Stage::new(model, schedule.layers[number].clone(), device)?;
     if placement.depth() == 1 {
         let count = planned.layers.end - planned.layers.start;
         let steps = within_budget(planned, model, plan.batch as usize)?.map(|plan| plan.steps.into());
@@ -281,8 +281,6 @@ fn part(
         costs: Vec::new(),
         recompute: planned.recompute,
         offload: 0,
-        shares_table: placement.tie() != TiedWeights::Whole
-            && placement.is_first(stage) != placement.is_last(stage),
         weight: 1.0,
         keeps: false,
     })

@@ -11,7 +11,7 @@ use farflung_compress::AverageSpec;
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_tensor::Device;
-use farflung_zoo::{GptConfig, Stage};
+use farflung_zoo::{ModelSpec, Stage};
 
 use crate::Result;
 use crate::train::averages;
@@ -54,7 +54,7 @@ pub(super) struct PartFacts {
 /// The operations of some steps, each made when a rank first refers to it.
 pub(super) struct Operations<'a> {
     pub(super) plan: &'a Plan,
-    model: &'a GptConfig,
+    model: &'a ModelSpec,
     topology: &'a Topology,
     pub(super) parts: Vec<PartFacts>,
     /// Numbers of operations by step and key.
@@ -65,7 +65,7 @@ pub(super) struct Operations<'a> {
 impl<'a> Operations<'a> {
     pub(super) fn new(
         plan: &'a Plan,
-        model: &'a GptConfig,
+        model: &'a ModelSpec,
         machines: &'a Machines,
         schedule: &ReplicaSchedule,
     ) -> Result<Self> {
@@ -75,7 +75,7 @@ impl<'a> Operations<'a> {
         let cut = averages::config_of(level)?;
         let mut parts = Vec::new();
         for (part, layers) in (0..).zip(&schedule.layers) {
-            let stage = Stage::new(*model, layers.clone(), &device)?;
+            let stage = Stage::new(model, layers.clone(), &device)?;
             let holders = averages::holders(plan, placement, part);
             let among = topology.among(&holders);
             let lens: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {

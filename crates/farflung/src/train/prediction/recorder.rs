@@ -77,8 +77,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     ) -> Result<Self> {
         let placement = schedule.placement();
         let user = |stage: &StageId| placement.is_first(*stage) || placement.is_last(*stage);
-        let table =
-            placement.homes_of(position).find(user).filter(|_| placement.tie() == TiedWeights::Across);
+        let table = placement.homes_of(position).find(user).filter(|_| schedule.tie() == TiedWeights::Across);
         Ok(Self {
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
             parts: placement.homes_of(position).map(|stage| (stage, PartState::default())).collect(),

@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use farflung_parallel::Cluster;
-use farflung_zoo::{GptConfig, config::PRESETS, tokenizer};
+use farflung_zoo::{ModelSpec, tokenizer};
 
 use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
@@ -93,7 +93,7 @@ impl fmt::Display for TooLarge {
 /// Errors: [`Error::Setting`] for an invalid setting, and those of the model's weights or the schedule's file.
 pub fn needed_memory(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<u128> {
     let case = Case::new(config, env)?;
-    Ok(case.need(config, case.model, case.mine(config)).total())
+    Ok(case.need(config, &case.model, case.mine(config)).total())
 }
 
 /// Returns the bytes of memory that all processes on this machine together may use; `None` if the system does
@@ -113,7 +113,7 @@ pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()>
 
 /// The inputs of an estimate that depend on neither the batch nor the number of workers.
 struct Case {
-    model: GptConfig,
+    model: ModelSpec,
     pipeline: Option<Pipeline>,
     data: data::Data,
     launched: Option<Launched>,
@@ -166,8 +166,8 @@ impl Case {
 
     /// Estimates the memory of these ranks. `config` may differ from the original in the settings of
     /// [`AdjustableSetting`].
-    fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> MemoryNeed {
-        let whole = [rank_memory::whole(config, &model)];
+    fn need(&self, config: &TrainConfig, model: &ModelSpec, ranks: Range<usize>) -> MemoryNeed {
+        let whole = [rank_memory::whole(config, model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);
         let (positions, actions) = match &self.pipeline {
             Some(pipeline) => (&pipeline.positions[..], pipeline.actions(config, world)),
@@ -182,7 +182,7 @@ impl Case {
         // Other processes of the job may already have allocated memory, so the need of all of them together is
         // compared with the total.
         let local = self.launched.as_ref().map(|launched| launched.local.clone());
-        let tight = |config: &TrainConfig, model: GptConfig| {
+        let tight = |config: &TrainConfig, model: &ModelSpec| {
             let mine = (self.need(config, model, self.mine(config)), 1, available.free);
             let all = local
                 .clone()
@@ -192,15 +192,16 @@ impl Case {
             };
             [Some(mine), all].into_iter().flatten().find(over)
         };
-        let Some((need, processes, bytes)) = tight(config, self.model) else { return Ok(()) };
-        let fits = self.fitting(config, &|config| tight(config, self.model).is_none());
-        let preset = |&&(_, preset): &&(&str, GptConfig)| {
-            tight(&least(config), GptConfig { vocab: self.model.vocab, ..preset }).is_none()
+        let Some((need, processes, bytes)) = tight(config, &self.model) else { return Ok(()) };
+        let fits = self.fitting(config, &|config| tight(config, &self.model).is_none());
+        let fits_as = |preset: ModelSpec| {
+            tight(&least(config), &ModelSpec { vocab: self.model.vocab, ..preset }).is_none()
         };
         let shaped = [config.layers, config.heads, config.dim, config.context];
         let preset_alone = config.init_from.is_none() && shaped.iter().all(Option::is_none);
         let replaceable = fits.is_empty() && preset_alone && self.pipeline.is_none();
-        let model = PRESETS.iter().rev().filter(|_| replaceable).find(preset).map(|&(name, _)| name);
+        let smaller = if replaceable { self.model.family().presets } else { &[] };
+        let model = smaller.iter().rev().find(|preset| fits_as(preset.spec())).map(|preset| preset.name);
         Err(Error::TooLarge(Box::new(TooLarge {
             needed: need.total(),
             parts: need.largest_first(),

@@ -10,7 +10,7 @@ use farflung_comm::Algorithm;
 use farflung_compress::link::SampleShape;
 use farflung_optim::LrSchedule;
 use farflung_tensor::{DeviceName, Precision};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::super::boundary::held_bytes;
 use super::buckets::averaging;
@@ -144,7 +144,7 @@ pub(super) fn size(bytes: u128) -> String {
 #[derive(Debug, Clone)]
 pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
-    pub(super) model: GptConfig,
+    pub(super) model: &'a ModelSpec,
     /// Memory that each rank of a pipeline needs; without a pipeline, one entry for every rank.
     pub(super) positions: &'a [RankMemory],
     /// Number of workers in all processes.

@@ -2,7 +2,7 @@
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Updates};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::super::planned::{check_pools, microbatches, read_schedule};
 use super::rank_memory::{self, RankMemory};
@@ -36,7 +36,7 @@ impl Pipeline {
     /// Makes the description for settings with more than one stage.
     ///
     /// Errors: [`Error::Setting`] if the schedule does not support the settings; those of [`read_schedule`].
-    pub(super) fn new(config: &TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
+    pub(super) fn new(config: &TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
         let replicas = (world / config.stages).max(1) as u64;
         let held_out = config.eval_batches.div_ceil(replicas);
         if u32::try_from(held_out).is_err() {

@@ -6,9 +6,10 @@ use std::collections::BTreeSet;
 
 use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
+use farflung_zoo::profile::ModelProfile;
 
-use super::super::activations::PerToken;
+use super::super::activations::{PerToken, profile};
 use super::super::planned::cut;
 use crate::{Result, TrainConfig};
 use farflung_parallel::Recompute;
@@ -43,31 +44,26 @@ impl RankMemory {
     }
 }
 
-/// Returns the f32 values that a tensor occupies in a flat buffer.
-const fn padded(count: u128) -> u128 {
-    count.next_multiple_of(64)
+/// Returns the f32 values of the parameters of a part of the model, padding included: of `blocks` blocks, the
+/// embeddings if it is the `first` part, the head if it is the `last`. Of blocks that differ, the largest
+/// count.
+fn parameters(profile: &ModelProfile, blocks: usize, first: bool, last: bool) -> u128 {
+    let block = profile.blocks.iter().map(|(_, block)| block.padded_parameters).max().unwrap_or(0);
+    let when = |yes: bool, values: u64| if yes { values } else { 0 };
+    // A tied head in a part of its own has the token table too.
+    let table = when(last && !first && profile.tied, profile.table.next_multiple_of(PADDING));
+    let ends = when(first, profile.embedding.padded_parameters) + when(last, profile.head.padded_parameters);
+    blocks as u128 * u128::from(block) + u128::from(ends + table)
 }
 
-/// Returns the f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the
-/// embeddings if it is the `first` part, the head if it is the `last`.
-fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128 {
-    let c = model.dim as u128;
-    let block = padded(3 * c * c)
-        + padded(c * c)
-        + 2 * padded(4 * c * c)
-        + 6 * padded(c)
-        + padded(3 * c)
-        + padded(4 * c);
-    let tokens = if first || last { padded(model.vocab as u128 * c) } else { 0 };
-    let positions = if first { padded(model.context as u128 * c) } else { 0 };
-    let norm = if last { 2 * padded(c) } else { 0 };
-    blocks as u128 * block + tokens + positions + norm
-}
+/// Parameters in flat buffers begin at multiples of this many values.
+const PADDING: u64 = 64;
 
 /// Returns the memory that a rank with the whole model needs.
-pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> RankMemory {
-    let each = PerToken::of(model);
-    let layers = model.layers;
+pub(super) fn whole(config: &TrainConfig, model: &ModelSpec) -> RankMemory {
+    let profile = profile(model);
+    let each = PerToken::of_profile(&profile);
+    let layers = profile.layers();
     let again = config.recompute.of(layers as u32) as usize;
     let away = config.offload.min(layers - again);
     // A recomputed block holds its activations during its backward pass.
@@ -83,7 +79,7 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> RankMemory {
         _ => again as u128 * each.hidden + here * each.block,
     };
     RankMemory {
-        parameters: parameters(model, layers, true, true),
+        parameters: parameters(&profile, layers, true, true),
         copies: 1,
         held: kept + each.while_back,
         logits: each.logits,
@@ -95,12 +91,13 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> RankMemory {
 /// Returns the memory that each rank of a pipeline with this order needs.
 pub(super) fn pipeline(
     config: &TrainConfig,
-    model: &GptConfig,
+    model: &ModelSpec,
     order: &ComputeOrder,
 ) -> Result<Vec<RankMemory>> {
     let placement = order.placement();
     let depth = placement.depth();
-    let layers = cut(model.layers as u32, depth)?;
+    let profile = profile(model);
+    let layers = cut(profile.layers() as u32, depth)?;
     let blocks = |stage: StageId| layers[placement.part(stage) as usize].len();
     let position = |rank| {
         let of_part = |stage| placement.holders(placement.part(stage)).len() as u32;
@@ -109,14 +106,14 @@ pub(super) fn pipeline(
         for stage in placement.homes_of(rank) {
             let part = placement.part(stage);
             let (first, last) = (placement.is_first(stage), placement.is_last(stage));
-            let size = parameters(model, blocks(stage), first, last);
+            let size = parameters(&profile, blocks(stage), first, last);
             let versions = order.updates().versions_held(part, depth);
             position.parameters += size;
             position.within = order.updates() != Updates::Flush;
             position.versions += size * u128::from(if versions > 1 { versions } else { 0 });
         }
         let list = &order.lists()[rank.index()];
-        set_peak_activations(config, model, order, list, &blocks, &mut position);
+        set_peak_activations(config, &profile, order, list, &blocks, &mut position);
         position
     };
     Ok((0..placement.ranks()).map(Rank).map(position).collect())
@@ -125,13 +122,13 @@ pub(super) fn pipeline(
 /// Sets the peak of activations of a rank by walking through its list of work.
 fn set_peak_activations(
     config: &TrainConfig,
-    model: &GptConfig,
+    profile: &ModelProfile,
     order: &ComputeOrder,
     list: &[Op],
     blocks: &impl Fn(StageId) -> usize,
     position: &mut RankMemory,
 ) {
-    let each = PerToken::of(model);
+    let each = PerToken::of_profile(profile);
     let place = |action: &Action| (action.stage, action.microbatch, action.slice);
     let again: BTreeSet<_> = list
         .iter()
@@ -198,10 +195,11 @@ mod tests {
 
     #[test]
     fn parameters_are_those_of_the_model() {
-        for (name, model) in farflung_zoo::config::PRESETS {
-            let all = parameters(&model, model.layers, true, true);
+        for preset in farflung_zoo::family::presets() {
+            let (name, model) = (preset.name, preset.spec());
+            let all = parameters(&profile(&model), model.layers(), true, true);
             let padding = all - u128::from(model.parameters());
-            assert!(padding < 64 * (4 + 12 * model.layers as u128), "{name}: {padding}");
+            assert!(padding < 64 * (4 + 12 * model.layers() as u128), "{name}: {padding}");
         }
     }
 }

@@ -5,8 +5,8 @@ use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;
 use farflung_optim::sync::{DILOCO, NOLOCO, SyncMethod};
 use farflung_tensor::Device;
-use farflung_zoo::block::Grads;
-use farflung_zoo::{ActivationPolicy, Input, Stage};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::{ActivationPolicy, Input, Stage, Targets, gpt2};
 
 use super::*;
 use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
@@ -163,7 +163,7 @@ static SAME: SyncMethod = SyncMethod { replicas_differ: false, ..NOLOCO };
 #[test]
 fn settings_that_hold_more_need_more() {
     let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
-    let model = 4 * 4 * u128::from(GptConfig::preset("nano").unwrap().parameters());
+    let model = 4 * 4 * u128::from(ModelSpec::preset("nano").unwrap().parameters());
     let adam = need(small());
     // AdamW has two moments, and each is also copied for the checkpoint.
     let sgd = TrainConfig { optimizer: OptimizerKind::of(&SGD), momentum: 0.0, ..small() };
@@ -179,7 +179,7 @@ fn settings_that_hold_more_need_more() {
 
 #[test]
 fn a_long_order_holds_what_a_short_one_says() {
-    let model = GptConfig::preset("nano").unwrap();
+    let model = ModelSpec::preset("nano").unwrap();
     let positions = |schedule: &str, microbatches| {
         let config = TrainConfig {
             stages: 2,
@@ -201,15 +201,15 @@ fn a_long_order_holds_what_a_short_one_says() {
 /// than was estimated.
 #[test]
 fn a_budget_of_memory_is_kept() {
-    let model = GptConfig::new(6, 4, 128, 64, 50).unwrap();
-    let block = activations::bytes(activations::PerToken::of(&model).block, &model, 4);
+    let model = gpt2(6, 4, 128, 64, 50).unwrap();
+    let block = activations::bytes(activations::PerToken::of(&model).block, model.context, 4);
     let mut before = usize::MAX;
     for blocks in [6, 4, 3, 2] {
         let recompute = Recompute::Within(Bytes(block.0 * blocks + block.0 / 4));
         let part = Part { layers: 0..6, recompute, offload: 0 };
         let plan = activations::within_budget(&part, &model, 4).unwrap().unwrap();
         let keeping = ActivationPolicy { steps: Some(plan.steps.into()), ..ActivationPolicy::default() };
-        let measured = measured(model, keeping);
+        let measured = measured(&model, keeping);
         let position = rank_memory::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);
         let estimated = (position.held + position.logits) as usize * 4 * 4 * 64;
         assert!(measured <= estimated, "{blocks} blocks: {measured} of {estimated} bytes");
@@ -221,7 +221,7 @@ fn a_budget_of_memory_is_kept() {
 
 /// Returns the bytes that a device allocates for a forward and backward pass of four sequences, besides the
 /// parameters and their gradients.
-fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
+fn measured(model: &ModelSpec, keeping: ActivationPolicy) -> usize {
     let cpu = Device::cpu(1).unwrap();
     let mut stage = Stage::whole(model, &cpu).unwrap();
     stage.set_activation_policy(keeping);
@@ -229,7 +229,7 @@ fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
     let before = cpu.memory().1;
     let ids: Vec<u32> = (0..4 * 64).map(|i| i % 50).collect();
     let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
-    let (_, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0))).unwrap();
+    let (_, saved) = stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0))).unwrap();
     let mut grads = Grads { flat: &mut grads, accumulate: false };
     stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
     cpu.memory().1 - before
@@ -238,16 +238,16 @@ fn measured(model: GptConfig, keeping: ActivationPolicy) -> usize {
 /// Compares the estimate with the memory that the device allocates for a forward and backward pass.
 #[test]
 fn activations_are_what_a_device_allocates() {
-    let model = GptConfig::new(5, 4, 128, 64, 1000).unwrap();
+    let model = gpt2(5, 4, 128, 64, 1000).unwrap();
     for recompute in [0, 2, 5] {
         let cpu = Device::cpu(1).unwrap();
-        let mut stage = Stage::whole(model, &cpu).unwrap();
+        let mut stage = Stage::whole(&model, &cpu).unwrap();
         stage.set_activation_policy(ActivationPolicy { recompute, ..ActivationPolicy::default() });
         let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
         let before = cpu.memory().1;
         let ids: Vec<u32> = (0..4 * 64).collect();
         let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
-        let (_, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0))).unwrap();
+        let (_, saved) = stage.forward(&params, Input::Tokens(x), Some(Targets::all(&y, 1.0))).unwrap();
         let mut grads = Grads { flat: &mut grads, accumulate: false };
         stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
         let measured = (cpu.memory().1 - before) as f64;

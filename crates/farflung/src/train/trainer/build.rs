@@ -69,9 +69,9 @@ impl Trainer {
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
         let early = !placement.is_pooled() && (plan.replicas() == 1 || !each_step);
-        let tied = tie(&comm, &placement, early, position)?;
+        let tied = tie(&comm, &schedule, early, position)?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
-        let copies = !holders.is_empty() || placement.tie() == TiedWeights::Across;
+        let copies = !holders.is_empty() || schedule.tie() == TiedWeights::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
             Updates::Flush => 1,
@@ -192,7 +192,7 @@ fn build_part(
 ) -> Result<Part> {
     let number = schedule.placement().part(stage) as usize;
     let planned = &job.plan.parts[number];
-    let mut model = Stage::new(job.model, schedule.layers[number].clone(), device)?;
+    let mut model = Stage::new(&job.model, schedule.layers[number].clone(), device)?;
     if schedule.placement().depth() == 1 {
         // A model without stages: each layer is recomputed from its own input.
         let count = planned.layers.end - planned.layers.start;
@@ -225,8 +225,6 @@ fn build_part(
         _ => None,
     };
     let placement = schedule.placement();
-    let shares_table =
-        placement.tie() != TiedWeights::Whole && (placement.is_first(stage) != placement.is_last(stage));
     let slices = schedule.slices.len();
     let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
     let (recompute, offload) = match schedule.placement().depth() {
@@ -241,7 +239,6 @@ fn build_part(
         costs: by_slice[stage.index() * slices..][..slices].to_vec(),
         recompute,
         offload,
-        shares_table,
         // If gradients are averaged in each step, the losses are already weighted by the tokens of all
         // replicas. The gradients of a pool's ranks add up to the gradient of the part, but the collective
         // divides by their number: the weight multiplies by it.
@@ -373,10 +370,11 @@ fn groups(
 
 /// Returns how this rank exchanges the gradients of the token table, which the first and the last part use.
 /// `early` says that the gradients are complete on one rank, so that they can be sent before any averaging.
-fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<TiedTable> {
+fn tie(comm: &Communicator, schedule: &ReplicaSchedule, early: bool, position: Rank) -> Result<TiedTable> {
+    let placement = schedule.placement();
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
     let mine = placement.homes_of(position).find(user);
-    Ok(match placement.tie() {
+    Ok(match schedule.tie() {
         TiedWeights::Whole => TiedTable::No,
         TiedWeights::Local => mine.map_or(TiedTable::No, |_| TiedTable::Here),
         TiedWeights::Across => {

@@ -53,11 +53,11 @@ impl Trainer {
             }
             return Ok(None);
         }
-        let config = *self.stage().config();
-        let whole = Stage::whole(config, device)?;
+        let spec = self.stage().spec().clone();
+        let whole = Stage::whole(&spec, device)?;
         let mut all = whole.zeros()?;
         for stage in stages {
-            let there = Stage::new(config, self.schedule.layers[stage.index()].clone(), device)?;
+            let there = Stage::new(&spec, self.schedule.layers[stage.index()].clone(), device)?;
             let values = if let Some(part) = parts.get(&stage) {
                 of(part).to_vec::<f32>()?
             } else {
@@ -135,10 +135,10 @@ impl Trainer {
             return Ok(());
         }
         let params = self.gather_params()?;
-        let config = *self.stage().config();
+        let spec = self.stage().spec().clone();
         let device = &self.executor.device;
         self.whole =
-            params.map(|params| Ok::<_, Error>((Stage::whole(config, device)?, params))).transpose()?;
+            params.map(|params| Ok::<_, Error>((Stage::whole(&spec, device)?, params))).transpose()?;
         Ok(())
     }
 }

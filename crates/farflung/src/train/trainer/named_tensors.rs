@@ -182,7 +182,7 @@ pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>>
     let (placement, device) = (schedule.placement(), Device::cpu(1)?);
     let holds = |stage: StageId| {
         let layers = schedule.layers[placement.part(stage) as usize].clone();
-        Ok::<_, Error>(Stage::new(job.model, layers, &device)?)
+        Ok::<_, Error>(Stage::new(&job.model, layers, &device)?)
     };
     let of_rank = |placement: &Placement, rank| {
         let mut tensors = BTreeMap::new();

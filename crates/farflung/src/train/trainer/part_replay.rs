@@ -176,13 +176,13 @@ impl ReplayedParts {
     ) -> Result<Self> {
         let each_step = job.averages_each_step();
         let PartCopy { layers, pieces } = copy;
-        if !are_disjoint(layers, job.model.layers) {
+        if !are_disjoint(layers, job.model.layers()) {
             let message = "the copy of other members' parts".to_owned();
             return Err(Error::Message { message, problem: "has parts that overlap" });
         }
         let get = |name: &str| pieces.tensors.get(name).map(Vec::as_slice);
         let part = |layers: &Range<usize>| {
-            let stage = Stage::new(job.model, layers.clone(), device)?;
+            let stage = Stage::new(&job.model, layers.clone(), device)?;
             let (mut params, grads) = (stage.zeros()?, stage.zeros()?);
             let mut chain = chain(&job.config, device, &stage, 1)?;
             let mut sync = None;

@@ -95,9 +95,9 @@ impl Trainer {
             }
             if compared {
                 copies.push(NamedValue::new(of("parameters"), params));
-                let table = placement.is_first(stage) || placement.is_last(stage);
-                if table && !whole && !layout.is_empty() {
-                    let values = part.params.view().part(part.table().start, part.table().len())?;
+                let table = part.table();
+                if !table.is_empty() {
+                    let values = part.params.view().part(table.start, table.len())?;
                     let mut hasher = Hasher::default();
                     hasher.update(&values.to_vec::<f32>()?);
                     copies.push(NamedValue::new("token table", hasher.finish()));

@@ -3,19 +3,21 @@
 use std::fs;
 use std::path::Path;
 
-use farflung::zoo::GptConfig;
 use farflung::zoo::weights::{Weights, WriteOptions, write};
+use farflung::zoo::{ModelSpec, gpt2};
 
 use super::{Run, host, join, members, said, trains};
 use crate::tiny::farflung;
 use rustix::process::Signal;
 
 /// A shape that differs from all presets and from the other tests' runs.
-const SHAPE: GptConfig = GptConfig { layers: 3, heads: 2, dim: 12, context: 10, vocab: 304 };
+fn shape() -> ModelSpec {
+    gpt2(3, 2, 12, 10, 304).unwrap()
+}
 
 /// Writes weights of this shape.
 fn write_weights(folder: &Path) {
-    write(folder, &SHAPE, WriteOptions::default(), |index, spec, out| {
+    write(folder, &shape(), WriteOptions::default(), |index, spec, out| {
         spec.fill(5, index, out);
         Ok::<(), farflung::Error>(())
     })
@@ -59,7 +61,7 @@ fn a_newcomer_has_the_model_of_the_weights() {
         // Both save the whole model, with the padded vocabulary.
         for member in ["host", "a"] {
             let weights = Weights::open(&run.at(member).join("step-00000012")).unwrap();
-            assert_eq!(weights.config(), SHAPE, "{more}: {member}");
+            assert_eq!(*weights.spec(), shape(), "{more}: {member}");
         }
         let settings = fs::read_to_string(run.at("a/config.toml")).unwrap();
         assert!(!settings.contains("init-from") && settings.contains("vocab = 304"), "{settings}");
@@ -72,7 +74,7 @@ fn a_member_of_a_pipeline_takes_its_part_of_the_weights() {
     together(&run, "--stages 2 --microbatches 2");
     // The first rank saves the whole model, which another run can start from.
     let weights = Weights::open(&run.at("host/step-00000012")).unwrap();
-    assert_eq!(weights.config(), SHAPE);
+    assert_eq!(weights.spec().clone(), shape());
     let newcomers = run.at("a/step-00000012");
     let message = Weights::open(&newcomers).unwrap_err().to_string();
     assert!(message.contains("no tensor"), "the newcomer has a part: {message}");

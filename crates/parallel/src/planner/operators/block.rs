@@ -6,7 +6,7 @@ use farflung_base::{Bytes, Link, Nanos};
 use super::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
 use crate::TensorEfficiency;
 
-/// Sizes of a block and its input. The feed-forward layer is four times as wide as the block.
+/// Sizes of a block and its input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockShape {
     /// Number of tokens in a microbatch.
@@ -15,8 +15,40 @@ pub struct BlockShape {
     pub context: u64,
     /// Number of values in a hidden state.
     pub width: u64,
-    /// Number of attention heads. Columns are divided only between heads.
+    /// Number of heads of queries.
+    pub queries: u64,
+    /// Number of heads of keys and values. Columns are divided only between them.
     pub heads: u64,
+    /// Values of a token's queries, keys and values.
+    pub qkv: u64,
+    /// Values of a token's queries, and of the output of attention.
+    pub attended: u64,
+    /// Inner width of the feed-forward network.
+    pub inner: u64,
+    /// Whether the feed-forward network has a gate beside its first matrix.
+    pub gated: bool,
+    /// Vectors of a norm: gain, and bias if there is one.
+    pub vectors: u64,
+}
+
+#[cfg(test)]
+impl BlockShape {
+    /// Returns GPT-2's block.
+    pub(super) const fn gpt(tokens: u64, context: u64, width: u64, heads: u64) -> Self {
+        let (qkv, inner) = (3 * width, 4 * width);
+        Self {
+            tokens,
+            context,
+            width,
+            queries: heads,
+            heads,
+            qkv,
+            attended: width,
+            inner,
+            gated: false,
+            vectors: 2,
+        }
+    }
 }
 
 /// One axis of a mesh.
@@ -89,35 +121,37 @@ const F32: u64 = 4;
 ///
 /// Costs are for one microbatch, forward and backward, in f32: computation, ring collectives, and a
 /// microbatch's share of the average of gradients. A change of layout is paid in both directions. Activations
-/// are those that farflung's trainer keeps: `16 width + heads + 4` values per token if nothing is divided.
+/// are those that farflung's trainer keeps, for GPT-2 `16 width + heads + 4` values per token if nothing is
+/// divided.
 #[must_use]
 pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
     let maker = Maker { shape, mesh };
-    let width = shape.width;
+    let BlockShape { width, qkv, attended, inner, .. } = *shape;
+    let wider = if shape.gated { 2 * inner } else { inner };
     let operators = [
         maker.layouts("input"),
         maker.norm("norm of attention"),
-        maker.product("queries, keys, values", width, 3 * width, true, width),
+        maker.product("queries, keys, values", width, qkv, true, width),
         maker.attention(),
-        maker.product("output of attention", width, width, false, width),
+        maker.product("output of attention", attended, width, false, attended),
         maker.layouts("sum behind attention"),
         maker.norm("norm of feed-forward"),
-        maker.product("feed-forward, wider", width, 4 * width, false, width),
-        // Keeps the input of the product, and the input of the GELU before the product.
-        maker.product("feed-forward, back", 4 * width, width, false, 8 * width),
+        maker.product("feed-forward, wider", width, wider, false, width),
+        // Keeps two buffers: the input of the product and the slope of the activation, or gate and factor.
+        maker.product("feed-forward, back", inner, width, false, 2 * inner),
         maker.layouts("sum behind feed-forward"),
     ];
     let edge = |from: usize, to: usize, columns: u64| maker.edge(&operators, from, to, columns);
     let edges = vec![
         edge(0, 1, width),
         edge(1, 2, width),
-        edge(2, 3, 3 * width),
-        edge(3, 4, width),
+        edge(2, 3, qkv),
+        edge(3, 4, attended),
         edge(4, 5, width),
         edge(0, 5, width),
         edge(5, 6, width),
         edge(6, 7, width),
-        edge(7, 8, 4 * width),
+        edge(7, 8, inner),
         edge(8, 9, width),
         edge(5, 9, width),
         edge(9, 0, width),
@@ -204,14 +238,14 @@ impl Maker<'_> {
     }
 
     fn norm(&self, name: &str) -> Shaped {
+        let vectors = self.shape.vectors * self.shape.width;
         let gradients = |cuts: Cuts| {
             let on = (0..2).filter(|&axis| cuts[axis] == Cut::Rows);
-            on.map(|axis| self.ring(axis, 2 * self.shape.width * F32, 2)).sum::<Nanos>()
+            on.map(|axis| self.ring(axis, vectors * F32, 2)).sum::<Nanos>()
         };
         let average = |cuts| Nanos(gradients(cuts).0 / u64::from(self.mesh.microbatches.max(1)));
         // Keeps the input, its mean and its deviation.
-        let held =
-            Held { weights: |_| 2 * self.shape.width * F32, kept: self.shape.width + 2, same_layout: false };
+        let held = Held { weights: |_| vectors * F32, kept: self.shape.width + 2, same_layout: false };
         self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, &held)
     }
 
@@ -252,16 +286,16 @@ impl Maker<'_> {
     }
 
     fn attention(&self) -> Shaped {
-        let BlockShape { tokens, context, width, heads } = *self.shape;
+        let BlockShape { tokens, context, queries, heads, qkv, attended, .. } = *self.shape;
         let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
         ways.retain(|&cuts| heads.is_multiple_of(self.parts(cuts, Cut::Columns)));
-        let cost = |cuts| self.compute(12 * tokens * context * width, cuts);
+        let cost = |cuts| self.compute(12 * tokens * context * attended, cuts);
         // Keeps queries, keys, values, and the logarithm of each head's sum.
         self.shaped(
             "attention",
             &ways,
             cost,
-            &Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true },
+            &Held { weights: |_| 0, kept: qkv + queries, same_layout: true },
         )
     }
 
@@ -318,9 +352,9 @@ mod tests {
     /// Megatron's division by columns, then by rows of the matrix (`inner`), is chosen.
     #[test]
     fn tokens_or_weights_travel_whichever_are_fewer() {
-        let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };
+        let many = BlockShape::gpt(65_536, 128, 256, 4);
         assert!(chosen(&many, &mesh("10gbit,1us", 4, 1)).iter().all(|name| name == "tokens"));
-        let few = BlockShape { tokens: 128, context: 128, width: 4096, heads: 32 };
+        let few = BlockShape::gpt(128, 128, 4096, 32);
         let mut mesh = mesh("100gbit,1us", 4, 1);
         let names = chosen(&few, &mesh);
         for (at, cut) in [(2, "columns"), (3, "columns"), (4, "inner"), (7, "columns"), (8, "inner")] {
@@ -335,7 +369,7 @@ mod tests {
     /// residuals are whole.
     #[test]
     fn megatrons_cuts_cost_four_sums() {
-        let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
+        let shape = BlockShape::gpt(512, 128, 1024, 16);
         let mesh = mesh("100gbit,1us", 8, 1);
         let graph = block(&shape, &mesh);
         let cuts =
@@ -365,7 +399,7 @@ mod tests {
     /// between two products, but not the inputs of norms and first products.
     #[test]
     fn activations_are_kept_as_they_go_in() {
-        let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
+        let shape = BlockShape::gpt(512, 128, 1024, 16);
         let alone = block(&shape, &mesh("1gbit,1us", 1, 1));
         let values = 16 * 1024 + 16 + 4;
         assert_eq!(kept(&alone, &["alone"; 10]), 512 * F32 * values);
@@ -379,7 +413,7 @@ mod tests {
 
     #[test]
     fn two_axes_and_one_device() {
-        let shape = BlockShape { tokens: 4096, context: 512, width: 512, heads: 8 };
+        let shape = BlockShape::gpt(4096, 512, 512, 8);
         assert!(chosen(&shape, &mesh("1gbit,1us", 1, 1)).iter().all(|name| name == "alone"));
         let axis = |size, link: &str| MeshAxis { size, link: link.parse().unwrap() };
         let mesh = DeviceMesh {

@@ -4,13 +4,14 @@
 use super::parts::rows_per_task;
 use super::pool::Pool;
 
-/// Computes `y[i] = table[tokens[i]] + positions[start + i % len]`. All ids must be valid row indices.
+/// Computes `y[i] = table[tokens[i]] + positions[start + i % len]`, or without positions. All ids must be valid
+/// row indices.
 pub(super) fn forward(
     pool: &Pool,
     tokens: &[u32],
     (start, len): (usize, usize),
     table: &[f32],
-    positions: &[f32],
+    positions: Option<&[f32]>,
     y: &mut [f32],
 ) {
     let cols = y.len().checked_div(tokens.len()).unwrap_or(0);
@@ -19,6 +20,10 @@ pub(super) fn forward(
         for (r, y) in y.chunks_exact_mut(cols).enumerate() {
             let i = t * rows + r;
             let token = &table[tokens[i] as usize * cols..][..cols];
+            let Some(positions) = positions else {
+                y.copy_from_slice(token);
+                continue;
+            };
             let position = &positions[(start + i % len) * cols..][..cols];
             for ((y, a), b) in y.iter_mut().zip(token).zip(position) {
                 *y = a + b;
@@ -34,7 +39,7 @@ pub(super) fn backward(
     len: usize,
     dy: &[f32],
     d_table: &mut [f32],
-    d_positions: &mut [f32],
+    d_positions: Option<&mut [f32]>,
 ) {
     /// Number of table rows that one task writes.
     const ROWS_PER_TASK: usize = 1024;
@@ -52,6 +57,7 @@ pub(super) fn backward(
             }
         }
     });
+    let Some(d_positions) = d_positions else { return };
     pool.for_chunks([(&mut d_positions[..len * cols], cols)], |p, [row]| {
         for i in (p..tokens.len()).step_by(len) {
             add(row, i);

@@ -52,11 +52,12 @@ simd! {
     }
 }
 
-/// Computes the losses of all rows. Targets must be below the number of columns.
+/// Computes the weighted losses of all rows. Targets must be below the number of columns.
 pub(super) fn cross_entropy(
     pool: &Pool,
     logits: &mut [f32],
     targets: &[u32],
+    weights: Option<&[f32]>,
     losses: &mut [f32],
     scale: Option<f32>,
 ) {
@@ -65,7 +66,16 @@ pub(super) fn cross_entropy(
     let rows = super::parts::rows_per_task(cols);
     pool.for_chunks([(logits, rows * cols), (losses, rows)], |t, [logits, losses]| {
         for (r, (x, loss)) in logits.chunks_exact_mut(cols).zip(losses).enumerate() {
-            *loss = row_loss(isa, x, targets[t * rows + r] as usize, scale);
+            let row = t * rows + r;
+            let weight = weights.map_or(1.0, |weights| weights[row]);
+            if weight == 0.0 {
+                *loss = 0.0;
+                if scale.is_some() {
+                    x.fill(0.0);
+                }
+            } else {
+                *loss = row_loss(isa, x, targets[row] as usize, scale.map(|scale| scale * weight)) * weight;
+            }
         }
     });
 }

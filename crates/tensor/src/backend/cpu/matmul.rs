@@ -11,6 +11,7 @@ use super::vector::Vector;
 pub(super) enum Fused<'a> {
     None,
     Bias(&'a [f32]),
+    Add(&'a [f32]),
     BiasGelu(&'a [f32], Option<&'a mut [f32]>),
     BiasAdd(&'a [f32], &'a [f32]),
     Times(&'a [f32]),
@@ -24,6 +25,26 @@ impl Epilogue for Bias<'_> {
         for (c, b) in c.iter_mut().zip(&self.0[col..]) {
             *c += b;
         }
+    }
+}
+
+struct Add<'a> {
+    residual: &'a [f32],
+    cols: usize,
+}
+
+impl Epilogue for Add<'_> {
+    #[inline(always)]
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
+        let residual = &self.residual[row * self.cols + col..][..c.len()];
+        for (c, r) in c.iter_mut().zip(residual) {
+            *c += r;
+        }
+    }
+
+    #[inline(always)]
+    fn beside(&self, row: usize, col: usize) -> Option<*const f32> {
+        Some(self.residual.as_ptr().wrapping_add(row * self.cols + col))
     }
 }
 
@@ -130,6 +151,7 @@ pub(super) fn matmul(
     match fused {
         Fused::None => gemm(pool, a, b, c, init, &NoEpilogue),
         Fused::Bias(bias) => gemm(pool, a, b, c, init, &Bias(bias)),
+        Fused::Add(residual) => gemm(pool, a, b, c, init, &Add { residual, cols: n }),
         Fused::BiasAdd(bias, residual) => {
             gemm(pool, a, b, c, init, &BiasAdd { bias, residual, cols: n });
         }

@@ -5,6 +5,7 @@ mod cast;
 mod embed;
 mod gelu;
 mod gemm;
+mod join;
 mod loss;
 mod map;
 mod matmul;
@@ -15,6 +16,7 @@ mod reduce;
 mod round;
 mod simd;
 mod storage;
+mod swiglu;
 mod tile;
 mod vector;
 mod vmath;
@@ -26,6 +28,7 @@ use farflung_base::Pending;
 use self::attention::{Cache, Layout};
 use self::gemm::Mat;
 pub(super) use self::gemm::packed_bytes;
+use self::join::Joined;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
 use self::storage::Buffers;
@@ -115,6 +118,7 @@ impl Backend for Cpu {
                     Fuse::None => Fused::None,
                     Fuse::Bias(bias) => Fused::Bias(floats(&bias)),
                     Fuse::BiasGelu { bias, slope } => Fused::BiasGelu(floats(&bias), slope.map(floats_mut)),
+                    Fuse::Add { residual } => Fused::Add(floats(&residual)),
                     Fuse::BiasAdd { bias, residual } => Fused::BiasAdd(floats(&bias), floats(&residual)),
                     Fuse::Times { factor } => Fused::Times(floats(&factor)),
                 };
@@ -127,16 +131,18 @@ impl Backend for Cpu {
             Op::SumRows { x, y, accumulate } => {
                 reduce::sum_rows(pool, floats(&x), floats_mut(y), accumulate);
             }
-            Op::LayerNorm { x, gain, bias, y, stats } => norm::forward(
+            Op::Norm { norm, x, gain, bias, y, stats } => norm::forward(
                 pool,
+                norm,
                 floats(&x),
                 floats(&gain),
-                floats(&bias),
+                bias.as_ref().map(floats),
                 floats_mut(y),
                 floats_mut(stats),
             ),
-            Op::LayerNormInput { x, gain, stats, dy, residual, dx } => norm::input(
+            Op::NormInput { norm, x, gain, stats, dy, residual, dx } => norm::input(
                 pool,
+                norm.kind,
                 floats(&x),
                 floats(&gain),
                 floats(&stats),
@@ -144,15 +150,27 @@ impl Backend for Cpu {
                 residual.as_ref().map(floats),
                 floats_mut(dx),
             ),
-            Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => norm::weight(
+            Op::NormWeight { x, stats, dy, d_gain, d_bias, accumulate } => norm::weight(
                 pool,
                 floats(&x),
                 floats(&stats),
                 floats(&dy),
                 floats_mut(d_gain),
-                floats_mut(d_bias),
+                d_bias.map(floats_mut),
                 accumulate,
             ),
+            Op::JoinHeads { heads, rotary, q, k, v, qkv } => {
+                let l = Joined::new(heads, qkv.shape(), rotary.as_ref());
+                join::join(pool, l, [&q, &k, &v].map(floats), floats_mut(qkv));
+            }
+            Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
+                let l = Joined::new(heads, d_qkv.shape(), rotary.as_ref());
+                join::split(pool, l, floats(&d_qkv), [dq, dk, dv].map(floats_mut));
+            }
+            Op::SwiGlu { gate, up, y } => swiglu::forward(pool, floats(&gate), floats(&up), floats_mut(y)),
+            Op::SwiGluGrad { gate, up, dy } => {
+                swiglu::backward(pool, floats_mut(gate), floats_mut(up), floats_mut(dy));
+            }
             Op::Attention { heads, qkv, y, lse } => {
                 let l = Layout::packed(y.shape(), heads);
                 attention::train_forward(pool, l, floats(&qkv), floats_mut(y), floats_mut(lse));
@@ -190,17 +208,18 @@ impl Backend for Cpu {
             Op::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let ids = ids(name, &tokens, tokens_table.shape().rows())?;
                 let len = y.shape().dims()[1];
-                let (table, positions) = (floats(&tokens_table), floats(&positions_table));
+                let (table, positions) = (floats(&tokens_table), positions_table.as_ref().map(floats));
                 embed::forward(pool, ids, (start, len), table, positions, floats_mut(y));
             }
             Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
                 let ids = ids(name, &tokens, d_tokens_table.shape().rows())?;
-                let (table, positions) = (floats_mut(d_tokens_table), floats_mut(d_positions_table));
+                let (table, positions) = (floats_mut(d_tokens_table), d_positions_table.map(floats_mut));
                 embed::backward(pool, ids, dy.shape().dims()[1], floats(&dy), table, positions);
             }
-            Op::CrossEntropy { logits, targets, losses, grad_scale } => {
+            Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let ids = ids(name, &targets, logits.shape().cols())?;
-                loss::cross_entropy(pool, floats_mut(logits), ids, floats_mut(losses), grad_scale);
+                let weights = weights.as_ref().map(floats);
+                loss::cross_entropy(pool, floats_mut(logits), ids, weights, floats_mut(losses), grad_scale);
             }
             Op::SumSquares { x, partials } => reduce::sum_squares(pool, floats(&x), floats_mut(partials)),
             Op::Map { program, scalars, reads, writes } => {

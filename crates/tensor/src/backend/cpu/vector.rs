@@ -40,6 +40,8 @@ pub(super) trait Vector: Level {
     unsafe fn in_step<const N: usize>(v: &mut [Self::V; N]);
     /// Returns the first `n <= 8` lanes of `v`, and the remaining lanes of `rest`.
     unsafe fn first(n: usize, v: Self::V, rest: Self::V) -> Self::V;
+    /// Returns `a` where `x` has a minus sign, else `b`, per lane.
+    unsafe fn by_sign(x: Self::V, a: Self::V, b: Self::V) -> Self::V;
     /// Transposes 8 by 8: `dst[j * pitch + i] = src[i * stride + j]`.
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
 }
@@ -161,6 +163,10 @@ impl Vector for Portable {
         std::array::from_fn(|i| if i < n { v[i] } else { rest[i] })
     }
     #[inline(always)]
+    unsafe fn by_sign(x: Self::V, a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| if x[i].is_sign_negative() { a[i] } else { b[i] })
+    }
+    #[inline(always)]
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
         for j in 0..LANES {
             for i in 0..LANES {
@@ -265,6 +271,10 @@ mod avx2 {
         #[inline(always)]
         unsafe fn first(n: usize, v: __m256, rest: __m256) -> __m256 {
             unsafe { _mm256_blendv_ps(rest, v, _mm256_loadu_ps(FIRST.as_ptr().add(LANES - n))) }
+        }
+        #[inline(always)]
+        unsafe fn by_sign(x: __m256, a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_blendv_ps(b, a, x) }
         }
         #[inline(always)]
         unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {

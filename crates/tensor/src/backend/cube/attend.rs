@@ -6,40 +6,43 @@ use super::attention::RowsLaunch;
 use super::operand::Operand;
 use super::storage::Buffer;
 use super::{Cube, attention, cubes, u32_of};
-use crate::Result;
+use crate::{Heads, Result, Shape};
 
 /// Returns the factor applied to scores: `1 / sqrt(dim)`.
 fn scale_of(dim: usize) -> f32 {
     1.0 / (dim as f32).sqrt()
 }
 
-/// Shapes of an attention: `[batch, tokens, width]` and the number of heads.
+/// Sizes of an attention.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Heads {
+pub(super) struct Sizes {
     batch: usize,
     tokens: usize,
-    width: usize,
-    count: usize,
+    heads: Heads,
+    dim: usize,
 }
 
-impl Heads {
-    pub(super) fn new(y: &[usize], heads: usize) -> Self {
-        Self { batch: y[0], tokens: y[1], width: y[2], count: heads }
+impl Sizes {
+    /// `y` has the shape `[B, T, C]`.
+    pub(super) fn new(y: Shape, heads: Heads) -> Self {
+        let tokens = y.dims()[1];
+        Self { batch: y.rows() / tokens, tokens, heads, dim: y.cols() / heads.query }
     }
 
-    fn dim(self) -> usize {
-        self.width / self.count
+    /// Returns the number of heads of queries that share a head of keys and values.
+    fn group(self) -> u32 {
+        u32_of(self.heads.query / self.heads.kv)
     }
 
     /// Returns the vector width of the kernels in floats: the largest of 4, 2, 1 that divides the head
     /// dimension.
     fn vector(self) -> usize {
-        [4, 2, 1].into_iter().find(|n| self.dim().is_multiple_of(*n)).unwrap_or(1)
+        [4, 2, 1].into_iter().find(|n| self.dim.is_multiple_of(*n)).unwrap_or(1)
     }
 
     /// Returns the number of vectors in a head's row.
     fn vectors(self) -> u32 {
-        u32_of(self.dim() / self.vector())
+        u32_of(self.dim / self.vector())
     }
 
     /// Converts a layout from floats to vectors.
@@ -49,35 +52,66 @@ impl Heads {
     }
 
     /// Returns the number of cubes (workgroups) that gives each of `rows` rows of each head one unit (thread).
-    fn cubes(self, rows: usize, units: u32) -> CubeCount {
-        cubes(self.batch * self.count * rows.div_ceil(units as usize))
+    fn cubes(self, heads: usize, rows: usize, units: u32) -> CubeCount {
+        cubes(self.batch * heads * rows.div_ceil(units as usize))
     }
 
-    /// Returns the layout of queries (0), keys (1) or values (2) in a packed `[B, T, 3 C]`: token stride, batch
-    /// stride, start.
-    pub(super) fn packed(self, which: usize) -> [usize; 3] {
-        [3 * self.width, self.tokens * 3 * self.width, which * self.width]
+    /// Returns the layouts of queries, keys and values in a `[B, T, W]`: token stride, batch stride, start.
+    fn packed(self) -> [[usize; 3]; 3] {
+        let Heads { query, kv } = self.heads;
+        let stride = self.heads.width() * self.dim;
+        [0, query, query + kv].map(|first| [stride, self.tokens * stride, first * self.dim])
     }
 
-    /// Returns the layout of rows in a `[B, length, C]`.
-    pub(super) fn plain(self, length: usize) -> [usize; 3] {
-        [self.width, length * self.width, 0]
+    /// Returns the layout of rows in a `[B, length, heads D]`.
+    fn plain(self, heads: usize, length: usize) -> [usize; 3] {
+        [heads * self.dim, length * heads * self.dim, 0]
+    }
+
+    /// Returns the layout of the outputs.
+    fn outputs(self) -> RowsLaunch {
+        self.rows(self.plain(self.heads.query, self.tokens))
     }
 }
 
 /// Keys and values of an attention: operands, layouts, and the number of tokens before the first query.
-pub(super) struct Cached<'a> {
-    pub(super) keys: &'a Operand,
-    pub(super) values: &'a Operand,
-    pub(super) at: [[usize; 3]; 2],
-    pub(super) past: usize,
+pub(super) struct KeysValues<'a> {
+    keys: &'a Operand,
+    values: &'a Operand,
+    at: [[usize; 3]; 2],
+    past: usize,
+}
+
+impl<'a> KeysValues<'a> {
+    /// Those of the queries' own tokens, beside the queries.
+    pub(super) fn packed(sizes: Sizes, qkv: &'a Operand) -> Self {
+        let [_, keys, values] = sizes.packed();
+        Self { keys: qkv, values: qkv, at: [keys, values], past: 0 }
+    }
+
+    /// Those of caches `[B, capacity, kv D]`.
+    pub(super) fn cached(
+        sizes: Sizes,
+        [keys, values]: [&'a Operand; 2],
+        past: usize,
+        capacity: usize,
+    ) -> Self {
+        Self { keys, values, at: [sizes.plain(sizes.heads.kv, capacity); 2], past }
+    }
 }
 
 impl Cube {
-    pub(super) fn attend(&self, h: Heads, q: &Operand, kv: &Cached<'_>, y: &Operand, lse: Option<&Operand>) {
+    pub(super) fn attend(
+        &self,
+        h: Sizes,
+        q: &Operand,
+        kv: &KeysValues<'_>,
+        y: &Operand,
+        lse: Option<&Operand>,
+    ) {
         attention::forward::launch(
             &self.client,
-            h.cubes(h.tokens, self.units),
+            h.cubes(h.heads.query, h.tokens, self.units),
             CubeDim::new_1d(self.units),
             h.vector(),
             q.arg(),
@@ -85,14 +119,15 @@ impl Cube {
             kv.values.arg(),
             y.arg(),
             lse.unwrap_or(y).arg(),
-            h.rows(h.packed(0)),
+            h.rows(h.packed()[0]),
             h.rows(kv.at[0]),
             h.rows(kv.at[1]),
-            h.rows(h.plain(h.tokens)),
-            u32_of(h.count),
+            h.outputs(),
+            u32_of(h.heads.query),
+            h.group(),
             u32_of(h.tokens),
             u32_of(kv.past),
-            scale_of(h.dim()),
+            scale_of(h.dim),
             lse.is_some(),
             h.vectors(),
             self.units,
@@ -104,9 +139,9 @@ impl Cube {
     #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
     pub(super) fn attend_grad(
         &self,
-        h: Heads,
+        h: Sizes,
         q: &Operand,
-        kv: &Cached<'_>,
+        kv: &KeysValues<'_>,
         y: &Operand,
         lse: &Operand,
         dy: &Operand,
@@ -114,11 +149,11 @@ impl Cube {
         d_kv: [&Operand; 2],
         accumulate: bool,
     ) -> Result<()> {
-        let stats = h.batch * h.count * h.tokens;
+        let stats = h.batch * h.heads.query * h.tokens;
         let scratch: Buffer = self.scratch(stats * 4)?;
         let delta = Self::whole(&scratch);
         let (count, dim) = self.each(stats);
-        let (heads, tokens) = (u32_of(h.count), u32_of(h.tokens));
+        let (heads, tokens) = (u32_of(h.heads.query), u32_of(h.tokens));
         attention::deltas::launch(
             &self.client,
             count,
@@ -129,11 +164,11 @@ impl Cube {
             heads,
             tokens,
             u32_of(stats),
-            u32_of(h.dim()),
+            u32_of(h.dim),
         );
         attention::queries::launch(
             &self.client,
-            h.cubes(h.tokens, self.units),
+            h.cubes(h.heads.query, h.tokens, self.units),
             CubeDim::new_1d(self.units),
             h.vector(),
             q.arg(),
@@ -143,20 +178,21 @@ impl Cube {
             lse.arg(),
             delta.arg(),
             d_q.arg(),
-            h.rows(h.packed(0)),
+            h.rows(h.packed()[0]),
             h.rows(kv.at[0]),
             h.rows(kv.at[1]),
-            h.rows(h.plain(h.tokens)),
+            h.outputs(),
             heads,
+            h.group(),
             tokens,
             u32_of(kv.past),
-            scale_of(h.dim()),
+            scale_of(h.dim),
             h.vectors(),
             self.units,
         );
         attention::keys_values::launch(
             &self.client,
-            h.cubes(kv.past + h.tokens, self.units),
+            h.cubes(h.heads.kv, kv.past + h.tokens, self.units),
             CubeDim::new_1d(self.units),
             h.vector(),
             q.arg(),
@@ -167,14 +203,15 @@ impl Cube {
             delta.arg(),
             d_kv[0].arg(),
             d_kv[1].arg(),
-            h.rows(h.packed(0)),
+            h.rows(h.packed()[0]),
             h.rows(kv.at[0]),
             h.rows(kv.at[1]),
-            h.rows(h.plain(h.tokens)),
-            heads,
+            h.outputs(),
+            u32_of(h.heads.kv),
+            h.group(),
             tokens,
             u32_of(kv.past),
-            scale_of(h.dim()),
+            scale_of(h.dim),
             accumulate,
             h.vectors(),
             self.units,
@@ -185,14 +222,15 @@ impl Cube {
 
     pub(super) fn exchange(
         &self,
-        h: Heads,
+        h: Sizes,
         qkv: &Operand,
         caches: [&Operand; 2],
         past: usize,
         capacity: usize,
         append: bool,
     ) {
-        let len = h.batch * h.tokens * h.width;
+        let width = h.heads.kv * h.dim;
+        let len = h.batch * h.tokens * width;
         let (count, dim) = self.each(len);
         attention::exchange::launch(
             &self.client,
@@ -201,7 +239,8 @@ impl Cube {
             qkv.arg(),
             caches[0].arg(),
             caches[1].arg(),
-            u32_of(h.width),
+            u32_of(h.heads.query * h.dim),
+            u32_of(width),
             u32_of(h.tokens),
             u32_of(past),
             u32_of(capacity),

@@ -37,8 +37,6 @@ impl Rows {
 struct RowIndex {
     batch: u32,
     head: u32,
-    /// First column of the head.
-    column: u32,
     /// Row of the unit; may be beyond the last row.
     row: u32,
 }
@@ -46,12 +44,12 @@ struct RowIndex {
 #[cube]
 impl RowIndex {
     /// Computes the row of this unit. Each cube (workgroup) covers `units` consecutive rows of one head.
-    fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> RowIndex {
+    fn take(heads: u32, rows: u32, #[comptime] units: u32) -> RowIndex {
         let blocks = rows.div_ceil(units);
         let cube = CUBE_POS as u32;
         let head = cube / blocks % heads;
         let row = cube % blocks * units + UNIT_POS;
-        RowIndex { batch: cube / blocks / heads, head, column: head * dim, row }
+        RowIndex { batch: cube / blocks / heads, head, row }
     }
 }
 
@@ -136,6 +134,7 @@ fn put<N: Size>(
 }
 
 /// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
+/// `group` heads of queries share a head of keys and values.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
@@ -148,6 +147,7 @@ pub(super) fn forward<N: Size>(
     v_rows: Rows,
     y_rows: Rows,
     heads: u32,
+    group: u32,
     tokens: u32,
     past: u32,
     scale: f32,
@@ -155,8 +155,10 @@ pub(super) fn forward<N: Size>(
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
-    let RowIndex { batch, head, column, row } = RowIndex::take(heads, tokens, dim, units);
+    let RowIndex { batch, head, row } = RowIndex::take(heads, tokens, units);
     if row < tokens {
+        let column = head * dim;
+        let shared = head / group * dim;
         let query = take(q, q_rows.at(batch, row, column), scale, dim);
         let mut sum = zeros::<N>(dim);
         let mut scores = Array::<f32>::new(BLOCK as usize);
@@ -170,7 +172,7 @@ pub(super) fn forward<N: Size>(
             for j in 0..BLOCK {
                 let mut score = f32::new(MASKED);
                 if first + j < end {
-                    score = dot(&query, k, k_rows.at(batch, first + j, column), dim);
+                    score = dot(&query, k, k_rows.at(batch, first + j, shared), dim);
                 }
                 scores[j as usize] = score;
                 larger = f32::max(larger, score);
@@ -187,7 +189,7 @@ pub(super) fn forward<N: Size>(
                 if first + j < end {
                     let p = f32::exp(scores[j as usize] - top);
                     total += p;
-                    add_scaled(&mut sum, p, v, v_rows.at(batch, first + j, column), dim);
+                    add_scaled(&mut sum, p, v, v_rows.at(batch, first + j, shared), dim);
                 }
             }
             first += BLOCK;
@@ -244,22 +246,25 @@ pub(super) fn queries<N: Size>(
     v_rows: Rows,
     y_rows: Rows,
     heads: u32,
+    group: u32,
     tokens: u32,
     past: u32,
     scale: f32,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
-    let RowIndex { batch, head, column, row } = RowIndex::take(heads, tokens, dim, units);
+    let RowIndex { batch, head, row } = RowIndex::take(heads, tokens, units);
     if row < tokens {
+        let column = head * dim;
+        let shared = head / group * dim;
         let query = take(q, q_rows.at(batch, row, column), scale, dim);
         let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
         let mut sum = zeros::<N>(dim);
         let stat = ((batch * heads + head) * tokens + row) as usize;
         for token in 0..past + row + 1 {
-            let key = k_rows.at(batch, token, column);
+            let key = k_rows.at(batch, token, shared);
             let score = dot(&query, k, key, dim);
-            let dp = dot(&grad, v, v_rows.at(batch, token, column), dim);
+            let dp = dot(&grad, v, v_rows.at(batch, token, shared), dim);
             let ds = f32::exp(score - lse[stat]) * (dp - delta[stat]) * scale;
             add_scaled(&mut sum, ds, k, key, dim);
         }
@@ -267,7 +272,8 @@ pub(super) fn queries<N: Size>(
     }
 }
 
-/// Computes the gradients of keys and values, in their layouts, with one unit (thread) per key.
+/// Computes the gradients of keys and values, in their layouts, with one unit (thread) per key. It sums over
+/// the `group` heads of queries that share the head, in order; `heads` is the number of heads of keys.
 #[cube(launch)]
 pub(super) fn keys_values<N: Size>(
     q: &[Vector<f32, N>],
@@ -283,6 +289,7 @@ pub(super) fn keys_values<N: Size>(
     v_rows: Rows,
     y_rows: Rows,
     heads: u32,
+    group: u32,
     tokens: u32,
     past: u32,
     scale: f32,
@@ -291,21 +298,25 @@ pub(super) fn keys_values<N: Size>(
     #[comptime] units: u32,
 ) {
     let seen = past + tokens;
-    let RowIndex { batch, head, column, row } = RowIndex::take(heads, seen, dim, units);
+    let RowIndex { batch, head, row } = RowIndex::take(heads, seen, units);
     if row < seen {
+        let column = head * dim;
         let key = take(k, k_rows.at(batch, row, column), scale, dim);
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
         let mut d_key = zeros::<N>(dim);
         let mut d_value = zeros::<N>(dim);
-        // Queries before the key do not attend to it.
-        for token in u32::max(row, past) - past..tokens {
-            let stat = ((batch * heads + head) * tokens + token) as usize;
-            let query = q_rows.at(batch, token, column);
-            let grad = y_rows.at(batch, token, column);
-            let p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
-            let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
-            add_scaled(&mut d_value, p, dy, grad, dim);
-            add_scaled(&mut d_key, ds, q, query, dim);
+        for member in 0..group {
+            let of_queries = head * group + member;
+            // Queries before the key do not attend to it.
+            for token in u32::max(row, past) - past..tokens {
+                let stat = ((batch * heads * group + of_queries) * tokens + token) as usize;
+                let query = q_rows.at(batch, token, of_queries * dim);
+                let grad = y_rows.at(batch, token, of_queries * dim);
+                let p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
+                let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
+                add_scaled(&mut d_value, p, dy, grad, dim);
+                add_scaled(&mut d_key, ds, q, query, dim);
+            }
         }
         put(&d_key, d_k, k_rows.at(batch, row, column), accumulate, dim);
         put(&d_value, d_v, v_rows.at(batch, row, column), accumulate, dim);
@@ -313,12 +324,13 @@ pub(super) fn keys_values<N: Size>(
 }
 
 /// Copies the keys and values of new tokens from `qkv` to the caches if `append`, else from the caches to
-/// `qkv`.
+/// `qkv`. A row of `qkv` has queries, then `width` floats of keys, then as many of values.
 #[cube(launch)]
 pub(super) fn exchange(
     qkv: &mut [f32],
     keys: &mut [f32],
     values: &mut [f32],
+    queries: u32,
     width: u32,
     tokens: u32,
     past: u32,
@@ -331,9 +343,9 @@ pub(super) fn exchange(
         let col = at % width;
         let token = at / width % tokens;
         let batch = at / width / tokens;
-        let packed = (batch * tokens + token) * 3 * width + col;
-        let key = (packed + width) as usize;
-        let value = (packed + 2 * width) as usize;
+        let key = (batch * tokens + token) * (queries + 2 * width) + queries + col;
+        let value = (key + width) as usize;
+        let key = key as usize;
         let cached = ((batch * capacity + past + token) * width + col) as usize;
         if comptime!(append) {
             keys[cached] = qkv[key];

@@ -39,6 +39,7 @@ pub(super) fn check_ids(
     }
 }
 
+/// Copies the ids' rows of the table, plus the rows of the positions if `add`.
 #[cube(launch)]
 pub(super) fn gather(
     ids: &[u32],
@@ -50,6 +51,7 @@ pub(super) fn gather(
     tokens: u32,
     start: u32,
     vocabulary: u32,
+    #[comptime] add: bool,
 ) {
     let at = ABSOLUTE_POS;
     if at < len as usize {
@@ -57,8 +59,12 @@ pub(super) fn gather(
         let row = at / cols;
         let col = at % cols;
         let id = u32::min(ids[row], vocabulary - 1) as usize;
-        let position = start as usize + row % tokens as usize;
-        y[at] = table[id * cols + col] + positions[position * cols + col];
+        if comptime!(add) {
+            let position = start as usize + row % tokens as usize;
+            y[at] = table[id * cols + col] + positions[position * cols + col];
+        } else {
+            y[at] = table[id * cols + col];
+        }
     }
 }
 

@@ -8,10 +8,12 @@ use super::block::{block_max, block_sum};
 pub(super) fn cross_entropy(
     logits: &mut [f32],
     targets: &[u32],
+    weights: &[f32],
     losses: &mut [f32],
     rows: u32,
     cols: u32,
     scale: f32,
+    #[comptime] weighted: bool,
     #[comptime] grad: bool,
     #[comptime] units: u32,
 ) {
@@ -23,6 +25,10 @@ pub(super) fn cross_entropy(
         // An out-of-range target has been recorded by `check_ids`; read column 0 instead of out of bounds.
         let wanted = targets[row] as usize;
         let target = select(wanted < cols, wanted, 0usize);
+        let mut weight = 1.0f32;
+        if comptime!(weighted) {
+            weight = weights[row];
+        }
         let mut largest = logits[at];
         let mut i = UNIT_POS as usize;
         while i < cols {
@@ -38,7 +44,8 @@ pub(super) fn cross_entropy(
         }
         let total = block_sum(&mut shared, sum, units);
         if UNIT_POS == 0 {
-            losses[row] = f32::ln(total) - (logits[at + target] - top);
+            let loss = f32::ln(total) - (logits[at + target] - top);
+            losses[row] = select(weight == 0.0, 0.0, loss * weight);
         }
         if comptime!(grad) {
             // One unit (thread) has read the target's logit above; another unit overwrites it below.
@@ -47,7 +54,8 @@ pub(super) fn cross_entropy(
             i = UNIT_POS as usize;
             while i < cols {
                 let p = f32::exp(logits[at + i] - top) * inverse;
-                logits[at + i] = select(i == target, p - 1.0, p) * scale;
+                let slope = select(i == target, p - 1.0, p) * (scale * weight);
+                logits[at + i] = select(weight == 0.0, 0.0, slope);
                 i += units as usize;
             }
         }

@@ -12,6 +12,7 @@ mod bytes;
 mod codec;
 mod download;
 mod embed;
+mod join;
 mod loss;
 mod map;
 mod matmul;
@@ -22,6 +23,7 @@ mod product;
 mod reduce;
 mod run;
 mod storage;
+mod swiglu;
 
 use std::any::Any;
 

@@ -1,10 +1,10 @@
-//! Layer norm, one cube (workgroup) per row. Weight gradients are sums over columns.
+//! Layer norm and RMS norm, one cube (workgroup) per row. Weight gradients are sums over columns.
 
 use cubecl::prelude::*;
 
 use super::block::block_sum;
 
-/// Computes mean and reciprocal standard deviation of each row, and the normalised row.
+/// Computes the statistics of each row, and the normalised row. The mean of an RMS norm is 0.
 #[cube(launch)]
 pub(super) fn forward(
     x: &[f32],
@@ -15,6 +15,8 @@ pub(super) fn forward(
     rows: u32,
     cols: u32,
     eps: f32,
+    #[comptime] rms: bool,
+    #[comptime] add: bool,
     #[comptime] units: u32,
 ) {
     let mut shared = Shared::<[f32]>::new_slice(units as usize);
@@ -23,13 +25,16 @@ pub(super) fn forward(
         let cols = cols as usize;
         let at = row * cols;
         let scale = 1.0 / f32::cast_from(cols);
-        let mut sum = 0.0f32;
+        let mut mean = 0.0f32;
         let mut i = UNIT_POS as usize;
-        while i < cols {
-            sum += x[at + i];
-            i += units as usize;
+        if comptime!(!rms) {
+            let mut sum = 0.0f32;
+            while i < cols {
+                sum += x[at + i];
+                i += units as usize;
+            }
+            mean = block_sum(&mut shared, sum, units) * scale;
         }
-        let mean = block_sum(&mut shared, sum, units) * scale;
         let mut squares = 0.0f32;
         i = UNIT_POS as usize;
         while i < cols {
@@ -41,7 +46,12 @@ pub(super) fn forward(
         let rstd = 1.0 / f32::sqrt(var + eps);
         i = UNIT_POS as usize;
         while i < cols {
-            y[at + i] = (x[at + i] - mean) * rstd * gain[i] + bias[i];
+            let scaled = (x[at + i] - mean) * rstd * gain[i];
+            if comptime!(add) {
+                y[at + i] = scaled + bias[i];
+            } else {
+                y[at + i] = scaled;
+            }
             i += units as usize;
         }
         if UNIT_POS == 0 {
@@ -62,6 +72,7 @@ pub(super) fn input(
     dx: &mut [f32],
     rows: u32,
     cols: u32,
+    #[comptime] rms: bool,
     #[comptime] add: bool,
     #[comptime] units: u32,
 ) {
@@ -82,7 +93,10 @@ pub(super) fn input(
             along += d * ((x[at + i] - mean) * rstd);
             i += units as usize;
         }
-        let a = block_sum(&mut shared, plain, units) * scale;
+        let mut a = 0.0f32;
+        if comptime!(!rms) {
+            a = block_sum(&mut shared, plain, units) * scale;
+        }
         let b = block_sum(&mut shared, along, units) * scale;
         i = UNIT_POS as usize;
         while i < cols {
@@ -97,7 +111,8 @@ pub(super) fn input(
     }
 }
 
-/// Computes partial sums of the weight gradients over `chunk` rows each: `[chunks, 2, cols]`, gain then bias.
+/// Computes partial sums of the weight gradients over `chunk` rows each: `[chunks, 2, cols]`, gain then bias;
+/// `[chunks, cols]` without a bias.
 #[cube(launch)]
 pub(super) fn weight_parts(
     x: &[f32],
@@ -107,6 +122,7 @@ pub(super) fn weight_parts(
     rows: u32,
     cols: u32,
     chunk: u32,
+    #[comptime] with_bias: bool,
 ) {
     let cols = cols as usize;
     let part = ABSOLUTE_POS / cols;
@@ -121,7 +137,11 @@ pub(super) fn weight_parts(
             gain += d * ((x[row * cols + col] - stats[2 * row]) * stats[2 * row + 1]);
             bias += d;
         }
-        parts[part * 2 * cols + col] = gain;
-        parts[part * 2 * cols + cols + col] = bias;
+        if comptime!(with_bias) {
+            parts[part * 2 * cols + col] = gain;
+            parts[part * 2 * cols + cols + col] = bias;
+        } else {
+            parts[part * cols + col] = gain;
+        }
     }
 }

@@ -166,6 +166,11 @@ impl Cube {
                 );
                 self.write_back([bias].into_iter().chain(slope));
             }
+            Fuse::Add { residual } => {
+                let residual = self.read(&residual)?;
+                matmul::add::launch(&self.client, count, dim, out.arg(), residual.arg(), 1.0, len);
+                self.write_back([residual]);
+            }
             Fuse::BiasAdd { bias, residual } => {
                 let (bias, residual) = (self.read(&bias)?, self.read(&residual)?);
                 let args = (out.arg(), bias.arg(), residual.arg());

@@ -2,11 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::attend::{Cached, Heads};
+use super::attend::{KeysValues, Sizes};
+use super::join::JoinedLaunch;
 use super::operand::Operand;
-use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce, u32_of};
+use super::{Cube, bytes, cubes, embed, grid, join, loss, map, norm, reduce, swiglu, u32_of};
 use crate::op::Op;
-use crate::{DType, Precision, Result, TensorError, View, ViewMut};
+use crate::{DType, Heads, NormKind, Precision, Result, Rotary, Shape, TensorError, View, ViewMut};
 
 /// Ops that look up ids. The fault buffer stores the index in this list plus one.
 pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
@@ -122,22 +123,22 @@ impl Cube {
         x: &View<'_>,
         stats: &View<'_>,
         dy: &View<'_>,
-        d: [&ViewMut<'_>; 2],
+        (d_gain, d_bias): (&ViewMut<'_>, Option<&ViewMut<'_>>),
         accumulate: bool,
     ) -> Result<()> {
         let (rows, cols) = (x.shape().rows(), x.shape().cols());
-        let [gain, bias] = [self.write(d[0])?, self.write(d[1])?];
+        let (gain, bias) = (self.write(d_gain)?, d_bias.map(|d| self.write(d)).transpose()?);
         if rows == 0 {
-            if !accumulate {
-                self.fill(&gain, cols, 0.0);
-                self.fill(&bias, cols, 0.0);
+            for to in [&gain].into_iter().chain(&bias).filter(|_| !accumulate) {
+                self.fill(to, cols, 0.0);
             }
-            self.write_back([gain, bias]);
+            self.write_back([gain].into_iter().chain(bias));
             return Ok(());
         }
         let (x, stats, dy) = (self.read(x)?, self.read(stats)?, self.read(dy)?);
         let chunks = rows.div_ceil(COLUMN_CHUNK);
-        let scratch = self.scratch(chunks * 2 * cols * 4)?;
+        let width = if bias.is_some() { 2 * cols } else { cols };
+        let scratch = self.scratch(chunks * width * 4)?;
         let parts = Self::whole(&scratch);
         let (count, dim) = self.each(chunks * cols);
         norm::weight_parts::launch(
@@ -151,13 +152,26 @@ impl Cube {
             u32_of(rows),
             u32_of(cols),
             u32_of(COLUMN_CHUNK),
+            bias.is_some(),
         );
-        self.columns(&parts, &gain, [chunks, cols, 2 * cols, 0], chunks, accumulate);
-        self.columns(&parts, &bias, [chunks, cols, 2 * cols, cols], chunks, accumulate);
+        self.columns(&parts, &gain, [chunks, cols, width, 0], chunks, accumulate);
+        if let Some(bias) = &bias {
+            self.columns(&parts, bias, [chunks, cols, width, cols], chunks, accumulate);
+        }
         self.pool.give(scratch);
-        self.write_back([x, stats, dy, gain, bias]);
+        self.write_back([x, stats, dy, gain].into_iter().chain(bias));
         Ok(())
     }
+}
+
+/// Returns the sizes of joined heads; `qkv` is `[B, T, (query + 2 kv) D]` and not empty.
+fn joined_sizes(heads: Heads, qkv: Shape, rotary: Option<&Rotary<'_>>) -> JoinedLaunch {
+    let dim = qkv.cols() / heads.width();
+    let rotated = rotary.map_or(0, |rotary| rotary.table.shape().cols());
+    let start = rotary.map_or(0, |rotary| rotary.start);
+    let sizes = [qkv.len(), heads.query * dim, heads.kv * dim, dim, qkv.dims()[1], start, rotated];
+    let [len, queries, keys, dim, tokens, start, rotated] = sizes.map(u32_of);
+    JoinedLaunch::new(len, queries, keys, dim, tokens, start, rotated)
 }
 
 /// Launches the kernels of an op. An op without output elements launches none.
@@ -189,12 +203,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 cube.sum_rows(&x, &y, accumulate)?;
             }
         }
-        Op::LayerNorm { x, gain, bias, y, stats } => {
+        Op::Norm { norm, x, gain, bias, y, stats } => {
             let (rows, cols) = (x.shape().rows(), x.shape().cols());
             if x.is_empty() {
                 return Ok(());
             }
-            let (x, gain, bias) = (cube.read(&x)?, cube.read(&gain)?, cube.read(&bias)?);
+            let (x, gain) = (cube.read(&x)?, cube.read(&gain)?);
+            let bias = bias.map(|b| cube.read(&b)).transpose()?;
             let (y, stats) = (cube.write(&y)?, cube.write(&stats)?);
             let (count, dim) = cube.row_each(rows);
             norm::forward::launch(
@@ -203,17 +218,19 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 dim,
                 x.arg(),
                 gain.arg(),
-                bias.arg(),
+                bias.as_ref().unwrap_or(&gain).arg(),
                 y.arg(),
                 stats.arg(),
                 u32_of(rows),
                 u32_of(cols),
-                Op::LAYER_NORM_EPS,
+                norm.eps,
+                norm.kind == NormKind::Rms,
+                bias.is_some(),
                 cube.units,
             );
-            cube.write_back([x, gain, bias, y, stats]);
+            cube.write_back([x, gain, y, stats].into_iter().chain(bias));
         }
-        Op::LayerNormInput { x, gain, stats, dy, residual, dx } => {
+        Op::NormInput { norm, x, gain, stats, dy, residual, dx } => {
             let (rows, cols) = (x.shape().rows(), x.shape().cols());
             if x.is_empty() {
                 return Ok(());
@@ -236,23 +253,71 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 dx.arg(),
                 u32_of(rows),
                 u32_of(cols),
+                norm.kind == NormKind::Rms,
                 add,
                 cube.units,
             );
             cube.write_back([x, gain, stats, dy, dx].into_iter().chain(residual));
         }
-        Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
+        Op::NormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
             if !d_gain.is_empty() {
-                cube.norm_weight(&x, &stats, &dy, [&d_gain, &d_bias], accumulate)?;
+                cube.norm_weight(&x, &stats, &dy, (&d_gain, d_bias.as_ref()), accumulate)?;
             }
+        }
+        Op::JoinHeads { heads, rotary, q, k, v, qkv } => {
+            if qkv.is_empty() {
+                return Ok(());
+            }
+            let l = joined_sizes(heads, qkv.shape(), rotary.as_ref());
+            let (count, dim) = cube.each(qkv.len());
+            let (q, k, v, qkv) = (cube.read(&q)?, cube.read(&k)?, cube.read(&v)?, cube.write(&qkv)?);
+            let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
+            let angles = table.as_ref().unwrap_or(&q).arg();
+            let ([from_q, from_k, from_v], to) = ([&q, &k, &v].map(Operand::arg), qkv.arg());
+            join::join::launch(client, count, dim, from_q, from_k, from_v, angles, to, l);
+            cube.write_back([q, k, v, qkv].into_iter().chain(table));
+        }
+        Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
+            if d_qkv.is_empty() {
+                return Ok(());
+            }
+            let l = joined_sizes(heads, d_qkv.shape(), rotary.as_ref());
+            let (count, dim) = cube.each(d_qkv.len());
+            let (d_qkv, dq, dk, dv) =
+                (cube.read(&d_qkv)?, cube.write(&dq)?, cube.write(&dk)?, cube.write(&dv)?);
+            let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
+            let angles = table.as_ref().unwrap_or(&d_qkv).arg();
+            let (from, [q, k, v]) = (d_qkv.arg(), [&dq, &dk, &dv].map(Operand::arg));
+            join::split::launch(client, count, dim, from, angles, q, k, v, l);
+            cube.write_back([d_qkv, dq, dk, dv].into_iter().chain(table));
+        }
+        Op::SwiGlu { gate, up, y } => {
+            let len = y.len();
+            if len == 0 {
+                return Ok(());
+            }
+            let (gate, up, y) = (cube.read(&gate)?, cube.read(&up)?, cube.write(&y)?);
+            let (count, dim) = cube.each(len);
+            swiglu::forward::launch(client, count, dim, gate.arg(), up.arg(), y.arg(), u32_of(len));
+            cube.write_back([gate, up, y]);
+        }
+        Op::SwiGluGrad { gate, up, dy } => {
+            let len = dy.len();
+            if len == 0 {
+                return Ok(());
+            }
+            let (gate, up, dy) = (cube.write(&gate)?, cube.write(&up)?, cube.write(&dy)?);
+            let (count, dim) = cube.each(len);
+            swiglu::backward::launch(client, count, dim, gate.arg(), up.arg(), dy.arg(), u32_of(len));
+            cube.write_back([gate, up, dy]);
         }
         Op::Attention { heads, qkv, y, lse } => {
             if y.is_empty() {
                 return Ok(());
             }
-            let h = Heads::new(y.shape().dims(), heads);
+            let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
-            let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
+            let kv = KeysValues::packed(h, &qkv);
             cube.attend(h, &qkv, &kv, &y, Some(&lse));
             cube.write_back([qkv, y, lse]);
         }
@@ -260,10 +325,10 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             if y.is_empty() {
                 return Ok(());
             }
-            let h = Heads::new(y.shape().dims(), heads);
+            let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse, dy) = (cube.read(&qkv)?, cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let d = cube.write(&d_qkv)?;
-            let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
+            let kv = KeysValues::packed(h, &qkv);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
             cube.write_back([qkv, y, lse, dy, d]);
         }
@@ -271,13 +336,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             if y.is_empty() {
                 return Ok(());
             }
-            let h = Heads::new(y.shape().dims(), heads);
+            let h = Sizes::new(y.shape(), heads);
             let capacity = keys.shape().dims()[1];
             let (qkv, keys, values, y) =
                 (cube.read(&qkv)?, cube.write(&keys)?, cube.write(&values)?, cube.write(&y)?);
             let lse = lse.map(|l| cube.write(&l)).transpose()?;
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
-            let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
+            let kv = KeysValues::cached(h, [&keys, &values], past, capacity);
             cube.attend(h, &qkv, &kv, &y, lse.as_ref());
             cube.write_back([qkv, keys, values, y].into_iter().chain(lse));
         }
@@ -285,12 +350,12 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             if y.is_empty() {
                 return Ok(());
             }
-            let h = Heads::new(y.shape().dims(), heads);
+            let h = Sizes::new(y.shape(), heads);
             let capacity = keys.shape().dims()[1];
             let (qkv, keys, values) = (cube.read(&qkv)?, cube.read(&keys)?, cube.read(&values)?);
             let (y, lse, dy) = (cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let (d, d_keys, d_values) = (cube.write(&d_qkv)?, cube.write(&d_keys)?, cube.write(&d_values)?);
-            let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
+            let kv = KeysValues::cached(h, [&keys, &values], past, capacity);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
             cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
             cube.write_back([qkv, keys, values, y, lse, dy, d, d_keys, d_values]);
@@ -304,8 +369,8 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 return Err(TensorError::IdOutOfRange { op: name, id: 0, position: 0, bound: 0 });
             }
             let (len, cols, length) = (y.len(), y.shape().cols(), y.shape().dims()[1]);
-            let (ids, table, positions) =
-                (cube.read(&tokens)?, cube.read(&tokens_table)?, cube.read(&positions_table)?);
+            let (ids, table) = (cube.read(&tokens)?, cube.read(&tokens_table)?);
+            let positions = positions_table.map(|p| cube.read(&p)).transpose()?;
             let y = cube.write(&y)?;
             cube.check_ids(name, &ids, tokens.len(), vocabulary);
             let (count, dim) = cube.each(len);
@@ -315,15 +380,16 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 dim,
                 ids.arg(),
                 table.arg(),
-                positions.arg(),
+                positions.as_ref().unwrap_or(&table).arg(),
                 y.arg(),
                 u32_of(len),
                 u32_of(cols),
                 u32_of(length),
                 u32_of(start),
                 u32_of(vocabulary),
+                positions.is_some(),
             );
-            cube.write_back([ids, table, positions, y]);
+            cube.write_back([ids, table, y].into_iter().chain(positions));
         }
         Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
             if dy.is_empty() {
@@ -332,26 +398,21 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let vocabulary = d_tokens_table.shape().rows();
             let (rows, cols, length) = (dy.shape().rows(), dy.shape().cols(), dy.shape().dims()[1]);
             let (ids, dy) = (cube.read(&tokens)?, cube.read(&dy)?);
-            let (table, positions) = (cube.write(&d_tokens_table)?, cube.write(&d_positions_table)?);
+            let table = cube.write(&d_tokens_table)?;
+            let positions = d_positions_table.map(|p| cube.write(&p)).transpose()?;
             cube.check_ids(name, &ids, rows, vocabulary);
             let (count, dim) = cube.row_each(rows);
             let (n, c) = (u32_of(rows), u32_of(cols));
             let (i, d, t) = (ids.arg(), dy.arg(), table.arg());
             embed::scatter::launch(client, count, dim, i, d, t, n, c, u32_of(vocabulary), cube.units);
-            let (count, dim) = cube.each(length * cols);
-            embed::scatter_positions::launch(
-                client,
-                count,
-                dim,
-                dy.arg(),
-                positions.arg(),
-                n,
-                c,
-                u32_of(length),
-            );
-            cube.write_back([ids, dy, table, positions]);
+            if let Some(to) = &positions {
+                let (count, dim) = cube.each(length * cols);
+                let (d, to) = (dy.arg(), to.arg());
+                embed::scatter_positions::launch(client, count, dim, d, to, n, c, u32_of(length));
+            }
+            cube.write_back([ids, dy, table].into_iter().chain(positions));
         }
-        Op::CrossEntropy { logits, targets, losses, grad_scale } => {
+        Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
             let (rows, cols) = (logits.shape().rows(), logits.shape().cols());
             if rows == 0 {
                 return Ok(());
@@ -360,6 +421,9 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 return Err(TensorError::IdOutOfRange { op: name, id: 0, position: 0, bound: 0 });
             }
             let (logits, ids, losses) = (cube.write(&logits)?, cube.read(&targets)?, cube.write(&losses)?);
+            let weighted = weights.is_some();
+            // Without weights, the kernel reads no second buffer of floats.
+            let weights = weights.map(|weights| cube.read(&weights)).transpose()?;
             cube.check_ids(name, &ids, rows, cols);
             let (count, dim) = cube.row_each(rows);
             loss::cross_entropy::launch(
@@ -368,14 +432,16 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 dim,
                 logits.arg(),
                 ids.arg(),
+                weights.as_ref().unwrap_or(&ids).arg(),
                 losses.arg(),
                 u32_of(rows),
                 u32_of(cols),
                 grad_scale.unwrap_or(0.0),
+                weighted,
                 grad_scale.is_some(),
                 cube.units,
             );
-            cube.write_back([logits, ids, losses]);
+            cube.write_back([logits, ids, losses].into_iter().chain(weights));
         }
         Op::SumSquares { x, partials } => {
             if x.is_empty() {

@@ -5,7 +5,9 @@
 use half::{bf16, f16};
 
 use super::base::Philox;
-use super::tensor::{DType, Device, Fuse, Op, Program, ProgramBuilder, Result, Shape, Tensor};
+use super::tensor::{
+    DType, Device, Fuse, Heads, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary, Shape, Tensor,
+};
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
 
@@ -129,6 +131,149 @@ fn others() -> Result<Program> {
     p.build()
 }
 
+/// Sizes of an attention.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    b: usize,
+    t: usize,
+    heads: Heads,
+    dim: usize,
+}
+
+impl Sizes {
+    /// Returns the widths of the queries, of the keys (or values), and of all.
+    fn widths(self) -> [usize; 3] {
+        [self.heads.query, self.heads.kv, self.heads.width()].map(|heads| heads * self.dim)
+    }
+}
+
+fn norms(
+    d: &Device,
+    seed: u64,
+    norm: Norm,
+    size: [usize; 2],
+    biased: bool,
+    accumulate: bool,
+) -> Result<Vec<Tensor>> {
+    let [rows, cols] = size;
+    let x = noise(d, seed, 2.0, size)?;
+    let (gain, bias) = (noise(d, seed + 1, 1.0, cols)?, noise(d, seed + 2, 1.0, cols)?);
+    let (mut y, mut stats) = (d.zeros(size)?, d.zeros([rows, 2])?);
+    let (x, gain) = (x.view(), gain.view());
+    let (bias, to) = (biased.then(|| bias.view()), stats.view_mut());
+    d.run(Op::Norm { norm, x, gain, bias, y: y.view_mut(), stats: to })?;
+    let (dy, past) = (noise(d, seed + 3, 1.0, size)?, noise(d, seed + 4, 1.0, size)?);
+    let (mut dx, stats_, dy) = (d.zeros(size)?, stats.view(), dy.view());
+    let residual = accumulate.then(|| past.view());
+    d.run(Op::NormInput { norm, x, gain, stats: stats_, dy, residual, dx: dx.view_mut() })?;
+    let (mut d_gain, mut d_bias) = (noise(d, seed + 5, 1.0, cols)?, noise(d, seed + 6, 1.0, cols)?);
+    let (to_gain, to_bias) = (d_gain.view_mut(), biased.then(|| d_bias.view_mut()));
+    d.run(Op::NormWeight { x, stats: stats_, dy, d_gain: to_gain, d_bias: to_bias, accumulate })?;
+    Ok(vec![y, stats, dx, d_gain, d_bias])
+}
+
+fn attention(d: &Device, seed: u64, s: Sizes) -> Result<Vec<Tensor>> {
+    let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
+    let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
+    let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
+    let mut d_qkv = d.zeros([b, t, w])?;
+    d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
+    d.run(Op::AttentionGrad {
+        heads,
+        qkv: qkv.view(),
+        y: y.view(),
+        lse: lse.view(),
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+    })?;
+    Ok(vec![y, lse, d_qkv])
+}
+
+fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<Tensor>> {
+    let (Sizes { b, t, heads, .. }, [c, kv, w], capacity) = (s, s.widths(), 120);
+    let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
+    let mut keys = noise(d, seed + 2, 1.0, [b, capacity, kv])?;
+    let mut values = noise(d, seed + 3, 1.0, [b, capacity, kv])?;
+    let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
+    d.run(Op::AttentionCached {
+        heads,
+        past,
+        qkv: qkv.view(),
+        keys: keys.view_mut(),
+        values: values.view_mut(),
+        y: y.view_mut(),
+        lse: Some(lse.view_mut()),
+    })?;
+    let mut d_qkv = d.zeros([b, t, w])?;
+    let mut d_keys = noise(d, seed + 4, 1.0, [b, capacity, kv])?;
+    let mut d_values = noise(d, seed + 5, 1.0, [b, capacity, kv])?;
+    d.run(Op::AttentionCachedGrad {
+        heads,
+        past,
+        qkv: qkv.view(),
+        keys: keys.view(),
+        values: values.view(),
+        y: y.view(),
+        lse: lse.view(),
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+        d_keys: d_keys.view_mut(),
+        d_values: d_values.view_mut(),
+    })?;
+    Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
+}
+
+fn joined_heads(
+    d: &Device,
+    seed: u64,
+    s: Sizes,
+    start: usize,
+    rotated: Option<usize>,
+) -> Result<Vec<Tensor>> {
+    let (Sizes { b, t, heads, .. }, [c, kv, w]) = (s, s.widths());
+    let (q, k) = (noise(d, seed, 1.0, [b, t, c])?, noise(d, seed + 1, 1.0, [b, t, kv])?);
+    let (v, d_qkv) = (noise(d, seed + 2, 1.0, [b, t, kv])?, noise(d, seed + 3, 1.0, [b, t, w])?);
+    let table = rotated.map(|r| noise(d, seed + 4, 1.0, [start + t, r])).transpose()?;
+    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start });
+    let mut qkv = d.zeros([b, t, w])?;
+    let (from_q, from_k, from_v, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
+    d.run(Op::JoinHeads { heads, rotary, q: from_q, k: from_k, v: from_v, qkv: to })?;
+    let (mut dq, mut dk, mut dv) = (d.zeros([b, t, c])?, d.zeros([b, t, kv])?, d.zeros([b, t, kv])?);
+    let (to_q, to_k, to_v) = (dq.view_mut(), dk.view_mut(), dv.view_mut());
+    d.run(Op::SplitHeads { heads, rotary, d_qkv: d_qkv.view(), dq: to_q, dk: to_k, dv: to_v })?;
+    Ok(vec![qkv, dq, dk, dv])
+}
+
+fn embedding(
+    d: &Device,
+    seed: u64,
+    [b, t, vocabulary, cols]: [usize; 4],
+    start: usize,
+    positioned: bool,
+) -> Result<Vec<Tensor>> {
+    let tokens = ids(d, seed, vocabulary, [b, t])?;
+    let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
+    let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
+    let mut y = d.zeros([b, t, cols])?;
+    d.run(Op::Embed {
+        tokens: tokens.view(),
+        start,
+        tokens_table: table.view(),
+        positions_table: positioned.then(|| positions.view()),
+        y: y.view_mut(),
+    })?;
+    let dy = noise(d, seed + 3, 1.0, [b, t, cols])?;
+    let mut d_table = noise(d, seed + 4, 1.0, [vocabulary, cols])?;
+    let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
+    d.run(Op::EmbedGrad {
+        tokens: tokens.view(),
+        dy: dy.view(),
+        d_tokens_table: d_table.view_mut(),
+        d_positions_table: positioned.then(|| d_positions.view_mut()),
+    })?;
+    Ok(vec![y, d_table, d_positions])
+}
+
 #[expect(clippy::too_many_lines, reason = "a few lines for each op")]
 /// Returns cases that cover all ops and their settings, with shapes drawn from `seed`. A gradient is in the
 /// case of its forward op.
@@ -174,10 +319,11 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         );
     }
 
-    for form in 0..12_u64 {
+    for form in 0..14_u64 {
         let (a_t, b_t, accumulate) = (form & 1 == 1, form & 2 == 2, draw.coin());
         let (m, k, n) = (draw.size(1, 70), draw.size(1, 70), draw.size(1, 70));
-        let fuse = ["none", "bias", "gelu", "gelu for inference", "residual", "times"][(form % 6) as usize];
+        let fuse = ["none", "bias", "gelu", "gelu for inference", "bias and residual", "times", "residual"]
+            [(form % 7) as usize];
         let what =
             format!("[{m}, {k}] x [{k}, {n}], transposed {a_t} {b_t}, adding {accumulate}, then {fuse}");
         add(
@@ -193,7 +339,8 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                     "bias" => Fuse::Bias(bias.view()),
                     "gelu" => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
                     "gelu for inference" => Fuse::BiasGelu { bias: bias.view(), slope: None },
-                    "residual" => Fuse::BiasAdd { bias: bias.view(), residual: extra.view() },
+                    "residual" => Fuse::Add { residual: extra.view() },
+                    "bias and residual" => Fuse::BiasAdd { bias: bias.view(), residual: extra.view() },
                     "times" => Fuse::Times { factor: extra.view() },
                     _ => Fuse::None,
                 };
@@ -224,157 +371,83 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                 Ok(vec![y])
             }),
         );
-        let (rows, cols) = (draw.size(1, 150), draw.size(2, 150));
-        add(
-            "layer_norm",
-            format!("[{rows}, {cols}] and gradients, adding {accumulate}"),
-            false,
-            Box::new(move |d| {
-                let x = noise(d, seed, 2.0, [rows, cols])?;
-                let (gain, bias) = (noise(d, seed + 1, 1.0, cols)?, noise(d, seed + 2, 1.0, cols)?);
-                let (mut y, mut stats) = (d.zeros([rows, cols])?, d.zeros([rows, 2])?);
-                let (y_to, stats_to) = (y.view_mut(), stats.view_mut());
-                d.run(Op::LayerNorm {
-                    x: x.view(),
-                    gain: gain.view(),
-                    bias: bias.view(),
-                    y: y_to,
-                    stats: stats_to,
-                })?;
-                let (dy, past) =
-                    (noise(d, seed + 3, 1.0, [rows, cols])?, noise(d, seed + 4, 1.0, [rows, cols])?);
-                let mut dx = d.zeros([rows, cols])?;
-                d.run(Op::LayerNormInput {
-                    x: x.view(),
-                    gain: gain.view(),
-                    stats: stats.view(),
-                    dy: dy.view(),
-                    residual: accumulate.then(|| past.view()),
-                    dx: dx.view_mut(),
-                })?;
-                let (mut d_gain, mut d_bias) =
-                    (noise(d, seed + 5, 1.0, cols)?, noise(d, seed + 6, 1.0, cols)?);
-                d.run(Op::LayerNormWeight {
-                    x: x.view(),
-                    stats: stats.view(),
-                    dy: dy.view(),
-                    d_gain: d_gain.view_mut(),
-                    d_bias: d_bias.view_mut(),
-                    accumulate,
-                })?;
-                Ok(vec![y, stats, dx, d_gain, d_bias])
-            }),
-        );
+    }
+
+    for form in 0..4 {
+        let kind = if form % 2 == 0 { NormKind::Layer } else { NormKind::Rms };
+        let (norm, accumulate, biased) = (Norm { kind, eps: 1e-5 }, draw.coin(), form / 2 == 0);
+        let size = [draw.size(1, 150), draw.size(2, 150)];
+        let what = format!("{kind:?} {size:?} and gradients, with a bias {biased}, adding {accumulate}");
+        add("norm", what, false, Box::new(move |d| norms(d, seed, norm, size, biased, accumulate)));
+    }
+
+    for (kv, rotates) in [(None, false), (None, true), (Some(2), true), (Some(1), true)] {
+        let (b, t, count) = (draw.size(1, 2), draw.size(1, 75), draw.size(1, 3));
+        // Heads of keys and values, each for one or for several heads of queries.
+        let heads = kv.map_or(Heads::equal(count), |kv| Heads { query: kv * (count + 1), kv });
+        let dim = if draw.coin() { 4 * draw.size(1, 9) } else { draw.size(2, 18) };
+        let s = Sizes { b, t, heads, dim };
+        add("attention", format!("{s:?} and gradient"), false, Box::new(move |d| attention(d, seed, s)));
+        let past = draw.size(0, 40);
+        let what = format!("{s:?} after {past}, and gradient");
+        add("attention_cached", what, false, Box::new(move |d| attention_cached(d, seed, s, past)));
+        let (start, pairs) = (draw.size(0, 20), draw.size(1, dim / 2));
+        let rotated = rotates.then_some(2 * pairs);
+        let what = format!("{s:?} from {start}, {rotated:?} values rotated, and gradient");
+        add("join_heads", what, false, Box::new(move |d| joined_heads(d, seed, s, start, rotated)));
     }
 
     for _ in 0..2 {
-        let (b, t, heads, dim) = (draw.size(1, 2), draw.size(1, 75), draw.size(1, 3), 4 * draw.size(1, 9));
+        let (len, at) = (draw.size(7, 500), draw.size(0, 70));
         add(
-            "attention",
-            format!("[{b}, {t}, {heads} x {dim}] and gradient"),
+            "swiglu",
+            format!("{len} from {at}, and gradient"),
             false,
             Box::new(move |d| {
-                let c = heads * dim;
-                let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-                let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
-                let mut d_qkv = d.zeros([b, t, 3 * c])?;
-                d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
-                d.run(Op::AttentionGrad {
-                    heads,
-                    qkv: qkv.view(),
-                    y: y.view(),
-                    lse: lse.view(),
-                    dy: dy.view(),
-                    d_qkv: d_qkv.view_mut(),
-                })?;
-                Ok(vec![y, lse, d_qkv])
-            }),
-        );
-        let (past, capacity) = (draw.size(0, 40), 120);
-        add(
-            "attention_cached",
-            format!("[{b}, {t}, {heads} x {dim}] after {past}, and gradient"),
-            false,
-            Box::new(move |d| {
-                let c = heads * dim;
-                let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-                let mut keys = noise(d, seed + 2, 1.0, [b, capacity, c])?;
-                let mut values = noise(d, seed + 3, 1.0, [b, capacity, c])?;
-                let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
-                d.run(Op::AttentionCached {
-                    heads,
-                    past,
-                    qkv: qkv.view(),
-                    keys: keys.view_mut(),
-                    values: values.view_mut(),
-                    y: y.view_mut(),
-                    lse: Some(lse.view_mut()),
-                })?;
-                let mut d_qkv = d.zeros([b, t, 3 * c])?;
-                let mut d_keys = noise(d, seed + 4, 1.0, [b, capacity, c])?;
-                let mut d_values = noise(d, seed + 5, 1.0, [b, capacity, c])?;
-                d.run(Op::AttentionCachedGrad {
-                    heads,
-                    past,
-                    qkv: qkv.view(),
-                    keys: keys.view(),
-                    values: values.view(),
-                    y: y.view(),
-                    lse: lse.view(),
-                    dy: dy.view(),
-                    d_qkv: d_qkv.view_mut(),
-                    d_keys: d_keys.view_mut(),
-                    d_values: d_values.view_mut(),
-                })?;
-                Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
+                let (mut gate, mut up) = (noise(d, seed, 4.0, len + at)?, noise(d, seed + 1, 1.0, len + at)?);
+                let (mut y, mut dy) = (d.zeros(len)?, noise(d, seed + 2, 1.0, len)?);
+                // Where the exponentials of either sign would overflow.
+                let ends = d.tensor(&[-1e30_f32, -200.0, -104.0, -20.0, 20.0, 104.0], 6)?;
+                d.run(Op::Cast { x: ends.view(), y: gate.view_mut().part(at, 6)? })?;
+                let (g, u) = (gate.view().part(at, len)?, up.view().part(at, len)?);
+                d.run(Op::SwiGlu { gate: g, up: u, y: y.view_mut() })?;
+                let (g, u) = (gate.view_mut().part(at, len)?, up.view_mut().part(at, len)?);
+                d.run(Op::SwiGluGrad { gate: g, up: u, dy: dy.view_mut() })?;
+                Ok(vec![y, gate, up, dy])
             }),
         );
     }
 
-    let (b, t, vocabulary, cols) = (draw.size(1, 4), draw.size(1, 40), draw.size(2, 40), draw.size(1, 90));
-    let start = draw.size(0, 20);
-    add(
-        "embed",
-        format!("[{b}, {t}] of {vocabulary}, {cols} wide, from {start}, and gradient"),
-        false,
-        Box::new(move |d| {
-            let tokens = ids(d, seed, vocabulary, [b, t])?;
-            let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
-            let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
-            let mut y = d.zeros([b, t, cols])?;
-            d.run(Op::Embed {
-                tokens: tokens.view(),
-                start,
-                tokens_table: table.view(),
-                positions_table: positions.view(),
-                y: y.view_mut(),
-            })?;
-            let dy = noise(d, seed + 3, 1.0, [b, t, cols])?;
-            let mut d_table = noise(d, seed + 4, 1.0, [vocabulary, cols])?;
-            let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
-            d.run(Op::EmbedGrad {
-                tokens: tokens.view(),
-                dy: dy.view(),
-                d_tokens_table: d_table.view_mut(),
-                d_positions_table: d_positions.view_mut(),
-            })?;
-            Ok(vec![y, d_table, d_positions])
-        }),
-    );
+    for positioned in [true, false] {
+        let size = [draw.size(1, 4), draw.size(1, 40), draw.size(2, 40), draw.size(1, 90)];
+        let start = draw.size(0, 20);
+        let [b, t, vocabulary, cols] = size;
+        let what = format!(
+            "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, and gradient"
+        );
+        add("embed", what, false, Box::new(move |d| embedding(d, seed, size, start, positioned)));
+    }
 
-    for grad_scale in [None, Some(0.25)] {
+    for (grad_scale, weighted) in [(None, false), (Some(0.25), false), (None, true), (Some(0.25), true)] {
         let (rows, cols) = (draw.size(1, 40), draw.size(1, 300));
         add(
             "cross_entropy",
-            format!("[{rows}, {cols}], gradient {}", grad_scale.is_some()),
+            format!("[{rows}, {cols}], gradient {}, weights {weighted}", grad_scale.is_some()),
             false,
             Box::new(move |d| {
                 let (mut logits, targets) =
                     (noise(d, seed, 4.0, [rows, cols])?, ids(d, seed + 1, cols, rows)?);
                 let mut losses = d.zeros(rows)?;
+                // Every third row has no target, and a logit that is not finite.
+                let weight: Vec<f32> = (0..rows).map(|row| (row % 3) as f32 * 0.75).collect();
+                let weights = d.tensor(&weight, rows)?;
+                if weighted {
+                    logits.view_mut().part(0, 1)?.write(&[f32::NAN])?;
+                }
                 d.run(Op::CrossEntropy {
                     logits: logits.view_mut(),
                     targets: targets.view(),
+                    weights: weighted.then(|| weights.view()),
                     losses: losses.view_mut(),
                     grad_scale,
                 })?;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use farflung_base::Bytes;
 use farflung_parallel::Cluster;
 use farflung_parallel::planner::dapple::{DappleSize, PhaseCost, PlacedPlan, dapple};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::machines::Facts;
 use super::{Planned, PlannedStage};
@@ -35,7 +35,7 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
 
 /// Returns the stages that DAPPLE chooses with `replicas` copies of each, for [`auto`](super::super::auto).
 pub(in super::super) fn equal_replicas(
-    model: &GptConfig,
+    model: &ModelSpec,
     cluster: &Cluster,
     sizes: PipelineSizes,
     replicas: u32,

@@ -7,7 +7,7 @@ use farflung_parallel::planner::dapple::PhaseCost;
 use farflung_parallel::planner::operators::BlockShape;
 use farflung_parallel::planner::uneven::{ChainLayer, ChainMachine};
 use farflung_parallel::{Cluster, Machine, TensorEfficiency};
-use farflung_zoo::GptConfig;
+use farflung_zoo::ModelSpec;
 
 use super::PlannedStage;
 use crate::Result;
@@ -41,7 +41,7 @@ pub(super) struct EqualDevices {
 }
 
 impl Facts {
-    pub(super) fn new(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<Self> {
+    pub(super) fn new(model: &ModelSpec, cluster: &Cluster, sizes: PipelineSizes) -> Result<Self> {
         let counts: Vec<u32> = cluster.devices.iter().map(|Machine { count, .. }| *count).collect();
         let size = cluster.size() as u32;
         let measured: Vec<_> = cluster.devices.iter().map(|device| &device.tensor_efficiency).collect();
@@ -54,12 +54,7 @@ impl Facts {
             machines: machines_,
             each,
             microbatches: sizes.microbatches,
-            block: BlockShape {
-                tokens: u64::from(sizes.batch) * model.context as u64,
-                context: model.context as u64,
-                width: model.dim as u64,
-                heads: model.heads as u64,
-            },
+            block: block_shape(model, sizes.batch),
             efficiency: TensorEfficiency::least(&measured),
         })
     }
@@ -208,4 +203,22 @@ pub(super) fn tensor_degrees(devices: u32, each: u32, runnable: bool) -> Vec<u32
 /// Returns the divisors of `n`.
 pub(super) fn divisors(n: u32) -> Vec<u32> {
     (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
+}
+
+/// Returns the sizes of a model's first block, for planners that divide its operators.
+fn block_shape(model: &ModelSpec, batch: u32) -> BlockShape {
+    let block = model.blocks[0].block;
+    let (attention, mlp) = (block.attention, block.mlp);
+    BlockShape {
+        tokens: u64::from(batch) * model.context as u64,
+        context: model.context as u64,
+        width: model.dim as u64,
+        queries: attention.heads.query as u64,
+        heads: attention.heads.kv as u64,
+        qkv: (attention.heads.width() * attention.head_dim) as u64,
+        attended: (attention.heads.query * attention.head_dim) as u64,
+        inner: mlp.width as u64,
+        gated: mlp.gated,
+        vectors: if block.norm.bias { 2 } else { 1 },
+    }
 }

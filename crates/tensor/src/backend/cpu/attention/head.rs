@@ -11,8 +11,10 @@ use crate::backend::cpu::simd::Isa;
 pub(super) struct Head {
     pub(super) isa: Isa,
     pub(super) queries: usize,
-    /// Number of keys, at least `queries`. Query `i` attends to the keys up to `keys - queries + i`.
+    /// Number of keys.
     pub(super) keys: usize,
+    /// Number of keys that the first query attends to. Each later query attends to one more, if there is one.
+    pub(super) seen_first: usize,
     /// Number of floats of a row.
     pub(super) width: usize,
 }
@@ -30,12 +32,12 @@ impl Head {
 
     /// Returns the first query that attends to `key`.
     pub(super) fn first_query(&self, key: usize) -> usize {
-        key.saturating_sub(self.keys - self.queries)
+        key.saturating_sub(self.seen_first - 1)
     }
 
     /// Returns which keys of a tile some queries attend to.
     pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> CausalMask {
-        let first = (queries.start + self.keys - self.queries + 1).cast_signed() - keys.start.cast_signed();
+        let first = (queries.start + self.seen_first).cast_signed() - keys.start.cast_signed();
         let mut meeting = CausalMask { first, keys: keys.len(), all: 0, whole: 0, padded: 0 };
         meeting.all = meeting.seen(queries.len() - 1);
         meeting.whole = meeting.seen(0) / LANES * LANES;

@@ -1,10 +1,12 @@
 //! Causal attention of all heads, forward and backward, in tiles, without storing a matrix of all scores.
 //!
-//! One task computes one head of one sequence. No sum crosses tasks, so bits do not depend on the number of
-//! threads. A task loops over tiles of keys and, for each, over the blocks of queries that attend to it; a
-//! block is as high as a register tile. Rows of queries are read in place. Keys and values are packed into
-//! panels in the thread's scratch memory. Meanwhile, the rows of the thread's next head are prefetched: they
-//! are strided, and hardware prefetchers do not predict them.
+//! A task of the forward pass computes one head of queries of one sequence, or all that share a head of keys
+//! if there is one token. A task of the backward pass computes all heads of queries that share one head of
+//! keys, in order. No sum crosses tasks, so bits do not depend on the number of threads. A task loops over
+//! tiles of keys and, for each, over the blocks of queries that attend to it; a block is as high as a
+//! register tile. Rows of queries are read in place. Keys and values are packed into panels in the thread's
+//! scratch memory. Meanwhile, the rows of the thread's next head are prefetched: they are strided, and
+//! hardware prefetchers do not predict them.
 //!
 //! Within a register tile, masked weights are multiplied as zeros. A NaN in a value can therefore reach up to
 //! seven earlier queries.
@@ -20,13 +22,14 @@ mod tests;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use self::backward::Gradients;
 use self::head::Head;
 use self::rows::{Rows, RowsMut};
 use super::pool::Pool;
 use super::simd::Isa;
-use crate::Shape;
+use crate::{Heads, Shape};
 
 /// Sizes of an attention whose heads are side by side in each token.
 #[derive(Debug, Clone, Copy)]
@@ -34,46 +37,70 @@ pub(super) struct Layout {
     batch: usize,
     /// Number of queries of each sequence.
     tokens: usize,
-    heads: usize,
+    heads: Heads,
     head_dim: usize,
 }
 
 impl Layout {
-    /// Creates the layout of an output of shape `[B, T, C]`. `heads` must divide `C`.
-    pub(super) fn packed(y: Shape, heads: usize) -> Self {
+    /// Creates the layout of an output of shape `[B, T, C]`. The number of heads of queries must divide `C`.
+    pub(super) fn packed(y: Shape, heads: Heads) -> Self {
         let (rows, cols) = (y.rows(), y.cols());
         let tokens = *y.dims().get(1).expect("the output has shape [B, T, C]");
         Self {
             batch: rows.checked_div(tokens).unwrap_or(0),
             tokens,
             heads,
-            head_dim: cols.checked_div(heads).unwrap_or(0),
+            head_dim: cols.checked_div(heads.query).unwrap_or(0),
         }
     }
 
     /// Returns the number of floats of one token's output.
     const fn width(self) -> usize {
-        self.heads * self.head_dim
+        self.heads.query * self.head_dim
     }
 
-    /// Returns the sequence and the head of a task.
-    const fn head(self, task: usize) -> (usize, usize) {
-        (task / self.heads, task % self.heads)
+    /// Returns the number of floats of one token's keys, or of its values.
+    const fn kv_width(self) -> usize {
+        self.heads.kv * self.head_dim
     }
 
-    /// Returns the task whose rows are prefetched while `task` runs: the one that the same thread runs next if
-    /// all tasks take equally long. `None` if its rows of `operands` matrices would fill too much of L2 cache.
-    fn next(self, task: usize, threads: usize, operands: usize) -> Option<usize> {
+    /// Returns the number of heads of queries that attend to the same head of keys.
+    const fn group(self) -> usize {
+        self.heads.query / self.heads.kv
+    }
+
+    /// Returns the head of queries of a sequence, counted from the first sequence.
+    const fn head(self, index: usize) -> QueryHead {
+        let (sequence, query) = (index / self.heads.query, index % self.heads.query);
+        QueryHead { sequence, query, kv: query / self.group() }
+    }
+
+    /// Returns the sizes of each head, whose queries are those of the last of `keys` tokens.
+    const fn head_of(self, isa: Isa, keys: usize) -> Head {
+        let (queries, width) = (self.tokens, self.head_dim);
+        Head { isa, queries, keys, seen_first: keys + 1 - queries, width }
+    }
+
+    /// Returns whether rows of `operands` matrices of one head can be prefetched without filling too much of L2
+    /// cache.
+    const fn prefetches(self, operands: usize) -> bool {
         /// Maximum number of prefetched floats: half a MiB.
         const MOST: usize = 128 * 1024;
-        let next = task + threads;
-        (next < self.tasks() && operands * self.tokens * self.head_dim <= MOST).then_some(next)
+        operands * self.tokens * self.head_dim <= MOST
     }
 
-    /// Returns the number of tasks: the heads of all sequences.
-    const fn tasks(self) -> usize {
-        if self.tokens == 0 || self.head_dim == 0 { 0 } else { self.batch * self.heads }
+    /// Returns the number of heads of queries of all sequences.
+    const fn query_heads(self) -> usize {
+        if self.tokens == 0 || self.head_dim == 0 { 0 } else { self.batch * self.heads.query }
     }
+}
+
+/// A head of queries of a sequence, and the head of keys and values that it attends to.
+#[derive(Debug, Clone, Copy)]
+struct QueryHead {
+    sequence: usize,
+    query: usize,
+    kv: usize,
 }
 
 /// Layout of heads in a buffer: token `t` of sequence `b` begins at `start + (b * tokens + t) * stride`.
@@ -82,6 +109,8 @@ struct HeadLayout {
     start: usize,
     tokens: usize,
     stride: usize,
+    /// Number of heads side by side.
+    heads: usize,
 }
 
 impl HeadLayout {
@@ -97,7 +126,10 @@ impl HeadLayout {
 
     /// Returns the minimum length of a buffer that contains all heads.
     const fn end(self, l: Layout) -> usize {
-        if l.tasks() == 0 { 0 } else { self.start + (l.batch * self.tokens - 1) * self.stride + l.width() }
+        if l.query_heads() == 0 {
+            return 0;
+        }
+        self.start + (l.batch * self.tokens - 1) * self.stride + self.heads * l.head_dim
     }
 }
 
@@ -161,11 +193,11 @@ struct Forward<'a> {
     v: (&'a [f32], HeadLayout),
 }
 
-impl Forward<'_> {
-    /// Writes `y` `[B, T, C]` and, if given, `lse` `[B, heads, T]`.
+impl<'a> Forward<'a> {
+    /// Writes `y` `[B, T, C]` and, if given, `lse` `[B, query, T]`.
     fn run(&self, pool: &Pool, y: &mut [f32], lse: Option<&mut [f32]>) {
         let l = self.layout;
-        let place = HeadLayout { start: 0, tokens: l.tokens, stride: l.width() };
+        let place = outputs(l);
         for (len, place) in [
             (self.q.0.len(), self.q.1),
             (self.k.0.len(), self.k.1),
@@ -178,17 +210,30 @@ impl Forward<'_> {
         let y = Output::new(y);
         let lse = lse.map(Output::new);
         let (y, lse) = (&y, &lse);
-        let reads = |task| [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, l.head(task)));
-        pool.run(l.tasks(), |task| {
-            let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
+        // If each sequence has one new token, the queries that share keys and values are the rows of one head,
+        // so that keys and values are packed once for all of them. All of its rows attend to all keys.
+        let shared = if l.tokens == 1 { l.group() } else { 1 };
+        let head = Head { queries: l.tokens * shared, ..l.head_of(self.isa, self.keys) };
+        let stride = |place: HeadLayout| if shared > 1 { l.head_dim } else { place.stride };
+        let reads = |task| {
+            let QueryHead { sequence, query, kv } = l.head(task * shared);
+            let rows = |(data, place): (&'a [f32], HeadLayout), head| place.rows(data, l, (sequence, head));
+            [rows(self.q, query).spaced(stride(self.q.1)), rows(self.k, kv), rows(self.v, kv)]
+        };
+        let tasks = l.query_heads() / shared;
+        pool.run(tasks, |task| {
             SCRATCH.with_borrow_mut(|scratch| {
                 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-                // SAFETY: each task has its own head, hence its own columns of `y` and its own part of `lse`.
+                // SAFETY: each task has its own heads of queries, hence its own columns of `y` and its own part
+                // of `lse`.
                 let (y, lse) = unsafe {
-                    let lse = lse.as_ref().map(|lse| lse.part(task * l.tokens, l.tokens));
-                    (y.rows(place, l, l.head(task)), lse)
+                    let lse = lse.as_ref().map(|lse| lse.part(task * head.queries, head.queries));
+                    let QueryHead { sequence, query, .. } = l.head(task * shared);
+                    (y.rows(place, l, (sequence, query)).spaced(stride(place)), lse)
                 };
-                let next = l.next(task, pool.threads(), 3).map(reads);
+                // The task that this thread runs next if all tasks take equally long.
+                let next = task + pool.threads();
+                let next = (next < tasks && l.prefetches(3)).then(|| reads(next));
                 head.forward(reads(task), y, lse, next, scratch);
             });
         });
@@ -206,7 +251,7 @@ struct Backward<'a> {
     v: (&'a [f32], HeadLayout),
     /// Output of the forward pass: `[B, T, C]`.
     y: &'a [f32],
-    /// Log-sum-exp of the forward pass: `[B, heads, T]`.
+    /// Log-sum-exp of the forward pass: `[B, query, T]`.
     lse: &'a [f32],
     /// Gradient of `y`: `[B, T, C]`.
     dy: &'a [f32],
@@ -218,7 +263,7 @@ impl Backward<'_> {
     /// Writes the gradients of queries, keys and values.
     fn run(&self, pool: &Pool, gradients: [(Output<'_>, HeadLayout); 3]) {
         let l = self.layout;
-        let out = HeadLayout { start: 0, tokens: l.tokens, stride: l.width() };
+        let out = outputs(l);
         for (len, place) in [
             (self.q.0.len(), self.q.1),
             (self.k.0.len(), self.k.1),
@@ -229,47 +274,73 @@ impl Backward<'_> {
         }
         assert!(self.keys >= l.tokens, "every query must have a key");
         let gradients = &gradients;
-        let reads = |task| {
-            [self.q, self.k, self.v, (self.y, out), (self.dy, out)]
-                .map(|(data, place)| place.rows(data, l, l.head(task)))
+        let reads = |index| {
+            let QueryHead { sequence, query, kv } = l.head(index);
+            let heads = [
+                (self.q, query),
+                (self.k, kv),
+                (self.v, kv),
+                ((self.y, out), query),
+                ((self.dy, out), query),
+            ];
+            heads.map(|((data, place), head)| place.rows(data, l, (sequence, head)))
         };
-        pool.run(l.tasks(), |task| {
-            let lse = &self.lse[task * l.tokens..][..l.tokens];
-            let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
-            #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-            // SAFETY: each task has its own head, hence its own columns of the three gradients.
-            let [q, k, v] =
-                gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, l.head(task)) });
-            let gradients = Gradients { q, k, v, accumulate: self.accumulate };
-            let next = l.next(task, pool.threads(), 5).map(reads);
-            SCRATCH.with_borrow_mut(|scratch| head.backward(reads(task), lse, gradients, next, scratch));
+        let group = l.group();
+        pool.run(l.query_heads() / group, |task| {
+            for index in task * group..(task + 1) * group {
+                let QueryHead { sequence, query, kv } = l.head(index);
+                let lse = &self.lse[index * l.tokens..][..l.tokens];
+                let head = l.head_of(self.isa, self.keys);
+                let rows = |i: usize, head: usize| {
+                    let (data, place) = gradients[i];
+                    #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+                    // SAFETY: each task has its own head of keys and its own heads of queries, hence its own
+                    // columns of the three gradients.
+                    unsafe {
+                        data.rows(place, l, (sequence, head))
+                    }
+                };
+                let accumulate = self.accumulate || index > task * group;
+                let gradients = Gradients { q: rows(0, query), k: rows(1, kv), v: rows(2, kv), accumulate };
+                // The next head of this task, or the first of the task that this thread runs next if all tasks
+                // take equally long.
+                let next =
+                    if index + 1 < (task + 1) * group { index + 1 } else { (task + pool.threads()) * group };
+                let next = (next < l.query_heads() && l.prefetches(5)).then(|| reads(next));
+                SCRATCH.with_borrow_mut(|scratch| head.backward(reads(index), lse, gradients, next, scratch));
+            }
         });
     }
 }
 
-/// Returns the layouts of the three thirds (queries, keys, values) of a `[B, T, 3 C]` buffer.
-const fn thirds(l: Layout) -> [HeadLayout; 3] {
-    let (tokens, width) = (l.tokens, l.width());
-    let stride = 3 * width;
+/// Returns the layout of the outputs `[B, T, C]`, and of their gradients.
+const fn outputs(l: Layout) -> HeadLayout {
+    HeadLayout { start: 0, tokens: l.tokens, stride: l.width(), heads: l.heads.query }
+}
+
+/// Returns the layouts of queries, keys and values in a `[B, T, W]` buffer.
+const fn packed(l: Layout) -> [HeadLayout; 3] {
+    let (tokens, Heads { query, kv }) = (l.tokens, l.heads);
+    let stride = l.width() + 2 * l.kv_width();
     [
-        HeadLayout { start: 0, tokens, stride },
-        HeadLayout { start: width, tokens, stride },
-        HeadLayout { start: 2 * width, tokens, stride },
+        HeadLayout { start: 0, tokens, stride, heads: query },
+        HeadLayout { start: l.width(), tokens, stride, heads: kv },
+        HeadLayout { start: l.width() + l.kv_width(), tokens, stride, heads: kv },
     ]
 }
 
-/// Computes attention of `qkv` `[B, T, 3 C]`. Writes `y` `[B, T, C]` and `lse` `[B, heads, T]`, the log-sum-exp
+/// Computes attention of `qkv` `[B, T, W]`. Writes `y` `[B, T, C]` and `lse` `[B, query, T]`, the log-sum-exp
 /// of each row of scores, which [`train_backward`] needs.
 pub(super) fn train_forward(pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     forward(Isa::detect(), pool, l, qkv, y, lse);
 }
 
 fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
-    let [q, k, v] = thirds(l).map(|place| (qkv, place));
+    let [q, k, v] = packed(l).map(|place| (qkv, place));
     Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
 }
 
-/// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]`, given `dy` `[B, T, C]` and the
+/// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, W]`, given `dy` `[B, T, C]` and the
 /// inputs and outputs of the forward pass.
 pub(super) fn train_backward(
     pool: &Pool,
@@ -284,14 +355,14 @@ pub(super) fn train_backward(
 }
 
 fn backward(isa: Isa, pool: &Pool, l: Layout, [qkv, y, lse, dy]: [&[f32]; 4], d_qkv: &mut [f32]) {
-    let [q, k, v] = thirds(l).map(|place| (qkv, place));
+    let [q, k, v] = packed(l).map(|place| (qkv, place));
     let d_qkv = Output::new(d_qkv);
     let accumulate = false;
     let pass = Backward { isa, layout: l, keys: l.tokens, q, k, v, y, lse, dy, accumulate };
-    pass.run(pool, thirds(l).map(|place| (d_qkv, place)));
+    pass.run(pool, packed(l).map(|place| (d_qkv, place)));
 }
 
-/// Position of new tokens in the caches of keys and values, which are `[B, capacity, C]`.
+/// Position of new tokens in the caches of keys and values, which are `[B, capacity, kv D]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Cache {
     /// Number of tokens before the new ones.
@@ -302,18 +373,23 @@ pub(super) struct Cache {
 impl Cache {
     /// Returns the layout of heads in a cache.
     const fn head_layout(self, l: Layout) -> HeadLayout {
-        HeadLayout { start: 0, tokens: self.capacity, stride: l.width() }
+        HeadLayout { start: 0, tokens: self.capacity, stride: l.kv_width(), heads: l.heads.kv }
     }
 
-    /// For each new token, returns the start of its row in `[B, T, 3 C]` and of its row in a cache.
-    fn rows(self, l: Layout) -> impl Iterator<Item = (usize, usize)> {
-        let at = move |(b, t)| (3 * (b * l.tokens + t), b * self.capacity + self.past + t);
+    /// For each new token, returns the ranges of its keys and of its values in `[B, T, W]`, and their range in
+    /// a cache.
+    fn rows(self, l: Layout) -> impl Iterator<Item = [Range<usize>; 3]> {
+        let [_, keys, values] = packed(l);
         let all = (0..l.batch).flat_map(move |b| (0..l.tokens).map(move |t| (b, t)));
-        all.map(at).map(move |(qkv, cache)| (qkv * l.width(), cache * l.width()))
+        all.map(move |(b, t)| {
+            let at = [keys, values].map(|place| place.start + (b * place.tokens + t) * place.stride);
+            let cached = (b * self.capacity + self.past + t) * l.kv_width();
+            [at[0], at[1], cached].map(|start| start..start + l.kv_width())
+        })
     }
 }
 
-/// Computes attention of new tokens `qkv` `[B, T, 3 C]` with caches of keys and values `[B, capacity, C]`.
+/// Computes attention of new tokens `qkv` `[B, T, W]` with caches of keys and values `[B, capacity, kv D]`.
 /// Appends the new keys and values, then writes `y` `[B, T, C]` and, if given, `lse` as [`train_forward`] does.
 pub(super) fn cached_forward(
     pool: &Pool,
@@ -337,17 +413,16 @@ fn forward_over(
     lse: Option<&mut [f32]>,
 ) {
     assert!(cache.past + l.tokens <= cache.capacity, "the cache must have room for the new tokens");
-    let c = l.width();
-    for (from, to) in cache.rows(l) {
-        keys[to..to + c].copy_from_slice(&qkv[from + c..][..c]);
-        values[to..to + c].copy_from_slice(&qkv[from + 2 * c..][..c]);
+    for [key, value, cached] in cache.rows(l) {
+        keys[cached.clone()].copy_from_slice(&qkv[key]);
+        values[cached].copy_from_slice(&qkv[value]);
     }
-    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
+    let (q, k, v) = ((qkv, packed(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
     Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
 /// Computes the gradient of [`cached_forward`], given `dy` `[B, T, C]` and its inputs and outputs. Adds to the
-/// gradients of all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, 3 C]`, which
+/// gradients of all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, W]`, which
 /// includes the gradients of the new tokens' own keys and values.
 pub(super) fn cached_backward(
     pool: &Pool,
@@ -372,14 +447,13 @@ fn backward_over(
     [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
     [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
 ) {
-    let (q, k, v) = ((qkv, thirds(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
+    let (q, k, v) = ((qkv, packed(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
     let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, accumulate: true };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
-    pass.run(pool, [(dq, thirds(l)[0]), (dk, cache.head_layout(l)), (dv, cache.head_layout(l))]);
-    let c = l.width();
-    for (to, from) in cache.rows(l) {
-        d_qkv[to + c..][..c].copy_from_slice(&d_keys[from..][..c]);
-        d_qkv[to + 2 * c..][..c].copy_from_slice(&d_values[from..][..c]);
+    pass.run(pool, [(dq, packed(l)[0]), (dk, cache.head_layout(l)), (dv, cache.head_layout(l))]);
+    for [key, value, cached] in cache.rows(l) {
+        d_qkv[key].copy_from_slice(&d_keys[cached.clone()]);
+        d_qkv[value].copy_from_slice(&d_values[cached]);
     }
 }

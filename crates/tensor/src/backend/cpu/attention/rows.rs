@@ -19,6 +19,11 @@ impl<'a> Rows<'a> {
         Self { data, stride, width }
     }
 
+    /// Returns rows that begin at the same place and are `stride` apart.
+    pub(super) fn spaced(self, stride: usize) -> Self {
+        Self { stride, ..self }
+    }
+
     /// Prefetches some rows into L2 cache. They may be out of bounds.
     pub(super) fn fetch(&self, rows: &Range<usize>) {
         rows.clone().flat_map(|t| self.lines(t)).for_each(prefetch_far);
@@ -61,6 +66,11 @@ impl<'a> RowsMut<'a> {
     #[expect(unsafe_code, reason = "several tasks write one buffer")]
     pub(super) unsafe fn shared(data: *mut f32, len: usize, stride: usize) -> Self {
         Self { data, len, stride, owner: PhantomData }
+    }
+
+    /// Returns rows that begin at the same place and are `stride` apart.
+    pub(super) fn spaced(self, stride: usize) -> Self {
+        Self { stride, ..self }
     }
 
     /// Returns the rows from `t` on.

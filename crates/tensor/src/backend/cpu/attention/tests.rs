@@ -14,8 +14,20 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
     (0..len).map(|_| (2.0 * (next() + next() + next())) as f32).collect()
 }
 
-fn layout(batch: usize, heads: usize, tokens: usize, head_dim: usize) -> Layout {
-    Layout { batch, tokens, heads, head_dim }
+fn layout(batch: usize, (query, kv): (usize, usize), tokens: usize, head_dim: usize) -> Layout {
+    Layout { batch, tokens, heads: Heads { query, kv }, head_dim }
+}
+
+/// Returns the number of floats of one token's queries, keys and values.
+fn joined(l: Layout) -> usize {
+    l.heads.width() * l.head_dim
+}
+
+/// Returns the index of a token's queries (part 0), keys (1) or values (2) for head `h` of queries.
+fn place(l: Layout, (b, h, t): (usize, usize, usize), part: usize) -> usize {
+    let Heads { query, kv } = l.heads;
+    let head = if part == 0 { h } else { query + (part - 1) * kv + h / (query / kv) };
+    (b * l.tokens + t) * joined(l) + head * l.head_dim
 }
 
 /// Returns the probabilities of one row, and its log-sum-exp.
@@ -33,8 +45,8 @@ fn reference(l: Layout, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (c, d) = (l.width(), l.head_dim);
     let (mut y, mut lse) = (vec![0.0; l.batch * l.tokens * c], Vec::new());
     for b in 0..l.batch {
-        for h in 0..l.heads {
-            let at = |t: usize, third: usize| &qkv[((b * l.tokens + t) * 3 + third) * c + h * d..][..d];
+        for h in 0..l.heads.query {
+            let at = |t: usize, part: usize| &qkv[place(l, (b, h, t), part)..][..d];
             for i in 0..l.tokens {
                 let keys: Vec<&[f64]> = (0..=i).map(|j| at(j, 1)).collect();
                 let (p, e) = row_probabilities(at(i, 0), &keys);
@@ -57,9 +69,9 @@ fn reference_gradient(l: Layout, qkv: &[f64], dy: &[f64]) -> Vec<f64> {
     let scale = 1.0 / (d as f64).sqrt();
     let mut g = vec![0.0; qkv.len()];
     for b in 0..l.batch {
-        for h in 0..l.heads {
-            let at = |t: usize, third: usize| ((b * l.tokens + t) * 3 + third) * c + h * d;
-            let row = |t: usize, third: usize| &qkv[at(t, third)..][..d];
+        for h in 0..l.heads.query {
+            let at = |t: usize, part: usize| place(l, (b, h, t), part);
+            let row = |t: usize, part: usize| &qkv[at(t, part)..][..d];
             for i in 0..l.tokens {
                 let keys: Vec<&[f64]> = (0..=i).map(|j| row(j, 1)).collect();
                 let (p, _) = row_probabilities(row(i, 0), &keys);
@@ -98,7 +110,7 @@ fn assert_close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
 fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32>; 3] {
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
-    let mut lse = vec![f32::NAN; l.tasks() * l.tokens];
+    let mut lse = vec![f32::NAN; l.query_heads() * l.tokens];
     forward(isa, &pool, l, qkv, &mut y, &mut lse);
     let mut d_qkv = vec![f32::NAN; qkv.len()];
     backward(isa, &pool, l, [qkv, &y, &lse, dy], &mut d_qkv);
@@ -108,22 +120,26 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
 #[test]
 fn matches_the_definition_at_any_size() {
     let sizes = [
-        (1, 1, 1, 1),
-        (2, 3, 2, 3),
-        (1, 2, 7, 8),
-        (2, 1, 17, 5),
-        (1, 2, 65, 32),
-        (2, 2, 64, 16),
-        (1, 1, 67, 33),
-        (1, 1, 133, 80),
-        (1, 1, 100, 128),
-        (1, 2, 256, 64),
-        (1, 1, 257, 24),
-        (1, 1, 600, 20),
+        (1, (1, 1), 1, 1),
+        (2, (3, 3), 2, 3),
+        (1, (2, 2), 7, 8),
+        (2, (1, 1), 17, 5),
+        (1, (2, 2), 65, 32),
+        (2, (2, 2), 64, 16),
+        (1, (1, 1), 67, 33),
+        (1, (1, 1), 133, 80),
+        (1, (1, 1), 100, 128),
+        (1, (2, 2), 256, 64),
+        (1, (1, 1), 257, 24),
+        (1, (1, 1), 600, 20),
+        (1, (3, 1), 1, 5),
+        (2, (6, 2), 19, 3),
+        (1, (4, 1), 150, 24),
+        (2, (4, 2), 300, 16),
     ];
     for (b, h, t, d) in sizes {
         let l = layout(b, h, t, d);
-        let (qkv, dy) = (noise(b * t * 3 * h * d, 1), noise(b * t * h * d, 2));
+        let (qkv, dy) = (noise(b * t * joined(l), 1), noise(b * t * l.width(), 2));
         let (want_y, want_lse) = reference(l, &wide(&qkv));
         let want_g = reference_gradient(l, &wide(&qkv), &wide(&dy));
         for isa in Isa::available() {
@@ -138,28 +154,30 @@ fn matches_the_definition_at_any_size() {
 
 #[test]
 fn levels_agree_and_threads_do_not_matter() {
-    let l = layout(2, 3, 301, 40);
-    let (qkv, dy) = (noise(2 * 301 * 360, 3), noise(2 * 301 * 120, 4));
-    let one = run(Isa::detect(), 1, l, &qkv, &dy);
-    for threads in [2, 3] {
-        let more = run(Isa::detect(), threads, l, &qkv, &dy);
-        for (a, b) in one.iter().zip(&more) {
-            assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads} threads");
+    for heads in [(3, 3), (6, 2)] {
+        let l = layout(2, heads, 301, 40);
+        let (qkv, dy) = (noise(2 * 301 * joined(l), 3), noise(2 * 301 * l.width(), 4));
+        let one = run(Isa::detect(), 1, l, &qkv, &dy);
+        for threads in [2, 3] {
+            let more = run(Isa::detect(), threads, l, &qkv, &dy);
+            for (a, b) in one.iter().zip(&more) {
+                assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads} threads");
+            }
         }
-    }
-    for isa in Isa::available() {
-        let same = isa != Isa::PORTABLE;
-        for (a, b) in one.iter().zip(&run(isa, 1, l, &qkv, &dy)) {
-            assert_close(a, &wide(b), 1e-5, "portable");
-            assert!(!same || a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?}");
+        for isa in Isa::available() {
+            let same = isa != Isa::PORTABLE;
+            for (a, b) in one.iter().zip(&run(isa, 1, l, &qkv, &dy)) {
+                assert_close(a, &wide(b), 1e-5, "portable");
+                assert!(!same || a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?}");
+            }
         }
     }
 }
 
 #[test]
 fn gradient_is_the_slope() {
-    let l = layout(1, 2, 5, 3);
-    let (qkv, dy) = (noise(5 * 18, 5), noise(5 * 6, 6));
+    let l = layout(1, (4, 2), 5, 3);
+    let (qkv, dy) = (noise(5 * joined(l), 5), noise(5 * l.width(), 6));
     let [_, _, g] = run(Isa::detect(), 1, l, &qkv, &dy);
     let (x, dy) = (wide(&qkv), wide(&dy));
     let objective = |x: &[f64]| reference(l, x).0.iter().zip(&dy).map(|(y, dy)| y * dy).sum::<f64>();
@@ -183,37 +201,41 @@ fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usi
 
 #[test]
 fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
-    let (b, h, d, capacity) = (2, 2, 12, 310);
-    let c = h * d;
-    for pieces in [
-        vec![1, 1, 1],
-        vec![5, 1, 2],
-        vec![64, 3, 70, 1],
-        vec![255, 1, 1, 40],
-        vec![130, 7, 150],
-        vec![20, 280],
-        vec![7],
+    let (b, d, capacity) = (2, 12, 310);
+    for (h, pieces) in [
+        ((2, 2), vec![1, 1, 1]),
+        ((2, 2), vec![5, 1, 2]),
+        ((2, 2), vec![64, 3, 70, 1]),
+        ((2, 2), vec![255, 1, 1, 40]),
+        ((2, 2), vec![130, 7, 150]),
+        ((2, 2), vec![20, 280]),
+        ((2, 2), vec![7]),
+        ((4, 2), vec![5, 1, 2]),
+        ((3, 1), vec![255, 1, 1, 40]),
+        ((6, 2), vec![130, 7, 150]),
     ] {
         let total: usize = pieces.iter().sum();
-        let (qkv, dy) = (noise(b * total * 3 * c, 7), noise(b * total * c, 8));
         let l = layout(b, h, total, d);
+        let (w, c, kv) = (joined(l), l.width(), l.kv_width());
+        let (qkv, dy) = (noise(b * total * w, 7), noise(b * total * c, 8));
         let want = reference_gradient(l, &wide(&qkv), &wide(&dy));
         let all = (b, total);
         let in_pieces = |isa, threads| {
             let pool = Pool::new(threads).unwrap();
             // Old contents after the last token must not affect results.
-            let (mut keys, mut values) = (vec![f32::NAN; b * capacity * c], vec![f32::NAN; b * capacity * c]);
+            let (mut keys, mut values) =
+                (vec![f32::NAN; b * capacity * kv], vec![f32::NAN; b * capacity * kv]);
             let (mut forwards, mut past) = (Vec::new(), 0);
             for &t in &pieces {
-                let qkv = some_tokens(&qkv, 3 * c, all, past, t);
-                let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h * t]);
+                let qkv = some_tokens(&qkv, w, all, past, t);
+                let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h.0 * t]);
                 let (l, cache) = (layout(b, h, t, d), Cache { past, capacity });
                 let caches = [&mut keys[..], &mut values[..]];
                 forward_over(isa, &pool, (l, cache), &qkv, caches, &mut y, Some(&mut lse));
                 forwards.push((l, cache, qkv, y, lse));
                 past += t;
             }
-            let (mut d_keys, mut d_values) = (vec![0.0; b * capacity * c], vec![0.0; b * capacity * c]);
+            let (mut d_keys, mut d_values) = (vec![0.0; b * capacity * kv], vec![0.0; b * capacity * kv]);
             let mut outputs = Vec::new();
             for (l, cache, qkv, y, lse) in forwards.into_iter().rev() {
                 let dy = some_tokens(&dy, c, all, cache.past, l.tokens);
@@ -231,7 +253,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
             for (past, t, y, d_qkv) in &one {
                 let what = format!("{isa:?}: {t} after {past}");
                 assert_eq!(*y, some_tokens(&whole[0], c, all, *past, *t), "{what}");
-                assert_close(d_qkv, &wide(&some_tokens(&want, 3 * c, all, *past, *t)), 5e-6, &what);
+                assert_close(d_qkv, &wide(&some_tokens(&want, w, all, *past, *t)), 5e-6, &what);
             }
             assert_eq!(one, in_pieces(isa, 3), "threads do not matter");
         }
@@ -240,7 +262,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
 
 #[test]
 fn large_logits_stay_finite() {
-    let l = layout(1, 1, 300, 16);
+    let l = layout(1, (1, 1), 300, 16);
     let qkv: Vec<f32> = noise(300 * 48, 8).iter().map(|x| x * 200.0).collect();
     let dy = noise(300 * 16, 9);
     let (want, _) = reference(l, &wide(&qkv));
@@ -255,7 +277,7 @@ fn large_logits_stay_finite() {
 #[test]
 fn a_nan_stays_close_and_does_not_outlive_its_call() {
     let (t, d) = (70, 8);
-    let l = layout(1, 2, t, d);
+    let l = layout(1, (2, 2), t, d);
     let mut qkv = noise(t * 6 * d, 10);
     // A NaN in the last token's value, first head. Masked weights are zeros, and zero times NaN is NaN, so
     // queries in the same register tile may get it, but no others.
@@ -273,7 +295,7 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
 #[test]
 fn nothing_to_do() {
     let pool = Pool::new(1).unwrap();
-    let l = layout(0, 2, 3, 4);
+    let l = layout(0, (2, 2), 3, 4);
     train_forward(&pool, l, &[], &mut [], &mut []);
     train_backward(&pool, l, &[], &[], &[], &[], &mut []);
 }

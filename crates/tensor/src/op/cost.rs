@@ -1,0 +1,149 @@
+//! What an op costs: floating-point operations and bytes of memory traffic.
+
+use super::{Fuse, Heads, Op, Rotary};
+use crate::{Shape, View, ViewMut, Work};
+
+impl Op<'_> {
+    /// Returns both costs.
+    pub(crate) fn work(&self) -> Work {
+        let (flops, bytes) = (self.flops(), self.bytes());
+        match self {
+            Self::MatMul { .. } => Work { products: flops, bytes, ..Work::default() },
+            Self::Attention { .. }
+            | Self::AttentionGrad { .. }
+            | Self::AttentionCached { .. }
+            | Self::AttentionCachedGrad { .. } => Work { attention: flops, bytes, ..Work::default() },
+            _ => Work { other: flops, bytes, ..Work::default() },
+        }
+    }
+
+    /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
+    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, and a
+    /// matrix product does not count its [`Fuse`].
+    #[must_use]
+    pub fn flops(&self) -> u64 {
+        let n = |v: Shape| v.len() as u128;
+        let causal = |y: Shape, past: usize| {
+            // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
+            // tokens, and T * past pairs with the cached tokens.
+            let t = length(y) as u128;
+            n(y) * (2 * past as u128 + t + 1)
+        };
+        let flops = match self {
+            Self::Fill { .. } | Self::Cast { .. } => 0,
+            Self::MatMul { a, a_t, c, .. } => {
+                let k = if *a_t { a.shape().rows() } else { a.shape().cols() };
+                2 * n(c.shape()) * k as u128
+            }
+            Self::SumRows { x, .. } => n(x.shape()),
+            Self::Norm { x, .. } => 8 * n(x.shape()),
+            Self::NormInput { x, .. } => 11 * n(x.shape()),
+            Self::NormWeight { x, .. } => 5 * n(x.shape()),
+            Self::JoinHeads { heads, rotary, qkv: all, .. } => rotated(*heads, rotary.as_ref(), all.shape()),
+            Self::SplitHeads { heads, rotary, d_qkv: all, .. } => {
+                rotated(*heads, rotary.as_ref(), all.shape())
+            }
+            Self::SwiGlu { y, .. } => 5 * n(y.shape()),
+            Self::SwiGluGrad { dy, .. } => 11 * n(dy.shape()),
+            Self::Attention { y, .. } => 2 * causal(y.shape(), 0),
+            Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), 0),
+            Self::AttentionCached { y, past, .. } => 2 * causal(y.shape(), *past),
+            Self::AttentionCachedGrad { y, past, .. } => 5 * causal(y.shape(), *past),
+            Self::Embed { y, .. } => n(y.shape()),
+            Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
+            Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
+            Self::SumSquares { x, .. } => 2 * n(x.shape()),
+            Self::Map { program, writes, .. } => {
+                program.flops() as u128 * writes.first().map_or(0, |w| n(w.shape()))
+            }
+        };
+        flops.try_into().unwrap_or(u64::MAX)
+    }
+
+    /// Returns the bytes of memory traffic with cold caches: each operand read once, each result written once.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let r = |v: &View<'_>| v.len() as u128 * v.dtype().size() as u128;
+        let w = |v: &ViewMut<'_>| v.len() as u128 * v.dtype().size() as u128;
+        let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
+        // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
+        let seen = |y: Shape, past: usize, heads: &Heads| {
+            let batch = y.rows().checked_div(length(y)).unwrap_or(0);
+            let width = y.cols() / heads.query.max(1) * heads.kv;
+            (past + length(y)) as u128 * (width * batch * size_of::<f32>()) as u128
+        };
+        let bytes = match self {
+            Self::Fill { y, .. } => w(y),
+            Self::Cast { x, y } => r(x) + w(y),
+            Self::MatMul { a, b, c, accumulate, fuse, .. } => {
+                let fused = match fuse {
+                    Fuse::None => 0,
+                    Fuse::Bias(bias) => r(bias),
+                    Fuse::BiasGelu { bias, slope } => r(bias) + slope.as_ref().map_or(0, w),
+                    Fuse::Add { residual } => r(residual),
+                    Fuse::BiasAdd { bias, residual } => r(bias) + r(residual),
+                    Fuse::Times { factor } => r(factor),
+                };
+                r(a) + r(b) + rw(c, *accumulate) + fused
+            }
+            Self::SumRows { x, y, accumulate } => r(x) + rw(y, *accumulate),
+            Self::Norm { x, gain, bias, y, stats, .. } => {
+                r(x) + r(gain) + bias.as_ref().map_or(0, r) + w(y) + w(stats)
+            }
+            Self::NormInput { x, gain, stats, dy, residual, dx, .. } => {
+                r(x) + r(gain) + r(stats) + r(dy) + residual.as_ref().map_or(0, r) + w(dx)
+            }
+            Self::NormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
+                let d_bias = d_bias.as_ref().map_or(0, |d| rw(d, *accumulate));
+                r(x) + r(stats) + r(dy) + rw(d_gain, *accumulate) + d_bias
+            }
+            Self::JoinHeads { rotary, qkv, .. } => 2 * w(qkv) + angles(rotary.as_ref(), qkv.shape()),
+            Self::SplitHeads { rotary, d_qkv, .. } => 2 * r(d_qkv) + angles(rotary.as_ref(), d_qkv.shape()),
+            Self::SwiGlu { gate, up, y } => r(gate) + r(up) + w(y),
+            Self::SwiGluGrad { gate, up, dy } => 2 * (w(gate) + w(up) + w(dy)),
+            Self::Attention { qkv, y, lse, .. } => r(qkv) + w(y) + w(lse),
+            Self::AttentionGrad { qkv, y, lse, dy, d_qkv, .. } => r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv),
+            Self::AttentionCached { heads, qkv, y, past, lse, .. } => {
+                r(qkv) + w(y) + lse.as_ref().map_or(0, w) + 2 * seen(y.shape(), *past, heads)
+            }
+            Self::AttentionCachedGrad { heads, past, qkv, y, lse, dy, d_qkv, .. } => {
+                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + 6 * seen(y.shape(), *past, heads)
+            }
+            Self::Embed { tokens, positions_table, y, .. } => {
+                r(tokens) + (2 + u128::from(positions_table.is_some())) * w(y)
+            }
+            Self::EmbedGrad { tokens, dy, d_positions_table, .. } => {
+                r(tokens) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
+            }
+            Self::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
+                let weights = weights.as_ref().map_or(0, r);
+                rw(logits, grad_scale.is_some()) + r(targets) + weights + w(losses)
+            }
+            Self::SumSquares { x, partials } => r(x) + w(partials),
+            Self::Map { program, reads, writes, .. } => {
+                let loaded = program.instrs().iter().filter(|i| matches!(i, crate::Instr::Load(_))).count();
+                let one = writes.first().map_or(0, w);
+                reads.iter().map(r).sum::<u128>() + one * (loaded + program.stores().len()) as u128
+            }
+        };
+        bytes.try_into().unwrap_or(u64::MAX)
+    }
+}
+
+/// Returns the second dimension, which is T of `[B, T, C]`, or 0 if there is none. The op's check rejects
+/// shapes that are not `[B, T, C]`.
+fn length(y: Shape) -> usize {
+    y.dims().get(1).copied().unwrap_or(0)
+}
+
+/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs.
+fn angles(rotary: Option<&Rotary<'_>>, all: Shape) -> u128 {
+    let each = rotary.map_or(0, |rotary| rotary.table.shape().cols() * rotary.table.dtype().size());
+    length(all) as u128 * each as u128
+}
+
+/// Returns the operations of the rotation of queries and keys in `[B, T, W]`: three for each rotated value.
+fn rotated(heads: Heads, rotary: Option<&Rotary<'_>>, all: Shape) -> u128 {
+    let each = rotary.map_or(0, |rotary| rotary.table.shape().cols());
+    3 * all.rows() as u128 * (heads.query + heads.kv) as u128 * each as u128
+}

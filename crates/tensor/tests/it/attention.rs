@@ -1,0 +1,303 @@
+//! Attention, its gradient and its cache, and the joining of heads with their rotation, against f64.
+#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+use farflung_tensor::{Device, Heads, Op, Rotary, Tensor, View};
+
+use super::expect::{close, dot, noise, same_bits, wide};
+
+/// Sizes of joined heads: `B` sequences of `T` tokens, and `D` values per head.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    batch: usize,
+    len: usize,
+    heads: Heads,
+    d: usize,
+}
+
+impl Sizes {
+    fn new(batch: usize, len: usize, (query, kv): (usize, usize), d: usize) -> Self {
+        Self { batch, len, heads: Heads { query, kv }, d }
+    }
+
+    /// Returns the widths of the queries, of the keys (or values), and of all.
+    fn widths(self) -> [usize; 3] {
+        [self.heads.query, self.heads.kv, self.heads.width()].map(|heads| heads * self.d)
+    }
+
+    /// Returns the index of the query (part 0), key (1) or value (2) of a token for head `h` of queries.
+    fn place(self, (b, h, t): (usize, usize, usize), part: usize) -> usize {
+        let Heads { query, kv } = self.heads;
+        let head = if part == 0 { h } else { query + (part - 1) * kv + h / (query / kv) };
+        (b * self.len + t) * self.widths()[2] + head * self.d
+    }
+}
+
+/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the log-sum-exp of its scores.
+fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize)) -> (Vec<f64>, f64) {
+    let at = |t: usize, part: usize| &qkv[s.place((b, h, t), part)..][..s.d];
+    let scores: Vec<f64> = (0..=t).map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+    (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
+}
+
+/// Returns `y`, `lse` and `d_qkv` by the definition.
+fn reference(s: Sizes, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
+    let Sizes { batch, len, heads, d } = s;
+    let c = s.widths()[0];
+    let (mut y, mut lse) = (vec![0.0; batch * len * c], vec![0.0; batch * heads.query * len]);
+    let mut d_qkv = vec![0.0; qkv.len()];
+    for (b, h) in (0..batch).flat_map(|b| (0..heads.query).map(move |h| (b, h))) {
+        let place = |t: usize, part: usize| s.place((b, h, t), part);
+        for t in 0..len {
+            let (p, sum) = weights(s, qkv, (b, h, t));
+            lse[(b * heads.query + h) * len + t] = sum;
+            let out = (b * len + t) * c + h * d;
+            for (key, p) in p.iter().enumerate() {
+                for i in 0..d {
+                    y[out + i] += p * qkv[place(key, 2) + i];
+                }
+            }
+            let dp: Vec<f64> = (0..=t).map(|key| dot(&dy[out..][..d], &qkv[place(key, 2)..][..d])).collect();
+            let mean = dot(&p, &dp);
+            for key in 0..=t {
+                let ds = p[key] * (dp[key] - mean) / (d as f64).sqrt();
+                for i in 0..d {
+                    d_qkv[place(t, 0) + i] += ds * qkv[place(key, 1) + i];
+                    d_qkv[place(key, 1) + i] += ds * qkv[place(t, 0) + i];
+                    d_qkv[place(key, 2) + i] += p[key] * dy[out + i];
+                }
+            }
+        }
+    }
+    [y, lse, d_qkv]
+}
+
+/// Runs attention and its gradient: returns `y`, `lse` and `d_qkv`.
+fn attention(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
+    let Sizes { batch, len, heads, .. } = s;
+    let [c, _, w] = s.widths();
+    let qkv = cpu.tensor(qkv, [batch, len, w]).unwrap();
+    let dy = cpu.tensor(dy, [batch, len, c]).unwrap();
+    let (mut y, mut lse) =
+        (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads.query, len]).unwrap());
+    let mut d_qkv = cpu.zeros([batch, len, w]).unwrap();
+    cpu.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
+    let (qkv, out, sums, dy, d) = (qkv.view(), y.view(), lse.view(), dy.view(), d_qkv.view_mut());
+    cpu.run(Op::AttentionGrad { heads, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
+    [y, lse, d_qkv]
+}
+
+/// Runs the same sequences through a cache with spare room, each in two parts, and the gradient of the parts
+/// from the last to the first. Returns `y` and `d_qkv`.
+fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
+    let Sizes { batch, len, heads, .. } = s;
+    let [c, kv, w] = s.widths();
+    let first = len / 3;
+    let (mut all_y, mut all_d) = (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, len, w]).unwrap());
+    let (qkv, dy) = (cpu.tensor(qkv, [batch, len, w]).unwrap(), cpu.tensor(dy, [batch, len, c]).unwrap());
+    for b in 0..batch {
+        let cache = || cpu.zeros([1, len + 2, kv]).unwrap();
+        let [mut keys, mut values, mut d_keys, mut d_values] = [cache(), cache(), cache(), cache()];
+        let parts = [(0, first), (first, len - first)];
+        let mut sums = parts.map(|(_, new)| cpu.zeros([1, heads.query, new]).unwrap());
+        for ((past, new), lse) in parts.into_iter().zip(&mut sums) {
+            let start = b * len + past;
+            cpu.run(Op::AttentionCached {
+                heads,
+                past,
+                qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
+                keys: keys.view_mut(),
+                values: values.view_mut(),
+                y: all_y.view_mut().part(start * c, [1, new, c]).unwrap(),
+                lse: Some(lse.view_mut()),
+            })
+            .unwrap();
+        }
+        for ((past, new), lse) in parts.into_iter().zip(&sums).rev() {
+            let start = b * len + past;
+            cpu.run(Op::AttentionCachedGrad {
+                heads,
+                past,
+                qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
+                keys: keys.view(),
+                values: values.view(),
+                y: all_y.view().part(start * c, [1, new, c]).unwrap(),
+                lse: lse.view(),
+                dy: dy.view().part(start * c, [1, new, c]).unwrap(),
+                d_qkv: all_d.view_mut().part(start * w, [1, new, w]).unwrap(),
+                d_keys: d_keys.view_mut(),
+                d_values: d_values.view_mut(),
+            })
+            .unwrap();
+        }
+    }
+    [all_y, all_d]
+}
+
+#[test]
+fn attention_its_gradient_and_its_cache() {
+    for s in [
+        Sizes::new(1, 1, (1, 1), 4),
+        Sizes::new(2, 5, (3, 3), 4),
+        Sizes::new(1, 33, (2, 2), 20),
+        Sizes::new(2, 70, (4, 4), 16),
+        Sizes::new(0, 3, (2, 2), 4),
+        Sizes::new(1, 0, (2, 2), 4),
+        Sizes::new(1, 1, (3, 1), 5),
+        Sizes::new(2, 9, (6, 2), 3),
+        Sizes::new(1, 33, (4, 1), 20),
+        Sizes::new(2, 70, (4, 2), 16),
+        Sizes::new(1, 301, (3, 1), 12),
+        Sizes::new(0, 3, (4, 2), 4),
+        Sizes::new(1, 0, (4, 2), 4),
+    ] {
+        let [c, _, w] = s.widths();
+        let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
+        let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
+            let ([y, lse, d_qkv], [cached, d_cached]) =
+                (attention(cpu, s, &qkv, &dy), in_parts(cpu, s, &qkv, &dy));
+            [y, lse, d_qkv, cached, d_cached]
+        });
+        let [want_y, want_lse, want_d] = reference(s, &wide(&qkv), &wide(&dy));
+        close(&y, &want_y, 3e-6);
+        close(&lse, &want_lse, 3e-6);
+        close(&d_qkv, &want_d, 5e-6);
+        close(&d_cached, &want_d, 5e-6);
+        assert!(y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits()), "{s:?}: with a cache");
+    }
+}
+
+/// Heads of queries that share a head of keys compute what they would compute with copies of it.
+#[test]
+fn grouped_queries_have_the_bits_of_separate_heads() {
+    let (s, separate) = (Sizes::new(2, 150, (6, 2), 20), Sizes::new(2, 150, (6, 6), 20));
+    let ([c, kv, w], d) = (s.widths(), s.d);
+    let (qkv, dy) = (noise(300 * w, 1), noise(300 * c, 2));
+    let copies = |x: &[f32]| x.chunks_exact(d).flat_map(|head| head.repeat(3)).collect::<Vec<_>>();
+    let spread: Vec<f32> = qkv
+        .chunks_exact(w)
+        .flat_map(|row| [row[..c].to_vec(), copies(&row[c..c + kv]), copies(&row[c + kv..])].concat())
+        .collect();
+    let cpu = Device::cpu(2).unwrap();
+    let floats = |t: Tensor| t.to_vec::<f32>().unwrap();
+    let [y, lse, d_qkv] = attention(&cpu, s, &qkv, &dy).map(floats);
+    let [want_y, want_lse, d_spread] = attention(&cpu, separate, &spread, &dy).map(floats);
+    assert_eq!((y, lse), (want_y, want_lse));
+    let mut want_d = Vec::new();
+    for row in wide(&d_spread).chunks_exact(3 * c) {
+        want_d.extend_from_slice(&row[..c]);
+        for group in row[c..].chunks_exact(3 * d) {
+            want_d.extend((0..d).map(|i| group[i] + group[d + i] + group[2 * d + i]));
+        }
+    }
+    close(&d_qkv, &want_d, 1e-6);
+    for (row, want) in d_qkv.chunks_exact(w).zip(d_spread.chunks_exact(3 * c)) {
+        assert_eq!(row[..c], want[..c], "the gradients of the queries");
+    }
+}
+
+/// A table whose cosines and sines are of no angle, so that a swap of the two is noticed.
+fn table(positions: usize, r: usize) -> Vec<f32> {
+    noise(positions * r, 5)
+}
+
+/// Rotates one head in f64, by the definition.
+fn rotated(x: &[f64], angles: &[f64], back: bool) -> Vec<f64> {
+    let mut y = x.to_vec();
+    let half = angles.len() / 2;
+    for i in 0..half {
+        let (a, b, cos, sin) = (x[i], x[i + half], angles[i], angles[i + half]);
+        let sin = if back { -sin } else { sin };
+        y[i] = a * cos - b * sin;
+        y[i + half] = b * cos + a * sin;
+    }
+    y
+}
+
+#[test]
+fn heads_are_joined_and_rotated_and_split_and_rotated_back() {
+    for (s, r, start) in [
+        (Sizes::new(1, 1, (1, 1), 2), 2, 0),
+        (Sizes::new(2, 5, (3, 1), 5), 4, 3),
+        (Sizes::new(2, 7, (4, 2), 24), 24, 0),
+        (Sizes::new(3, 40, (6, 2), 20), 6, 11),
+        (Sizes::new(1, 700, (2, 2), 16), 16, 1),
+        (Sizes::new(2, 3, (2, 1), 8), 0, 2),
+        (Sizes::new(0, 3, (2, 1), 8), 4, 0),
+        (Sizes::new(2, 0, (2, 1), 8), 4, 0),
+        (Sizes::new(2, 3, (2, 1), 0), 0, 0),
+    ] {
+        let Sizes { batch, len, heads, d } = s;
+        let [c, kv, w] = s.widths();
+        let n = batch * len;
+        let from = [noise(n * c, 1), noise(n * kv, 2), noise(n * kv, 3)];
+        let (d_joined, angles) = (noise(n * w, 4), table(start + len + 1, r));
+        for rotates in [true, false] {
+            let [qkv, dq, dk, dv] = same_bits(|cpu| {
+                let part = |v: &[f32], width| cpu.tensor(v, [batch, len, width]).unwrap();
+                let angles = cpu.tensor(&angles, [start + len + 1, r]).unwrap();
+                let rotary = rotates.then(|| Rotary { table: angles.view(), start });
+                let [q, k, v] = [part(&from[0], c), part(&from[1], kv), part(&from[2], kv)];
+                let mut qkv = part(&vec![f32::NAN; n * w], w);
+                let (q, k, v, all) = (q.view(), k.view(), v.view(), qkv.view_mut());
+                cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: all }).unwrap();
+                let d_qkv = part(&d_joined, w);
+                let empty = |width| part(&vec![f32::NAN; n * width], width);
+                let [mut dq, mut dk, mut dv] = [empty(c), empty(kv), empty(kv)];
+                let [to_q, to_k, to_v] = [dq.view_mut(), dk.view_mut(), dv.view_mut()];
+                let d_qkv = d_qkv.view();
+                cpu.run(Op::SplitHeads { heads, rotary, d_qkv, dq: to_q, dk: to_k, dv: to_v }).unwrap();
+                [qkv, dq, dk, dv]
+            });
+            let (mut want, mut want_split) = (Vec::new(), [Vec::new(), Vec::new(), Vec::new()]);
+            let (angles, joined) = (wide(&angles), wide(&d_joined));
+            for row in 0..n {
+                let at = &angles[(start + row % len) * r..][..r];
+                let at = if rotates { at } else { &[] };
+                let mut rest = &joined[row * w..][..w];
+                for (i, count) in [heads.query, heads.kv, heads.kv].into_iter().enumerate() {
+                    let own = &wide(&from[i])[row * count * d..][..count * d];
+                    for head in 0..count {
+                        let at = if i < 2 { at } else { &[] };
+                        want.extend(rotated(&own[head * d..][..d], at, false));
+                        let (first, after) = rest.split_at(d);
+                        want_split[i].extend(rotated(first, at, true));
+                        rest = after;
+                    }
+                }
+            }
+            close(&qkv, &want, 5e-7);
+            for (got, want) in [dq, dk, dv].iter().zip(&want_split) {
+                close(got, want, 5e-7);
+            }
+        }
+    }
+}
+
+/// Returns some tokens of one sequence.
+fn tokens(x: &Tensor, start: usize, count: usize) -> View<'_> {
+    let width = x.shape().cols();
+    x.view().part(start * width, [1, count, width]).unwrap()
+}
+
+/// A rotation of whole sequences is the rotation of their parts, each from its own position.
+#[test]
+fn tokens_are_rotated_by_their_positions() {
+    let cpu = Device::cpu(1).unwrap();
+    let (heads, d, len) = (Heads { query: 2, kv: 1 }, 6, 9);
+    let angles = cpu.tensor(&table(len, 4), [len, 4]).unwrap();
+    let qkv = noise(len * 4 * d, 1);
+    let [q, k, v] = [(0, 2), (2, 1), (3, 1)].map(|(first, count)| {
+        let rows = qkv.chunks_exact(4 * d).flat_map(|row| row[first * d..][..count * d].to_vec());
+        cpu.tensor(&rows.collect::<Vec<f32>>(), [1, len, count * d]).unwrap()
+    });
+    let join = |start: usize, new: usize| {
+        let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
+        let rotary = Some(Rotary { table: angles.view(), start });
+        let (q, k, v) = (tokens(&q, start, new), tokens(&k, start, new), tokens(&v, start, new));
+        cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
+        to.to_vec::<f32>().unwrap()
+    };
+    assert_eq!(join(0, len), [join(0, 4), join(4, 1), join(5, 4)].concat());
+}

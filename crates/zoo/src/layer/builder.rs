@@ -1,0 +1,203 @@
+//! Makes the layers of a model in order and collects their tensors.
+
+use std::sync::Arc;
+
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
+
+use super::rotary;
+use super::{Block, Embedding, Head};
+use crate::naming::Slot;
+use crate::spec::{BlockSpec, HeadSpec, ModelSpec, RotarySpec};
+use crate::tensor_spec::{Init, TensorKind, TensorSpec};
+
+/// A layer of a model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LayerKind<'a> {
+    /// The first one.
+    Embedding,
+    /// A block.
+    Block(&'a BlockSpec),
+    /// The last one.
+    Head,
+}
+
+/// Standard deviation of the initial weights.
+const INIT_STD: f32 = 0.02;
+
+/// Collects the tensors of the layers that are made with it. Tensors are counted over the whole model, also
+/// those of layers that are not wanted.
+#[derive(Debug)]
+pub struct Builder {
+    spec: ModelSpec,
+    /// The block whose tensors are added; `None` outside of blocks.
+    block: Option<usize>,
+    /// Number of tensors so far.
+    next: usize,
+    wanted: bool,
+    specs: Vec<(usize, TensorSpec)>,
+    /// Rotation angles for which tables were made.
+    tables: Vec<(RotarySpec, Arc<Tensor>)>,
+    /// Where tables are made; without a device, there are none.
+    device: Option<Device>,
+}
+
+/// The layers of a stage.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Layers {
+    pub(crate) embedding: Option<Embedding>,
+    pub(crate) blocks: Vec<Block>,
+    pub(crate) head: Option<Head>,
+}
+
+impl Builder {
+    /// Starts before the first layer of a model.
+    #[must_use]
+    pub fn new(spec: &ModelSpec) -> Self {
+        let spec = spec.clone();
+        Self { spec, block: None, next: 0, wanted: true, specs: Vec::new(), tables: Vec::new(), device: None }
+    }
+
+    /// Makes tables of rotation angles on a device.
+    #[must_use]
+    pub fn on(self, device: &Device) -> Self {
+        Self { device: Some(device.clone()), ..self }
+    }
+
+    /// Returns the tensors of the wanted layers, each with its index in the whole model.
+    #[must_use]
+    pub fn into_specs(self) -> Vec<(usize, TensorSpec)> {
+        self.specs
+    }
+
+    /// Returns the layout of the tensors so far.
+    pub fn layout(&self) -> farflung_tensor::Result<ParamLayout> {
+        let named = |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape)?));
+        Ok(ParamLayout::new(self.specs.iter().map(named).collect::<farflung_tensor::Result<Vec<_>>>()?))
+    }
+
+    /// Adds a tensor and returns its index among those of the wanted layers.
+    pub(super) fn tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize]) -> usize {
+        let index = self.specs.len();
+        if self.wanted {
+            let name = self.spec.names.of(self.block, slot, kind);
+            let init = match kind {
+                TensorKind::Bias => Init::Zeros,
+                TensorKind::Gain => Init::Ones,
+                TensorKind::Table => Init::Normal(INIT_STD),
+                TensorKind::Matrix => Init::Normal(match slot {
+                    Slot::AttentionOut | Slot::Down => {
+                        (f64::from(INIT_STD) / (2.0 * self.spec.layers() as f64).sqrt()) as f32
+                    }
+                    _ => INIT_STD,
+                }),
+            };
+            self.specs.push((self.next, TensorSpec { name, kind, shape: shape.to_vec(), init }));
+        }
+        self.next += 1;
+        index
+    }
+
+    /// Returns the table of rotation angles of a model's positions, `[context, width]`. `None` without a
+    /// device.
+    pub(super) fn rotary(&mut self, rotary: &RotarySpec) -> farflung_tensor::Result<Option<Arc<Tensor>>> {
+        let Some(device) = self.device.as_ref().filter(|_| self.wanted) else { return Ok(None) };
+        if let Some((_, table)) = self.tables.iter().find(|(known, _)| known == rotary) {
+            return Ok(Some(Arc::clone(table)));
+        }
+        let values = rotary::table(rotary, self.spec.context);
+        let table = Arc::new(device.tensor(&values, [self.spec.context, rotary.width])?);
+        self.tables.push((*rotary, Arc::clone(&table)));
+        Ok(Some(table))
+    }
+
+    /// Makes one layer by itself. A tied head has no table then.
+    pub(crate) fn layer(&mut self, spec: &ModelSpec, layer: LayerKind<'_>) -> farflung_tensor::Result<()> {
+        match layer {
+            LayerKind::Embedding => drop(self.embedding(spec)),
+            LayerKind::Block(block) => drop(self.block(spec, block)?),
+            LayerKind::Head => drop(Head::new(self, spec, None)),
+        }
+        Ok(())
+    }
+
+    /// Makes the embedding by itself.
+    pub fn embedding(&mut self, spec: &ModelSpec) -> Embedding {
+        let table = Embedding::table(self, spec);
+        Embedding::new(self, spec, table)
+    }
+
+    /// Makes a block by itself.
+    pub fn block(&mut self, spec: &ModelSpec, block: &BlockSpec) -> farflung_tensor::Result<Block> {
+        self.block = Some(0);
+        Block::new(self, spec.dim, block)
+    }
+
+    /// Makes the head by itself, with the token table if it is tied.
+    pub fn head(&mut self, spec: &ModelSpec) -> Head {
+        let tied = (spec.head == HeadSpec::Tied).then(|| Embedding::table(self, spec));
+        Head::new(self, spec, tied)
+    }
+
+    /// Makes the layers of a whole model. `wanted` says of each block whether it is made; the embedding belongs
+    /// to the first block, the head to the last.
+    pub(crate) fn model(
+        &mut self,
+        spec: &ModelSpec,
+        wanted: impl Fn(usize) -> bool,
+    ) -> farflung_tensor::Result<Layers> {
+        let (first, last) = (wanted(0), wanted(spec.layers() - 1));
+        let mut layers = Layers::default();
+        // A tied head needs the token table, which is the first tensor.
+        let tied = spec.head == HeadSpec::Tied;
+        self.wanted = first || (last && tied);
+        let table = Embedding::table(self, spec);
+        self.wanted = first;
+        let embedding = Embedding::new(self, spec, table);
+        layers.embedding = first.then_some(embedding);
+        for (at, block) in spec.each_block().enumerate() {
+            (self.block, self.wanted) = (Some(at), wanted(at));
+            let made = Block::new(self, spec.dim, block)?;
+            if self.wanted {
+                layers.blocks.push(made);
+            }
+        }
+        (self.block, self.wanted) = (None, last);
+        let head = Head::new(self, spec, tied.then_some(table));
+        layers.head = last.then_some(head);
+        Ok(layers)
+    }
+}
+
+impl ModelSpec {
+    /// Returns all tensors of the model, with the names that its family gives them.
+    ///
+    /// The order is that of the layers; the initial values of a tensor depend on its place in this order.
+    /// Initial values are those of nanoGPT: weights N(0, 0.02), projections onto the residual stream N(0, 0.02
+    /// / sqrt(2 L)), biases 0, gains of norms 1 and their biases 0.
+    ///
+    /// # Panics
+    /// If the description is not valid ([`ModelSpec::validate`]).
+    #[must_use]
+    pub fn tensors(&self) -> Vec<TensorSpec> {
+        let mut builder = Builder::new(self);
+        builder.model(self, |_| true).expect("without a device, no tensor is made");
+        builder.into_specs().into_iter().map(|(_, spec)| spec).collect()
+    }
+
+    /// Returns the number of parameters of one layer. A tied head has only its norm.
+    #[must_use]
+    pub fn parameters_of(&self, layer: LayerKind<'_>) -> u64 {
+        let mut builder = Builder::new(self);
+        builder.layer(self, layer).expect("without a device, no tensor is made");
+        builder.into_specs().iter().map(|(_, spec)| spec.count() as u64).sum()
+    }
+
+    /// Returns the exact number of parameters, with a tied head counted once.
+    #[must_use]
+    pub fn parameters(&self) -> u64 {
+        let of = |kind: LayerKind<'_>| self.parameters_of(kind);
+        let blocks: u64 =
+            self.blocks.iter().map(|run| run.count as u64 * of(LayerKind::Block(&run.block))).sum();
+        of(LayerKind::Embedding) + blocks + of(LayerKind::Head)
+    }
+}

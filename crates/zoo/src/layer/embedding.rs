@@ -1,0 +1,89 @@
+//! The first layer: token embeddings, and position embeddings if the model has a table of them.
+
+use farflung_tensor::{Op, Result, Tensor};
+
+use super::builder::Builder;
+use super::{Grads, StageContext};
+use crate::naming::Slot;
+use crate::spec::{ModelSpec, Positions};
+use crate::tensor_spec::TensorKind;
+
+/// Embedding: `tokens[token]`, or `tokens[token] + positions[position]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Embedding {
+    /// Index of the token table in the layout.
+    table: usize,
+    /// Index of the position table.
+    positions: Option<usize>,
+    dim: usize,
+}
+
+impl Embedding {
+    /// Adds the token table, which a tied head uses too, and returns its index.
+    pub(super) fn table(builder: &mut Builder, spec: &ModelSpec) -> usize {
+        builder.tensor(Slot::TokenTable, TensorKind::Table, &[spec.vocab, spec.dim])
+    }
+
+    pub(super) fn new(builder: &mut Builder, spec: &ModelSpec, table: usize) -> Self {
+        let has_positions = spec.positions == Positions::Learned;
+        let shape = [spec.context, spec.dim];
+        let positions = has_positions.then(|| builder.tensor(Slot::PositionTable, TensorKind::Table, &shape));
+        Self { table, positions, dim: spec.dim }
+    }
+
+    /// Returns the index of the first parameter, and their number.
+    pub(crate) const fn params(&self) -> (usize, usize) {
+        (self.table, 1 + self.positions.is_some() as usize)
+    }
+
+    /// Returns hidden states `[B, T, C]` of tokens `[B, T]` (u32). The first token of each row is at position
+    /// `start`.
+    pub fn forward(&self, cx: &StageContext<'_>, tokens: &Tensor, start: usize) -> Result<Tensor> {
+        let (b, t) = (tokens.shape().rows(), tokens.shape().cols());
+        let mut y = cx.empty([b, t, self.dim])?;
+        cx.device.run(Op::Embed {
+            tokens: tokens.view(),
+            start,
+            tokens_table: cx.layout.view(cx.params, self.table)?,
+            positions_table: self.positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
+            y: y.view_mut(),
+        })?;
+        Ok(y)
+    }
+
+    /// Computes the gradients of the tables, with the `start` of the forward pass. If a tied head, which uses
+    /// the same token table, has already written its gradient (`tied_head_wrote`), the embedding's gradient is
+    /// added to it.
+    pub fn backward(
+        &self,
+        cx: &StageContext<'_>,
+        tokens: &Tensor,
+        start: usize,
+        dy: &Tensor,
+        grads: &mut Grads<'_>,
+        tied_head_wrote: bool,
+    ) -> Result<()> {
+        let (mut table, mut positions) = if self.positions.is_some() {
+            let [table, positions] = cx.layout.views_mut(grads.flat, self.table)?;
+            (table, Some(positions))
+        } else {
+            let [table] = cx.layout.views_mut(grads.flat, self.table)?;
+            (table, None)
+        };
+        if !grads.accumulate {
+            if !tied_head_wrote {
+                cx.device.run(Op::Fill { value: 0.0, y: table.reborrow() })?;
+            }
+            if let Some(positions) = &mut positions {
+                cx.device.run(Op::Fill { value: 0.0, y: positions.reborrow() })?;
+            }
+        }
+        let rows = [tokens.shape().cols(), self.dim];
+        cx.device.run(Op::EmbedGrad {
+            tokens: tokens.view(),
+            dy: dy.view(),
+            d_tokens_table: table,
+            d_positions_table: positions.map(|all| all.part(start * self.dim, rows)).transpose()?,
+        })
+    }
+}

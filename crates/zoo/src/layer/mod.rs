@@ -1,0 +1,70 @@
+//! The layers of a model: a closed set, a file each. A layer has its forward pass, the gradient of its input
+//! and the gradient of its weights, written out; there is no automatic differentiation. The two gradients are
+//! separate, so that a pipeline can communicate between them, or run them at different times.
+//!
+//! A layer registers its tensors with a [`Builder`] when it is made. What it keeps for the backward pass, it
+//! puts into the named set [`Activations`]. One forward pass serves training, evaluation and decoding: [`Keep`]
+//! says whether anything is kept, and [`Before`] which tokens are already in a cache.
+//!
+//! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`. Hidden states are `[B, T, C]`.
+
+mod activations;
+mod attention;
+mod block;
+mod builder;
+mod embedding;
+mod head;
+mod linear;
+mod mlp;
+mod norm;
+mod rotary;
+
+pub use activations::{Activations, Keep, Kept};
+pub use attention::{Attention, Before, KeyValues, Later};
+pub use block::Block;
+pub(crate) use builder::Layers;
+pub use builder::{Builder, LayerKind};
+pub use embedding::Embedding;
+pub use head::{Head, HeadSaved, Targets};
+pub use linear::{Linear, Then};
+pub use mlp::Mlp;
+pub use norm::NormLayer;
+pub use rotary::table as rotary_table;
+
+use farflung_tensor::{DType, Device, ParamLayout, Result, Shape, Tensor, TensorError};
+
+/// Context that every layer of a stage needs.
+#[derive(Debug, Clone, Copy)]
+pub struct StageContext<'a> {
+    /// Device on which the stage runs.
+    pub device: &'a Device,
+    /// Layout of the parameters in the stage's flat buffers.
+    pub layout: &'a ParamLayout,
+    /// The stage's parameters.
+    pub params: &'a Tensor,
+    /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
+    pub gradient_scale: f32,
+}
+
+impl StageContext<'_> {
+    /// Creates a tensor with unspecified contents, to be overwritten completely.
+    pub(crate) fn empty(&self, shape: impl Into<Shape>) -> Result<Tensor> {
+        self.device.empty(DType::F32, shape)
+    }
+}
+
+/// The gradients of a stage.
+#[derive(Debug)]
+pub struct Grads<'a> {
+    /// A flat buffer of the stage's layout.
+    pub flat: &'a mut Tensor,
+    /// Whether to add to the gradients instead of overwriting them.
+    pub accumulate: bool,
+}
+
+/// Returns the three dimensions of hidden states.
+pub(crate) fn dims(x: &Tensor) -> Result<[usize; 3]> {
+    let rhs = Shape::from([0, 0, 0]);
+    let mismatch = |_| TensorError::ShapeMismatch { op: "hidden states [B, T, C]", lhs: x.shape(), rhs };
+    x.shape().dims().try_into().map_err(mismatch)
+}

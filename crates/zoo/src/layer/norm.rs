@@ -1,0 +1,92 @@
+//! A norm over the last dimension, with gain and perhaps bias.
+
+use farflung_tensor::{Norm, Op, Result, Tensor};
+
+use super::builder::Builder;
+use super::{Grads, StageContext, dims};
+use crate::naming::Slot;
+use crate::spec::NormSpec;
+use crate::tensor_spec::TensorKind;
+
+/// A norm.
+#[derive(Debug, Clone, Copy)]
+pub struct NormLayer {
+    norm: Norm,
+    /// Index of the gain in the layout; the bias follows if there is one.
+    gain: usize,
+    bias: bool,
+}
+
+impl NormLayer {
+    pub(super) fn new(builder: &mut Builder, slot: Slot, dim: usize, spec: &NormSpec) -> Self {
+        let gain = builder.tensor(slot, TensorKind::Gain, &[dim]);
+        if spec.bias {
+            builder.tensor(slot, TensorKind::Bias, &[dim]);
+        }
+        Self { norm: spec.norm, gain, bias: spec.bias }
+    }
+
+    /// Returns the index of the first parameter, and their number.
+    pub(super) const fn params(&self) -> (usize, usize) {
+        (self.gain, 1 + self.bias as usize)
+    }
+
+    /// Returns the output, and the statistics `[B T, 2]` that the backward pass needs.
+    pub fn forward(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let [b, t, c] = dims(x)?;
+        let (mut y, mut stats) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
+        let bias = self.bias.then(|| cx.layout.view(cx.params, self.gain + 1)).transpose()?;
+        cx.device.run(Op::Norm {
+            norm: self.norm,
+            x: x.view(),
+            gain: cx.layout.view(cx.params, self.gain)?,
+            bias,
+            y: y.view_mut(),
+            stats: stats.view_mut(),
+        })?;
+        Ok((y, stats))
+    }
+
+    /// Returns the gradient of the input `x`, plus that of the residual branch if there is one.
+    pub fn backward_input(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<Tensor> {
+        let mut dx = cx.empty(x.shape())?;
+        cx.device.run(Op::NormInput {
+            norm: self.norm,
+            x: x.view(),
+            gain: cx.layout.view(cx.params, self.gain)?,
+            stats: stats.view(),
+            dy: dy.view(),
+            residual: residual.map(Tensor::view),
+            dx: dx.view_mut(),
+        })?;
+        Ok(dx)
+    }
+
+    /// Computes the gradients of gain and bias.
+    pub fn backward_weight(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
+        let accumulate = grads.accumulate;
+        let (d_gain, d_bias) = if self.bias {
+            let [gain, bias] = cx.layout.views_mut(grads.flat, self.gain)?;
+            (gain, Some(bias))
+        } else {
+            let [gain] = cx.layout.views_mut(grads.flat, self.gain)?;
+            (gain, None)
+        };
+        let (x, stats, dy) = (x.view(), stats.view(), dy.view());
+        cx.device.run(Op::NormWeight { x, stats, dy, d_gain, d_bias, accumulate })
+    }
+}

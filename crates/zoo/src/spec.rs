@@ -1,0 +1,167 @@
+//! Description of a model as data: its layers with their sizes. Tensors, parameters, operations and memory
+//! follow from it by making or running the layers.
+
+mod bounds;
+mod resize;
+
+use farflung_tensor::{Heads, Norm};
+
+use crate::naming::Names;
+
+pub use resize::Resize;
+
+/// A decoder-only transformer: token embeddings, blocks, a final norm and a head.
+///
+/// Fields are public, so that a preset can be varied. [`Stage::new`](crate::Stage::new) and
+/// [`weights::write`](crate::weights::write) call [`ModelSpec::validate`] first.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelSpec {
+    /// The names of its tensors, and its family.
+    pub names: &'static Names,
+    /// Number of token ids.
+    pub vocab: usize,
+    /// Most tokens of a sequence.
+    pub context: usize,
+    /// Width of the hidden states.
+    pub dim: usize,
+    /// How the embedding tells the position of a token.
+    pub positions: Positions,
+    /// The blocks, as runs of equal ones.
+    pub blocks: Vec<Run>,
+    /// Final norm.
+    pub norm: NormSpec,
+    /// The matrix that turns hidden states into logits.
+    pub head: HeadSpec,
+}
+
+/// Equal blocks in sequence.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Run {
+    /// Number of blocks.
+    pub count: usize,
+    /// The block.
+    pub block: BlockSpec,
+}
+
+/// How the embedding tells the position of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Positions {
+    /// It adds a row of a table that is trained, one for each position.
+    Learned,
+    /// It does not: attention rotates queries and keys ([`AttentionSpec::rotary`]).
+    None,
+}
+
+/// Which matrix is the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadSpec {
+    /// The token table.
+    Tied,
+    /// One of its own.
+    Own,
+}
+
+/// A pre-norm block: `x + attention(norm x)`, then `x + mlp(norm x)`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockSpec {
+    /// Both norms.
+    pub norm: NormSpec,
+    /// The attention.
+    pub attention: AttentionSpec,
+    /// The feed-forward network.
+    pub mlp: MlpSpec,
+}
+
+/// A norm over the last dimension.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct NormSpec {
+    /// Its kind and constant.
+    pub norm: Norm,
+    /// Whether it adds a bias.
+    pub bias: bool,
+}
+
+/// Causal attention.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionSpec {
+    /// Number of heads.
+    pub heads: Heads,
+    /// Values per head. `heads.query * head_dim` need not be the width of the hidden states.
+    pub head_dim: usize,
+    /// Whether one matrix makes queries, keys and values, side by side, or three do.
+    pub fused: bool,
+    /// Rotation of queries and keys by position.
+    pub rotary: Option<RotarySpec>,
+    /// Whether its matrices have biases.
+    pub bias: bool,
+}
+
+/// Angles of a rotary position embedding (Su et al. 2021). With `width` values rotated, pair `i` turns by
+/// `base^(-2 i / width)` per token, before `scaling`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RotarySpec {
+    /// Number of values of a head that are rotated, from its first one; even.
+    pub width: usize,
+    /// Base of the frequencies.
+    pub base: f64,
+    /// Change of the frequencies for longer texts.
+    pub scaling: RotaryScaling,
+}
+
+/// Changes of rotary frequencies.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum RotaryScaling {
+    /// None.
+    None,
+    /// All frequencies divided (Chen et al. 2023, "position interpolation").
+    Linear {
+        /// Divisor.
+        factor: f64,
+    },
+    /// LLaMA 3.1: low frequencies divided, high ones as they are, those between interpolated.
+    Llama3 {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// Turns within `original_context` up to which a frequency is low.
+        low_turns: f64,
+        /// Turns within `original_context` from which on a frequency is high.
+        high_turns: f64,
+        /// Context of the training before.
+        original_context: usize,
+    },
+}
+
+/// A feed-forward network: `down(act(up x))`, or `down(act(gate x) * up x)` if it is gated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MlpSpec {
+    /// Inner width.
+    pub width: usize,
+    /// Activation.
+    pub activation: Activation,
+    /// Whether there is a gate.
+    pub gated: bool,
+    /// Whether its matrices have biases.
+    pub bias: bool,
+}
+
+/// Activations of feed-forward networks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// GELU in its tanh form; without a gate.
+    GeluTanh,
+    /// SiLU; with a gate, which makes it SwiGLU (Shazeer 2020).
+    Silu,
+}
+
+impl ModelSpec {
+    /// Returns the number of blocks.
+    #[must_use]
+    pub fn layers(&self) -> usize {
+        self.blocks.iter().map(|run| run.count).sum()
+    }
+
+    /// Returns the blocks in order.
+    pub fn each_block(&self) -> impl Iterator<Item = &BlockSpec> {
+        self.blocks.iter().flat_map(|run| std::iter::repeat_n(&run.block, run.count))
+    }
+}

@@ -1,0 +1,103 @@
+//! Checks of a model's description.
+
+use super::{Activation, BlockSpec, ModelSpec, NormSpec, Positions, RotaryScaling, RotarySpec};
+use crate::ZooError;
+
+/// Bounds that keep all counts of a model within 64 bits.
+const LAYERS: usize = 1 << 14;
+const HEADS: usize = 1 << 14;
+const DIM: usize = 1 << 18;
+const MLP_WIDTH: usize = 1 << 20;
+const CONTEXT: usize = 1 << 24;
+const VOCAB: usize = 1 << 24;
+
+fn within(field: &'static str, value: usize, most: usize, expected: &'static str) -> Result<(), ZooError> {
+    if value == 0 || value > most {
+        return Err(ZooError::Config { field, value, expected });
+    }
+    Ok(())
+}
+
+fn ensure(good: bool, field: &'static str, value: usize, expected: &'static str) -> Result<(), ZooError> {
+    if good { Ok(()) } else { Err(ZooError::Config { field, value, expected }) }
+}
+
+fn real(field: &'static str, value: f64, good: bool, expected: &'static str) -> Result<(), ZooError> {
+    if good && value.is_finite() { Ok(()) } else { Err(ZooError::RealField { field, value, expected }) }
+}
+
+impl ModelSpec {
+    /// Checks that every size is at least 1 and within bounds that keep all counts in 64 bits, and that the
+    /// sizes fit each other.
+    ///
+    /// Errors: [`ZooError::Config`] or [`ZooError::RealField`] with the invalid field.
+    pub fn validate(&self) -> Result<(), ZooError> {
+        let layers = self.blocks.iter().try_fold(0_usize, |sum, run| sum.checked_add(run.count));
+        within("layers", layers.unwrap_or(usize::MAX), LAYERS, "1 to 16384")?;
+        within("dim", self.dim, DIM, "1 to 262144")?;
+        within("context", self.context, CONTEXT, "1 to 16777216")?;
+        within("vocab", self.vocab, VOCAB, "1 to 16777216")?;
+        self.norm.validate()?;
+        for run in &self.blocks {
+            ensure(run.count > 0, "layers", run.count, "runs of at least one block")?;
+            run.block.validate()?;
+            let rotates = run.block.attention.rotary.is_some();
+            let told = rotates != (self.positions == Positions::Learned);
+            ensure(told, "positions", 0, "either a table of positions or a rotation in each block")?;
+        }
+        Ok(())
+    }
+}
+
+impl NormSpec {
+    fn validate(&self) -> Result<(), ZooError> {
+        let eps = f64::from(self.norm.eps);
+        real("norm eps", eps, eps > 0.0 && eps < 1.0, "above 0 and below 1")
+    }
+}
+
+impl BlockSpec {
+    fn validate(&self) -> Result<(), ZooError> {
+        self.norm.validate()?;
+        let attention = &self.attention;
+        let (heads, head_dim) = (attention.heads, attention.head_dim);
+        within("heads", heads.query, HEADS, "1 to 16384")?;
+        within("kv heads", heads.kv, HEADS, "1 to 16384")?;
+        ensure(heads.query.is_multiple_of(heads.kv), "kv heads", heads.kv, "a divisor of `heads`")?;
+        within("head dim", head_dim, DIM, "1 to 262144")?;
+        ensure(
+            heads.query.saturating_mul(head_dim) <= DIM,
+            "head dim",
+            head_dim,
+            "at most 262144 over `heads`",
+        )?;
+        if let Some(rotary) = &attention.rotary {
+            rotary.validate(head_dim)?;
+        }
+        within("mlp width", self.mlp.width, MLP_WIDTH, "1 to 1048576")?;
+        let known = match self.mlp.activation {
+            Activation::GeluTanh => !self.mlp.gated,
+            Activation::Silu => self.mlp.gated,
+        };
+        ensure(known, "gated", usize::from(self.mlp.gated), "a gate for SiLU, and none for GELU")
+    }
+}
+
+impl RotarySpec {
+    fn validate(&self, head_dim: usize) -> Result<(), ZooError> {
+        let fits = self.width >= 2 && self.width.is_multiple_of(2) && self.width <= head_dim;
+        ensure(fits, "rotary width", self.width, "even, at least 2 and at most `head dim`")?;
+        real("rotary base", self.base, self.base > 1.0, "above 1")?;
+        match self.scaling {
+            RotaryScaling::None => Ok(()),
+            RotaryScaling::Linear { factor } => real("rotary factor", factor, factor > 0.0, "above 0"),
+            RotaryScaling::Llama3 { factor, low_turns, high_turns, original_context } => {
+                real("rotary factor", factor, factor > 0.0, "above 0")?;
+                real("low frequency factor", low_turns, low_turns > 0.0, "above 0")?;
+                let higher = high_turns > low_turns;
+                real("high frequency factor", high_turns, higher, "above the low frequency factor")?;
+                within("original context", original_context, CONTEXT, "1 to 16777216")
+            }
+        }
+    }
+}
