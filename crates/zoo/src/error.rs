@@ -244,6 +244,14 @@ pub enum ZooError {
         /// Description of the problem.
         problem: String,
     },
+    /// A file of rows of tokens is invalid, or its rows do not fit.
+    #[error("`{}`: {problem}", path.display())]
+    Rows {
+        /// Path of the file.
+        path: PathBuf,
+        /// Description of the problem.
+        problem: String,
+    },
     /// A tensor is missing.
     #[error("`{}` has no tensor `{tensor}`", path.display())]
     NoTensor {

@@ -21,7 +21,7 @@ mod json_file;
 mod error;
 
 // For all users: a model's description, its tokenizer and data, and text generation.
-pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split};
+pub use data::{Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, TokenRows};
 pub use error::ZooError;
 pub use family::{Family, gpt2};
 pub use generate::{Sampling, generate};

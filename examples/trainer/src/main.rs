@@ -91,11 +91,11 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
 
     let tokens = BATCH * config.context;
     let scale = token_weight(WORKERS, (WORKERS * tokens) as u64);
-    let (mut inputs, mut targets, mut losses) = (Vec::new(), Vec::new(), Vec::new());
+    let mut losses = Vec::new();
     for step in 0..STEPS {
-        sampler.batch(step, &mut inputs, &mut targets)?;
-        let input = Input::Tokens(model.tokens(&inputs, config.context)?);
-        let targets = model.tokens(&targets, config.context)?;
+        let batch = sampler.batch(step)?;
+        let input = Input::Tokens(model.tokens(&batch.inputs, config.context)?);
+        let targets = model.tokens(&batch.targets, config.context)?;
         let (output, saved) = model.forward(&params, input, Some(Targets::all(&targets, scale)))?;
         let Output::Losses(output) = output else { unreachable!("a whole model gives losses") };
         let mut loss = [stage::total(&output)? / tokens as f64];

@@ -169,9 +169,9 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
                 Ok(device.tensor(values, values.len())?)
             });
             let seen: Vec<Tensor> = seen.collect::<Result<_>>()?;
-            let (mut x, mut y) = (Vec::new(), Vec::new());
-            sampler.batch(step * u64::from(microbatches) + u64::from(micro), &mut x, &mut y)?;
-            let batch = (parts[0].tokens(&x, job.model.context)?, parts[0].tokens(&y, job.model.context)?);
+            let drawn = sampler.batch(step * u64::from(microbatches) + u64::from(micro))?;
+            let tensor = |ids: &[u32]| parts[0].tokens(ids, job.model.context);
+            let batch = (tensor(&drawn.inputs)?, tensor(&drawn.targets)?);
             loss += backward(&parts, &seen, batch, 1.0 / (tokens * per_update as f32), &mut sums)?;
             if (micro + 1).is_multiple_of(per_update) {
                 // The token table has two users, so both get the sum of its gradients.

@@ -1,19 +1,20 @@
 //! `farflung eval`: measures a model's loss on held-out text.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use farflung::data_notes::data_notes;
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
-use farflung::zoo::{Corpus, HoldOut, Sampler, Shard, stage};
+use farflung::zoo::{Batch, Corpus, HoldOut, Sampler, Shard, TokenRows};
 use farflung::{Error, Result, corpus, terminal};
 
-use super::model::ModelArgs;
+use super::model::{Loaded, LoadedModel, ModelArgs};
 
 /// Measure a model's loss on the last tenth of a text, which training holds out.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung eval runs/nano-1
-  farflung eval ./gpt2 --data book.txt --batches 50 --json")]
+  farflung eval ./gpt2 --data book.txt --batches 50 --json
+  farflung eval ./llama --tokens rows.json --json")]
 pub(crate) struct EvalCommand {
     #[command(flatten)]
     model: ModelArgs,
@@ -30,6 +31,10 @@ pub(crate) struct EvalCommand {
     /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.
     #[arg(long, value_name = "TYPE")]
     token_type: Option<TokenType>,
+    /// JSON file with rows of token ids to measure instead of a text: `input_ids`, and `labels` if not every
+    /// token after a row's first is a target (-100 is none).
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "encoding", "special_tokens", "token_type", "batches"])]
+    tokens: Option<PathBuf>,
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
@@ -43,8 +48,49 @@ pub(crate) struct EvalCommand {
 
 impl EvalCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let loaded = self.model.load()?;
-        let tokenizer = &*loaded.tokenizer;
+        match &self.tokens {
+            Some(path) => self.on_rows(path),
+            None => self.on_text(),
+        }
+    }
+
+    /// Measures the targets of rows.
+    fn on_rows(&self, path: &Path) -> Result<()> {
+        let rows = TokenRows::read(path).map_err(|error| Error::from(error).of_input())?;
+        let model = self.model.load_for_ids()?;
+        rows.check(model.stage.spec().vocab, model.stage.spec().context)
+            .map_err(|error| Error::from(error).of_input())?;
+        let length = rows.length();
+        let (mut logprobs, mut sum) = (Vec::with_capacity(rows.count()), 0.0);
+        let Batch { inputs, targets, weights, .. } = rows.rows();
+        let weights = weights.as_deref().unwrap_or_default();
+        let at_once = self.batch as usize * length;
+        for ((inputs, targets), weights) in
+            inputs.chunks(at_once).zip(targets.chunks(at_once)).zip(weights.chunks(at_once))
+        {
+            let losses = losses(&model, inputs, targets, length)?;
+            for (losses, weights) in losses.chunks(length).zip(weights.chunks(length)) {
+                let counted = losses.iter().zip(weights).filter(|(_, weight)| **weight > 0.0);
+                let row: Vec<f64> = counted.map(|(loss, _)| -f64::from(*loss)).collect();
+                sum -= row.iter().sum::<f64>();
+                logprobs.push(row);
+            }
+        }
+        let targets = rows.targets();
+        let loss = sum / targets as f64;
+        super::print(&if self.json {
+            let object = serde_json::json!({ "loss": loss, "targets": targets, "logprobs": logprobs });
+            format!("{object}\n")
+        } else {
+            let perplexity = loss.exp();
+            format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {targets} targets\n")
+        })
+    }
+
+    /// Measures held-out text.
+    fn on_text(&self) -> Result<()> {
+        let Loaded { stage, params, tokenizer } = self.model.load()?;
+        let (tokenizer, model) = (&*tokenizer, LoadedModel { stage, params });
         let (encoding, special_tokens, token_type) = (self.encoding, self.special_tokens, self.token_type);
         let options = ReadOptions { encoding, special_tokens, token_type };
         let corpus = match &self.data {
@@ -57,16 +103,17 @@ impl EvalCommand {
         for line in data_notes(corpus.reading(), &training, &held_out) {
             terminal::write_stderr(format!("{line}\n"));
         }
-        let context = loaded.stage.spec().context;
-        let shard = Shard::whole(self.batch as usize);
-        let sampler = Sampler::evaluation(held_out, shard, context, self.batches as usize)?;
-        let (mut sum, mut count) = (0.0, 0);
-        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-        for batch in 0..u64::from(self.batches) {
-            sampler.batch(batch, &mut inputs, &mut targets)?;
-            let (x, y) = (loaded.stage.tokens(&inputs, context)?, loaded.stage.tokens(&targets, context)?);
-            sum += stage::total(&loaded.stage.losses(&loaded.params, x, &y)?)?;
-            count += targets.len();
+        let context = model.stage.spec().context;
+        let windows = self.batches as usize * self.batch as usize;
+        let sampler = Sampler::evaluation(held_out, Shard::whole(self.batch as usize), context, windows)?;
+        let (mut sum, mut count) = (0.0, 0_u64);
+        for step in 0..sampler.steps().unwrap_or(0) as u64 {
+            let batch = sampler.batch(step)?;
+            let losses = losses(&model, &batch.inputs, &batch.targets, context)?;
+            let counts = |at: usize| batch.weights.as_ref().is_none_or(|weights| weights[at] > 0.0);
+            let counted = losses.iter().enumerate().filter(|(at, _)| counts(*at));
+            sum += counted.map(|(_, &loss)| f64::from(loss)).sum::<f64>();
+            count += batch.counted() as u64;
         }
         let loss = sum / count as f64;
         let perplexity = loss.exp();
@@ -80,4 +127,11 @@ impl EvalCommand {
             format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens\n")
         })
     }
+}
+
+/// Returns the loss of each target, for sequences of `length` tokens.
+fn losses(model: &LoadedModel, inputs: &[u32], targets: &[u32], length: usize) -> Result<Vec<f32>> {
+    let LoadedModel { stage, params } = model;
+    let (x, y) = (stage.tokens(inputs, length)?, stage.tokens(targets, length)?);
+    Ok(stage.losses(params, x, &y)?.to_vec::<f32>()?)
 }

@@ -13,8 +13,8 @@ use farflung::{Error, ModelSource, Result, finite, terminal};
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
     /// A run's folder (its newest checkpoint is used), a checkpoint, or a folder with config.json and
-    /// model.safetensors of a GPT-2, as Hugging Face's programs write it; or the file of weights in such a
-    /// folder.
+    /// model.safetensors of a GPT-2 or a LLaMA, as Hugging Face's programs write it; or the file of weights in
+    /// such a folder.
     #[arg(value_name = "PATH")]
     model: PathBuf,
     /// How text is split into tokens: byte or gpt2. Default: the model's own, if it is one of these; byte for a
@@ -39,13 +39,27 @@ pub(crate) struct Loaded {
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
 }
 
+/// A loaded model without a tokenizer.
+pub(crate) struct LoadedModel {
+    pub(crate) stage: Stage,
+    pub(crate) params: Tensor,
+}
+
 impl ModelArgs {
-    /// Opens the model. An error of its files is one of the input.
+    /// Opens the model and its tokenizer. An error of its files is one of the input.
     pub(crate) fn load(&self) -> Result<Loaded> {
-        self.open().map_err(Error::of_input)
+        self.open(|source, vocab| self.tokenizer(source, vocab))
+            .map(|(LoadedModel { stage, params }, tokenizer)| Loaded { stage, params, tokenizer })
+            .map_err(Error::of_input)
     }
 
-    fn open(&self) -> Result<Loaded> {
+    /// Opens the model for ids of tokens. An error of its files is one of the input.
+    pub(crate) fn load_for_ids(&self) -> Result<LoadedModel> {
+        self.open(|_, _| Ok(())).map(|(model, ())| model).map_err(Error::of_input)
+    }
+
+    /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.
+    fn open<T>(&self, more: impl FnOnce(&ModelSource, usize) -> Result<T>) -> Result<(LoadedModel, T)> {
         let threads = match self.threads {
             0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             n => n,
@@ -53,12 +67,12 @@ impl ModelArgs {
         farflung::threads::check(threads, 1)?;
         let source = ModelSource::find(&self.model)?;
         let mut weights = source.open()?;
-        let tokenizer = self.tokenizer(&source, weights.spec().vocab)?;
+        let more = more(&source, weights.spec().vocab)?;
         let device = Device::open(self.device, threads)?.with_precision(self.precision);
         let stage = Stage::whole(weights.spec(), &device)?;
         let params = stage.load(&mut weights)?;
         finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
-        Ok(Loaded { stage, params, tokenizer })
+        Ok((LoadedModel { stage, params }, more))
     }
 
     /// Returns the tokenizer for a model with a vocabulary of `vocab` tokens. Notes go to stderr.

@@ -8,6 +8,7 @@
 
 #[macro_use]
 mod declare;
+mod evaluation;
 
 pub mod choice;
 pub mod file;
@@ -72,7 +73,8 @@ const LR_OVER_MIN_LR: f64 = 10.0;
 
 settings! {
     "Model" {
-        /// Model preset: nano, baby, gpt2, or one of the larger sizes of GPT-2 and GPT-3.
+        /// Model: a preset (nano, baby, the sizes of GPT-2 and GPT-3, llama-nano, llama-baby, llama-124m,
+        /// smollm2-135m and larger ones), or the path of a config.json of one of these families.
         model: String, "NAME", "nano";
         /// Number of transformer blocks; overrides the preset.
         layers: usize, "N";
@@ -86,8 +88,9 @@ settings! {
         vocab: usize, "N";
         /// How text is split into tokens: byte or gpt2. With --init-from, the default is the model's own.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
-        /// Weights to start from: a folder with config.json and model.safetensors of a GPT-2 (Hugging Face's
-        /// layout), a checkpoint, or a run's folder (its newest checkpoint). Shape and vocabulary are theirs.
+        /// Weights to start from: a folder with config.json and model.safetensors of a GPT-2 or a LLaMA
+        /// (Hugging Face's layout), a checkpoint, or a run's folder (its newest checkpoint). Shape and
+        /// vocabulary are theirs.
         init_from: PathBuf, "PATH" => "the path may differ; the weights are compared";
     }
     "Data and output" {
@@ -95,6 +98,9 @@ settings! {
         /// or bzip2. A folder may have files for train, valid and test. Default: the source code of farflung's
         /// own dependencies.
         data: PathBuf, "PATH" => "the path may differ; the tokens are compared";
+        /// JSON file with rows of token ids to train on instead of a text: `input_ids`, and `labels` if not
+        /// every token after a row's first is a target (-100 is none). Each step has all rows.
+        tokens: PathBuf, "FILE" => "the path may differ; the tokens are compared";
         /// Each process of a job trains on its own text: --data may then differ between processes.
         own_data: bool, "BOOL", false;
         /// How the sequences of a step are chosen: random (windows at random places) or epochs (windows that do
@@ -422,7 +428,8 @@ settings! {
     "Evaluation and checkpoints" {
         /// Steps between evaluations; 0 evaluates only at the end.
         eval_every: u64, "STEPS", 100u64;
-        /// Number of microbatches per evaluation.
+        /// Number of batches of 12 sequences per evaluation: the same sequences whatever --batch and --workers
+        /// are.
         eval_batches: u64, "N", 20u64;
         /// Steps between digests of the parameters in metrics.jsonl, which `farflung diff` compares; 0 writes
         /// none.

@@ -15,7 +15,7 @@ use farflung_parallel::pipeline::{
     Updates, Worker,
 };
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
-use farflung_zoo::{Input, Output, Sampler, Saved, Slices, Targets, ZooError, stage};
+use farflung_zoo::{Batch, Input, Output, Sampler, Saved, Shard, Slices, Targets, ZooError, stage};
 
 use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
@@ -59,6 +59,14 @@ pub(super) struct Awaited {
 /// Sum of the losses of a microbatch or of one slice of it, which may still be in flight from the device.
 type Loss = Pending<Result<f64, ZooError>>;
 
+/// The sum of the losses of some tokens.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LossSum {
+    pub(super) sum: f64,
+    /// Number of the tokens that count.
+    pub(super) tokens: f64,
+}
+
 /// Stage, microbatch and slice of an action.
 type Place = (StageId, u32, u16);
 
@@ -87,8 +95,9 @@ pub(super) struct Executor {
     pub(super) evaluation: Sampler,
     /// Width of a hidden state.
     pub(super) dim: usize,
-    /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens.
-    pub(super) token_weight: f32,
+    /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens that
+    /// count; by microbatch.
+    pub(super) token_weights: Vec<f32>,
     /// The microbatch whose backward pass is the last of a step, by stage.
     pub(super) last: BTreeMap<StageId, u32>,
     /// Whether gradients are averaged with other holders of a part in each step.
@@ -140,19 +149,45 @@ impl Executor {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
     }
 
-    /// Returns the sum of the pass's losses, added up by microbatch, and the number of their tokens; zeros if
-    /// the last part is on another rank.
-    pub(super) fn total_loss(&mut self) -> Result<(f64, usize)> {
-        let tokens = match self.pass {
-            Pass::Training { .. } => self.sampler.shard().batch,
-            Pass::Evaluation => self.evaluation.shard().batch,
-        } * self.sampler.context();
+    /// Returns the sum of the pass's losses, added up by microbatch, and the number of tokens that count;
+    /// `None` if the last part is on another rank.
+    pub(super) fn total_loss(&mut self) -> Result<Option<LossSum>> {
         let mut sums = self.kept.losses();
         for (microbatch, loss) in self.losses.drain(..) {
             *sums.entry(microbatch).or_insert(0.0) += loss.wait()?;
         }
         self.kept.keep_losses(&sums);
-        Ok((sums.values().sum(), sums.len() * tokens))
+        if sums.is_empty() {
+            return Ok(None);
+        }
+        let counted: Result<f64> = sums.keys().map(|&microbatch| self.counted(microbatch)).sum();
+        Ok(Some(LossSum { sum: sums.values().sum(), tokens: counted? }))
+    }
+
+    /// Returns the number of tokens of a microbatch of the pass that count.
+    fn counted(&self, microbatch: u32) -> Result<f64> {
+        let (sampler, first, batch) = self.sequences(microbatch);
+        Ok(sampler.counted(first, batch as u64)?)
+    }
+
+    /// Returns the number of tokens that count in a training step of this many microbatches.
+    pub(super) fn counted_in_step(&self, microbatches: u32) -> Result<f64> {
+        let (sampler, first, batch) = self.sequences(0);
+        Ok(sampler.counted(first, batch as u64 * u64::from(microbatches))?)
+    }
+
+    /// Returns the source of a microbatch's sequences, the number of its first one, and their number.
+    const fn sequences(&self, microbatch: u32) -> (&Sampler, u64, usize) {
+        match self.pass {
+            Pass::Training { first } => {
+                let batch = self.sampler.shard().batch;
+                (&self.sampler, (first + microbatch as u64) * batch as u64, batch)
+            }
+            Pass::Evaluation => {
+                let Shard { rank, world, batch } = self.evaluation.shard();
+                (&self.evaluation, (microbatch as usize * world * batch + rank * batch) as u64, batch)
+            }
+        }
     }
 
     /// Returns the positions of a slice; all positions if sequences are not sliced.
@@ -175,42 +210,27 @@ impl Executor {
     }
 
     /// Returns the inputs and targets of an action's tokens.
-    fn batch(&self, action: Action) -> Result<(Vec<u32>, Vec<u32>)> {
-        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-        match self.pass {
-            Pass::Training { first } => {
-                let batch = self.sampler.shard().batch;
-                let number = (first + u64::from(action.microbatch)) * batch as u64;
-                self.sampler.sequences(number, batch, &mut inputs, &mut targets)?;
-            }
-            Pass::Evaluation => {
-                self.evaluation.batch(action.microbatch.into(), &mut inputs, &mut targets)?;
-            }
-        }
-        let (positions, context) = (self.positions(action.slice), self.sampler.context());
-        let slice = |all: Vec<u32>| {
-            if positions.len() == context {
-                return all;
-            }
-            all.chunks_exact(context).flat_map(|row| &row[positions.clone()]).copied().collect()
-        };
-        Ok((slice(inputs), slice(targets)))
+    fn batch(&self, action: Action) -> Result<Batch> {
+        let (sampler, first, batch) = self.sequences(action.microbatch);
+        Ok(sampler.sequences(first, batch)?.positions(&self.positions(action.slice)))
     }
 
     /// Returns a stage's input: hidden states, or tokens at the model's input.
     fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
         Ok(match hidden {
             Some(x) => Input::Hidden(x),
-            None => Input::Tokens(self.tokens(action, &self.batch(action)?.0)?),
+            None => Input::Tokens(self.tokens(action, &self.batch(action)?.inputs)?),
         })
     }
 
-    /// Returns the targets of an action, if its stage is the last.
-    fn targets(&self, action: Action) -> Result<Option<Tensor>> {
+    /// Returns the targets of an action and their weights, if its stage is the last.
+    fn targets(&self, action: Action) -> Result<Option<(Tensor, Option<Tensor>)>> {
         if !self.placement.is_last(action.stage) {
             return Ok(None);
         }
-        self.tokens(action, &self.batch(action)?.1).map(Some)
+        let batch = self.batch(action)?;
+        let weights = batch.weights.map(|weights| self.device.tensor(&weights, weights.len())).transpose()?;
+        Ok(Some((self.tokens(action, &batch.targets)?, weights)))
     }
 
     fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
@@ -235,7 +255,11 @@ impl Executor {
             version,
             input,
             start,
-            targets.as_ref().map(|t| Targets::all(t, self.token_weight)),
+            targets.as_ref().map(|(ids, weights)| {
+                // In an evaluation, no gradient follows.
+                let scale = self.token_weights.get(action.microbatch as usize).copied().unwrap_or(1.0);
+                Targets { ids, weights: weights.as_ref(), scale }
+            }),
             carried,
         )
     }

@@ -20,6 +20,7 @@ use super::fault::{Departure, Failure, Fault};
 use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
+use super::token_rows::fits;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::data_notes::plain_special_tokens;
@@ -108,11 +109,21 @@ impl Job {
 
     fn read(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
-        let config = config.with_initial_weights()?;
+        let mut config = config.with_initial_weights()?;
         let tokenizer = tokenizer_of(&config)?;
-        let model = shape(&config, tokenizer.vocab_size())?;
+        let mut model = shape(&config, tokenizer.vocab_size())?;
+        let rows = config.token_rows()?;
+        if let Some(rows) = &rows {
+            config = config.fitting(rows, &model, world);
+            model = shape(&config, tokenizer.vocab_size())?;
+            rows.check(model.vocab, model.context)?;
+        }
         let Decided { config, plan, cluster, rates } = Decided::of(config, &model, world)?;
-        let (corpus, source) = if let Some(path) = &config.data {
+        rows.iter().try_for_each(|rows| fits(rows, &plan))?;
+        let (corpus, source) = if let Some(rows) = rows {
+            let source = rows.path().display().to_string();
+            (Corpus::from_rows(rows), source)
+        } else if let Some(path) = &config.data {
             let corpus = Corpus::open_with(path, &*tokenizer, read_options(&config))?;
             (corpus, path.display().to_string())
         } else {
@@ -123,7 +134,7 @@ impl Job {
         let data_identity = corpus.identity(config.shards == Sharding::Files);
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        if model.vocab < tokenizer.vocab_size() {
+        if model.vocab < tokenizer.vocab_size() && training.rows().is_none() {
             [&training, &held_out]
                 .into_iter()
                 .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
@@ -250,6 +261,10 @@ impl Job {
     /// `--shards` they are the same for all replicas.
     pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
+        if self.training.rows().is_some() {
+            let lanes = self.plan.sequences();
+            return Sampler::rows(self.training.clone(), shard, self.model.context, lanes);
+        }
         let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);
         if let Some(shards) = &self.shards {
             return Sampler::within(training, shards.of(replica), seed, shard, context);
@@ -260,17 +275,20 @@ impl Job {
         }
     }
 
-    /// Returns a replica's share of the held-out batches.
+    /// Returns a replica's share of the held-out windows: the same windows over all replicas, whatever their
+    /// number and the batch are.
     pub fn evaluation(&self, replica: usize) -> Result<Sampler, ZooError> {
         let replicas = self.plan.replicas() as usize;
         let shard = Shard { rank: replica, world: replicas, batch: self.plan.batch as usize };
-        let steps = (self.config.eval_batches as usize).div_ceil(replicas);
-        Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
+        Sampler::evaluation(self.held_out.clone(), shard, self.model.context, self.config.eval_windows())
     }
 
     /// Returns the tokens of all replicas in the first `steps` steps.
     #[must_use]
     pub fn tokens_after(&self, steps: u64) -> u64 {
+        if let Some(rows) = self.training.rows() {
+            return steps.saturating_mul(rows.targets());
+        }
         self.microbatches_after(steps) * u64::from(self.plan.batch) * self.model.context as u64
     }
 
@@ -287,7 +305,37 @@ impl Job {
     /// Returns the tokens of all replicas in a step that all replicas take.
     #[must_use]
     pub fn tokens_per_step(&self) -> u64 {
+        if let Some(rows) = self.training.rows() {
+            return rows.targets();
+        }
         self.plan.sequences() * self.model.context as u64
+    }
+
+    /// Returns the number of tokens that count in a step of each replica; `None` if all tokens count, so that
+    /// microbatches say it.
+    ///
+    /// Errors: those of the sampler.
+    pub(super) fn counted(&self) -> Result<Option<Vec<u64>>, ZooError> {
+        if self.training.rows().is_none() {
+            return Ok(None);
+        }
+        let (sampler, batch) = (self.sampler(0)?, u64::from(self.plan.batch));
+        let of = |replica: u32| {
+            let count = u64::from(self.plan.microbatches[replica as usize]) * batch;
+            Ok(sampler.counted(self.plan.first_microbatch(replica) * batch, count)? as u64)
+        };
+        (0..self.plan.replicas()).map(of).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Returns a replica's weight in a mean over all tokens that count in a step that all replicas take: 1 is
+    /// an equal share.
+    ///
+    /// Errors: as [`Job::counted`].
+    pub(super) fn weight(&self, replica: u32) -> Result<f64, ZooError> {
+        Ok(match self.counted()? {
+            Some(counted) => self.plan.local_steps().weight_of(replica, 0..1, &counted),
+            None => self.plan.weight(replica),
+        })
     }
 
     /// Returns whether gradients are averaged at each step, so that replicas always have the same parameters.

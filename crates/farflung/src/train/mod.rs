@@ -51,6 +51,7 @@ mod sizes;
 mod spent;
 mod steps;
 mod tied;
+mod token_rows;
 mod all_succeed;
 mod trainer;
 pub mod tune;

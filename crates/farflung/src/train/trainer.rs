@@ -47,7 +47,7 @@ use farflung_tensor::{Device, Param, Tensor, TensorError};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
-use super::executor::{Executor, Pass};
+use super::executor::{Executor, LossSum, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::part::Part;
 use super::resync::{Drift, Resync};
@@ -499,14 +499,10 @@ impl Trainer {
     /// Returns the mean loss of this replica's last pass, if this rank has the model's last part; else 0. If
     /// several ranks have it, each returns its share, and the shares add up to the mean.
     fn own_loss(&mut self) -> Result<f64> {
-        let (sum, tokens) = self.executor.total_loss()?;
-        if tokens == 0 {
-            return Ok(0.0);
-        }
+        let Some(LossSum { sum, .. }) = self.executor.total_loss()? else { return Ok(0.0) };
         // With two copies of the model, or in a pool, each rank has some of the microbatches.
-        let all = f64::from(self.schedule.microbatches())
-            * (self.executor.sampler.shard().batch * self.executor.sampler.context()) as f64;
-        Ok(sum / all)
+        let all = self.executor.counted_in_step(self.schedule.microbatches())?;
+        Ok(if all > 0.0 { sum / all } else { 0.0 })
     }
 
     /// Returns the sums of squared gradients by part of the model; 0 for parts that other ranks report.
@@ -538,9 +534,9 @@ impl Trainer {
         self.executor.begin(Pass::Evaluation, microbatches);
         run(&self.evaluation, self.position, &mut self.executor)?;
         self.executor.sent()?;
-        let (sum, tokens) = self.executor.total_loss()?;
+        let total = self.executor.total_loss()?;
         drop(armed);
-        let mut sums = [sum, tokens as f64];
+        let mut sums = total.map_or([0.0; 2], |LossSum { sum, tokens }| [sum, tokens]);
         self.executor.comm.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
         Ok(sums[0] / sums[1])
     }

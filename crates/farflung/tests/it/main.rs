@@ -68,6 +68,7 @@ mod stopped_steps;
 mod stops;
 mod tensorboard;
 mod tiny;
+mod token_rows;
 mod virtual_members;
 mod watch;
 mod wrong_values;

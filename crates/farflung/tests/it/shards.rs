@@ -22,8 +22,7 @@ fn letters(folder: &Path) -> std::path::PathBuf {
 /// Returns the letters that a replica sees in its first sequences.
 fn seen(job: &Job, replica: usize) -> String {
     let sampler = job.sampler(replica).unwrap();
-    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-    sampler.sequences(0, 64, &mut inputs, &mut targets).unwrap();
+    let mut inputs = sampler.sequences(0, 64).unwrap().inputs;
     inputs.sort_unstable();
     inputs.dedup();
     inputs.into_iter().map(|token| token as u8 as char).collect()

@@ -16,7 +16,7 @@ use farflung::tensor::{Device, Tensor};
 use farflung::train::{Prediction, Trainer, refusal};
 use farflung::transports::SIMULATED;
 use farflung::zoo::layer::Grads;
-use farflung::zoo::{Input, Output, Stage, Targets, stage};
+use farflung::zoo::{Batch, Input, Output, Stage, Targets, stage};
 
 const STEPS: u64 = 3;
 
@@ -143,8 +143,8 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
                     device.tensor(values, values.len()).unwrap()
                 })
                 .collect();
-            let (mut x, mut y) = (Vec::new(), Vec::new());
-            sampler.batch(step * u64::from(m) + u64::from(micro), &mut x, &mut y).unwrap();
+            let Batch { inputs: x, targets: y, .. } =
+                sampler.batch(step * u64::from(m) + u64::from(micro)).unwrap();
             let targets = stages[0].tokens(&y, 16).unwrap();
             let mut input = Input::Tokens(stages[0].tokens(&x, 16).unwrap());
             let mut kept = Vec::new();

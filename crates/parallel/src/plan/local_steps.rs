@@ -165,6 +165,18 @@ impl LocalSteps {
         if all == 0 { 0.0 } else { mine as f64 / all as f64 }
     }
 
+    /// Like [`LocalSteps::weight`], where a local step of a replica has `tokens` that count, one number for
+    /// each replica. Steps under earlier plans must have had the same.
+    #[must_use]
+    pub fn weight_of(&self, replica: u32, steps: Range<u64>, tokens: &[u64]) -> f64 {
+        let of = |(other, tokens): (usize, &u64)| {
+            (self.taken(other as u32, steps.end) - self.taken(other as u32, steps.start)) * tokens
+        };
+        let all: u64 = tokens.iter().enumerate().map(of).sum();
+        let mine = tokens.get(replica as usize).map_or(0, |tokens| of((replica as usize, tokens)));
+        if all == 0 { 0.0 } else { (mine * tokens.len() as u64) as f64 / all as f64 }
+    }
+
     /// Returns the number of microbatches of all replicas in the first `steps` steps.
     #[must_use]
     pub fn all_microbatches(&self, steps: u64) -> u64 {

@@ -9,6 +9,7 @@ use super::source::{
     Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
     no_text, refused, text_of, unpack, wrong_at,
 };
+use super::token_rows::TokenRows;
 use super::tokens::{Split, Tokens};
 use crate::{Tokenizer, ZooError};
 
@@ -22,6 +23,7 @@ pub struct Corpus {
     /// Start of each document: of each file, and after each end-of-text token. The first is 0.
     documents: Arc<[usize]>,
     reading: Arc<Reading>,
+    rows: Option<Arc<TokenRows>>,
 }
 
 /// Part of a corpus that is kept for validation: always the end.
@@ -154,7 +156,7 @@ impl<'a> Builder<'a> {
         documents.dedup();
         let (tokens, hash) = (Arc::new(self.tokens), self.hasher.finalize());
         let reading = Arc::new(self.reading);
-        Ok(Corpus { tokens, hash, boundary, documents: documents.into(), reading })
+        Ok(Corpus { tokens, hash, boundary, documents: documents.into(), reading, rows: None })
     }
 }
 
@@ -234,6 +236,23 @@ impl Corpus {
         builder.finish(Path::new(name), None)
     }
 
+    /// Creates a corpus of rows, all of which are both trained on and held out.
+    #[must_use]
+    pub fn from_rows(rows: TokenRows) -> Self {
+        let ids = &rows.rows().inputs;
+        let mut tokens = Tokens::for_vocab(usize::MAX);
+        tokens.extend(ids.iter().copied());
+        let reading = Reading { files: 1, bytes: rows.bytes(), is_ids: true, ..Reading::default() };
+        Self {
+            tokens: Arc::new(tokens),
+            hash: rows.hash(),
+            boundary: Some(ids.len()),
+            documents: (0..ids.len()).step_by(rows.length()).collect(),
+            reading: Arc::new(reading),
+            rows: Some(Arc::new(rows)),
+        }
+    }
+
     /// Returns the number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -265,6 +284,10 @@ impl Corpus {
     pub fn identity(&self, documents: bool) -> String {
         let mut hasher = blake3::Hasher::new();
         self.tokens.hash(&mut hasher);
+        if self.rows.is_some() {
+            // Of rows, the labels count too.
+            hasher.update(self.hash.as_bytes());
+        }
         hasher.update(&(self.standard_boundary() as u64).to_le_bytes());
         for start in self.documents.iter().filter(|_| documents) {
             hasher.update(&(*start as u64).to_le_bytes());
@@ -277,8 +300,8 @@ impl Corpus {
         self.boundary.unwrap_or((0.9 * self.len() as f64) as usize)
     }
 
-    /// Splits the corpus into the training and the held-out part. With [`HoldOut::Standard`] or a fraction, one
-    /// of them may be empty.
+    /// Splits the corpus into the training and the held-out part. Rows are both. With [`HoldOut::Standard`] or
+    /// a fraction, one of them may be empty.
     ///
     /// Errors: [`ZooError::HoldOut`] if a fraction is not in `[0, 1)`, or a number of tokens is not below that
     /// of the corpus.
@@ -293,8 +316,11 @@ impl Corpus {
         };
         let part = |name, range| {
             let (tokens, documents) = (Arc::clone(&self.tokens), Arc::clone(&self.documents));
-            Split { name, tokens, range, documents }
+            Split { name, tokens, range, documents, rows: self.rows.clone() }
         };
+        if self.rows.is_some() {
+            return Ok((part("training", 0..n), part("held-out", 0..n)));
+        }
         Ok((part("training", 0..training), part("held-out", training..n)))
     }
 }

@@ -4,6 +4,7 @@
 //! Nothing is shuffled on disk. Windows are drawn at random offsets, as in nanoGPT, or in shuffled epochs of
 //! numbered windows.
 
+mod batch;
 mod corpus;
 mod encode;
 mod epochs;
@@ -11,8 +12,10 @@ mod kmeans;
 mod sampler;
 mod shards;
 mod source;
+mod token_rows;
 mod tokens;
 
+pub use batch::Batch;
 pub use corpus::{Corpus, HoldOut};
 pub use sampler::{Offsets, Sampler, Shard};
 pub use shards::{NoSharding, Sharding, Shards};
@@ -20,4 +23,5 @@ pub use source::{
     DataFile, Listing, NoEncoding, NoTokenType, Part, PlainSpecialTokens, ReadOptions, Reading, Skipped,
     SourceError, TextEncoding, TokenType,
 };
+pub use token_rows::TokenRows;
 pub use tokens::{Split, Tokens};

@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use farflung_base::Philox;
 
+use super::batch::Batch;
 use super::epochs::Epochs;
+use super::token_rows::TokenRows;
 use super::tokens::Split;
 use crate::ZooError;
 
@@ -112,6 +114,11 @@ enum Source {
     Within(Philox, Within),
     Epochs(Epochs),
     Recorded(Offsets),
+    /// Sequence `n` is row `n % lanes`.
+    Rows {
+        rows: Arc<TokenRows>,
+        lanes: u64,
+    },
 }
 
 /// The valid offsets of sequences within some ranges, numbered consecutively.
@@ -154,9 +161,8 @@ impl Within {
 /// let corpus = Corpus::from_bytes("fox", b"the quick brown fox jumps over the lazy dog", &Byte)?;
 /// let (training, _) = corpus.split(HoldOut::Standard)?;
 /// let sampler = Sampler::random(training, 7, Shard::whole(2), 8)?;
-/// let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-/// sampler.batch(0, &mut inputs, &mut targets)?;
-/// assert_eq!(inputs[1..8], targets[..7]);
+/// let batch = sampler.batch(0)?;
+/// assert_eq!(batch.inputs[1..8], batch.targets[..7]);
 /// # Ok::<(), farflung_zoo::ZooError>(())
 /// ```
 #[derive(Debug, Clone)]
@@ -266,31 +272,60 @@ impl Sampler {
         Ok(sampler)
     }
 
-    /// Creates a sampler for validation: `steps` batches of windows spread evenly over the split, always the
-    /// same. Of all `count = steps * world * batch` windows, window `i` begins at
-    /// `floor(i * (len - context - 1) / (count - 1))`; a single window begins at 0.
+    /// Creates a sampler of rows: each step has all of them once. A step has `lanes` sequences over all ranks;
+    /// sequences beyond the last row have no targets.
+    ///
+    /// Errors: [`ZooError::Sampler`]; [`ZooError::Rows`] if the rows are longer than `context`.
+    ///
+    /// # Panics
+    /// If the split is no rows ([`Split::rows`]).
+    pub fn rows(split: Split, shard: Shard, context: usize, lanes: u64) -> Result<Self, ZooError> {
+        let rows = Arc::clone(split.rows().expect("a sampler of rows is one of a split that is rows"));
+        rows.check(usize::MAX, context)?;
+        if lanes < rows.count() as u64 {
+            let value = usize::try_from(lanes).unwrap_or(usize::MAX);
+            let expected = format!("at least {}, the number of rows", rows.count());
+            return Err(ZooError::Sampler { field: "sequences of a step", value, expected });
+        }
+        Self::checked(split, shard, context, Source::Rows { rows, lanes })
+    }
+
+    /// Creates a sampler for validation: `windows` windows spread evenly over the split, always the same,
+    /// whatever the shard is. Window `i` begins at `floor(i * (len - context - 1) / (windows - 1))`; a single
+    /// window begins at 0. They are divided into as few batches as the shard allows; what is missing in the
+    /// last one has no targets. Of a split that is rows, each row is a window.
     ///
     /// Errors: those of [`Sampler::random`].
-    pub fn evaluation(split: Split, shard: Shard, context: usize, steps: usize) -> Result<Self, ZooError> {
-        let columns = shard.global_batch();
-        let empty = Source::Recorded(Offsets { columns: columns.max(1), values: Vec::new() });
+    pub fn evaluation(split: Split, shard: Shard, context: usize, windows: usize) -> Result<Self, ZooError> {
+        let columns = shard.global_batch().max(1);
+        if let Some(rows) = split.rows() {
+            let lanes = rows.count().next_multiple_of(columns) as u64;
+            return Self::rows(split, shard, context, lanes);
+        }
+        let empty = Source::Recorded(Offsets { columns, values: Vec::new() });
         let mut sampler = Self::new(split, shard, context, empty)?;
+        // No window is taken twice.
+        let windows = windows.min(sampler.last_offset() + 1);
         let last = sampler.last_offset() as u128;
-        let count = columns * steps;
-        let spread = |i: usize| (i as u128 * last / (count as u128 - 1).max(1)) as i64;
-        sampler.source = Source::Recorded(Offsets { columns, values: (0..count).map(spread).collect() });
+        let spread = |i: usize| (i as u128 * last / (windows as u128 - 1).max(1)) as i64;
+        sampler.source = Source::Recorded(Offsets { columns, values: (0..windows).map(spread).collect() });
         Ok(sampler)
     }
 
     fn new(split: Split, shard: Shard, context: usize, source: Source) -> Result<Self, ZooError> {
+        if context > 0 && split.len() <= context {
+            shard.validate()?;
+            let (tokens, needed) = (split.len(), context.saturating_add(1));
+            return Err(ZooError::TooShort { split: split.name, tokens, needed });
+        }
+        Self::checked(split, shard, context, source)
+    }
+
+    fn checked(split: Split, shard: Shard, context: usize, source: Source) -> Result<Self, ZooError> {
         shard.validate()?;
         if context == 0 {
             let expected = "at least 1".to_owned();
             return Err(ZooError::Sampler { field: "context", value: 0, expected });
-        }
-        if split.len() <= context {
-            let (tokens, needed) = (split.len(), context.saturating_add(1));
-            return Err(ZooError::TooShort { split: split.name, tokens, needed });
         }
         Ok(Self { split, shard, context, source })
     }
@@ -317,7 +352,8 @@ impl Sampler {
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
             Source::Random(_) | Source::Within(..) | Source::Epochs(_) => None,
-            Source::Recorded(offsets) => Some(offsets.steps()),
+            Source::Recorded(offsets) => Some(offsets.values.len().div_ceil(offsets.columns)),
+            Source::Rows { lanes, .. } => Some((*lanes as usize).div_ceil(self.shard.global_batch())),
         }
     }
 
@@ -326,7 +362,7 @@ impl Sampler {
     pub const fn windows(&self) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.windows()),
-            Source::Random(_) | Source::Within(..) | Source::Recorded(_) => None,
+            Source::Random(_) | Source::Within(..) | Source::Recorded(_) | Source::Rows { .. } => None,
         }
     }
 
@@ -336,55 +372,84 @@ impl Sampler {
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.window(sequence)),
-            Source::Random(_) | Source::Within(..) | Source::Recorded(_) => None,
+            Source::Random(_) | Source::Within(..) | Source::Recorded(_) | Source::Rows { .. } => None,
         }
     }
 
-    /// Returns the offset of a sequence. Sequences are numbered from the first of step 0 over all ranks.
-    fn offset(&self, sequence: u64) -> Result<usize, ZooError> {
-        match &self.source {
-            Source::Random(philox) => Ok(philox.below(sequence, self.last_offset() as u64 + 1) as usize),
-            Source::Within(philox, within) => Ok(within.offset(philox.below(sequence, within.count()))),
-            Source::Epochs(epochs) => Ok(epochs.window(sequence) as usize * self.context),
+    /// Returns the offset of a sequence; `None` if it has no targets. Sequences are numbered from the first of
+    /// step 0 over all ranks.
+    fn offset(&self, sequence: u64) -> Result<Option<usize>, ZooError> {
+        Ok(Some(match &self.source {
+            Source::Random(philox) => philox.below(sequence, self.last_offset() as u64 + 1) as usize,
+            Source::Within(philox, within) => within.offset(philox.below(sequence, within.count())),
+            Source::Epochs(epochs) => epochs.window(sequence) as usize * self.context,
             Source::Recorded(offsets) => {
-                let offset = usize::try_from(sequence).ok().and_then(|i| offsets.values.get(i));
-                let columns = self.shard.global_batch() as u64;
-                let (step, steps) = (sequence / columns, offsets.steps() as u64);
-                Ok(*offset.ok_or(ZooError::StepNotRecorded { step, steps })? as usize)
+                let (columns, all) = (self.shard.global_batch(), offsets.values.len());
+                let at = usize::try_from(sequence).unwrap_or(usize::MAX);
+                if at >= all.next_multiple_of(columns) {
+                    let (step, steps) = (sequence / columns as u64, all.div_ceil(columns) as u64);
+                    return Err(ZooError::StepNotRecorded { step, steps });
+                }
+                return Ok(offsets.values.get(at).map(|&offset| offset as usize));
             }
-        }
+            Source::Rows { .. } => return Ok(None),
+        }))
     }
 
-    /// Draws this worker's batch of a step. `inputs` and `targets` become `[batch, context]` tokens, row by
-    /// row; targets are shifted by one token.
+    /// Draws this worker's batch of a step: `batch` sequences.
     ///
     /// Errors: [`ZooError::StepNotRecorded`] for a step after the end of recorded or evaluation offsets.
-    pub fn batch(&self, step: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<(), ZooError> {
+    pub fn batch(&self, step: u64) -> Result<Batch, ZooError> {
         let Shard { rank, batch, .. } = self.shard;
         let first = step.wrapping_mul(self.shard.global_batch() as u64).wrapping_add((rank * batch) as u64);
-        self.sequences(first, batch, inputs, targets)
+        self.sequences(first, batch)
     }
 
-    /// Draws `count` sequences from number `first` on, independent of ranks. `inputs` and `targets` become
-    /// `[count, context]` tokens, row by row; targets are shifted by one token. Sequences are numbered from 0
-    /// at step 0, over all ranks of a step and then step by step.
+    /// Draws `count` sequences from number `first` on, independent of ranks. Sequences are numbered from 0 at
+    /// step 0, over all ranks of a step and then step by step.
     ///
     /// Errors: [`ZooError::StepNotRecorded`] for a sequence after the end of recorded or evaluation offsets.
-    pub fn sequences(
-        &self,
-        first: u64,
-        count: usize,
-        inputs: &mut Vec<u32>,
-        targets: &mut Vec<u32>,
-    ) -> Result<(), ZooError> {
-        inputs.clear();
-        targets.clear();
+    pub fn sequences(&self, first: u64, count: usize) -> Result<Batch, ZooError> {
+        let mut batch = Batch { length: self.context, ..Batch::default() };
         for index in 0..count as u64 {
-            let offset = self.offset(first.wrapping_add(index))?;
-            self.split.append_to(offset, self.context, inputs);
-            self.split.append_to(offset + 1, self.context, targets);
+            let sequence = first.wrapping_add(index);
+            if let Source::Rows { rows, lanes } = &self.source {
+                rows.append_to(sequence % lanes, &mut batch);
+                continue;
+            }
+            let offset = self.offset(sequence)?;
+            if offset.is_none() || batch.weights.is_some() {
+                let before = batch.inputs.len();
+                let weights = batch.weights.get_or_insert_with(|| vec![1.0; before]);
+                let weight = if offset.is_some() { 1.0 } else { 0.0 };
+                weights.extend(std::iter::repeat_n(weight, self.context));
+            }
+            // A sequence without targets has the tokens of the first window.
+            let offset = offset.unwrap_or(0);
+            self.split.append_to(offset, self.context, &mut batch.inputs);
+            self.split.append_to(offset + 1, self.context, &mut batch.targets);
         }
-        Ok(())
+        Ok(batch)
+    }
+
+    /// Returns the number of targets that count in `count` sequences from number `first` on: a pure function
+    /// of the numbers, which every rank can compute for all ranks.
+    ///
+    /// Errors: as [`Sampler::sequences`].
+    pub fn counted(&self, first: u64, count: u64) -> Result<f64, ZooError> {
+        match &self.source {
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_) => {
+                Ok(count as f64 * self.context as f64)
+            }
+            Source::Recorded(_) => {
+                let of =
+                    |index| Ok(self.offset(first.wrapping_add(index))?.map_or(0.0, |_| self.context as f64));
+                (0..count).map(of).sum()
+            }
+            Source::Rows { rows, lanes } => {
+                Ok((0..count).map(|index| rows.counted(first.wrapping_add(index) % lanes)).sum())
+            }
+        }
     }
 }
 

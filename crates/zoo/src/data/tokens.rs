@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::token_rows::TokenRows;
+
 /// A list of tokens of one, two or four bytes each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tokens {
@@ -99,6 +101,8 @@ pub struct Split {
     pub(super) range: Range<usize>,
     /// Start of each document of the whole corpus.
     pub(super) documents: Arc<[usize]>,
+    /// The rows that the split is, if it is rows.
+    pub(super) rows: Option<Arc<TokenRows>>,
 }
 
 impl Split {
@@ -106,6 +110,12 @@ impl Split {
     #[must_use]
     pub const fn name(&self) -> &'static str {
         self.name
+    }
+
+    /// Returns the rows that the split is; `None` if it is a text.
+    #[must_use]
+    pub const fn rows(&self) -> Option<&Arc<TokenRows>> {
+        self.rows.as_ref()
     }
 
     /// Returns the number of tokens.

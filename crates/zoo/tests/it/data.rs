@@ -5,7 +5,7 @@
 use std::fs;
 
 use farflung_zoo::tokenizer::Byte;
-use farflung_zoo::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, ZooError};
+use farflung_zoo::{Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, ZooError};
 
 fn all(split: &Split) -> Vec<u32> {
     let mut tokens = Vec::new();
@@ -139,10 +139,9 @@ fn counting() -> Split {
 }
 
 fn draw(sampler: &Sampler, step: u64) -> Vec<u32> {
-    let (mut inputs, mut targets) = (vec![9; 3], Vec::new());
-    sampler.batch(step, &mut inputs, &mut targets).unwrap();
-    assert!(inputs.iter().zip(&targets).all(|(x, y)| x + 1 == *y));
-    inputs
+    let batch = sampler.batch(step).unwrap();
+    assert!(batch.inputs.iter().zip(&batch.targets).all(|(x, y)| x + 1 == *y));
+    batch.inputs
 }
 
 #[test]
@@ -214,8 +213,7 @@ fn recorded_offsets_are_replayed() {
     let sampler = Sampler::recorded(counting(), offsets.clone(), Shard { rank: 1, world: 2, batch: 1 }, 16);
     let sampler = sampler.unwrap();
     assert_eq!([0, 1, 2].map(|step| draw(&sampler, step)[0]), [0, 9, 7]);
-    let (mut x, mut y) = (Vec::new(), Vec::new());
-    assert!(matches!(sampler.batch(3, &mut x, &mut y), Err(ZooError::StepNotRecorded { step: 3, steps: 3 })));
+    assert!(matches!(sampler.batch(3), Err(ZooError::StepNotRecorded { step: 3, steps: 3 })));
     let error = Offsets::read(&path, 4).unwrap_err();
     assert!(matches!(error, ZooError::OffsetsLength { found: 48, row: 32, .. }), "{error:?}");
     let message = error.to_string();
@@ -230,7 +228,7 @@ fn recorded_offsets_are_replayed() {
 
 #[test]
 fn evaluation_spans_the_split_and_never_changes() {
-    let sampler = Sampler::evaluation(counting(), Shard::whole(2), 16, 3).unwrap();
+    let sampler = Sampler::evaluation(counting(), Shard::whole(2), 16, 6).unwrap();
     assert_eq!(sampler.steps(), Some(3));
     let first: Vec<u32> = (0..3)
         .flat_map(|s| {
@@ -239,6 +237,40 @@ fn evaluation_spans_the_split_and_never_changes() {
         })
         .collect();
     assert_eq!(first, [0, 46, 93, 140, 187, 234]);
+}
+
+/// Whatever the shard is, the windows that count are the same, and none counts twice.
+#[test]
+fn evaluation_has_the_same_windows_for_every_shard() {
+    for windows in [1, 6, 7, 235, 1000] {
+        let windows_of = |world: usize, batch: usize| {
+            let (mut seen, mut counted) = (Vec::new(), 0.0);
+            for rank in 0..world {
+                let shard = Shard { rank, world, batch };
+                let sampler = Sampler::evaluation(counting(), shard, 16, windows).unwrap();
+                for step in 0..sampler.steps().unwrap() as u64 {
+                    let drawn = sampler.batch(step).unwrap();
+                    let first = step * (world * batch) as u64 + (rank * batch) as u64;
+                    assert!((drawn.counted() - sampler.counted(first, batch as u64).unwrap()).abs() < 1e-9);
+                    counted += drawn.counted();
+                    let weights = drawn.weights.unwrap_or_else(|| vec![1.0; drawn.inputs.len()]);
+                    let rows = drawn.inputs.chunks(16).zip(weights.chunks(16));
+                    seen.extend(rows.filter(|(_, weights)| weights[0] > 0.0).map(|(row, _)| row[0]));
+                }
+            }
+            seen.sort_unstable();
+            assert!((counted - 16.0 * seen.len() as f64).abs() < 1e-9);
+            seen
+        };
+        let expected = windows_of(1, 1);
+        assert_eq!(expected.len(), windows.min(235));
+        let mut once = expected.clone();
+        once.dedup();
+        assert_eq!(once, expected);
+        for (world, batch) in [(1, 7), (2, 1), (3, 2), (8, 5), (5, 300)] {
+            assert_eq!(windows_of(world, batch), expected, "{windows} windows, {world} x {batch}");
+        }
+    }
 }
 
 #[test]
@@ -263,12 +295,11 @@ fn epochs_give_each_window_once_whoever_takes_it() {
     let sampler = |shard| Sampler::epochs(training.clone(), 1, shard, 4, 3).unwrap();
     let whole = sampler(Shard::whole(3));
     assert_eq!(whole.windows(), Some(9));
-    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
     let mut epochs = Vec::new();
     for epoch in 0..2 {
         let mut seen = Vec::new();
         for step in 3 * epoch..3 * epoch + 3 {
-            whole.batch(step, &mut inputs, &mut targets).unwrap();
+            let Batch { inputs, targets, .. } = whole.batch(step).unwrap();
             for (i, row) in inputs.chunks(4).enumerate() {
                 let window = whole.window(3 * step + i as u64).unwrap();
                 assert_eq!(row, [0, 1, 2, 3].map(|t| 4 * window as u32 + t));
@@ -278,10 +309,9 @@ fn epochs_give_each_window_once_whoever_takes_it() {
             }
             let mut shared = Vec::new();
             for rank in 0..3 {
-                sampler(Shard { rank, world: 3, batch: 1 }).batch(step, &mut inputs, &mut targets).unwrap();
-                shared.extend_from_slice(&inputs);
+                let own = sampler(Shard { rank, world: 3, batch: 1 }).batch(step).unwrap();
+                shared.extend_from_slice(&own.inputs);
             }
-            whole.batch(step, &mut inputs, &mut targets).unwrap();
             assert_eq!(shared, inputs);
         }
         epochs.push(seen.clone());
@@ -336,10 +366,9 @@ fn a_sampler_within_ranges_draws_each_of_their_windows_alike_and_no_other() {
     let context = 4;
     let ranges: std::sync::Arc<[_]> = vec![3..9, 20..24, 30..36].into();
     let sampler = Sampler::within(split.clone(), &ranges, 5, Shard::whole(1), context).unwrap();
-    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
     let mut counts = std::collections::BTreeMap::<u32, u32>::new();
     for sequence in 0..4000 {
-        sampler.sequences(sequence, 1, &mut inputs, &mut targets).unwrap();
+        let Batch { inputs, targets, .. } = sampler.sequences(sequence, 1).unwrap();
         assert_eq!(targets[0], inputs[0] + 1);
         *counts.entry(inputs[0]).or_default() += 1;
     }
@@ -358,11 +387,8 @@ fn one_range_of_everything_draws_what_no_range_does() {
     let everything: std::sync::Arc<[_]> = std::iter::once(0..split.len()).collect();
     let plain = Sampler::random(split.clone(), 9, Shard::whole(3), 4).unwrap();
     let within = Sampler::within(split, &everything, 9, Shard::whole(3), 4).unwrap();
-    let (mut a, mut b, mut rest) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..20 {
-        plain.batch(step, &mut a, &mut rest).unwrap();
-        within.batch(step, &mut b, &mut rest).unwrap();
-        assert_eq!(a, b, "{step}");
+        assert_eq!(plain.batch(step).unwrap(), within.batch(step).unwrap(), "{step}");
     }
 }
 

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 41] = [
+const ALWAYS: [&str; 42] = [
     "plan",
     "layers",
     "heads",
@@ -15,6 +15,7 @@ const ALWAYS: [&str; 41] = [
     "tokenizer",
     "init-from",
     "data",
+    "tokens",
     "sampling",
     "out",
     "json",

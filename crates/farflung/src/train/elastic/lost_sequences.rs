@@ -50,7 +50,7 @@ pub(super) fn unaveraged(
     if level.every <= 1 || !knows {
         return None;
     }
-    let samples = ReplicaSamples::new(job, replica);
+    let samples = ReplicaSamples::new(job, replica).ok()?;
     let batch = u64::from(job.plan.batch);
     let each = u64::from(job.plan.microbatches[replica as usize]) * batch;
     let mut taken = (since..until).filter(|&step| samples.takes(step + 1));

@@ -34,6 +34,10 @@ fn check(config: &TrainConfig) -> Result<()> {
     let wrong = |field, value: String, expected: &str| {
         Err(Error::Setting { field, value, expected: expected.to_owned() })
     };
+    if let Some(tokens) = &config.tokens {
+        let expected = "none: members share out a text; `train` takes rows";
+        return wrong("tokens", tokens.display().to_string(), expected);
+    }
     if let Some(plan) = &config.plan {
         let expected = "none, because plans are made for the members that are present";
         return wrong("plan", plan.display().to_string(), expected);

@@ -35,7 +35,7 @@ const DEADLINE: &str = "deadline";
 
 /// Settings that are not shared because they name files on one machine: the contents are compared instead, or a
 /// newcomer does not need them.
-const FILES: [&str; 2] = ["data", "init-from"];
+const FILES: [&str; 3] = ["data", "tokens", "init-from"];
 
 impl NewcomerInfo {
     pub(super) fn of(job: &Job) -> Self {

@@ -251,9 +251,7 @@ impl RankGroup<'_> {
         let losses = if self.positions.len() == 1 { tokens.saturating_mul(F32) } else { 0 };
         let microbatches = super::super::planned::microbatches(config) as u128;
         need.add(MemoryPurpose::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
-        let offsets =
-            (u128::from(config.eval_batches)).next_multiple_of(replicas as u128).saturating_mul(batch);
-        need.add(MemoryPurpose::Evaluation, offsets.saturating_mul(size_of::<i64>() as u128));
+        need.add(MemoryPurpose::Evaluation, config.eval_windows() as u128 * size_of::<i64>() as u128);
         // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors.
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(4 * F32));
 
@@ -318,7 +316,8 @@ impl RankGroup<'_> {
         if config.precision != Precision::F32 {
             // `round.rs` keeps rounded copies of both operands, each as large as the largest so far.
             let (dim, vocab) = (self.model.dim as u128, self.model.vocab as u128);
-            let widest = if position.logits > 0 { vocab.max(4 * dim) } else { 4 * dim };
+            let inner = self.model.blocks.iter().map(|run| run.block.mlp.width).max().unwrap_or(0) as u128;
+            let widest = if position.logits > 0 { vocab.max(inner) } else { inner };
             let rounded = tokens.saturating_mul(widest).saturating_add(widest.saturating_mul(dim));
             need.add(MemoryPurpose::Rounded, rounded.saturating_mul(F32));
         }

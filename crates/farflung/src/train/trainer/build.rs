@@ -9,7 +9,7 @@ use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
-use farflung_zoo::{ActivationPolicy, Stage};
+use farflung_zoo::{ActivationPolicy, Sampler, Stage};
 
 use super::agree::StepRequests;
 use super::replica_samples::ReplicaSamples;
@@ -88,8 +88,7 @@ impl Trainer {
         // Pools have different numbers of ranks, so each part has its own weight: see `build_part`.
         let group =
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
-        let microbatches = microbatches_of_update(job, &schedule);
-        let tokens = (sampler.shard().batch * sampler.context()) as u64 * microbatches;
+        let token_weights = token_weights(job, &schedule, replica, group, &sampler)?;
         let order = schedule.schedule.order();
         let executor = Executor {
             first: replica * stages,
@@ -99,7 +98,7 @@ impl Trainer {
             parts,
             tied,
             dim: job.model.dim,
-            token_weight: token_weight(group as usize, tokens),
+            token_weights,
             last: last_backwards(&schedule, position),
             averages: each_step && !holders.is_empty(),
             slices: schedule.slices.clone(),
@@ -125,7 +124,7 @@ impl Trainer {
             evaluation: schedule.forwards(held_out)?,
             position,
             replica,
-            samples: ReplicaSamples::new(job, replica),
+            samples: ReplicaSamples::new(job, replica)?,
             replicas: plan.replicas(),
             every: plan.outermost().every.into(),
             executor,
@@ -159,15 +158,33 @@ impl Trainer {
     }
 }
 
-/// Returns the number of microbatches whose gradients are in an update: those of all replicas, unless steps are
-/// local.
-fn microbatches_of_update(job: &Job, schedule: &ReplicaSchedule) -> u64 {
-    let plan = &job.plan;
-    match (schedule.updates(), job.averages_each_step()) {
-        (Updates::Flush, true) => plan.all_microbatches(),
-        (Updates::Flush, false) => u64::from(schedule.microbatches()),
-        _ => u64::from(schedule.per_update() * plan.replicas()),
-    }
+/// Returns the factor of each token's loss by microbatch of a replica, so that the mean over `group` ranks that
+/// average gradients is the mean over the tokens of an update that count.
+fn token_weights(
+    job: &Job,
+    schedule: &ReplicaSchedule,
+    replica: u32,
+    group: u32,
+    sampler: &Sampler,
+) -> Result<Vec<f32>> {
+    let (plan, batch) = (&job.plan, u64::from(job.plan.batch));
+    // Sequences are numbered over all replicas of a step.
+    let counted = |first: u64, microbatches: u64| sampler.counted(first * batch, microbatches * batch);
+    let own = u64::from(schedule.microbatches());
+    let per_update = u64::from(schedule.per_update());
+    let of_microbatch = |microbatch: u64| {
+        let tokens = match (schedule.updates(), job.averages_each_step()) {
+            (Updates::Flush, true) => counted(0, plan.all_microbatches())?,
+            (Updates::Flush, false) => counted(plan.first_microbatch(replica), own)?,
+            _ => {
+                let begin = microbatch / per_update * per_update;
+                let of = |replica| counted(plan.first_microbatch(replica) + begin, per_update);
+                (0..plan.replicas()).map(of).sum::<std::result::Result<f64, _>>()?
+            }
+        };
+        Ok(if tokens > 0.0 { token_weight(group as usize, tokens as u64) } else { 0.0 })
+    };
+    (0..own).map(of_microbatch).collect()
 }
 
 /// Returns two communicators: for the messages of a pass, and for everything else. A stop or a change of
@@ -218,7 +235,7 @@ fn build_part(
                 plain: rounds_of(job.config.warm_steps()),
                 density: rounds_of(job.config.density_warmup),
             };
-            let share = job.plan.weight(replica);
+            let share = job.weight(replica)?;
             let group = averages::in_regions(group.clone(), &job.plan)?;
             Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
@@ -245,7 +262,7 @@ fn build_part(
         weight: match job.averages_each_step() {
             true if placement.is_pooled() => placement.holders(number as u32).len() as f64,
             true => 1.0,
-            false => job.plan.weight(replica),
+            false => job.weight(replica)?,
         },
         keeps: job.keeps_work(),
     })
@@ -279,6 +296,11 @@ fn synchroniser(
         // its values.
         average.codec = AverageConfig::default().codec;
     }
+    let counted = job.counted()?;
+    let weight = |replica| match &counted {
+        Some(counted) => local.weight_of(replica, 0..period, counted),
+        None => local.weight(replica, 0..period),
+    };
     Ok((method.build)(SyncSettings {
         comm: group,
         device,
@@ -298,7 +320,7 @@ fn synchroniser(
         bits: job.config.moniqua_bits,
         // One weight per replica. Two copies of the model in one pipeline need no weights: replicas are then
         // equal after each step.
-        weights: (0..job.plan.replicas()).map(|replica| local.weight(replica, 0..period)).collect(),
+        weights: (0..job.plan.replicas()).map(weight).collect(),
         rounds,
         params,
     })?)

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use farflung_parallel::LocalSteps;
 
+use crate::Result;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
 use crate::train::round_plan::RoundPlan;
@@ -22,18 +23,22 @@ pub(in crate::train) struct ReplicaSamples {
     local: LocalSteps,
     /// The plan with which the current round began, if it differs.
     round: Option<Arc<RoundPlan>>,
+    /// The number of tokens that count in a step of each replica, if not all count.
+    counted: Option<Vec<u64>>,
 }
 
 impl ReplicaSamples {
-    pub(in crate::train) fn new(job: &Job, replica: u32) -> Self {
-        Self {
+    /// Errors: those of the sampler.
+    pub(in crate::train) fn new(job: &Job, replica: u32) -> Result<Self> {
+        Ok(Self {
             replica,
             start: job.plan_start,
             first_microbatch: job.plan.first_microbatch(replica),
             all_microbatches: job.plan.all_microbatches(),
             local: job.local_steps(),
             round: job.round_plan.clone(),
-        }
+            counted: job.counted()?,
+        })
     }
 
     /// Sets where the plan's numbers of steps and microbatches begin.
@@ -74,6 +79,9 @@ impl ReplicaSamples {
 
     /// Returns the replica's weight in a mean over the tokens of these steps, where 1 is an equal share.
     pub(super) fn weight(&self, steps: Range<u64>) -> f64 {
-        self.local.weight(self.replica, steps)
+        match &self.counted {
+            Some(counted) => self.local.weight_of(self.replica, steps, counted),
+            None => self.local.weight(self.replica, steps),
+        }
     }
 }

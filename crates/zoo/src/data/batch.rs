@@ -1,0 +1,49 @@
+//! A batch: tokens, what they are to predict, and how much each prediction counts.
+
+use std::ops::Range;
+
+/// Some sequences of `length` tokens, row by row.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Batch {
+    /// Number of tokens of a sequence.
+    pub length: usize,
+    /// The tokens.
+    pub inputs: Vec<u32>,
+    /// The token that follows each.
+    pub targets: Vec<u32>,
+    /// Weight of each target; `None` if all count 1. A target of weight 0 is none.
+    pub weights: Option<Vec<f32>>,
+}
+
+impl Batch {
+    /// Returns the sum of the weights: the number of targets that count.
+    #[must_use]
+    pub fn counted(&self) -> f64 {
+        match &self.weights {
+            Some(weights) => weights.iter().map(|&weight| f64::from(weight)).sum(),
+            None => self.targets.len() as f64,
+        }
+    }
+
+    /// Returns the same sequences with only some of their positions.
+    ///
+    /// # Panics
+    /// If a position is not below `length`.
+    #[must_use]
+    pub fn positions(self, positions: &Range<usize>) -> Self {
+        if positions.len() == self.length {
+            return self;
+        }
+        Self {
+            length: positions.len(),
+            inputs: cut(&self.inputs, self.length, positions),
+            targets: cut(&self.targets, self.length, positions),
+            weights: self.weights.map(|weights| cut(&weights, self.length, positions)),
+        }
+    }
+}
+
+/// Returns some positions of rows of this length.
+fn cut<T: Copy>(all: &[T], length: usize, positions: &Range<usize>) -> Vec<T> {
+    all.chunks_exact(length).flat_map(|row| &row[positions.clone()]).copied().collect()
+}

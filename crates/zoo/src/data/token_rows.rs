@@ -1,0 +1,223 @@
+//! Rows of token ids with labels, in a JSON file as `transformers` takes them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::batch::Batch;
+use crate::{ZooError, json_file};
+
+/// The number that is no target, in Hugging Face's labels.
+const NO_TARGET: i64 = -100;
+
+/// Rows of equal length, with the target of each token.
+///
+/// The file is a JSON object. `input_ids` is a list of rows; `labels`, if it is there, has the same shape: the
+/// label of a token is what the token before it is to predict (labels are not shifted), and -100 is no target.
+/// Without labels, each token after a row's first is a target. Other keys are ignored.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenRows {
+    path: PathBuf,
+    rows: Batch,
+    hash: blake3::Hash,
+    bytes: u64,
+}
+
+/// The file as deserialized, before it is checked.
+#[derive(Deserialize)]
+struct File {
+    input_ids: Vec<Vec<i64>>,
+    #[serde(default)]
+    labels: Option<Vec<Vec<i64>>>,
+}
+
+impl TokenRows {
+    /// Reads a file.
+    ///
+    /// Errors: [`ZooError::Io`], [`ZooError::Json`], [`ZooError::Rows`] with what is wrong.
+    pub fn read(path: &Path) -> Result<Self, ZooError> {
+        let bytes = fs::read(path).map_err(ZooError::open(path))?;
+        Self::from_bytes(path, &bytes)
+    }
+
+    /// Reads the bytes of a file. `path` is for messages.
+    ///
+    /// Errors: as [`TokenRows::read`].
+    pub fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ZooError> {
+        let File { input_ids, labels } = json_file::from_bytes(path, bytes)?;
+        let wrong = |problem: String| ZooError::Rows { path: path.to_owned(), problem };
+        let length = input_ids.first().map_or(0, Vec::len);
+        if length == 0 {
+            return Err(wrong("`input_ids` has no tokens, expected rows of at least one".to_owned()));
+        }
+        let mut rows = Batch { length, weights: Some(Vec::new()), ..Batch::default() };
+        let weights = rows.weights.get_or_insert_default();
+        let ends = labels.as_ref().map_or(input_ids.len(), Vec::len);
+        if ends != input_ids.len() {
+            let problem =
+                format!("`labels` has {ends} rows, expected {}, as `input_ids` has", input_ids.len());
+            return Err(wrong(problem));
+        }
+        for (row, ids) in input_ids.iter().enumerate() {
+            let labels = labels.as_ref().map_or(ids, |labels| &labels[row]);
+            for (field, found) in [("input_ids", ids.len()), ("labels", labels.len())] {
+                if found != length {
+                    let problem = format!("row {row} of `{field}` has {found} tokens, expected {length}");
+                    return Err(wrong(problem));
+                }
+            }
+            let id = |field: &str, at: usize, id: i64| {
+                let what = || wrong(format!("token {at} of row {row} of `{field}` is {id}, expected an id"));
+                u32::try_from(id).map_err(|_| what())
+            };
+            for (at, &token) in ids.iter().enumerate() {
+                rows.inputs.push(id("input_ids", at, token)?);
+                // The last token predicts nothing of its row.
+                let next = labels.get(at + 1).copied().unwrap_or(NO_TARGET);
+                let counts = next != NO_TARGET;
+                rows.targets.push(if counts { id("labels", at + 1, next)? } else { 0 });
+                weights.push(if counts { 1.0 } else { 0.0 });
+            }
+        }
+        let this = Self { path: path.to_owned(), rows, hash: blake3::hash(bytes), bytes: bytes.len() as u64 };
+        if this.targets() == 0 {
+            return Err(wrong("no token is a target, expected at least one".to_owned()));
+        }
+        Ok(this)
+    }
+
+    /// Checks that all ids are below a model's number of tokens, and that rows are at most as long as its
+    /// sequences.
+    ///
+    /// Errors: [`ZooError::TokenOutOfRange`], [`ZooError::Rows`].
+    pub fn check(&self, vocab: usize, context: usize) -> Result<(), ZooError> {
+        for ids in [&self.rows.inputs, &self.rows.targets] {
+            if let Some(position) = ids.iter().position(|&id| id as usize >= vocab) {
+                let path = Some(self.path.clone());
+                return Err(ZooError::TokenOutOfRange { path, position, token: ids[position], vocab });
+            }
+        }
+        if self.length() > context {
+            let problem = format!(
+                "its rows have {} tokens, expected at most {context}, the model's context",
+                self.length()
+            );
+            return Err(ZooError::Rows { path: self.path.clone(), problem });
+        }
+        Ok(())
+    }
+
+    /// Returns the number of rows.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.rows.inputs.len() / self.rows.length
+    }
+
+    /// Returns the number of tokens of a row.
+    #[must_use]
+    pub const fn length(&self) -> usize {
+        self.rows.length
+    }
+
+    /// Returns the number of targets that count.
+    #[must_use]
+    pub fn targets(&self) -> u64 {
+        self.rows.counted() as u64
+    }
+
+    /// Returns all rows.
+    #[must_use]
+    pub const fn rows(&self) -> &Batch {
+        &self.rows
+    }
+
+    /// Returns the file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) const fn hash(&self) -> blake3::Hash {
+        self.hash
+    }
+
+    pub(super) const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Returns the number of targets that count in a row; 0 for numbers without a row.
+    pub(super) fn counted(&self, row: u64) -> f64 {
+        let weights = self.rows.weights.as_deref().unwrap_or_default();
+        let row = usize::try_from(row).ok().and_then(|row| weights.chunks_exact(self.length()).nth(row));
+        row.map_or(0.0, |weights| weights.iter().map(|&weight| f64::from(weight)).sum())
+    }
+
+    /// Appends a row to a batch of longer or equal sequences. What is missing is filled up with token 0 of
+    /// weight 0; so are numbers without a row.
+    pub(super) fn append_to(&self, row: u64, batch: &mut Batch) {
+        let Batch { length, inputs, targets, weights } = &self.rows;
+        let start = usize::try_from(row).ok().filter(|&row| row < self.count()).map(|row| row * length);
+        let more = batch.weights.get_or_insert_default();
+        let (mut filled, padded) = (0, batch.length);
+        if let (Some(start), Some(weights)) = (start, weights) {
+            batch.inputs.extend_from_slice(&inputs[start..start + length]);
+            batch.targets.extend_from_slice(&targets[start..start + length]);
+            more.extend_from_slice(&weights[start..start + length]);
+            filled = *length;
+        }
+        let rest = padded - filled;
+        batch.inputs.extend(std::iter::repeat_n(0, rest));
+        batch.targets.extend(std::iter::repeat_n(0, rest));
+        more.extend(std::iter::repeat_n(0.0, rest));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(json: &str) -> Result<TokenRows, ZooError> {
+        TokenRows::from_bytes(Path::new("rows.json"), json.as_bytes())
+    }
+
+    #[test]
+    fn labels_are_shifted_and_minus_100_counts_nothing() {
+        let of = rows(
+            r#"{"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, -100, 7], [-100, -100, -100]], "x": 1}"#,
+        );
+        let of = of.unwrap();
+        assert_eq!((of.count(), of.length(), of.targets()), (2, 3, 1));
+        assert_eq!(of.rows().targets, [0, 7, 0, 0, 0, 0]);
+        assert_eq!(of.rows().weights.as_deref().unwrap(), [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+        let plain = rows(r#"{"input_ids": [[1, 2, 3]]}"#).unwrap();
+        assert_eq!((plain.rows().targets.as_slice(), plain.targets()), (&[2, 3, 0][..], 2));
+        let mut batch = Batch { length: 4, ..Batch::default() };
+        (0..2).for_each(|row| plain.append_to(row, &mut batch));
+        assert_eq!(batch.inputs, [1, 2, 3, 0, 0, 0, 0, 0]);
+        assert!((batch.counted() - 2.0).abs() < 1e-9 && (plain.counted(1)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (json, said) in [
+            (r#"{"labels": [[1]]}"#, "not valid JSON"),
+            (r#"{"input_ids": []}"#, "no tokens"),
+            (r#"{"input_ids": [[]]}"#, "no tokens"),
+            (r#"{"input_ids": [[1, 2], [3]]}"#, "row 1 of `input_ids` has 1 tokens, expected 2"),
+            (r#"{"input_ids": [[1, 2]], "labels": [[1]]}"#, "row 0 of `labels` has 1 tokens"),
+            (r#"{"input_ids": [[1, 2]], "labels": []}"#, "`labels` has 0 rows, expected 1"),
+            (r#"{"input_ids": [[1, -2]]}"#, "token 1 of row 0 of `input_ids` is -2"),
+            (r#"{"input_ids": [[1, 2]], "labels": [[1, -5]]}"#, "token 1 of row 0 of `labels` is -5"),
+            (r#"{"input_ids": [[1, 4294967296]]}"#, "is 4294967296, expected an id"),
+            (r#"{"input_ids": [[1, 2]], "labels": [[1, -100]]}"#, "no token is a target"),
+        ] {
+            let error = rows(json).unwrap_err();
+            assert!(error.to_string().contains(said) && error.to_string().contains("rows.json"), "{error}");
+        }
+        let good = rows(r#"{"input_ids": [[1, 7]]}"#).unwrap();
+        assert!(good.check(8, 2).is_ok());
+        assert!(good.check(7, 2).unwrap_err().to_string().contains("token 7"));
+        assert!(good.check(8, 1).unwrap_err().to_string().contains("at most 1, the model's context"));
+    }
+}
