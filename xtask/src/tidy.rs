@@ -1,5 +1,7 @@
 //! `tidy`: checks the project's rules that no compiler checks.
 
+mod rank_arithmetic;
+
 use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
@@ -16,6 +18,7 @@ Usage: cargo xtask tidy
   - a Rust file under crates/ or xtask/ begins with `//!` and has at most 600 lines;
   - no stub, no skipped test, no debugging macro, no tab, no whitespace at the end of a line;
   - no comment line is longer than 112 columns (rustfmt does not check comments);
+  - where a rank stands is asked of the plan or its mesh, never divided out of the number of stages or ranks;
   - no file has a name that says nothing (utils, helpers, misc);
   - every crate has a README.md with a code block; the licences are there;
   - only the workspace's manifest states a rust-version;
@@ -154,6 +157,7 @@ fn in_line(path: &str, name: &str, is_rust: bool, content: &str) -> Vec<String> 
         if content.ends_with(char::is_whitespace) {
             found.push("whitespace at the end of the line".to_owned());
         }
+        found.extend(rank_arithmetic::in_line(path, content));
         let columns = content.chars().count();
         if content.trim_start().starts_with("//") && columns > MAX_COLUMNS {
             found.push(format!("a comment of {columns} columns, at most {MAX_COLUMNS}"));

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod axis;
 pub mod chain;
 pub mod id;
 pub mod name;
@@ -11,7 +12,8 @@ pub mod text_encoding;
 pub mod topology;
 pub mod unit;
 
-// For all users: ids, names, links and units.
+// For all users: axes, ids, names, links and units.
+pub use axis::Axis;
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};

@@ -23,7 +23,7 @@ impl fmt::Display for UnknownName {
 impl std::error::Error for UnknownName {}
 
 /// Returns the value in `all` whose name is `text`.
-fn find<T: Copy>(
+pub(crate) fn find<T: Copy>(
     kind: &'static str,
     text: &str,
     all: &[T],

@@ -160,8 +160,8 @@ fn tensor_efficiency(device: &Device, tokens: usize, dim: usize) -> Result<Vec<u
     let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect() };
     let a = device.tensor(&values(tokens * dim), [tokens, dim])?;
     let mut products = Vec::new();
-    for ranks in TENSOR_RANKS.into_iter().filter(|&ranks| columns >= ranks) {
-        let n = columns / ranks;
+    for shards in TENSOR_RANKS.into_iter().filter(|&shards| columns >= shards) {
+        let n = columns / shards;
         products.push((device.tensor(&values(dim * n), [dim, n])?, device.zeros([tokens, n])?, Vec::new()));
     }
     for turn in 0..=TURNS {

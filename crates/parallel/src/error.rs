@@ -1,9 +1,8 @@
 //! The error type of this crate: input that cannot be parsed, or that asks for something impossible. The crate
 //! does no I/O.
 
-use farflung_base::{Bandwidth, Bytes, Rank};
+use farflung_base::{Axis, Bandwidth, Bytes, Rank, UnknownName};
 
-use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
 
 /// Error for an invalid mesh, topology file, model shape, plan, schedule or preemption trace, or for a request
@@ -12,11 +11,8 @@ use crate::pipeline::{Action, Lowered, Method};
 #[non_exhaustive]
 pub enum ParallelError {
     /// A mesh axis has an unknown name.
-    #[error("`{text}` is not a mesh axis (known: {})", Axis::names())]
-    UnknownAxis {
-        /// The given name.
-        text: String,
-    },
+    #[error(transparent)]
+    UnknownAxis(UnknownName),
     /// A field of a plan has an invalid value.
     #[error("plan: `{field}` is {value}, expected {expected}")]
     Plan {
@@ -57,6 +53,12 @@ pub enum ParallelError {
         /// The axis.
         axis: Axis,
     },
+    /// A mesh has an axis that is a view of others.
+    #[error("{axis} is not an axis of a mesh: it is a view of data x tensor, whose ranks it divides")]
+    ViewAxis {
+        /// The view.
+        axis: Axis,
+    },
     /// A mesh axis has size 0.
     #[error("mesh axis {axis} has size 0")]
     EmptyAxis {
@@ -79,13 +81,13 @@ pub enum ParallelError {
         /// Number of ranks of the mesh.
         size: u32,
     },
-    /// There are too many or too few coordinates, or one is too large.
-    #[error("coordinates {given:?} are not on a mesh of sizes {sizes:?}")]
-    Coordinates {
+    /// A coordinate is not below the size of its axis, which is 1 for an axis that the mesh lacks.
+    #[error("coordinates {given} are not on the mesh {mesh}")]
+    OffAxis {
         /// The given coordinates.
-        given: Vec<u32>,
-        /// Sizes of the axes.
-        sizes: Vec<u32>,
+        given: String,
+        /// The mesh, as text.
+        mesh: String,
     },
     /// A topology file is not TOML, has an unknown key, or a value of the wrong kind.
     #[error("topology file, line {line}, `{text}`: {problem}")]

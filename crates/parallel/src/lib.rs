@@ -26,7 +26,7 @@ pub mod what_if;
 // For all users: machines, a model, and the plan for them.
 pub use cluster::{Between, Cluster, Machine, Power, Price, Region, Speed, TensorEfficiency};
 pub use error::ParallelError;
-pub use farflung_base::{Algorithm, Precision};
+pub use farflung_base::{Algorithm, Axis, Precision};
 pub use model::{Limits, ModelShape};
 pub use plan::{
     BoundaryCodecs, Level, LocalSteps, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
@@ -36,7 +36,7 @@ pub use what_if::{Answer, ComparisonRow, WhatIf};
 
 // For simulations and cost predictions: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
 pub use average::{AllReduceTime, all_reduce_bytes};
-pub use mesh::{Axis, Mesh};
+pub use mesh::{Coordinates, Mesh, whole_pipelines};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};
 pub use timeline::{Kind, Lane, Span, Timeline};

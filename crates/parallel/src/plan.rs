@@ -4,6 +4,7 @@
 mod check;
 mod difference;
 mod assignment;
+mod coordinates;
 mod layers_by_speed;
 mod limited;
 mod local_steps;
@@ -20,12 +21,10 @@ mod tests;
 use std::fmt;
 use std::ops::Range;
 
-use farflung_base::{Algorithm, Precision};
-
-use farflung_base::Rank;
+use farflung_base::{Algorithm, Axis, Precision};
 
 use crate::pipeline::{Method, Pools, Updates, VersionSync};
-use crate::{Axis, Mesh, ParallelError};
+use crate::{Mesh, ParallelError};
 
 pub use assignment::{Assignment, Holding, Move, Needed, PlanPosition, moves, newest_whole};
 pub use difference::{Difference, Digest};
@@ -38,9 +37,9 @@ pub use rebalance::{Advice, Hysteresis, Measured, Rebalance, is_worth_it, shares
 
 /// How the ranks of a job train one model.
 ///
-/// Ranks are numbered replica by replica: rank `replica * stages + position`. The sequences of a step are
-/// numbered from 0 over all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to
-/// replica 1, and so on. So the training data does not depend on how work is divided over replicas.
+/// Ranks are numbered replica by replica: see [`Plan::at`]. The sequences of a step are numbered from 0 over
+/// all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to replica 1, and so on. So
+/// the training data does not depend on how work is divided over replicas.
 ///
 /// ```
 /// use farflung_parallel::Plan;
@@ -73,8 +72,8 @@ pub use rebalance::{Advice, Hysteresis, Measured, Rebalance, is_worth_it, shares
 pub struct Plan {
     /// The model that the plan is for.
     pub model: PlannedModel,
-    /// The mesh `data=REPLICAS,pipeline=STAGES`. [`Plan::check`] returns an error for other axes of size 2 or
-    /// more, which are not implemented yet.
+    /// The mesh `data=REPLICAS,pipeline=STAGES`, with axes in the order of [`Axis::ALL`]. [`Plan::check`]
+    /// returns an error for other axes of size 2 or more, which are not implemented yet.
     pub mesh: Mesh,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
@@ -258,14 +257,6 @@ impl Plan {
         self.mesh.along(Axis::Pipeline)
     }
 
-    /// Returns a number for the parts of the model that a rank holds: its position in its pipeline, or its
-    /// pool.
-    #[must_use]
-    pub fn place(&self, rank: Rank) -> u32 {
-        let position = rank.0 % self.stages();
-        self.pools().and_then(|pools| pools.stage_of(position)).unwrap_or(position)
-    }
-
     /// Returns the number of ranks.
     #[must_use]
     pub fn ranks(&self) -> u32 {
@@ -312,7 +303,7 @@ impl Plan {
         (self.levels.len() > 1).then(|| &self.levels[0].groups[..])
     }
 
-    /// Creates a mesh of `replicas` replicas with `stages` stages each.
+    /// Creates the mesh of a plan of `replicas` replicas with `stages` stages each.
     ///
     /// Errors: as [`Mesh::new`].
     pub fn mesh_of(replicas: u32, stages: u32) -> Result<Mesh, ParallelError> {

@@ -288,20 +288,20 @@ mod tests {
     fn random(philox: &Philox, at: u64) -> (Script, Topology) {
         let mut draws = at * 1000..;
         let mut draw = |below: u64| philox.below(draws.next().unwrap(), below);
-        let ranks = 2 + draw(4) as u32;
-        let mut topology = Topology::uniform(ranks as usize, "8mbit,1ms".parse().unwrap());
+        let count = 2 + draw(4) as u32;
+        let mut topology = Topology::uniform(count as usize, "8mbit,1ms".parse().unwrap());
         let rate = |n: u64| Bandwidth((1 + n) * 2_000_000);
-        for rank in (0..ranks).map(Rank) {
+        for rank in (0..count).map(Rank) {
             topology.set_access_link(rank, AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
         }
         if draw(2) == 0 {
             topology.set_region(&[Rank(0)], AccessLink { up: rate(draw(8)), down: rate(draw(8)) });
         }
-        let mut script = Script { operations: Vec::new(), ranks: vec![Vec::new(); ranks as usize] };
+        let mut script = Script { operations: Vec::new(), ranks: vec![Vec::new(); count as usize] };
         let mut awaits = script.ranks.clone();
         for number in 0..=draw(12) as usize {
-            let (from, step) = (draw(u64::from(ranks)) as u32, 1 + draw(u64::from(ranks) - 1) as u32);
-            let to = (from + step) % ranks;
+            let (from, step) = (draw(u64::from(count)) as u32, 1 + draw(u64::from(count) - 1) as u32);
+            let to = (from + step) % count;
             let bytes = Bytes(draw(20_000));
             script.operations.push(Operation::message(Rank(from), Rank(to), bytes, Bytes(3_000)));
             for rank in [from, to] {

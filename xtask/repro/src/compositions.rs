@@ -1,9 +1,11 @@
 //! Trains runs that together contain every pair of choices that can be combined, and checks that each other
 //! pair is rejected with its reason.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use farflung::TrainConfig;
-use farflung::base::Link;
+use farflung::base::{Link, Rank};
 use farflung::config::choice::TransportKind;
 use farflung::train::combination::{AXES, covering, refusal_of};
 use farflung::train::{Job, Trainer};
@@ -105,7 +107,11 @@ fn trains(job: &Job) -> Result<()> {
         ranks.iter().all(|(losses, _)| losses.iter().all(|loss| loss.is_finite())),
         "a loss is not finite"
     );
-    let stages = ranks.len() / 2;
-    anyhow::ensure!((0..stages).all(|rank| ranks[rank].1 == ranks[rank + stages].1), "replicas differ");
+    let mut of_place = BTreeMap::new();
+    let equal = (0..)
+        .map(Rank)
+        .zip(&ranks)
+        .all(|(rank, (_, hash))| *of_place.entry(job.plan.place(rank)).or_insert(hash) == hash);
+    anyhow::ensure!(equal, "replicas differ");
     Ok(())
 }

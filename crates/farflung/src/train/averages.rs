@@ -8,7 +8,7 @@ use farflung_optim::AverageConfig;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{Placement, StageCost};
 use farflung_parallel::plan::NO_CODEC;
-use farflung_parallel::{Cluster, Level, ParallelError, Plan};
+use farflung_parallel::{Cluster, Coordinates, Level, ParallelError, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::{ModelSpec, Stage};
 
@@ -83,9 +83,9 @@ pub(super) fn overlaps(plan: &Plan) -> bool {
 /// Returns the ranks that hold a part of the model, in order, over all replicas and all copies in each replica.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
     let of_pipeline = placement.holders(part);
-    let of_replica = |replica: u32| {
-        let first = replica * placement.ranks();
-        of_pipeline.iter().map(move |rank| Rank(first + rank.0))
+    let of_replica = |data: u32| {
+        let at = move |position: &Rank| Coordinates { data, pipeline: position.0, ..Coordinates::default() };
+        of_pipeline.iter().map(move |position| plan.rank(at(position)))
     };
     (0..plan.replicas()).flat_map(of_replica).collect()
 }

@@ -76,18 +76,18 @@ impl ReplicaSchedule {
         replica: u32,
     ) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
-        let (ranks, first) = (plan.stages(), replica * plan.stages());
+        let pipeline = plan.pipeline_of(replica);
         let work = Work::new(model, plan.batch as usize);
         let Machines { topology, rates } = machines;
         let link = |from: Rank, to: Rank| {
-            let (from, to) = (Rank(first + from.0), Rank(first + to.0));
+            let (from, to) = (pipeline[from.index()], pipeline[to.index()]);
             Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
         };
         // Schedules depend only on the links between neighbours; with pools, on all links that microbatches may
         // cross.
         let links: Vec<Link> = match plan.pools() {
             Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
-            None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
+            None => (1..plan.stages()).map(|r| link(Rank(r - 1), Rank(r))).collect(),
         };
         // The order of work is made as if all boundaries had the time of the slowest link, with messages of the
         // size that the first boundary has forward.
@@ -101,7 +101,7 @@ impl ReplicaSchedule {
         let equal: Vec<_> = plan
             .parts
             .iter()
-            .map(|part| work.stage_cost(part, rates[first as usize]))
+            .map(|part| work.stage_cost(part, rates[pipeline[0].index()]))
             .collect::<Result<_>>()?;
         let order_with = |cost: &[StageCost]| match (resumed, plan.pools()) {
             (Some(step), Some(pools)) => step.order(pools, cost, hop, plan.pipeline.memory),
@@ -111,7 +111,7 @@ impl ReplicaSchedule {
         let rate = |part: u32| {
             let holders =
                 (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
-            holders.map(|rank| rates[(first + rank.0) as usize]).fold(f64::INFINITY, f64::min)
+            holders.map(|position| rates[pipeline[position.index()].index()]).fold(f64::INFINITY, f64::min)
         };
         let stages: Vec<_> = plan
             .parts
@@ -120,7 +120,7 @@ impl ReplicaSchedule {
             .map(|(part, i)| work.stage_cost(part, rate(i)))
             .collect::<Result<_>>()?;
         let own_cost = |stage: StageId, placement: &Placement| {
-            let rate = rates[(first + placement.rank(stage).0) as usize];
+            let rate = rates[pipeline[placement.rank(stage).index()].index()];
             work.stage_cost(&plan.parts[placement.part(stage) as usize], rate)
         };
         let order = order_with(&stages).map_err(Error::schedule)?;

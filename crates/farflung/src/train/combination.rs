@@ -13,7 +13,7 @@ use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
-use farflung_parallel::{Level, Plan, ScheduleSource};
+use farflung_parallel::{Level, Plan, ScheduleSource, whole_pipelines};
 use farflung_tensor::Precision;
 
 use super::averages;
@@ -85,7 +85,7 @@ impl Choices {
     fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
-        let replicas = u32::try_from(world / config.stages.max(1)).unwrap_or(u32::MAX);
+        let replicas = u32::try_from(whole_pipelines(world, config.stages.max(1))).unwrap_or(u32::MAX);
         Self {
             levels: vec![level(config, replicas)],
             sync: Some(config.sync.row()),

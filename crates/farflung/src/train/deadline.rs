@@ -1,6 +1,6 @@
 //! Checks before the first step whether simulated links are fast enough for a run's deadline.
 
-use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
+use farflung_base::{Algorithm, Axis, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
 use farflung_compress::CodecSpec;
 use farflung_parallel::ScheduleSource;
@@ -156,9 +156,9 @@ fn message(job: &Job, topology: &Topology) -> Option<Operation> {
     let latency = |from| ranks().map(move |to| topology.link(from, to).latency);
     let rounds = u64::from(usize::BITS - (job.world - 1).leading_zeros());
     let late = Nanos(ranks().flat_map(latency).max().unwrap_or_default().0.saturating_mul(rounds));
-    let last_of_replica = |rank: &Rank| (rank.0 + 1).is_multiple_of(plan.stages());
     let time = |(from, to)| topology.rate(from, to).transfer(bytes).saturating_sub(late);
-    let ways = ranks().zip(ranks().skip(1)).filter(|(from, _)| !last_of_replica(from));
+    let pipelines = plan.mesh.groups(Axis::Pipeline);
+    let ways = pipelines.iter().flat_map(|ranks| ranks.windows(2)).map(|pair| (pair[0], pair[1]));
     let time = ways.map(time).max()?;
     Some(Operation { what: format!("a microbatch's hidden states of {bytes}"), time })
 }

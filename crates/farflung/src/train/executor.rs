@@ -82,8 +82,8 @@ pub(super) struct Executor {
     pub(super) messages: Communicator,
     /// Raised when a stop drops the pass.
     pub(super) interrupt: Interrupt,
-    /// The job's rank that is rank 0 of this pipeline.
-    pub(super) first: u32,
+    /// The job's ranks at the positions of this pipeline.
+    pub(super) pipeline: Vec<Rank>,
     pub(super) device: Device,
     pub(super) placement: Placement,
     pub(super) updates: Updates,
@@ -508,14 +508,14 @@ impl Worker for Executor {
         if !self.needs(message) {
             return Ok(());
         }
-        let to = Rank(self.first + to.0);
+        let to = self.pipeline[to.index()];
         let sending = self.messages.start_send(to, self.tag(message), bytes);
         self.sending.push(sending);
         Ok(())
     }
 
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending> {
-        let from = Rank(self.first + from.0);
+        let from = self.pipeline[from.index()];
         let bytes = self.needs(message).then(|| self.messages.start_recv(from, self.tag(message)));
         Ok(Awaited { message, bytes })
     }

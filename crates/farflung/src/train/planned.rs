@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use farflung_base::{Link, Nanos, Rank};
+use farflung_base::{Axis, Link, Nanos, Rank};
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
@@ -12,7 +12,7 @@ use farflung_parallel::pipeline::{ComputeOrder, Method, Pools, Updates, slice_to
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, PlannedModel, Recompute,
-    ScheduleSource,
+    ScheduleSource, whole_pipelines,
 };
 use farflung_zoo::ModelSpec;
 
@@ -76,7 +76,7 @@ pub(super) fn divided(
     check(config, world)?;
     let own = config.schedule_file.as_deref().filter(|_| config.stages > 1).map(read_schedule).transpose()?;
     let (stages, count) = (small("stages", config.stages)?, small("microbatches", microbatches(config))?);
-    let replicas = small("workers", world)? / stages;
+    let replicas = whole_pipelines(small("workers", world)?, stages);
     let pools = config.pools();
     let method = if config.stages == 1 || pools.is_some() { Method::OneFOneB } else { config.schedule };
     let chunks = config
@@ -155,8 +155,9 @@ pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f6
         return Ok(());
     }
     // A pipeline is as fast as its slowest rank.
-    let slowest = |ranks: &[f64]| ranks.iter().copied().fold(f64::INFINITY, f64::min);
-    let pipelines = rates.chunks(plan.stages() as usize).zip(&plan.microbatches);
+    let slowest = |ranks: &[Rank]| ranks.iter().map(|rank| rates[rank.index()]).fold(f64::INFINITY, f64::min);
+    let pipelines = plan.mesh.groups(Axis::Pipeline);
+    let pipelines = pipelines.iter().zip(&plan.microbatches);
     let speeds: Vec<f64> = pipelines.map(|(ranks, &count)| slowest(ranks) / f64::from(count)).collect();
     let every = plan.outermost().every;
     // Workers that do not wait for each other need not meet at each average.

@@ -75,7 +75,7 @@ impl Prediction {
         }
         // On each rank, the other local steps take as long as the last one that was played.
         let local = Sequence { meets: false, pace: None, ..all }.play(&mut operations)?;
-        let taken = |rank: usize| paces.taken(rank as u32 / plan.stages(), first);
+        let taken = |rank: usize| paces.taken(plan.at(Rank(rank as u32)).data, first);
         let others = |(rank, took): (usize, Nanos)| Nanos(took.0.saturating_mul(taken(rank)));
         let before: Vec<Nanos> = local.last_steps().enumerate().map(others).collect();
         let last = Sequence { before: &before, ..all }.play(&mut operations)?;

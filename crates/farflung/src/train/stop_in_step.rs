@@ -165,9 +165,8 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     }
     // If a rank of the first pipeline is missing, its part cannot be saved. Any other missing rank gets this
     // step from the ranks that have it, when it returns.
-    let needed = job.plan.stages();
-    if needed > 1
-        && let Some(rank) = missing.iter().find(|rank| rank.0 < needed)
+    if job.plan.stages() > 1
+        && let Some(rank) = missing.iter().find(|&&rank| job.plan.at(rank).data == 0)
     {
         return Err(Error::NoAnswer { rank: *rank });
     }

@@ -154,9 +154,9 @@ impl Trainer {
         self.step
     }
 
-    /// Returns its rank in the job.
-    pub(super) const fn rank(&self) -> Rank {
-        Rank(self.executor.first + self.position.0)
+    /// Returns its rank in the job, also once it has left ranks that do not answer.
+    pub(super) fn rank(&self) -> Rank {
+        self.executor.pipeline[self.position.index()]
     }
 
     /// Returns the measured step times of all replicas or ranks of pools, once all have sent them since the
@@ -490,9 +490,11 @@ impl Trainer {
     /// Returns the error of a dropped step: all ranks that voted report whether their own gradients are finite.
     fn not_finite(&self, cause: OptimError) -> Result<Error> {
         let told = self.voters.all_gather_bytes(vec![u8::from(self.told.sound)])?;
-        let first = if self.each_step { 0 } else { self.executor.first };
-        let ranks = (first..).zip(&told).filter(|(_, told)| told.as_slice() != [1]);
-        let ranks = ranks.map(|(rank, _)| Rank(rank)).collect();
+        // With local steps, the ranks of a pipeline vote.
+        let job_rank =
+            |voter: usize| if self.each_step { Rank(voter as u32) } else { self.executor.pipeline[voter] };
+        let ranks = told.iter().enumerate().filter(|(_, told)| told.as_slice() != [1]);
+        let ranks = ranks.map(|(voter, _)| job_rank(voter)).collect();
         Ok(Error::StepNotFinite { step: self.step + 1, tries: self.tries, ranks, cause: Box::new(cause) })
     }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Bandwidth, Rank, Topology};
 use farflung_parallel::Plan;
+use farflung_parallel::plan::PlanPosition;
 
 use super::event_text::{Change, cut};
 use super::snapshot::{Carries, LinkFacts, MemberFacts, Presence};
@@ -163,8 +164,10 @@ struct Seat {
 impl Seat {
     /// Returns the place of a rank. In pools, replicas are not told apart.
     fn of(plan: &Plan, rank: u32) -> Self {
-        let replica = plan.pools().is_none().then_some(rank / plan.stages().max(1));
-        Self { replica, stage: Some(plan.place(Rank(rank))) }
+        let Some(PlanPosition { replica, position }) = plan.position_of(Rank(rank)) else {
+            return Self::default();
+        };
+        Self { replica: plan.pools().is_none().then_some(replica), stage: Some(position) }
     }
 }
 

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+use std::collections::BTreeMap;
 use std::net::TcpListener;
 
 use farflung::base::Rank;
@@ -112,8 +113,11 @@ fn every_pair_of_choices_trains_or_is_refused() {
             Err(error) => failed.push(format!("{name}: {error}: {:?}", std::error::Error::source(&error))),
             Ok(ranks) => {
                 let finite = ranks.iter().all(|(losses, _)| losses.iter().all(|loss| loss.is_finite()));
-                let stages = config.stages;
-                let equal = (stages..2 * stages).all(|rank| ranks[rank].1 == ranks[rank - stages].1);
+                let mut of_place = BTreeMap::new();
+                let equal = (0..)
+                    .map(Rank)
+                    .zip(&ranks)
+                    .all(|(rank, (_, hash))| *of_place.entry(job.plan.place(rank)).or_insert(hash) == hash);
                 if !finite || !equal {
                     failed.push(format!("{name}: finite {finite}, replicas equal {equal}: {:?}", ranks[0].0));
                 }

@@ -3,6 +3,7 @@
 use farflung_base::Nanos;
 
 use super::{Shape, StepTimes};
+use crate::mesh::whole_pipelines;
 
 /// Returns the shape with the fastest step on at most `machines` machines, with at least `copies` pipelines.
 /// Among equally fast shapes, returns the one with the fewest machines. `None` if the model does not fit.
@@ -13,7 +14,7 @@ pub fn best_shape(prices: &mut StepTimes<'_>, machines: u32, copies: u32) -> Opt
     let most = prices.fleet().microbatches;
     let mut best: Option<(Nanos, u32, Shape)> = None;
     for stages in 1..=machines.min(prices.fleet().layers.len() as u32) {
-        let pipelines = (machines / stages).min(most);
+        let pipelines = whole_pipelines(machines, stages).min(most);
         for pipelines in pipelines.saturating_sub(1).max(1)..=pipelines {
             let shape = Shape { stages, pipelines };
             let Some(step) = prices.step(shape).filter(|_| pipelines >= copies) else { continue };
@@ -41,7 +42,7 @@ mod tests {
             assert!(shape.machines() <= machines);
             for stages in 1..=8 {
                 // With fewer pipelines than `best_shape` tries, steps are slower here.
-                for pipelines in 1..=machines / stages {
+                for pipelines in 1..=whole_pipelines(machines, stages) {
                     let other = prices.step(Shape { stages, pipelines });
                     assert!(other.is_none_or(|other| step <= other), "{machines}: {shape:?}");
                 }

@@ -5,6 +5,7 @@ use farflung_base::Nanos;
 
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 use super::{Shape, StepTimes};
+use crate::mesh::whole_pipelines;
 
 /// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
@@ -117,7 +118,7 @@ impl Parcae {
         let mut best: Option<(f64, Shape)> = None;
         let layers = prices.fleet().layers.len() as u32;
         for stages in 1..=machines.min(layers) {
-            let most = (machines / stages).min(prices.fleet().microbatches);
+            let most = whole_pipelines(machines, stages).min(prices.fleet().microbatches);
             // Also tries one pipeline fewer, because spare machines can be worth more.
             for pipelines in most.saturating_sub(1).max(1)..=most {
                 let shape = Shape { stages, pipelines };

@@ -5,6 +5,7 @@ use farflung_base::Nanos;
 use super::best_shape::best_shape;
 use super::policy::{ChangeContext, CheckpointInterval, Policy, PolicyRow, Reaction};
 use super::{Shape, StepTimes};
+use crate::mesh::whole_pipelines;
 
 /// This policy's entry in the table [`POLICIES`](super::POLICIES).
 pub(super) const ROW: PolicyRow = PolicyRow {
@@ -29,7 +30,7 @@ pub(super) struct Restart {
 
 fn same_stages(prices: &mut StepTimes<'_>, machines: u32, first: Option<Shape>) -> Option<Shape> {
     let Some(first) = first else { return best_shape(prices, machines, 1) };
-    let pipelines = (machines / first.stages).min(prices.fleet().microbatches);
+    let pipelines = whole_pipelines(machines, first.stages).min(prices.fleet().microbatches);
     (pipelines > 0).then_some(Shape { pipelines, ..first })
 }
 

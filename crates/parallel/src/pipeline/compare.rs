@@ -100,7 +100,7 @@ impl Comparison {
         };
         let order = method.order(&settings)?;
         let placement = order.placement();
-        let chunks = u64::from(placement.depth() / placement.ranks());
+        let chunks = u64::from(placement.chunks());
         let row = &placement.rank_of()[..placement.depth() as usize];
         let stages = row.iter().map(|rank| {
             let whole = self.cost[if self.cost.len() == 1 { 0 } else { rank.index() }];
@@ -126,7 +126,7 @@ impl Comparison {
         let (order, cost) = self.order(method)?;
         let simulation = simulate(&order, &cost)?;
         let placement = order.placement();
-        let chunks = placement.depth() / placement.ranks();
+        let chunks = placement.chunks();
         let most = peaks(&order).into_iter().max().unwrap_or_default();
         Ok(ScheduleStats {
             chunks,
@@ -257,7 +257,7 @@ pub fn json(
          \"makespan\":{},{step}\"bound\":{},\"bubble_fraction\":{:.6},\"ranks\":[{}]}}\n",
         placement.ranks(),
         order.microbatches(),
-        placement.depth() / placement.ranks(),
+        placement.chunks(),
         placement.copies(),
         millis(simulation.makespan()),
         millis(lower_bound(order, cost)),

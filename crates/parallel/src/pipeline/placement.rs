@@ -91,6 +91,12 @@ impl Placement {
         self.stages() / self.copies
     }
 
+    /// Returns the number of parts of one copy on each rank, if all ranks have equally many.
+    #[must_use]
+    pub fn chunks(&self) -> u32 {
+        self.depth() / self.ranks
+    }
+
     /// Returns the rank that holds a stage.
     ///
     /// # Panics

@@ -254,9 +254,10 @@ impl Simulation<'_> {
         for t in &self.transfers {
             let forward = t.action.kind == ComputeKind::Forward;
             let ranks = self.slots.len() as u32;
-            let lane = if t.to.0 == (t.from.0 + 1) % ranks {
+            let after = |rank: Rank| if rank.0 + 1 == ranks { Rank(0) } else { Rank(rank.0 + 1) };
+            let lane = if t.to == after(t.from) {
                 Lane::Next
-            } else if t.from.0 == (t.to.0 + 1) % ranks {
+            } else if t.from == after(t.to) {
                 Lane::Previous
             } else {
                 Lane::To(t.to)

@@ -3,6 +3,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use farflung_base::Rank;
+
+use super::Plan;
+use crate::mesh::whole_pipelines;
+
 /// The position of a member in a plan: which pipeline, and which stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PlanPosition {
@@ -25,7 +30,7 @@ pub struct Assignment {
     /// Number of members of each stage, if stages are pools of members. Empty if pipelines are whole.
     pub pools: Vec<u32>,
     /// The member at each rank of the plan, as an index into the view's members. Ranks are numbered pool by
-    /// pool, or `replica * stages + position`.
+    /// pool, or pipeline by pipeline as in [`Plan::at`].
     pub ranks: Vec<usize>,
     /// The members without a rank, in the view's order.
     pub spares: Vec<usize>,
@@ -52,11 +57,11 @@ impl Assignment {
     #[must_use]
     pub fn new(members: &[Option<PlanPosition>], before: u32, stages: u32) -> Self {
         let stages = stages.max(1).min(u32::try_from(members.len()).unwrap_or(u32::MAX)).max(1);
-        let replicas = members.len() / stages as usize;
-        let mut places: Vec<Option<usize>> = vec![None; replicas * stages as usize];
+        let replicas = whole_pipelines(members.len(), stages as usize);
+        let mut pipelines: Vec<Vec<Option<usize>>> = vec![vec![None; stages as usize]; replicas];
         let mut free: BTreeSet<usize> = (0..members.len()).collect();
         if before == stages {
-            keep(members, stages, &mut places, &mut free);
+            keep(members, &mut pipelines, &mut free);
         }
         // The remaining members take the free places in the order of their current ranks. So in each pipeline,
         // members with earlier layers take earlier places, and little of each part moves.
@@ -66,12 +71,12 @@ impl Assignment {
             (stood.is_none(), stood.map(|stood| (stood.replica, stood.position)), member)
         });
         let mut rest = rest.into_iter();
-        for place in places.iter_mut().filter(|place| place.is_none()) {
+        for place in pipelines.iter_mut().flatten().filter(|place| place.is_none()) {
             *place = rest.next();
         }
         let mut spares: Vec<usize> = rest.collect();
         spares.sort_unstable();
-        Self { stages, pools: Vec::new(), ranks: places.into_iter().flatten().collect(), spares }
+        Self { stages, pools: Vec::new(), ranks: pipelines.into_iter().flatten().flatten().collect(), spares }
     }
 
     /// Assigns members as [`Assignment::new`] does, but if whole pipelines would leave out members that hold a
@@ -136,7 +141,8 @@ impl Assignment {
     pub fn position_of(&self, member: usize) -> Option<PlanPosition> {
         let rank = self.rank_of(member)?;
         if self.pools.is_empty() {
-            return Some(PlanPosition { replica: rank / self.stages, position: rank % self.stages });
+            let mesh = Plan::mesh_of(u32::try_from(self.replicas()).ok()?, self.stages).ok()?;
+            return mesh.at(Rank(rank)).ok().map(PlanPosition::from);
         }
         PlanPosition::in_pools(&self.pools, rank)
     }
@@ -146,7 +152,7 @@ impl Assignment {
     pub fn replicas(&self) -> usize {
         match self.pools.iter().min() {
             Some(&fewest) => fewest as usize,
-            None => self.ranks.len() / self.stages as usize,
+            None => whole_pipelines(self.ranks.len(), self.stages as usize),
         }
     }
 }
@@ -167,31 +173,25 @@ impl PlanPosition {
     }
 }
 
-/// Assigns places to members that already hold the part of the place.
-fn keep(
-    members: &[Option<PlanPosition>],
-    stages: u32,
-    places: &mut [Option<usize>],
-    free: &mut BTreeSet<usize>,
-) {
+/// Assigns places to members that already hold the part of the place. `places` has those of each pipeline.
+fn keep(members: &[Option<PlanPosition>], places: &mut [Vec<Option<usize>>], free: &mut BTreeSet<usize>) {
+    let stages = places.first().map_or(0, Vec::len);
     let mut pipelines: BTreeMap<u32, Vec<(u32, usize)>> = BTreeMap::new();
     for (member, stood) in members.iter().enumerate() {
         let Some(PlanPosition { replica, position }) = *stood else { continue };
-        if position < stages {
+        if (position as usize) < stages {
             pipelines.entry(replica).or_default().push((position, member));
         }
     }
     let mut order: Vec<(usize, u32)> =
         pipelines.iter().map(|(&replica, left)| (usize::MAX - left.len(), replica)).collect();
     order.sort_unstable();
-    let replicas = places.len() / stages as usize;
-    let mut chosen: Vec<u32> = order.iter().take(replicas).map(|(_, replica)| *replica).collect();
+    let mut chosen: Vec<u32> = order.iter().take(places.len()).map(|(_, replica)| *replica).collect();
     // The chosen pipelines keep their order.
     chosen.sort_unstable();
-    let at = |replica: usize, position: u32| replica * stages as usize + position as usize;
-    for (number, replica) in chosen.iter().enumerate() {
+    for (places, replica) in places.iter_mut().zip(&chosen) {
         for &(position, member) in &pipelines[replica] {
-            let place = &mut places[at(number, position)];
+            let place = &mut places[position as usize];
             if place.is_none() && free.remove(&member) {
                 *place = Some(member);
             }
@@ -199,11 +199,12 @@ fn keep(
     }
     let others = order.iter().map(|(_, replica)| replica).filter(|replica| !chosen.contains(replica));
     for &(position, member) in others.flat_map(|replica| &pipelines[replica]) {
-        let hole = (0..replicas).map(|number| at(number, position)).find(|&place| places[place].is_none());
+        let hole =
+            places.iter_mut().map(|places| &mut places[position as usize]).find(|place| place.is_none());
         if let Some(hole) = hole
             && free.remove(&member)
         {
-            places[hole] = Some(member);
+            *hole = Some(member);
         }
     }
 }
@@ -417,14 +418,15 @@ mod tests {
                 for holds in 0..=members {
                     let all: Vec<Option<PlanPosition>> = (0..members)
                         .map(|n| {
-                            (n < holds).then_some(PlanPosition { replica: n / stages, position: n % stages })
+                            let mesh = Plan::mesh_of(members, stages).unwrap();
+                            (n < holds).then(|| mesh.at(Rank(n)).unwrap().into())
                         })
                         .collect();
                     let next = Assignment::new(&all, stages, stages);
                     let mut found: Vec<usize> = next.ranks.iter().chain(&next.spares).copied().collect();
                     found.sort_unstable();
                     assert_eq!(found, (0..members as usize).collect::<Vec<_>>());
-                    assert_eq!(next.ranks.len() % next.stages as usize, 0);
+                    assert_eq!(next.ranks.len(), next.replicas() * next.stages as usize);
                     assert!(next.spares.len() < next.stages as usize);
                     let next = Assignment::rerouted(&all, stages, stages);
                     let mut found: Vec<usize> = next.ranks.iter().chain(&next.spares).copied().collect();

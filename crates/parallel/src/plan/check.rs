@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use farflung_base::{Algorithm, Nanos};
+use farflung_base::{Algorithm, Axis, Nanos};
 
 use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
+use crate::ParallelError;
 use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, TiedWeights, Updates};
-use crate::{Axis, ParallelError};
 
 /// Returns the error for a field with an invalid value.
 #[expect(
@@ -54,11 +54,13 @@ impl Plan {
         {
             return Err(ParallelError::NotBuilt { what: format!("a mesh with {axis}={size}") });
         }
-        let order: Vec<Axis> =
-            axes.iter().map(|&(a, _)| a).filter(|a| matches!(a, Axis::Data | Axis::Pipeline)).collect();
+        // Other axes have size 1 here.
+        let order: Vec<Axis> = axes.iter().map(|&(axis, _)| axis).collect();
+        let usual: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| order.contains(axis)).collect();
         let expected = "data=REPLICAS,pipeline=STAGES in this order, so that the ranks of a pipeline are \
                         consecutive";
-        ensure(order == [Axis::Data, Axis::Pipeline], "mesh", &self.mesh, expected)?;
+        let good = order == usual && order.starts_with(&[Axis::Data, Axis::Pipeline]);
+        ensure(good, "mesh", &self.mesh, expected)?;
 
         let (given, ranks) = (self.machines.len(), self.ranks() as usize);
         ensure(given == ranks, "machines", format!("{given} names"), format!("{ranks}, one for each rank"))?;

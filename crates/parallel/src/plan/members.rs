@@ -1,5 +1,7 @@
 //! Changing the replicas of a plan: some have left, others have joined.
 
+use farflung_base::Rank;
+
 use super::{Level, Plan};
 use crate::ParallelError;
 
@@ -39,7 +41,6 @@ impl Plan {
     /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and the errors of
     /// [`Plan::mesh_of`] and [`Plan::check`].
     pub fn with_replicas(&self, replicas: &[Replica]) -> Result<Self, ParallelError> {
-        let stages = self.stages() as usize;
         let mut next = self.clone();
         next.machines.clear();
         next.microbatches.clear();
@@ -48,7 +49,8 @@ impl Plan {
                 Replica::Stays(old) => {
                     let count = self.microbatches.get(*old as usize).copied();
                     next.microbatches.push(count.ok_or_else(|| self.no_replica(*old))?);
-                    next.machines.extend_from_slice(&self.machines[*old as usize * stages..][..stages]);
+                    let machine = |rank: Rank| self.machines[rank.index()].clone();
+                    next.machines.extend(self.pipeline_of(*old).into_iter().map(machine));
                 }
                 Replica::New { machines, microbatches } => {
                     next.microbatches.push(*microbatches);

@@ -7,7 +7,7 @@ use super::*;
 use crate::pipeline::{BackwardOrder, Settings};
 
 /// A plan of two replicas of two stages over four layers.
-fn plan() -> Plan {
+pub(super) fn plan() -> Plan {
     let part = |layers| Part { layers, recompute: Recompute::None, offload: 0 };
     Plan {
         model: PlannedModel { name: "nano".to_owned(), layers: 4, parameters: 834_304 },
@@ -35,7 +35,7 @@ fn the_canonical_text() {
 }
 
 /// A plan of pools: one rank for the first stage, three for the second.
-fn pooled() -> Plan {
+pub(super) fn pooled() -> Plan {
     let pools = Pools { sizes: vec![1, 3], rates: vec![1, 4, 2, 1] };
     Plan {
         mesh: Plan::mesh_of(1, 4).unwrap(),
@@ -115,6 +115,8 @@ fn each_field_is_refused_by_its_name() {
     plan().check().unwrap();
     let refused = [
         (refusal(|p| p.mesh = "pipeline=2,data=2".parse().unwrap()), "`mesh` is pipeline=2,data=2"),
+        (refusal(|p| p.mesh = "data=4".parse().unwrap()), "`mesh` is data=4"),
+        (refusal(|p| p.mesh = "tensor=1,data=2,pipeline=2".parse().unwrap()), "`mesh` is tensor=1,data=2"),
         (
             refusal(|p| p.mesh = "data=2,pipeline=2,tensor=2".parse().unwrap()),
             "a mesh with tensor=2 is not supported",

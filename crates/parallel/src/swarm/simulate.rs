@@ -117,8 +117,8 @@ struct Swarm {
 impl Swarm {
     fn new(run: &SwarmRun) -> Self {
         let mut stages = vec![Vec::new(); run.stages];
-        for id in 0..run.peers {
-            stages[id as usize % run.stages].push(Peer { id, rate: 1.0, from: 0 });
+        for (id, stage) in (0..run.peers).zip((0..run.stages).cycle()) {
+            stages[stage].push(Peer { id, rate: 1.0, from: 0 });
         }
         Self { stages, next: run.peers, empty: 0 }
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::churn::CheckpointedJob;
-use farflung::parallel::{Cluster, ParallelError, Plan, render};
+use farflung::parallel::{Axis, Cluster, ParallelError, Plan, render};
 use farflung::terminal::print;
 use farflung::train::auto::{
     Bottleneck, Candidate, FileChange, Improvement, PlanKind, Ranking, RunningCosts, Wanted, auto,
@@ -242,11 +242,15 @@ impl AutoCommand {
 /// Returns the map of a plan as SVG.
 fn drawn(plan: &Plan, cluster: &Cluster) -> Result<String> {
     let names = cluster.rank_names();
-    let rank = |name: &String| names.iter().position(|known| known == name).map(|at| Rank(at as u32));
+    let machine = |rank: Rank| {
+        let name = &plan.machines[rank.index()];
+        names.iter().position(|known| known == name).map(|at| Rank(at as u32))
+    };
     let rows: Vec<Vec<Rank>> = plan
-        .machines
-        .chunks(plan.stages() as usize)
-        .map(|machines| machines.iter().filter_map(rank).collect())
+        .mesh
+        .groups(Axis::Pipeline)
+        .into_iter()
+        .map(|pipeline| pipeline.into_iter().filter_map(machine).collect())
         .collect();
     let stages: Vec<String> =
         plan.parts.iter().map(|part| format!("layers {}..{}", part.layers.start, part.layers.end)).collect();

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::{Bytes, Nanos, Rank};
 use farflung_parallel::pipeline::Method;
-use farflung_parallel::{Plan, ScheduleSource, all_reduce_bytes};
+use farflung_parallel::{Coordinates, Plan, ScheduleSource, all_reduce_bytes};
 use farflung_zoo::ModelSpec;
 
 use crate::train::chain::layers;
@@ -77,8 +77,9 @@ pub struct Candidate {
 pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
     let layers = layers(model, plan.batch);
     let stages = plan.parts.len();
-    let of = |rank: usize| {
-        let (replica, stage) = (rank / stages, rank % stages);
+    let of = |rank: u32| {
+        let Coordinates { data, pipeline, .. } = plan.at(Rank(rank));
+        let (replica, stage) = (data as usize, pipeline as usize);
         let most = match plan.pipeline.schedule {
             ScheduleSource::Named(Method::OneFOneB) => stages - stage,
             ScheduleSource::Named(Method::ZbH1) => stages,
@@ -93,7 +94,7 @@ pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
             .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
         Bytes(rank_memory.fold(0, u64::saturating_add))
     };
-    (0..plan.machines.len()).map(of).collect()
+    (0..plan.ranks()).map(of).collect()
 }
 
 /// Returns the bytes that all ranks of a plan send in a step: hidden states and their gradients, and gradients

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use farflung_base::{Algorithm, Bytes, Link, Rank, Topology};
+use farflung_base::{Algorithm, Axis, Bytes, Link, Rank, Topology};
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::plan::even_parts;
 use farflung_parallel::planner::dtfm::{PairCosts, Workload, search};
@@ -10,7 +10,7 @@ use farflung_parallel::planner::path::shortest_path;
 use farflung_parallel::planner::ring::bottleneck_ring;
 use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainStage, uneven};
 use farflung_parallel::share::largest_remainder;
-use farflung_parallel::{Level, Machine, Plan, ScheduleSource, Speed};
+use farflung_parallel::{Level, Machine, Mesh, Plan, ScheduleSource, Speed, whole_pipelines};
 
 use super::candidate::{Draft, PlanKind, rank_memory};
 use super::plan_request::PlanRequest;
@@ -194,10 +194,11 @@ impl PlanRequest<'_> {
 
     /// Drafts pipelines of `stages` stages over the machines of a pool, placed by DT-FM's search.
     fn placed(&self, pool: &Pool, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
-        let replicas = pool.machines.len() as u32 / stages;
+        let replicas = whole_pipelines(pool.machines.len() as u32, stages);
         let each = self.sizes.microbatches.div_ceil(replicas);
+        let parts = u64::from(stages);
         let workload = Workload {
-            gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
+            gradients: Bytes(self.model.parameters() * 4 / parts),
             activations: Bytes(self.hidden().0 * u64::from(each)),
         };
         // A pair of machines without bandwidth, or that needs more than 73 minutes, is an error here: then no
@@ -219,9 +220,8 @@ impl PlanRequest<'_> {
 
     /// Drafts pipelines of `stages` stages with equal shares, with ranks numbered as in Megatron.
     fn listed(&self, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
-        let replicas = self.cluster.size() as u32 / stages;
-        let row = |replica: u32| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect();
-        let rows: Vec<Vec<Rank>> = (0..replicas).map(row).collect();
+        let replicas = whole_pipelines(self.cluster.size() as u32, stages);
+        let rows = Mesh::new(&[(Axis::Pipeline, stages), (Axis::Data, replicas)])?.groups(Axis::Pipeline);
         let Some(even) = even(&self.slowest(topology, &rows)?) else { return Ok(()) };
         let before = drafts.len();
         let what = format!("{replicas} pipelines of {stages}, as listed");

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use farflung_base::{Bandwidth, Bytes, Nanos, Rank};
-use farflung_parallel::{Cluster, ParallelError, Plan};
+use farflung_parallel::{Axis, Cluster, ParallelError, Plan};
 use farflung_zoo::ModelSpec;
 
 use super::candidate::{Candidate, Draft, PlanKind};
@@ -145,19 +145,17 @@ fn averages_at_least(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Resul
     }
     let topology = Machines::of_plan(plan, model, cluster)?.topology;
     let layers: Vec<u64> = layer_parameters(&profile(model)).collect();
-    let stages = plan.parts.len();
     let mut longest = Nanos::ZERO;
-    for rank in 0..replicas * stages {
-        let part = &plan.parts[rank % stages].layers;
+    for rank in (0..plan.ranks()).map(Rank) {
+        let part = &plan.parts[plan.at(rank).pipeline as usize].layers;
         // A single part has a tied table once.
         let held: u64 = layers[part.start as usize..part.end as usize].iter().sum();
-        let gradients = 4 * if stages == 1 { model.parameters() } else { held };
+        let gradients = 4 * if plan.parts.len() == 1 { model.parameters() } else { held };
         let sends = Bytes(gradients / replicas as u64 * (replicas as u64 - 1));
-        let others =
-            (0..replicas).map(|replica| replica * stages + rank % stages).filter(|&other| other != rank);
-        let links = others.map(|other| topology.bandwidth_between(Rank(rank as u32), Rank(other as u32)));
+        let others = plan.group(rank, Axis::Data).into_iter().filter(|&other| other != rank);
+        let links = others.map(|other| topology.bandwidth_between(rank, other));
         let all = Bandwidth(links.map(|link| link.0).fold(0, u64::saturating_add));
-        longest = longest.max(topology.access_link(Rank(rank as u32)).up.min(all).transfer(sends));
+        longest = longest.max(topology.access_link(rank).up.min(all).transfer(sends));
     }
     Ok(longest)
 }

@@ -13,11 +13,16 @@ const TAG: u32 = 1 << 31;
 
 impl Boundaries {
     /// Compares the checksums of samples below `windows` between both ends, and removes the samples that
-    /// differ. Returns the number of samples that this rank removed. All ranks of a pipeline that begins at
-    /// rank `first` must call it.
+    /// differ. Returns the number of samples that this rank removed. All ranks of the pipeline must call it;
+    /// `pipeline` has them by position.
     ///
     /// Each end sends a digest of 32 bytes; if digests differ, 4 bytes per sample follow.
-    pub(in crate::train) fn agree(&mut self, comm: &Communicator, first: u32, windows: u64) -> Result<usize> {
+    pub(in crate::train) fn agree(
+        &mut self,
+        comm: &Communicator,
+        pipeline: &[Rank],
+        windows: u64,
+    ) -> Result<usize> {
         let ids: Vec<u64> = (0..windows).collect();
         let mut held = Vec::new();
         for (end, coded) in self.ends.iter_mut().filter(|(_, coded)| coded.remembers) {
@@ -31,7 +36,7 @@ impl Boundaries {
             bytes: blake3::hash(sums).as_bytes().to_vec(),
         };
         let digests: Vec<EndMessage> = held.iter().map(digest).collect();
-        let theirs = exchange(comm, first, &digests)?;
+        let theirs = exchange(comm, pipeline, &digests)?;
         let mut same = digests.iter().zip(&theirs).map(|(mine, theirs)| mine.bytes == *theirs);
         held.retain(|_| !same.next().expect("a digest for each end"));
 
@@ -39,7 +44,7 @@ impl Boundaries {
             .iter()
             .map(|held| EndMessage { end: held.end, to: held.coded.other, bytes: held.sums.clone() })
             .collect();
-        let theirs = exchange(comm, first, &sums)?;
+        let theirs = exchange(comm, pipeline, &sums)?;
         let mut forgotten = 0;
         for (EndChecksums { coded, sums, .. }, theirs) in held.into_iter().zip(theirs) {
             let pairs = sums.as_chunks::<4>().0.iter().zip(theirs.as_chunks().0);
@@ -68,11 +73,11 @@ struct EndMessage {
 }
 
 /// Sends a message for each end, and returns the messages of the other sides, which must have the same lengths.
-fn exchange(comm: &Communicator, first: u32, mine: &[EndMessage]) -> Result<Vec<Vec<u8>>> {
+fn exchange(comm: &Communicator, pipeline: &[Rank], mine: &[EndMessage]) -> Result<Vec<Vec<u8>>> {
     let mut sending = Vec::new();
     let mut coming = Vec::new();
     for EndMessage { end, to, bytes } in mine {
-        let (other, tag) = (Rank(first + to.0), tag(*end));
+        let (other, tag) = (pipeline[to.index()], tag(*end));
         coming.push(comm.start_recv(other, tag));
         sending.push(comm.start_send(other, tag, bytes.clone()));
     }

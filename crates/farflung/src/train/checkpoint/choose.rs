@@ -2,6 +2,7 @@
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
+use farflung_parallel::{Axis, Plan};
 
 use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
@@ -63,7 +64,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
         Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job),
         Resume::Auto => {
             let own = all_succeed(comm, own(run, rank, &fits))?;
-            let (agreed, own) = agree(comm, run, own, job.plan.stages() as usize)?;
+            let (agreed, own) = agree(comm, run, own, &job.plan)?;
             if agreed == 0 {
                 return match all_succeed(comm, cut_otherwise(comm, run, job))? {
                     None => Ok(None),
@@ -108,13 +109,8 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
 /// Returns the step to continue from: the oldest of the newest steps of all ranks that have any; 0 if there is
 /// none. A rank that was interrupted while it committed may be one checkpoint behind; the others then go back
 /// to its step. A step that was saved while some ranks did not answer is used nevertheless if the whole model
-/// was saved: those ranks get it from the others. `per_pipeline` ranks hold one copy of the model.
-fn agree(
-    comm: &Communicator,
-    run: &RunDir,
-    own: OwnCheckpoint,
-    per_pipeline: usize,
-) -> Result<(u64, OwnCheckpoint)> {
+/// was saved, by some rank of each group along the plan's data axis: those ranks get it from the others.
+fn agree(comm: &Communicator, run: &RunDir, own: OwnCheckpoint, plan: &Plan) -> Result<(u64, OwnCheckpoint)> {
     let (mine, alone) = match &own {
         OwnCheckpoint::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
         _ => (0, false),
@@ -122,9 +118,9 @@ fn agree(
     let steps = all_gather_u64(comm, mine)?;
     let saved_alone = all_gather_u64(comm, u64::from(alone))?;
     let newest = (0..steps.len()).filter(|&rank| saved_alone[rank] == 1).map(|rank| steps[rank]).max();
-    let has_all = |step: u64| {
-        (0..per_pipeline).all(|part| steps.iter().skip(part).step_by(per_pipeline).any(|&has| has == step))
-    };
+    let holders = plan.mesh.groups(Axis::Data);
+    let has_all =
+        |step: u64| holders.iter().all(|ranks| ranks.iter().any(|rank| steps[rank.index()] == step));
     let agreed = match newest.filter(|&step| has_all(step)) {
         Some(step) => step,
         None => steps.into_iter().filter(|&step| step > 0).min().unwrap_or(0),

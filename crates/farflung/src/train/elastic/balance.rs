@@ -1,7 +1,7 @@
 //! Distribution of a step's microbatches over replicas by measured speed. All ranks compute it from the same
 //! measured times, so they reach the same result without further messages.
 
-use farflung_base::Nanos;
+use farflung_base::{Axis, Nanos, Rank};
 use farflung_parallel::Plan;
 use farflung_parallel::plan::{Advice, Measured, Rebalance, step_time};
 
@@ -42,7 +42,7 @@ impl Balance {
         if job.plan.pools().is_some() {
             return Advice::Stay;
         }
-        (self.slowest, self.measured) = slowest(ranks, job.plan.stages());
+        (self.slowest, self.measured) = slowest(ranks, &job.plan.mesh.groups(Axis::Pipeline));
         match self.rebalance.observe(&job.plan.microbatches, &self.measured) {
             Advice::Shares(shares) if !is_possible(&job.plan, &shares) => Advice::Stay,
             advice => advice,
@@ -102,17 +102,17 @@ impl Balance {
     }
 }
 
-/// Returns the slowest rank of each replica of `stages` ranks, and its times. If those of any of its ranks are
-/// not known, the replica's are not.
-fn slowest(ranks: &[Measured], stages: u32) -> (Vec<u32>, Vec<Measured>) {
-    let slowest = |(first, ranks): (u32, &[Measured])| {
-        let is_known = ranks.iter().all(|rank| rank.microbatch > Nanos::ZERO);
-        let key = |(_, rank): &(u32, &Measured)| rank.microbatch;
-        let (rank, &times) = (first..).zip(ranks).max_by_key(key)?;
+/// Returns the slowest rank of each pipeline, and its times. If those of any of its ranks are not known, the
+/// pipeline's are not. `measured` has the times of all ranks.
+fn slowest(measured: &[Measured], pipelines: &[Vec<Rank>]) -> (Vec<u32>, Vec<Measured>) {
+    let slowest = |ranks: &Vec<Rank>| {
+        let times = || ranks.iter().filter_map(|&rank| Some((rank, measured.get(rank.index())?)));
+        let is_known = times().all(|(_, times)| times.microbatch > Nanos::ZERO);
+        let (rank, &times) = times().max_by_key(|(_, times)| times.microbatch)?;
         let unknown = Measured { microbatch: Nanos::ZERO, ..times };
-        Some((rank, if is_known { times } else { unknown }))
+        Some((rank.0, if is_known { times } else { unknown }))
     };
-    (0..).step_by(stages as usize).zip(ranks.chunks(stages as usize)).filter_map(slowest).unzip()
+    pipelines.iter().filter_map(slowest).unzip()
 }
 
 #[cfg(test)]
@@ -122,10 +122,11 @@ mod tests {
     #[test]
     fn a_pipeline_is_as_slow_as_its_slowest_rank() {
         let of = |ms| Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::from_millis(ms + 1) };
-        let (ranks, times) = slowest(&[of(3), of(8), of(9), of(2), of(0), of(4)], 2);
+        let pipelines = |replicas, stages| Plan::mesh_of(replicas, stages).unwrap().groups(Axis::Pipeline);
+        let (ranks, times) = slowest(&[of(3), of(8), of(9), of(2), of(0), of(4)], &pipelines(3, 2));
         assert_eq!((ranks, &times[..2]), (vec![1, 2, 5], &[of(8), of(9)][..]));
         // One of its ranks has not said how long it takes.
         assert_eq!(times[2].microbatch, Nanos::ZERO);
-        assert_eq!(slowest(&[of(3), of(8)], 1), (vec![0, 1], vec![of(3), of(8)]));
+        assert_eq!(slowest(&[of(3), of(8)], &pipelines(2, 1)), (vec![0, 1], vec![of(3), of(8)]));
     }
 }

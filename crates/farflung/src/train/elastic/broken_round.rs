@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use farflung_parallel::Plan;
 use farflung_parallel::plan::{Assignment, PlanPosition, Replica};
+use farflung_parallel::{Axis, Plan};
 use serde::{Deserialize, Serialize};
 
 use super::lost_sequences::unaveraged;
@@ -83,8 +83,9 @@ impl BrokenRound {
         };
         let usable: Vec<Option<PlanPosition>> = stood.iter().zip(rounds).map(usable).collect();
         let assignment = Assignment::unbroken(&usable, before.stages())?;
-        let firsts = assignment.ranks.iter().step_by(before.stages() as usize);
-        let stays: Vec<u32> = firsts.filter_map(|&member| Some(usable[member]?.replica)).collect();
+        let replicas = assignment.ranks.iter().filter_map(|&member| Some(usable[member]?.replica));
+        let mut stays: Vec<u32> = replicas.collect();
+        stays.dedup();
         let lost = (0..before.replicas()).filter(|replica| !stays.contains(replica)).collect();
         let until = before.outermost().round_of(agreed.saturating_add(1)).end.min(job.config.steps);
         Some(Self { assignment, stays, lost, until })
@@ -127,9 +128,10 @@ impl BrokenRound {
     /// Returns the sequences of the lost pipelines in this round, which are in no average. `job` has the plan
     /// so far, and `slots` the endpoints of its ranks.
     pub(super) fn lost_sequences(&self, job: &Job, slots: &[u32]) -> Vec<LostSequences> {
-        let stages = job.plan.stages() as usize;
+        let pipelines = job.plan.mesh.groups(Axis::Pipeline);
         let of = |&replica: &u32| {
-            let members = slots.get(replica as usize * stages..)?.get(..stages)?.to_vec();
+            let ranks = pipelines.get(replica as usize)?.iter();
+            let members = ranks.map(|rank| slots.get(rank.index()).copied()).collect::<Option<Vec<_>>>()?;
             unaveraged(job, (replica, members), self.until)
         };
         self.lost.iter().filter_map(of).collect()

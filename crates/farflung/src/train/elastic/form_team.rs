@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 
+use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{Member, View};
@@ -145,7 +146,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         .map(|(member, told)| {
             let same = told.made == reference.made;
             let rank = reference.ranks.iter().position(|&slot| slot == member.slot).filter(|_| same)? as u32;
-            replica_and_position(&before, rank)
+            before.position_of(Rank(rank))
         })
         .collect();
     let rounds: Vec<Option<RoundPosition>> = told.iter().map(|told| told.round).collect();
@@ -180,8 +181,12 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let Whole { holdings, held, own } = from;
     let mut counted = held.counted;
     let step = counted.step;
-    let place = |(rank, &member): (usize, &usize)| (member, &by_position[rank % by_position.len()][..]);
-    let places: Vec<(usize, &[Needed])> = team.assignment.ranks.iter().enumerate().map(place).collect();
+    let place = |(rank, &member): (Rank, &usize)| {
+        let position = next.plan.at(rank).pipeline;
+        (member, &by_position[position as usize][..])
+    };
+    let ranks = (0..).map(Rank).zip(&team.assignment.ranks);
+    let places: Vec<(usize, &[Needed])> = ranks.map(place).collect();
     let moving = moves(&holdings, step, &places);
 
     let me = all.rank().index();
@@ -343,14 +348,6 @@ fn in_memory_at(
     let at_step = at_step.ok_or_else(|| wrong("is lost: no member is at the step to continue from"))?.clone();
     let own = NamedTensors::merge(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })
-}
-
-/// Returns the replica and position of a rank of a plan.
-fn replica_and_position(plan: &Plan, rank: u32) -> Option<PlanPosition> {
-    match plan.pools() {
-        Some(pools) => PlanPosition::in_pools(&pools.sizes, rank),
-        None => Some(PlanPosition { replica: rank / plan.stages(), position: rank % plan.stages() }),
-    }
 }
 
 /// Sets the stage of each newcomer to pools that has followed one: its pool is that of the part that it holds

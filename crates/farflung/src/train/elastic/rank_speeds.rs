@@ -1,6 +1,6 @@
 //! Speeds of a plan's ranks, from the times of a microbatch that they report.
 
-use farflung_base::Nanos;
+use farflung_base::{Nanos, Rank};
 use farflung_parallel::Plan;
 use farflung_parallel::plan::Measured;
 use farflung_zoo::ModelSpec;
@@ -34,10 +34,7 @@ pub(super) fn work(plan: &Plan, model: &ModelSpec) -> Vec<f64> {
 pub(super) fn work_of_ranks(plan: &Plan, model: &ModelSpec) -> Vec<RankWork> {
     let work = work(plan, model);
     let of = |rank| {
-        let stage = match plan.pools() {
-            Some(pools) => pools.stage_of(rank)?,
-            None => rank % plan.stages(),
-        };
+        let stage = plan.place(Rank(rank));
         Some(RankWork { stage, operations: *work.get(stage as usize)? })
     };
     (0..plan.ranks()).filter_map(of).collect()

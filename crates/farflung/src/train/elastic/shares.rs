@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::Nanos;
+use farflung_base::{Axis, Nanos, Rank};
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{StageCost, peaks};
 use farflung_parallel::plan::{Measured, is_worth_it, shares_by_speed, step_time};
@@ -40,21 +40,21 @@ pub(super) fn of_pipelines(
     slots: &[u32],
     (work, speeds): (&[f64], &BTreeMap<u32, f64>),
 ) -> Option<Vec<u32>> {
-    let stages = plan.stages() as usize;
-    if work.len() != stages || slots.len() != plan.ranks() as usize || plan.replicas() < 2 {
+    if work.len() != plan.stages() as usize || slots.len() != plan.ranks() as usize || plan.replicas() < 2 {
         return None;
     }
-    let time = |(slot, work): (&u32, &f64)| {
-        let speed = speeds.get(slot).filter(|speed| is_possible_speed(**speed))?;
+    let time = |(rank, work): (&Rank, &f64)| {
+        let speed = speeds.get(&slots[rank.index()]).filter(|speed| is_possible_speed(**speed))?;
         Some(Nanos::from_secs_f64(work / speed))
     };
     // A pipeline is as fast as its slowest rank. If the speed of a rank is not known, its pipeline counts as
     // the middle one.
-    let slowest = |slots: &[u32]| {
-        let times: Option<Vec<Nanos>> = slots.iter().zip(work).map(time).collect();
+    let slowest = |ranks: &Vec<Rank>| {
+        let times: Option<Vec<Nanos>> = ranks.iter().zip(work).map(time).collect();
         Some(Measured { microbatch: times?.into_iter().max()?, rest: Nanos::ZERO })
     };
-    let measured = with_the_middle(&slots.chunks(stages).map(slowest).collect::<Vec<_>>())?;
+    let pipelines = plan.mesh.groups(Axis::Pipeline);
+    let measured = with_the_middle(&pipelines.iter().map(slowest).collect::<Vec<_>>())?;
     let equal = &plan.microbatches;
     let shares = shares_by_speed(equal.iter().sum(), &measured)?;
     let is_better = is_worth_it(step_time(equal, &measured), step_time(&shares, &measured));

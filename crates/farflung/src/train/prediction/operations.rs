@@ -8,8 +8,8 @@ use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, message_operation, operation, operation_coded,
 };
 use farflung_compress::AverageSpec;
-use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Content, Message};
+use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::{ModelSpec, Stage};
 
@@ -138,7 +138,7 @@ impl<'a> Operations<'a> {
                 self.parts[part as usize].buckets[bucket][exchange].clone()
             }
             Key::Table { replica, .. } | Key::TakenTable { replica } => {
-                let first = replica * self.plan.stages();
+                let pipeline = self.plan.pipeline_of(replica);
                 let bytes = Bytes((self.model.vocab * self.model.dim * size_of::<f32>()) as u64);
                 let mut ways: Vec<(Rank, Rank)> =
                     TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
@@ -146,11 +146,10 @@ impl<'a> Operations<'a> {
                     // The average of the first stage is used for both.
                     ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
                 }
-                messages(ways.into_iter().map(|(a, b)| (Rank(first + a.0), Rank(first + b.0))), bytes)
+                messages(ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()])), bytes)
             }
             Key::Vote(Some(replica)) => {
-                let ranks = self.plan.stages();
-                let pipeline: Vec<Rank> = (replica * ranks..(replica + 1) * ranks).map(Rank).collect();
+                let pipeline = self.plan.pipeline_of(replica);
                 self.sum(votes, &self.topology.among(&pipeline)).among(&pipeline)
             }
             Key::Vote(None) => self.sum(votes, self.topology),
@@ -160,7 +159,8 @@ impl<'a> Operations<'a> {
     }
 
     fn rank(&self, schedule: &ReplicaSchedule, replica: u32, stage: StageId) -> Rank {
-        Rank(replica * self.plan.stages() + schedule.placement().rank(stage).0)
+        let position = schedule.placement().rank(stage).0;
+        self.plan.rank(Coordinates { data: replica, pipeline: position, ..Coordinates::default() })
     }
 
     /// Returns an all-reduce of `numbers` f64 values.

@@ -5,10 +5,11 @@
 
 use std::ops::Range;
 
-use farflung_base::Bytes;
+use farflung_base::{Bytes, Rank};
 use farflung_comm::Algorithm;
 use farflung_compress::link::SampleShape;
 use farflung_optim::LrSchedule;
+use farflung_parallel::{Plan, whole_pipelines};
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::ModelSpec;
 
@@ -204,8 +205,11 @@ impl RankGroup<'_> {
     /// Returns the memory that one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> MemoryNeed {
         let config = self.config;
-        let position = &self.positions[rank % self.positions.len()];
-        let replicas = (self.world / self.positions.len()).max(1);
+        let replicas = whole_pipelines(self.world, self.positions.len()).max(1);
+        let mesh = Plan::mesh_of(replicas as u32, self.positions.len() as u32);
+        // Workers that form no whole pipelines are refused later.
+        let at = mesh.and_then(|mesh| mesh.at(Rank(rank as u32))).unwrap_or_default();
+        let position = &self.positions[at.pipeline as usize];
         let mut need = MemoryNeed::default();
         let model = position.parameters.saturating_mul(F32);
         let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
@@ -286,21 +290,21 @@ impl RankGroup<'_> {
     /// Returns the bytes that boundary codecs hold in memory for the windows that a replica sees, divided
     /// equally among the ranks of its pipeline.
     fn samples(&self, replicas: usize) -> u128 {
-        let (config, stages) = (self.config, self.positions.len() as u128);
-        if stages == 1 || config.boundary_store != StoreKind::Memory {
+        let (config, sharers) = (self.config, self.positions.len() as u128);
+        if sharers == 1 || config.boundary_store != StoreKind::Memory {
             return 0;
         }
         let shape = SampleShape { positions: self.model.context, channels: self.model.dim };
         let of_one = held_bytes(config.boundary, config.boundary_backward, shape);
         let chunks = config.chunks.unwrap_or(config.schedule.default_chunks() as usize) as u128;
-        let boundaries = (stages * chunks).saturating_sub(1);
+        let boundaries = (sharers * chunks).saturating_sub(1);
         let width = if config.tokenizer == TokenizerKind::Byte { 1 } else { 2 };
         let windows = u128::from(self.data.tokens / width) / (self.model.context.max(1) * replicas) as u128;
         let microbatches = super::super::planned::microbatches(config) as u128;
         let seen = (config.batch as u128).saturating_mul(microbatches).saturating_mul(config.steps.into());
         // Each of the four maps of a boundary (two ends, two directions) needs a few words per sample.
         let each = if of_one == 0 { 0 } else { of_one + 4 * SAMPLE };
-        windows.min(seen).saturating_mul(each).saturating_mul(boundaries) / stages
+        windows.min(seen).saturating_mul(each).saturating_mul(boundaries) / sharers
     }
 
     /// Adds the activations and logits of the microbatches between their forward and backward passes.

@@ -7,7 +7,7 @@ use farflung_zoo::ModelSpec;
 use super::super::planned::{check_pools, microbatches, read_schedule};
 use super::rank_memory::{self, RankMemory};
 use crate::{Error, Result, TrainConfig};
-use farflung_parallel::Recompute;
+use farflung_parallel::{Recompute, whole_pipelines};
 
 /// Highest number of forward passes in an order that is made for the estimate. Longer orders are extrapolated
 /// from a shorter one.
@@ -37,7 +37,7 @@ impl Pipeline {
     ///
     /// Errors: [`Error::Setting`] if the schedule does not support the settings; those of [`read_schedule`].
     pub(super) fn new(config: &TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
-        let replicas = (world / config.stages).max(1) as u64;
+        let replicas = whole_pipelines(world, config.stages).max(1) as u64;
         if u32::try_from(config.eval_passes(replicas)).is_err() {
             let (value, most) = (config.eval_batches.to_string(), u64::from(u32::MAX));
             return Err(Error::Setting { field: "eval-batches", value, expected: format!("at most {most}") });
@@ -56,8 +56,8 @@ impl Pipeline {
             let all = number("microbatches", microbatches(config))?;
             let memory = config.memory.map(|n| number("memory", n)).transpose()?;
             // The memory of a rank does not grow with the number of microbatches, so a shorter order is enough.
-            let few =
-                all.min((MOST_CELLS / u128::from(pools.ranks()).pow(2).max(1)) as u32).max(pools.fewest());
+            let square = u128::from(pools.ranks()).pow(2);
+            let few = all.min((MOST_CELLS / square.max(1)) as u32).max(pools.fewest());
             let order = pools.order(few.min(all), &[StageCost::UNIT], Nanos::ZERO, memory);
             let order = again(order.map_err(Error::schedule)?);
             let step = order.actions().count() as u128 * u128::from(all) / u128::from(few.min(all).max(1));
@@ -70,8 +70,8 @@ impl Pipeline {
         let chunks = config.chunks.map(|n| number("chunks", n)).transpose()?;
         let memory = config.memory.map(|n| number("memory", n)).transpose()?;
         let settings = |microbatches| Settings { chunks, memory, ..Settings::new(ranks, microbatches) };
-        let stages = u128::from(ranks) * u128::from(chunks.unwrap_or(method.default_chunks()));
-        let cells = stages * u128::from(all);
+        let depth = u128::from(ranks) * u128::from(chunks.unwrap_or(method.default_chunks()));
+        let cells = depth * u128::from(all);
         let order = |microbatches| {
             let order = method.order(&settings(microbatches)).map_err(Error::schedule)?;
             Ok::<_, Error>(again(match order.updates() {
@@ -84,9 +84,10 @@ impl Pipeline {
         // Above the second limit `order` returns an error without making lists.
         if cells <= MOST_CELLS || cells > ComputeOrder::MAX_CELLS as u128 {
             let positions = rank_memory::pipeline(config, model, &order(all)?)?;
-            return Ok(Self { positions, step, depth: stages });
+            return Ok(Self { positions, step, depth });
         }
-        let fewer = (MOST_CELLS / stages / (2 * u128::from(ranks)) * (2 * u128::from(ranks))) as u32;
+        let round = 2 * u128::from(ranks);
+        let fewer = (MOST_CELLS / depth / round * round) as u32;
         let mut positions =
             vec![RankMemory { copies: 1, gathers: true, ..RankMemory::default() }; config.stages];
         if let Some(order) = order(fewer.min(all)).ok().filter(|_| fewer > 0) {
@@ -95,12 +96,12 @@ impl Pipeline {
                 position.scale(bound(method, &settings(all), rank), bound(method, &settings(fewer), rank));
             }
         }
-        Ok(Self { positions, step, depth: stages })
+        Ok(Self { positions, step, depth })
     }
 
     /// Returns the number of actions in the schedules of a step and of an evaluation.
     pub(super) fn actions(&self, config: &TrainConfig, world: usize) -> u128 {
-        let replicas = (world / config.stages).max(1) as u64;
+        let replicas = whole_pipelines(world, config.stages).max(1) as u64;
         let held_out = u128::from(config.eval_passes(replicas));
         self.step.saturating_add(self.depth.saturating_mul(held_out))
     }

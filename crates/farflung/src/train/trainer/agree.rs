@@ -142,11 +142,11 @@ impl Trainer {
     /// ranks; empty if step times are not measured. `step` is the step after which it tells them.
     fn own_speeds(&self, step: u64) -> Vec<f64> {
         let Some(speed) = &self.speed else { return Vec::new() };
-        let ranks = self.schedule.placement().ranks();
         let (own, count) = match speed.measures {
             Measures::Replicas => (self.replica, self.replicas),
-            Measures::RanksOfPools => (self.position.0, ranks),
-            Measures::RanksOfPipelines => (self.replica * ranks + self.position.0, self.replicas * ranks),
+            Measures::RanksOfPools | Measures::RanksOfPipelines => {
+                (self.rank().0, self.replicas * self.schedule.placement().ranks())
+            }
         };
         let mut told = speed.contribution(own, count);
         if let Some(fault) =

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Nanos, Rank, StageId};
+use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
@@ -58,8 +58,9 @@ impl Trainer {
         (plain, interrupt): (Device, Interrupt),
         resumed: Option<&ResumedStep>,
     ) -> Result<Self> {
-        let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
-        let (position, replica) = (Rank(rank % stages), rank / stages);
+        let (plan, rank) = (&job.plan, comm.rank());
+        let at = plan.at(rank);
+        let (position, replica) = (Rank(at.pipeline), at.data);
         let schedule = ReplicaSchedule::of_rest(job, replica, resumed)?;
         let placement = schedule.placement().clone();
         let each_step = job.averages_each_step();
@@ -69,8 +70,8 @@ impl Trainer {
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
         let early = !placement.is_pooled() && (plan.replicas() == 1 || !each_step);
-        let tied = tie(&comm, &schedule, early, position)?;
-        let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
+        let tied = tie(&comm, &schedule, early, (position, replica))?;
+        let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
         let copies = !holders.is_empty() || schedule.tie() == TiedWeights::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
@@ -91,7 +92,7 @@ impl Trainer {
         let token_weights = token_weights(job, &schedule, replica, group, &sampler)?;
         let order = schedule.schedule.order();
         let executor = Executor {
-            first: replica * stages,
+            pipeline: plan.group(rank, Axis::Pipeline),
             device,
             updates: schedule.updates(),
             microbatches: schedule.microbatches(),
@@ -392,7 +393,12 @@ fn groups(
 
 /// Returns how this rank exchanges the gradients of the token table, which the first and the last part use.
 /// `early` says that the gradients are complete on one rank, so that they can be sent before any averaging.
-fn tie(comm: &Communicator, schedule: &ReplicaSchedule, early: bool, position: Rank) -> Result<TiedTable> {
+fn tie(
+    comm: &Communicator,
+    schedule: &ReplicaSchedule,
+    early: bool,
+    (position, replica): (Rank, u32),
+) -> Result<TiedTable> {
     let placement = schedule.placement();
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
     let mine = placement.homes_of(position).find(user);
@@ -400,7 +406,6 @@ fn tie(comm: &Communicator, schedule: &ReplicaSchedule, early: bool, position: R
         TiedWeights::Whole => TiedTable::No,
         TiedWeights::Local => mine.map_or(TiedTable::No, |_| TiedTable::Here),
         TiedWeights::Across => {
-            let replica = comm.rank().0 / placement.ranks();
             let groups = TiedGroup::of(placement);
             let at = groups.iter().position(|group| group.ranks.contains(&position));
             let color = at.map_or(0, |at| 1 + replica * groups.len() as u32 + at as u32);

@@ -153,8 +153,8 @@ impl Trainer {
     /// Drops, at both ends of each boundary, the samples that the two ends do not hold equally. Returns the
     /// number of samples that this rank dropped. A collective: all ranks must call it.
     pub(in crate::train) fn agree_on_samples(&mut self) -> Result<usize> {
-        let Executor { boundaries, comm, first, sampler, .. } = &mut self.executor;
-        boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))
+        let Executor { boundaries, comm, pipeline, sampler, .. } = &mut self.executor;
+        boundaries.agree(comm, pipeline, sampler.windows().unwrap_or(0))
     }
 
     /// Returns, for each average, a hash of what its residuals belong to: the codec, the parameters of each

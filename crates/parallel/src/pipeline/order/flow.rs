@@ -84,7 +84,7 @@ struct ReadyTracker<'a> {
 impl<'a> ReadyTracker<'a> {
     fn new(order: &'a ComputeOrder) -> Self {
         let cells = order.cells();
-        let per_stage = cells / order.placement.stages() as usize;
+        let per_stage = order.microbatches as usize * usize::from(order.slices);
         let mut arrivals = vec![Nanos::MAX; 2 * cells];
         for stage in (0..order.placement.stages()).map(StageId) {
             if order.placement.is_first(stage) {

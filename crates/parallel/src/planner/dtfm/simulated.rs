@@ -6,6 +6,7 @@ use farflung_base::{Bytes, Nanos};
 use super::{Layout, PairCosts};
 use crate::ParallelError;
 use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+use crate::share::largest_remainder;
 
 /// The model and batch that the pipelines of a layout train.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -72,10 +73,10 @@ pub fn simulate_layout(
         return wrong("layers", load.layers, format!("at least one for each of {stages} stages"));
     }
     let order = Method::GPipe.order(&Settings::new(stages, load.batch / replicas))?;
+    let layers = largest_remainder(load.layers.into(), &vec![1; stages as usize]);
     let stage = |s: u32| {
-        let layers = load.layers / stages + u32::from(s < load.layers % stages);
         let head = if s + 1 == stages { load.head() } else { 0 };
-        let forward = load.time(u64::from(layers) * load.layer() + head);
+        let forward = load.time(layers[s as usize] * load.layer() + head);
         StageCost { forward, input: forward, weight: forward, ..StageCost::default() }
     };
     let message = Bytes(load.sequence * load.hidden * 2);

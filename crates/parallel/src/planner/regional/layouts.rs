@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use farflung_base::{Bytes, Rank};
+use farflung_base::{Axis, Bytes, Rank};
 
 use super::{Direction, RegionalChain, Sites};
+use crate::mesh::{Mesh, whole_pipelines};
 use crate::planner::path::shortest_path;
 
 /// Pipelines and stages whose time was not computed yet.
@@ -57,14 +58,17 @@ pub(super) fn layout(
     for group in groups {
         let machines: Vec<Rank> =
             group.iter().flat_map(|&site| sites.all[site].machines.iter().copied()).collect();
-        let rows = machines.len() / stages;
-        let at = |row: usize, stage: usize| match direction {
-            Direction::Along => row * stages + stage,
-            Direction::Across => stage * rows + row,
+        let rows = whole_pipelines(machines.len(), stages);
+        if rows == 0 {
+            continue;
+        }
+        let (rows, stages) = ((Axis::Data, rows as u32), (Axis::Pipeline, stages as u32));
+        let mesh = match direction {
+            Direction::Along => Mesh::new(&[rows, stages]),
+            Direction::Across => Mesh::new(&[stages, rows]),
         };
-        pipelines.extend(
-            (0..rows).map(|row| (0..stages).map(|stage| machines[at(row, stage)]).collect::<Vec<_>>()),
-        );
+        let row = |row: Vec<Rank>| row.into_iter().map(|rank| machines[rank.index()]).collect::<Vec<_>>();
+        pipelines.extend(mesh.ok()?.groups(Axis::Pipeline).into_iter().map(row));
     }
     // Every pipeline needs at least one microbatch.
     pipelines.truncate(chain.microbatches as usize);
