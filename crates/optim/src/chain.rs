@@ -251,6 +251,14 @@ impl Chain {
         self.step
     }
 
+    /// Returns the learning rate of the last committed step, without the factors of parameter groups; `None`
+    /// before the first one, and if no link has a schedule.
+    #[must_use]
+    pub fn last_rate(&self) -> Option<f64> {
+        let step = self.step.checked_sub(1)?;
+        self.links.iter().find_map(|link| link.rate(step))
+    }
+
     /// Returns in which steps replicas average gradients and which steps are local, if a link decides this.
     #[must_use]
     pub fn rounds(&self) -> Option<SyncSchedule> {

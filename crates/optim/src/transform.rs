@@ -177,6 +177,11 @@ pub trait Transform: Debug + Send {
     /// Appends the scalars of a step for the parameters of one group.
     fn scalars(&self, _info: StepInfo, _out: &mut Vec<f32>) {}
 
+    /// Returns the learning rate of a step, counted from 0, if the link has a schedule of it.
+    fn rate(&self, _step: u64) -> Option<f64> {
+        None
+    }
+
     /// Returns what replicas average in a step, counted from 0, if that is not the gradient. The chain then
     /// takes the mean as its gradient. At most one link of a chain may return `Some`.
     fn contribution(&self, _step: u64) -> Option<Contribution> {

@@ -199,6 +199,7 @@ pub const BENCHES: &[Bench] = &[
     members::hosted::BENCH,
     members::launched::BENCH,
     members::come_and_go::BENCH,
+    members::eval_same::BENCH,
     members::recovery::BENCH,
     members::stop_together::BENCH,
     relay::BENCH,

@@ -6,6 +6,7 @@ pub(crate) mod churn;
 mod churn_pipelines;
 mod churn_pools;
 pub(crate) mod come_and_go;
+pub(crate) mod eval_same;
 pub(crate) mod hosted;
 pub(crate) mod join;
 mod join_parts;

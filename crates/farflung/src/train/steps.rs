@@ -112,7 +112,7 @@ impl Steps<'_, '_> {
                 bytes_received: totals.bytes_received,
                 tokens,
                 tokens_per_s: (tokens - self.job.tokens_after(done.step - 1)) as f64 / times.took_s.max(1e-9),
-                lr: config.schedule(1)?.rate(done.step - 1),
+                lr: trainer.last_rate().unwrap_or(0.0),
                 peers: &peers,
                 operations: &trainer.comm().counters(),
             });

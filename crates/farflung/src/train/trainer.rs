@@ -233,6 +233,10 @@ impl Trainer {
     pub const fn last_pass(&self) -> (Nanos, Nanos) {
         self.pass
     }
+    /// Returns the learning rate of the last update of this rank's parameters; `None` before the first one.
+    pub(super) fn last_rate(&self) -> Option<f64> {
+        self.executor.parts.values().find_map(|part| part.chain.last_rate())
+    }
 
     /// Returns how the time of the last step was spent.
     #[must_use]

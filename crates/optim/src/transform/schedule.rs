@@ -27,6 +27,9 @@ impl Transform for ScaleBySchedule {
     fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
         out.push((info.lr * self.schedule.rate(info.step)) as f32);
     }
+    fn rate(&self, step: u64) -> Option<f64> {
+        Some(self.schedule.rate(step))
+    }
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
         let rate = e.program.scalar(e.scalars);
         e.program.mul(rate, update)

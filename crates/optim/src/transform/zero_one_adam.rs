@@ -150,6 +150,9 @@ impl Transform for ScaleByZeroOneAdam {
     fn scalar_count(&self) -> u16 {
         5
     }
+    fn rate(&self, step: u64) -> Option<f64> {
+        Some(self.0.schedule.rate(step))
+    }
     fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
         let ZeroOneAdam { beta2, rounds, schedule, .. } = self.0;
         let keep = if rounds.varies(info.step) { beta2 } else { 1.0 };
