@@ -67,7 +67,7 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
     }
     let (loss, mut grads) = step(&parts, &batch)?;
     let mut found = Distance::new("loss", 1e-5);
-    found.add((loss - number(&want["loss"])?).abs(), || loss.to_string());
+    found.add((loss - number(&want["loss"])?).abs(), || format!("the value {loss}"));
     all.push(found);
     share_table(&parts, &mut grads)?;
     all.push(gradients(&parts, &grads, |name| read(&format!("grad.{name}")))?);
