@@ -53,6 +53,11 @@ pub(crate) fn model_text(spec: &ModelSpec) -> Option<String> {
     })
 }
 
+/// Returns the fields of the description that [`model_text`] returns.
+pub(crate) fn model_fields(spec: &ModelSpec) -> Option<serde_json::Map<String, serde_json::Value>> {
+    model_text(spec).map(|text| serde_json::from_str(&text).expect("a description is JSON"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
