@@ -108,7 +108,7 @@ impl Job {
 
     fn read(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
-        let config = config.with_initial_weights()?;
+        let config = config.with_own_model()?;
         let tokenizer = tokenizer_of(&config)?;
         let model = shape(&config, tokenizer.vocab_size())?;
         let Decided { config, plan, cluster, rates } = Decided::of(config, &model, world)?;
@@ -442,7 +442,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
 /// Errors: as [`Job::new`], except those of the data.
 pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
     config.validate()?;
-    let config = config.with_initial_weights()?;
+    let config = config.with_own_model()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
     Ok(Decided::of(config, &model, world)?.plan)
 }

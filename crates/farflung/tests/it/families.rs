@@ -248,3 +248,27 @@ fn another_model_than_the_checkpoints_is_refused_by_its_field() {
     let tuned = train(&run, "--model wider.json --out other --init-from run");
     assert!(stderr(&tuned).contains("`model` changes nothing"), "{}", stderr(&tuned));
 }
+
+/// Settings in a run's folder have the model, so that its file may be gone and another machine may join.
+#[test]
+fn a_run_needs_the_file_of_its_model_once() {
+    let run = llama();
+    done(&run, "llama", "");
+    fs::write(
+        run.at("gpt.json"),
+        json!({
+            "model_type": "gpt2", "vocab_size": 256, "n_embd": 12, "n_layer": 3, "n_head": 2, "n_positions": 10,
+        })
+        .to_string(),
+    )
+    .unwrap();
+    done(&run, "gpt", "--model gpt.json --heads 3");
+    for name in ["config.json", "gpt.json"] {
+        fs::remove_file(run.at(name)).unwrap();
+    }
+    for (out, model) in [("llama", "llama-4x16"), ("gpt", "gpt-3x12")] {
+        let args = format!("train --config {out}/config.toml --steps 4 --resume auto --out {out} --json");
+        let report = json_of(&output(&run, &args));
+        assert_eq!((&report["model"], &report["steps"]), (&json!(model), &json!(4)), "{report}");
+    }
+}

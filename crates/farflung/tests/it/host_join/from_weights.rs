@@ -1,9 +1,10 @@
-//! A run that starts from weights and that others join: newcomers need no flag of the model's.
+//! A run that starts from weights or from a model's description and that others join: newcomers need no flag of
+//! the model's.
 
 use std::fs;
 use std::path::Path;
 
-use farflung::zoo::weights::{Weights, WriteOptions, write};
+use farflung::zoo::weights::{Dtype, Weights, WriteOptions, config_text, write};
 use farflung::zoo::{ModelSpec, Resize, gpt2};
 
 use super::{Run, host, join, members, said, trains};
@@ -98,6 +99,22 @@ fn a_member_of_a_pipeline_takes_its_part_of_the_weights() {
         let message = Weights::open(&newcomers).unwrap_err().to_string();
         assert!(message.contains("no tensor"), "the newcomer has a part: {message}");
     }
+}
+
+#[test]
+fn a_newcomer_needs_no_file_of_the_model() {
+    let run = Run::new();
+    let file = run.at("config.json");
+    fs::write(&file, config_text(&llama(), Dtype::F32)).unwrap();
+    let args = "--steps 12 --min-members 2 --stages 2 --microbatches 2 --vocab 304 --out host";
+    let host = host(&run, &format!("{args} --model {} {}", file.display(), flags(&llama())));
+    fs::remove_file(&file).unwrap();
+    let newcomer = join(&run, "a", "host/run.ticket", &[]);
+    for member in [newcomer, host] {
+        let ended = member.ends();
+        assert!(ended.status.success(), "{}", said(&ended));
+    }
+    assert_eq!(*Weights::open(&run.at("host/step-00000012")).unwrap().spec(), llama());
 }
 
 /// A host that was given up takes the state from the members, and does not read the weights again.
