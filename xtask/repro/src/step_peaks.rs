@@ -1,5 +1,5 @@
-//! Measures the largest memory that ranks of a run hold in a step, as their allocators count it, and compares it
-//! with the prediction for their plan.
+//! Measures the largest memory that ranks of a run hold in a step, as their allocators count it, and compares
+//! it with the prediction for their plan.
 
 use std::sync::Mutex;
 

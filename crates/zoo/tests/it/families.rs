@@ -1,6 +1,5 @@
 //! Families against `transformers`: logits, losses, all gradients, five steps of AdamW and greedy text, of
 //! models in one part and in two. The expected values, and how they were made, are in `fixtures/families/`.
-#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 mod comparison;
 

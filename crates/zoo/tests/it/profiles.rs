@@ -1,5 +1,4 @@
 //! What layers cost by running them on the counting device, against closed forms.
-#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 mod closed_forms;
 

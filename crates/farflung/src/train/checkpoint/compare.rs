@@ -23,22 +23,22 @@ pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
     let field = if record.world == world { "microbatches" } else { "workers" };
     // A member's checkpoint of an earlier version has the member's share, which says nothing about the setting.
     if record.plan_start.is_none() || record.microbatches.is_some() {
-        same(field, words(job.plan.sequences()), words(record.sequences))?;
+        same(field, words(job.plan.sequences()), &words(record.sequences))?;
     }
-    same("seed", job.config.seed.to_string(), record.seed.to_string())?;
-    same("sync", level.method.clone(), record.sync.clone())?;
+    same("seed", job.config.seed.to_string(), &record.seed.to_string())?;
+    same("sync", level.method.clone(), &record.sync)?;
     if record.world == world {
-        same("codec", level.codec.clone(), record.codec.clone())?;
+        same("codec", level.codec.clone(), &record.codec)?;
     }
     // With own data, a rank that gets another's state keeps its own text.
     if job.has_data(&record.data_hash) {
         return Ok(());
     }
-    same("data", format!("with hash {}", job.data_identity), format!("with hash {}", record.data_hash))
+    same("data", format!("with hash {}", job.data_identity), &format!("with hash {}", record.data_hash))
 }
 
 /// Compares a value with that of the checkpoint.
-fn same(field: &'static str, found: String, expected: String) -> Result<()> {
+fn same(field: &'static str, found: String, expected: &str) -> Result<()> {
     if found == expected {
         return Ok(());
     }
@@ -52,10 +52,10 @@ fn same_model(was: &[NamedValue], now: &[NamedValue]) -> Result<()> {
         let field = TrainArgs::KEYS.iter().find(|key| dashed(key) == fact.name).unwrap_or(&"model");
         let before = was.iter().find(|other| other.name == fact.name);
         let before = before.map_or("missing", |other| other.value.as_str());
-        same(field, fact.value.clone(), before.to_owned())?;
+        same(field, fact.value.clone(), before)?;
     }
     let alike = now.iter().all(|fact| was.contains(fact)) && was.iter().all(|fact| now.contains(fact));
-    if alike { Ok(()) } else { same("model", unlike(now, was), unlike(was, now)) }
+    if alike { Ok(()) } else { same("model", unlike(now, was), &unlike(was, now)) }
 }
 
 /// Returns the fields of config.json in which a model differs from another. A plain GPT-2 has none.
