@@ -23,9 +23,10 @@ Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report
   --against FILE  a file of the JSON lines that the scripts of other systems print; adds the rows that
                   compare with these systems
   --beside COMMAND
-                  for gpt-step: a command that measures another system. `sh` runs it before each turn, with
-                  the model in $CONFIG and the number of threads in $THREADS. The lines that it prints are
-                  added to FILE, so that both systems are measured in the same minutes
+                  for gpt-step and llama-step: a command that measures another system, as
+                  xtask/repro/src/training_step/torch_step.py does. `sh` runs it before each turn, with the
+                  model in $CONFIG and the number of threads in $THREADS. The lines that it prints are added
+                  to FILE, so that both systems are measured in the same minutes
   --cuda          build with CUDA, on which device-parity and gpu then run
   --iroh          build with the transport iroh, which `transports` and `collective-laws` then include;
                   `nat` implies it
@@ -85,8 +86,9 @@ fn reproductions(features: &[String]) -> Command {
 
 /// Listed benches that `ci` does not run: their result depends on the machine's speed and load, or they need a
 /// tool that may be missing.
-const BY_THE_CLOCK: [&str; 13] = [
+const BY_THE_CLOCK: [&str; 14] = [
     "gpt-step",
+    "llama-step",
     "gemm",
     "relay",
     "all-reduce",

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use farflung_zoo::family::presets;
+use farflung_zoo::family::{Preset, presets};
 use farflung_zoo::weights::{Dtype, config_from_text, config_text, read_config};
 use farflung_zoo::{ModelSpec, Resize};
 
@@ -18,7 +18,7 @@ pub fn model_shape(model: &str) -> Result<ModelSpec> {
     if model.starts_with('{') {
         return Ok(config_from_text(Path::new("--model"), model)?);
     }
-    if let Some(preset) = presets().find(|preset| preset.name == model) {
+    if let Some(preset) = preset(model) {
         return Ok(preset.spec());
     }
     let path = Path::new(model);
@@ -32,6 +32,15 @@ pub fn model_shape(model: &str) -> Result<ModelSpec> {
     let expected = format!("one of {}, or the path of a config.json", names.join(", "));
     let expected = with_nearest(expected, model, &names);
     Err(Error::Setting { field: "model", value: model.to_owned(), expected })
+}
+
+fn preset(name: &str) -> Option<&'static Preset> {
+    presets().find(|preset| preset.name == name)
+}
+
+/// Returns whether a value of `--model` is the path of a file, or no value that is known.
+pub(crate) fn is_model_path(model: &str) -> bool {
+    !model.starts_with('{') && preset(model).is_none()
 }
 
 /// Returns a value of `--model` that describes a model by itself; `None` if it is a GPT-2 that differs from the
@@ -51,6 +60,11 @@ pub(crate) fn model_text(spec: &ModelSpec) -> Option<String> {
         // On one line, as settings are.
         text.lines().map(str::trim_start).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     })
+}
+
+/// Returns the fields of the description that [`model_text`] returns.
+pub(crate) fn model_fields(spec: &ModelSpec) -> Option<serde_json::Map<String, serde_json::Value>> {
+    model_text(spec).map(|text| serde_json::from_str(&text).expect("a description is JSON"))
 }
 
 #[cfg(test)]

@@ -36,7 +36,9 @@ mod machine;
 mod machine_names;
 mod mutate;
 mod ranks;
+mod step_peaks;
 mod trained;
+mod training_step;
 mod wan_step;
 mod workers;
 
@@ -77,6 +79,7 @@ mod dtfm_search;
 mod dtfm_world;
 mod engines;
 mod failure;
+mod families;
 mod gemm;
 mod gossip;
 mod gossip_packed;
@@ -88,6 +91,7 @@ mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
 mod learn_nano;
+mod llama_step;
 mod local_optimizers;
 mod local_vs_sync;
 mod methods;
@@ -112,6 +116,7 @@ mod plan_text;
 mod powersgd;
 mod precision;
 mod predict_vs_run;
+mod profile;
 mod regions;
 mod relay;
 mod rendezvous;
@@ -147,6 +152,9 @@ use harness::Bench;
 /// Every bench, in the order in which they run.
 pub const BENCHES: &[Bench] = &[
     gpt_step::BENCH,
+    llama_step::BENCH,
+    families::BENCH,
+    profile::BENCH,
     gemm::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
@@ -261,7 +269,9 @@ pub const BENCHES: &[Bench] = &[
 /// Returns the exit code.
 pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
-        Some((first, rest)) if first == gpt_step::CHILD => print_error(gpt_step::child(rest, out), err),
+        Some((first, rest)) if first == training_step::CHILD => {
+            print_error(training_step::child(rest, out), err)
+        }
         Some((first, rest)) if first == instructions::CHILD => {
             print_error(instructions::child(rest, out), err)
         }

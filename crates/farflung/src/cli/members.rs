@@ -142,7 +142,7 @@ impl HostCommand {
             _ => self.flags.args.workers = Some(1),
         }
         if self.flags.print_config {
-            return super::print(&self.flags.resolve()?.with_initial_weights()?.to_toml());
+            return super::print(&self.flags.resolve()?.with_own_model()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
         own_address::check_schemes("address", &self.address)?;

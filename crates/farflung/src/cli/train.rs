@@ -158,7 +158,7 @@ impl TrainCommand {
         let print_config = self.flags.print_config;
         let config = self.flags.resolve()?;
         if print_config {
-            return super::print(&config.with_initial_weights()?.to_toml());
+            return super::print(&config.with_own_model()?.to_toml());
         }
         let env = self.access.detect(|name| std::env::var(name).ok())?;
         if self.print_plan {

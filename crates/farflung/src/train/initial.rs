@@ -10,7 +10,7 @@ use farflung_zoo::weights::Weights;
 use super::fingerprint::digest;
 use crate::config::choice::Resume;
 use crate::error::ModelError;
-use crate::model_shape::model_text;
+use crate::model_shape::{is_model_path, model_shape, model_text};
 use crate::{ModelSource, Result, TrainConfig, finite};
 
 /// The weights that a run starts from.
@@ -66,13 +66,15 @@ impl TrainConfig {
         (!is_gone).then_some(path)
     }
 
-    /// Returns the settings with the shape, the vocabulary and the tokenizer of the weights of `init-from`, so
-    /// that they describe the model by themselves: to a newcomer, and in the run's folder. Settings without
-    /// `init-from` are returned as they are, and so are those of a continued run whose weights are gone.
+    /// Returns the settings such that they describe the model by themselves: to a newcomer, and in the run's
+    /// folder. They have the shape, the vocabulary and the tokenizer of the weights of `init-from`, or what the
+    /// config.json of `model` says instead of its path. Settings of a continued run whose weights are gone are
+    /// returned as they are.
     ///
-    /// Errors: as [`ModelSource::find`]; [`ModelError::Differs`] if a given setting differs from the weights.
-    pub fn with_initial_weights(mut self) -> Result<Self> {
-        let Some(path) = self.initial_path() else { return Ok(self) };
+    /// Errors: as [`ModelSource::find`] and [`model_shape`]; [`ModelError::Differs`] if a given setting differs
+    /// from the weights.
+    pub fn with_own_model(mut self) -> Result<Self> {
+        let Some(path) = self.initial_path() else { return self.with_text_of_model() };
         let source = ModelSource::find(path)?;
         let weights = source.open()?;
         let model = weights.spec();
@@ -102,6 +104,25 @@ impl TrainConfig {
         if !given[5] {
             self.tokenizer = source.tokenizer(model.vocab)?;
         }
+        Ok(self)
+    }
+    /// Replaces the path of a config.json by what it says.
+    fn with_text_of_model(mut self) -> Result<Self> {
+        if !is_model_path(&self.model) {
+            return Ok(self);
+        }
+        let model = model_shape(&self.model)?;
+        let Some(text) = model_text(&model) else {
+            // A GPT-2, of which settings have the sizes.
+            let heads = model.blocks.first().map_or(0, |run| run.block.attention.heads.query);
+            self.layers.get_or_insert(model.layers());
+            self.heads.get_or_insert(heads);
+            self.dim.get_or_insert(model.dim);
+            self.context.get_or_insert(model.context);
+            Self::default().model.clone_into(&mut self.model);
+            return Ok(self);
+        };
+        self.model = text;
         Ok(self)
     }
 }

@@ -109,7 +109,7 @@ impl Job {
 
     fn read(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
-        let mut config = config.with_initial_weights()?;
+        let mut config = config.with_own_model()?;
         let tokenizer = tokenizer_of(&config)?;
         let mut model = shape(&config, tokenizer.vocab_size())?;
         let rows = config.token_rows()?;
@@ -490,7 +490,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
 /// Errors: as [`Job::new`], except those of the data.
 pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
     config.validate()?;
-    let config = config.with_initial_weights()?;
+    let config = config.with_own_model()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
     Ok(Decided::of(config, &model, world)?.plan)
 }

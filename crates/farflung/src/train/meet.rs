@@ -10,8 +10,7 @@ use farflung_parallel::Plan;
 use super::job::Job;
 use crate::config::choice::Resume;
 use crate::config::shared::{NamedValue, is_planned};
-use crate::model_name;
-use crate::model_shape::model_text;
+use crate::model_shape::model_fields;
 use crate::{Error, Result, TrainConfig};
 
 /// Version of the program. It is compared, since ranks of another version may compute other values.
@@ -153,6 +152,9 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
     same_facts("setting", &facts, comm, is_planned)
 }
 
+/// What stands before a field of config.json in the name of a fact.
+pub(super) const FIELD: &str = "model.";
+
 /// Returns the facts that define a model's function, with the names of settings.
 pub(super) fn model_facts(job: &Job) -> Vec<NamedValue> {
     let model = &job.model;
@@ -167,10 +169,9 @@ pub(super) fn model_facts(job: &Job) -> Vec<NamedValue> {
             format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab),
         ),
     ];
-    // A GPT-2 is defined by these sizes. Of other models, the hash tells all that their config.json says.
-    if let Some(text) = model_text(model) {
-        let hash = blake3::hash(text.as_bytes()).to_hex();
-        facts.push(NamedValue::new("model", format!("{} ({})", model_name(model), &hash[..8])));
+    // A GPT-2 is defined by these sizes, and another model by the fields of its config.json.
+    if let Some(fields) = model_fields(model) {
+        facts.extend(fields.iter().map(|(field, value)| NamedValue::new(format!("{FIELD}{field}"), value)));
     }
     facts
 }

@@ -131,7 +131,7 @@ pub fn run(
 /// Checks that this machine can run its part: its transport, its memory, its threads.
 fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
     config.transport_for(env.map_or(1, |env| env.world_size))?;
-    let mut followed = config.clone().with_initial_weights()?;
+    let mut followed = config.clone().with_own_model()?;
     if let Some(path) = &config.plan {
         followed.follow(&planned::read(path)?);
     }

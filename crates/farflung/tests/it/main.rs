@@ -10,6 +10,7 @@ mod data_sources;
 mod device;
 mod disks;
 mod events;
+mod families;
 mod finished;
 mod host_join;
 mod hosts;

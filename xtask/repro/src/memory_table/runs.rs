@@ -2,9 +2,8 @@
 //! for their plans.
 
 use std::path::Path;
-use std::sync::Mutex;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::base::{Bytes, Precision};
 use farflung::config::choice::{OptimizerKind, SamplingKind, SyncKind};
@@ -12,17 +11,10 @@ use farflung::optim::local::SGD;
 use farflung::optim::sync::DILOCO;
 use farflung::parallel::Recompute;
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Job, Trainer, step_memory};
 
-use crate::allocations::{by_rank, this_is_rank};
 use crate::harness::{Report, Threshold};
-use crate::workers::{JobTransport, config, job, on_connections};
-
-/// Optimizer steps of a run. The second step reuses all buffers of the first, so no third is needed.
-const STEPS: u64 = 2;
-/// Number of runs of a job with several ranks; each rank's mean is used. Which rank is ahead of the others
-/// changes from run to run, and with it the number of messages that wait to be read.
-const RUNS: usize = 5;
+use crate::step_peaks::{STEPS, StepPeaks, step_peaks};
+use crate::workers::config;
 
 /// A plan, given as settings.
 struct Planned {
@@ -109,29 +101,6 @@ fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
     ]
 }
 
-/// Returns the largest memory that each rank of a job held: its device's buffers plus its own allocations.
-fn peak_memory(job: &Job) -> Result<Vec<usize>> {
-    let cut = Mutex::new(vec![0; job.world]);
-    let (ran, counts) = by_rank(job.world, || {
-        on_connections(job, |connection| {
-            let rank = connection.comm.rank().index();
-            this_is_rank(rank);
-            let mut trainer = Trainer::new(job, connection.comm, job.config.threads)?;
-            // The peak is reset, since the memory to make a trainer is not measured.
-            this_is_rank(rank);
-            for _ in 0..STEPS {
-                trainer.step(false)?;
-            }
-            let buffers = trainer.stage().device().memory().1;
-            cut.lock().map_err(|_| anyhow::anyhow!("another rank failed"))?[rank] = buffers;
-            Ok(())
-        })
-    });
-    ran?;
-    let cut = cut.into_inner().ok().context("a rank failed")?;
-    Ok(counts.iter().zip(&cut).map(|(count, buffers)| count.peak + buffers).collect())
-}
-
 /// Adds rows for each plan: the memory of its fullest rank, and the error of the prediction for the rank that
 /// is predicted worst.
 pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
@@ -144,26 +113,13 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
         plans.retain(|plan| matches!(plan.name, "one rank" | "2 stages, gpipe"));
     }
     for Planned { name, config } in plans {
-        let job = job(config, JobTransport::Memory)?;
-        let runs = if job.world == 1 { 1 } else { RUNS };
-        let mut held: Vec<_> = (0..runs).map(|_| peak_memory(&job)).collect::<Result<_>>()?;
-        let (mut worst, mut most, mut spread) = (0.0_f64, 0.0_f64, 0.0_f64);
-        for (rank, predicted) in step_memory(&job)?.iter().enumerate() {
-            held.sort_unstable_by_key(|run| run[rank]);
-            let [least, largest] = [0, runs - 1].map(|run| held[run][rank] as f64);
-            let mean = held.iter().map(|run| run[rank] as f64).sum::<f64>() / runs as f64;
-            let off = predicted.total().0 as f64 / mean - 1.0;
-            if off.abs() > worst.abs() {
-                worst = off;
-            }
-            (most, spread) = (most.max(mean), spread.max((largest - least) / mean));
-        }
+        let StepPeaks { most, spread, runs, predicted_off } = step_peaks(config)?;
         report.row(&format!("{name}: memory of the fullest rank"), most / 1e6, "MB", Threshold::None)?;
         if runs > 1 {
             report.row(&format!("{name}: variation between runs"), spread, "", Threshold::None)?;
         }
         let off = format!("{name}: relative error of the prediction, worst rank");
-        report.row(&off, worst.abs(), "", Threshold::AtMost(0.05))?;
+        report.row(&off, predicted_off.abs(), "", Threshold::AtMost(0.05))?;
     }
     Ok(())
 }

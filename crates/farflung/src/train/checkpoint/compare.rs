@@ -5,7 +5,7 @@
 use farflung_comm::Communicator;
 
 use super::super::job::Job;
-use super::super::meet::{model_facts, same_facts};
+use super::super::meet::{FIELD, model_facts, same_facts};
 use super::{CheckpointRecord, Source};
 use crate::config::dashed;
 use crate::config::shared::{NamedValue, is_planned};
@@ -17,40 +17,57 @@ const SHAPE: [&str; 6] = ["model", "layers", "heads", "dim", "context", "vocab"]
 /// Checks that the run can continue from the checkpoint. Each step must have the same sequences, but the model
 /// and the batch may be divided differently among ranks.
 pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
-    let same = |field, found: String, expected: String| {
-        if found == expected {
-            Ok(())
-        } else {
-            let expected = format!("{expected}, as when the checkpoint was written");
-            Err(Error::Setting { field, value: found, expected })
-        }
-    };
-    // A fact that only one of them has is the kind of a model that is not GPT-2.
-    let (was, now) = (&record.model, model_facts(job));
-    for at in 0..was.len().max(now.len()) {
-        let name = now.get(at).or_else(|| was.get(at)).map_or("", |fact| fact.name.as_str());
-        let field = TrainArgs::KEYS.iter().find(|key| dashed(key) == name).unwrap_or(&"model");
-        let value =
-            |facts: &[NamedValue]| facts.get(at).map_or("gpt2", |fact| fact.value.as_str()).to_owned();
-        same(field, value(&now), value(was))?;
-    }
+    same_model(&record.model, &model_facts(job))?;
     let words = |sequences| format!("such that a step takes {sequences} sequences");
     let (world, level) = (job.world, job.plan.outermost());
     let field = if record.world == world { "microbatches" } else { "workers" };
     // A member's checkpoint of an earlier version has the member's share, which says nothing about the setting.
     if record.plan_start.is_none() || record.microbatches.is_some() {
-        same(field, words(job.plan.sequences()), words(record.sequences))?;
+        same(field, words(job.plan.sequences()), &words(record.sequences))?;
     }
-    same("seed", job.config.seed.to_string(), record.seed.to_string())?;
-    same("sync", level.method.clone(), record.sync.clone())?;
+    same("seed", job.config.seed.to_string(), &record.seed.to_string())?;
+    same("sync", level.method.clone(), &record.sync)?;
     if record.world == world {
-        same("codec", level.codec.clone(), record.codec.clone())?;
+        same("codec", level.codec.clone(), &record.codec)?;
     }
     // With own data, a rank that gets another's state keeps its own text.
     if job.has_data(&record.data_hash) {
         return Ok(());
     }
-    same("data", format!("with hash {}", job.data_identity), format!("with hash {}", record.data_hash))
+    same("data", format!("with hash {}", job.data_identity), &format!("with hash {}", record.data_hash))
+}
+
+/// Compares a value with that of the checkpoint.
+fn same(field: &'static str, found: String, expected: &str) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let expected = format!("{expected}, as when the checkpoint was written");
+    Err(Error::Setting { field, value: found, expected })
+}
+
+/// Compares the facts of the model with those of the checkpoint.
+fn same_model(was: &[NamedValue], now: &[NamedValue]) -> Result<()> {
+    for fact in now.iter().filter(|fact| !fact.name.starts_with(FIELD)) {
+        let field = TrainArgs::KEYS.iter().find(|key| dashed(key) == fact.name).unwrap_or(&"model");
+        let before = was.iter().find(|other| other.name == fact.name);
+        let before = before.map_or("missing", |other| other.value.as_str());
+        same(field, fact.value.clone(), before)?;
+    }
+    let alike = now.iter().all(|fact| was.contains(fact)) && was.iter().all(|fact| now.contains(fact));
+    if alike { Ok(()) } else { same("model", unlike(now, was), &unlike(was, now)) }
+}
+
+/// Returns the fields of config.json in which a model differs from another. A plain GPT-2 has none.
+fn unlike(model: &[NamedValue], other: &[NamedValue]) -> String {
+    let fields = || model.iter().filter(|fact| fact.name.starts_with(FIELD));
+    if fields().next().is_none() {
+        return "a GPT-2".to_owned();
+    }
+    let told = fields()
+        .filter(|fact| !other.contains(fact))
+        .map(|NamedValue { name, value }| format!("`{}` {value}", name.trim_start_matches(FIELD)));
+    format!("one with {}", told.collect::<Vec<_>>().join(", "))
 }
 
 /// Checks that all ranks continue from the same step. A collective.

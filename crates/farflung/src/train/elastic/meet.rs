@@ -84,7 +84,7 @@ fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
 /// Errors: settings that do not work in a run whose members change; as [`Job::new`].
 pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     check(&config)?;
-    let config = config.with_initial_weights()?;
+    let config = config.with_own_model()?;
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
@@ -117,7 +117,7 @@ pub fn host(
     watch: &mut dyn RunObserver,
     open: &mut dyn FnMut(&GrowingNetwork, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
-    let config = config.with_initial_weights()?;
+    let config = config.with_own_model()?;
     // The settings of this machine's job are those of a run of one member.
     let own_settings = config.to_toml();
     let mut job = founder(config, stop)?;

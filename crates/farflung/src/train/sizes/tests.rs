@@ -6,7 +6,7 @@ use farflung_optim::local::SGD;
 use farflung_optim::sync::{DILOCO, NOLOCO, SyncMethod};
 use farflung_tensor::Device;
 use farflung_zoo::layer::Grads;
-use farflung_zoo::{ActivationPolicy, Input, Stage, Targets, gpt2};
+use farflung_zoo::{ActivationPolicy, Input, Resize, Stage, Targets, gpt2};
 
 use super::*;
 use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
@@ -238,10 +238,13 @@ fn measured(model: &ModelSpec, keeping: ActivationPolicy) -> usize {
 /// Compares the estimate with the memory that the device allocates for a forward and backward pass.
 #[test]
 fn activations_are_what_a_device_allocates() {
-    let model = gpt2(5, 4, 128, 64, 1000).unwrap();
-    for recompute in [0, 2, 5] {
+    let gpt = gpt2(5, 4, 128, 64, 1000).unwrap();
+    let sizes =
+        Resize { layers: Some(5), heads: Some(6), dim: Some(96), context: Some(64), vocab: Some(1000) };
+    let llama = ModelSpec::preset("llama-baby").unwrap().resized(sizes).unwrap();
+    for (model, recompute) in [&gpt, &llama].into_iter().flat_map(|model| [0, 2, 5].map(|n| (model, n))) {
         let cpu = Device::cpu(1).unwrap();
-        let mut stage = Stage::whole(&model, &cpu).unwrap();
+        let mut stage = Stage::whole(model, &cpu).unwrap();
         stage.set_activation_policy(ActivationPolicy { recompute, ..ActivationPolicy::default() });
         let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
         let before = cpu.memory().1;
@@ -252,9 +255,13 @@ fn activations_are_what_a_device_allocates() {
         stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
         let measured = (cpu.memory().1 - before) as f64;
         let recompute = if recompute == 0 { Recompute::None } else { Recompute::Layers(recompute as u32) };
-        let position = rank_memory::whole(&TrainConfig { recompute, ..small() }, &model);
+        let position = rank_memory::whole(&TrainConfig { recompute, ..small() }, model);
         let estimated = ((position.held + position.logits) * 4 * 4 * 64) as f64;
-        assert!((0.95..1.05).contains(&(estimated / measured)), "{recompute:?}: {estimated} of {measured}");
+        let family = model.names.family;
+        assert!(
+            (0.95..1.05).contains(&(estimated / measured)),
+            "{family} {recompute:?}: {estimated} of {measured}"
+        );
         assert_eq!(position.parameters, stage.layout().len() as u128);
     }
 }

@@ -1,0 +1,258 @@
+//! Compares a model with `transformers`: logits, losses, all gradients, five steps of AdamW and greedy text, of
+//! a model in one part or in two. The bench `families` includes this file too, by `#[path]`: the parent module
+//! must import the crates under the names `tensor` and `zoo`.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::tensor::{Device, Tensor};
+use super::zoo::layer::Grads;
+use super::zoo::weights::{TensorFile, Weights, to_stored};
+use super::zoo::{Input, Output, Sampling, Stage, Targets, generate, stage};
+
+/// The folders of models with expected values.
+pub(crate) const FAMILIES: [&str; 3] = ["llama-mha", "llama-gqa-tied", "llama3-rope-bf16"];
+
+/// Result with an error of any kind: of files, of JSON, of the model.
+pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// Largest distance of a model's results from the expected ones.
+pub(crate) struct Distance {
+    /// The results.
+    pub(crate) what: &'static str,
+    /// The result that is farthest off.
+    pub(crate) at: String,
+    /// Its distance.
+    pub(crate) off: f64,
+    /// The largest allowed distance.
+    pub(crate) mark: f64,
+}
+
+impl Distance {
+    fn new(what: &'static str, mark: f64) -> Self {
+        Self { what, at: "all of them".to_owned(), off: 0.0, mark }
+    }
+
+    /// Adds a result. One that is not a number is the farthest of all.
+    fn add(&mut self, off: f64, at: impl FnOnce() -> String) {
+        let off = if off.is_nan() { f64::INFINITY } else { off };
+        if off > self.off {
+            (self.off, self.at) = (off, at());
+        }
+    }
+}
+
+/// Returns the distances of the model in `folder` from the expected values there. The model is cut before the
+/// layers `cuts`; the results that need a whole model are left out where there are cuts.
+pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>> {
+    let want = expected(folder)?;
+    let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
+    let mut read = |name: &str| -> Outcome<(Vec<usize>, Vec<f32>)> {
+        let shape = file.tensors().get(name).ok_or_else(|| format!("no tensor {name}"))?.shape.clone();
+        let mut values = vec![0.0; shape.iter().product()];
+        file.read_f32(name, &shape, &mut values)?;
+        Ok((shape, values))
+    };
+    let (batch, mut parts) = (Batch::of(&want)?, parts(folder, cuts)?);
+    let mut all = Vec::new();
+    if let [(whole, params)] = &parts[..] {
+        let mut found = Distance::new("number of parameters", 0.0);
+        let (own, theirs) = (whole.spec().parameters(), number(&want["parameters"])?);
+        found.add((own as f64 - theirs).abs(), || format!("{own} instead of {theirs}"));
+        all.push(found);
+        all.push(logits(whole, params, &batch, &read("logits")?.1)?);
+        all.push(greedy(whole, params, &want["greedy"])?);
+    }
+    let (loss, mut grads) = step(&parts, &batch)?;
+    let mut found = Distance::new("loss", 1e-5);
+    found.add((loss - number(&want["loss"])?).abs(), || format!("the value {loss}"));
+    all.push(found);
+    share_table(&parts, &mut grads)?;
+    all.push(gradients(&parts, &grads, |name| read(&format!("grad.{name}")))?);
+    let losses = want["losses"].as_array().ok_or("no losses")?;
+    all.push(five_steps(&mut parts, &batch, losses)?);
+    Ok(all)
+}
+
+/// Returns the expected values of a folder that are no tensors.
+pub(crate) fn expected(folder: &Path) -> Outcome<Value> {
+    Ok(serde_json::from_slice(&fs::read(folder.join("expected.json"))?)?)
+}
+
+/// Returns the parts of a model that is cut before the layers `cuts`.
+pub(crate) fn parts(folder: &Path, cuts: &[usize]) -> Outcome<Vec<(Stage, Tensor)>> {
+    let mut weights = Weights::open(folder)?;
+    let (spec, cpu) = (weights.spec().clone(), Device::cpu(2)?);
+    let bounds: Vec<usize> = [0].iter().chain(cuts).chain([&spec.layers()]).copied().collect();
+    let part = |bounds: &[usize]| {
+        let stage = Stage::new(&spec, bounds[0]..bounds[1], &cpu)?;
+        let params = stage.load(&mut weights)?;
+        Ok((stage, params))
+    };
+    bounds.windows(2).map(part).collect()
+}
+
+fn number(json: &Value) -> Outcome<f64> {
+    json.as_f64().ok_or_else(|| format!("{json} is no number").into())
+}
+
+/// A batch with labels as `transformers` has them: not shifted, -100 is no target.
+struct Batch {
+    ids: Vec<u32>,
+    targets: Vec<u32>,
+    weights: Vec<f32>,
+    len: usize,
+}
+
+impl Batch {
+    fn of(expected: &Value) -> Outcome<Self> {
+        let rows = |field: &str| serde_json::from_value::<Vec<Vec<i64>>>(expected[field].clone());
+        let (ids, labels) = (rows("input_ids")?, rows("labels")?);
+        let len = ids.first().ok_or("no ids")?.len();
+        let next = labels.iter().flat_map(|row| row[1..].iter().copied().chain([-100]));
+        let (targets, weights) = next.map(|id| (id.max(0) as u32, if id < 0 { 0.0 } else { 1.0 })).unzip();
+        Ok(Self { ids: ids.into_iter().flatten().map(|id| id as u32).collect(), targets, weights, len })
+    }
+
+    fn count(&self) -> f32 {
+        self.weights.iter().sum()
+    }
+}
+
+fn logits(whole: &Stage, params: &Tensor, batch: &Batch, want: &[f32]) -> Outcome<Distance> {
+    let mut found = Distance::new("logits", 1e-4);
+    let tokens = whole.tokens(&batch.ids, batch.len)?;
+    let got = whole.logits(params, tokens)?.to_vec::<f32>()?;
+    found.add(got.len().abs_diff(want.len()) as f64, || format!("{} of them", got.len()));
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        found.add(f64::from((got - want).abs()), || format!("logit {i}"));
+    }
+    Ok(found)
+}
+
+/// Counts the tokens of a greedy continuation, made with the cache, that are others than the expected ones.
+fn greedy(whole: &Stage, params: &Tensor, want: &Value) -> Outcome<Distance> {
+    let ids = |field: &str| serde_json::from_value::<Vec<u32>>(want[field].clone());
+    let (prompt, want) = (ids("prompt")?, ids("tokens")?);
+    let (sampling, mut got) = (Sampling { temperature: 0.0, ..Sampling::default() }, Vec::new());
+    generate(whole, params, &prompt, want.len(), &sampling, |token| {
+        got.push(token);
+        true
+    })?;
+    let mut found = Distance::new("greedy tokens that differ", 0.0);
+    let same = got.iter().zip(&want).filter(|(got, want)| got == want).count();
+    found.add((want.len().max(got.len()) - same) as f64, || format!("{got:?} instead of {want:?}"));
+    Ok(found)
+}
+
+/// Runs a step of a model in parts. Returns the mean loss, and the gradients of each part.
+fn step(parts: &[(Stage, Tensor)], batch: &Batch) -> Outcome<(f64, Vec<Tensor>)> {
+    let device = parts[0].0.device();
+    let shape = [batch.ids.len() / batch.len, batch.len];
+    let targets = device.tensor(&batch.targets, shape)?;
+    let weights = device.tensor(&batch.weights, batch.weights.len())?;
+    let targets = Targets { ids: &targets, weights: Some(&weights), scale: 1.0 / batch.count() };
+    let mut input = Some(Input::Tokens(device.tensor(&batch.ids, shape)?));
+    let (mut kept, mut loss) = (Vec::new(), None);
+    for (stage, params) in parts {
+        let targets = stage.gives_losses().then_some(targets);
+        let (output, saved) = stage.forward(params, input.take().ok_or("a part has no input")?, targets)?;
+        kept.push(saved);
+        match output {
+            Output::Hidden(x) => input = Some(Input::Hidden(x)),
+            Output::Losses(losses) => loss = Some(stage::total(&losses)? / f64::from(batch.count())),
+        }
+    }
+    let (mut grads, mut dy) = (Vec::new(), None);
+    for ((stage, params), saved) in parts.iter().zip(kept).rev() {
+        let mut flat = stage.zeros()?;
+        let into = &mut Grads { flat: &mut flat, accumulate: false };
+        dy = stage.backward(params, saved, dy, into, |_, _| {})?;
+        grads.insert(0, flat);
+    }
+    Ok((loss.ok_or("no part gives losses")?, grads))
+}
+
+/// Adds up the gradients of a tied table that two parts have.
+fn share_table(parts: &[(Stage, Tensor)], grads: &mut [Tensor]) -> Outcome<()> {
+    let ranges: Vec<_> = parts.iter().map(|(stage, _)| stage.shared_table()).collect();
+    if let ([Some(first), .., Some(last)], [of_first, .., of_last]) = (&ranges[..], grads) {
+        let on_host = "gradients are on another device";
+        let of_first = of_first.host_mut::<f32>().ok_or(on_host)?;
+        let of_last = of_last.host_mut::<f32>().ok_or(on_host)?;
+        for (a, b) in of_first[first.clone()].iter_mut().zip(&mut of_last[last.clone()]) {
+            *a += *b;
+            *b = *a;
+        }
+    }
+    Ok(())
+}
+
+/// Compares each gradient relative to its norm, and those with a norm below 0.01 relative to that.
+fn gradients(
+    parts: &[(Stage, Tensor)],
+    grads: &[Tensor],
+    mut read: impl FnMut(&str) -> Outcome<(Vec<usize>, Vec<f32>)>,
+) -> Outcome<Distance> {
+    let mut found = Distance::new("gradients, relative to their norms", 1e-4);
+    for ((stage, _), grads) in parts.iter().zip(grads) {
+        let specs = stage.spec().tensors();
+        for (index, param) in stage.layout().params().iter().enumerate() {
+            let (shape, want) = read(&param.name)?;
+            let spec = specs.iter().find(|spec| spec.name == param.name).ok_or("a tensor has no spec")?;
+            let got = stage.layout().view(grads, index)?.to_vec::<f32>()?;
+            let (stored, got) = to_stored(stage.spec().names, spec, &got);
+            if stored != shape {
+                return Err(format!("{} has the shape {stored:?}, expected {shape:?}", param.name).into());
+            }
+            let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+            let all = norm(&mut want.iter().map(|&x| f64::from(x)));
+            let off = norm(&mut got.iter().zip(&want).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+            found.add(off / all.max(1e-2), || param.name.clone());
+        }
+    }
+    let compared: usize = parts.iter().map(|(stage, _)| stage.layout().params().len()).sum();
+    if compared < parts[0].0.spec().tensors().len() {
+        return Err(format!("only {compared} gradients are compared").into());
+    }
+    Ok(found)
+}
+
+/// Compares the losses before each of five steps of AdamW and after the last.
+fn five_steps(parts: &mut [(Stage, Tensor)], batch: &Batch, losses: &[Value]) -> Outcome<Distance> {
+    let mut found = Distance::new("losses of five steps of AdamW", 1e-3);
+    let mut exact = Vec::new();
+    for (_, params) in &*parts {
+        exact.push(params.to_vec::<f32>()?.into_iter().map(f64::from).collect::<Vec<_>>());
+    }
+    let mut states: Vec<Vec<[f64; 2]>> = exact.iter().map(|p| vec![[0.0; 2]; p.len()]).collect();
+    for (number_of_step, want) in (1..).zip(losses) {
+        let (loss, mut grads) = step(parts, batch)?;
+        found.add((loss - number(want)?).abs(), || format!("loss {number_of_step}"));
+        share_table(parts, &mut grads)?;
+        for (((part, exact), state), grads) in parts.iter_mut().zip(&mut exact).zip(&mut states).zip(&grads) {
+            adamw(part, exact, state, &grads.to_vec::<f32>()?, number_of_step);
+            let rounded: Vec<f32> = exact.iter().map(|&x| x as f32).collect();
+            part.1 = part.0.device().tensor(&rounded, rounded.len())?;
+        }
+    }
+    Ok(found)
+}
+
+/// AdamW with decoupled decay on tensors of two or more dimensions, in f64.
+fn adamw(part: &(Stage, Tensor), params: &mut [f64], state: &mut [[f64; 2]], grads: &[f32], step: i32) {
+    let (rate, betas, eps, decay) = (0.01, [0.9, 0.95], 1e-8, 0.1);
+    for param in part.0.layout().params() {
+        let decay = if param.shape.dims().len() > 1 { decay } else { 0.0 };
+        for i in param.range() {
+            let g = f64::from(grads[i]);
+            let [m, v] = &mut state[i];
+            *m = betas[0] * *m + (1.0 - betas[0]) * g;
+            *v = betas[1] * *v + (1.0 - betas[1]) * g * g;
+            let (m, v) = (*m / (1.0 - f64::powi(betas[0], step)), *v / (1.0 - f64::powi(betas[1], step)));
+            params[i] -= rate * (m / (v.sqrt() + eps) + decay * params[i]);
+        }
+    }
+}
