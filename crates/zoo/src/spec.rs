@@ -160,6 +160,23 @@ impl ModelSpec {
         self.blocks.iter().map(|run| run.count).sum()
     }
 
+    /// Returns the bytes of the hidden states of some sequences of `context` tokens, in f32.
+    #[must_use]
+    pub fn hidden_bytes(&self, sequences: u64) -> u64 {
+        let values = (self.context as u64).saturating_mul(self.dim as u64);
+        sequences.saturating_mul(values).saturating_mul(size_of::<f32>() as u64)
+    }
+
+    /// Returns the bytes of the token table that the first and the last stage of a pipeline both have, in f32;
+    /// 0 if the head has a matrix of its own.
+    #[must_use]
+    pub fn shared_table_bytes(&self) -> u64 {
+        match self.head {
+            HeadSpec::Tied => size_of::<f32>() as u64 * self.vocab as u64 * self.dim as u64,
+            HeadSpec::Own => 0,
+        }
+    }
+
     /// Returns the blocks in order.
     pub fn each_block(&self) -> impl Iterator<Item = &BlockSpec> {
         self.blocks.iter().flat_map(|run| std::iter::repeat_n(&run.block, run.count))

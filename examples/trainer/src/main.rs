@@ -15,8 +15,8 @@ use farflung_optim::{Average, AverageConfig, Chain, Decay, LrSchedule, agree, to
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::layer::Grads;
 use farflung_zoo::{
-    Corpus, HoldOut, Input, Output, Sampler, Sampling, Shard, Stage, Targets, Tokenizer, generate, gpt2, stage,
-    tokenizer,
+    Corpus, HoldOut, Input, Output, Sampler, Sampling, Shard, Stage, Targets, Tokenizer, generate, gpt2,
+    stage, tokenizer,
 };
 
 use lion::Lion;

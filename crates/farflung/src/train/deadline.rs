@@ -151,7 +151,7 @@ fn message(job: &Job, topology: &Topology) -> Option<Operation> {
     if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;
     }
-    let bytes = Bytes((plan.batch as usize * model.context * model.dim * size_of::<f32>()) as u64);
+    let bytes = Bytes(model.hidden_bytes(u64::from(plan.batch)));
     let ranks = || (0..job.world as u32).map(Rank);
     let latency = |from| ranks().map(move |to| topology.link(from, to).latency);
     let rounds = u64::from(usize::BITS - (job.world - 1).leading_zeros());

@@ -25,7 +25,7 @@ pub fn fleet(model: &ModelSpec, cluster: &Cluster, sizes: PipelineSizes) -> Resu
     let pairs = ranks().flat_map(|a| ranks().filter(move |b| a != *b).map(move |b| (a, b)));
     let link = |(a, b)| Link { bandwidth: topology.rate(a, b), latency: topology.link(a, b).latency };
     let link = pairs.map(link).max_by_key(|link| link.time(hidden)).unwrap_or(Link::FREE);
-    let tied = Bytes(4 * (model.vocab * model.dim) as u64);
+    let tied = Bytes(model.shared_table_bytes());
     Ok(Fleet { layers, machine, link, tied, microbatches: sizes.microbatches })
 }
 

@@ -141,7 +141,7 @@ fn of_rank(
     if schedule.tie() == TiedWeights::Across && dry.has_table() {
         // The messages contain this rank's gradient of the token table and that of the other rank with the
         // table.
-        messages += 2 * F32 * (model.vocab * model.dim) as u64;
+        messages += 2 * model.shared_table_bytes();
     }
     let versions = dry.versions();
     Ok(StepMemory {

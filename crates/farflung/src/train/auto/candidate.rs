@@ -101,12 +101,11 @@ pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
 /// of parameters as sent by a ring.
 #[must_use]
 pub fn sent(plan: &Plan, model: &ModelSpec) -> Bytes {
-    let hidden = u64::from(plan.batch) * (model.context * model.dim * size_of::<f32>()) as u64;
+    let hidden = model.hidden_bytes(u64::from(plan.batch));
     let hops = 2 * plan.parts.len().saturating_sub(1) as u64 * plan.all_microbatches();
     let replicas = plan.replicas();
     let averaged = all_reduce_bytes(replicas, Bytes(model.parameters() * 4)).0 * u64::from(replicas);
-    // The first and the last stage add their gradients of the token table.
-    let tied =
-        if plan.stages() > 1 { 2 * 4 * (model.vocab * model.dim) as u64 * u64::from(replicas) } else { 0 };
+    // The first and the last stage add their gradients of a tied token table.
+    let tied = if plan.stages() > 1 { 2 * model.shared_table_bytes() * u64::from(replicas) } else { 0 };
     Bytes(hidden * hops + averaged + tied)
 }

@@ -141,8 +141,7 @@ impl PlanRequest<'_> {
 
     /// Returns the bytes of the hidden states of a microbatch.
     fn hidden(&self) -> Bytes {
-        let values = self.model.context * self.model.dim * size_of::<f32>();
-        Bytes(u64::from(self.sizes.batch) * values as u64)
+        Bytes(self.model.hidden_bytes(u64::from(self.sizes.batch)))
     }
 
     /// Drafts replicas on one machine each: shares by speed on a ring, and equal shares in the file's order.

@@ -88,7 +88,7 @@ fn regional_chain(
         forward,
         machines: machines(model, cluster),
         gradients,
-        tied: Bytes(4 * (model.vocab * model.dim) as u64),
+        tied: Bytes(model.shared_table_bytes()),
         microbatches: sizes.microbatches,
     }
 }

@@ -139,7 +139,7 @@ impl<'a> Operations<'a> {
             }
             Key::Table { replica, .. } | Key::TakenTable { replica } => {
                 let pipeline = self.plan.pipeline_of(replica);
-                let bytes = Bytes((self.model.vocab * self.model.dim * size_of::<f32>()) as u64);
+                let bytes = Bytes(self.model.shared_table_bytes());
                 let mut ways: Vec<(Rank, Rank)> =
                     TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
                 if let Key::TakenTable { .. } = key {

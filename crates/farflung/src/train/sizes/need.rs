@@ -236,9 +236,7 @@ impl RankGroup<'_> {
         if config.is_pooled() && config.keep_work {
             // The rank's own gradients before they are averaged, and its messages of a step, two for each
             // microbatch at most.
-            let hidden = u128::from(config.batch as u64)
-                .saturating_mul((self.model.context * self.model.dim) as u128)
-                .saturating_mul(F32);
+            let hidden = u128::from(self.model.hidden_bytes(config.batch as u64));
             let messages = hidden.saturating_mul(2 * super::super::planned::microbatches(config) as u128);
             need.add(MemoryPurpose::KeptWork, messages.saturating_add(if here { model } else { 0 }));
         }

@@ -6,8 +6,10 @@ use super::SourceError;
 use crate::file_kind::Compression;
 
 /// A file may become this many times as long. Text rarely exceeds 10; nothing but repetitions exceeds this.
+#[cfg(feature = "compressed")]
 const MOST_TIMES: u64 = 256;
 /// A file may always become this long, in bytes.
+#[cfg(feature = "compressed")]
 const LEAST_LIMIT: u64 = 16 << 20;
 /// Memory that a decoder may use for its window, in KiB: 256 MiB. `xz -9` needs 64 MiB.
 #[cfg(feature = "compressed")]
