@@ -105,6 +105,7 @@ short! {
     dtfm_cost: "dtfm-cost",
     dtfm_search: "dtfm-search",
     dtfm_world: "dtfm-world",
+    eval_same: "eval-same",
     families: "families",
     hostile_frames: "hostile-frames",
     hostile_payloads: "hostile-payloads",

@@ -176,7 +176,7 @@ fn its_checkpoint_is_used_without_a_flag_of_the_model() {
     let loss = report["val_loss"].as_f64().unwrap();
     for path in ["run", "run/step-00000003", "run/step-00000003/model.safetensors"] {
         let eval =
-            output(&run, &format!("eval {path} --data text.txt --batch 2 --batches 2 --threads 1 --json"));
+            output(&run, &format!("eval {path} --data text.txt --batch 2 --batches 12 --threads 1 --json"));
         assert_eq!(json_of(&eval)["loss"].as_f64().unwrap().to_bits(), loss.to_bits(), "{path}");
         // More tokens than its context.
         let text = output(&run, &format!("generate {path} --prompt the --tokens 12 --temperature 0 --json"));

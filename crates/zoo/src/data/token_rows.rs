@@ -53,6 +53,7 @@ impl TokenRows {
         }
         let mut rows = Batch { length, weights: Some(Vec::new()), ..Batch::default() };
         let weights = rows.weights.get_or_insert_default();
+        let named = if labels.is_some() { "labels" } else { "input_ids" };
         let ends = labels.as_ref().map_or(input_ids.len(), Vec::len);
         if ends != input_ids.len() {
             let problem =
@@ -76,7 +77,7 @@ impl TokenRows {
                 // The last token predicts nothing of its row.
                 let next = labels.get(at + 1).copied().unwrap_or(NO_TARGET);
                 let counts = next != NO_TARGET;
-                rows.targets.push(if counts { id("labels", at + 1, next)? } else { 0 });
+                rows.targets.push(if counts { id(named, at + 1, next)? } else { 0 });
                 weights.push(if counts { 1.0 } else { 0.0 });
             }
         }

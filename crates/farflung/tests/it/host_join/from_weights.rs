@@ -72,7 +72,7 @@ fn a_newcomer_has_the_model_of_the_weights() {
         assert_eq!(first["hash"], second["hash"], "{more}");
         // The run began with the weights, and not with those of a seed.
         let mut eval = farflung();
-        eval.arg("eval").arg(run.at("weights")).args(["--batches", "1", "--batch", "1", "--json", "--data"]);
+        eval.arg("eval").arg(run.at("weights")).args(["--batches", "1", "--json", "--data"]);
         let eval = eval.arg(run.at("text.txt")).output().unwrap();
         let loss: serde_json::Value = serde_json::from_slice(&eval.stdout).unwrap();
         let (begun, loss) = (first["val_loss_before"].as_f64().unwrap(), loss["loss"].as_f64().unwrap());
