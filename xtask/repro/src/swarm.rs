@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos, Rank, StageId};
 use farflung::config::pools::Numbers;
+use farflung::parallel::Plan;
 use farflung::parallel::pipeline::ComputeKind;
 use farflung::parallel::swarm::{SquareCube, bound, optimum};
 use farflung::train::{Job, ReplicaSchedule};
@@ -171,7 +172,7 @@ fn unequal(report: &mut Report<'_>, options: &Options, file: WriteFile<'_>) -> R
     };
     let equal = again(&first, whole.clone(), JobTransport::Simulated(link));
     // The second pipeline's slowest machine is half as fast as the first one's.
-    let mut plan = equal.plan.clone();
+    let mut plan = Plan::from(&equal.plan);
     plan.microbatches = vec![2 * microbatches as u32 / 3, microbatches as u32 / 3];
     let shared = measured(&equal.with_plan(plan)?, steps)?;
     let equal = measured(&equal, steps)?;

@@ -3,82 +3,14 @@
 
 use farflung_base::{Algorithm, Nanos, Rank, Topology};
 use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
-use farflung_compress::{AverageSpec, CodecSpec};
-use farflung_optim::AverageConfig;
-use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{Placement, StageCost};
-use farflung_parallel::plan::NO_CODEC;
-use farflung_parallel::{Cluster, Coordinates, Level, ParallelError, Plan};
+use farflung_parallel::{Cluster, Coordinates, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::{ModelSpec, Stage};
 
+use super::bound_plan::{BoundLevel, BoundPlan};
 use super::links;
 use crate::{Error, Result, TrainConfig};
-
-/// Returns why an algorithm cannot average with a level's codec; `None` if it can.
-pub(super) fn refusal(level: &Level) -> Option<String> {
-    let known = level.algorithm == Algorithm::Auto || Algorithm::CODED.contains(&level.algorithm);
-    if !packs(level) {
-        return None;
-    }
-    if known && level.algorithm != Algorithm::Auto && !forms(level).contains(&level.algorithm) {
-        let names: Vec<_> = forms(level).into_iter().map(Algorithm::name).collect();
-        let why = "each rank accumulates the momentum of its own values before they are summed";
-        return Some(format!("{} or auto with codec {}: {why}", names.join(", "), level.codec));
-    }
-    if known {
-        return None;
-    }
-    let names = Algorithm::CODED.map(Algorithm::name).join(", ");
-    Some(format!("one of {names}, auto with codec {}: no other algorithm sums encoded values", level.codec))
-}
-
-/// Returns whether a level's values are sent as a codec's bytes. The exchanges of a protocol are summed
-/// uncompressed.
-pub(super) fn packs(level: &Level) -> bool {
-    level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
-}
-
-/// Returns the algorithm for values that no codec encodes, such as votes: a ring in place of all-gather, and in
-/// place of direct if the level has a codec; else the level's own algorithm.
-pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
-    match level.algorithm {
-        Algorithm::AllGather => Algorithm::Ring,
-        Algorithm::Direct if packs(level) => Algorithm::Ring,
-        algorithm => algorithm,
-    }
-}
-
-/// Returns the settings for the averages of a level; the seed is left at its default.
-///
-/// Errors: an unknown codec.
-pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {
-    Ok(AverageConfig {
-        codec: level.codec.parse()?,
-        bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
-        overlap: level.overlap,
-        algorithm: level.algorithm,
-        ..AverageConfig::default()
-    })
-}
-
-/// Returns the algorithms with which a level's codec can average.
-fn forms(level: &Level) -> Vec<Algorithm> {
-    let corrected = level.codec.parse().is_ok_and(|codec: CodecSpec| codec.momentum().is_some());
-    let alone =
-        |form: &Algorithm| matches!(form, Algorithm::Direct | Algorithm::Butterfly | Algorithm::AllGather);
-    Algorithm::CODED.into_iter().filter(|form| !corrected || alone(form)).collect()
-}
-
-/// Returns whether a plan averages gradients at each step, so that replicas always have the same parameters.
-pub(super) fn each_step(plan: &Plan) -> bool {
-    SyncMethod::by_name(&plan.outermost().method).is_none_or(|method| method.each_step)
-}
-
-/// Returns whether replicas' messages are in flight while they compute the next steps.
-pub(super) fn overlaps(plan: &Plan) -> bool {
-    SyncMethod::by_name(&plan.outermost().method).is_some_and(|method| method.overlaps)
-}
 
 /// Returns the ranks that hold a part of the model, in order, over all replicas and all copies in each replica.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
@@ -105,13 +37,15 @@ pub(super) fn in_regions(holders: Communicator, plan: &Plan) -> Result<Communica
 }
 
 /// Returns the upper bound of the predicted time of a coded average of `values` values among `holders`.
-pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Result<Nanos> {
-    let level = plan.outermost();
-    let codec = level.codec.parse::<CodecSpec>()?.build();
+fn coded_price(
+    level: &BoundLevel,
+    regions: Option<&[Vec<Rank>]>,
+    values: usize,
+    holders: &Topology,
+) -> Result<Nanos> {
+    let codec = level.codec.codec().unwrap_or_default().build();
     let payload = |values: usize| codec.max_payload(values);
-    let regions = regions(plan);
-    let buffer =
-        CodedBuffer { len: values, payload: &payload, topology: holders, regions: regions.as_deref() };
+    let buffer = CodedBuffer { len: values, payload: &payload, topology: holders, regions };
     Ok(level.algorithm.coded_cost(&buffer)?)
 }
 
@@ -121,52 +55,42 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
 ///
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(
-    plan: &mut Plan,
+    plan: BoundPlan,
     model: &ModelSpec,
     config: &TrainConfig,
     cluster: Option<&Cluster>,
-) -> Result<()> {
+) -> Result<BoundPlan> {
     let level = plan.outermost();
-    if !packs(level) || level.algorithm != Algorithm::Auto {
-        return Ok(());
+    if !level.packs() || level.algorithm != Algorithm::Auto {
+        return Ok(plan);
     }
-    let topology = links::of_plan(config, plan, cluster)?;
+    let topology = links::of_plan(config, &plan, cluster)?;
     let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
     let placement = order.map_err(Error::schedule)?.placement().clone();
-    let cut = config_of(level)?;
+    let cut = level.averages();
     let device = Device::cpu(1)?;
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
-        let among = topology.among(&holders(plan, &placement, part));
+        let among = topology.among(&holders(&plan, &placement, part));
         let stage = Stage::new(model, layers, &device)?;
         buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
     }
-    let mut cheapest: Option<(Nanos, Algorithm)> = None;
-    for form in forms(plan.outermost()).into_iter().filter(|form| *form != Algorithm::Ring) {
-        let last = plan.levels.len() - 1;
-        plan.levels[last].algorithm = form;
-        let mut price = Nanos::ZERO;
+    let (mut cheapest, regions): (Option<(Nanos, Algorithm)>, _) = (None, regions(&plan));
+    for form in level.forms().into_iter().filter(|form| *form != Algorithm::Ring) {
+        let level = level.with_algorithm(form);
+        let mut total = Nanos::ZERO;
         for (len, among) in &buckets {
-            price = price.saturating_add(coded_price(plan, *len, among)?);
+            total = total.saturating_add(coded_price(&level, regions.as_deref(), *len, among)?);
         }
-        if cheapest.is_none_or(|(least, _)| price < least) {
-            cheapest = Some((price, form));
+        if cheapest.is_none_or(|(least, _)| total < least) {
+            cheapest = Some((total, form));
         }
     }
-    let last = plan.levels.len() - 1;
-    plan.levels[last].algorithm = cheapest.map_or(Algorithm::Direct, |(_, form)| form);
-    Ok(())
-}
-
-/// Checks each level of a plan with [`refusal`].
-///
-/// Errors: [`ParallelError::Plan`] with the field.
-pub(super) fn check(plan: &Plan) -> Result<()> {
-    let refused = plan.levels.iter().enumerate().find_map(|(i, level)| Some((i, level, refusal(level)?)));
-    let Some((i, level, expected)) = refused else { return Ok(()) };
-    let (field, value) = (format!("level[{i}].algorithm"), level.algorithm.to_string());
-    Err(ParallelError::Plan { field, value, expected }.into())
+    let algorithm = cheapest.map_or(Algorithm::Direct, |(_, form)| form);
+    plan.changed(|plan| {
+        plan.levels.iter_mut().last().expect("a checked plan has a level").algorithm = algorithm;
+    })
 }
 
 #[cfg(test)]

@@ -9,13 +9,14 @@ use farflung_parallel::pipeline::{
     Action, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
     ResumedStep, Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
-use farflung_parallel::{Plan, Recompute, ScheduleSource};
+use farflung_parallel::{Recompute, ScheduleSource};
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::HeadSpec;
 
+use super::bound_plan::BoundPlan;
+use super::boundary;
 use super::costs::{Machines, Work};
 use super::job::Job;
-use super::{averages, boundary};
 use crate::{Error, Result};
 
 /// The schedule with which one replica executes the plan's step, with predicted times.
@@ -58,7 +59,7 @@ impl ReplicaSchedule {
     /// Makes the schedule of a replica of a plan, for a model on given machines.
     ///
     /// Errors: as [`ReplicaSchedule::new`].
-    pub fn of(plan: &Plan, model: &ModelSpec, machines: &Machines, replica: u32) -> Result<Self> {
+    pub fn of(plan: &BoundPlan, model: &ModelSpec, machines: &Machines, replica: u32) -> Result<Self> {
         Self::make((plan, None), model, machines, replica)
     }
 
@@ -70,7 +71,7 @@ impl ReplicaSchedule {
     }
 
     fn make(
-        (plan, resumed): (&Plan, Option<&ResumedStep>),
+        (plan, resumed): (&BoundPlan, Option<&ResumedStep>),
         model: &ModelSpec,
         machines: &Machines,
         replica: u32,
@@ -160,7 +161,7 @@ impl ReplicaSchedule {
             HeadSpec::Own => TiedWeights::Whole,
         };
         let lowering = Lowering {
-            replicas: plan.replicas() > 1 && averages::each_step(plan),
+            replicas: plan.replicas() > 1 && plan.averages_each_step(),
             tied: tie == TiedWeights::Across,
             ..Lowering::default()
         };

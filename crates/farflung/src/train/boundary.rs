@@ -12,24 +12,13 @@ use farflung_base::{Bytes, Rank, StageId};
 use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
 use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
 use farflung_compress::{State as _, StateMap};
-use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Content, Message, Placement};
 
+use super::bound_plan::BoundPlan;
 use super::job::Job;
 use crate::{Error, Result};
 pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
-
-/// Returns the codec of a boundary for messages in one direction.
-///
-/// Errors: none for a plan whose names were checked.
-fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
-    let codecs = &plan.boundaries[boundary];
-    Ok(match content {
-        Content::Activation => codecs.forward.parse()?,
-        Content::Gradient => codecs.backward.parse()?,
-    })
-}
 
 /// Returns the bytes per sample that the two ends of a boundary store together.
 pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleShape) -> u128 {
@@ -40,15 +29,15 @@ pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleSha
 /// Returns the bytes of a microbatch across a boundary, over all slices. For codecs with stored samples, the
 /// size after their first epoch.
 ///
-/// Errors: none for a plan whose names were checked.
+/// Errors: those of the codec.
 pub(super) fn bytes(
-    plan: &Plan,
+    plan: &BoundPlan,
     boundary: usize,
     content: Content,
     slices: &[Range<usize>],
     channels: usize,
 ) -> Result<Bytes> {
-    let (spec, samples) = (spec(plan, boundary, content)?, plan.batch as usize);
+    let (spec, samples) = (plan.links()[boundary].of(content), plan.batch as usize);
     let mut sum = 0;
     for slice in slices {
         let shape = SampleShape { positions: slice.len(), channels };
@@ -97,14 +86,7 @@ struct PlannedEnd {
 }
 
 /// Returns the encoded ends of the rank at `position` of its pipeline.
-///
-/// Errors: none for a plan whose names were checked.
-fn ends(
-    plan: &Plan,
-    placement: &Placement,
-    position: Rank,
-    slices: &[Range<usize>],
-) -> Result<Vec<PlannedEnd>> {
+fn ends(plan: &BoundPlan, placement: &Placement, position: Rank, slices: &[Range<usize>]) -> Vec<PlannedEnd> {
     let mut ends = Vec::new();
     for stage in placement.stages_of(position) {
         let part = placement.part(stage);
@@ -117,7 +99,7 @@ fn ends(
             }
             let boundary = placement.part(low) as usize;
             for (content, from) in [(Content::Activation, low), (Content::Gradient, high)] {
-                let spec = spec(plan, boundary, content)?;
+                let spec = plan.links()[boundary].of(content);
                 if spec.is_plain() {
                     continue;
                 }
@@ -131,7 +113,7 @@ fn ends(
             }
         }
     }
-    Ok(ends)
+    ends
 }
 
 /// A codec, and the rank at the other end.
@@ -173,7 +155,7 @@ impl Boundaries {
     ) -> Result<Self> {
         let mut coded = BTreeMap::new();
         for PlannedEnd { end, other, boundary, spec, positions } in
-            ends(&job.plan, placement, position, slices)?
+            ends(&job.plan, placement, position, slices)
         {
             let shape = SampleShape { positions, channels: job.model.dim };
             let codec = spec.build(shape, |samples| stores.open(&end.name(), samples))?;

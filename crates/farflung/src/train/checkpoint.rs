@@ -253,7 +253,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
         return Ok(None);
     };
     let checked = compare::check(&source.record, job)
-        .and_then(|()| trainer.restore(&source, &job.plan.outermost().codec));
+        .and_then(|()| trainer.restore(&source, job.plan.outermost().codec_name()));
     let checked = checked.and_then(|restored| samples::restore(trainer, &source).map(|()| restored));
     if all_succeed(trainer.comm(), checked)? == RestoredResiduals::Dropped {
         notes.push(DROPPED_RESIDUALS.to_owned());

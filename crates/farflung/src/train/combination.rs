@@ -7,16 +7,15 @@ mod covering;
 
 use std::fmt;
 
-use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
-use farflung_parallel::{Level, Plan, ScheduleSource, whole_pipelines};
+use farflung_parallel::{ScheduleSource, whole_pipelines};
 use farflung_tensor::Precision;
 
-use super::averages;
+use super::bound_plan::{BoundLevel, BoundPlan};
 use super::planned::{level, refusal};
 use crate::config::choice::{LossScaling, SamplingKind};
 use crate::{Error, Result, TrainConfig};
@@ -28,8 +27,8 @@ pub use covering::{Covering, covering};
 #[derive(Debug, Clone)]
 struct Choices {
     /// The levels at which replicas average.
-    levels: Vec<Level>,
-    sync: Option<&'static SyncMethod>,
+    levels: Vec<BoundLevel>,
+    sync: &'static SyncMethod,
     optimizer: &'static LocalMethod,
     /// The schedule. `None` without stages, and for a schedule file whose plan is not made yet.
     schedule: Option<Order>,
@@ -88,7 +87,7 @@ impl Choices {
         let replicas = u32::try_from(whole_pipelines(world, config.stages.max(1))).unwrap_or(u32::MAX);
         Self {
             levels: vec![level(config, replicas)],
-            sync: Some(config.sync.row()),
+            sync: config.sync.row(),
             optimizer: config.optimizer.row(),
             schedule: match &config.pools {
                 Some(_) => Some(Order::pools()),
@@ -106,8 +105,7 @@ impl Choices {
         }
     }
 
-    fn planned(config: &TrainConfig, plan: &Plan) -> Self {
-        let boundaries = || plan.boundaries.iter();
+    fn planned(config: &TrainConfig, plan: &BoundPlan) -> Self {
         let schedule = match &plan.pipeline.schedule {
             _ if plan.stages() == 1 => None,
             ScheduleSource::Named(method) => Some(Order::named(*method)),
@@ -115,11 +113,11 @@ impl Choices {
             ScheduleSource::Pools(_) => Some(Order::pools()),
         };
         Self {
-            levels: plan.levels.clone(),
-            sync: SyncMethod::by_name(&plan.outermost().method),
+            levels: plan.bound_levels().to_vec(),
+            sync: plan.outermost().method,
             schedule,
-            forward: boundaries().filter_map(|codecs| codecs.forward.parse().ok()).collect(),
-            backward: boundaries().filter_map(|codecs| codecs.backward.parse().ok()).collect(),
+            forward: plan.links().iter().map(|links| links.forward).collect(),
+            backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
             stages: plan.stages() as usize,
             ..Self::wished(config, plan.ranks() as usize)
@@ -173,7 +171,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["sync", "schedule"],
         refuses: |choices| {
-            let (method, order) = (choices.sync?, choices.schedule.as_ref()?);
+            let (method, order) = (choices.sync, choices.schedule.as_ref()?);
             let inside = order.copies || !order.flushes;
             let local = !method.each_step && inside;
             let name = &order.name;
@@ -184,7 +182,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["optimizer", "sync"],
         refuses: |choices| {
-            let (optimizer, method) = (choices.momentum()?, choices.sync?);
+            let (optimizer, method) = (choices.momentum()?, choices.sync);
             let expected = format!("ddp with {}: its replicas average momentum at each step", optimizer.name);
             (!method.each_step).then(|| refuse("sync", method.name, expected))
         },
@@ -192,7 +190,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["optimizer", "sync"],
         refuses: |choices| {
-            let (optimizer, method) = (choices.optimizer, choices.sync?);
+            let (optimizer, method) = (choices.optimizer, choices.sync);
             let wanted = optimizer.averages.sync()?;
             let expected = format!("{wanted} with {}: this optimizer needs this method", optimizer.name);
             (method.name != wanted).then(|| refuse("sync", method.name, expected))
@@ -201,7 +199,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["optimizer", "sync"],
         refuses: |choices| {
-            let (optimizer, method) = (choices.optimizer, choices.sync?);
+            let (optimizer, method) = (choices.optimizer, choices.sync);
             let name = |row: &&LocalMethod| row.averages.sync() == Some(method.name);
             let of = farflung_optim::local::METHODS.iter().find(name)?;
             let expected = format!("{} with {}, which works only with this optimizer", of.name, method.name);
@@ -223,7 +221,7 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["codec", "algorithm"],
         refuses: |choices| {
-            let refusal = |level: &Level| Some((level.algorithm, averages::refusal(level)?));
+            let refusal = |level: &BoundLevel| Some((level.algorithm, level.refusal()?));
             let (algorithm, expected) = choices.levels.iter().find_map(refusal)?;
             Some(refuse("algorithm", algorithm, expected))
         },
@@ -232,45 +230,40 @@ const RULES: &[Rule] = &[
         axes: ["sync", "codec"],
         refuses: |choices| {
             let sends = |method: &&SyncMethod| method.codec == Some(NO_CODEC) && !method.codes_server_changes;
-            let method = choices.sync.filter(sends)?;
-            let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
+            let method = Some(choices.sync).filter(sends)?;
+            let level = choices.levels.iter().find(|level| !level.codec.is_plain())?;
             let expected = format!(
                 "{NO_CODEC} with {}: it has its own messages, to which no codec applies",
                 method.name
             );
-            Some(refuse("codec", &level.codec, expected))
+            Some(refuse("codec", level.codec, expected))
         },
     },
     Rule {
         axes: ["sync", "codec"],
         refuses: |choices| {
-            let method = choices.sync.filter(|method| method.compensates)?;
-            let fits = |level: &Level| match level.codec.parse() {
-                Ok(AverageSpec::Codec(codec)) => !codec.feedback(),
-                _ => level.codec == NO_CODEC,
-            };
+            let method = Some(choices.sync).filter(|method| method.compensates)?;
+            let fits = |level: &BoundLevel| level.codec.codec().is_some_and(|codec| !codec.feedback());
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
             let expected = format!(
                 "a codec without memory with {name}: the method itself corrects what the codec loses"
             );
-            Some(refuse("codec", &level.codec, expected))
+            Some(refuse("codec", level.codec, expected))
         },
     },
     Rule {
         axes: ["sync", "codec"],
         refuses: |choices| {
-            let method = choices.sync.filter(|method| method.codes_server_changes)?;
-            let fits = |level: &Level| match level.codec.parse() {
-                Ok(AverageSpec::Codec(codec)) => codec.momentum().is_none(),
-                _ => level.codec == NO_CODEC,
-            };
+            let method = Some(choices.sync).filter(|method| method.codes_server_changes)?;
+            let fits =
+                |level: &BoundLevel| level.codec.codec().is_some_and(|codec| codec.momentum().is_none());
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
             let expected = format!(
                 "a codec without momentum correction with {name}: a server decodes each change separately"
             );
-            Some(refuse("codec", &level.codec, expected))
+            Some(refuse("codec", level.codec, expected))
         },
     },
     Rule {
@@ -349,7 +342,7 @@ pub(super) fn check_wished(config: &TrainConfig, world: usize) -> Result<()> {
 /// Checks that a plan's choices can be combined with those of the other settings.
 ///
 /// Errors: as [`check_wished`].
-pub(super) fn check(config: &TrainConfig, plan: &Plan) -> Result<()> {
+pub(super) fn check(config: &TrainConfig, plan: &BoundPlan) -> Result<()> {
     refused(first(&Choices::planned(config, plan)))
 }
 

@@ -58,7 +58,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     if job.plan.stages() > 1 {
         return Ok(message(job, topology));
     }
-    let config = job.average_config()?;
+    let config = job.average_config();
     let stage = Stage::whole(&job.model, &Device::cpu(1)?)?;
     let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
     let algorithm = job.plain_algorithm();
@@ -66,7 +66,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
         let bytes = Bytes((values * size_of::<f32>()) as u64);
         average(job, topology, algorithm, |by| by.programs(values, bytes, topology), bytes)
     };
-    let spec = job.codec()?;
+    let spec = job.codec();
     let bucket = if let Some(exchanges) = config.exchanges(stage.layout()) {
         plainly(exchanges.into_iter().flatten().max().unwrap_or(0))
     } else if let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) {

@@ -15,6 +15,7 @@ use farflung_zoo::{
     tokenizer,
 };
 
+use super::bound_plan::BoundPlan;
 use super::costs::Machines;
 use super::fault::{Departure, Failure, Fault};
 use super::initial::InitialWeights;
@@ -35,7 +36,7 @@ pub struct Job {
     /// The model's shape.
     pub model: ModelSpec,
     /// Every decision that the ranks share.
-    pub plan: Plan,
+    pub plan: BoundPlan,
     /// The point at which the plan's steps and microbatches begin.
     pub plan_start: PlanStart,
     /// The local steps that each replica takes, if earlier members' plans determine some of them; `None` if the
@@ -189,14 +190,13 @@ impl Job {
     /// Returns the job with another plan, for the same model and data.
     ///
     /// Errors: an invalid plan.
-    pub fn with_plan(&self, mut plan: Plan) -> Result<Self> {
-        plan.check()?;
-        planned::check_names(&plan)?;
+    pub fn with_plan(&self, plan: Plan) -> Result<Self> {
+        let plan = BoundPlan::new(plan)?;
         let mut config = self.config.clone();
         config.follow(&plan);
         combination::check(&config, &plan)?;
-        planned::check_warmup(&config, &plan.outermost().steps)?;
-        averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
+        planned::check_warmup(&config, &plan)?;
+        let plan = averages::resolve(plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, (&self.training, &self.reading), self.model.context)?;
@@ -341,26 +341,25 @@ impl Job {
     /// Returns whether gradients are averaged at each step, so that replicas always have the same parameters.
     #[must_use]
     pub fn averages_each_step(&self) -> bool {
-        averages::each_step(&self.plan)
+        self.plan.averages_each_step()
     }
 
     /// Returns the codec of averages.
-    ///
-    /// Errors: none for a plan whose names were checked.
-    pub fn codec(&self) -> Result<AverageSpec> {
-        Ok(self.plan.outermost().codec.parse()?)
+    #[must_use]
+    pub fn codec(&self) -> AverageSpec {
+        self.plan.outermost().codec
     }
 
     /// Returns the algorithm for the few values that no codec encodes: a ring in place of all-gather, and in
     /// place of direct if the plan has a codec; else the plan's own algorithm.
     #[must_use]
     pub fn plain_algorithm(&self) -> Algorithm {
-        averages::plain_algorithm(self.plan.outermost())
+        self.plan.outermost().plain_algorithm()
     }
 
     /// Returns the settings for averaging the values of parts over their holders.
-    pub(super) fn average_config(&self) -> Result<AverageConfig> {
-        Ok(AverageConfig { seed: self.config.seed, ..averages::config_of(self.plan.outermost())? })
+    pub(super) fn average_config(&self) -> AverageConfig {
+        AverageConfig { seed: self.config.seed, ..self.plan.outermost().averages() }
     }
 
     /// Opens the device of a rank.
@@ -488,7 +487,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
 /// Returns the plan that results from settings for `world` ranks, without reading the data.
 ///
 /// Errors: as [`Job::new`], except those of the data.
-pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
+pub fn plan_of(config: TrainConfig, world: usize) -> Result<BoundPlan> {
     config.validate()?;
     let config = config.with_own_model()?;
     let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
@@ -514,7 +513,7 @@ fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {
 /// Values that follow from the settings and the plan, for a model.
 struct Decided {
     config: TrainConfig,
-    plan: Plan,
+    plan: BoundPlan,
     cluster: Option<Cluster>,
     rates: Vec<f64>,
 }
@@ -522,7 +521,7 @@ struct Decided {
 impl Decided {
     fn of(mut config: TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
         let cluster = links::cluster(&config)?;
-        let mut plan = if let Some(path) = &config.plan {
+        let plan = if let Some(path) = &config.plan {
             let plan = planned::from_file(path, model, world)?;
             config.follow(&plan);
             plan
@@ -535,13 +534,12 @@ impl Decided {
             planned::from_settings(&config, model, world, cluster.as_ref())?
         };
         combination::check(&config, &plan)?;
-        averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
+        let mut plan = averages::resolve(plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         if config.plan.is_none() {
-            planned::set_pool_rates(&mut plan, &config, &rates);
-            planned::set_local_steps(&mut plan, &config, &rates)?;
+            plan = planned::with_rates(&plan, &config, &rates)?;
         }
-        planned::check_warmup(&config, &plan.outermost().steps)?;
+        planned::check_warmup(&config, &plan)?;
         Ok(Self { config, plan, cluster, rates })
     }
 }

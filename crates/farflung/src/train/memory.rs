@@ -16,6 +16,7 @@ use farflung_tensor::Device;
 use farflung_zoo::ModelSpec;
 
 use super::bind::ReplicaSchedule;
+use super::bound_plan::BoundPlan;
 use super::boundary::{SamplesSeen, coded_bytes};
 use super::costs::Machines;
 use super::job::Job;
@@ -66,11 +67,12 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Vec<StepMemory>> {
-    of_plan(plan, model, &TrainConfig::default(), &Machines::of_plan(plan, model, cluster)?, None)
+    let machines = Machines::of_plan(plan, model, cluster)?;
+    of_plan(&BoundPlan::new(plan.clone())?, model, &TrainConfig::default(), &machines, None)
 }
 
 fn of_plan(
-    plan: &Plan,
+    plan: &BoundPlan,
     model: &ModelSpec,
     config: &TrainConfig,
     machines: &Machines,
@@ -104,7 +106,7 @@ fn of_plan(
 }
 
 fn of_rank(
-    plan: &Plan,
+    plan: &BoundPlan,
     model: &ModelSpec,
     config: &TrainConfig,
     schedule: &ReplicaSchedule,
@@ -128,13 +130,13 @@ fn of_rank(
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
-    let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen)?;
+    let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen);
     let mut messages = dry.messages() + coded;
     if holders > 1 {
         optimizer += (config.sync.buffers)(&config.buffer_settings()).held as u64 * model_bytes;
         let level = plan.outermost();
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
-        let averages = averaging(&level.codec.parse()?, model_bytes.into(), holders, bucket);
+        let averages = averaging(&level.codec, model_bytes.into(), holders, bucket);
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }

@@ -8,6 +8,7 @@ pub mod auto;
 mod averages;
 mod bind;
 mod blame;
+mod bound_plan;
 mod boundary;
 mod chain;
 mod checkpoint;
@@ -58,6 +59,7 @@ pub mod tune;
 
 pub use crate::data_notes::DataSource;
 pub use bind::ReplicaSchedule;
+pub use bound_plan::{BoundLevel, BoundPlan, BoundaryLinks};
 pub use chain::{PipelineSizes, chain, pipeline_plan};
 pub use checkpoint::{NoRoom, Shortage};
 pub use costs::Machines;

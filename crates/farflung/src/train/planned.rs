@@ -6,8 +6,6 @@ use std::path::Path;
 
 use farflung_base::{Axis, Link, Nanos, Rank};
 use farflung_compress::AverageSpec;
-use farflung_compress::link::LinkSpec;
-use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Pools, Updates, slice_tokens};
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
@@ -16,10 +14,9 @@ use farflung_parallel::{
 };
 use farflung_zoo::ModelSpec;
 
+use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
-use super::{averages, links};
-use crate::config::nearest::with_nearest;
-use crate::config::value::Setting as _;
+use super::links;
 use crate::{Error, Result, TrainConfig, model_name};
 
 /// Returns why `train` does not support a schedule; `None` if it does.
@@ -59,7 +56,7 @@ pub(super) fn from_settings(
     model: &ModelSpec,
     world: usize,
     cluster: Option<&Cluster>,
-) -> Result<Plan> {
+) -> Result<BoundPlan> {
     divided(config, model, (world, cluster), None)
 }
 
@@ -72,7 +69,7 @@ pub(super) fn divided(
     model: &ModelSpec,
     (world, cluster): (usize, Option<&Cluster>),
     own_cut: Option<Vec<Range<u32>>>,
-) -> Result<Plan> {
+) -> Result<BoundPlan> {
     check(config, world)?;
     let own = config.schedule_file.as_deref().filter(|_| config.stages > 1).map(read_schedule).transpose()?;
     let (stages, count) = (small("stages", config.stages)?, small("microbatches", microbatches(config))?);
@@ -132,28 +129,31 @@ pub(super) fn divided(
             version_sync: config.version_sync,
             slices,
         },
-        levels: vec![level(config, replicas)],
+        levels: vec![level(config, replicas).into_level()],
     };
-    plan.check().map_err(in_settings)?;
-    Ok(plan)
+    BoundPlan::new(plan).map_err(in_settings)
 }
 
-/// Sets the relative speeds of the ranks in a plan's pools from the rates of their machines.
-pub(super) fn set_pool_rates(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) {
-    if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule
-        && config.pool_rates.is_none()
-    {
-        pools.rates = Pools::whole_rates(rates);
-    }
-}
-
-/// Sets the number of local steps of each replica in a plan from the rates of the ranks' machines.
+/// Returns a plan with what follows from the rates of the ranks' machines: the relative speeds of the ranks in
+/// its pools, and the number of local steps of each replica.
 ///
 /// Errors: [`Error::Setting`] for numbers that the plan does not allow.
-pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) -> Result<()> {
-    if averages::each_step(plan) {
-        return Ok(());
-    }
+pub(super) fn with_rates(plan: &BoundPlan, config: &TrainConfig, rates: &[f64]) -> Result<BoundPlan> {
+    let steps = (!plan.averages_each_step()).then(|| local_steps(plan, config, rates));
+    let pool_rates = config.pool_rates.is_none().then(|| Pools::whole_rates(rates));
+    let set = |plan: &mut Plan| {
+        if let (ScheduleSource::Pools(pools), Some(rates)) = (&mut plan.pipeline.schedule, pool_rates) {
+            pools.rates = rates;
+        }
+        if let Some(steps) = steps {
+            plan.levels.iter_mut().for_each(|level| level.steps.clone_from(&steps));
+        }
+    };
+    plan.changed(set).map_err(in_settings)
+}
+
+/// Returns the number of local steps of each replica, from the rates of the ranks' machines.
+fn local_steps(plan: &BoundPlan, config: &TrainConfig, rates: &[f64]) -> Vec<u32> {
     // A pipeline is as fast as its slowest rank.
     let slowest = |ranks: &[Rank]| ranks.iter().map(|rank| rates[rank.index()]).fold(f64::INFINITY, f64::min);
     let pipelines = plan.mesh.groups(Axis::Pipeline);
@@ -162,44 +162,29 @@ pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f6
     let every = plan.outermost().every;
     // Workers that do not wait for each other need not meet at each average.
     let meets = config.meet_every.next_multiple_of(every.into());
-    let period = if config.sync.timed { u32::try_from(meets).unwrap_or(every) } else { every };
-    let steps = config.local_steps.of(period, &speeds);
-    for level in &mut plan.levels {
-        level.steps.clone_from(&steps);
-    }
-    plan.check().and_then(|()| check_periods(plan)).map_err(in_settings)
+    let timed = plan.outermost().method.timed;
+    let period = if timed { u32::try_from(meets).unwrap_or(every) } else { every };
+    config.local_steps.of(period, &speeds)
 }
 
 /// Checks that all replicas take the steps in which gradients are averaged, for methods that also have local
 /// steps.
-pub(super) fn check_warmup(config: &TrainConfig, steps: &[u32]) -> Result<()> {
+pub(super) fn check_warmup(config: &TrainConfig, plan: &BoundPlan) -> Result<()> {
+    let (method, steps) = (plan.outermost().method, &plan.outermost().steps);
     let averages = config.optimizer.averages.sync().is_some()
-        || (config.sync.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
+        || (method.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
     if averages && steps.windows(2).any(|pair| pair[0] != pair[1]) {
         let expected =
-            format!("equal numbers with {}: all replicas average gradients in its first steps", config.sync);
+            format!("equal numbers with {}: all replicas average gradients in its first steps", method.name);
         return Err(Error::Setting { field: "local-steps", value: format!("{steps:?}"), expected });
     }
     Ok(())
 }
 
-/// Checks that the replicas of each level reach its averages together.
-fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
-    for (i, Level { method, every, steps, .. }) in plan.levels.iter().enumerate() {
-        let waits = SyncMethod::by_name(method).is_some_and(|row| !row.timed);
-        if waits && steps.iter().max().is_some_and(|most| most != every) {
-            let (field, value) = (format!("level[{i}].steps"), format!("{steps:?}"));
-            let expected = format!("{every} for the fastest replica with {method}: all replicas meet then");
-            return Err(ParallelError::Plan { field, value, expected });
-        }
-    }
-    Ok(())
-}
-
 /// Converts an error in a plan that was made from settings to an error on the setting.
-fn in_settings(error: ParallelError) -> Error {
+fn in_settings(error: Error) -> Error {
     match error {
-        ParallelError::Plan { field, value, expected } => {
+        Error::Parallel(ParallelError::Plan { field, value, expected }) => {
             let field = match &*field {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
@@ -208,7 +193,7 @@ fn in_settings(error: ParallelError) -> Error {
             };
             Error::Setting { field, value, expected }
         }
-        error => Error::schedule(error),
+        error => error,
     }
 }
 
@@ -230,7 +215,7 @@ fn boundary(config: &TrainConfig) -> BoundaryCodecs {
 }
 
 /// Returns the settings of synchronisation between replicas, as a level of the plan.
-pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
+pub(super) fn level(config: &TrainConfig, replicas: u32) -> BoundLevel {
     // A single copy has no peers, so its values need not be encoded.
     let alone = replicas == 1 && !has_copies(config);
     let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
@@ -243,7 +228,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
         AverageSpec::Protocol(_) => Level::unless_told(NO_CODEC),
         AverageSpec::Codec(_) => Level::unless_told(&name),
     };
-    Level {
+    let level = Level {
         groups: Vec::new(),
         method: config.sync.to_string(),
         every,
@@ -252,7 +237,8 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
         algorithm,
         bucket_bytes: ((config.bucket_mb * 1e6) as u64).max(4),
         overlap: config.overlap,
-    }
+    };
+    BoundLevel::of_values(level, config.sync.row(), codec)
 }
 
 /// Returns whether a pipeline with these settings has several copies of parts of the model.
@@ -311,7 +297,7 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or
 /// number of ranks.
-pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<Plan> {
+pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<BoundPlan> {
     let plan = read(path)?;
     let shown = || path.display().to_string();
     let (planned, here) = (&plan.model, planned_model("", model));
@@ -342,48 +328,9 @@ pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<
 /// Reads a plan and checks its fields and names.
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field.
-pub fn read(path: &Path) -> Result<Plan> {
+pub fn read(path: &Path) -> Result<BoundPlan> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read the plan", path))?;
-    let plan: Plan = text.parse()?;
-    plan.check()?;
-    check_names(&plan)?;
-    Ok(plan)
-}
-
-/// Checks that the plan's codecs and methods exist, and that its periods and algorithms fit them.
-///
-/// Errors: [`ParallelError::Plan`] with the field.
-pub(super) fn check_names(plan: &Plan) -> Result<()> {
-    let wrong = |field: String, value: &str, expected: String| {
-        Error::from(ParallelError::Plan { field, value: format!("{value:?}"), expected })
-    };
-    for (i, level) in plan.levels.iter().enumerate() {
-        let Some(method) = SyncMethod::by_name(&level.method) else {
-            let names: Vec<_> = farflung_optim::sync::METHODS.iter().map(|m| m.name).collect();
-            let expected = with_nearest(format!("one of {}", names.join(", ")), &level.method, &names);
-            return Err(wrong(format!("level[{i}].method"), &level.method, expected));
-        };
-        if method.each_step && level.every > 1 {
-            return Err(wrong(
-                format!("level[{i}].every"),
-                &level.every.to_string(),
-                format!("1 with {}", method.name),
-            ));
-        }
-        let codec = &level.codec;
-        codec
-            .parse::<AverageSpec>()
-            .map_err(|_| wrong(format!("level[{i}].codec"), codec, AverageSpec::wanted(codec)))?;
-    }
-    check_periods(plan)?;
-    averages::check(plan)?;
-    for (i, boundary) in plan.boundaries.iter().enumerate() {
-        for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {
-            name.parse::<LinkSpec>()
-                .map_err(|_| wrong(format!("boundary[{i}].{direction}"), name, LinkSpec::wanted(name)))?;
-        }
-    }
-    Ok(())
+    BoundPlan::new(text.parse()?)
 }
 
 /// Reads a schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or `PyTorch`'s form in a `.csv` file.

@@ -11,8 +11,8 @@ use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::ModelSpec;
 
-use super::averages;
 use super::bind::ReplicaSchedule;
+use super::bound_plan::BoundPlan;
 use super::costs::Machines;
 use super::job::Job;
 use crate::Result;
@@ -43,19 +43,24 @@ impl Prediction {
     ///
     /// Errors: those of [`ReplicaSchedule::new`]; a codec or algorithm of the plan whose time cannot be
     /// predicted.
-    pub fn new(plan: &Plan, model: &ModelSpec, machines: &Machines) -> Result<Self> {
+    pub fn new(plan: &BoundPlan, model: &ModelSpec, machines: &Machines) -> Result<Self> {
         Self::limited(plan, model, machines, Nanos::MAX)
             .map(|found| found.expect("no time is later than Nanos::MAX"))
     }
 
     /// Like [`Prediction::new`]; `None` if a step takes longer than `limit`.
-    fn limited(plan: &Plan, model: &ModelSpec, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
+    fn limited(
+        plan: &BoundPlan,
+        model: &ModelSpec,
+        machines: &Machines,
+        limit: Nanos,
+    ) -> Result<Option<Self>> {
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // With local steps this is true for a single replica too; its period is then one step. With
         // `parameter-server` and `bounded-stale`, a worker exchanges as many bytes with the servers after a
         // step as in an average.
-        let meets = !averages::each_step(plan) && !averages::overlaps(plan);
+        let meets = !plan.averages_each_step() && !plan.outermost().method.overlaps;
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
         let period = if repeats && plan.replicas() > 1 { paces.period() } else { 1 };
@@ -88,7 +93,7 @@ impl Prediction {
     /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
     /// does not have.
     pub fn on(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Self> {
-        Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
+        Self::new(&BoundPlan::new(plan.clone())?, model, &Machines::of_plan(plan, model, cluster)?)
     }
 
     /// Like [`Prediction::on`]; `None` if a step takes longer than `limit`. For periods of at most 8 steps this
@@ -97,7 +102,8 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &ModelSpec, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
-        Self::limited(plan, model, &Machines::of_plan(plan, model, cluster)?, limit)
+        let machines = Machines::of_plan(plan, model, cluster)?;
+        Self::limited(&BoundPlan::new(plan.clone())?, model, &machines, limit)
     }
 
     /// Returns a lower bound of the step time of a plan without local steps: the time of the busiest processor
@@ -105,7 +111,7 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::on`].
     pub fn at_least(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Nanos> {
-        let machines = &Machines::of_plan(plan, model, cluster)?;
+        let (plan, machines) = (&BoundPlan::new(plan.clone())?, &Machines::of_plan(plan, model, cluster)?);
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         let recorded = Sequence::first(&schedules, machines).recorded(&mut operations)?;
@@ -125,7 +131,7 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::on`].
     pub fn timeline(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Timeline> {
-        let machines = &Machines::of_plan(plan, model, cluster)?;
+        let (plan, machines) = (&BoundPlan::new(plan.clone())?, &Machines::of_plan(plan, model, cluster)?);
         let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         Ok(Sequence::first(&schedules, machines).play(&mut operations)?.timeline())
@@ -139,7 +145,7 @@ impl Prediction {
 }
 
 /// Returns the schedule of each replica of a plan.
-fn schedules(plan: &Plan, model: &ModelSpec, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
+fn schedules(plan: &BoundPlan, model: &ModelSpec, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
     (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 

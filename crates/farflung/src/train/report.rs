@@ -127,7 +127,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     }
     let config = &job.config;
     // The bytes of a protocol depend on tensor shapes, which the prediction does not use.
-    let Some(codec) = job.codec()?.codec().map(planned_codec) else { return Ok(None) };
+    let Some(codec) = job.codec().codec().map(planned_codec) else { return Ok(None) };
     let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_step() as f64;
     let parameters = job.model.parameters();
     let answer = WhatIf {

@@ -133,7 +133,7 @@ fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
     config.transport_for(env.map_or(1, |env| env.world_size))?;
     let mut followed = config.clone().with_own_model()?;
     if let Some(path) = &config.plan {
-        followed.follow(&planned::read(path)?);
+        followed.follow(&*planned::read(path)?);
     }
     sizes::admit(&followed, env)
 }

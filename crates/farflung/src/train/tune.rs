@@ -12,6 +12,7 @@ use farflung_base::{Algorithm, Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
 use farflung_parallel::{Level, Plan};
 
+use super::bound_plan::BoundPlan;
 use super::job::Job;
 use super::trainer::Trainer;
 use super::{averages, planned};
@@ -97,12 +98,12 @@ impl TrainConfig {
 impl Job {
     /// Returns the job with another bucket size and algorithm; `None` if these do not support its codec.
     fn with_candidate(&self, candidate: Candidate) -> Option<Self> {
-        let mut plan = self.plan.clone();
-        let level = plan.levels.last_mut()?;
-        (level.algorithm, level.bucket_bytes) = (candidate.algorithm, candidate.bucket_bytes);
-        if averages::refusal(level).is_some() {
-            return None;
-        }
+        let set = |plan: &mut Plan| {
+            if let Some(level) = plan.levels.last_mut() {
+                (level.algorithm, level.bucket_bytes) = (candidate.algorithm, candidate.bucket_bytes);
+            }
+        };
+        let plan = self.plan.changed(set).ok()?;
         let mut job = Self { plan, ..self.clone() };
         job.config.take(candidate);
         Some(job)
@@ -111,7 +112,7 @@ impl Job {
     /// Returns the algorithms to try: all for encoded values if there is a codec, else all for uncompressed
     /// values; hierarchical only if there may be regions.
     fn algorithms(&self) -> Vec<Algorithm> {
-        let packed = averages::packs(self.plan.outermost());
+        let packed = self.plan.outermost().packs();
         let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };
         all.iter().copied().filter(|a| *a != Algorithm::Hierarchical || self.has_regions()).collect()
     }
@@ -192,7 +193,7 @@ pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tun
 }
 
 /// Returns the plan with which a resumed run began, if all ranks have it and it belongs to this job.
-fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
+fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<BoundPlan>> {
     let own = |out: &Path| super::checkpoint::folder(out, comm.rank());
     let folder = match &job.config.resume {
         Resume::No => None,
@@ -202,8 +203,8 @@ fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
     };
     let file = folder.map(|folder| folder.join("plan.toml")).filter(|file| file.is_file());
     let plan = file.map(|file| planned::read(&file)).transpose()?;
-    let same = |plan: &Plan| {
-        let mut plan = plan.clone();
+    let same = |plan: &BoundPlan| {
+        let mut plan = Plan::from(plan);
         if let (Some(level), ours) = (plan.levels.last_mut(), job.plan.outermost()) {
             (level.algorithm, level.bucket_bytes) = (ours.algorithm, ours.bucket_bytes);
         }

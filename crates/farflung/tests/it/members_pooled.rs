@@ -49,7 +49,7 @@ fn job(folder: &Path, pools: &[u32], speeds: &[f64], config: TrainConfig) -> Job
         write!(text, "[[device]]\n{device}").unwrap();
     }
     job.cluster = (!speeds.is_empty()).then(|| text.parse().unwrap());
-    let plan = job.plan.clone();
+    let plan = job.plan.clone().into_plan();
     job.with_plan(plan).unwrap()
 }
 

@@ -43,7 +43,7 @@ fn job(base: &Job, config: TrainConfig, microbatches: &[u32]) -> Result<Job> {
     let deadline = Nanos::from_millis(2000);
     let config = TrainConfig { workers, balance, deadline, eval_batches: 1, ..config };
     let job = again(base, config, JobTransport::Simulated(link()?));
-    let plan = Plan { microbatches: microbatches.to_vec(), ..job.plan.clone() };
+    let plan = Plan { microbatches: microbatches.to_vec(), ..Plan::from(&job.plan) };
     Ok(job.with_plan(plan)?)
 }
 

@@ -43,7 +43,7 @@ fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Jo
     let config = TrainConfig { steps, ..shared.config(&format!("{flags} --accumulate 2"))? };
     let over = if timed(flags) { JobTransport::Simulated(Link::FREE) } else { JobTransport::Memory };
     let job = again(base, config, over);
-    let plan = Plan { microbatches: UNEVEN.to_vec(), ..job.plan.clone() };
+    let plan = Plan { microbatches: UNEVEN.to_vec(), ..Plan::from(&job.plan) };
     Ok(job.with_plan(plan)?)
 }
 

@@ -250,7 +250,7 @@ pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<(
         {
             let over = JobTransport::Simulated(config.link);
             let job = again(first, config, over);
-            let mut plan = job.plan.clone();
+            let mut plan = Plan::from(&job.plan);
             change(&mut plan);
             let mut job = job.with_plan(plan)?;
             job.config = with_transport(job.config, over);

@@ -1,6 +1,9 @@
 //! Tests the choice of `auto` on declared links, the algorithms that are rejected, and that each algorithm
 //! trains.
 
+use farflung_parallel::Level;
+use farflung_parallel::plan::NO_CODEC;
+
 use super::*;
 use crate::Stop;
 use crate::config::choice::LrScheduleKind;
@@ -80,7 +83,7 @@ fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
     let price = |form| {
         let job = job(big(form)).unwrap();
         let topology = job.topology().unwrap();
-        coded_price(&job.plan, 100_000, &topology).unwrap()
+        coded_price(job.plan.outermost(), regions(&job.plan).as_deref(), 100_000, &topology).unwrap()
     };
     let least = price(Algorithm::Hierarchical);
     assert!(least < price(Algorithm::Direct) && least < price(Algorithm::Butterfly));
@@ -99,7 +102,7 @@ fn an_algorithm_that_sums_no_packed_values_is_refused_by_its_field() {
     assert!(matches!(&refused, Error::Setting { field: "algorithm", .. }), "{refused}");
     assert!(refused.to_string().contains("moshpit") && refused.to_string().contains("hierarchical"));
     let good = job(config(&folder, "int8", Algorithm::Direct)).unwrap();
-    let mut plan = good.plan.clone();
+    let mut plan = Plan::from(&good.plan);
     plan.levels[0].algorithm = Algorithm::DoubleTree;
     let refused = good.with_plan(plan).unwrap_err().to_string();
     assert!(refused.contains("`level[0].algorithm` is double-tree"), "{refused}");
@@ -122,7 +125,7 @@ fn every_form_and_a_plan_of_two_levels_train_as_one_process_does() {
         algorithm: Algorithm::Direct,
         ..outer.clone()
     };
-    let mut plan = job.plan.clone();
+    let mut plan = Plan::from(&job.plan);
     plan.levels = vec![inner, outer];
     let two = job.with_plan(plan).unwrap();
     assert!((loss(&two) - plain).abs() < 0.02);
@@ -133,7 +136,7 @@ fn every_form_and_a_plan_of_two_levels_train_as_one_process_does() {
 fn momentum_corrected_selections_train_and_take_only_forms_without_sums_in_between() {
     let folder = tempfile::tempdir().unwrap();
     let auto = job(TrainConfig { dim: Some(128), ..config(&folder, "dgc:0.1", Algorithm::Auto) }).unwrap();
-    assert!(forms(auto.plan.outermost()).contains(&auto.plan.outermost().algorithm));
+    assert!(auto.plan.outermost().forms().contains(&auto.plan.outermost().algorithm));
     let refused = job(config(&folder, "dgc:0.1", Algorithm::Hierarchical)).unwrap_err().to_string();
     assert!(
         refused.contains("direct, butterfly, all-gather or auto") && refused.contains("momentum"),
@@ -157,13 +160,13 @@ fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
         assert!((low_rank - plain).abs() < 0.2, "{form}: {low_rank} {plain}");
     }
     let unless_told = Level { codec: "powersgd:2".to_owned(), ..Level::default() };
-    assert_eq!(refusal(&unless_told), None);
+    assert_eq!(BoundLevel::of(0, &unless_told).unwrap().refusal(), None);
     // Only a protocol has exchanges. Those of PowerSGD are its factors, which have few values.
     let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
     let exchanges = |codec| {
         let job = run(codec);
         let stage = Stage::whole(&job.model, &Device::cpu(1).unwrap()).unwrap();
-        job.average_config().unwrap().exchanges(stage.layout())
+        job.average_config().exchanges(stage.layout())
     };
     assert_eq!(exchanges("int8"), None);
     let values: usize = exchanges("powersgd:2").unwrap().iter().flatten().sum();

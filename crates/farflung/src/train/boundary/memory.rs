@@ -4,11 +4,10 @@ use std::ops::Range;
 
 use farflung_base::Rank;
 use farflung_compress::link::SampleShape;
-use farflung_parallel::Plan;
 use farflung_parallel::pipeline::Placement;
 
 use super::ends;
-use crate::Result;
+use crate::train::bound_plan::BoundPlan;
 
 /// Bytes of a sample's map entry, besides the sample.
 const ENTRY: u64 = 48;
@@ -26,23 +25,21 @@ pub(in crate::train) struct SamplesSeen {
 /// Returns the peak bytes of the encoded ends of the rank at `position`: buffers to encode and decode, and the
 /// samples of stateful codecs. The changed value of a sample is held beside the old one until the step's
 /// commit.
-///
-/// Errors: none for a plan whose names were checked.
 pub(in crate::train) fn coded_bytes(
-    plan: &Plan,
+    plan: &BoundPlan,
     placement: &Placement,
     position: Rank,
     slices: &[Range<usize>],
     channels: usize,
     seen: SamplesSeen,
-) -> Result<u64> {
+) -> u64 {
     let mut sum = 0;
-    for end in ends(plan, placement, position, slices)? {
+    for end in ends(plan, placement, position, slices) {
         let shape = SampleShape { positions: end.positions, channels };
         sum += end.spec.working_bytes(shape, plan.batch as usize) as u64;
         if let Some(samples) = end.spec.samples(shape) {
             sum += (seen.held + seen.changed) * (samples.bytes() as u64 + ENTRY);
         }
     }
-    Ok(sum)
+    sum
 }

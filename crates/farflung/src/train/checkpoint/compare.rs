@@ -26,9 +26,9 @@ pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
         same(field, words(job.plan.sequences()), &words(record.sequences))?;
     }
     same("seed", job.config.seed.to_string(), &record.seed.to_string())?;
-    same("sync", level.method.clone(), &record.sync)?;
+    same("sync", level.method.name.to_owned(), &record.sync)?;
     if record.world == world {
-        same("codec", level.codec.clone(), &record.codec)?;
+        same("codec", level.codec_name().to_owned(), &record.codec)?;
     }
     // With own data, a rank that gets another's state keeps its own text.
     if job.has_data(&record.data_hash) {

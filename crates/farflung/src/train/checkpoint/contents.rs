@@ -145,8 +145,8 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),
         microbatches,
         seed: job.config.seed,
-        sync: level.method.clone(),
-        codec: level.codec.clone(),
+        sync: level.method.name.to_owned(),
+        codec: level.codec_name().to_owned(),
         data_hash: job.data_identity.clone(),
         step,
         outer_step,
@@ -155,7 +155,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         plan_start: job.elastic.then(|| PlanStart { step, microbatches: job.microbatches_after(step) }),
         view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
-        residuals: trainer.residual_layouts(&level.codec),
+        residuals: trainer.residual_layouts(level.codec_name()),
     }
 }
 

@@ -55,6 +55,6 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
 fn is_of(record: &CheckpointRecord, job: &Job) -> bool {
     record.model == model_facts(job)
         && record.seed == job.config.seed
-        && record.sync == job.plan.outermost().method
+        && record.sync == job.plan.outermost().method.name
         && job.has_data(&record.data_hash)
 }

@@ -93,7 +93,7 @@ impl Balance {
         trainer.comm().barrier()?;
         let (before, now) = (&job.plan.microbatches, &microbatches);
         let [before, now] = [before, now].map(|shares| step_time(shares, &self.measured));
-        let plan = Plan { microbatches: microbatches.clone(), ..job.plan.clone() };
+        let plan = Plan { microbatches: microbatches.clone(), ..Plan::from(&job.plan) };
         let next = job.with_plan_after(trainer.steps_done(), plan)?;
         let comm = trainer.comm().clone();
         trainer.carry_over(&next, comm)?;

@@ -187,7 +187,7 @@ mod tests {
         assert_eq!(lost[0].ranges().collect::<Vec<_>>(), [16..18, 20..22, 24..26, 28..30]);
         // Up to the end of the round it has the microbatches of the second of two pipelines, and then all.
         // Whatever its share was by speed, alone it takes all that a pipeline takes.
-        let unequal = Plan { microbatches: vec![3, 1], ..job.plan.clone() };
+        let unequal = Plan { microbatches: vec![3, 1], ..Plan::from(&job.plan) };
         assert_eq!(next.plan(&unequal, 2).unwrap().microbatches, [2]);
         let plan = next.plan(&job.plan, 2).unwrap();
         let next = next.job(&job, plan).unwrap();

@@ -32,6 +32,7 @@ use super::team::{Team, assigned, grown, pooling, reroutes, wished, wrong};
 use super::{rank_speeds, shares};
 use crate::config::pools::Numbers;
 use crate::events::LostSequences;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::combination;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
@@ -154,7 +155,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         return finished_round((view, all, job), (&before, &round, reference), last, &told);
     }
     let NextTeam { team, plan } = next_team((view, all, job), (&before, reference, &told), stood)?;
-    let mut next = job.with_plan(plan)?;
+    let mut next = job.with_plan(plan.into_plan())?;
     // Failures and departures for tests are given by rank, and the ranks have changed.
     (next.failure, next.departure) = (None, None);
 
@@ -237,7 +238,7 @@ fn add_newcomers_speeds(view: &View, told: &mut [MemberDescription]) {
 /// A team and its plan.
 struct NextTeam {
     team: Team,
-    plan: Plan,
+    plan: BoundPlan,
 }
 
 /// Assigns the members of a view to places, and makes the plan for them. `before` is the plan so far, as the
@@ -306,7 +307,7 @@ fn finished_round(
     told: &[MemberDescription],
 ) -> Result<FormedTeam> {
     // A spare has the plan of another round, and does not report this change.
-    let takes_part = job.plan == *before;
+    let takes_part = *job.plan == *before;
     let lost = if takes_part { round.lost_sequences(job, &reference.ranks) } else { Vec::new() };
     let own = told[all.rank().index()].held.last();
     let any = own.or_else(|| told.iter().find_map(|told| told.held.last()));
@@ -393,7 +394,7 @@ fn plan_for(
     team: &Team,
     (before, reference): (&Plan, &MemberDescription),
     (rates, cut): (Option<Vec<u32>>, Vec<Range<u32>>),
-) -> Result<Plan> {
+) -> Result<BoundPlan> {
     let wished = wished(job)?;
     let (stages, workers) = (team.assignment.stages as usize, team.assignment.ranks.len());
     let pools = &team.assignment.pools;
@@ -417,11 +418,11 @@ fn plan_for(
             reference.ranks.iter().position(|old| old == slot).and_then(|rank| before.machines.get(rank));
         old.cloned().unwrap_or_else(|| format!("member.{slot}"))
     };
-    let mut plan = planned::divided(&settings, &job.model, (workers, None), Some(cut))?;
+    let mut plan = planned::divided(&settings, &job.model, (workers, None), Some(cut))?.into_plan();
     plan.machines = team.slots().iter().map(machine).collect();
     plan.levels.clone_from(&before.levels);
     share_by_speed(&mut plan, job, team, &reference.speeds);
-    Ok(plan)
+    BoundPlan::new(plan)
 }
 
 /// Divides a step's microbatches among the pipelines of a plan by the speeds of their members, if shares follow

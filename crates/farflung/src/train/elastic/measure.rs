@@ -5,6 +5,7 @@
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
+use farflung_parallel::Plan;
 use farflung_parallel::plan::Replica;
 use farflung_zoo::Resize;
 
@@ -66,8 +67,8 @@ fn of_one_layer(job: &Job) -> Result<Job> {
         pool_rates: None,
         ..wished
     };
-    let mut plan = planned::divided(&one, &model, (1, None), None)?;
-    plan.levels.clone_from(&job.plan.levels);
+    let plan = planned::divided(&one, &model, (1, None), None)?;
+    let plan = Plan { levels: job.plan.levels.clone(), ..Plan::from(plan) };
     Job { config: one, model, pipelines: None, initial: None, ..job.clone() }.with_plan(plan)
 }
 

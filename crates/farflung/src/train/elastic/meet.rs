@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use farflung_comm::CommError;
 use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork, MemberList};
+use farflung_parallel::Plan;
 use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};
@@ -97,9 +98,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     let level = planned::level(&config, 2);
     let job = Job::new(config, 1, stop.clone())?;
     let job = Job { elastic: true, pipelines, given, ..job };
-    let mut plan = job.plan.clone();
-    plan.levels = vec![level];
-    job.with_plan(plan)
+    job.with_plan(Plan { levels: vec![level.into_level()], ..Plan::from(&job.plan) })
 }
 
 /// Starts a run that others can join, and trains. `open` is called with the run's folder once others can

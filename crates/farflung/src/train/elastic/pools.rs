@@ -40,7 +40,7 @@ pub(super) fn event(plan: &Plan, team: Option<&Team>, moved: Option<Moving>) -> 
 pub(super) fn reroute(job: &mut Job, trainer: &mut Trainer, rates: Vec<u32>) -> Result<()> {
     // A rank must not use the new routes before all ranks have committed the step.
     trainer.comm().barrier()?;
-    let mut plan = job.plan.clone();
+    let mut plan = Plan::from(&job.plan);
     if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule {
         pools.rates = rates;
     }

@@ -5,15 +5,16 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Rank, StageId};
 use farflung_optim::{Chain, Prepared, global_norm};
+use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
     Action, ComputeKind, LoweredKind, Message, Placement, TiedWeights, Updates, Worker,
 };
-use farflung_parallel::{Plan, Recompute};
 use farflung_tensor::{DType, Device, Tensor};
 use farflung_zoo::{ActivationPolicy, Input, ModelSpec, Output, Saved, Slices, Stage, Targets};
 
 use crate::train::activations::within_budget;
 use crate::train::bind::ReplicaSchedule;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::executor::recomputed;
 use crate::train::part::{Part, Parts, SavedMicrobatch, SendTiming, copy};
 use crate::train::trainer::chain;
@@ -43,7 +44,7 @@ pub(super) struct DryRun<'a> {
 
 impl<'a> DryRun<'a> {
     pub(super) fn new(
-        plan: &Plan,
+        plan: &BoundPlan,
         model: &'a ModelSpec,
         config: &TrainConfig,
         schedule: &'a ReplicaSchedule,
@@ -251,7 +252,7 @@ fn buffer(elements: usize) -> u64 {
 
 /// Makes a part as `trainer/build.rs` does, without the synchronisation of its copies.
 fn part(
-    plan: &Plan,
+    plan: &BoundPlan,
     model: &ModelSpec,
     config: &TrainConfig,
     schedule: &ReplicaSchedule,

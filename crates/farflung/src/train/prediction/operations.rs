@@ -7,15 +7,15 @@ use farflung_base::{Bytes, Operation, Rank, StageId, Topology};
 use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, message_operation, operation, operation_coded,
 };
-use farflung_compress::AverageSpec;
+use farflung_parallel::Coordinates;
 use farflung_parallel::pipeline::{Content, Message};
-use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::{ModelSpec, Stage};
 
 use crate::Result;
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary;
 use crate::train::costs::Machines;
 use crate::train::tied::TiedGroup;
@@ -53,7 +53,7 @@ pub(super) struct PartFacts {
 
 /// The operations of some steps, each made when a rank first refers to it.
 pub(super) struct Operations<'a> {
-    pub(super) plan: &'a Plan,
+    pub(super) plan: &'a BoundPlan,
     model: &'a ModelSpec,
     topology: &'a Topology,
     pub(super) parts: Vec<PartFacts>,
@@ -64,15 +64,14 @@ pub(super) struct Operations<'a> {
 
 impl<'a> Operations<'a> {
     pub(super) fn new(
-        plan: &'a Plan,
+        plan: &'a BoundPlan,
         model: &'a ModelSpec,
         machines: &'a Machines,
         schedule: &ReplicaSchedule,
     ) -> Result<Self> {
         let (placement, topology) = (schedule.placement(), &machines.topology);
         let (level, device) = (plan.outermost(), Device::cpu(1)?);
-        let codec = level.codec.parse::<AverageSpec>()?;
-        let cut = averages::config_of(level)?;
+        let cut = level.averages();
         let mut parts = Vec::new();
         for (part, layers) in (0..).zip(&schedule.layers) {
             let stage = Stage::new(model, layers.clone(), &device)?;
@@ -83,7 +82,7 @@ impl<'a> Operations<'a> {
                 Some(exchanges) => exchanges,
                 None => cut.buckets(stage.layout()).into_iter().map(|len| vec![len]).collect(),
             };
-            let exchange = |&len: &usize| Ok(average(plan, codec, len, &among)?.among(&holders));
+            let exchange = |&len: &usize| Ok(average(plan, len, &among)?.among(&holders));
             let bucket = |lens: &Vec<usize>| lens.iter().map(exchange).collect::<Result<_>>();
             let ranges = stage.backward_ranges();
             parts.push(PartFacts {
@@ -166,19 +165,20 @@ impl<'a> Operations<'a> {
     /// Returns an all-reduce of `numbers` f64 values.
     fn sum(&self, numbers: usize, topology: &Topology) -> Operation {
         let bytes = Bytes((numbers * size_of::<f64>()) as u64);
-        let algorithm = averages::plain_algorithm(self.plan.outermost());
+        let algorithm = self.plan.outermost().plain_algorithm();
         operation(&algorithm.programs(numbers, bytes, topology), bytes)
     }
 }
 
 /// Returns an exchange of `values` values of a bucket between all holders of a part.
-fn average(plan: &Plan, spec: AverageSpec, values: usize, holders: &Topology) -> Result<Operation> {
+fn average(plan: &BoundPlan, values: usize, holders: &Topology) -> Result<Operation> {
     let level = plan.outermost();
+    let spec = level.codec;
     let regions = averages::regions(plan);
     let regions = regions.as_deref();
     let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) else {
         let bytes = Bytes((values * size_of::<f32>()) as u64);
-        let programs = averages::plain_algorithm(level).programs_in(values, bytes, holders, regions);
+        let programs = level.plain_algorithm().programs_in(values, bytes, holders, regions);
         return Ok(operation(&programs, bytes));
     };
     let codec = codec.build();

@@ -12,7 +12,6 @@ use farflung_parallel::pipeline::{
 use farflung_parallel::script::ScriptOp;
 
 use super::operations::{Key, Operations};
-use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::{Error, Result};
 
@@ -82,7 +81,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
             parts: placement.homes_of(position).map(|stage| (stage, PartState::default())).collect(),
             last: last_backwards(schedule, position),
-            each_step: averages::each_step(operations.plan),
+            each_step: operations.plan.averages_each_step(),
             table,
             rounds: 0,
             begun_table: None,

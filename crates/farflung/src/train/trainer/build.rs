@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
+use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
@@ -288,10 +288,9 @@ fn synchroniser(
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
-    let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
-    let mut average = job.average_config()?;
+    let mut average = job.average_config();
     if job.plan.pools().is_some() && group.size() == 1 {
         // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.
@@ -302,7 +301,7 @@ fn synchroniser(
         Some(counted) => local.weight_of(replica, 0..period, counted),
         None => local.weight(replica, 0..period),
     };
-    Ok((method.build)(SyncSettings {
+    Ok((level.method.build)(SyncSettings {
         comm: group,
         device,
         layout: model.layout(),

@@ -3,11 +3,11 @@
 use farflung_base::StageId;
 use farflung_comm::Communicator;
 use farflung_optim::sync::{METHODS, OnMemberLoss, SyncMethod};
-use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Placement, Updates};
 
 use super::Trainer;
 use super::speed::Speedometer;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::executor::Pass;
 use crate::train::job::Job;
 use crate::train::part::Part;
@@ -23,10 +23,9 @@ impl Trainer {
         if job.pipelines.is_some() {
             return check_pipelines(&job.plan);
         }
-        let level = job.plan.outermost();
-        let method = SyncMethod::by_name(&level.method);
-        if let Some(OnMemberLoss::Unsupported(reason)) = method.map(|method| method.on_member_loss) {
-            return Err(refused(&level.method, reason));
+        let method = job.plan.outermost().method;
+        if let OnMemberLoss::Unsupported(reason) = method.on_member_loss {
+            return Err(refused(method.name, reason));
         }
         // The table allows the method to continue without a member, but replicas that can differ after an
         // average are rejected all the same.
@@ -36,9 +35,9 @@ impl Trainer {
         // keep them.
         let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
         let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
-        if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
+        if apart || forgets || method.timed || method.overlaps {
             let reason = "its replicas do not all have the same parameters after an average";
-            return Err(refused(&level.method, reason));
+            return Err(refused(method.name, reason));
         }
         Ok(())
     }
@@ -150,12 +149,10 @@ fn survivors() -> String {
 ///
 /// Errors: [`Error::Setting`] for a method that cannot continue without a member, with its reason, and if the
 /// parts of a pipeline are not all at the same step.
-pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
-    let level = plan.outermost();
-    if let Some(OnMemberLoss::Unsupported(reason)) =
-        SyncMethod::by_name(&level.method).map(|method| method.on_member_loss)
-    {
-        return Err(refused(&level.method, reason));
+pub(in crate::train) fn check_pipelines(plan: &BoundPlan) -> Result<()> {
+    let method = plan.outermost().method;
+    if let OnMemberLoss::Unsupported(reason) = method.on_member_loss {
+        return Err(refused(method.name, reason));
     }
     if plan.updates() != Updates::Flush {
         let expected = "a schedule with a flush: only then are all parts of the model at the same step";

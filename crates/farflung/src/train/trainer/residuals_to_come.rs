@@ -1,7 +1,5 @@
 //! The residuals of codecs that a rank's later checkpoints contain, before they exist.
 
-use farflung_compress::AverageSpec;
-
 use super::Trainer;
 use crate::Result;
 use crate::train::job::Job;
@@ -13,7 +11,6 @@ impl Trainer {
     /// Errors: a codec that cannot save its state.
     pub(in crate::train) fn residuals_to_come(&self, job: &Job) -> Result<u64> {
         let level = job.plan.outermost();
-        let codec: AverageSpec = level.codec.parse()?;
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let mut bytes = 0_u64;
         for part in self.executor.parts.values() {
@@ -22,7 +19,7 @@ impl Trainer {
             let is_new = average.save("")?.iter().all(|(_, values)| values.is_empty());
             if holders > 1 && is_new {
                 let model = (size_of::<f32>() * part.stage.layout().len()) as u128;
-                let saved = averaging(&codec, model, holders, bucket).saved;
+                let saved = averaging(&level.codec, model, holders, bucket).saved;
                 bytes = bytes.saturating_add(u64::try_from(saved).unwrap_or(u64::MAX));
             }
         }
