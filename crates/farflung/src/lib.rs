@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![recursion_limit = "256"]
 
 pub mod access;
 pub mod checkpoint;
@@ -39,7 +40,7 @@ pub mod watch;
 
 // Items that every user of the crate needs: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
-pub use config::{TrainArgs, TrainConfig};
+pub use config::{RunSettings, TrainArgs, TrainConfig};
 pub use error::{Error, LaunchError, ModelError, Result};
 pub use model_name::model_name;
 pub use model_shape::model_shape;

@@ -11,7 +11,7 @@ use farflung::optim::sync::DILOCO;
 use farflung::train::{
     Fault, FaultyValue, Job, Quiet, Report as Trained, Thoroughness, connections, run_job,
 };
-use farflung::{Checkpoint, Error, Existing, Packing, RunDir, TrainConfig};
+use farflung::{Checkpoint, Error, Existing, Packing, RunDir, RunSettings, TrainConfig};
 
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::workers::{JobTransport, again, config, job, on_all};
@@ -151,7 +151,7 @@ fn in_checkpoints(report: &mut Report<'_>, job: &Job, tries: u64) -> Result<()> 
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     trained(job, Some(folder.path()))?;
     let random = Philox::new(report.seed(), 99);
-    let resumed = TrainConfig { steps: STEPS + 2, resume: Resume::Auto, ..job.config.clone() };
+    let resumed = RunSettings { steps: STEPS + 2, resume: Resume::Auto, ..job.config.clone() };
     let job = Job { config: resumed, ..job.clone() };
     let mut missed = 0_u32;
     for i in 0..tries {

@@ -59,9 +59,9 @@ fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Resu
 /// Returns a job whose members begin as pools of these sizes.
 fn in_pools(job: &Job, pools: &[u32]) -> Result<Job> {
     let members = pools.iter().sum::<u32>() as usize;
-    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..job.config.clone() }));
+    let pipelines = Some(Arc::new(TrainConfig { workers: 1, ..TrainConfig::clone(&job.given) }));
     let pools = Some(Numbers(pools.to_vec()));
-    let config = TrainConfig { pools, stages: members, ..job.config.clone() };
+    let config = TrainConfig { pools, stages: members, ..TrainConfig::clone(&job.given) };
     Ok(Job { pipelines, ..job.with_config(config, members)? })
 }
 

@@ -236,7 +236,7 @@ impl Jobs<'_> {
             }
             // Settings that the plan decides must not be given together with a plan.
             if own.is_some_and(|(name, _)| name == "plan") {
-                let decided = farflung::config::plan::DECIDED;
+                let decided = TrainArgs::DECIDED;
                 settings.retain(|(name, _)| !decided.contains(&name.replace('-', "_").as_str()));
             }
             let mut command = farflung(&["train"])?;

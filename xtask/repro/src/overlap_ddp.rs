@@ -98,13 +98,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// Returns the seconds of the same step by the planner's simulation.
 fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
     let mut shape = ModelShape::dense(job.model.parameters(), job.model.context as u64, 0);
-    shape.sequences_per_microbatch = job.config.batch as u64;
+    shape.sequences_per_microbatch = u64::from(job.plan.batch);
     shape.tokens_per_step = job.tokens_per_step() / u64::from(job.plan.replicas()) * u64::from(WORKERS);
     let microbatch = Nanos::from_secs_f64(COMPUTE);
     let forward = Nanos(microbatch.0 / 3);
     let backward = microbatch.saturating_sub(forward);
     let rank = RankCost { forward, backward, ..RankCost::default() };
-    let buckets = (job.model.parameters() as f64 * 4.0 / (job.config.bucket_mb * 1e6)).ceil() as u32;
+    let buckets =
+        (job.model.parameters() as f64 * 4.0 / job.plan.outermost().bucket_bytes as f64).ceil() as u32;
     let replicas = Replicas {
         sync: Sync::Ddp { overlap: Overlap::WithBackward, buckets },
         algorithm: Algorithm::Ring,

@@ -155,7 +155,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
         parts.iter().map(|s| Ok(s.init(config.seed)?.to_vec()?)).collect::<Result<_>>()?;
     let microbatches = job.plan.microbatches[0];
     let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
-    let tokens = (config.batch * job.model.context) as f32;
+    let tokens = (job.plan.batch as usize * job.model.context) as f32;
     let sampler = job.sampler(0)?;
     let mut losses = Vec::new();
     for step in 0..steps {

@@ -12,7 +12,7 @@ use farflung::parallel::{BoundaryCodecs, Level, Part, Pipeline, Plan, Recompute,
 use farflung::train::{Job, Trainer};
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::workers::{JobTransport, config, farthest, job, on_all, with_transport};
+use crate::workers::{JobTransport, config, farthest, job, on_all, set_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-exact",
@@ -203,7 +203,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let over = if options.quick { &all[i % all.len()..][..1] } else { &all[..] };
         for (transport, over) in over {
             let mut job = planned.clone();
-            job.config = with_transport(job.config, *over);
+            set_transport(&mut job, *over);
             let (piped, ended) = trace(&job, steps)?;
             let metric = format!("{name}, {transport}: largest difference of losses");
             report.row(&metric, farthest(&piped, &losses), "nats", Threshold::AtMost(1e-5))?;

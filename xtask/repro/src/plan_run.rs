@@ -8,7 +8,7 @@ use farflung::train::auto::{Candidate, Wanted, auto};
 use farflung::train::{Job, PipelineSizes, Trainer};
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::workers::{JobTransport, config, job, on_all, with_transport};
+use crate::workers::{JobTransport, config, job, on_all, set_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-run",
@@ -167,7 +167,7 @@ fn alternatives(candidates: &[Candidate]) -> Vec<&Candidate> {
 /// Returns the virtual time of a step.
 fn timed(there: &Job, plan: &Plan) -> Result<f64> {
     let mut job = there.with_plan(plan.clone())?;
-    job.config = with_transport(job.config, JobTransport::Simulated(Link::FREE));
+    set_transport(&mut job, JobTransport::Simulated(Link::FREE));
     let steps = 2;
     let ranks = on_all(&job, |rank: &mut Trainer| {
         let begun = rank.comm().now();

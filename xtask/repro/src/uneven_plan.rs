@@ -8,7 +8,7 @@ use farflung::parallel::{Cluster, Limits, ModelShape, Plan, plan};
 use farflung::train::{AveragePrices, Job, Trainer, planned_model};
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::workers::{JobTransport, config, farthest, job, on_all, with_transport};
+use crate::workers::{JobTransport, config, farthest, job, on_all, set_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "uneven-plan",
@@ -67,7 +67,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let there = whole.with_config(TrainConfig { topology: Some(file), ..with_machines(base) }, 4)?;
     let on = |plan: Plan| -> Result<(Vec<f64>, f64)> {
         let mut job = there.with_plan(plan)?;
-        job.config = with_transport(job.config, JobTransport::Simulated(Link::FREE));
+        set_transport(&mut job, JobTransport::Simulated(Link::FREE));
         timed(&job, steps)
     };
     let equal = Plan { microbatches: vec![MICROBATCHES as u32 / 4; 4], ..planned.clone() };

@@ -77,12 +77,30 @@ pub(crate) fn again(job: &Job, config: TrainConfig, over: JobTransport) -> Job {
 }
 
 pub(crate) fn with_transport(mut config: TrainConfig, over: JobTransport) -> TrainConfig {
-    (config.transport, config.link) = match over {
-        JobTransport::Memory => (TransportKind::of(&MEMORY), config.link),
-        JobTransport::Simulated(link) => (TransportKind::of(&SIMULATED), link),
-        JobTransport::Tcp => (TransportKind::of(&TCP), config.link),
-    };
+    (config.transport, config.link) = (over.kind(), over.link_or(config.link));
     config
+}
+
+/// Moves a job whose plan is made to another transport.
+pub(crate) fn set_transport(job: &mut Job, over: JobTransport) {
+    (job.config.transport, job.config.link) = (over.kind(), over.link_or(job.config.link));
+}
+
+impl JobTransport {
+    fn kind(self) -> TransportKind {
+        TransportKind::of(match self {
+            Self::Memory => &MEMORY,
+            Self::Simulated(_) => &SIMULATED,
+            Self::Tcp => &TCP,
+        })
+    }
+
+    const fn link_or(self, link: Link) -> Link {
+        match self {
+            Self::Simulated(link) => link,
+            Self::Memory | Self::Tcp => link,
+        }
+    }
 }
 
 /// Runs `work` for each worker of the job, on separate threads. Returns the results in order of rank.

@@ -162,8 +162,11 @@ impl HostCommand {
         let mut gate = GateConfig::new(&self.listen, &config.job, security);
         gate.advertise = Some(self.address.join(",")).filter(|given| !given.is_empty());
         gate.deadline = Duration::from(config.deadline);
-        let reach =
-            Reach { transport: config.transport, relays: config.relays(), advertise: self.address.clone() };
+        let reach = Reach {
+            transport: config.transport,
+            relays: config.run_settings().relays(),
+            advertise: self.address.clone(),
+        };
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
         let former = match &config.out {

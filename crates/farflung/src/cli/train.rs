@@ -127,7 +127,7 @@ impl TrainCommand {
             return Ok(false);
         };
         let Ok(config) = train.flags.clone().resolve() else { return Ok(false) };
-        let by_auto = config.transport == TransportKind::Auto && !config.relays().is_empty();
+        let by_auto = config.transport == TransportKind::Auto && !config.run_settings().relays().is_empty();
         if !by_auto && config.transport != TransportKind::of(&IROH) {
             return Ok(false);
         }

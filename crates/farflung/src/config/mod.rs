@@ -128,9 +128,9 @@ settings! {
         /// Optimizer steps.
         steps: u64, "N", 500u64;
         /// Sequences per microbatch of each worker.
-        batch: usize, "N", 12usize;
+        @batch: usize, "N", 12usize;
         /// Number of microbatches whose gradients are summed in a step.
-        accumulate: usize, "N", 1usize;
+        @accumulate: usize, "N", 1usize;
         /// Optimizer; `farflung train --help` lists them.
         optimizer: OptimizerKind, "KIND", OptimizerKind::default();
         /// Highest learning rate.
@@ -197,15 +197,15 @@ settings! {
         /// settings of workers, pipeline, batch and precision.
         plan: PathBuf, "FILE" => "the path may differ; the file's contents are compared";
         /// Workers in this process. In a launched job each process has one worker.
-        workers: usize, "N", 4usize => "in a job of several processes, each has one worker";
+        @workers: usize, "N", 4usize => "in a job of several processes, each has one worker";
         /// A published method that consists of several settings, such as demo or sparseloco; `farflung train
         /// --help` lists them. Settings given beside it override it.
-        recipe: RecipeKind, "NAME";
+        @recipe: RecipeKind, "NAME";
         /// What workers average, and when; `farflung train --help` lists the methods.
-        sync: SyncKind, "KIND", SyncKind::default();
+        @sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between two averages over all workers, for methods with local steps; for async, decoupled and
         /// halos, local steps between two changes that a worker sends; for zero-one-adam the largest interval.
-        sync_every: u64, "STEPS", 20u64;
+        @sync_every: u64, "STEPS", 20u64;
         /// Steps between des-loc's averages of first moments, a multiple of --sync-every. Default: 3 times
         /// --sync-every.
         first_moment_every: u64, "STEPS";
@@ -215,7 +215,7 @@ settings! {
         /// Local steps that each replica does between two averages: equal (all do --sync-every), by-speed (the
         /// fastest machine of --topology does --sync-every and slower ones fewer, so that no replica waits), or
         /// one number per replica, such as 30,30,10.
-        local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
+        @local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
         /// How the microbatches of a step are distributed among members that may join and leave (farflung
         /// host): by-speed or equal. With by-speed, a slower machine gets fewer of --microbatches if that makes
         /// steps at least a tenth shorter; a machine that is too slow for even one leaves.
@@ -289,10 +289,10 @@ settings! {
         /// How values are encoded for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is accumulated before the selection), powersgd:4 (matrices as products of rank 4), and
         /// many more; an invalid name lists them.
-        codec: AverageSpec, "CODEC", default_codec();
+        @codec: AverageSpec, "CODEC", default_codec();
         /// Add what the codec dropped to the next average (error feedback), unless the codec itself says how
         /// (+ef:0.95) or is unbiased.
-        error_feedback: bool, "BOOL", true;
+        @error_feedback: bool, "BOOL", true;
         /// Number of steps at the beginning in which averages are sent uncompressed, before --codec applies.
         /// Default: 0. For optimizers that average momentum, these steps are their warm-up: by default 15% of
         /// --steps. For zero-one-adam, its variance is frozen after these steps, also 15%.
@@ -301,9 +301,9 @@ settings! {
         /// fraction, such as dgc:0.001, falls from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.
         density_warmup: u64, "STEPS", 0u64;
         /// Size of the buckets in which gradients are averaged, in megabytes.
-        bucket_mb: f64, "MB", 4.0;
+        @bucket_mb: f64, "MB", 4.0;
         /// Average a bucket while the backward pass computes the next one.
-        overlap: bool, "BOOL", true;
+        @overlap: bool, "BOOL", true;
         /// Number of steps to try, before the first one, with each of several bucket sizes and algorithms. The
         /// fastest are written to plan.toml in the run's folder, with which --plan repeats the run. 0 tries
         /// none.
@@ -336,7 +336,7 @@ settings! {
         /// default), butterfly (shards by access links), hierarchical (uncompressed inside a region, encoded
         /// between regions), ring (encoded again at each hop, which loses precision each time), all-gather
         /// (each worker's values go to all others, encoded once; for few workers), or auto.
-        algorithm: Algorithm, "NAME", Algorithm::Ring;
+        @algorithm: Algorithm, "NAME", Algorithm::Ring;
         /// Simulated computing speed of each worker on the virtual clock, in FLOP/s, unless --topology contains
         /// its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
@@ -348,14 +348,14 @@ settings! {
         /// replicas, so the default four make two with --stages 2. A step takes batch x microbatches x replicas
         /// sequences: with the default of 2 P microbatches, twice as many as the same workers take without
         /// stages.
-        stages: usize, "P", 1usize;
+        @stages: usize, "P", 1usize;
         /// Number of ranks of each stage, such as 1,2. Stages are then pools of ranks; each microbatch passes
         /// one rank of each pool, chosen in turn by speed. The run has one copy of the model on all its
         /// workers; the ranks of a pool average their part.
-        pools: Numbers, "N,N";
+        @pools: Numbers, "N,N";
         /// Relative speed of each rank within its pool, such as 1,4,2. Default: from the machines' speeds in
         /// --topology.
-        pool_rates: Numbers, "N,N";
+        @pool_rates: Numbers, "N,N";
         /// Whether stages are pools of the members that come and leave (farflung host --stages). A newcomer
         /// joins the slowest stage, microbatches are routed by the members' measured speeds, and a member
         /// changes its stage if that makes steps a tenth shorter. A step takes the same sequences for any
@@ -367,34 +367,34 @@ settings! {
         /// step is done again, with the same bits.
         keep_work: bool, "BOOL", true;
         /// Schedule of the pipeline; `farflung train --help` lists them.
-        schedule: Method, "NAME", Method::OneFOneB;
+        @schedule: Method, "NAME", Method::OneFOneB;
         /// File with your own schedule, instead of --schedule, in the format that `farflung schedule --file`
         /// reads.
-        schedule_file: PathBuf, "PATH" => "the path may differ; the plan has the schedule";
+        @schedule_file: PathBuf, "PATH" => "the path may differ; the plan has the schedule";
         /// Microbatches per step, instead of --accumulate. Default in a pipeline: twice the number of stages.
-        microbatches: usize, "M";
+        @microbatches: usize, "M";
         /// Parts of the model on each rank. Default: 2 for schedules that have several, else 1.
-        chunks: usize, "V";
+        @chunks: usize, "V";
         /// What is recomputed for backward passes, to save memory: none, full, or a number of layers (in a
         /// pipeline, of each stage). A pipeline recomputes from the inputs of its stages; without a pipeline,
         /// each layer is recomputed from its own input. Without a pipeline, also an amount of memory such as
         /// 2GB: the fastest choice with which the activations of a microbatch fit into it.
-        recompute: Recompute, "WHAT", Recompute::None;
+        @recompute: Recompute, "WHAT", Recompute::None;
         /// Number of layers (in a pipeline, of each stage), after those that are recomputed, whose activations
         /// are kept in the host's memory until their backward passes, to save GPU memory. No effect on a CPU.
-        offload: usize, "LAYERS", 0_usize;
+        @offload: usize, "LAYERS", 0_usize;
         /// Number of activations that a rank may hold, for schedules that support a limit: 1f1b-mu, zb-auto,
         /// varuna, pools.
-        memory: usize, "N";
+        @memory: usize, "N";
         /// Slices of terapipe are whole multiples of this many tokens, which must divide the context; their
         /// lengths are chosen so that the pipeline takes the least time. Default: an eighth of the context.
-        slice_grain: usize, "N";
+        @slice_grain: usize, "N";
         /// How hidden states are encoded between stages: any --codec without feedback, aqsgd:4 (the change
         /// since the sample's last pass, in 4 bits; needs --sampling epochs) or direct:4 (the quantiser of
         /// aqsgd alone).
-        boundary: LinkSpec, "CODEC", LinkSpec::default();
+        @boundary: LinkSpec, "CODEC", LinkSpec::default();
         /// How gradients of hidden states are encoded on the way back.
-        boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
+        @boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
         /// Where aqsgd stores samples: memory (checkpoints contain them), file or mapped (files in the run's
         /// folder, at both ends of each boundary; a resumed run continues with the files' content). With
         /// mapped, room for all samples is reserved on the disk.
@@ -402,7 +402,7 @@ settings! {
         /// Which version of the weights a microbatch uses under pipedream: vertical (the first stage's version
         /// on all stages) or newest (each stage's own newest; the last stage then waits for the first at each
         /// update of their shared token table).
-        version_sync: VersionSync, "KIND", VersionSync::Vertical;
+        @version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
         /// Devices: auto (the best one available), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists
@@ -411,7 +411,7 @@ settings! {
         /// Type to which matrix products round their operands: f32, bf16 or f16. Sums are in f32, and
         /// parameters, gradients and optimizer states are f32. Devices without tensor cores for the type
         /// compute the same values, but not faster.
-        precision: Precision, "KIND", Precision::F32;
+        @precision: Precision, "KIND", Precision::F32;
         /// Loss scale, the factor of gradients when products round them: auto (found by trial in f16, 1
         /// otherwise) or a power of two.
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;

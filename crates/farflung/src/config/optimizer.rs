@@ -8,7 +8,7 @@ use farflung_zoo::ModelSpec;
 
 use super::choice::{LrScheduleKind, MuonScaleKind};
 use super::nearest::nearest;
-use super::{TrainArgs, TrainConfig, check};
+use super::{RunSettings, TrainArgs, TrainConfig, check};
 use crate::{Error, Result};
 
 /// A setting whose default depends on the optimizer.
@@ -76,9 +76,10 @@ impl TrainArgs {
     }
 }
 
-impl TrainConfig {
+impl RunSettings {
     /// Returns the parameters of the optimizer, for a learning-rate schedule and a number of updates per step.
-    pub(crate) fn local(&self, schedule: LrSchedule, updates: u64) -> LocalSettings {
+    /// Replicas of optimizers with local steps average every `most_local` steps, or more often.
+    pub(crate) fn local(&self, schedule: LrSchedule, updates: u64, most_local: u64) -> LocalSettings {
         let every = self.lookahead;
         LocalSettings {
             beta1: self.beta1,
@@ -102,7 +103,7 @@ impl TrainConfig {
             freeze: self.warm_steps().saturating_mul(updates),
             variance_doubling: self.variance_doubling.saturating_mul(updates),
             local_doubling: self.local_doubling().saturating_mul(updates),
-            most_local: self.sync_every,
+            most_local,
             lookahead: (every > 0).then_some(Lookahead { every, alpha: self.lookahead_alpha }),
         }
     }
@@ -119,7 +120,9 @@ impl TrainConfig {
         };
         LrSchedule::new(self.lr, self.min_lr.min(self.lr), self.warmup * updates, steps, decay)
     }
+}
 
+impl TrainConfig {
     pub(super) fn validate_optimizer(&self) -> Result<()> {
         let share = 0.0..=1.0;
         for (field, value) in [("decay-fraction", self.decay_fraction), ("dampening", self.dampening)] {

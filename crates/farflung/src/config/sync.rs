@@ -3,13 +3,13 @@
 use farflung_compress::AverageSpec;
 use farflung_optim::local::Averages;
 use farflung_optim::sync::{
-    AsynchronousSettings, BufferSettings, MomentPeriods, Quorum, Timeline, WorldSettings,
+    AsynchronousSettings, BufferSettings, MomentPeriods, Quorum, SyncMethod, Timeline, WorldSettings,
 };
 use farflung_optim::{LrSchedule, OptimError};
 
 use super::choice::SyncKind;
 use super::value::Setting as _;
-use super::{TrainConfig, check};
+use super::{RunSettings, TrainConfig, check};
 use crate::{Error, Result};
 
 impl TrainConfig {
@@ -38,26 +38,83 @@ impl TrainConfig {
         if self.error_feedback && !self.sync.compensates { self.codec.with_feedback() } else { self.codec }
     }
 
-    /// Returns the number of fragments of the parameters, which are averaged at different times.
-    pub(crate) fn fragments(&self) -> usize {
+    pub(super) fn validate_sync(&self) -> Result<()> {
+        let rate = self.consensus_rate;
+        check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
+        let bounded = self.theta > 0.0 && self.theta.is_finite();
+        check("theta", &self.theta, bounded, "above 0")?;
+        let bits = self.moniqua_bits;
+        check("moniqua-bits", &bits, (1..=24).contains(&bits), "between 1 and 24")?;
+        check("variance-doubling", &self.variance_doubling, self.variance_doubling > 0, "at least 1")?;
+        let (run, every) = (self.run_settings(), self.sync_every);
+        let doubling = run.local_doubling();
+        check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;
+        let share = self.copy_share;
+        check("copy-share", &share, (0.0..=1.0).contains(&share), "between 0 and 1")?;
+        check("min-members", &self.min_members, self.min_members > 0, "at least 1")?;
+        check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        let stays = self.world_mixing;
+        check("world-mixing", &stays, (0.0..=1.0).contains(&stays), "between 0 and 1")?;
+        let (lr, momentum) = (self.world_lr, self.world_momentum);
+        check("world-lr", &lr, lr > 0.0 && lr.is_finite(), "above 0")?;
+        check("world-momentum", &momentum, (0.0..1.0).contains(&momentum), "at least 0 and below 1")?;
+        check("trigger", &self.trigger, self.trigger >= 0.0, "at least 0")?;
+        check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;
+        let quorum = self.quorum.unwrap_or(1);
+        check("quorum", &quorum, quorum > 0, "at least 1")?;
+        if self.sync.timed && self.sync.reads.contains(&"sync-delay") {
+            let (delay, every) = (self.sync_delay, self.sync_every);
+            check("sync-delay", &delay, delay == 0 || delay < every, "below sync-every")?;
+        }
+        if self.sync.reads.contains(&"first-moment-every") {
+            let MomentPeriods { first, second } = run.moments(every);
+            for (field, steps) in [("first-moment-every", first), ("second-moment-every", second)] {
+                let fits = steps > 0 && steps.is_multiple_of(self.sync_every);
+                check(field, &steps, fits, "a multiple of sync-every")?;
+            }
+        }
+        if !self.sync.reads.contains(&"fragments") {
+            return Ok(());
+        }
+        match Timeline::new(every, run.fragments(every) as u64, self.sync_delay) {
+            Ok(_) => Ok(()),
+            Err(OptimError::Setting { field, value, expected, .. }) => {
+                let field = if field == "delay" { "sync-delay" } else { field };
+                Err(Error::Setting { field, value: value.to_string(), expected: expected.to_owned() })
+            }
+            Err(other) => Err(other.into()),
+        }
+    }
+}
+
+impl RunSettings {
+    /// Returns the number of fragments of the parameters, which are averaged at different times, `every` steps
+    /// apart.
+    pub(crate) fn fragments(&self, every: u64) -> usize {
         const DEFAULT_FRAGMENTS: u64 = 4;
-        self.fragments.unwrap_or(DEFAULT_FRAGMENTS.min(self.sync_every) as usize)
+        self.fragments.unwrap_or(DEFAULT_FRAGMENTS.min(every) as usize)
     }
 
-    /// Returns the numbers of steps between averages of the optimizer's moments.
-    pub(crate) fn moments(&self) -> MomentPeriods {
-        let MomentPeriods { first, second } = MomentPeriods::of(self.sync_every);
+    /// Returns the numbers of steps between averages of the optimizer's moments; parameters are averaged
+    /// every `every` steps.
+    pub(crate) fn moments(&self, every: u64) -> MomentPeriods {
+        let MomentPeriods { first, second } = MomentPeriods::of(every);
         MomentPeriods {
             first: self.first_moment_every.unwrap_or(first),
             second: self.second_moment_every.unwrap_or(second),
         }
     }
 
-    /// Returns the settings that determine the number of buffers of the method of synchronisation.
-    pub(crate) fn buffer_settings(&self) -> BufferSettings {
-        let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
-        let codec = self.averaged_codec();
-        let coded = self.sync.codes_server_changes && !codec.is_plain();
+    /// Returns the settings that determine the number of buffers of a method of synchronisation that averages
+    /// every `every` steps with a codec.
+    pub(crate) fn buffer_settings(
+        &self,
+        method: &SyncMethod,
+        codec: AverageSpec,
+        every: u64,
+    ) -> BufferSettings {
+        let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1, every));
+        let coded = method.codes_server_changes && !codec.is_plain();
         let feedback = coded && codec.codec().is_some_and(|codec| codec.feedback());
         let (momentum, world_momentum) = (self.outer_momentum, self.world_momentum);
         BufferSettings { momentum, world_momentum, states: local.states, coded, feedback }
@@ -97,52 +154,5 @@ impl TrainConfig {
             Averages::Gradients => 0,
             Averages::Momentum { .. } | Averages::Accumulated { .. } => (self.steps * PERCENT).div_ceil(100),
         })
-    }
-
-    pub(super) fn validate_sync(&self) -> Result<()> {
-        let rate = self.consensus_rate;
-        check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
-        let bounded = self.theta > 0.0 && self.theta.is_finite();
-        check("theta", &self.theta, bounded, "above 0")?;
-        let bits = self.moniqua_bits;
-        check("moniqua-bits", &bits, (1..=24).contains(&bits), "between 1 and 24")?;
-        check("variance-doubling", &self.variance_doubling, self.variance_doubling > 0, "at least 1")?;
-        let doubling = self.local_doubling();
-        check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;
-        let share = self.copy_share;
-        check("copy-share", &share, (0.0..=1.0).contains(&share), "between 0 and 1")?;
-        check("min-members", &self.min_members, self.min_members > 0, "at least 1")?;
-        check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
-        let stays = self.world_mixing;
-        check("world-mixing", &stays, (0.0..=1.0).contains(&stays), "between 0 and 1")?;
-        let (lr, momentum) = (self.world_lr, self.world_momentum);
-        check("world-lr", &lr, lr > 0.0 && lr.is_finite(), "above 0")?;
-        check("world-momentum", &momentum, (0.0..1.0).contains(&momentum), "at least 0 and below 1")?;
-        check("trigger", &self.trigger, self.trigger >= 0.0, "at least 0")?;
-        check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;
-        let quorum = self.quorum.unwrap_or(1);
-        check("quorum", &quorum, quorum > 0, "at least 1")?;
-        if self.sync.timed && self.sync.reads.contains(&"sync-delay") {
-            let (delay, every) = (self.sync_delay, self.sync_every);
-            check("sync-delay", &delay, delay == 0 || delay < every, "below sync-every")?;
-        }
-        if self.sync.reads.contains(&"first-moment-every") {
-            let MomentPeriods { first, second } = self.moments();
-            for (field, steps) in [("first-moment-every", first), ("second-moment-every", second)] {
-                let fits = steps > 0 && steps.is_multiple_of(self.sync_every);
-                check(field, &steps, fits, "a multiple of sync-every")?;
-            }
-        }
-        if !self.sync.reads.contains(&"fragments") {
-            return Ok(());
-        }
-        match Timeline::new(self.sync_every, self.fragments() as u64, self.sync_delay) {
-            Ok(_) => Ok(()),
-            Err(OptimError::Setting { field, value, expected, .. }) => {
-                let field = if field == "delay" { "sync-delay" } else { field };
-                Err(Error::Setting { field, value: value.to_string(), expected: expected.to_owned() })
-            }
-            Err(other) => Err(other.into()),
-        }
     }
 }

@@ -143,11 +143,11 @@ fn the_least_learning_rate_follows_the_highest() {
 #[test]
 fn the_transport_follows_the_number_of_processes() {
     let config = TrainConfig::default();
-    assert_eq!(config.transport_for(1).unwrap(), TransportName::of(&SIMULATED));
-    assert_eq!(config.transport_for(4).unwrap(), TransportName::of(&TCP));
-    let memory = TrainConfig { transport: TransportKind::of(&MEMORY), ..config };
-    assert_eq!(memory.transport_for(1).unwrap(), TransportName::of(&MEMORY));
-    assert!(memory.transport_for(2).unwrap_err().to_string().contains("2 processes"));
+    assert_eq!(config.run_settings().transport_for(1, 4).unwrap(), TransportName::of(&SIMULATED));
+    assert_eq!(config.run_settings().transport_for(4, 4).unwrap(), TransportName::of(&TCP));
+    let memory = TrainConfig { transport: TransportKind::of(&MEMORY), ..config }.run_settings();
+    assert_eq!(memory.transport_for(1, 4).unwrap(), TransportName::of(&MEMORY));
+    assert!(memory.transport_for(2, 4).unwrap_err().to_string().contains("2 processes"));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use farflung_zoo::{ModelSpec, Stage};
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::links;
-use crate::{Error, Result, TrainConfig};
+use crate::{Error, Result, RunSettings};
 
 /// Returns the ranks that hold a part of the model, in order, over all replicas and all copies in each replica.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
@@ -57,7 +57,7 @@ fn coded_price(
 pub(super) fn resolve(
     plan: BoundPlan,
     model: &ModelSpec,
-    config: &TrainConfig,
+    config: &RunSettings,
     cluster: Option<&Cluster>,
 ) -> Result<BoundPlan> {
     let level = plan.outermost();

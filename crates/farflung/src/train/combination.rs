@@ -18,7 +18,7 @@ use farflung_tensor::Precision;
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::planned::{level, refusal};
 use crate::config::choice::{LossScaling, SamplingKind};
-use crate::{Error, Result, TrainConfig};
+use crate::{Error, Result, RunSettings, TrainConfig};
 
 pub use axes::{AXES, Axis, all_values};
 pub use covering::{Covering, covering};
@@ -87,8 +87,6 @@ impl Choices {
         let replicas = u32::try_from(whole_pipelines(world, config.stages.max(1))).unwrap_or(u32::MAX);
         Self {
             levels: vec![level(config, replicas)],
-            sync: config.sync.row(),
-            optimizer: config.optimizer.row(),
             schedule: match &config.pools {
                 Some(_) => Some(Order::pools()),
                 None if config.is_pooled() => Some(Order::pools()),
@@ -97,15 +95,30 @@ impl Choices {
             forward: boundary(config.boundary),
             backward: boundary(config.boundary_backward),
             precision: config.precision,
-            sampling: config.sampling,
-            clips: config.clip > 0.0,
-            loss_scale: config.loss_scale,
-            own_data: config.own_data,
             stages: config.stages,
+            ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
 
-    fn planned(config: &TrainConfig, plan: &BoundPlan) -> Self {
+    /// Returns the choices of settings that a plan does not decide, for one replica without a pipeline.
+    fn beside(run: &RunSettings, sync: &'static SyncMethod) -> Self {
+        Self {
+            levels: Vec::new(),
+            sync,
+            optimizer: run.optimizer.row(),
+            schedule: None,
+            forward: Vec::new(),
+            backward: Vec::new(),
+            precision: Precision::F32,
+            sampling: run.sampling,
+            clips: run.clip > 0.0,
+            loss_scale: run.loss_scale,
+            own_data: run.own_data,
+            stages: 1,
+        }
+    }
+
+    fn planned(run: &RunSettings, plan: &BoundPlan) -> Self {
         let schedule = match &plan.pipeline.schedule {
             _ if plan.stages() == 1 => None,
             ScheduleSource::Named(method) => Some(Order::named(*method)),
@@ -114,13 +127,12 @@ impl Choices {
         };
         Self {
             levels: plan.bound_levels().to_vec(),
-            sync: plan.outermost().method,
             schedule,
             forward: plan.links().iter().map(|links| links.forward).collect(),
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
             stages: plan.stages() as usize,
-            ..Self::wished(config, plan.ranks() as usize)
+            ..Self::beside(run, plan.outermost().method)
         }
     }
 }
@@ -342,8 +354,8 @@ pub(super) fn check_wished(config: &TrainConfig, world: usize) -> Result<()> {
 /// Checks that a plan's choices can be combined with those of the other settings.
 ///
 /// Errors: as [`check_wished`].
-pub(super) fn check(config: &TrainConfig, plan: &BoundPlan) -> Result<()> {
-    refused(first(&Choices::planned(config, plan)))
+pub(super) fn check(run: &RunSettings, plan: &BoundPlan) -> Result<()> {
+    refused(first(&Choices::planned(run, plan)))
 }
 
 fn refused(refusal: Option<Refusal>) -> Result<()> {

@@ -52,7 +52,7 @@ pub fn connections(job: &Job, joined: Option<Communicator>) -> Result<Vec<Worker
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);
     let world = job.world;
-    let transport = config.transport_for(processes)?;
+    let transport = config.transport_for(processes, world)?;
     let simulates = transport.simulated;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
     let declared = declared_of(job, simulates)?;

@@ -10,7 +10,7 @@ use farflung_zoo::profile::ModelProfile;
 
 use super::activations::{budgeted, profile, repeated};
 use super::links;
-use crate::{Result, TrainConfig};
+use crate::{Result, RunSettings, TrainConfig};
 
 /// Returns the predicted time of `flops` operations at a rate in FLOP/s.
 pub(super) fn modelled(flops: f64, rate: f64) -> Nanos {
@@ -33,7 +33,7 @@ impl Machines {
     /// [`Cluster::topology`].
     pub fn of_plan(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Self> {
         // With a topology file, the settings are not used.
-        let config = TrainConfig::default();
+        let config = TrainConfig::default().run_settings();
         let topology = links::of_plan(&config, plan, Some(cluster))?;
         Ok(Self { topology, rates: rates(&config, model, plan, Some(cluster)) })
     }
@@ -41,7 +41,7 @@ impl Machines {
 
 /// Returns the rate of each rank's machine in FLOP/s: from the topology file, else from the settings.
 pub(super) fn rates(
-    config: &TrainConfig,
+    config: &RunSettings,
     model: &ModelSpec,
     plan: &Plan,
     cluster: Option<&Cluster>,

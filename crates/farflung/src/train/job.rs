@@ -26,13 +26,13 @@ use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
-use crate::{Error, Result, TrainConfig, corpus, model_shape};
+use crate::{Error, Result, RunSettings, TrainConfig, corpus, model_shape};
 
 /// A run whose workers are not started yet.
 #[derive(Debug, Clone)]
 pub struct Job {
-    /// The settings.
-    pub config: TrainConfig,
+    /// The settings that are not part of the plan.
+    pub config: RunSettings,
     /// The model's shape.
     pub model: ModelSpec,
     /// Every decision that the ranks share.
@@ -49,10 +49,9 @@ pub struct Job {
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
-    /// The settings as the user gave them, if members join and leave: `config` follows the current plan, and
-    /// has for example the share of a member. These are written to files and sent to newcomers. `None` if plans
-    /// do not change.
-    pub given: Option<Arc<TrainConfig>>,
+    /// The settings as the user gave them: the wishes from which the plan was made, and `config`. They are
+    /// written to files and sent to newcomers.
+    pub given: Arc<TrainConfig>,
     /// Cancels the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
     /// The view of the members that form its pipelines.
@@ -141,9 +140,9 @@ impl Job {
                 .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
         }
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, (&training, &reading), model.context)?;
+        let shards = shards_of(&config.run_settings(), &plan, (&training, &reading), model.context)?;
         Ok(Self {
-            config,
+            config: config.run_settings(),
             model,
             plan,
             plan_start: PlanStart::default(),
@@ -151,7 +150,7 @@ impl Job {
             round_plan: None,
             elastic: false,
             pipelines: None,
-            given: None,
+            given: Arc::new(config),
             change: None,
             view: None,
             doublings: 0,
@@ -183,8 +182,10 @@ impl Job {
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, (&self.training, &self.reading), self.model.context)?;
-        Ok(Self { config, plan, cluster, rates, shards, world, ..self.clone() })
+        let shards =
+            shards_of(&config.run_settings(), &plan, (&self.training, &self.reading), self.model.context)?;
+        let (given, config) = (Arc::new(config.clone()), config.run_settings());
+        Ok(Self { config, plan, given, cluster, rates, shards, world, ..self.clone() })
     }
 
     /// Returns the job with another plan, for the same model and data.
@@ -192,30 +193,20 @@ impl Job {
     /// Errors: an invalid plan.
     pub fn with_plan(&self, plan: Plan) -> Result<Self> {
         let plan = BoundPlan::new(plan)?;
-        let mut config = self.config.clone();
-        config.follow(&plan);
-        combination::check(&config, &plan)?;
-        planned::check_warmup(&config, &plan)?;
-        let plan = averages::resolve(plan, &self.model, &config, self.cluster.as_ref())?;
-        let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
+        let config = &self.config;
+        combination::check(config, &plan)?;
+        planned::check_warmup(config, &plan)?;
+        let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
+        let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config, &plan, (&self.training, &self.reading), self.model.context)?;
-        Ok(Self {
-            config,
-            plan,
-            since_members_changed: None,
-            round_plan: None,
-            rates,
-            shards,
-            world,
-            ..self.clone()
-        })
+        let shards = shards_of(config, &plan, (&self.training, &self.reading), self.model.context)?;
+        Ok(Self { plan, since_members_changed: None, round_plan: None, rates, shards, world, ..self.clone() })
     }
 
     /// Returns the settings as the user gave them, whatever the current plan is.
     #[must_use]
     pub fn settings(&self) -> &TrainConfig {
-        self.given.as_deref().unwrap_or(&self.config)
+        &self.given
     }
 
     /// Returns whether a checkpoint is of this data, by the hash in it. Those of earlier versions have the hash
@@ -369,7 +360,8 @@ impl Job {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
         // If the settings name the CPU, the notes at the start of the run already contain this warning.
         let named = self.config.device.of(rank) == DeviceName::Cpu;
-        if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
+        let offloads = self.plan.parts.iter().any(|part| part.offload > 0);
+        if offloads && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
             tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
         }
@@ -426,7 +418,7 @@ fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> 
 ///
 /// Errors: [`Error::Setting`] for settings that cannot be combined with shards; fewer parts than replicas.
 fn shards_of(
-    config: &TrainConfig,
+    config: &RunSettings,
     plan: &Plan,
     (training, reading): (&Split, &Reading),
     context: usize,
@@ -519,27 +511,26 @@ struct Decided {
 }
 
 impl Decided {
-    fn of(mut config: TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
-        let cluster = links::cluster(&config)?;
+    fn of(config: TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
+        let run = config.run_settings();
+        let cluster = links::cluster(&run)?;
         let plan = if let Some(path) = &config.plan {
-            let plan = planned::from_file(path, model, world)?;
-            config.follow(&plan);
-            plan
+            planned::from_file(path, model, world)?
         } else {
             combination::check_wished(&config, world)?;
             if cluster.is_some() {
                 // A topology for another number of ranks is rejected before anything else is derived from it.
-                links::declared(&config, world, cluster.as_ref())?;
+                links::declared(&run, world, cluster.as_ref())?;
             }
             planned::from_settings(&config, model, world, cluster.as_ref())?
         };
-        combination::check(&config, &plan)?;
-        let mut plan = averages::resolve(plan, model, &config, cluster.as_ref())?;
-        let rates = costs::rates(&config, model, &plan, cluster.as_ref());
+        combination::check(&run, &plan)?;
+        let mut plan = averages::resolve(plan, model, &run, cluster.as_ref())?;
+        let rates = costs::rates(&run, model, &plan, cluster.as_ref());
         if config.plan.is_none() {
             plan = planned::with_rates(&plan, &config, &rates)?;
         }
-        planned::check_warmup(&config, &plan)?;
+        planned::check_warmup(&run, &plan)?;
         Ok(Self { config, plan, cluster, rates })
     }
 }

@@ -18,12 +18,12 @@ pub(super) use super::connection::view_communicator;
 pub use super::connection::{WorkerConnection, connections};
 use crate::config::choice::TransportKind;
 use crate::transports::{Connects, JoinSettings, TRANSPORTS, TransportMethod, meet_by_auto};
-use crate::{Error, LaunchEnv, LaunchError, Result, Stop, TrainConfig};
+use crate::{Error, LaunchEnv, LaunchError, Result, RunSettings, Stop};
 
 /// Reads the topology of the settings, if there is one: a file, or a shipped topology by its name.
 ///
 /// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
-pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
+pub(crate) fn cluster(config: &RunSettings) -> Result<Option<Cluster>> {
     config.topology.as_deref().map(read_topology).transpose()
 }
 
@@ -57,7 +57,7 @@ pub fn read_or_shipped<T: FromStr<Err = ParallelError>>(
 
 /// Returns the links of the settings: those between the machines of a file, in its order, or equal access
 /// links.
-pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Cluster>) -> Result<Topology> {
+pub(super) fn declared(config: &RunSettings, world: usize, cluster: Option<&Cluster>) -> Result<Topology> {
     let Some(cluster) = cluster else { return Ok(Topology::uniform(world, config.link)) };
     let topology = cluster.topology()?;
     if topology.size() == world {
@@ -74,7 +74,7 @@ pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Clus
 /// Returns the links between the machines of a plan, in the order of its ranks.
 ///
 /// Errors: [`Error::Setting`] for a machine that the file does not have.
-pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluster>) -> Result<Topology> {
+pub(super) fn of_plan(config: &RunSettings, plan: &Plan, cluster: Option<&Cluster>) -> Result<Topology> {
     let Some(cluster) = cluster else { return Ok(Topology::uniform(plan.ranks() as usize, config.link)) };
     let (names, all) = (cluster.rank_names(), cluster.topology()?);
     let place = |name: &String| {
@@ -93,13 +93,13 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
 }
 
 /// Returns the limits on this process's sending rate over sockets.
-pub(super) const fn pace(config: &TrainConfig) -> Pace {
+pub(super) const fn pace(config: &RunSettings) -> Pace {
     Pace { all: config.up, each: config.up_each }
 }
 
 /// Returns whether processes of one machine share memory: with transport `auto`, unless a sending rate is
 /// given, which only sockets support.
-pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
+pub(super) fn shared_memory(config: &RunSettings) -> SharedMemory {
     match config.transport {
         TransportKind::Auto if pace(config) == Pace::default() => SharedMemory::WherePossible,
         _ => SharedMemory::Never,
@@ -110,7 +110,7 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
 /// not the model, the data or the plan.
 ///
 /// Errors: [`LaunchError::Rendezvous`] if processes do not find each other in time; those of the transport.
-pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
+pub fn join(config: &RunSettings, env: &LaunchEnv) -> Result<Communicator> {
     meet(config, env).map_err(|error| match error {
         Error::Comm(source) => match &source {
             CommError::Missing { ranks, .. } => {
@@ -123,7 +123,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     })
 }
 
-fn meet(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
+fn meet(config: &RunSettings, env: &LaunchEnv) -> Result<Communicator> {
     let meeting = JoinSettings {
         rank: env.rank.0,
         world_size: env.world_size as u32,
@@ -162,7 +162,7 @@ const LOOK: Duration = Duration::from_millis(50);
 ///
 /// Errors: also [`Error::Stopped`].
 pub(super) fn join_unless_stopped(
-    config: &TrainConfig,
+    config: &RunSettings,
     env: &LaunchEnv,
     stop: &Stop,
 ) -> Result<Communicator> {

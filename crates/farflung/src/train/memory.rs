@@ -22,7 +22,7 @@ use super::costs::Machines;
 use super::job::Job;
 use super::sizes::averaging;
 use crate::config::choice::StoreKind;
-use crate::{Result, TrainConfig};
+use crate::{Result, RunSettings, TrainConfig};
 use dry::DryRun;
 
 /// Bytes per f32.
@@ -68,13 +68,13 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Vec<StepMemory>> {
     let machines = Machines::of_plan(plan, model, cluster)?;
-    of_plan(&BoundPlan::new(plan.clone())?, model, &TrainConfig::default(), &machines, None)
+    of_plan(&BoundPlan::new(plan.clone())?, model, &TrainConfig::default().run_settings(), &machines, None)
 }
 
 fn of_plan(
     plan: &BoundPlan,
     model: &ModelSpec,
-    config: &TrainConfig,
+    config: &RunSettings,
     machines: &Machines,
     windows: Option<u64>,
 ) -> Result<Vec<StepMemory>> {
@@ -108,7 +108,7 @@ fn of_plan(
 fn of_rank(
     plan: &BoundPlan,
     model: &ModelSpec,
-    config: &TrainConfig,
+    config: &RunSettings,
     schedule: &ReplicaSchedule,
     position: Rank,
     seen: SamplesSeen,
@@ -133,8 +133,9 @@ fn of_rank(
     let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen);
     let mut messages = dry.messages() + coded;
     if holders > 1 {
-        optimizer += (config.sync.buffers)(&config.buffer_settings()).held as u64 * model_bytes;
         let level = plan.outermost();
+        let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
+        optimizer += (level.method.buffers)(&buffers).held as u64 * model_bytes;
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let averages = averaging(&level.codec, model_bytes.into(), holders, bucket);
         let bytes = averages.buckets + averages.messages + averages.residuals;

@@ -17,7 +17,10 @@ use farflung_zoo::ModelSpec;
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
 use super::links;
-use crate::{Error, Result, TrainConfig, model_name};
+use crate::config::choice::SyncKind;
+use crate::config::local_steps::LocalStepsKind;
+use crate::config::pools::Numbers;
+use crate::{Error, Result, RunSettings, TrainConfig, model_name};
 
 /// Returns why `train` does not support a schedule; `None` if it does.
 ///
@@ -169,7 +172,7 @@ fn local_steps(plan: &BoundPlan, config: &TrainConfig, rates: &[f64]) -> Vec<u32
 
 /// Checks that all replicas take the steps in which gradients are averaged, for methods that also have local
 /// steps.
-pub(super) fn check_warmup(config: &TrainConfig, plan: &BoundPlan) -> Result<()> {
+pub(super) fn check_warmup(config: &RunSettings, plan: &BoundPlan) -> Result<()> {
     let (method, steps) = (plan.outermost().method, &plan.outermost().steps);
     let averages = config.optimizer.averages.sync().is_some()
         || (method.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
@@ -293,6 +296,43 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     }
 }
 
+/// Returns the settings with the wishes that a plan shows, as far as wishes can express it. They are for notes
+/// and for estimates before a run; training reads the plan.
+pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig {
+    let level = plan.outermost();
+    let links = plan.links().first().copied();
+    TrainConfig {
+        workers: plan.ranks() as usize,
+        stages: plan.stages() as usize,
+        batch: plan.batch as usize,
+        microbatches: plan.microbatches.iter().max().map(|&m| m as usize),
+        accumulate: 1,
+        precision: plan.precision,
+        schedule: match &plan.pipeline.schedule {
+            ScheduleSource::Named(method) => *method,
+            ScheduleSource::Text(_) | ScheduleSource::Pools(_) => Method::OneFOneB,
+        },
+        pools: plan.pools().map(|pools| Numbers(pools.sizes.clone())),
+        pool_rates: plan.pools().map(|pools| Numbers(pools.rates.clone())),
+        schedule_file: None,
+        version_sync: plan.pipeline.version_sync,
+        // If boundaries differ, the first one is shown.
+        boundary: links.map_or(config.boundary, |links| links.forward),
+        boundary_backward: links.map_or(config.boundary_backward, |links| links.backward),
+        algorithm: level.algorithm,
+        sync_every: level.every.into(),
+        local_steps: match &level.steps[..] {
+            [] => LocalStepsKind::Equal,
+            steps => LocalStepsKind::Each(steps.to_vec()),
+        },
+        bucket_mb: level.bucket_bytes as f64 / 1e6,
+        overlap: level.overlap,
+        codec: level.codec,
+        sync: SyncKind::of(level.method),
+        ..config.clone()
+    }
+}
+
 /// Reads a plan and checks that it is for this model and this number of ranks.
 ///
 /// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or
@@ -357,7 +397,7 @@ fn even(context: usize, slices: usize) -> Result<Vec<u32>> {
 
 /// Returns the links between neighbours of the first pipeline.
 fn links_of(config: &TrainConfig, world: usize, stages: u32, cluster: Option<&Cluster>) -> Result<Vec<Link>> {
-    let topology = links::declared(config, world, cluster)?;
+    let topology = links::declared(&config.run_settings(), world, cluster)?;
     let link = |from, to| Link { bandwidth: topology.rate(from, to), ..topology.link(from, to) };
     Ok((1..stages).map(|r| link(Rank(r - 1), Rank(r))).collect())
 }

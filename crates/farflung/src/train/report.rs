@@ -139,7 +139,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         optimizer: Nanos::ZERO,
         buckets: ((parameters as f64 * 4.0 / plan.outermost().bucket_bytes as f64).ceil() as u32).max(1),
         codec,
-        every: u32::try_from(config.sync_every).unwrap_or(u32::MAX),
+        every: plan.outermost().every,
     };
     let prices = AveragePrices::new(Topology::uniform(job.world, link));
     Ok(Some(answer.answer(&|algorithm, codec, values| prices.of(algorithm, codec, values))?))

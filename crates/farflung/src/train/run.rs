@@ -94,7 +94,7 @@ pub fn run(
                     "{at}: links are neither encrypted nor authenticated: use this only in trusted networks"
                 ));
             }
-            let comm = stop.with_stop(links::join_unless_stopped(&config, env, &stop)?);
+            let comm = stop.with_stop(links::join_unless_stopped(&config.run_settings(), env, &stop)?);
             let met = same_settings(&config, &comm);
             let job = met.and_then(|()| {
                 let mut job =
@@ -130,17 +130,18 @@ pub fn run(
 
 /// Checks that this machine can run its part: its transport, its memory, its threads.
 fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
-    config.transport_for(env.map_or(1, |env| env.world_size))?;
-    let mut followed = config.clone().with_own_model()?;
-    if let Some(path) = &config.plan {
-        followed.follow(&*planned::read(path)?);
+    config.run_settings().transport_for(env.map_or(1, |env| env.world_size), config.workers)?;
+    let own = config.clone().with_own_model()?;
+    match &config.plan {
+        Some(path) => sizes::admit(&planned::as_planned(&own, &planned::read(path)?), env),
+        None => sizes::admit(&own, env),
     }
-    sizes::admit(&followed, env)
 }
 
 /// Reads the data and makes the plan.
 fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> Result<Job> {
-    let transport = config.transport_for(env.map_or(1, |env| env.world_size))?;
+    let transport =
+        config.run_settings().transport_for(env.map_or(1, |env| env.world_size), config.workers)?;
     let world = world(&config, env)?;
     let job = Job::new(config, world, stop)?;
     deadline::check(&job, transport)?;
@@ -286,7 +287,7 @@ fn train(
     }
     // The settings are written only after all checks of the folder have passed.
     if let Some(run) = run {
-        run.write_settings(&config.to_toml(), &job.plan.to_string())?;
+        run.write_settings(&job.given.to_toml(), &job.plan.to_string())?;
     }
     if let Some(run) = run.filter(|_| first) {
         links::file::write(job, simulated, run)?;
@@ -348,7 +349,7 @@ pub(super) fn announce(
     resumed: Option<&Resumed>,
     watch: &mut dyn RunObserver,
 ) -> Result<()> {
-    let mut config = job.config.clone();
+    let mut config = planned::as_planned(&job.given, &job.plan);
     if job.elastic {
         // The notes assume at least two workers, since other members may join.
         config.workers = job.world.max(2);

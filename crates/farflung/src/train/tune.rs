@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
 use farflung_base::{Algorithm, Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
@@ -105,7 +106,7 @@ impl Job {
         };
         let plan = self.plan.changed(set).ok()?;
         let mut job = Self { plan, ..self.clone() };
-        job.config.take(candidate);
+        Arc::make_mut(&mut job.given).take(candidate);
         Some(job)
     }
 

@@ -13,7 +13,9 @@ use farflung::config::choice::{BalanceKind, OptimizerKind, RecipeKind, SyncKind}
 use farflung::events::{self, EventKind};
 use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, OnMemberLoss};
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_workers};
-use farflung::{Error, Event, Existing, Result, RunDir, StepMetrics, Stop, TrainArgs, TrainConfig};
+use farflung::{
+    Error, Event, Existing, Result, RunDir, RunSettings, StepMetrics, Stop, TrainArgs, TrainConfig,
+};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
 const STEPS: u64 = 6;
@@ -168,7 +170,7 @@ fn a_newcomer_has_the_bits_of_all() {
     for config in [ddp(), diloco(), des_loc()] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 2, config);
-        let job = Job { config: TrainConfig { steps: 16, ..job.config }, ..job };
+        let job = Job { config: RunSettings { steps: 16, ..job.config }, ..job };
         let results = run(&job, 3, &[(PeerId(2), Nanos::from_millis(5))], &Faults::new());
         let hashes: Vec<String> = results.iter().map(hash).collect();
         assert_eq!(hashes.len(), 3);
@@ -189,7 +191,7 @@ fn every_recipe_works_with_members_that_come_and_go() {
         let each_step = config.sync.each_step;
         let config = TrainConfig { sync_every: if each_step { config.sync_every } else { 2 }, ..config };
         let job = job(folder.path(), 3, config);
-        let config = TrainConfig { steps: 16, ..job.config.clone() };
+        let config = RunSettings { steps: 16, ..job.config.clone() };
         for moment in Moment::ALL {
             let failure = Some(Failure { rank: 1, step: 4, moment });
             let job = Job { config: config.clone(), failure, ..job.clone() };
@@ -338,7 +340,7 @@ fn unequal(folder: &Path, speeds: &[u32]) -> TrainConfig {
 
 /// Sets sixty steps, with a deadline so long that no member is given up.
 fn long(job: Job) -> Job {
-    let config = TrainConfig { steps: 60, deadline: Nanos::from_millis(600_000), ..job.config };
+    let config = RunSettings { steps: 60, deadline: Nanos::from_millis(600_000), ..job.config };
     Job { config, elastic: true, ..job }
 }
 

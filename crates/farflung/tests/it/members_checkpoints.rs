@@ -240,7 +240,7 @@ fn those_that_may_not_go_on_save_their_parts() {
         let config = TrainConfig { sync, sync_every, resume: Resume::Auto, ..TrainConfig::default() };
         let job = |workers| {
             let job = job(root.path(), config.clone());
-            let config = TrainConfig { workers, checkpoint_every: 0, ..job.config };
+            let config = TrainConfig { workers, checkpoint_every: 0, ..TrainConfig::clone(&job.given) };
             Job { elastic: true, ..Job::new(config, workers, Stop::manual()).unwrap() }
         };
         let disk = |name: &str| root.path().join(name);
@@ -269,7 +269,11 @@ fn those_that_may_not_go_on_save_their_parts() {
             assert_eq!(error.exit_code(), 75);
         }
         // A host finds both parts, and begins after that step.
-        let founder = elastic::founder(TrainConfig { workers: 1, ..job(4).config }, &Stop::manual()).unwrap();
+        let founder = elastic::founder(
+            TrainConfig { workers: 1, ..TrainConfig::clone(&job(4).given) },
+            &Stop::manual(),
+        )
+        .unwrap();
         let mut connections = connections(&founder, 1, &[], &Faults::new());
         let own = RunDir::open(&folders[2], Existing::Continue).unwrap();
         connections[0].place = connections[0].place.take().map(|place| place.saves_in(own));

@@ -163,7 +163,9 @@ fn a_wrong_chunk_of_the_only_donor_ends_the_newcomer() {
     let job = job(folder.path(), ddp());
     let job = Job {
         elastic: true,
-        ..job.with_config(TrainConfig { workers: 1, compute_rate: 1e8, ..job.config.clone() }, 1).unwrap()
+        ..job
+            .with_config(TrainConfig { workers: 1, compute_rate: 1e8, ..TrainConfig::clone(&job.given) }, 1)
+            .unwrap()
     };
     let mut refused = Vec::new();
     for step in 1..=6 {

@@ -225,7 +225,7 @@ fn one_whose_links_are_too_slow_is_waited_for() {
     let job = job(folder.path(), ddp("none"));
     // A step takes 0.9 s, a record 0.75 s at half of the rate; and a tenth of that.
     for (compute_rate, follows) in [(1e7, true), (1e9, false)] {
-        let config = TrainConfig { compute_rate, steps: 24, ..job.config.clone() };
+        let config = TrainConfig { compute_rate, steps: 24, ..TrainConfig::clone(&job.given) };
         let job = job.with_config(config, MEMBERS).unwrap();
         let (ended, told) = run(&job, Nanos(1), &Faults::new());
         hash(&ended, MEMBERS + 1, &told);
@@ -258,7 +258,9 @@ fn a_wrong_record_is_found_out_by_the_state_after_it() {
     let mut took_all = 0;
     for members in [3, 2] {
         let job = job(folder.path(), ddp("none"));
-        let job = job.with_config(TrainConfig { workers: members, ..job.config.clone() }, members).unwrap();
+        let job = job
+            .with_config(TrainConfig { workers: members, ..TrainConfig::clone(&job.given) }, members)
+            .unwrap();
         let run = |job: &Job| {
             let mut told = Noted::default();
             let come = [(PeerId(members as u32), Nanos(1))];

@@ -100,7 +100,10 @@ fn one_that_follows_its_part_has_the_bits_of_one_for_which_all_wait() {
 
 /// Creates a job whose stages are two pools of two members, by choice.
 fn pooled(folder: &Path) -> Job {
-    in_pools(TrainConfig { pooled: true, ..job(folder, TrainConfig::default()).config }, &[2, 2])
+    in_pools(
+        TrainConfig { pooled: true, ..TrainConfig::clone(&job(folder, TrainConfig::default()).given) },
+        &[2, 2],
+    )
 }
 
 #[test]
@@ -197,7 +200,7 @@ fn a_wrong_record_of_a_part_is_found_out() {
 fn a_donor_that_is_lost_while_a_part_is_fetched_costs_its_own_part_only() {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), TrainConfig { microbatches: Some(6), workers: 6, ..TrainConfig::default() });
-    let job = job.with_config(TrainConfig { workers: 6, ..job.config.clone() }, 6).unwrap();
+    let job = job.with_config(TrainConfig { workers: 6, ..TrainConfig::clone(&job.given) }, 6).unwrap();
     let new = PeerId(6);
     let run = |faults: Faults| {
         let mut told = Noted::default();

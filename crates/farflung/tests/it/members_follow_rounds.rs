@@ -123,7 +123,7 @@ fn a_rank_that_is_alone_is_followed() {
     for (config, unit) in [(diloco("none"), "round"), (TrainConfig::default(), "step")] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), config);
-        let job = job.with_config(TrainConfig { workers: 1, ..job.config.clone() }, 1).unwrap();
+        let job = job.with_config(TrainConfig { workers: 1, ..TrainConfig::clone(&job.given) }, 1).unwrap();
         let run = |job: &Job, come: Nanos| {
             let mut told = Noted::default();
             let ended =

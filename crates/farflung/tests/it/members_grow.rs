@@ -18,7 +18,7 @@ use farflung_base::{Nanos, PeerId};
 /// Creates a job of one pipeline of two members.
 fn growing(folder: &Path, config: TrainConfig) -> Job {
     let job = job(folder, config);
-    let config = TrainConfig { workers: 2, ..job.config.clone() };
+    let config = TrainConfig { workers: 2, ..TrainConfig::clone(&job.given) };
     job.with_config(config, 2).unwrap()
 }
 
@@ -70,7 +70,7 @@ fn spares_replay_averages_of_local_steps() {
     for (config, same_bits) in [(diloco(), false), (des_loc(), true)] {
         let folder = tempfile::tempdir().unwrap();
         let job = growing(folder.path(), config);
-        let job = job.with_config(TrainConfig { steps: 18, ..job.config.clone() }, 2).unwrap();
+        let job = job.with_config(TrainConfig { steps: 18, ..TrainConfig::clone(&job.given) }, 2).unwrap();
         let come = |part: u64| [Nanos(STEP / 2), Nanos(STEP * 3 / 2 + STEP * part / 2)];
         let waits = Job { barrier: true, ..job.clone() };
         let mut waited: BTreeMap<u64, String> = BTreeMap::new();
@@ -140,7 +140,7 @@ fn whoever_is_lost_while_spares_fetch_their_parts_costs_no_other_member() {
 fn a_newcomer_waits_until_a_further_pipeline_is_formed_and_can_be_in_the_next_one() {
     let folder = tempfile::tempdir().unwrap();
     let job = growing(folder.path(), TrainConfig { microbatches: Some(6), ..TrainConfig::default() });
-    let job = job.with_config(TrainConfig { steps: 24, ..job.config.clone() }, 2).unwrap();
+    let job = job.with_config(TrainConfig { steps: 24, ..TrainConfig::clone(&job.given) }, 2).unwrap();
     let come = [COME[0], COME[1], Nanos(STEP * 5 / 2), Nanos(STEP * 5 / 2)];
     let (ended, told) = run(&job, &come, &Faults::new());
     hash(&ended, &[], &told);
@@ -156,7 +156,8 @@ fn spares_whose_links_are_too_slow_receive_their_parts_while_all_wait() {
     let link = "200kbit,1ms".parse().unwrap();
     // With `--join-wait`, members do not wait longer for them: they stay without a part.
     for (join_wait, grows) in [(Nanos::MAX, true), (Nanos::from_millis(60_000), false)] {
-        let job = job.with_config(TrainConfig { link, join_wait, ..job.config.clone() }, 2).unwrap();
+        let job =
+            job.with_config(TrainConfig { link, join_wait, ..TrainConfig::clone(&job.given) }, 2).unwrap();
         let (ended, told) = run(&job, &COME, &Faults::new());
         if grows {
             hash(&ended, &[], &told);

@@ -8,7 +8,7 @@ use std::path::Path;
 use crate::virtual_members::{Ended, Told, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, RunObserver, elastic, run_workers};
-use farflung::{Error, Stop, TrainConfig};
+use farflung::{Error, RunSettings, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 6;
@@ -137,7 +137,11 @@ fn members_that_come_make_a_pipeline_of_one_member_longer() {
     let folder = tempfile::tempdir().unwrap();
     // A step takes longer than the round trips after which a newcomer is ready.
     let (steps, compute_rate) = (12, 1e7);
-    let config = TrainConfig { steps, compute_rate, ..job(folder.path(), 4, TrainConfig::default()).config };
+    let config = TrainConfig {
+        steps,
+        compute_rate,
+        ..TrainConfig::clone(&job(folder.path(), 4, TrainConfig::default()).given)
+    };
     let founder = elastic::founder(TrainConfig { workers: 1, ..config }, &Stop::manual()).unwrap();
     assert_eq!((founder.plan.stages(), founder.plan.microbatches.clone()), (1, vec![4]));
     let alone = run(&founder, 1, &[], &Faults::new(), &mut Quiet);
@@ -161,7 +165,7 @@ fn spares_and_a_newcomer_make_a_second_pipeline() {
     for lost in [2, 6] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 8, TrainConfig::default());
-        let job = Job { config: TrainConfig { steps: 24, ..job.config.clone() }, ..job };
+        let job = Job { config: RunSettings { steps: 24, ..job.config.clone() }, ..job };
         let faults = Faults::new().at(Nanos::from_millis(40)).crash(PeerId(lost));
         let mut told = Told::default();
         let results = run(&job, 9, &[(PeerId(8), Nanos::from_millis(100))], &faults, &mut told);
@@ -193,7 +197,7 @@ fn a_part_that_nobody_else_holds_is_lost() {
 fn a_step_that_is_done_again_has_one_row() {
     let folder = tempfile::tempdir().unwrap();
     let job = job(folder.path(), 4, TrainConfig { copy_share: 0.5, ..TrainConfig::default() });
-    let job = Job { config: TrainConfig { steps: 16, ..job.config.clone() }, ..job };
+    let job = Job { config: RunSettings { steps: 16, ..job.config.clone() }, ..job };
     let mut calm = Told::default();
     let expected = losses(report(&run(&job, 4, &[], &Faults::new(), &mut calm)));
     // Rank 0 is lost at a time within step 12. The rank in its place may have committed that step, or not.
@@ -218,7 +222,7 @@ fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
     let steps = 16;
     let settings = |workers: usize| {
         let job = job(folder.path(), workers, TrainConfig { copy_share: 0.5, ..TrainConfig::default() });
-        Job { config: TrainConfig { steps, ..job.config.clone() }, ..job }
+        Job { config: RunSettings { steps, ..job.config.clone() }, ..job }
     };
     let calm = run(&settings(4), 4, &[], &Faults::new(), &mut Quiet);
     let calm = losses(report(&calm));

@@ -10,7 +10,7 @@ use crate::members_in_pipelines::{report, run};
 use crate::virtual_members::{Told, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, elastic};
-use farflung::{Error, Stop, TrainConfig};
+use farflung::{Error, RunSettings, Stop, TrainConfig};
 use farflung_base::{Nanos, PeerId};
 
 const STEPS: u64 = 8;
@@ -125,7 +125,7 @@ fn whoever_is_killed_frozen_or_cut_off_in_a_round_gives_nothing_to_it() {
 #[test]
 fn members_that_come_make_pipelines_after_an_average() {
     let folder = tempfile::tempdir().unwrap();
-    let settings = job(folder.path(), 4, diloco()).config;
+    let settings = TrainConfig::clone(&job(folder.path(), 4, diloco()).given);
     // A step takes longer than the round trips after which a newcomer is ready.
     let config = TrainConfig { steps: 24, compute_rate: 1e7, workers: 1, ..settings };
     let founder = elastic::founder(config, &Stop::manual()).unwrap();
@@ -153,7 +153,7 @@ fn a_broken_pipeline_is_whole_again_after_the_round() {
     for lost in [2, 3] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 4, diloco());
-        let job = Job { config: TrainConfig { steps: 80, ..job.config.clone() }, ..job };
+        let job = Job { config: RunSettings { steps: 80, ..job.config.clone() }, ..job };
         let faults = Faults::new().at(Nanos::from_millis(30)).crash(PeerId(lost));
         let mut told = Told::default();
         let results = run(&job, 5, &[(PeerId(4), Nanos::from_millis(60))], &faults, &mut told);
@@ -175,7 +175,11 @@ fn a_broken_pipeline_is_whole_again_after_the_round() {
 #[test]
 fn without_a_whole_pipeline_all_go_back_to_the_last_average() {
     let folder = tempfile::tempdir().unwrap();
-    let config = TrainConfig { layers: Some(3), stages: 3, ..job(folder.path(), 6, diloco()).config };
+    let config = TrainConfig {
+        layers: Some(3),
+        stages: 3,
+        ..TrainConfig::clone(&job(folder.path(), 6, diloco()).given)
+    };
     let config = TrainConfig { sync_every: 4, steps: 12, ..config };
     let job = Job { elastic: true, ..Job::new(config, 6, Stop::manual()).unwrap() };
     let mut calm = Told::default();
@@ -207,7 +211,11 @@ fn without_a_whole_pipeline_all_go_back_to_the_last_average() {
 fn one_pipeline_goes_back_to_an_average_that_all_have_copied() {
     let folder = tempfile::tempdir().unwrap();
     let config = TrainConfig { copy_share: 0.5, ..diloco() };
-    let config = TrainConfig { layers: Some(3), stages: 3, ..job(folder.path(), 6, config).config };
+    let config = TrainConfig {
+        layers: Some(3),
+        stages: 3,
+        ..TrainConfig::clone(&job(folder.path(), 6, config).given)
+    };
     let config = TrainConfig { steps: 16, workers: 3, ..config };
     let all = Job { elastic: true, ..Job::new(config, 3, Stop::manual()).unwrap() };
     let calm = report(&run(&all, 3, &[], &Faults::new(), &mut Quiet)).rows.clone();

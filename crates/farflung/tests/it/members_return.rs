@@ -9,7 +9,9 @@ use std::path::Path;
 use crate::virtual_members::{Ended, connections, fox, tiny};
 use farflung::comm::simulated::Faults;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, WorkerConnection, run_workers};
-use farflung::{Error, Event, EventKind, Existing, LostSequences, RunDir, Stop, TrainConfig, events};
+use farflung::{
+    Error, Event, EventKind, Existing, LostSequences, RunDir, RunSettings, Stop, TrainConfig, events,
+};
 use farflung_base::{Nanos, PeerId};
 
 const MEMBERS: usize = 5;
@@ -237,7 +239,7 @@ fn events_tell_the_sequences_that_an_average_lacks() {
     // It is in the average of step 8, and the others notice its loss in the evaluation after that step.
     let failure = Some(Failure { rank: 3, step: 8, moment: Moment::Met });
     let evaluated = run(&local, &|job| {
-        let config = TrainConfig { eval_every: 8, ..job.config.clone() };
+        let config = RunSettings { eval_every: 8, ..job.config.clone() };
         Job { failure, config, ..job }
     });
     assert_eq!(lost_sequences(&evaluated, 3), (8, 0));

@@ -170,9 +170,9 @@ fn a_stage_that_has_lost_a_member_gets_fewer_layers() {
 fn a_time_that_cannot_be_true_is_reported_and_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let pipelines = job(folder.path(), &[8.0; 4], TrainConfig::default());
-    let whole = TrainConfig { stages: 1, ..pipelines.config.clone() };
+    let whole = TrainConfig { stages: 1, ..TrainConfig::clone(&pipelines.given) };
     let whole = Job { elastic: true, ..Job::new(whole, 4, Stop::manual()).unwrap() };
-    let pools = in_pools(pipelines.config.clone(), &[2, 2]);
+    let pools = in_pools(TrainConfig::clone(&pipelines.given), &[2, 2]);
     for (calm, rank, what) in [(whole, 3, "whole models"), (pipelines, 2, "pipelines"), (pools, 1, "pools")] {
         for bit in [61, 62, 63] {
             let fault = Fault { rank, step: 20, value: FaultyValue::StepTime, element: 0, bit };

@@ -30,7 +30,7 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
     // An arm that sets no codec warm-up uses its codec from the first step, because the times with the codec
     // are measured.
     let codec_warmup = job.config.codec_warmup.or(Some(0));
-    let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
+    let config = TrainConfig { link, codec_warmup, ..TrainConfig::clone(&job.given) };
     let time = period(&again(&job, config, JobTransport::Simulated(link)))?;
     TIMES.lock().unwrap_or_else(PoisonError::into_inner).insert(key, time);
     Ok(time)

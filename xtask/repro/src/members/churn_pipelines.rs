@@ -145,7 +145,7 @@ fn leaving(job: &Job, members: &[u32], steps: RangeInclusive<u64>) -> Result<All
 /// Two pipelines with rounds of two local steps. The pipeline that loses a member gives nothing to the round.
 fn local_steps(report: &mut Report<'_>, coverage: &Coverage) -> Result<()> {
     let job = pipelines(report.seed(), 2 * STAGES, 6)?;
-    let config = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..job.config };
+    let config = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::clone(&job.given) };
     let job = Job { elastic: true, ..Job::new(config, 2 * STAGES, Stop::manual())? };
     let mut allowed = AllowedHashes::new();
     for &member in &coverage.two {

@@ -129,7 +129,7 @@ fn followed(report: &mut Report<'_>, most: usize, (name, every): (&str, u64)) ->
     let unit = if every > 1 { "round" } else { "step" };
     let steps_of = |times: &[f64]| times.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<f64>>();
     let calm_steps = steps_of(&calm_times);
-    let larger = TrainConfig { workers: MEMBERS + 1, ..job.config.clone() };
+    let larger = TrainConfig { workers: MEMBERS + 1, ..TrainConfig::clone(&job.given) };
     let rise = predicted_rate(&job.with_config(larger, MEMBERS + 1)?)? / predicted_rate(&job)?;
     let joined = format!("member {MEMBERS} joined");
     let expected = Expected { rise, joined: &joined, skipped: every, every };

@@ -95,8 +95,10 @@ pub(super) fn followed_part(report: &mut Report<'_>, most: usize) -> Result<()> 
     for (name, pooled) in [("followed part", false), ("followed part of a pool", true)] {
         let job = pipelines(report.seed(), MEMBERS, pooled)?;
         // After the loss, the member that is left of the second stages gets all microbatches of a step.
-        let config =
-            TrainConfig { microbatches: Some(job.plan.all_microbatches() as usize), ..job.config.clone() };
+        let config = TrainConfig {
+            microbatches: Some(job.plan.all_microbatches() as usize),
+            ..TrainConfig::clone(&job.given)
+        };
         let fewer = in_pools(&job.with_config(config, MEMBERS)?, &[2, 1])?;
         let rise = predicted_rate(&job)? / predicted_rate(&fewer)?;
         let (newcomer, spare) = (PeerId(MEMBERS as u32), None);

@@ -12,7 +12,7 @@ use farflung::train::Job;
 use super::one_period;
 use crate::harness::{Report, Threshold};
 use crate::plan_exact::in_two_levels;
-use crate::workers::{JobTransport, again, with_transport};
+use crate::workers::{JobTransport, again, set_transport};
 
 /// A set of machines and links.
 struct Network {
@@ -243,7 +243,7 @@ pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<(
     for (i, Network { name: place, text }) in NETWORKS.iter().enumerate() {
         let file = folder.path().join(format!("place{i}.toml"));
         std::fs::write(&file, text).context("failed to write the topology")?;
-        let base = TrainConfig { topology: Some(file), stages: 1, ..first.config.clone() };
+        let base = TrainConfig { topology: Some(file), stages: 1, ..TrainConfig::clone(&first.given) };
         let wanted = |(j, _): &(usize, TrainingSetup)| !quick || (i + j).is_multiple_of(4);
         for (_, TrainingSetup { name, config, change }) in
             setups(&base)?.into_iter().enumerate().filter(wanted)
@@ -253,7 +253,7 @@ pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<(
             let mut plan = Plan::from(&job.plan);
             change(&mut plan);
             let mut job = job.with_plan(plan)?;
-            job.config = with_transport(job.config, over);
+            set_transport(&mut job, over);
             let (_, taken) = one_period(&job)?;
             let row = |what: &str| format!("{place}: {name}: {what}");
             report.row(&row("predicted"), taken.predicted.as_secs_f64() * 1e3, "ms", Threshold::None)?;

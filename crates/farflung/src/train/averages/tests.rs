@@ -5,9 +5,9 @@ use farflung_parallel::Level;
 use farflung_parallel::plan::NO_CODEC;
 
 use super::*;
-use crate::Stop;
 use crate::config::choice::LrScheduleKind;
 use crate::train::{Job, Quiet, connections, run_job};
+use crate::{Stop, TrainConfig};
 
 /// Two regions of two machines, with a line of 20 Mbit/s and 20 ms between them.
 const REGIONS: &str = r#"

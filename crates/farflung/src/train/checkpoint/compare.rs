@@ -101,7 +101,7 @@ pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
             continue;
         }
         let line = format!("`{name}` is {value}, was {before}");
-        let kind = if job.config.is_training(&name) { &mut training } else { &mut others };
+        let kind = if job.given.is_training(&name) { &mut training } else { &mut others };
         kind.push(line);
     }
     let line = |intro: &str, differing: Vec<String>| {

@@ -281,7 +281,10 @@ fn next_team(
     let mut team = team_of(assignment);
     let layers = own_cut(before, &reference.layers);
     let mut plan = plan_for(job, &team, (before, reference), (rates, layers.clone()))?;
-    if pooling.is_none() && plan.pools().is_some() && combination::check(wished, &plan).is_err() {
+    if pooling.is_none()
+        && plan.pools().is_some()
+        && combination::check(&wished.run_settings(), &plan).is_err()
+    {
         // Settings that do not work with pools: train in whole pipelines only.
         team = team_of(assigned(wished, &stood, (cut, most), false));
         plan = plan_for(job, &team, (before, reference), (None, layers))?;

@@ -3,6 +3,8 @@
 //! its first share. A newcomer to pipelines may not have the memory for the whole model: it measures a model of
 //! one layer, and its operations a second decide its first share.
 
+use std::sync::Arc;
+
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
@@ -56,7 +58,7 @@ fn known<T>(found: Result<T>) -> Option<T> {
 /// Returns the job of a newcomer to pipelines with one layer of its model, and one microbatch a step.
 fn of_one_layer(job: &Job) -> Result<Job> {
     let model = job.model.resized(Resize { layers: Some(1), ..Resize::default() })?;
-    let wished = job.pipelines.as_deref().unwrap_or(&job.config).clone();
+    let wished = job.pipelines.as_deref().unwrap_or(&job.given).clone();
     let one = TrainConfig {
         layers: Some(1),
         microbatches: Some(1),
@@ -69,7 +71,8 @@ fn of_one_layer(job: &Job) -> Result<Job> {
     };
     let plan = planned::divided(&one, &model, (1, None), None)?;
     let plan = Plan { levels: job.plan.levels.clone(), ..Plan::from(plan) };
-    Job { config: one, model, pipelines: None, initial: None, ..job.clone() }.with_plan(plan)
+    let (config, given) = (one.run_settings(), Arc::new(one));
+    Job { config, given, model, pipelines: None, initial: None, ..job.clone() }.with_plan(plan)
 }
 
 fn measure(job: &Job, (comm, slot): (&Communicator, u32), threads: usize, simulated: bool) -> Result<Nanos> {

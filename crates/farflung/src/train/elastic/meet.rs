@@ -89,7 +89,7 @@ pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     sizes::admit(&config, None)?;
     let pipelines = pipelines(&config)?;
     let mut config = TrainConfig { workers: 1, ..config };
-    let given = Some(Arc::new(config.clone()));
+    let given = Arc::new(config.clone());
     if pipelines.is_some() {
         // The founder takes as many microbatches per step as a whole pipeline.
         (config.microbatches, config.accumulate) = (Some(planned::microbatches(&config)), 1);

@@ -195,12 +195,10 @@ fn tell_joined(member: &Member<'_>, begun: u64, members: usize, watch: &mut dyn 
 
 /// Returns the job of a member, with the settings as they were given.
 fn of_member(job: &Job) -> Job {
-    let given = Arc::new(job.config.clone());
-    let forms_pipelines = job.config.stages > 1 && job.pipelines.is_none();
+    let forms_pipelines = job.given.stages > 1 && job.pipelines.is_none();
     Job {
         elastic: true,
-        pipelines: if forms_pipelines { Some(Arc::clone(&given)) } else { job.pipelines.clone() },
-        given: job.given.clone().or(Some(given)),
+        pipelines: if forms_pipelines { Some(Arc::clone(&job.given)) } else { job.pipelines.clone() },
         ..job.clone()
     }
 }

@@ -18,7 +18,7 @@ use crate::train::bound_plan::BoundPlan;
 use crate::train::executor::recomputed;
 use crate::train::part::{Part, Parts, SavedMicrobatch, SendTiming, copy};
 use crate::train::trainer::chain;
-use crate::{Error, Result, TrainConfig};
+use crate::{Error, Result, RunSettings};
 
 /// A stage, microbatch and slice.
 type Place = (StageId, u32, u16);
@@ -46,7 +46,7 @@ impl<'a> DryRun<'a> {
     pub(super) fn new(
         plan: &BoundPlan,
         model: &'a ModelSpec,
-        config: &TrainConfig,
+        config: &RunSettings,
         schedule: &'a ReplicaSchedule,
         position: Rank,
         device: &Device,
@@ -254,7 +254,7 @@ fn buffer(elements: usize) -> u64 {
 fn part(
     plan: &BoundPlan,
     model: &ModelSpec,
-    config: &TrainConfig,
+    config: &RunSettings,
     schedule: &ReplicaSchedule,
     stage: StageId,
     device: &Device,
@@ -273,7 +273,7 @@ fn part(
             steps,
         });
     }
-    let chain: Chain = chain(config, device, &built, 1)?;
+    let chain: Chain = chain(config, device, &built, (1, plan.outermost().every.into()))?;
     Part::new(Parts {
         params: built.zeros()?,
         stage: built,

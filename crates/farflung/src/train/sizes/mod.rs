@@ -174,7 +174,8 @@ impl Case {
             None => (&whole[..], 0),
         };
         let processes = if self.launched.is_some() { ranks.len() } else { 1 };
-        RankGroup { config, model, positions, world, ranks, processes, data: self.data, actions }.need()
+        let (run, data) = (&config.run_settings(), self.data);
+        RankGroup { config, run, model, positions, world, ranks, processes, data, actions }.need()
     }
 
     fn admit(&self, config: &TrainConfig, known: Option<Available>) -> Result<()> {

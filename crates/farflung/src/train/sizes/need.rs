@@ -17,8 +17,8 @@ use super::super::boundary::held_bytes;
 use super::buckets::averaging;
 use super::data::Data;
 use super::rank_memory::RankMemory;
-use crate::TrainConfig;
 use crate::config::choice::{StoreKind, TokenizerKind};
+use crate::{RunSettings, TrainConfig};
 
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
@@ -145,6 +145,8 @@ pub(super) fn size(bytes: u128) -> String {
 #[derive(Debug, Clone)]
 pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
+    /// The settings that no plan decides.
+    pub(super) run: &'a RunSettings,
     pub(super) model: &'a ModelSpec,
     /// Memory that each rank of a pipeline needs; without a pipeline, one entry for every rank.
     pub(super) positions: &'a [RankMemory],
@@ -212,9 +214,11 @@ impl RankGroup<'_> {
         let position = &self.positions[at.pipeline as usize];
         let mut need = MemoryNeed::default();
         let model = position.parameters.saturating_mul(F32);
-        let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
+        let every = config.sync_every;
+        let local = config.optimizer.memory(&self.run.local(LrSchedule::constant(config.lr), 1, every));
         let (states, work) = (local.states as u128, local.work as u128);
-        let outer = (config.sync.buffers)(&config.buffer_settings());
+        let method = config.sync.row();
+        let outer = (method.buffers)(&self.run.buffer_settings(method, config.averaged_codec(), every));
         let apart = u128::from(config.sync.replicas_differ);
         let here = in_host_memory(config.device.of(rank));
         if here {
@@ -253,7 +257,7 @@ impl RankGroup<'_> {
         let losses = if self.positions.len() == 1 { tokens.saturating_mul(F32) } else { 0 };
         let microbatches = super::super::planned::microbatches(config) as u128;
         need.add(MemoryPurpose::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
-        need.add(MemoryPurpose::Evaluation, config.eval_windows() as u128 * size_of::<i64>() as u128);
+        need.add(MemoryPurpose::Evaluation, self.run.eval_windows() as u128 * size_of::<i64>() as u128);
         // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors.
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(4 * F32));
 

@@ -28,7 +28,7 @@ use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::spent::Spent;
 use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
-use crate::{Result, TrainConfig};
+use crate::{Result, RunSettings};
 
 impl Trainer {
     /// Makes the trainer of one rank at step 0 of a job.
@@ -226,7 +226,8 @@ fn build_part(
     if job.config.deterministic {
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
-    let chain = chain(&own_steps(job, replica), device, &model, updates)?;
+    let chain =
+        chain(&own_steps(job, replica), device, &model, (updates, job.plan.outermost().every.into()))?;
     let sync = match holders {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
@@ -307,10 +308,10 @@ fn synchroniser(
         layout: model.layout(),
         average: AverageConfig { warmup: warmup.plain, density_warmup: warmup.density, ..average },
         every: level.every.into(),
-        moments: job.config.moments(),
+        moments: job.config.moments(level.every.into()),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
-        fragments: job.config.fragments(),
+        fragments: job.config.fragments(level.every.into()),
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
         consensus_rate: job.config.consensus_rate,
@@ -341,20 +342,21 @@ pub(super) fn replayed_method(
 
 /// Returns the settings of a replica's optimizer. A slower replica takes fewer local steps: its learning-rate
 /// schedule and warmup are shortened to this number.
-fn own_steps(job: &Job, replica: u32) -> TrainConfig {
+fn own_steps(job: &Job, replica: u32) -> RunSettings {
     let (local, config) = (job.plan.local_steps(), &job.config);
     let own = |steps: u64| if local.are_equal() { steps } else { local.taken(replica, steps).max(1) };
-    TrainConfig { steps: own(config.steps), warmup: own(config.warmup), ..config.clone() }
+    RunSettings { steps: own(config.steps), warmup: own(config.warmup), ..config.clone() }
 }
 
-/// Makes the optimizer chain of a config, for `updates` updates in a step.
+/// Makes the optimizer chain of a run whose replicas average every `every` steps, for `updates` updates in a
+/// step.
 pub(in crate::train) fn chain(
-    config: &TrainConfig,
+    config: &RunSettings,
     device: &Device,
     stage: &Stage,
-    updates: u64,
+    (updates, every): (u64, u64),
 ) -> Result<Chain> {
-    let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates));
+    let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates, every));
     Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }
 

@@ -184,7 +184,7 @@ impl ReplayedParts {
         let part = |layers: &Range<usize>| {
             let stage = Stage::new(&job.model, layers.clone(), device)?;
             let (mut params, grads) = (stage.zeros()?, stage.zeros()?);
-            let mut chain = chain(&job.config, device, &stage, 1)?;
+            let mut chain = chain(&job.config, device, &stage, (1, job.plan.outermost().every.into()))?;
             let mut sync = None;
             if each_step {
                 restore((stage.layout(), &mut params, &mut chain), pieces.counted.updates, &get)?;
