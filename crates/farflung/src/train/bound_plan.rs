@@ -1,6 +1,7 @@
 //! A checked plan with its names resolved: methods, codecs and codecs of boundaries as values. What executes,
 //! measures or predicts a plan takes this type, so that names are parsed here and nowhere else.
 
+use std::fmt;
 use std::ops::Deref;
 
 use farflung_base::Algorithm;
@@ -123,6 +124,12 @@ impl From<BoundPlan> for Plan {
 impl From<&BoundPlan> for Plan {
     fn from(bound: &BoundPlan) -> Self {
         bound.plan.clone()
+    }
+}
+
+impl fmt::Display for BoundPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.plan.fmt(f)
     }
 }
 
