@@ -93,7 +93,7 @@ impl Attention {
         let (queries, keys) = (heads.query * head_dim, heads.kv * head_dim);
         // Ranks divide key-value heads, each with its query heads.
         let linear = |builder: &mut Builder, slot, side, sections: &[usize]| {
-            Linear::new(builder, slot, dim, Units { side, units: heads.kv, sections }, bias)
+            Linear::new(builder, slot, dim, Units { side, count: heads.kv, sections }, bias)
         };
         let inputs = if spec.fused {
             Inputs::Fused(linear(builder, Slot::Qkv, Side::Outputs, &[queries, keys, keys]))

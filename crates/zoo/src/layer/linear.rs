@@ -26,7 +26,7 @@ pub struct Linear {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Units<'a> {
     pub(super) side: Side,
-    pub(super) units: usize,
+    pub(super) count: usize,
     pub(super) sections: &'a [usize],
 }
 
@@ -51,10 +51,10 @@ pub enum Then<'a> {
 impl Linear {
     /// Adds a layer that maps `width` values to or from the sections that ranks divide.
     pub(super) fn new(builder: &mut Builder, slot: Slot, width: usize, cut: Units<'_>, bias: bool) -> Self {
-        let Units { side, units, sections } = cut;
-        let along = |dim| Cut::Along { axis: Axis::Tensor, dim, units, sections: sections.to_vec() };
+        let Units { side, count, sections } = cut;
+        let along = |dim| Cut::Along { axis: Axis::Tensor, dim, units: count, sections: sections.to_vec() };
         let all: usize = sections.iter().sum();
-        let own = all / units * builder.units(units).len();
+        let own = all / count * builder.units(count).len();
         let partial = side == Side::Inputs;
         let (shape, dim, bias_cut) =
             if partial { ([all, width], 0, Cut::Whole) } else { ([width, all], 1, along(0)) };

@@ -22,7 +22,7 @@ impl Mlp {
         let MlpSpec { width, bias, .. } = *spec;
         // Ranks divide the inner columns.
         let mut linear = |slot, side| {
-            Linear::new(builder, slot, dim, Units { side, units: width, sections: &[width] }, bias)
+            Linear::new(builder, slot, dim, Units { side, count: width, sections: &[width] }, bias)
         };
         let gate = spec.gated.then(|| linear(Slot::Gate, Side::Outputs));
         let up = linear(Slot::Up, Side::Outputs);

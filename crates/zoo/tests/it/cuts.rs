@@ -7,6 +7,7 @@ use farflung_base::Axis;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::exchange::{Alone, Exchange};
 use farflung_zoo::layer::Grads;
+use farflung_zoo::weights::WriteOptions;
 use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, ZooError, gpt2};
 
 /// Threads that add up in the order of ranks.
@@ -89,7 +90,7 @@ fn run(stage: &Stage, params: &Tensor) -> Outcome {
     let targets = stage.tokens(&ids(1), 10).unwrap();
     let target = Targets::all(&targets, 0.05);
     let (output, saved) = stage.forward(params, Input::Tokens(tokens()), Some(target)).unwrap();
-    let Output::Losses(losses) = output else { panic!("the whole model gives losses") };
+    let Output::Losses(losses) = output else { unreachable!("the whole model gives losses") };
     let mut flat = stage.zeros().unwrap();
     let mut grads = Grads { flat: &mut flat, accumulate: false };
     stage.backward(params, saved, None, &mut grads, |_, _| {}).unwrap();
@@ -170,6 +171,6 @@ fn a_cut_that_leaves_a_rank_without_a_head_is_refused() {
     let share = AxisShare::new(1, vec![1; 2]).unwrap();
     let piece = Stage::piece(&spec, 0..1, &cpu, (share, Arc::new(Alone))).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let refused = piece.store(&piece.init(1).unwrap(), folder.path(), Default::default()).unwrap_err();
+    let refused = piece.store(&piece.init(1).unwrap(), folder.path(), WriteOptions::default()).unwrap_err();
     assert!(refused.to_string().contains("whole width"), "{refused}");
 }
