@@ -114,8 +114,8 @@ impl Exchange for OverRanks {
     fn all_to_all(&self, axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
         let shape = all_to_all_shape(values.shape(), self.size(axis), (split, join))?;
         let Some(comm) = self.among(axis) else { return Ok(values) };
-        let ranks = comm.size();
-        let equal = |shape: Shape, dim: usize| vec![shape.dims()[dim] / ranks; ranks];
+        let pieces = comm.size();
+        let equal = |shape: Shape, dim: usize| vec![shape.dims()[dim] / pieces; pieces];
         let lengths = equal(values.shape(), split);
         let packed = Runs::new(values.shape(), split).split(&values.to_vec::<f32>()?, &lengths);
         let received = comm.all_to_all(&packed).map_err(failed(axis))?;
@@ -142,8 +142,8 @@ impl Runs {
         lengths.iter().map(|length| self.rows * length * self.run).collect()
     }
 
-    /// Calls `copy` with the start in the tensor, the start among the pieces one behind the other, and the length
-    /// of all runs of the pieces.
+    /// Calls `copy` with the start in the tensor, the start among the pieces one behind the other, and the
+    /// length of all runs of the pieces.
     fn each(&self, lengths: &[usize], mut copy: impl FnMut(usize, usize, usize)) {
         let (mut begin, mut packed) = (0, 0);
         for length in lengths {

@@ -9,8 +9,8 @@ use crate::ZooError;
 
 /// What one rank has of everything that the ranks along an axis divide.
 ///
-/// Cuts are prefixes: of `n` units, the first `k` ranks together have `n w / W` of them, rounded down, where `w`
-/// is the sum of their weights and `W` that of all.
+/// Cuts are prefixes: of `n` units, the first `k` ranks together have `n w / W` of them, rounded down, where
+/// `w` is the sum of their weights and `W` that of all.
 ///
 /// ```
 /// use farflung_zoo::AxisShare;
@@ -173,7 +173,8 @@ mod tests {
 
     #[test]
     fn pieces_of_each_section_make_the_whole_again() {
-        // Two rows of queries, keys and values: four query heads of 2 values on two key heads, cut by key heads.
+        // Two rows of queries, keys and values: four query heads of 2 values on two key heads, cut by key
+        // heads.
         let cut = Cut::Along { axis: Axis::Tensor, dim: 1, units: 2, sections: vec![8, 4, 4] };
         let (shape, whole): ([usize; 2], Vec<f32>) = ([2, 16], (0..32_u8).map(f32::from).collect());
         let piece = |rank| {

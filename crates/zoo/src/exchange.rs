@@ -11,9 +11,9 @@ use farflung_tensor::{Shape, Tensor, TensorError};
 
 use crate::{AxisShare, ZooError};
 
-/// The exchanges of a layer with the other ranks along an axis. All ranks along the axis call the same functions
-/// in the same order, with tensors whose shapes differ at most by the lengths of pieces. A sum has the same bits
-/// on each rank.
+/// The exchanges of a layer with the other ranks along an axis. All ranks along the axis call the same
+/// functions in the same order, with tensors whose shapes differ at most by the lengths of pieces. A sum has
+/// the same bits on each rank.
 pub trait Exchange: fmt::Debug + Send + Sync {
     /// Returns the number of ranks along an axis.
     fn size(&self, axis: Axis) -> usize;
@@ -102,8 +102,8 @@ impl Exchange for Alone {
 /// rank would send.
 ///
 /// Of `n` bytes, `k` ranks send `2 n (k - 1) / k` each in an all-reduce, and `n (k - 1) / k` in an all-to-all;
-/// in a gather each sends its piece to the others, and in a scatter all but its own piece. These are the bytes of
-/// a ring with equal pieces, and of direct exchanges.
+/// in a gather each sends its piece to the others, and in a scatter all but its own piece. These are the bytes
+/// of a ring with equal pieces, and of direct exchanges.
 #[derive(Debug)]
 pub struct Counted {
     shares: BTreeMap<Axis, AxisShare>,

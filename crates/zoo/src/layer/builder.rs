@@ -104,7 +104,8 @@ impl Builder {
         self.cut_tensor(slot, kind, shape, Cut::Whole)
     }
 
-    /// Adds a tensor and returns its index among those of the wanted layers. `shape` is that of the whole tensor.
+    /// Adds a tensor and returns its index among those of the wanted layers. `shape` is that of the whole
+    /// tensor.
     pub(super) fn cut_tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize], cut: Cut) -> usize {
         let index = self.specs.len();
         if self.wanted {

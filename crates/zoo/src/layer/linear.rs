@@ -104,8 +104,8 @@ impl Linear {
         Ok(y)
     }
 
-    /// Returns the gradient of the input, multiplied by `factor` if there is one. If ranks divide the outputs, it
-    /// is this rank's part of the sum.
+    /// Returns the gradient of the input, multiplied by `factor` if there is one. If ranks divide the outputs,
+    /// it is this rank's part of the sum.
     pub fn backward_input(
         &self,
         cx: &StageContext<'_>,

@@ -33,8 +33,8 @@ pub(crate) struct Figure {
     pub(crate) closed_form: u64,
 }
 
-/// Returns all figures of a model's layers: of the whole ones, and of the pieces of ranks that divide blocks, as
-/// far as each gets a head and a column.
+/// Returns all figures of a model's layers: of the whole ones, and of the pieces of ranks that divide blocks,
+/// as far as each gets a head and a column.
 pub(crate) fn figures(spec: &ModelSpec) -> Result<Vec<Figure>, ZooError> {
     let mut all = figures_of(spec, &AxisShare::whole())?;
     let of = &spec.blocks[0].block;
