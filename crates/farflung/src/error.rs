@@ -494,7 +494,7 @@ pub enum Error {
     Tensor(#[from] TensorError),
     /// An error of a model, its data or its weights.
     #[error(transparent)]
-    Zoo(#[from] ZooError),
+    Zoo(ZooError),
     /// An error of a plan, a schedule, a planner or a topology file.
     #[error(transparent)]
     Parallel(#[from] ParallelError),

@@ -33,6 +33,7 @@ pub mod signals;
 pub mod step_times;
 pub mod terminal;
 pub mod threads;
+mod over_ranks;
 pub mod train;
 pub mod transports;
 #[cfg(feature = "watch")]
@@ -45,6 +46,7 @@ pub use error::{Error, LaunchError, ModelError, Result};
 pub use model_name::model_name;
 pub use model_shape::model_shape;
 pub use model_source::ModelSource;
+pub use over_ranks::OverRanks;
 pub use signals::{Signal, Stop, ignore_file_size_signal};
 
 // Items for programs that read a run's folder.

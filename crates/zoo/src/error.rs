@@ -44,6 +44,14 @@ pub enum ZooError {
         /// Value of the setting.
         value: f32,
     },
+    /// An exchange with the other ranks along an axis failed.
+    #[error("the exchange along the axis {axis} failed")]
+    Exchange {
+        /// The axis.
+        axis: farflung_base::Axis,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A tensor op failed.
     #[error(transparent)]
     Tensor(#[from] farflung_tensor::TensorError),

@@ -9,6 +9,8 @@ pub mod tokenizer;
 pub mod data;
 pub mod weights;
 
+mod cut;
+pub mod exchange;
 pub mod layer;
 pub mod generate;
 pub mod profile;
@@ -21,8 +23,10 @@ mod json_file;
 mod error;
 
 // For all users: a model's description, its tokenizer and data, and text generation.
+pub use cut::{AxisShare, Cut};
 pub use data::{Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, TokenRows};
 pub use error::ZooError;
+pub use exchange::Exchange;
 pub use family::{Family, gpt2};
 pub use generate::{Sampling, generate};
 pub use spec::{ModelSpec, Resize};

@@ -1,10 +1,14 @@
 //! What a layer costs, found by running it on the device that only counts ([`Device::sizes`]): parameters,
 //! operations, and bytes. Nothing here is a formula of a model's shape.
 
-use farflung_tensor::{Device, Result, Tensor, Work};
+use farflung_base::Axis;
+use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 
-use crate::ZooError;
-use crate::layer::{Activations, Before, Builder, Grads, Keep, Later, LayerKind, StageContext, Targets};
+use crate::AxisShare;
+use crate::exchange::{AxisBytes, Counted};
+use crate::layer::{
+    Activations, Before, Builder, Grads, Keep, Later, LayerKind, Result, StageContext, Targets,
+};
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 
 /// What one layer costs for one sequence of the model's context. All but the parameters grows with the number
@@ -32,6 +36,10 @@ pub struct LayerProfile {
     pub forward_temporary: u64,
     /// Most bytes that the backward pass uses besides what was kept: with the gradients of output and input.
     pub backward_temporary: u64,
+    /// Bytes that a rank sends to the others in the forward pass.
+    pub sent_forward: AxisBytes,
+    /// Bytes that a rank sends to the others in the backward pass.
+    pub sent_backward: AxisBytes,
 }
 
 /// What the layers of a model cost.
@@ -57,9 +65,17 @@ impl ModelProfile {
     /// Runs each layer of a model once on the counting device.
     ///
     /// Errors: those of [`ModelSpec::validate`].
-    pub fn of(spec: &ModelSpec) -> std::result::Result<Self, ZooError> {
+    pub fn of(spec: &ModelSpec) -> Result<Self> {
+        Self::of_share(spec, &AxisShare::whole())
+    }
+
+    /// Runs one rank's piece of each layer, among the ranks that divide the width of blocks.
+    ///
+    /// Errors: as [`ModelProfile::of`]; [`ZooError::Config`] if a rank has no piece of a block.
+    pub fn of_share(spec: &ModelSpec, share: &AxisShare) -> Result<Self> {
         spec.validate()?;
-        let blocks = spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block)?)));
+        spec.check_cut(share)?;
+        let blocks = spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, share)?)));
         Ok(Self {
             context: spec.context,
             hidden: (spec.context * spec.dim * size_of::<f32>()) as u64,
@@ -136,128 +152,187 @@ fn kept(saved: &Activations) -> u64 {
     bytes(saved.iter().map(|(_, tensor)| tensor))
 }
 
+/// A layer's parameters on the counting device.
+struct Bench {
+    device: Device,
+    layout: ParamLayout,
+    params: Tensor,
+    exchange: Counted,
+}
+
+impl Bench {
+    fn new(device: Device, builder: &Builder, share: &AxisShare) -> Result<Self> {
+        let layout = builder.layout()?;
+        let params = device.zeros(layout.len())?;
+        Ok(Self { device, layout, params, exchange: Counted::new([(Axis::Tensor, share.clone())]) })
+    }
+
+    fn cx(&self) -> StageContext<'_> {
+        let Self { device, layout, params, exchange } = self;
+        StageContext { device, layout, params, exchange, gradient_scale: 1.0 }
+    }
+
+    fn meter(&self) -> Meter<'_> {
+        Meter::new(&self.device, &self.exchange)
+    }
+
+    /// Returns a buffer for the gradients of the parameters.
+    fn gradients(&self) -> Result<Tensor> {
+        Ok(self.device.zeros(self.layout.len())?)
+    }
+}
+
+/// What one pass of a layer takes.
+struct Pass {
+    work: Work,
+    /// Most bytes beyond those in use at its start.
+    peak: u64,
+    sent: AxisBytes,
+}
+
 /// Measures passes of a layer, one after the other.
 struct Meter<'a> {
     device: &'a Device,
+    exchange: &'a Counted,
     used: usize,
     work: Work,
 }
 
 impl<'a> Meter<'a> {
-    fn new(device: &'a Device) -> Self {
+    fn new(device: &'a Device, exchange: &'a Counted) -> Self {
         device.reset_peak();
-        Self { device, used: device.in_use(), work: device.work() }
+        Self { device, exchange, used: device.in_use(), work: device.work() }
     }
 
-    /// Returns the work since the start or the last call, and the most bytes that were used beyond those in use
-    /// then.
-    fn read(&mut self) -> (Work, u64) {
+    /// Returns what was taken since the start or the last call.
+    fn read(&mut self) -> Pass {
         let peak = self.device.peak_in_use().saturating_sub(self.used) as u64;
-        let work = self.device.work() - self.work;
-        *self = Self::new(self.device);
-        (work, peak)
+        let (work, sent) = (self.device.work() - self.work, self.exchange.take());
+        *self = Self::new(self.device, self.exchange);
+        Pass { work, peak, sent }
     }
 }
 
-fn block(spec: &ModelSpec, block: &BlockSpec) -> Result<LayerProfile> {
+/// The passes of a layer: forward, and the two halves of the backward pass.
+struct Passes {
+    forward: Pass,
+    input: Pass,
+    weight: Pass,
+    /// Bytes that are kept from the forward pass, without logits.
+    saved: u64,
+    logits: u64,
+    /// Bytes of the forward pass's output.
+    output: u64,
+    /// Bytes that the first half adds to those that are kept.
+    between: u64,
+    /// Bytes of the gradient of the output, where it is no output of the layer itself.
+    output_gradient: u64,
+    /// Bytes of the input, and of its gradient.
+    hidden: u64,
+}
+
+impl Passes {
+    fn profile(self, layout: &ParamLayout) -> LayerProfile {
+        let Self { forward, input, weight, saved, logits, output, between, output_gradient, hidden } = self;
+        LayerProfile {
+            parameters: layout.count() as u64,
+            padded_parameters: layout.len() as u64,
+            forward: forward.work,
+            input: input.work,
+            weight: weight.work,
+            saved,
+            logits,
+            between,
+            // The input was there before, and is among what is kept.
+            forward_temporary: (forward.peak + hidden).saturating_sub(saved + logits + output),
+            backward_temporary: (input.peak + output_gradient).max(between + hidden + weight.peak),
+            sent_forward: forward.sent,
+            sent_backward: input.sent + weight.sent,
+        }
+    }
+}
+
+fn block(spec: &ModelSpec, block: &BlockSpec, share: &AxisShare) -> Result<LayerProfile> {
     let device = Device::sizes();
-    let mut builder = Builder::new(spec).on(&device);
+    let mut builder = Builder::new(spec).share(share.clone()).on(&device);
     let layer = builder.block(spec, block)?;
-    let layout = builder.layout()?;
-    let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
-    let shape = [1, spec.context, spec.dim];
-    let x = cx.empty(shape)?;
+    let bench = Bench::new(device, &builder, share)?;
+    let (cx, mut flat) = (bench.cx(), bench.gradients()?);
+    let x = cx.empty([1, spec.context, spec.dim])?;
     let hidden = bytes([&x]);
-    let mut meter = Meter::new(&device);
+    let mut meter = bench.meter();
     let (y, mut saved) = layer.forward(&cx, x, Before::Nothing, Keep::All)?;
-    let (forward, peak) = meter.read();
-    let saved_bytes = kept(&saved);
-    // The input was there before, and is among what is kept.
-    let forward_temporary = (peak + hidden).saturating_sub(saved_bytes + bytes([&y]));
-    let mut meter = Meter::new(&device);
+    let (forward, saved_bytes) = (meter.read(), kept(&saved));
     // The block's output is not needed any more; its gradient takes its place.
     let dx = layer.backward_input(&cx, &mut saved, y, Later::Nothing)?;
-    let (input, peak) = meter.read();
-    let between = kept(&saved) - saved_bytes;
+    let (input, between) = (meter.read(), kept(&saved) - saved_bytes);
     layer.backward_weight(&cx, &saved, &mut Grads { flat: &mut flat, accumulate: false })?;
-    let (weight, more) = meter.read();
-    let held = between + bytes([&dx]);
-    Ok(LayerProfile {
-        parameters: layout.count() as u64,
-        padded_parameters: layout.len() as u64,
+    let passes = Passes {
         forward,
         input,
-        weight,
+        weight: meter.read(),
         saved: saved_bytes,
         logits: 0,
+        output: hidden,
         between,
-        forward_temporary,
-        backward_temporary: (peak + hidden).max(held + more),
-    })
+        output_gradient: hidden,
+        hidden: bytes([&dx]),
+    };
+    Ok(passes.profile(&bench.layout))
 }
 
 fn embedding(spec: &ModelSpec) -> Result<LayerProfile> {
-    let device = Device::sizes();
     let mut builder = Builder::new(spec);
     let layer = builder.embedding(spec);
-    let layout = builder.layout()?;
-    let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
-    let tokens = device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
-    let mut meter = Meter::new(&device);
+    let bench = Bench::new(Device::sizes(), &builder, &AxisShare::whole())?;
+    let (cx, mut flat) = (bench.cx(), bench.gradients()?);
+    let tokens = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
+    let mut meter = bench.meter();
     let y = layer.forward(&cx, &tokens, 0)?;
-    let (forward, _) = meter.read();
+    let forward = meter.read().work;
     layer.backward(&cx, &tokens, 0, &y, &mut Grads { flat: &mut flat, accumulate: false }, false)?;
-    let (weight, backward_temporary) = meter.read();
+    let weight = meter.read();
     Ok(LayerProfile {
-        parameters: layout.count() as u64,
-        padded_parameters: layout.len() as u64,
+        parameters: bench.layout.count() as u64,
+        padded_parameters: bench.layout.len() as u64,
         forward,
-        weight,
+        weight: weight.work,
         saved: bytes([&tokens]),
-        backward_temporary,
+        backward_temporary: weight.peak,
         ..LayerProfile::default()
     })
 }
 
 fn head(spec: &ModelSpec) -> Result<LayerProfile> {
-    let device = Device::sizes();
     // A tied head uses the token table, whose parameters are the embedding's.
     let mut builder = Builder::new(spec);
     builder.layer(spec, LayerKind::Head)?;
     let own = builder.layout()?;
     let mut builder = Builder::new(spec);
     let layer = builder.head(spec);
-    let layout = builder.layout()?;
-    let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
+    let bench = Bench::new(Device::sizes(), &builder, &AxisShare::whole())?;
+    let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let x = cx.empty([1, spec.context, spec.dim])?;
-    let hidden = bytes([&x]);
-    let targets = device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
-    let mut meter = Meter::new(&device);
+    let targets = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
+    let mut meter = bench.meter();
     let (losses, mut saved) = layer.forward(&cx, x, Targets::all(&targets, 1.0))?;
-    let (forward, peak) = meter.read();
-    let (saved_bytes, logits) = (bytes(saved.tensors()), bytes([saved.logits()]));
-    let forward_temporary = (peak + hidden).saturating_sub(saved_bytes + logits + bytes([&losses]));
+    let (forward, saved_bytes) = (meter.read(), bytes(saved.tensors()));
+    let (logits, output) = (bytes([saved.logits()]), bytes([&losses]));
     drop(losses);
-    let mut meter = Meter::new(&device);
+    let mut meter = bench.meter();
     let dx = layer.backward_input(&cx, &mut saved)?;
-    let (input, peak) = meter.read();
-    let between = bytes(saved.tensors()) - saved_bytes;
+    let (input, between) = (meter.read(), bytes(saved.tensors()) - saved_bytes);
     layer.backward_weight(&cx, saved, &mut Grads { flat: &mut flat, accumulate: false })?;
-    let (weight, more) = meter.read();
-    let held = between + bytes([&dx]);
-    Ok(LayerProfile {
-        parameters: own.count() as u64,
-        padded_parameters: own.len() as u64,
+    let passes = Passes {
         forward,
         input,
-        weight,
+        weight: meter.read(),
         saved: saved_bytes,
         logits,
+        output,
         between,
-        forward_temporary,
-        backward_temporary: peak.max(held + more),
-    })
+        output_gradient: 0,
+        hidden: bytes([&dx]),
+    };
+    Ok(passes.profile(&own))
 }

@@ -3,22 +3,24 @@
 
 mod activation_policy;
 mod cache;
+mod parameters;
 mod slices;
 
 use std::ops::Range;
-use std::path::Path;
+use std::sync::Arc;
 
 use farflung_base::Pending;
-use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::ZooError;
+use crate::cut::AxisShare;
+use crate::exchange::{Alone, Exchange};
 use crate::layer::{
     Activations, Before, Builder, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, StageContext,
     Targets, dims,
 };
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorSpec;
-use crate::weights::{self, Weights, WriteOptions};
 
 pub use activation_policy::ActivationPolicy;
 pub use cache::Cache;
@@ -35,6 +37,9 @@ pub struct Stage {
     layout: ParamLayout,
     /// For each of this stage's tensors, its index among those of the whole model, and its spec.
     specs: Vec<(usize, TensorSpec)>,
+    /// What this rank has of the layers' width, and how it exchanges with the ranks that have the rest.
+    share: AxisShare,
+    exchange: Arc<dyn Exchange>,
     layers: Layers,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
@@ -104,7 +109,21 @@ impl Stage {
     /// Errors: those of [`ModelSpec::validate`]; [`ZooError::Config`] if the range is not within the model's
     /// layers. The range may be empty only between two layers.
     pub fn new(spec: &ModelSpec, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
+        Self::piece(spec, layers, device, (AxisShare::whole(), Arc::new(Alone)))
+    }
+
+    /// Creates one rank's piece of a stage, among the ranks that divide the width of its blocks along
+    /// [`Axis::Tensor`](farflung_base::Axis::Tensor): see [`TensorSpec::cut`].
+    ///
+    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block.
+    pub fn piece(
+        spec: &ModelSpec,
+        layers: Range<usize>,
+        device: &Device,
+        (share, exchange): (AxisShare, Arc<dyn Exchange>),
+    ) -> Result<Self, ZooError> {
         spec.validate()?;
+        spec.check_cut(&share)?;
         let between = layers.start == layers.end && layers.start > 0 && layers.end < spec.layers();
         if (layers.is_empty() && !between) || layers.end > spec.layers() {
             return Err(ZooError::Config {
@@ -113,13 +132,15 @@ impl Stage {
                 expected: "a range within the model's layers, empty only between two layers",
             });
         }
-        let mut builder = Builder::new(spec).on(device);
+        let mut builder = Builder::new(spec).share(share.clone()).on(device);
         let made = builder.model(spec, |block| layers.contains(&block))?;
         Ok(Self {
             spec: spec.clone(),
             device: device.clone(),
             layout: builder.layout()?,
             specs: builder.into_specs(),
+            share,
+            exchange,
             layers: made,
             gradient_scale: 1.0,
             activation_policy: ActivationPolicy::default(),
@@ -180,64 +201,6 @@ impl Stage {
         &self.layout
     }
 
-    /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
-    /// layers of the whole model.
-    pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
-        let mut values = vec![0.0; self.layout.len()];
-        for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
-            spec.fill(seed, *index, &mut values[p.range()]);
-        }
-        Ok(self.device.tensor(&values, self.layout.len())?)
-    }
-
-    /// Reads the parameters from opened weights, by name.
-    ///
-    /// Errors: those of [`Weights::tensor`].
-    pub fn load(&self, weights: &mut Weights) -> Result<Tensor, ZooError> {
-        let mut values = vec![0.0; self.layout.len()];
-        for p in self.layout.params() {
-            weights.tensor(&p.name, &mut values[p.range()])?;
-        }
-        Ok(self.device.tensor(&values, self.layout.len())?)
-    }
-
-    /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]
-    /// reads the same values, exactly if the type is F32 (the default).
-    ///
-    /// Errors: [`ZooError::Config`] if the stage is not a whole model; [`ZooError::Tensor`] unless `params` is
-    /// a flat buffer of the stage's layout; [`ZooError::Io`]. With one of the first two, nothing is written.
-    ///
-    /// ```
-    /// use farflung_tensor::Device;
-    /// use farflung_zoo::{Stage, gpt2, weights::{Weights, WriteOptions}};
-    ///
-    /// let folder = tempfile::tempdir()?;
-    /// let model = Stage::whole(&gpt2(2, 2, 16, 8, 11)?, &Device::cpu(1)?)?;
-    /// let params = model.init(1337)?;
-    /// model.store(&params, folder.path(), WriteOptions::default())?;
-    /// let loaded = model.load(&mut Weights::open(folder.path())?)?;
-    /// assert_eq!(loaded.to_vec::<f32>()?, params.to_vec::<f32>()?);
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
-    /// ```
-    pub fn store(&self, params: &Tensor, folder: &Path, options: WriteOptions) -> Result<(), ZooError> {
-        if !(self.takes_tokens() && self.gives_losses()) {
-            return Err(ZooError::Config {
-                field: "layers",
-                value: self.layers.blocks.len(),
-                expected: "all layers of the model, because a folder of weights contains a whole model",
-            });
-        }
-        let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));
-        if lhs.len() != rhs.len() {
-            return Err(TensorError::ShapeMismatch { op: "store", lhs, rhs }.into());
-        }
-        let values = params.to_vec::<f32>()?;
-        weights::write(folder, &self.spec, options, |index, _, out| {
-            out.copy_from_slice(&values[self.layout.params()[index].range()]);
-            Ok(())
-        })
-    }
-
     /// Creates a buffer of zeros in the stage's layout, for gradients or moments.
     pub fn zeros(&self) -> Result<Tensor, ZooError> {
         Ok(self.device.zeros(self.layout.len())?)
@@ -260,6 +223,7 @@ impl Stage {
             device: &self.device,
             layout: &self.layout,
             params,
+            exchange: &*self.exchange,
             gradient_scale: self.gradient_scale,
         }
     }
@@ -512,7 +476,7 @@ impl Stage {
         cx: &StageContext<'_>,
         block: usize,
         x: Tensor,
-    ) -> farflung_tensor::Result<(Tensor, Activations)> {
+    ) -> Result<(Tensor, Activations), ZooError> {
         self.layers.blocks[block].forward(cx, x, Before::Nothing, Keep::All)
     }
 
@@ -534,7 +498,7 @@ impl Stage {
         params: &Tensor,
         tokens: Tensor,
         mut seen: Option<Seen<'_>>,
-        last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> farflung_tensor::Result<Tensor>,
+        last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
         let whole = ZooError::StageInput { expected: "a stage with the whole model" };
         let head = self.layers.head.as_ref().ok_or(whole)?;
@@ -544,7 +508,7 @@ impl Stage {
         for (i, block) in self.layers.blocks.iter().enumerate() {
             x = block.forward(&cx, x, Seen::before(&mut seen, i), Keep::Nothing)?.0;
         }
-        Ok(last(head, &cx, &x)?)
+        last(head, &cx, &x)
     }
 }
 

@@ -2,6 +2,8 @@
 
 use farflung_base::Philox;
 
+use crate::{AxisShare, Cut};
+
 /// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
@@ -33,8 +35,10 @@ pub struct TensorSpec {
     pub name: String,
     /// What it is.
     pub kind: TensorKind,
-    /// Shape. A matrix is `[inputs, outputs]`.
+    /// Shape of the whole tensor. A matrix is `[inputs, outputs]`.
     pub shape: Vec<usize>,
+    /// How ranks divide it.
+    pub cut: Cut,
     /// Initial values.
     pub init: Init,
 }
@@ -46,7 +50,31 @@ impl TensorSpec {
         self.shape.iter().product()
     }
 
-    /// Fills `out` with the initial values. `index` is the tensor's index in
+    /// Returns the shape of a rank's piece.
+    #[must_use]
+    pub fn shape_of(&self, share: &AxisShare) -> Vec<usize> {
+        self.cut.shape(&self.shape, share)
+    }
+
+    /// Fills a rank's piece from the values of the whole tensor, which `whole` writes.
+    ///
+    /// Errors: those of `whole`.
+    pub fn fill_piece<E>(
+        &self,
+        share: &AxisShare,
+        piece: &mut [f32],
+        whole: impl FnOnce(&mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if piece.len() == self.count() {
+            return whole(piece);
+        }
+        let mut values = vec![0.0; self.count()];
+        whole(&mut values)?;
+        self.cut.take(&self.shape, share, &values, piece);
+        Ok(())
+    }
+
+    /// Fills `out` with the initial values of the whole tensor. `index` is the tensor's index in
     /// [`ModelSpec::tensors`](crate::ModelSpec::tensors) of the whole model, so that a stage with a part of the
     /// model has the same initial values as the whole model.
     pub fn fill(&self, seed: u64, index: usize, out: &mut [f32]) {

@@ -197,6 +197,19 @@ impl From<CommError> for Error {
     }
 }
 
+impl From<ZooError> for Error {
+    /// The failure of an exchange between ranks is one of communication.
+    fn from(error: ZooError) -> Self {
+        match error {
+            ZooError::Exchange { axis, source } => match source.downcast::<CommError>() {
+                Ok(source) => (*source).into(),
+                Err(source) => Self::Zoo(ZooError::Exchange { axis, source }),
+            },
+            error => Self::Zoo(error),
+        }
+    }
+}
+
 impl From<OptimError> for Error {
     fn from(error: OptimError) -> Self {
         match error {

@@ -38,6 +38,7 @@ mod model_paths;
 mod mpi;
 mod observe_refused;
 mod otlp;
+mod over_ranks;
 mod peer_counters;
 mod pipeline;
 mod pipeline_runs;

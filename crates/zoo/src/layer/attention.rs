@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use farflung_tensor::{Heads, Op, Result, Rotary, Tensor};
+use farflung_tensor::{Heads, Op, Rotary, Tensor};
 
 use super::builder::Builder;
-use super::{Activations, Grads, Kept, Linear, StageContext, Then, dims};
+use super::linear::{Side, Units};
+use super::{Activations, Grads, Kept, Linear, Result, StageContext, Then, dims};
 use crate::naming::Slot;
 use crate::spec::AttentionSpec;
 
@@ -90,16 +91,22 @@ impl Attention {
     pub(super) fn new(builder: &mut Builder, dim: usize, spec: &AttentionSpec) -> Result<Self> {
         let AttentionSpec { heads, head_dim, bias, .. } = *spec;
         let (queries, keys) = (heads.query * head_dim, heads.kv * head_dim);
+        // Ranks divide key-value heads, each with its query heads.
+        let linear = |builder: &mut Builder, slot, side, sections: &[usize]| {
+            Linear::new(builder, slot, dim, Units { side, count: heads.kv, sections }, bias)
+        };
         let inputs = if spec.fused {
-            Inputs::Fused(Linear::new(builder, Slot::Qkv, dim, heads.width() * head_dim, bias))
+            Inputs::Fused(linear(builder, Slot::Qkv, Side::Outputs, &[queries, keys, keys]))
         } else {
             Inputs::Separate {
-                query: Linear::new(builder, Slot::Query, dim, queries, bias),
-                key: Linear::new(builder, Slot::Key, dim, keys, bias),
-                value: Linear::new(builder, Slot::Value, dim, keys, bias),
+                query: linear(builder, Slot::Query, Side::Outputs, &[queries]),
+                key: linear(builder, Slot::Key, Side::Outputs, &[keys]),
+                value: linear(builder, Slot::Value, Side::Outputs, &[keys]),
             }
         };
-        let out = Linear::new(builder, Slot::AttentionOut, queries, dim, bias);
+        let out = linear(builder, Slot::AttentionOut, Side::Inputs, &[queries]);
+        let own = builder.units(heads.kv).len();
+        let heads = Heads { query: heads.query / heads.kv * own, kv: own };
         let rotary = spec.rotary.map(|rotary| builder.rotary(&rotary)).transpose()?.flatten();
         Ok(Self { heads, head_dim, inputs, out, rotary })
     }
@@ -214,7 +221,8 @@ impl Attention {
         drop(d_attended);
         match &self.inputs {
             Inputs::Fused(linear) => {
-                let dx = linear.backward_input(cx, &d_qkv, None)?;
+                let mut dx = linear.backward_input(cx, &d_qkv, None)?;
+                cx.sum(&mut dx)?;
                 saved.put(Kept::QkvGrad, d_qkv);
                 Ok(dx)
             }
@@ -235,6 +243,7 @@ impl Attention {
                 let mut dx = query.backward_input(cx, &dq, None)?;
                 key.add_backward_input(cx, &dk, &mut dx)?;
                 value.add_backward_input(cx, &dv, &mut dx)?;
+                cx.sum(&mut dx)?;
                 saved.put(Kept::QueryGrad, dq);
                 saved.put(Kept::KeyGrad, dk);
                 saved.put(Kept::ValueGrad, dv);

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{Result, Tensor};
+use farflung_tensor::Tensor;
 
 use super::builder::Builder;
-use super::{Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, StageContext};
+use super::{Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, Result, StageContext};
 use crate::naming::Slot;
 use crate::spec::BlockSpec;
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 use super::rotary;
-use super::{Block, Embedding, Head};
+use super::{Block, Embedding, Head, Result};
+use crate::cut::{AxisShare, Cut};
 use crate::naming::Slot;
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec, RotarySpec};
 use crate::tensor_spec::{Init, TensorKind, TensorSpec};
@@ -29,6 +30,8 @@ const INIT_STD: f32 = 0.02;
 #[derive(Debug)]
 pub struct Builder {
     spec: ModelSpec,
+    /// What this rank has of what is cut.
+    share: AxisShare,
     /// The block whose tensors are added; `None` outside of blocks.
     block: Option<usize>,
     /// Number of tensors so far.
@@ -53,8 +56,28 @@ impl Builder {
     /// Starts before the first layer of a model.
     #[must_use]
     pub fn new(spec: &ModelSpec) -> Self {
-        let spec = spec.clone();
-        Self { spec, block: None, next: 0, wanted: true, specs: Vec::new(), tables: Vec::new(), device: None }
+        let (spec, share) = (spec.clone(), AxisShare::whole());
+        Self {
+            spec,
+            share,
+            block: None,
+            next: 0,
+            wanted: true,
+            specs: Vec::new(),
+            tables: Vec::new(),
+            device: None,
+        }
+    }
+
+    /// Makes one rank's piece of the layers, among the ranks that divide their width.
+    #[must_use]
+    pub fn share(self, share: AxisShare) -> Self {
+        Self { share, ..self }
+    }
+
+    /// Returns which of `units` units of a layer the rank has.
+    pub(super) fn units(&self, units: usize) -> std::ops::Range<usize> {
+        self.share.of(units)
     }
 
     /// Makes tables of rotation angles on a device.
@@ -70,13 +93,20 @@ impl Builder {
     }
 
     /// Returns the layout of the tensors so far.
-    pub fn layout(&self) -> farflung_tensor::Result<ParamLayout> {
-        let named = |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape)?));
-        Ok(ParamLayout::new(self.specs.iter().map(named).collect::<farflung_tensor::Result<Vec<_>>>()?))
+    pub fn layout(&self) -> Result<ParamLayout> {
+        let named =
+            |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape_of(&self.share))?));
+        Ok(ParamLayout::new(self.specs.iter().map(named).collect::<Result<Vec<_>>>()?))
     }
 
-    /// Adds a tensor and returns its index among those of the wanted layers.
+    /// Adds a tensor that every rank has whole, and returns its index among those of the wanted layers.
     pub(super) fn tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize]) -> usize {
+        self.cut_tensor(slot, kind, shape, Cut::Whole)
+    }
+
+    /// Adds a tensor and returns its index among those of the wanted layers. `shape` is that of the whole
+    /// tensor.
+    pub(super) fn cut_tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize], cut: Cut) -> usize {
         let index = self.specs.len();
         if self.wanted {
             let name = self.spec.names.of(self.block, slot, kind);
@@ -91,7 +121,7 @@ impl Builder {
                     _ => INIT_STD,
                 }),
             };
-            self.specs.push((self.next, TensorSpec { name, kind, shape: shape.to_vec(), init }));
+            self.specs.push((self.next, TensorSpec { name, kind, shape: shape.to_vec(), cut, init }));
         }
         self.next += 1;
         index
@@ -99,7 +129,7 @@ impl Builder {
 
     /// Returns the table of rotation angles of a model's positions, `[context, width]`. `None` without a
     /// device.
-    pub(super) fn rotary(&mut self, rotary: &RotarySpec) -> farflung_tensor::Result<Option<Arc<Tensor>>> {
+    pub(super) fn rotary(&mut self, rotary: &RotarySpec) -> Result<Option<Arc<Tensor>>> {
         let Some(device) = self.device.as_ref().filter(|_| self.wanted) else { return Ok(None) };
         if let Some((_, table)) = self.tables.iter().find(|(known, _)| known == rotary) {
             return Ok(Some(Arc::clone(table)));
@@ -111,7 +141,7 @@ impl Builder {
     }
 
     /// Makes one layer by itself. A tied head has no table then.
-    pub(crate) fn layer(&mut self, spec: &ModelSpec, layer: LayerKind<'_>) -> farflung_tensor::Result<()> {
+    pub(crate) fn layer(&mut self, spec: &ModelSpec, layer: LayerKind<'_>) -> Result<()> {
         match layer {
             LayerKind::Embedding => drop(self.embedding(spec)),
             LayerKind::Block(block) => drop(self.block(spec, block)?),
@@ -127,7 +157,7 @@ impl Builder {
     }
 
     /// Makes a block by itself.
-    pub fn block(&mut self, spec: &ModelSpec, block: &BlockSpec) -> farflung_tensor::Result<Block> {
+    pub fn block(&mut self, spec: &ModelSpec, block: &BlockSpec) -> Result<Block> {
         self.block = Some(0);
         Block::new(self, spec.dim, block)
     }
@@ -140,11 +170,7 @@ impl Builder {
 
     /// Makes the layers of a whole model. `wanted` says of each block whether it is made; the embedding belongs
     /// to the first block, the head to the last.
-    pub(crate) fn model(
-        &mut self,
-        spec: &ModelSpec,
-        wanted: impl Fn(usize) -> bool,
-    ) -> farflung_tensor::Result<Layers> {
+    pub(crate) fn model(&mut self, spec: &ModelSpec, wanted: impl Fn(usize) -> bool) -> Result<Layers> {
         let (first, last) = (wanted(0), wanted(spec.layers() - 1));
         let mut layers = Layers::default();
         // A tied head needs the token table, which is the first tensor.

@@ -1,9 +1,9 @@
 //! The first layer: token embeddings, and position embeddings if the model has a table of them.
 
-use farflung_tensor::{Op, Result, Tensor};
+use farflung_tensor::{Op, Tensor};
 
 use super::builder::Builder;
-use super::{Grads, StageContext};
+use super::{Grads, Result, StageContext};
 use crate::naming::Slot;
 use crate::spec::{ModelSpec, Positions};
 use crate::tensor_spec::TensorKind;
@@ -84,6 +84,7 @@ impl Embedding {
             dy: dy.view(),
             d_tokens_table: table,
             d_positions_table: positions.map(|all| all.part(start * self.dim, rows)).transpose()?,
-        })
+        })?;
+        Ok(())
     }
 }

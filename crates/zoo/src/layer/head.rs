@@ -1,10 +1,10 @@
 //! The last layer: final norm, logits by the token table or a matrix of its own, and the loss. There is one
 //! buffer of logits; in training it is overwritten with the gradient of the logits.
 
-use farflung_tensor::{Fuse, Op, Result, Tensor};
+use farflung_tensor::{Fuse, Op, Tensor};
 
 use super::builder::Builder;
-use super::{Grads, NormLayer, StageContext, dims};
+use super::{Grads, NormLayer, Result, StageContext, dims};
 use crate::naming::Slot;
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorKind;

@@ -1,9 +1,12 @@
-//! A linear layer: `y = x W + b`, with what follows it computed in the same pass.
+//! A linear layer: `y = x W + b`, with what follows it computed in the same pass. Ranks can divide its outputs,
+//! or its inputs: then each has a part of the sum, and the bias and what follows are added by one of them.
 
-use farflung_tensor::{Fuse, Op, Result, Tensor};
+use farflung_base::Axis;
+use farflung_tensor::{Fuse, Op, Tensor};
 
 use super::builder::Builder;
-use super::{Grads, StageContext, dims};
+use super::{Grads, Result, StageContext, dims};
+use crate::cut::Cut;
 use crate::naming::Slot;
 use crate::tensor_spec::TensorKind;
 
@@ -15,6 +18,23 @@ pub struct Linear {
     bias: bool,
     inputs: usize,
     outputs: usize,
+    /// Whether ranks divide the inputs, so that each has a part of the sum.
+    partial: bool,
+}
+
+/// How ranks divide a linear layer: in this many units, such as heads, of each section of the dimension.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Units<'a> {
+    pub(super) side: Side,
+    pub(super) count: usize,
+    pub(super) sections: &'a [usize],
+}
+
+/// The dimension of a linear layer that ranks divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Inputs,
+    Outputs,
 }
 
 /// What is done with a linear layer's output.
@@ -29,12 +49,21 @@ pub enum Then<'a> {
 }
 
 impl Linear {
-    pub(super) fn new(builder: &mut Builder, slot: Slot, inputs: usize, outputs: usize, bias: bool) -> Self {
-        let weight = builder.tensor(slot, TensorKind::Matrix, &[inputs, outputs]);
+    /// Adds a layer that maps `width` values to or from the sections that ranks divide.
+    pub(super) fn new(builder: &mut Builder, slot: Slot, width: usize, cut: Units<'_>, bias: bool) -> Self {
+        let Units { side, count, sections } = cut;
+        let along = |dim| Cut::Along { axis: Axis::Tensor, dim, units: count, sections: sections.to_vec() };
+        let all: usize = sections.iter().sum();
+        let own = all / count * builder.units(count).len();
+        let partial = side == Side::Inputs;
+        let (shape, dim, bias_cut) =
+            if partial { ([all, width], 0, Cut::Whole) } else { ([width, all], 1, along(0)) };
+        let weight = builder.cut_tensor(slot, TensorKind::Matrix, &shape, along(dim));
         if bias {
-            builder.tensor(slot, TensorKind::Bias, &[outputs]);
+            builder.cut_tensor(slot, TensorKind::Bias, &shape[1..], bias_cut);
         }
-        Self { weight, bias, inputs, outputs }
+        let (inputs, outputs) = if partial { (own, width) } else { (width, own) };
+        Self { weight, bias, inputs, outputs, partial }
     }
 
     /// Returns the index of the first parameter, and their number.
@@ -46,7 +75,9 @@ impl Linear {
     pub fn forward(&self, cx: &StageContext<'_>, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
         let [b, t, _] = dims(x)?;
         let mut y = cx.empty([b, t, self.outputs])?;
-        let bias = self.bias.then(|| cx.layout.view(cx.params, self.weight + 1)).transpose()?;
+        let adds = !self.partial || cx.exchange.rank(Axis::Tensor) == 0;
+        let bias = (self.bias && adds).then(|| cx.layout.view(cx.params, self.weight + 1)).transpose()?;
+        let then = if adds { then } else { Then::Nothing };
         let fuse = match (then, bias) {
             (Then::Nothing, None) => Fuse::None,
             (Then::Nothing, Some(bias)) => Fuse::Bias(bias),
@@ -67,10 +98,14 @@ impl Linear {
             scales: [1.0; 2],
             fuse,
         })?;
+        if self.partial {
+            cx.sum(&mut y)?;
+        }
         Ok(y)
     }
 
-    /// Returns the gradient of the input, multiplied by `factor` if there is one.
+    /// Returns the gradient of the input, multiplied by `factor` if there is one. If ranks divide the outputs,
+    /// it is this rank's part of the sum.
     pub fn backward_input(
         &self,
         cx: &StageContext<'_>,
@@ -106,7 +141,8 @@ impl Linear {
             accumulate,
             scales: [cx.gradient_scale, 1.0],
             fuse,
-        })
+        })?;
+        Ok(())
     }
 
     /// Computes the gradients of the weights and the bias.

@@ -1,9 +1,10 @@
 //! Feed-forward networks: `down(gelu(up x))`, or `down(silu(gate x) * up x)`.
 
-use farflung_tensor::{Op, Result, Tensor};
+use farflung_tensor::{Op, Tensor};
 
 use super::builder::Builder;
-use super::{Activations, Grads, Kept, Linear, StageContext, Then, dims};
+use super::linear::{Side, Units};
+use super::{Activations, Grads, Kept, Linear, Result, StageContext, Then, dims};
 use crate::naming::Slot;
 use crate::spec::MlpSpec;
 
@@ -19,10 +20,14 @@ pub struct Mlp {
 impl Mlp {
     pub(super) fn new(builder: &mut Builder, dim: usize, spec: &MlpSpec) -> Self {
         let MlpSpec { width, bias, .. } = *spec;
-        let gate = spec.gated.then(|| Linear::new(builder, Slot::Gate, dim, width, bias));
-        let up = Linear::new(builder, Slot::Up, dim, width, bias);
-        let down = Linear::new(builder, Slot::Down, width, dim, bias);
-        Self { gate, up, down, width }
+        // Ranks divide the inner columns.
+        let mut linear = |slot, side| {
+            Linear::new(builder, slot, dim, Units { side, count: width, sections: &[width] }, bias)
+        };
+        let gate = spec.gated.then(|| linear(Slot::Gate, Side::Outputs));
+        let up = linear(Slot::Up, Side::Outputs);
+        let down = linear(Slot::Down, Side::Inputs);
+        Self { gate, up, down, width: builder.units(width).len() }
     }
 
     /// Returns the index of the last parameter of the network, plus one.
@@ -68,7 +73,8 @@ impl Mlp {
     ) -> Result<Tensor> {
         let Some(gate) = &self.gate else {
             let d_up = self.down.backward_input(cx, dy, Some(saved.get(Kept::Slope)))?;
-            let dx = self.up.backward_input(cx, &d_up, None)?;
+            let mut dx = self.up.backward_input(cx, &d_up, None)?;
+            cx.sum(&mut dx)?;
             saved.put(Kept::UpGrad, d_up);
             return Ok(dx);
         };
@@ -78,6 +84,7 @@ impl Mlp {
         cx.device.run(Op::SwiGluGrad { gate: gates, up: ups, dy: product.view_mut() })?;
         let mut dx = gate.backward_input(cx, &d_gate, None)?;
         self.up.add_backward_input(cx, &d_up, &mut dx)?;
+        cx.sum(&mut dx)?;
         saved.put(Kept::Gate, d_gate);
         saved.put(Kept::Up, d_up);
         saved.put(Kept::Activated, product);

@@ -6,6 +6,10 @@
 //! puts into the named set [`Activations`]. One forward pass serves training, evaluation and decoding: [`Keep`]
 //! says whether anything is kept, and [`Before`] which tokens are already in a cache.
 //!
+//! Ranks can divide the width of blocks (Shoeybi et al. 2019, "Megatron-LM"): heads and inner columns are cut,
+//! norms, tables and hidden states are whole. A layer says how its tensors are cut ([`Cut`](crate::Cut)), and
+//! communicates through the [`Exchange`] of its context alone.
+//!
 //! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`. Hidden states are `[B, T, C]`.
 
 mod activations;
@@ -31,7 +35,13 @@ pub use mlp::Mlp;
 pub use norm::NormLayer;
 pub use rotary::table as rotary_table;
 
-use farflung_tensor::{DType, Device, ParamLayout, Result, Shape, Tensor, TensorError};
+use farflung_base::Axis;
+use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
+
+use crate::ZooError;
+use crate::exchange::Exchange;
+
+pub(crate) type Result<T> = std::result::Result<T, ZooError>;
 
 /// Context that every layer of a stage needs.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +52,8 @@ pub struct StageContext<'a> {
     pub layout: &'a ParamLayout,
     /// The stage's parameters.
     pub params: &'a Tensor,
+    /// The exchange with the ranks that have the other pieces of the layers.
+    pub exchange: &'a dyn Exchange,
     /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
     pub gradient_scale: f32,
 }
@@ -49,7 +61,12 @@ pub struct StageContext<'a> {
 impl StageContext<'_> {
     /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> Result<Tensor> {
-        self.device.empty(DType::F32, shape)
+        Ok(self.device.empty(DType::F32, shape)?)
+    }
+
+    /// Replaces partial sums by the sum over the ranks that divide a layer's width.
+    pub(crate) fn sum(&self, partial: &mut Tensor) -> Result<()> {
+        self.exchange.all_reduce(Axis::Tensor, partial)
     }
 }
 
@@ -66,5 +83,5 @@ pub struct Grads<'a> {
 pub(crate) fn dims(x: &Tensor) -> Result<[usize; 3]> {
     let rhs = Shape::from([0, 0, 0]);
     let mismatch = |_| TensorError::ShapeMismatch { op: "hidden states [B, T, C]", lhs: x.shape(), rhs };
-    x.shape().dims().try_into().map_err(mismatch)
+    Ok(x.shape().dims().try_into().map_err(mismatch)?)
 }

@@ -1,9 +1,9 @@
 //! A norm over the last dimension, with gain and perhaps bias.
 
-use farflung_tensor::{Norm, Op, Result, Tensor};
+use farflung_tensor::{Norm, Op, Tensor};
 
 use super::builder::Builder;
-use super::{Grads, StageContext, dims};
+use super::{Grads, Result, StageContext, dims};
 use crate::naming::Slot;
 use crate::spec::NormSpec;
 use crate::tensor_spec::TensorKind;
@@ -87,6 +87,7 @@ impl NormLayer {
             (gain, None)
         };
         let (x, stats, dy) = (x.view(), stats.view(), dy.view());
-        cx.device.run(Op::NormWeight { x, stats, dy, d_gain, d_bias, accumulate })
+        cx.device.run(Op::NormWeight { x, stats, dy, d_gain, d_bias, accumulate })?;
+        Ok(())
     }
 }

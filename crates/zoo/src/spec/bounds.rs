@@ -1,7 +1,7 @@
 //! Checks of a model's description.
 
 use super::{Activation, BlockSpec, ModelSpec, NormSpec, Positions, RotaryScaling, RotarySpec};
-use crate::ZooError;
+use crate::{AxisShare, ZooError};
 
 /// Bounds that keep all counts of a model within 64 bits.
 const LAYERS: usize = 1 << 14;
@@ -44,6 +44,22 @@ impl ModelSpec {
             let rotates = run.block.attention.rotary.is_some();
             let told = rotates != (self.positions == Positions::Learned);
             ensure(told, "positions", 0, "either a table of positions or a rotation in each block")?;
+        }
+        Ok(())
+    }
+
+    /// Checks that each rank of those that divide the width of blocks has a piece of each block.
+    ///
+    /// Errors: [`ZooError::Config`] with the field that cannot be cut so.
+    pub(crate) fn check_cut(&self, share: &AxisShare) -> Result<(), ZooError> {
+        for block in self.blocks.iter().map(|run| &run.block) {
+            let heads = block.attention.heads.kv;
+            for (field, units, expected) in [
+                ("heads", heads, "enough key-value heads for each rank along the tensor axis to have one"),
+                ("mlp width", block.mlp.width, "a column for each rank along the tensor axis"),
+            ] {
+                ensure(share.all().all(|rank| !rank.of(units).is_empty()), field, units, expected)?;
+            }
         }
         Ok(())
     }

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use farflung_base::ChainStep;
-use farflung_tensor::{Offloaded, Result, Tensor};
+use farflung_tensor::{Offloaded, Tensor};
 
-use crate::layer::{Activations, Kept};
+use crate::layer::{Activations, Kept, Result};
 
 /// How a stage saves device memory between the forward and the backward pass of a microbatch. Gradients are
 /// bit-identical for all settings.

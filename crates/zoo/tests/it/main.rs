@@ -1,5 +1,6 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
+mod cuts;
 mod data;
 mod families;
 mod found_weights;

@@ -390,7 +390,13 @@ impl Alone {
     }
 
     fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
-        StageContext { device: &self.cpu, layout: &self.layout, params, gradient_scale: 1.0 }
+        StageContext {
+            device: &self.cpu,
+            layout: &self.layout,
+            params,
+            exchange: &farflung_zoo::exchange::Alone,
+            gradient_scale: 1.0,
+        }
     }
 
     /// Checks the gradients of all parameters, given `loss(params)`.

@@ -1,9 +1,11 @@
 //! Compares what layers cost by running them on the counting device with closed forms. The bench `profile`
 //! includes this file too, by `#[path]`: the parent module must import the crate under the name `zoo`.
 
+use farflung_base::Axis;
+
 use super::zoo::family::presets;
 use super::zoo::profile::ModelProfile;
-use super::zoo::{ModelSpec, Resize, ZooError};
+use super::zoo::{AxisShare, ModelSpec, Resize, ZooError};
 
 /// Shapes of both families, with names: the presets, and some in other sizes.
 pub(crate) fn shapes() -> Result<Vec<(String, ModelSpec)>, ZooError> {
@@ -31,14 +33,34 @@ pub(crate) struct Figure {
     pub(crate) closed_form: u64,
 }
 
-/// Returns all figures of a model's layers.
+/// Returns all figures of a model's layers: of the whole ones, and of the pieces of ranks that divide blocks,
+/// as far as each gets a head and a column.
 pub(crate) fn figures(spec: &ModelSpec) -> Result<Vec<Figure>, ZooError> {
-    let profile = ModelProfile::of(spec)?;
+    let mut all = figures_of(spec, &AxisShare::whole())?;
+    let of = &spec.blocks[0].block;
+    for (rank, weights) in [(0, vec![1, 1]), (1, vec![2, 1]), (3, vec![1; 4])] {
+        let share = AxisShare::new(rank, weights)?;
+        let fits = |rank: AxisShare| {
+            [of.attention.heads.kv, of.mlp.width].into_iter().all(|units| !rank.of(units).is_empty())
+        };
+        if share.all().all(fits) {
+            all.extend(figures_of(spec, &share)?);
+        }
+    }
+    Ok(all)
+}
+
+fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooError> {
+    let profile = ModelProfile::of_share(spec, share)?;
     let (t, c, v) = (spec.context as u64, spec.dim as u64, spec.vocab as u64);
     let (_, block) = profile.blocks[0];
     let of = spec.blocks[0].block;
-    let (h, g) = (of.attention.heads.query as u64, of.attention.heads.kv as u64);
-    let (d, f) = (of.attention.head_dim as u64, of.mlp.width as u64);
+    // The rank's own heads and inner columns.
+    let kv_heads = of.attention.heads.kv;
+    let g = share.of(kv_heads).len() as u64;
+    let h = g * (of.attention.heads.query / kv_heads) as u64;
+    let (d, f) = (of.attention.head_dim as u64, share.of(of.mlp.width).len() as u64);
+    let ranks = share.ranks() as u64;
     let (q, kv) = (h * d, g * d);
     let gated = of.mlp.gated;
     let (stats, hidden) = (2 * t, t * c);
@@ -60,10 +82,18 @@ pub(crate) fn figures(spec: &ModelSpec) -> Result<Vec<Figure>, ZooError> {
     let most = (2 * c).max(if gated { qkv } else { q });
     let head = profile.head;
     let head_products = 2 * t * v * c;
+    let sent = 4 * (4 * hidden * (ranks - 1) / ranks);
     let of_layers = profile.embedding.parameters + spec.layers() as u64 * block.parameters;
     let all = [
         ("parameters of a block", block.parameters, matrices + vectors),
-        ("parameters", spec.parameters(), of_layers + head.parameters),
+        (
+            "parameters",
+            if ranks == 1 { spec.parameters() } else { of_layers + head.parameters },
+            of_layers + head.parameters,
+        ),
+        // Each pass sums hidden states twice: behind attention and behind the feed-forward network.
+        ("bytes that a block sends forward", block.sent_forward.along(Axis::Tensor), sent),
+        ("bytes that a block sends backward", block.sent_backward.along(Axis::Tensor), sent),
         ("products of a block's forward pass", block.forward.products, products),
         ("products for a block's input", block.input.products, products),
         ("products for a block's weights", block.weight.products, products),

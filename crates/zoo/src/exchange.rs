@@ -1,0 +1,266 @@
+//! What layers communicate. A layer sees this trait alone: where a model is not cut, nothing is exchanged
+//! ([`Alone`]); a dry run counts ([`Counted`]); the exchange over ranks is another crate's.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Add;
+use std::sync::{Mutex, PoisonError};
+
+use farflung_base::Axis;
+use farflung_tensor::{Shape, Tensor, TensorError};
+
+use crate::{AxisShare, ZooError};
+
+/// The exchanges of a layer with the other ranks along an axis. All ranks along the axis call the same
+/// functions in the same order, with tensors whose shapes differ at most by the lengths of pieces. A sum has
+/// the same bits on each rank.
+pub trait Exchange: fmt::Debug + Send + Sync {
+    /// Returns the number of ranks along an axis.
+    fn size(&self, axis: Axis) -> usize;
+
+    /// Returns this rank's number along an axis.
+    fn rank(&self, axis: Axis) -> usize;
+
+    /// Replaces the values by their sum over all ranks.
+    ///
+    /// Errors: [`ZooError::Exchange`], for example if a rank is lost.
+    fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError>;
+
+    /// Returns the pieces of all ranks, joined along dimension `dim`, where they have these lengths.
+    ///
+    /// Errors: as [`Exchange::all_reduce`]; [`ZooError::Tensor`] for a piece of another length.
+    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError>;
+
+    /// Returns this rank's piece of the sum over all ranks. Pieces have these lengths along dimension `dim`.
+    ///
+    /// Errors: as [`Exchange::gather`].
+    fn scatter(&self, axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError>;
+
+    /// Sends each rank one of the equal pieces along dimension `split`, and returns the pieces that this rank
+    /// receives, joined along dimension `join`.
+    ///
+    /// Errors: as [`Exchange::gather`].
+    fn all_to_all(&self, axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError>;
+}
+
+/// Returns `shape` with another length along one dimension.
+///
+/// Errors: [`ZooError::Tensor`] if there is no such dimension.
+pub fn with_length(shape: Shape, dim: usize, length: usize) -> Result<Shape, ZooError> {
+    let mut dims = shape.dims().to_vec();
+    let Some(there) = dims.get_mut(dim) else { return Err(mismatch(shape, Shape::from(dim))) };
+    *there = length;
+    Ok(Shape::new(&dims)?)
+}
+
+/// Checks that a tensor has this length along a dimension.
+///
+/// Errors: [`ZooError::Tensor`] with both shapes.
+pub fn check_length(shape: Shape, dim: usize, length: usize) -> Result<(), ZooError> {
+    let expected = with_length(shape, dim, length)?;
+    if expected == shape { Ok(()) } else { Err(mismatch(shape, expected)) }
+}
+
+fn mismatch(lhs: Shape, rhs: Shape) -> ZooError {
+    TensorError::ShapeMismatch { op: "exchange along an axis", lhs, rhs }.into()
+}
+
+/// The exchange of a rank that is alone along each axis: nothing is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Alone;
+
+impl Exchange for Alone {
+    fn size(&self, _axis: Axis) -> usize {
+        1
+    }
+
+    fn rank(&self, _axis: Axis) -> usize {
+        0
+    }
+
+    fn all_reduce(&self, _axis: Axis, _values: &mut Tensor) -> Result<(), ZooError> {
+        Ok(())
+    }
+
+    fn gather(&self, _axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_length(piece.shape(), dim, lengths.iter().sum())?;
+        Ok(piece)
+    }
+
+    fn scatter(&self, _axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_length(whole.shape(), dim, lengths.iter().sum())?;
+        Ok(whole)
+    }
+
+    fn all_to_all(&self, _axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
+        with_length(values.shape(), split.max(join), 1)?;
+        Ok(values)
+    }
+}
+
+/// The exchange of a dry run: results have their shapes, nothing is sent, and the bytes are counted that this
+/// rank would send.
+///
+/// Of `n` bytes, `k` ranks send `2 n (k - 1) / k` each in an all-reduce, and `n (k - 1) / k` in an all-to-all;
+/// in a gather each sends its piece to the others, and in a scatter all but its own piece. These are the bytes
+/// of a ring with equal pieces, and of direct exchanges.
+#[derive(Debug)]
+pub struct Counted {
+    shares: BTreeMap<Axis, AxisShare>,
+    sent: Mutex<AxisBytes>,
+}
+
+/// Bytes by axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct AxisBytes([u64; AXES]);
+
+/// The axes along which layers exchange, and the view of experts.
+const AXES: usize = Axis::ALL.len() + 1;
+
+impl AxisBytes {
+    /// Returns the bytes along an axis.
+    #[must_use]
+    pub const fn along(&self, axis: Axis) -> u64 {
+        self.0[axis as usize]
+    }
+
+    const fn count(&mut self, axis: Axis, bytes: u64) {
+        self.0[axis as usize] += bytes;
+    }
+}
+
+impl Add for AxisBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self(std::array::from_fn(|axis| self.0[axis] + other.0[axis]))
+    }
+}
+
+impl Counted {
+    /// Starts at zero. Along an axis without a share, the rank is alone.
+    #[must_use]
+    pub fn new(shares: impl IntoIterator<Item = (Axis, AxisShare)>) -> Self {
+        Self { shares: shares.into_iter().collect(), sent: Mutex::default() }
+    }
+
+    /// Returns the bytes since the last call, by axis.
+    pub fn take(&self) -> AxisBytes {
+        std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn add(&self, axis: Axis, bytes: u64) {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner).count(axis, bytes);
+    }
+
+    /// Returns the part of `bytes` that is not this rank's own, of equal pieces.
+    fn others(&self, axis: Axis, bytes: u64) -> u64 {
+        let ranks = self.size(axis) as u64;
+        bytes / ranks * (ranks - 1) + bytes % ranks * (ranks - 1) / ranks
+    }
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.shape().len() * tensor.dtype().size()) as u64
+}
+
+impl Exchange for Counted {
+    fn size(&self, axis: Axis) -> usize {
+        self.shares.get(&axis).map_or(1, AxisShare::ranks)
+    }
+
+    fn rank(&self, axis: Axis) -> usize {
+        self.shares.get(&axis).map_or(0, AxisShare::rank)
+    }
+
+    fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
+        self.add(axis, 2 * self.others(axis, bytes(values)));
+        Ok(())
+    }
+
+    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_length(piece.shape(), dim, lengths.get(self.rank(axis)).copied().unwrap_or_default())?;
+        self.add(axis, bytes(&piece) * (self.size(axis) as u64 - 1));
+        let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
+        Ok(piece.device().empty(piece.dtype(), whole)?)
+    }
+
+    fn scatter(&self, axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_length(whole.shape(), dim, lengths.iter().sum())?;
+        let own = lengths.get(self.rank(axis)).copied().unwrap_or_default();
+        let piece = whole.device().empty(whole.dtype(), with_length(whole.shape(), dim, own)?)?;
+        self.add(axis, bytes(&whole) - bytes(&piece));
+        Ok(piece)
+    }
+
+    fn all_to_all(&self, axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
+        let ranks = self.size(axis);
+        let shape = all_to_all_shape(values.shape(), ranks, (split, join))?;
+        self.add(axis, self.others(axis, bytes(&values)));
+        Ok(values.device().empty(values.dtype(), shape)?)
+    }
+}
+
+/// Returns the shape of the result of [`Exchange::all_to_all`] between `ranks` ranks.
+///
+/// Errors: [`ZooError::Tensor`] if there are no equal pieces.
+pub fn all_to_all_shape(
+    shape: Shape,
+    ranks: usize,
+    (split, join): (usize, usize),
+) -> Result<Shape, ZooError> {
+    let length = |dim: usize| shape.dims().get(dim).copied().ok_or(mismatch(shape, Shape::from(dim)));
+    let piece = length(split)? / ranks;
+    check_length(shape, split, piece * ranks)?;
+    let cut = with_length(shape, split, piece)?;
+    with_length(cut, join, cut.dims().get(join).copied().unwrap_or_default() * ranks)
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_tensor::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_dry_run_has_the_shapes_and_counts_what_a_rank_sends() {
+        let device = Device::sizes();
+        let shares = [(Axis::Tensor, AxisShare::new(1, vec![2, 1, 1]).unwrap())];
+        let counted = Counted::new(shares);
+        assert_eq!((counted.size(Axis::Tensor), counted.rank(Axis::Tensor)), (3, 1));
+        assert_eq!((counted.size(Axis::Data), counted.rank(Axis::Data)), (1, 0));
+        let tensor = |shape: [usize; 3]| device.zeros(shape).unwrap();
+        let sent = || counted.take().along(Axis::Tensor);
+        counted.all_reduce(Axis::Tensor, &mut tensor([2, 6, 4])).unwrap();
+        assert_eq!(sent(), 2 * 48 * 4 * 2 / 3);
+        let whole = counted.gather(Axis::Tensor, tensor([2, 2, 4]), 1, &[3, 2, 1]).unwrap();
+        assert_eq!((whole.shape().dims(), sent()), (&[2, 6, 4][..], 2 * 16 * 4));
+        let piece = counted.scatter(Axis::Tensor, whole, 1, &[3, 2, 1]).unwrap();
+        assert_eq!((piece.shape().dims(), sent()), (&[2, 2, 4][..], 32 * 4));
+        let turned = counted.all_to_all(Axis::Tensor, tensor([2, 6, 4]), 1, 2).unwrap();
+        assert_eq!((turned.shape().dims(), sent()), (&[2, 2, 12][..], 32 * 4));
+        // Along the other axes the rank is alone.
+        counted.all_reduce(Axis::Data, &mut tensor([2, 6, 4])).unwrap();
+        assert_eq!(counted.take(), AxisBytes::default());
+        assert!(counted.gather(Axis::Tensor, tensor([2, 3, 4]), 1, &[3, 2, 1]).is_err());
+        assert!(counted.all_to_all(Axis::Tensor, tensor([2, 4, 4]), 1, 2).is_err());
+        assert!(counted.scatter(Axis::Tensor, tensor([2, 5, 4]), 3, &[5]).is_err());
+    }
+
+    #[test]
+    fn a_rank_alone_has_what_it_gives() {
+        let device = Device::cpu(1).unwrap();
+        let tensor = || device.tensor(&[1.0_f32, 2.0, 3.0, 4.0], [1, 4]).unwrap();
+        let mut sum = tensor();
+        Alone.all_reduce(Axis::Tensor, &mut sum).unwrap();
+        for same in [
+            sum,
+            Alone.gather(Axis::Tensor, tensor(), 1, &[4]).unwrap(),
+            Alone.scatter(Axis::Tensor, tensor(), 1, &[4]).unwrap(),
+            Alone.all_to_all(Axis::Tensor, tensor(), 0, 1).unwrap(),
+        ] {
+            assert_eq!(same.to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+        }
+        assert!(Alone.gather(Axis::Tensor, tensor(), 1, &[3]).is_err());
+    }
+}

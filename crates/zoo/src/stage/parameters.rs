@@ -1,0 +1,72 @@
+//! The parameters of a stage: initial values, and weights of files.
+
+use std::path::Path;
+
+use farflung_tensor::{Shape, Tensor, TensorError};
+
+use super::Stage;
+use crate::ZooError;
+use crate::weights::{self, Weights, WriteOptions};
+
+impl Stage {
+    /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
+    /// layers of the whole model.
+    pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
+        let mut values = vec![0.0; self.layout.len()];
+        for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
+            spec.fill_piece(&self.share, &mut values[p.range()], |whole| {
+                spec.fill(seed, *index, whole);
+                Ok::<_, ZooError>(())
+            })?;
+        }
+        Ok(self.device.tensor(&values, self.layout.len())?)
+    }
+
+    /// Reads the parameters from opened weights, by name.
+    ///
+    /// Errors: those of [`Weights::tensor`].
+    pub fn load(&self, weights: &mut Weights) -> Result<Tensor, ZooError> {
+        let mut values = vec![0.0; self.layout.len()];
+        for (p, (_, spec)) in self.layout.params().iter().zip(&self.specs) {
+            spec.fill_piece(&self.share, &mut values[p.range()], |whole| weights.tensor(&p.name, whole))?;
+        }
+        Ok(self.device.tensor(&values, self.layout.len())?)
+    }
+
+    /// Writes a whole model to a folder in Hugging Face's layout, as [`weights::write`] does. [`Stage::load`]
+    /// reads the same values, exactly if the type is F32 (the default).
+    ///
+    /// Errors: [`ZooError::Config`] if the stage is not a whole model; [`ZooError::Tensor`] unless `params` is
+    /// a flat buffer of the stage's layout; [`ZooError::Io`]. With one of the first two, nothing is written.
+    ///
+    /// ```
+    /// use farflung_tensor::Device;
+    /// use farflung_zoo::{Stage, gpt2, weights::{Weights, WriteOptions}};
+    ///
+    /// let folder = tempfile::tempdir()?;
+    /// let model = Stage::whole(&gpt2(2, 2, 16, 8, 11)?, &Device::cpu(1)?)?;
+    /// let params = model.init(1337)?;
+    /// model.store(&params, folder.path(), WriteOptions::default())?;
+    /// let loaded = model.load(&mut Weights::open(folder.path())?)?;
+    /// assert_eq!(loaded.to_vec::<f32>()?, params.to_vec::<f32>()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn store(&self, params: &Tensor, folder: &Path, options: WriteOptions) -> Result<(), ZooError> {
+        if !(self.takes_tokens() && self.gives_losses() && self.share.ranks() == 1) {
+            return Err(ZooError::Config {
+                field: "layers",
+                value: self.layers.blocks.len(),
+                expected: "all layers of the model in their whole width, because a folder of weights contains a whole model",
+            });
+        }
+        let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));
+        if lhs.len() != rhs.len() {
+            return Err(TensorError::ShapeMismatch { op: "store", lhs, rhs }.into());
+        }
+        let values = params.to_vec::<f32>()?;
+        weights::write(folder, &self.spec, options, |index, _, out| {
+            out.copy_from_slice(&values[self.layout.params()[index].range()]);
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,176 @@
+//! Pieces of models on several ranks, which divide the width of blocks, against whole models.
+#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+use std::sync::{Arc, Barrier, Mutex};
+
+use farflung_base::Axis;
+use farflung_tensor::{Device, Tensor};
+use farflung_zoo::exchange::{Alone, Exchange};
+use farflung_zoo::layer::Grads;
+use farflung_zoo::weights::WriteOptions;
+use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, ZooError, gpt2};
+
+/// Threads that add up in the order of ranks.
+#[derive(Debug)]
+struct Threads {
+    rank: usize,
+    all: Arc<Meeting>,
+}
+
+#[derive(Debug)]
+struct Meeting {
+    values: Mutex<Vec<Vec<f32>>>,
+    barrier: Barrier,
+}
+
+impl Threads {
+    fn group(ranks: usize) -> Vec<Self> {
+        let values = Mutex::new(vec![Vec::new(); ranks]);
+        let all = Arc::new(Meeting { values, barrier: Barrier::new(ranks) });
+        (0..ranks).map(|rank| Self { rank, all: Arc::clone(&all) }).collect()
+    }
+}
+
+impl Exchange for Threads {
+    fn size(&self, axis: Axis) -> usize {
+        if axis == Axis::Tensor { self.all.values.lock().unwrap().len() } else { 1 }
+    }
+
+    fn rank(&self, axis: Axis) -> usize {
+        if axis == Axis::Tensor { self.rank } else { 0 }
+    }
+
+    fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
+        assert_eq!(axis, Axis::Tensor);
+        self.all.values.lock().unwrap()[self.rank] = values.to_vec().unwrap();
+        self.all.barrier.wait();
+        let sum = {
+            let all = self.all.values.lock().unwrap();
+            (0..all[0].len()).map(|at| all.iter().map(|of_rank| of_rank[at]).sum::<f32>()).collect::<Vec<_>>()
+        };
+        values.write(&sum)?;
+        self.all.barrier.wait();
+        Ok(())
+    }
+
+    fn gather(&self, _: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        Alone.gather(Axis::Tensor, piece, dim, lengths)
+    }
+
+    fn scatter(&self, _: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        Alone.scatter(Axis::Tensor, whole, dim, lengths)
+    }
+
+    fn all_to_all(&self, _: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
+        Alone.all_to_all(Axis::Tensor, values, split, join)
+    }
+}
+
+/// GPT-2 with fused queries, keys and values and biases, and LLaMA with grouped queries.
+fn models() -> Vec<ModelSpec> {
+    let mut llama = ModelSpec::preset("llama-nano").unwrap();
+    (llama.dim, llama.context, llama.vocab, llama.blocks[0].count) = (24, 10, 19, 2);
+    let block = &mut llama.blocks[0].block;
+    (block.attention.heads.query, block.attention.heads.kv, block.attention.head_dim) = (6, 3, 10);
+    block.attention.rotary.as_mut().unwrap().width = 10;
+    block.mlp.width = 40;
+    vec![gpt2(2, 4, 24, 10, 19).unwrap(), llama]
+}
+
+/// The losses and gradients of a stage, and the logits of its sequences.
+struct Outcome {
+    losses: Vec<f32>,
+    grads: Vec<f32>,
+    logits: Vec<f32>,
+}
+
+fn run(stage: &Stage, params: &Tensor) -> Outcome {
+    let ids = |shift: u32| (0..20_u32).map(|i| (i * i + 3 * i + shift) % 19).collect::<Vec<_>>();
+    let tokens = || stage.tokens(&ids(0), 10).unwrap();
+    let targets = stage.tokens(&ids(1), 10).unwrap();
+    let target = Targets::all(&targets, 0.05);
+    let (output, saved) = stage.forward(params, Input::Tokens(tokens()), Some(target)).unwrap();
+    let Output::Losses(losses) = output else { unreachable!("the whole model gives losses") };
+    let mut flat = stage.zeros().unwrap();
+    let mut grads = Grads { flat: &mut flat, accumulate: false };
+    stage.backward(params, saved, None, &mut grads, |_, _| {}).unwrap();
+    let logits = stage.logits(params, tokens()).unwrap();
+    Outcome {
+        losses: losses.to_vec().unwrap(),
+        grads: flat.to_vec().unwrap(),
+        logits: logits.to_vec().unwrap(),
+    }
+}
+
+fn far(found: &[f32], expected: &[f32]) -> f64 {
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let difference = norm(&mut found.iter().zip(expected).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    difference / norm(&mut expected.iter().map(|v| f64::from(*v))).max(1e-2)
+}
+
+#[test]
+fn pieces_give_the_losses_and_gradients_of_the_whole_model() {
+    for spec in models() {
+        let cpu = Device::cpu(1).unwrap();
+        let whole = Stage::whole(&spec, &cpu).unwrap();
+        let all_params = whole.init(5).unwrap();
+        let expected = run(&whole, &all_params);
+        let tensors = spec.tensors();
+        for weights in [vec![1], vec![1, 1], vec![2, 1], vec![1, 1, 1]] {
+            let shares: Vec<_> = AxisShare::new(0, weights).unwrap().all().collect();
+            let exchanges = Threads::group(shares.len());
+            let outcomes: Vec<(Stage, Vec<f32>, Outcome)> = std::thread::scope(|scope| {
+                let ranks: Vec<_> = shares
+                    .iter()
+                    .zip(exchanges)
+                    .map(|(share, exchange)| {
+                        let (spec, share) = (&spec, share.clone());
+                        scope.spawn(move || {
+                            let cpu = Device::cpu(1).unwrap();
+                            let axis: (AxisShare, Arc<dyn Exchange>) = (share, Arc::new(exchange));
+                            let piece = Stage::piece(spec, 0..spec.layers(), &cpu, axis).unwrap();
+                            let params = piece.init(5).unwrap();
+                            let outcome = run(&piece, &params);
+                            (piece, params.to_vec().unwrap(), outcome)
+                        })
+                    })
+                    .collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            for (share, (piece, params, found)) in shares.iter().zip(&outcomes) {
+                assert!(far(&found.losses, &expected.losses) < 1e-5);
+                assert!(far(&found.logits, &expected.logits) < 1e-5);
+                assert_eq!(found.losses, outcomes[0].2.losses);
+                for ((own, all), tensor) in
+                    piece.layout().params().iter().zip(whole.layout().params()).zip(&tensors)
+                {
+                    let of_whole = |values: &[f32]| {
+                        let mut part = vec![0.0; own.shape.len()];
+                        tensor.cut.take(&tensor.shape, share, &values[all.range()], &mut part);
+                        part
+                    };
+                    let name = format!("{} on rank {} of {}", own.name, share.rank(), share.ranks());
+                    let initial = of_whole(&all_params.to_vec::<f32>().unwrap());
+                    assert_eq!(params[own.range()], initial, "{name}");
+                    let off = far(&found.grads[own.range()], &of_whole(&expected.grads));
+                    assert!(off < 1e-5, "{name}: {off}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cut_that_leaves_a_rank_without_a_head_is_refused() {
+    let spec = gpt2(1, 2, 8, 4, 11).unwrap();
+    let cpu = Device::cpu(1).unwrap();
+    let share = AxisShare::new(0, vec![1; 3]).unwrap();
+    let error = Stage::piece(&spec, 0..1, &cpu, (share, Arc::new(Alone))).unwrap_err().to_string();
+    assert!(error.contains("`heads` is 2") && error.contains("tensor axis"), "{error}");
+    // A piece is no model that a file could have.
+    let share = AxisShare::new(1, vec![1; 2]).unwrap();
+    let piece = Stage::piece(&spec, 0..1, &cpu, (share, Arc::new(Alone))).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let refused = piece.store(&piece.init(1).unwrap(), folder.path(), WriteOptions::default()).unwrap_err();
+    assert!(refused.to_string().contains("whole width"), "{refused}");
+}
