@@ -82,9 +82,10 @@ fn attention(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
     let (mut y, mut lse) =
         (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads.query, len]).unwrap());
     let mut d_qkv = cpu.zeros([batch, len, w]).unwrap();
-    cpu.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
+    cpu.run(Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })
+        .unwrap();
     let (qkv, out, sums, dy, d) = (qkv.view(), y.view(), lse.view(), dy.view(), d_qkv.view_mut());
-    cpu.run(Op::AttentionGrad { heads, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
+    cpu.run(Op::AttentionGrad { heads, documents: None, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
     [y, lse, d_qkv]
 }
 
@@ -106,6 +107,7 @@ fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
             cpu.run(Op::AttentionCached {
                 heads,
                 past,
+                documents: None,
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),
@@ -119,6 +121,7 @@ fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
             cpu.run(Op::AttentionCachedGrad {
                 heads,
                 past,
+                documents: None,
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view(),
                 values: values.view(),
@@ -237,7 +240,7 @@ fn heads_are_joined_and_rotated_and_split_and_rotated_back() {
             let [qkv, dq, dk, dv] = same_bits(|cpu| {
                 let part = |v: &[f32], width| cpu.tensor(v, [batch, len, width]).unwrap();
                 let angles = cpu.tensor(&angles, [start + len + 1, r]).unwrap();
-                let rotary = rotates.then(|| Rotary { table: angles.view(), start });
+                let rotary = rotates.then(|| Rotary { table: angles.view(), start, documents: None });
                 let [q, k, v] = [part(&from[0], c), part(&from[1], kv), part(&from[2], kv)];
                 let mut qkv = part(&vec![f32::NAN; n * w], w);
                 let (q, k, v, all) = (q.view(), k.view(), v.view(), qkv.view_mut());
@@ -294,7 +297,7 @@ fn tokens_are_rotated_by_their_positions() {
     });
     let join = |start: usize, new: usize| {
         let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
-        let rotary = Some(Rotary { table: angles.view(), start });
+        let rotary = Some(Rotary { table: angles.view(), start, documents: None });
         let (q, k, v) = (tokens(&q, start, new), tokens(&k, start, new), tokens(&v, start, new));
         cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
         to.to_vec::<f32>().unwrap()

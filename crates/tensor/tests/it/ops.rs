@@ -207,17 +207,27 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
                 start,
+                documents: None,
                 tokens_table,
                 positions_table,
                 y: y.view_mut(),
             })
             .unwrap();
             let (tokens_table, to) = (table.view(), alone.view_mut());
-            cpu.run(Op::Embed { tokens: tokens.view(), start, tokens_table, positions_table: None, y: to })
-                .unwrap();
+            cpu.run(Op::Embed {
+                tokens: tokens.view(),
+                start,
+                documents: None,
+                tokens_table,
+                positions_table: None,
+                y: to,
+            })
+            .unwrap();
             let (d_tokens_table, dy_) = (d_alone.view_mut(), dy.view());
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                start: 0,
+                documents: None,
                 dy: dy_,
                 d_tokens_table,
                 d_positions_table: None,
@@ -226,6 +236,8 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (d_tokens_table, d_positions_table) = (table.view_mut(), Some(places.view_mut()));
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                start: 0,
+                documents: None,
                 dy: dy.view(),
                 d_tokens_table,
                 d_positions_table,

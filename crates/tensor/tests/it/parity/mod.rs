@@ -177,9 +177,10 @@ fn attention(d: &Device, seed: u64, s: Sizes) -> Result<Vec<Tensor>> {
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
     let mut d_qkv = d.zeros([b, t, w])?;
-    d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
+    d.run(Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
     d.run(Op::AttentionGrad {
         heads,
+        documents: None,
         qkv: qkv.view(),
         y: y.view(),
         lse: lse.view(),
@@ -198,6 +199,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<
     d.run(Op::AttentionCached {
         heads,
         past,
+        documents: None,
         qkv: qkv.view(),
         keys: keys.view_mut(),
         values: values.view_mut(),
@@ -210,6 +212,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<
     d.run(Op::AttentionCachedGrad {
         heads,
         past,
+        documents: None,
         qkv: qkv.view(),
         keys: keys.view(),
         values: values.view(),
@@ -234,7 +237,7 @@ fn joined_heads(
     let (q, k) = (noise(d, seed, 1.0, [b, t, c])?, noise(d, seed + 1, 1.0, [b, t, kv])?);
     let (v, d_qkv) = (noise(d, seed + 2, 1.0, [b, t, kv])?, noise(d, seed + 3, 1.0, [b, t, w])?);
     let table = rotated.map(|r| noise(d, seed + 4, 1.0, [start + t, r])).transpose()?;
-    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start });
+    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start, documents: None });
     let mut qkv = d.zeros([b, t, w])?;
     let (from_q, from_k, from_v, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
     d.run(Op::JoinHeads { heads, rotary, q: from_q, k: from_k, v: from_v, qkv: to })?;
@@ -258,6 +261,7 @@ fn embedding(
     d.run(Op::Embed {
         tokens: tokens.view(),
         start,
+        documents: None,
         tokens_table: table.view(),
         positions_table: positioned.then(|| positions.view()),
         y: y.view_mut(),
@@ -267,6 +271,8 @@ fn embedding(
     let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
     d.run(Op::EmbedGrad {
         tokens: tokens.view(),
+        start: 0,
+        documents: None,
         dy: dy.view(),
         d_tokens_table: d_table.view_mut(),
         d_positions_table: positioned.then(|| d_positions.view_mut()),

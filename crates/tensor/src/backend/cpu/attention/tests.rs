@@ -111,9 +111,9 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
     let mut lse = vec![f32::NAN; l.query_heads() * l.tokens];
-    forward(isa, &pool, l, qkv, &mut y, &mut lse);
+    forward(isa, &pool, (l, None), qkv, &mut y, &mut lse);
     let mut d_qkv = vec![f32::NAN; qkv.len()];
-    backward(isa, &pool, l, [qkv, &y, &lse, dy], &mut d_qkv);
+    backward(isa, &pool, (l, None), [qkv, &y, &lse, dy], &mut d_qkv);
     [y, lse, d_qkv]
 }
 
@@ -231,7 +231,15 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h.0 * t]);
                 let (l, cache) = (layout(b, h, t, d), Cache { past, capacity });
                 let caches = [&mut keys[..], &mut values[..]];
-                forward_over(isa, &pool, (l, cache), &qkv, caches, &mut y, Some(&mut lse));
+                forward_over(
+                    isa,
+                    &pool,
+                    NewTokens { layout: l, cache, documents: None },
+                    &qkv,
+                    caches,
+                    &mut y,
+                    Some(&mut lse),
+                );
                 forwards.push((l, cache, qkv, y, lse));
                 past += t;
             }
@@ -241,7 +249,13 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let dy = some_tokens(&dy, c, all, cache.past, l.tokens);
                 let mut d_qkv = vec![f32::NAN; qkv.len()];
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(|x| &x[..]);
-                backward_over(isa, &pool, (l, cache), read, [&mut d_qkv, &mut d_keys, &mut d_values]);
+                backward_over(
+                    isa,
+                    &pool,
+                    NewTokens { layout: l, cache, documents: None },
+                    read,
+                    [&mut d_qkv, &mut d_keys, &mut d_values],
+                );
                 outputs.push((cache.past, l.tokens, y, d_qkv));
             }
             outputs
@@ -296,6 +310,6 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
 fn nothing_to_do() {
     let pool = Pool::new(1).unwrap();
     let l = layout(0, (2, 2), 3, 4);
-    train_forward(&pool, l, &[], &mut [], &mut []);
-    train_backward(&pool, l, &[], &[], &[], &[], &mut []);
+    train_forward(&pool, l, None, &[], &mut [], &mut []);
+    train_backward(&pool, l, None, [&[]; 4], &mut []);
 }
