@@ -165,7 +165,13 @@ fn block(spec: &ModelSpec, block: &BlockSpec) -> Result<LayerProfile> {
     let layer = builder.block(spec, block)?;
     let layout = builder.layout()?;
     let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
+    let cx = StageContext {
+        device: &device,
+        layout: &layout,
+        params: &params,
+        gradient_scale: 1.0,
+        documents: None,
+    };
     let shape = [1, spec.context, spec.dim];
     let x = cx.empty(shape)?;
     let hidden = bytes([&x]);
@@ -203,7 +209,13 @@ fn embedding(spec: &ModelSpec) -> Result<LayerProfile> {
     let layer = builder.embedding(spec);
     let layout = builder.layout()?;
     let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
+    let cx = StageContext {
+        device: &device,
+        layout: &layout,
+        params: &params,
+        gradient_scale: 1.0,
+        documents: None,
+    };
     let tokens = device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
     let mut meter = Meter::new(&device);
     let y = layer.forward(&cx, &tokens, 0)?;
@@ -231,7 +243,13 @@ fn head(spec: &ModelSpec) -> Result<LayerProfile> {
     let layer = builder.head(spec);
     let layout = builder.layout()?;
     let (params, mut flat) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
-    let cx = StageContext { device: &device, layout: &layout, params: &params, gradient_scale: 1.0 };
+    let cx = StageContext {
+        device: &device,
+        layout: &layout,
+        params: &params,
+        gradient_scale: 1.0,
+        documents: None,
+    };
     let x = cx.empty([1, spec.context, spec.dim])?;
     let hidden = bytes([&x]);
     let targets = device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;

@@ -15,7 +15,8 @@ const NO_TARGET: i64 = -100;
 ///
 /// The file is a JSON object. `input_ids` is a list of rows; `labels`, if it is there, has the same shape: the
 /// label of a token is what the token before it is to predict (labels are not shifted), and -100 is no target.
-/// Without labels, each token after a row's first is a target. Other keys are ignored.
+/// Without labels, each token after a row's first is a target. Other keys are ignored, but [`TokenRows::read_packed`]
+/// also reads `position_ids`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRows {
     path: PathBuf,
@@ -32,7 +33,82 @@ struct File {
     labels: Option<Vec<Vec<i64>>>,
 }
 
+/// The part of a file that says where documents begin.
+#[derive(Deserialize)]
+struct Packing {
+    #[serde(default)]
+    position_ids: Option<Vec<Vec<i64>>>,
+}
+
 impl TokenRows {
+    /// Reads a file whose rows hold several documents: `position_ids` has the position of each token in its
+    /// document, so that 0 begins a document. The last token of a document has no target.
+    ///
+    /// `transformers` also accepts documents whose positions do not begin at 0; they are refused here.
+    ///
+    /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for positions that are missing, do not have the shape of
+    /// `input_ids`, or are neither 0 nor one more than that of the token before.
+    pub fn read_packed(path: &Path) -> Result<Self, ZooError> {
+        let bytes = fs::read(path).map_err(ZooError::open(path))?;
+        Self::packed_from_bytes(path, &bytes)
+    }
+
+    /// Like [`TokenRows::read_packed`], of the bytes of a file. `path` is for messages.
+    ///
+    /// Errors: as [`TokenRows::read_packed`].
+    pub fn packed_from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ZooError> {
+        let mut this = Self::from_bytes(path, bytes)?;
+        let wrong = |problem: String| ZooError::Rows { path: path.to_owned(), problem };
+        let (count, length) = (this.count(), this.length());
+        let Packing { position_ids } = json_file::from_bytes(path, bytes)?;
+        let Some(positions) = position_ids else {
+            let what = "it has no `position_ids`, expected them because documents are to be kept apart";
+            return Err(wrong(what.to_owned()));
+        };
+        if positions.len() != count {
+            let found = positions.len();
+            return Err(wrong(format!(
+                "`position_ids` has {found} rows, expected {count}, as `input_ids` has"
+            )));
+        }
+        let mut documents = Vec::with_capacity(count * length);
+        let weights = this.rows.weights.get_or_insert_default();
+        for (row, positions) in positions.iter().enumerate() {
+            if positions.len() != length {
+                let found = positions.len();
+                let problem = format!("row {row} of `position_ids` has {found} tokens, expected {length}");
+                return Err(wrong(problem));
+            }
+            let mut begins = 0;
+            for (at, &position) in positions.iter().enumerate() {
+                if position == 0 {
+                    begins = at;
+                    if at > 0 {
+                        weights[row * length + at - 1] = 0.0;
+                    }
+                } else if at == 0 || i64::try_from(at - begins) != Ok(position) {
+                    let problem = format!(
+                        "token {at} of row {row} of `position_ids` is {position}, expected 0, where a document \
+                         begins, or one more than the token before"
+                    );
+                    return Err(wrong(problem));
+                }
+                documents.push(begins as u32);
+            }
+        }
+        this.rows.documents = Some(documents);
+        this.with_targets()
+    }
+
+    /// Returns the rows, if a token is a target.
+    fn with_targets(self) -> Result<Self, ZooError> {
+        if self.targets() > 0 {
+            return Ok(self);
+        }
+        let problem = "no token is a target, expected at least one".to_owned();
+        Err(ZooError::Rows { path: self.path, problem })
+    }
+
     /// Reads a file.
     ///
     /// Errors: [`ZooError::Io`], [`ZooError::Json`], [`ZooError::Rows`] with what is wrong.
@@ -82,10 +158,7 @@ impl TokenRows {
             }
         }
         let this = Self { path: path.to_owned(), rows, hash: blake3::hash(bytes), bytes: bytes.len() as u64 };
-        if this.targets() == 0 {
-            return Err(wrong("no token is a target, expected at least one".to_owned()));
-        }
-        Ok(this)
+        this.with_targets()
     }
 
     /// Checks that all ids are below a model's number of tokens, and that rows are at most as long as its
@@ -155,9 +228,9 @@ impl TokenRows {
     }
 
     /// Appends a row to a batch of longer or equal sequences. What is missing is filled up with token 0 of
-    /// weight 0; so are numbers without a row.
+    /// weight 0, as a document of its own if rows hold several; so are numbers without a row.
     pub(super) fn append_to(&self, row: u64, batch: &mut Batch) {
-        let Batch { length, inputs, targets, weights } = &self.rows;
+        let Batch { length, inputs, targets, weights, documents } = &self.rows;
         let start = usize::try_from(row).ok().filter(|&row| row < self.count()).map(|row| row * length);
         let more = batch.weights.get_or_insert_default();
         let (mut filled, padded) = (0, batch.length);
@@ -168,6 +241,11 @@ impl TokenRows {
             filled = *length;
         }
         let rest = padded - filled;
+        if let Some(documents) = documents {
+            let more = batch.documents.get_or_insert_default();
+            more.extend(start.into_iter().flat_map(|start| &documents[start..start + length]));
+            more.extend(std::iter::repeat_n(filled as u32, rest));
+        }
         batch.inputs.extend(std::iter::repeat_n(0, rest));
         batch.targets.extend(std::iter::repeat_n(0, rest));
         more.extend(std::iter::repeat_n(0.0, rest));

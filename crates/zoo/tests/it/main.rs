@@ -1,6 +1,7 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
 mod data;
+mod documents;
 mod families;
 mod found_weights;
 mod keeping;

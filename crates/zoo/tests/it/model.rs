@@ -390,7 +390,7 @@ impl Alone {
     }
 
     fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
-        StageContext { device: &self.cpu, layout: &self.layout, params, gradient_scale: 1.0 }
+        StageContext { device: &self.cpu, layout: &self.layout, params, gradient_scale: 1.0, documents: None }
     }
 
     /// Checks the gradients of all parameters, given `loss(params)`.
