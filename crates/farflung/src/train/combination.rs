@@ -10,7 +10,7 @@ use std::fmt;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
-use farflung_optim::sync::SyncMethod;
+use farflung_optim::sync::{OnMemberLoss, SyncMethod};
 use farflung_parallel::pipeline::{ComputeOrder, Method};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
 use farflung_parallel::{Level, Plan, ScheduleSource, whole_pipelines};
@@ -42,6 +42,7 @@ struct Choices {
     clips: bool,
     loss_scale: LossScaling,
     own_data: bool,
+    document_mask: bool,
     stages: usize,
 }
 
@@ -102,6 +103,7 @@ impl Choices {
             clips: config.clip > 0.0,
             loss_scale: config.loss_scale,
             own_data: config.own_data,
+            document_mask: config.document_mask,
             stages: config.stages,
         }
     }
@@ -297,6 +299,25 @@ const RULES: &[Rule] = &[
             let why = "both ends of a pipeline must read the same text";
             let expected = format!("false with {} stages: {why}", choices.stages);
             (choices.own_data && choices.stages > 1).then(|| refuse("own-data", true, expected))
+        },
+    },
+    Rule {
+        axes: ["document-mask", "sync"],
+        refuses: |choices| {
+            let method = choices.sync.filter(|_| choices.document_mask)?;
+            // Methods that go on without a member weigh the others anew in each round.
+            let weighs_each_round = method.on_member_loss == OnMemberLoss::MeanOfOthers;
+            let why = "replicas have different numbers of targets in each step, and it weighs them alike";
+            let expected = format!("false with {}: {why}", method.name);
+            (!weighs_each_round).then(|| refuse("document-mask", true, expected))
+        },
+    },
+    Rule {
+        axes: ["document-mask", "own-data"],
+        refuses: |choices| {
+            let why = "a rank must count the targets of all others, whose texts it does not have";
+            (choices.document_mask && choices.own_data)
+                .then(|| refuse("document-mask", true, format!("false with `own-data`: {why}")))
         },
     },
     Rule {

@@ -445,6 +445,15 @@ impl Sampler {
         Ok(batch)
     }
 
+    /// Returns whether batches say where documents begin.
+    #[must_use]
+    pub fn is_divided(&self) -> bool {
+        match &self.source {
+            Source::Rows { rows, .. } => rows.rows().documents.is_some(),
+            _ => self.divided,
+        }
+    }
+
     /// Divides the last sequence of a batch, which begins at `offset`, at the borders of documents.
     fn divide_last(&self, offset: usize, batch: &mut Batch) {
         let first = batch.inputs.len() - self.context;

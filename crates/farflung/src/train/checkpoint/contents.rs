@@ -148,6 +148,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         sync: level.method.clone(),
         codec: level.codec.clone(),
         data_hash: job.data_identity.clone(),
+        document_mask: job.config.document_mask,
         step,
         outer_step,
         rounds,

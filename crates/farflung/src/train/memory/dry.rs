@@ -34,6 +34,8 @@ pub(super) struct DryRun<'a> {
     device: Device,
     batch: usize,
     parts: BTreeMap<StageId, Part>,
+    /// Whether passes are told where documents begin.
+    documents: bool,
     again: Vec<Place>,
     held: BTreeMap<Place, SavedMicrobatch>,
     carried: BTreeMap<(StageId, u32), Slices>,
@@ -62,6 +64,7 @@ impl<'a> DryRun<'a> {
             device: device.clone(),
             batch: plan.batch as usize,
             parts,
+            documents: config.document_mask,
             again: recomputed(schedule.schedule.order()),
             held: BTreeMap::new(),
             carried: BTreeMap::new(),
@@ -133,6 +136,7 @@ impl<'a> DryRun<'a> {
 
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let targets = self.placement.is_last(action.stage).then(|| self.tokens(action)).transpose()?;
+        let documents = self.documents.then(|| self.tokens(action)).transpose()?;
         let start = self.schedule.slices[usize::from(action.slice)].start;
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let key = (action.stage, action.microbatch);
@@ -140,6 +144,7 @@ impl<'a> DryRun<'a> {
             self.carried.insert(key, part.stage.slices(self.batch)?);
         }
         let carried = self.carried.get_mut(&key);
+        let input = input.with_documents(documents);
         part.forward(version, input, start, targets.as_ref().map(|t| Targets::all(t, 1.0)), carried)
     }
 

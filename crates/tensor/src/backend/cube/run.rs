@@ -439,7 +439,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             match (&positions, &documents) {
                 (Some(to), Some(documents)) => {
                     let scratch = cube.scratch(rows * 4)?;
-                    let at = super::Cube::whole(&scratch);
+                    let at = Cube::whole(&scratch);
                     let (each, units) = cube.each(rows);
                     let (of, t) = (documents.arg(), u32_of(length));
                     embed::positions::launch(client, each, units, of, at.arg(), n, t, u32_of(start));
