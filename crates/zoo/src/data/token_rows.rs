@@ -1,6 +1,7 @@
 //! Rows of token ids with labels, in a JSON file as `transformers` takes them.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -204,6 +205,18 @@ impl TokenRows {
     #[must_use]
     pub const fn rows(&self) -> &Batch {
         &self.rows
+    }
+
+    /// Returns some of the rows.
+    ///
+    /// # Panics
+    /// If the range ends after the last row.
+    #[must_use]
+    pub fn batch(&self, rows: Range<usize>) -> Batch {
+        assert!(rows.end <= self.count(), "rows {rows:?} of {}", self.count());
+        let mut batch = Batch { length: self.length(), ..Batch::default() };
+        rows.for_each(|row| self.append_to(row as u64, &mut batch));
+        batch
     }
 
     /// Returns the file.
