@@ -307,8 +307,11 @@ const RULES: &[Rule] = &[
             let method = choices.sync.filter(|_| choices.document_mask)?;
             // Methods that go on without a member weigh the others anew in each round.
             let weighs_each_round = method.on_member_loss == OnMemberLoss::MeanOfOthers;
-            let why = "replicas have different numbers of targets in each step, and it weighs them alike";
-            let expected = format!("false with {}: {why}", method.name);
+            let expected = format!(
+                "false with {}: replicas have different numbers of targets in each step, and this method does not \
+                 take, or is not tested with, weights that change",
+                method.name
+            );
             (!weighs_each_round).then(|| refuse("document-mask", true, expected))
         },
     },

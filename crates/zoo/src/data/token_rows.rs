@@ -312,4 +312,42 @@ mod tests {
         assert!(good.check(7, 2).unwrap_err().to_string().contains("token 7"));
         assert!(good.check(8, 1).unwrap_err().to_string().contains("at most 1, the model's context"));
     }
+
+    #[test]
+    fn positions_that_begin_again_divide_rows() {
+        let json = r#"{"input_ids": [[1, 2, 3, 4, 5], [6, 7, 8, 9, 1]],
+            "position_ids": [[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]], "labels": [[1, 2, 3, 4, 5], [-100, 7, -100, 9, 1]]}"#;
+        let packed = TokenRows::packed_from_bytes(Path::new("rows.json"), json.as_bytes()).unwrap();
+        assert_eq!(packed.rows().documents.as_deref(), Some(&[0, 0, 2, 3, 3, 0, 0, 0, 0, 0][..]));
+        let weights = packed.rows().weights.as_deref().unwrap();
+        assert_eq!(weights, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]);
+        assert_eq!((packed.targets(), packed.counted(0) as u64), (5, 2));
+        // What fills up a sequence is a document of its own.
+        let mut batch = Batch { length: 7, ..Batch::default() };
+        [0, 9].into_iter().for_each(|row| packed.append_to(row, &mut batch));
+        let want = [0, 0, 2, 3, 3, 5, 5, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!((batch.documents.as_deref(), batch.inputs.len()), (Some(&want[..]), 14));
+        assert_eq!(packed.batch(1..2).documents.unwrap(), [0; 5]);
+        // Other readers ignore the key, whatever it holds.
+        let plain = rows(&json.replace("[0, 1, 0, 0, 1]", "\"any\"")).unwrap();
+        assert_eq!((plain.rows().documents.as_ref(), plain.targets()), (None, 7));
+    }
+
+    #[test]
+    fn positions_that_divide_nothing_are_refused() {
+        for (positions, said) in [
+            ("[[0, 1, 3]]", "token 2 of row 0 of `position_ids` is 3, expected 0"),
+            ("[[1, 2, 3]]", "token 0 of row 0 of `position_ids` is 1"),
+            ("[[0, -1, 0]]", "token 1 of row 0 of `position_ids` is -1"),
+            ("[[0, 0, 9223372036854775807]]", "is 9223372036854775807"),
+            ("[[0, 1]]", "row 0 of `position_ids` has 2 tokens, expected 3"),
+            ("[]", "`position_ids` has 0 rows, expected 1"),
+            ("[[0, 0, 0]]", "no token is a target"),
+            ("null", "it has no `position_ids`"),
+        ] {
+            let json = format!(r#"{{"input_ids": [[1, 2, 3]], "position_ids": {positions}}}"#);
+            let error = TokenRows::packed_from_bytes(Path::new("rows.json"), json.as_bytes()).unwrap_err();
+            assert!(error.to_string().contains(said) && error.to_string().contains("rows.json"), "{error}");
+        }
+    }
 }

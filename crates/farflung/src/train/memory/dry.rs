@@ -137,6 +137,12 @@ impl<'a> DryRun<'a> {
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let targets = self.placement.is_last(action.stage).then(|| self.tokens(action)).transpose()?;
         let documents = self.documents.then(|| self.tokens(action)).transpose()?;
+        // The last token of a document has no target.
+        let weights = targets.as_ref().filter(|_| self.documents).map(|targets| {
+            let count = targets.shape().len();
+            self.device.empty(DType::F32, count)
+        });
+        let weights = weights.transpose()?;
         let start = self.schedule.slices[usize::from(action.slice)].start;
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let key = (action.stage, action.microbatch);
@@ -145,7 +151,8 @@ impl<'a> DryRun<'a> {
         }
         let carried = self.carried.get_mut(&key);
         let input = input.with_documents(documents);
-        part.forward(version, input, start, targets.as_ref().map(|t| Targets::all(t, 1.0)), carried)
+        let targets = targets.as_ref().map(|ids| Targets { ids, weights: weights.as_ref(), scale: 1.0 });
+        part.forward(version, input, start, targets, carried)
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {
