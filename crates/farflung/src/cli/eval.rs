@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use farflung::data_notes::data_notes;
+use farflung::data_notes::{data_notes, one_document};
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
 use farflung::zoo::{Batch, Corpus, HoldOut, Input, Sampler, Shard, TokenRows};
 use farflung::{Error, Result, corpus, terminal};
@@ -106,7 +106,8 @@ impl EvalCommand {
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        for line in data_notes(corpus.reading(), &training, &held_out) {
+        let one = one_document(&training).filter(|_| self.document_mask);
+        for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
         let context = model.stage.spec().context;

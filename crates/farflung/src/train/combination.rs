@@ -305,14 +305,15 @@ const RULES: &[Rule] = &[
         axes: ["document-mask", "sync"],
         refuses: |choices| {
             let method = choices.sync.filter(|_| choices.document_mask)?;
-            // Methods that go on without a member weigh the others anew in each round.
-            let weighs_each_round = method.on_member_loss == OnMemberLoss::MeanOfOthers;
-            let expected = format!(
-                "false with {}: replicas have different numbers of targets in each step, and this method does not \
-                 take, or is not tested with, weights that change",
-                method.name
-            );
-            (!weighs_each_round).then(|| refuse("document-mask", true, expected))
+            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
+        },
+    },
+    Rule {
+        axes: ["document-mask", "optimizer"],
+        refuses: |choices| {
+            let wanted = choices.optimizer.averages.sync().filter(|_| choices.document_mask)?;
+            let method = SyncMethod::by_name(wanted)?;
+            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
         },
     },
     Rule {
@@ -340,6 +341,21 @@ const RULES: &[Rule] = &[
         refuses: |choices| unnumbered(&choices.backward, choices.sampling),
     },
 ];
+
+/// Returns whether a method is not known to weigh replicas anew in each round. Methods that go on without a member
+/// do so.
+fn weighs_alike(method: &SyncMethod) -> bool {
+    method.on_member_loss != OnMemberLoss::MeanOfOthers
+}
+
+/// Returns what is expected of `document-mask` with such a method, and why.
+fn of_changing_weights(method: &SyncMethod) -> String {
+    format!(
+        "false with {}: replicas have different numbers of targets in each step, and this method does not take, or \
+         is not tested with, weights that change",
+        method.name
+    )
+}
 
 /// Rejects codecs that store samples with pools, since a sample passes through other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
