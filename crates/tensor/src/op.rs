@@ -4,11 +4,11 @@
 //! Matrices are row-major. Letters in shapes: `B` sequences of `T` tokens each; `N = B T` tokens in total; `C`
 //! is the width of a token's vector; `V` is the size of the vocabulary.
 //!
-//! A sequence may hold several documents, one after another. Ops that must know where they begin take `documents`:
-//! u32 `[B, T]`, for each token the position in its sequence of its document's first token. That is the token's own
-//! position, or what the token before it has. `None`: each sequence is one document. The CPU rejects other values
-//! ([`TensorError::Documents`](crate::TensorError::Documents)); GPUs take a start after its token as the token's
-//! own position.
+//! A sequence may hold several documents, one after another. Ops that must know where they begin take
+//! `documents`: u32 `[B, T]`, for each token the position in its sequence of its document's first token. That
+//! is the token's own position, or what the token before it has. `None`: each sequence is one document. The CPU
+//! rejects other values ([`TensorError::Documents`](crate::TensorError::Documents)); GPUs take a start after
+//! its token as the token's own position.
 
 mod cost;
 
@@ -335,8 +335,8 @@ pub enum Op<'a> {
         /// Gradient of the cached values, `[B, capacity, kv D]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
-    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T - documents[i]]`, or without the second
-    /// term.
+    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T - documents[i]]`, or without the
+    /// second term.
     Embed {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,

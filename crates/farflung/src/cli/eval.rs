@@ -35,8 +35,9 @@ pub(crate) struct EvalCommand {
     /// token after a row's first is a target (-100 is none).
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "encoding", "special_tokens", "token_type", "batches"])]
     tokens: Option<PathBuf>,
-    /// Keep documents apart, as `farflung train --document-mask true` does: attention, positions and targets stop at
-    /// the borders of documents. With --tokens, these are where the file's `position_ids` begin again at 0.
+    /// Keep documents apart, as `farflung train --document-mask true` does: attention, positions and targets
+    /// stop at the borders of documents. With --tokens, these are where the file's `position_ids` begin again
+    /// at 0.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
     document_mask: bool,
     /// Number of batches to measure, spread evenly over the held-out text.

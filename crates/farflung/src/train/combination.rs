@@ -342,8 +342,8 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Returns whether a method is not known to weigh replicas anew in each round. Methods that go on without a member
-/// do so.
+/// Returns whether a method is not known to weigh replicas anew in each round. Methods that go on without a
+/// member do so.
 fn weighs_alike(method: &SyncMethod) -> bool {
     method.on_member_loss != OnMemberLoss::MeanOfOthers
 }

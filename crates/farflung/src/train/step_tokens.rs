@@ -1,5 +1,6 @@
-//! The number of tokens that count, by step, replica and microbatch. It is a pure function of the settings, so that
-//! every rank computes it for all replicas. With documents that are kept apart it changes from step to step.
+//! The number of tokens that count, by step, replica and microbatch. It is a pure function of the settings, so
+//! that every rank computes it for all replicas. With documents that are kept apart it changes from step to
+//! step.
 
 use farflung_zoo::{Sampler, ZooError};
 
@@ -52,8 +53,8 @@ impl StepTokens {
         Self::vary(job).then(|| Self::new(job)).transpose()
     }
 
-    /// Returns the number of tokens that count in `microbatches` microbatches of a replica, from number `from` of its
-    /// own on. `base` is the number of the step's first microbatch over all replicas and steps.
+    /// Returns the number of tokens that count in `microbatches` microbatches of a replica, from number `from`
+    /// of its own on. `base` is the number of the step's first microbatch over all replicas and steps.
     pub(super) fn of(&self, replica: u32, base: u64, from: u64, microbatches: u64) -> Result<f64, ZooError> {
         let sampler = &self.samplers[replica as usize % self.samplers.len()];
         let first = (base + self.replicas[replica as usize].first + from) * self.batch;

@@ -78,8 +78,8 @@ fn every_plan_gives_the_losses_of_one_worker() {
     assert!(far > 1e-4, "{joined:?}");
 }
 
-/// With plain steps of gradients, replicas that meet after each step and weigh their changes by targets do the same
-/// as those that average gradients.
+/// With plain steps of gradients, replicas that meet after each step and weigh their changes by targets do the
+/// same as those that average gradients.
 #[test]
 fn replicas_that_meet_are_weighted_by_their_targets() {
     let run = documents();

@@ -18,8 +18,8 @@ impl Op<'_> {
     }
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
-    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, as if each
-    /// sequence were one document, and a matrix product does not count its [`Fuse`].
+    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, as if
+    /// each sequence were one document, and a matrix product does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
@@ -141,7 +141,8 @@ fn length(y: Shape) -> usize {
     y.dims().get(1).copied().unwrap_or(0)
 }
 
-/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs, and of the documents' beginnings.
+/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs, and of the documents'
+/// beginnings.
 fn angles(rotary: Option<&Rotary<'_>>, all: Shape) -> u128 {
     let Some(Rotary { table, documents, .. }) = rotary else { return 0 };
     let each = table.shape().cols() * table.dtype().size();

@@ -32,7 +32,8 @@ impl Sizes {
     }
 }
 
-/// Returns the softmax weights of one head's query `t` over keys `first..=t`, and the log-sum-exp of its scores.
+/// Returns the softmax weights of one head's query `t` over keys `first..=t`, and the log-sum-exp of its
+/// scores.
 fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), first: usize) -> (Vec<f64>, f64) {
     let at = |t: usize, part: usize| &qkv[s.place((b, h, t), part)..][..s.d];
     let scores: Vec<f64> = (first..=t).map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
@@ -187,8 +188,8 @@ fn starts_of(batch: usize, lengths: &[usize]) -> Vec<u32> {
     row.repeat(batch)
 }
 
-/// Borders at and next to the ends of tiles of keys (256 forward, 128 backward) and of queries (144), documents of
-/// one token and of one tile.
+/// Borders at and next to the ends of tiles of keys (256 forward, 128 backward) and of queries (144), documents
+/// of one token and of one tile.
 #[test]
 fn queries_attend_to_their_own_documents() {
     for (s, lengths) in [

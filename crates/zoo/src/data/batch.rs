@@ -28,8 +28,8 @@ impl Batch {
         }
     }
 
-    /// Returns the same sequences with only some of their positions. Documents still begin where they began in the
-    /// whole sequences.
+    /// Returns the same sequences with only some of their positions. Documents still begin where they began in
+    /// the whole sequences.
     ///
     /// # Panics
     /// If a position is not below `length`.

@@ -333,8 +333,8 @@ impl Sampler {
     }
 
     /// Divides sequences at the borders of the split's documents ([`Split::documents`]): batches then say where
-    /// documents begin, and the last token of a document has no target. A document that began before its sequence
-    /// begins with it. Rows are divided if they were read so ([`TokenRows::read_packed`]).
+    /// documents begin, and the last token of a document has no target. A document that began before its
+    /// sequence begins with it. Rows are divided if they were read so ([`TokenRows::read_packed`]).
     #[must_use]
     pub fn by_documents(self) -> Self {
         Self { divided: true, ..self }
@@ -468,7 +468,8 @@ impl Sampler {
         }
     }
 
-    /// Returns the borders of documents after the first token of the sequence at `offset`, up to its last target.
+    /// Returns the borders of documents after the first token of the sequence at `offset`, up to its last
+    /// target.
     fn borders_after(&self, offset: usize) -> impl ExactSizeIterator<Item = usize> {
         self.split.borders(offset + 1..offset + self.context + 1)
     }

@@ -16,8 +16,8 @@ const NO_TARGET: i64 = -100;
 ///
 /// The file is a JSON object. `input_ids` is a list of rows; `labels`, if it is there, has the same shape: the
 /// label of a token is what the token before it is to predict (labels are not shifted), and -100 is no target.
-/// Without labels, each token after a row's first is a target. Other keys are ignored, but [`TokenRows::read_packed`]
-/// also reads `position_ids`.
+/// Without labels, each token after a row's first is a target. Other keys are ignored, but
+/// [`TokenRows::read_packed`] also reads `position_ids`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRows {
     path: PathBuf,
@@ -47,8 +47,8 @@ impl TokenRows {
     ///
     /// `transformers` also accepts documents whose positions do not begin at 0; they are refused here.
     ///
-    /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for positions that are missing, do not have the shape of
-    /// `input_ids`, or are neither 0 nor one more than that of the token before.
+    /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for positions that are missing, do not have the shape
+    /// of `input_ids`, or are neither 0 nor one more than that of the token before.
     pub fn read_packed(path: &Path) -> Result<Self, ZooError> {
         let bytes = fs::read(path).map_err(ZooError::open(path))?;
         Self::packed_from_bytes(path, &bytes)

@@ -44,8 +44,8 @@ pub struct StageContext<'a> {
     pub params: &'a Tensor,
     /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
     pub gradient_scale: f32,
-    /// Where the documents of the pass's tokens begin, u32 `[B, T]` ([`Batch::documents`](crate::Batch)); `None` if
-    /// each sequence is one document.
+    /// Where the documents of the pass's tokens begin, u32 `[B, T]` ([`Batch::documents`](crate::Batch));
+    /// `None` if each sequence is one document.
     pub documents: Option<&'a Tensor>,
 }
 

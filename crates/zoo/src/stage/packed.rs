@@ -5,14 +5,14 @@ use farflung_tensor::Tensor;
 use super::{Input, Stage};
 use crate::{Batch, ZooError};
 
-/// Input of a stage, and where the documents of its sequences begin. Tokens attend only to their own document, and
-/// positions are counted from its first token.
+/// Input of a stage, and where the documents of its sequences begin. Tokens attend only to their own document,
+/// and positions are counted from its first token.
 #[derive(Debug)]
 pub struct Packed {
     /// Tokens or hidden states.
     pub input: Input,
-    /// For each token of the pass, the position in its sequence at which its document begins: u32 `[B, T]`, as in
-    /// [`Batch::documents`]. `None` if each sequence is one document.
+    /// For each token of the pass, the position in its sequence at which its document begins: u32 `[B, T]`, as
+    /// in [`Batch::documents`]. `None` if each sequence is one document.
     pub documents: Option<Tensor>,
 }
 

@@ -1,6 +1,7 @@
-//! Compares a checkpoint with the run that continues from it. Differences in the model, the seed, the data, whether
-//! documents are kept apart, the sequences of a step, or the method of synchronisation are errors. A different codec is one, too, unless the
-//! number of ranks has changed. Other differences in settings are reported.
+//! Compares a checkpoint with the run that continues from it. Differences in the model, the seed, the data,
+//! whether documents are kept apart, the sequences of a step, or the method of synchronisation are errors. A
+//! different codec is one, too, unless the number of ranks has changed. Other differences in settings are
+//! reported.
 
 use farflung_comm::Communicator;
 

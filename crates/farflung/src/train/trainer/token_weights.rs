@@ -47,9 +47,9 @@ impl TokenWeights {
         StepTokens::vary(job).then_some(self)
     }
 
-    /// Returns the factor of each token's loss by microbatch, so that the mean over the ranks that average gradients
-    /// is the mean over the tokens of an update that count. `first` is the number of the replica's first microbatch
-    /// in the step, counted over all replicas and steps.
+    /// Returns the factor of each token's loss by microbatch, so that the mean over the ranks that average
+    /// gradients is the mean over the tokens of an update that count. `first` is the number of the replica's
+    /// first microbatch in the step, counted over all replicas and steps.
     pub(super) fn of_step(&self, first: u64) -> Result<Vec<f32>> {
         let tokens = &self.tokens;
         let base = first - tokens.first_microbatch(self.replica);

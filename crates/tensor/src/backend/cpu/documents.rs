@@ -22,8 +22,8 @@ pub(super) struct Documents {
 }
 
 impl Documents {
-    /// Reads the documents of the `[B, T, C]` tokens of an op that follow `past` others; `None` if each sequence is
-    /// one document.
+    /// Reads the documents of the `[B, T, C]` tokens of an op that follow `past` others; `None` if each
+    /// sequence is one document.
     ///
     /// Errors: [`TensorError::Documents`].
     pub(super) fn of_tokens(
@@ -55,7 +55,8 @@ impl Documents {
     }
 }
 
-/// Returns where the document of each token begins. Sequences have `len` tokens each, which follow `past` others.
+/// Returns where the document of each token begins. Sequences have `len` tokens each, which follow `past`
+/// others.
 ///
 /// Errors: [`TensorError::Documents`] unless a token's document begins at the token, or where that of the token
 /// before it does.

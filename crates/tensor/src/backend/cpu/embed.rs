@@ -22,8 +22,8 @@ impl Positions<'_> {
     }
 }
 
-/// Computes `y[i] = table[tokens[i]] + positions[position of i]`, or without positions. All ids must be valid row
-/// indices.
+/// Computes `y[i] = table[tokens[i]] + positions[position of i]`, or without positions. All ids must be valid
+/// row indices.
 pub(super) fn forward(
     pool: &Pool,
     tokens: &[u32],

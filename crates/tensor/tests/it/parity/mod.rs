@@ -75,7 +75,8 @@ fn ids(device: &Device, seed: u64, bound: usize, shape: impl Into<Shape>) -> Res
     device.tensor(&values, shape)
 }
 
-/// Returns where the documents of `t` tokens of `b` sequences begin, after `past` others; `None` unless `divided`.
+/// Returns where the documents of `t` tokens of `b` sequences begin, after `past` others; `None` unless
+/// `divided`.
 fn documents(
     device: &Device,
     seed: u64,
