@@ -78,6 +78,25 @@ fn every_plan_gives_the_losses_of_one_worker() {
     assert!(far > 1e-4, "{joined:?}");
 }
 
+/// Processes draw the same windows and borders, and must have the same setting.
+#[test]
+fn processes_keep_the_same_documents_apart() {
+    let run = documents();
+    let want = losses(&run, "--workers 1 --batch 4 --document-mask true");
+    let docs = run.at("docs").display().to_string();
+    let launched = |out: &str, more: &str| {
+        let mut command = farflung();
+        let args = format!("launch -n 2 -- train --data {docs} --context 24 --steps 4 --codec none {more}");
+        command.args(run.flags(&args)).arg("--out").arg(run.at(out)).output().unwrap()
+    };
+    let done = launched("two", "--document-mask true --stages 2 --batch 1 --microbatches 4");
+    assert!(done.status.success(), "{}", said(&done));
+    let text = fs::read_to_string(run.at("two").join("metrics.jsonl")).unwrap();
+    let got = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let got: Vec<f64> = got.map(|row| row["train_loss"].as_f64().unwrap()).collect();
+    near(&got, &want[..4], 1e-6, "two processes");
+}
+
 /// With plain steps of gradients, replicas that meet after each step and weigh their changes by targets do the
 /// same as those that average gradients.
 #[test]

@@ -33,7 +33,11 @@ impl Documents {
         shape: Shape,
     ) -> Result<Option<Self>> {
         let len = shape.dims().get(1).copied().unwrap_or(0);
-        let Some(starts) = starts(op, view, past, len)? else { return Ok(None) };
+        Ok(starts(op, view, past, len)?.map(|starts| Self::of_starts(starts, len)))
+    }
+
+    /// Reads the documents of sequences of `len` tokens from where the document of each token begins.
+    pub(super) fn of_starts(starts: &[u32], len: usize) -> Self {
         let (mut all, mut ends): (Vec<Document>, Vec<usize>) = Default::default();
         for row in starts.chunks_exact(len.max(1)) {
             for (token, &start) in row.iter().enumerate() {
@@ -45,7 +49,7 @@ impl Documents {
             }
             ends.push(all.len());
         }
-        Ok(Some(Self { all, ends }))
+        Self { all, ends }
     }
 
     /// Returns the documents of a sequence, in order.

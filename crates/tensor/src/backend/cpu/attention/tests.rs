@@ -194,6 +194,45 @@ fn gradient_is_the_slope() {
     assert_close(&g, &slope, 1e-6, "slope");
 }
 
+/// The objective of a packed sequence is the sum of its documents', each alone.
+#[test]
+fn gradient_of_documents_is_the_slope() {
+    let (l, lengths) = (layout(1, (4, 2), 6, 3), [2, 1, 3]);
+    let (w, c) = (joined(l), l.width());
+    let (qkv, dy) = (noise(6 * w, 5), noise(6 * c, 6));
+    let starts = [0, 0, 2, 3, 3, 3];
+    let documents = Documents::of_starts(&starts, 6);
+    let pool = Pool::new(1).unwrap();
+    let (mut y, mut lse, mut g) = (vec![f32::NAN; 6 * c], vec![f32::NAN; 4 * 6], vec![f32::NAN; 6 * w]);
+    for isa in Isa::available() {
+        forward(isa, &pool, (l, Some(&documents)), &qkv, &mut y, &mut lse);
+        backward(isa, &pool, (l, Some(&documents)), [&qkv, &y, &lse, &dy], &mut g);
+        let (x, dy) = (wide(&qkv), wide(&dy));
+        let objective = |x: &[f64]| {
+            let mut first = 0;
+            let of = |&tokens: &usize| {
+                let alone = Layout { tokens, ..l };
+                let (y, _) = reference(alone, &x[first * w..(first + tokens) * w]);
+                let dy = &dy[first * c..(first + tokens) * c];
+                first += tokens;
+                y.iter().zip(dy).map(|(y, dy)| y * dy).sum::<f64>()
+            };
+            lengths.iter().map(of).sum::<f64>()
+        };
+        let slope: Vec<f64> = (0..x.len())
+            .map(|i| {
+                let moved = |by: f64| {
+                    let mut x = x.clone();
+                    x[i] += by;
+                    objective(&x)
+                };
+                (moved(1e-5) - moved(-1e-5)) / 2e-5
+            })
+            .collect();
+        assert_close(&g, &slope, 1e-6, "slope");
+    }
+}
+
 /// Returns the rows of `t` tokens from token `past` on, of each of `b` sequences of `total` tokens.
 fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
     (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
