@@ -324,7 +324,9 @@ mod tests {
         assert_eq!((packed.targets(), packed.counted(0) as u64), (5, 2));
         // What fills up a sequence is a document of its own.
         let mut batch = Batch { length: 7, ..Batch::default() };
-        [0, 9].into_iter().for_each(|row| packed.append_to(row, &mut batch));
+        for row in [0, 9] {
+            packed.append_to(row, &mut batch);
+        }
         let want = [0, 0, 2, 3, 3, 5, 5, 0, 0, 0, 0, 0, 0, 0];
         assert_eq!((batch.documents.as_deref(), batch.inputs.len()), (Some(&want[..]), 14));
         assert_eq!(packed.batch(1..2).documents.unwrap(), [0; 5]);

@@ -1,5 +1,5 @@
 //! Sequences that hold several documents: against `transformers`, and against the documents alone.
-#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "a test fails where it panics")]
 
 use std::path::{Path, PathBuf};
 

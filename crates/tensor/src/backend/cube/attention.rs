@@ -63,7 +63,11 @@ const BLOCK: u32 = 8;
 /// Returns the position at which the document of a token begins. Never after the token.
 #[cube]
 fn first_key(documents: &[u32], at: u32, position: u32, #[comptime] divided: bool) -> u32 {
-    if comptime!(divided) { u32::min(documents[at as usize], position) } else { 0u32 }
+    let mut first = 0u32;
+    if comptime!(divided) {
+        first = u32::min(documents[at as usize], position);
+    }
+    first
 }
 
 /// Returns the dot product of a row in registers and a row in memory, `dim` vectors each.
