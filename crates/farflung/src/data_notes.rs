@@ -61,6 +61,15 @@ pub fn data_notes(reading: &Reading, training: &Split, held_out: &Split) -> Vec<
     lines
 }
 
+/// Returns the warning that a text to keep documents apart in is one document; `None` for rows.
+#[must_use]
+pub fn one_document(training: &Split) -> Option<String> {
+    let is_one = training.rows().is_none() && training.documents().len() == 1;
+    is_one.then(|| {
+        "data: warning: `--document-mask` changes nothing: the text is one document, without end-of-text tokens".to_owned()
+    })
+}
+
 /// Returns a line for each special token that stands in the text and was read as plain text.
 pub(crate) fn plain_special_tokens(reading: &Reading) -> impl Iterator<Item = String> {
     reading.plain_special_tokens.iter().map(|plain| {

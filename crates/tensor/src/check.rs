@@ -100,13 +100,19 @@ impl Check<'_> {
         for keys_or_values in [k, v] {
             self.is_tokens(keys_or_values, [b, t, heads.kv.saturating_mul(d)])?;
         }
-        let Some(Rotary { table, start }) = rotary else { return Ok(()) };
+        let Some(Rotary { table, start, documents }) = rotary else { return Ok(()) };
+        self.documents(documents.as_ref(), [b, t])?;
         let shape = self.typed(table, DType::F32)?;
         let (cols, rows) = (shape.cols().min(d) / 2 * 2, start.saturating_add(t));
         if shape.cols() != cols || shape.rows() < rows {
             return self.mismatch(shape, Shape::from([rows, cols]));
         }
         Ok(())
+    }
+
+    /// Checks that the beginnings of documents, if there are any, are u32 and as many as `[B, T]`.
+    fn documents(&self, documents: Option<&View<'_>>, tokens: [usize; 2]) -> Result<()> {
+        documents.map_or(Ok(()), |documents| self.flat(documents, DType::U32, tokens))
     }
 
     /// Checks that a table of positions has at least `rows` rows of `width` values.
@@ -220,24 +226,28 @@ impl Op<'_> {
                 c.flat(up, DType::F32, shape)?;
                 c.flat(dy, DType::F32, shape)
             }
-            Self::Attention { heads, qkv, y, lse } => {
+            Self::Attention { heads, documents, qkv, y, lse } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
+                c.documents(documents.as_ref(), [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])
             }
-            Self::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+            Self::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
+                c.documents(documents.as_ref(), [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
-            Self::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
+            Self::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
+                c.documents(documents.as_ref(), [b, t])?;
                 c.caches([keys, values], [b, past.saturating_add(t), heads.kv.saturating_mul(d)])?;
                 lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, heads.query, t]))
             }
             Self::AttentionCachedGrad {
                 heads,
                 past,
+                documents,
                 qkv,
                 keys,
                 values,
@@ -249,27 +259,32 @@ impl Op<'_> {
                 d_values,
             } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
+                c.documents(documents.as_ref(), [b, t])?;
                 let width = heads.kv.saturating_mul(d);
                 c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
-            Self::Embed { tokens, start, tokens_table, positions_table, y } => {
+            Self::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
                 let [b, t, width] = c.tokens(y)?;
                 c.flat(tokens, DType::U32, [b, t])?;
+                c.documents(documents.as_ref(), [b, t])?;
                 let table = c.typed(tokens_table, DType::F32)?;
                 c.matrix(tokens_table, table.rows(), width)?;
                 positions_table
                     .as_ref()
                     .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
             }
-            Self::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+            Self::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
                 let [b, t, width] = c.tokens(dy)?;
                 c.flat(tokens, DType::U32, [b, t])?;
+                c.documents(documents.as_ref(), [b, t])?;
                 let table = c.typed(d_tokens_table, DType::F32)?;
                 c.matrix(d_tokens_table, table.rows(), width)?;
-                d_positions_table.as_ref().map_or(Ok(()), |table| c.positions(table, t, width))
+                d_positions_table
+                    .as_ref()
+                    .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
             }
             Self::CrossEntropy { logits, targets, weights, losses, .. } => {
                 let s = c.typed(logits, DType::F32)?;

@@ -72,6 +72,19 @@ pub enum TensorError {
         /// Number of rows of the table.
         bound: usize,
     },
+    /// The documents of a sequence are not contiguous.
+    #[error(
+        "{op}: the document of the token at position {position} begins at {start}, expected its own position or \
+         what the token before it has"
+    )]
+    Documents {
+        /// Name of the op.
+        op: &'static str,
+        /// Position of the token in its sequence.
+        position: usize,
+        /// The beginning found.
+        start: u32,
+    },
     /// A range is beyond the end of its tensor, or of the parameters of a layout.
     #[error("{op}: range {start}..{end} is out of bounds, the length is {len}")]
     OutOfBounds {

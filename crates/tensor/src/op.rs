@@ -3,6 +3,12 @@
 //!
 //! Matrices are row-major. Letters in shapes: `B` sequences of `T` tokens each; `N = B T` tokens in total; `C`
 //! is the width of a token's vector; `V` is the size of the vocabulary.
+//!
+//! A sequence may hold several documents, one after another. Ops that must know where they begin take
+//! `documents`: u32 `[B, T]`, for each token the position in its sequence of its document's first token. That
+//! is the token's own position, or what the token before it has. `None`: each sequence is one document. The CPU
+//! rejects other values ([`TensorError::Documents`](crate::TensorError::Documents)); GPUs take a start after
+//! its token as the token's own position.
 
 mod cost;
 
@@ -97,6 +103,8 @@ pub struct Rotary<'a> {
     pub table: View<'a>,
     /// Position of each sequence's first token.
     pub start: usize,
+    /// Where documents begin: a token's position is counted from there.
+    pub documents: Option<View<'a>>,
 }
 
 /// One operation. Outputs are exclusive views, so an op's inputs and outputs do not overlap unless its doc says
@@ -251,6 +259,8 @@ pub enum Op<'a> {
     Attention {
         /// Number of heads.
         heads: Heads,
+        /// Where documents begin: a query attends only to keys of its own document.
+        documents: Option<View<'a>>,
         /// Input: `[B, T, W]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
         /// Output: `[B, T, C]`.
@@ -262,6 +272,8 @@ pub enum Op<'a> {
     AttentionGrad {
         /// Number of heads.
         heads: Heads,
+        /// `documents` of the forward pass.
+        documents: Option<View<'a>>,
         /// Input of the forward pass: `[B, T, W]`.
         qkv: View<'a>,
         /// Output of the forward pass: `[B, T, C]`.
@@ -280,6 +292,8 @@ pub enum Op<'a> {
         heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
+        /// Where the documents of the new tokens begin; it may be at a cached token.
+        documents: Option<View<'a>>,
         /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
         /// Cache of keys: `[B, capacity, kv D]`.
@@ -299,6 +313,8 @@ pub enum Op<'a> {
         heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
+        /// `documents` of the forward pass.
+        documents: Option<View<'a>>,
         /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
         /// Cache of keys: `[B, capacity, kv D]`.
@@ -319,12 +335,15 @@ pub enum Op<'a> {
         /// Gradient of the cached values, `[B, capacity, kv D]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
-    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`, or without the second term.
+    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T - documents[i]]`, or without the
+    /// second term.
     Embed {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
         /// Position of each row's first token.
         start: usize,
+        /// Where documents begin.
+        documents: Option<View<'a>>,
         /// Token table: `[V, C]`.
         tokens_table: View<'a>,
         /// Position table: `[positions, C]`; `None` to add nothing.
@@ -332,11 +351,14 @@ pub enum Op<'a> {
         /// Output: `[B, T, C]`.
         y: ViewMut<'a>,
     },
-    /// Gradient of [`Op::Embed`] with `start` 0, added to the tables. Rows are summed in token order on every
-    /// device. For another `start`, pass the part of `d_positions_table` that begins at row `start`.
+    /// Gradient of [`Op::Embed`], added to the tables. Rows are summed in token order on every device.
     EmbedGrad {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
+        /// Position of each row's first token.
+        start: usize,
+        /// `documents` of the forward pass.
+        documents: Option<View<'a>>,
         /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
         /// Gradient of the token table, `[V, C]`. The op adds to it.

@@ -6,7 +6,7 @@ use std::fmt;
 use std::ops::Add;
 use std::sync::{Mutex, PoisonError};
 
-use farflung_base::Axis;
+pub use farflung_base::Axis;
 use farflung_tensor::{Shape, Tensor, TensorError};
 
 use crate::{AxisShare, ZooError};

@@ -35,4 +35,4 @@ pub use tokenizer::Tokenizer;
 
 // For users who write their own trainer: a stage is a part of the model with its forward and backward passes.
 pub use layer::Targets;
-pub use stage::{ActivationPolicy, Cache, Input, Output, Saved, Slices, Stage};
+pub use stage::{ActivationPolicy, Cache, Input, Output, Packed, Saved, Slices, Stage};

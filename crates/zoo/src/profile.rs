@@ -169,7 +169,7 @@ impl Bench {
 
     fn cx(&self) -> StageContext<'_> {
         let Self { device, layout, params, exchange } = self;
-        StageContext { device, layout, params, exchange, gradient_scale: 1.0 }
+        StageContext { device, layout, params, exchange, gradient_scale: 1.0, documents: None }
     }
 
     fn meter(&self) -> Meter<'_> {

@@ -3,6 +3,7 @@
 
 mod activation_policy;
 mod cache;
+mod packed;
 mod parameters;
 mod slices;
 
@@ -24,6 +25,7 @@ use crate::tensor_spec::TensorSpec;
 
 pub use activation_policy::ActivationPolicy;
 pub use cache::Cache;
+pub use packed::Packed;
 pub use slices::Slices;
 
 use activation_policy::{Chain, StoredActivations, restore_last};
@@ -70,6 +72,8 @@ pub struct Saved {
     /// Token positions of the pass.
     positions: Range<usize>,
     tokens: Option<Tensor>,
+    /// Where the documents of the pass's tokens begin.
+    documents: Option<Tensor>,
     /// Number of leading blocks whose values were dropped. `blocks` contains the blocks after them.
     forgotten: usize,
     blocks: Vec<StoredActivations>,
@@ -218,13 +222,14 @@ impl Stage {
         Ok(self.device.tensor(ids, [ids.len() / len, len])?)
     }
 
-    fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
+    fn cx<'a>(&'a self, params: &'a Tensor, documents: Option<&'a Tensor>) -> StageContext<'a> {
         StageContext {
             device: &self.device,
             layout: &self.layout,
             params,
             exchange: &*self.exchange,
             gradient_scale: self.gradient_scale,
+            documents,
         }
     }
 
@@ -245,25 +250,25 @@ impl Stage {
     }
 
     /// Runs the forward pass and saves what the backward pass needs. The last stage needs
-    /// `targets`.
+    /// `targets`. If sequences hold several documents, each stage is told where they begin ([`Packed`]).
     pub fn forward(
         &self,
         params: &Tensor,
-        input: Input,
+        input: impl Into<Packed>,
         targets: Option<Targets<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(params, input, targets, &self.activation_policy, None)
+        self.forward_by(params, input.into(), targets, &self.activation_policy, None)
     }
 
     fn forward_by(
         &self,
         params: &Tensor,
-        input: Input,
+        Packed { input, documents }: Packed,
         targets: Option<Targets<'_>>,
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        let cx = self.cx(params);
+        let cx = self.cx(params, documents.as_ref());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
         let positions = start..start + dims(&x)?[1];
@@ -287,6 +292,7 @@ impl Stage {
             Saved {
                 positions,
                 tokens,
+                documents,
                 forgotten: 0,
                 blocks,
                 chain: Chain::after_forward(keeping),
@@ -310,7 +316,7 @@ impl Stage {
         mut ready: impl FnMut(Range<usize>, &Tensor),
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
-        let cx = self.cx(params);
+        let cx = self.cx(params, saved.documents.as_ref());
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
@@ -354,7 +360,7 @@ impl Stage {
         saved: &mut Saved,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(), ZooError> {
-        let cx = self.cx(params);
+        let cx = self.cx(params, saved.documents.as_ref());
         let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.layers.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
@@ -386,7 +392,7 @@ impl Stage {
         mut later: impl FnMut(usize) -> Later<'l>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
-        let cx = self.cx(params);
+        let cx = self.cx(params, saved.documents.as_ref());
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
             (None, None, Some(dy)) => dy,
@@ -416,7 +422,7 @@ impl Stage {
     pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
-        let cx = self.cx(&nothing);
+        let cx = self.cx(&nothing, saved.documents.as_ref());
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
@@ -482,13 +488,18 @@ impl Stage {
 
     /// Returns the losses `[B T]` per token, without saving anything for a backward pass. The stage must be a
     /// whole model.
-    pub fn losses(&self, params: &Tensor, tokens: Tensor, targets: &Tensor) -> Result<Tensor, ZooError> {
-        self.evaluate(params, tokens, None, |head, cx, x| head.losses(cx, x, targets))
+    pub fn losses(
+        &self,
+        params: &Tensor,
+        tokens: impl Into<Packed>,
+        targets: &Tensor,
+    ) -> Result<Tensor, ZooError> {
+        self.evaluate(params, tokens.into(), None, |head, cx, x| head.losses(cx, x, targets))
     }
 
     /// Returns the logits `[B, T, V]`. The stage must be a whole model.
-    pub fn logits(&self, params: &Tensor, tokens: Tensor) -> Result<Tensor, ZooError> {
-        self.evaluate(params, tokens, None, Head::logits)
+    pub fn logits(&self, params: &Tensor, tokens: impl Into<Packed>) -> Result<Tensor, ZooError> {
+        self.evaluate(params, tokens.into(), None, Head::logits)
     }
 
     /// Runs a forward pass of a whole model that keeps nothing, and returns what `last` makes of the hidden
@@ -496,15 +507,15 @@ impl Stage {
     fn evaluate(
         &self,
         params: &Tensor,
-        tokens: Tensor,
+        Packed { input, documents }: Packed,
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
         let whole = ZooError::StageInput { expected: "a stage with the whole model" };
         let head = self.layers.head.as_ref().ok_or(whole)?;
-        let cx = self.cx(params);
+        let cx = self.cx(params, documents.as_ref());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
-        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), start)?;
+        let (mut x, _) = self.enter(&cx, input, start)?;
         for (i, block) in self.layers.blocks.iter().enumerate() {
             x = block.forward(&cx, x, Seen::before(&mut seen, i), Keep::Nothing)?.0;
         }

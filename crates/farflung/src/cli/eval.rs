@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use farflung::data_notes::data_notes;
+use farflung::data_notes::{data_notes, one_document};
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
-use farflung::zoo::{Batch, Corpus, HoldOut, Sampler, Shard, TokenRows};
+use farflung::zoo::{Batch, Corpus, HoldOut, Input, Sampler, Shard, TokenRows};
 use farflung::{Error, Result, corpus, terminal};
 
 use super::model::{Loaded, LoadedModel, ModelArgs};
@@ -35,6 +35,11 @@ pub(crate) struct EvalCommand {
     /// token after a row's first is a target (-100 is none).
     #[arg(long, value_name = "FILE", conflicts_with_all = ["data", "encoding", "special_tokens", "token_type", "batches"])]
     tokens: Option<PathBuf>,
+    /// Keep documents apart, as `farflung train --document-mask true` does: attention, positions and targets
+    /// stop at the borders of documents. With --tokens, these are where the file's `position_ids` begin again
+    /// at 0.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
+    document_mask: bool,
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
@@ -56,19 +61,17 @@ impl EvalCommand {
 
     /// Measures the targets of rows.
     fn on_rows(&self, path: &Path) -> Result<()> {
-        let rows = TokenRows::read(path).map_err(|error| Error::from(error).of_input())?;
+        let read = if self.document_mask { TokenRows::read_packed } else { TokenRows::read };
+        let rows = read(path).map_err(|error| Error::from(error).of_input())?;
         let model = self.model.load_for_ids()?;
         rows.check(model.stage.spec().vocab, model.stage.spec().context)
             .map_err(|error| Error::from(error).of_input())?;
         let length = rows.length();
         let (mut logprobs, mut sum) = (Vec::with_capacity(rows.count()), 0.0);
-        let Batch { inputs, targets, weights, .. } = rows.rows();
-        let weights = weights.as_deref().unwrap_or_default();
-        let at_once = self.batch as usize * length;
-        for ((inputs, targets), weights) in
-            inputs.chunks(at_once).zip(targets.chunks(at_once)).zip(weights.chunks(at_once))
-        {
-            let losses = losses(&model, inputs, targets, length)?;
+        let at_once = self.batch as usize;
+        for first in (0..rows.count()).step_by(at_once) {
+            let batch = rows.batch(first..rows.count().min(first + at_once));
+            let (losses, weights) = (losses(&model, &batch)?, batch.weights.unwrap_or_default());
             for (losses, weights) in losses.chunks(length).zip(weights.chunks(length)) {
                 let counted = losses.iter().zip(weights).filter(|(_, weight)| **weight > 0.0);
                 let row: Vec<f64> = counted.map(|(loss, _)| -f64::from(*loss)).collect();
@@ -97,19 +100,25 @@ impl EvalCommand {
             Some(path) => {
                 Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
             }
+            None if self.document_mask => {
+                let documents = corpus::default_documents()?;
+                Corpus::from_texts("the default text", documents.iter().map(Vec::as_slice), tokenizer)?
+            }
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        for line in data_notes(corpus.reading(), &training, &held_out) {
+        let one = one_document(&training).filter(|_| self.document_mask);
+        for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
         let context = model.stage.spec().context;
         let windows = self.batches as usize * self.batch as usize;
         let sampler = Sampler::evaluation(held_out, Shard::whole(self.batch as usize), context, windows)?;
+        let sampler = if self.document_mask { sampler.by_documents() } else { sampler };
         let (mut sum, mut count) = (0.0, 0_u64);
         for step in 0..sampler.steps().unwrap_or(0) as u64 {
             let batch = sampler.batch(step)?;
-            let losses = losses(&model, &batch.inputs, &batch.targets, context)?;
+            let losses = losses(&model, &batch)?;
             let counts = |at: usize| batch.weights.as_ref().is_none_or(|weights| weights[at] > 0.0);
             let counted = losses.iter().enumerate().filter(|(at, _)| counts(*at));
             sum += counted.map(|(_, &loss)| f64::from(loss)).sum::<f64>();
@@ -129,9 +138,10 @@ impl EvalCommand {
     }
 }
 
-/// Returns the loss of each target, for sequences of `length` tokens.
-fn losses(model: &LoadedModel, inputs: &[u32], targets: &[u32], length: usize) -> Result<Vec<f32>> {
-    let LoadedModel { stage, params } = model;
-    let (x, y) = (stage.tokens(inputs, length)?, stage.tokens(targets, length)?);
+/// Returns the loss of each target.
+fn losses(model: &LoadedModel, batch: &Batch) -> Result<Vec<f32>> {
+    let (LoadedModel { stage, params }, length) = (model, batch.length);
+    let (x, y) = (stage.tokens(&batch.inputs, length)?, stage.tokens(&batch.targets, length)?);
+    let x = Input::Tokens(x).with_documents(stage.documents(batch)?);
     Ok(stage.losses(params, x, &y)?.to_vec::<f32>()?)
 }

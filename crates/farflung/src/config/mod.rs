@@ -111,6 +111,10 @@ settings! {
         /// (chunks of the text are grouped into K clusters of similar chunks, and each replica gets some of the
         /// clusters).
         shards: Sharding, "KIND", Sharding::Random;
+        /// Keep documents apart: attention, positions and targets stop at the borders of documents, which are
+        /// the files of a folder and what stands between end-of-text tokens. With --tokens, where the file's
+        /// `position_ids` begin again at 0.
+        document_mask: bool, "BOOL", false;
         /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
         encoding: TextEncoding, "NAME" => "it may differ with the files; the tokens are compared";
         /// Make special tokens that are written in a text, such as <|endoftext|>, the tokenizer's own tokens.

@@ -78,6 +78,9 @@ struct CheckpointRecord {
     sync: String,
     codec: String,
     data_hash: String,
+    /// Whether documents were kept apart.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    document_mask: bool,
     step: u64,
     outer_step: u64,
     rounds: u64,

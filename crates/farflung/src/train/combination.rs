@@ -9,7 +9,7 @@ use std::fmt;
 
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
-use farflung_optim::sync::SyncMethod;
+use farflung_optim::sync::{OnMemberLoss, SyncMethod};
 use farflung_parallel::pipeline::{ComputeOrder, Method};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
 use farflung_parallel::{ScheduleSource, whole_pipelines};
@@ -41,6 +41,7 @@ struct Choices {
     clips: bool,
     loss_scale: LossScaling,
     own_data: bool,
+    document_mask: bool,
     stages: usize,
 }
 
@@ -114,6 +115,7 @@ impl Choices {
             clips: run.clip > 0.0,
             loss_scale: run.loss_scale,
             own_data: run.own_data,
+            document_mask: run.document_mask,
             stages: 1,
         }
     }
@@ -305,6 +307,29 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["document-mask", "sync"],
+        refuses: |choices| {
+            let method = choices.document_mask.then_some(choices.sync)?;
+            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
+        },
+    },
+    Rule {
+        axes: ["document-mask", "optimizer"],
+        refuses: |choices| {
+            let wanted = choices.optimizer.averages.sync().filter(|_| choices.document_mask)?;
+            let method = SyncMethod::by_name(wanted)?;
+            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
+        },
+    },
+    Rule {
+        axes: ["document-mask", "own-data"],
+        refuses: |choices| {
+            let why = "a rank must count the targets of all others, whose texts it does not have";
+            (choices.document_mask && choices.own_data)
+                .then(|| refuse("document-mask", true, format!("false with `own-data`: {why}")))
+        },
+    },
+    Rule {
         axes: ["boundary", "schedule"],
         refuses: |choices| unvisited("boundary", &choices.forward, choices),
     },
@@ -321,6 +346,21 @@ const RULES: &[Rule] = &[
         refuses: |choices| unnumbered(&choices.backward, choices.sampling),
     },
 ];
+
+/// Returns whether a method is not known to weigh replicas anew in each round. Methods that go on without a
+/// member do so.
+fn weighs_alike(method: &SyncMethod) -> bool {
+    method.on_member_loss != OnMemberLoss::MeanOfOthers
+}
+
+/// Returns what is expected of `document-mask` with such a method, and why.
+fn of_changing_weights(method: &SyncMethod) -> String {
+    format!(
+        "false with {}: replicas have different numbers of targets in each step, and this method does not take, or \
+         is not tested with, weights that change",
+        method.name
+    )
+}
 
 /// Rejects codecs that store samples with pools, since a sample passes through other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {

@@ -2,6 +2,8 @@
 //! their gradients to other ranks. The schedule's executor decides the order of the actions; the code here
 //! works for any order.
 
+mod sequences;
+
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ops::Range;
@@ -15,7 +17,7 @@ use farflung_parallel::pipeline::{
     Updates, Worker,
 };
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
-use farflung_zoo::{Batch, Input, Output, Sampler, Saved, Shard, Slices, Targets, ZooError, stage};
+use farflung_zoo::{Input, Output, Sampler, Saved, Slices, Targets, ZooError, stage};
 
 use super::boundary::{Boundaries, BoundaryMessage};
 use super::floats::floats;
@@ -164,40 +166,6 @@ impl Executor {
         Ok(Some(LossSum { sum: sums.values().sum(), tokens: counted? }))
     }
 
-    /// Returns the number of tokens of a microbatch of the pass that count.
-    fn counted(&self, microbatch: u32) -> Result<f64> {
-        let (sampler, first, batch) = self.sequences(microbatch);
-        Ok(sampler.counted(first, batch as u64)?)
-    }
-
-    /// Returns the number of tokens that count in a training step of this many microbatches.
-    pub(super) fn counted_in_step(&self, microbatches: u32) -> Result<f64> {
-        let (sampler, first, batch) = self.sequences(0);
-        Ok(sampler.counted(first, batch as u64 * u64::from(microbatches))?)
-    }
-
-    /// Returns the source of a microbatch's sequences, the number of its first one, and their number.
-    const fn sequences(&self, microbatch: u32) -> (&Sampler, u64, usize) {
-        match self.pass {
-            Pass::Training { first } => {
-                let batch = self.sampler.shard().batch;
-                (&self.sampler, (first + microbatch as u64) * batch as u64, batch)
-            }
-            Pass::Evaluation => {
-                let Shard { rank, world, batch } = self.evaluation.shard();
-                (&self.evaluation, (microbatch as usize * world * batch + rank * batch) as u64, batch)
-            }
-        }
-    }
-
-    /// Returns the positions of a slice; all positions if sequences are not sliced.
-    fn positions(&self, slice: u16) -> Range<usize> {
-        match self.pass {
-            Pass::Training { .. } => self.slices[usize::from(slice)].clone(),
-            Pass::Evaluation => 0..self.sampler.context(),
-        }
-    }
-
     /// Returns the predicted times of an action of a training pass. In an evaluation, computations take no time
     /// on the virtual clock.
     fn cost(&self, action: Action) -> StageCost {
@@ -209,38 +177,9 @@ impl Executor {
         }
     }
 
-    /// Returns the inputs and targets of an action's tokens.
-    fn batch(&self, action: Action) -> Result<Batch> {
-        let (sampler, first, batch) = self.sequences(action.microbatch);
-        Ok(sampler.sequences(first, batch)?.positions(&self.positions(action.slice)))
-    }
-
-    /// Returns a stage's input: hidden states, or tokens at the model's input.
-    fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
-        Ok(match hidden {
-            Some(x) => Input::Hidden(x),
-            None => Input::Tokens(self.tokens(action, &self.batch(action)?.inputs)?),
-        })
-    }
-
-    /// Returns the targets of an action and their weights, if its stage is the last.
-    fn targets(&self, action: Action) -> Result<Option<(Tensor, Option<Tensor>)>> {
-        if !self.placement.is_last(action.stage) {
-            return Ok(None);
-        }
-        let batch = self.batch(action)?;
-        let weights = batch.weights.map(|weights| self.device.tensor(&weights, weights.len())).transpose()?;
-        Ok(Some((self.tokens(action, &batch.targets)?, weights)))
-    }
-
-    fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
-        Ok(self.parts[&self.placement.storage_stage(action.stage)]
-            .stage
-            .tokens(ids, self.positions(action.slice).len())?)
-    }
-
     /// Runs the forward pass of an action's tokens on its stage.
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
+        let documents = self.documents(action)?;
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
@@ -253,7 +192,7 @@ impl Executor {
         };
         part.forward(
             version,
-            input,
+            input.with_documents(documents),
             start,
             targets.as_ref().map(|(ids, weights)| {
                 // In an evaluation, no gradient follows.

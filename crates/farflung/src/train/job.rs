@@ -128,10 +128,10 @@ impl Job {
             (corpus, path.display().to_string())
         } else {
             let name = "the source of our own dependencies";
-            (default_corpus(name, config.shards, &*tokenizer)?, name.to_owned())
+            (default_corpus(name, &config, &*tokenizer)?, name.to_owned())
         };
         let (hash, reading) = (corpus.hash(), Arc::clone(corpus.reading()));
-        let data_identity = corpus.identity(config.shards == Sharding::Files);
+        let data_identity = corpus.identity(uses_documents(&config));
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         if model.vocab < tokenizer.vocab_size() && training.rows().is_none() {
@@ -251,6 +251,15 @@ impl Job {
     /// Returns the training sequences of a replica, by their numbers over all replicas and steps. Without
     /// `--shards` they are the same for all replicas.
     pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
+        Ok(self.divided(self.whole_windows(replica)?))
+    }
+
+    /// Returns a sampler that keeps documents apart, if the settings say so.
+    fn divided(&self, sampler: Sampler) -> Sampler {
+        if self.config.document_mask { sampler.by_documents() } else { sampler }
+    }
+
+    fn whole_windows(&self, replica: usize) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
         if self.training.rows().is_some() {
             let lanes = self.plan.sequences();
@@ -271,7 +280,8 @@ impl Job {
     pub fn evaluation(&self, replica: usize) -> Result<Sampler, ZooError> {
         let replicas = self.plan.replicas() as usize;
         let shard = Shard { rank: replica, world: replicas, batch: self.plan.batch as usize };
-        Sampler::evaluation(self.held_out.clone(), shard, self.model.context, self.config.eval_windows())
+        let (held_out, windows) = (self.held_out.clone(), self.config.eval_windows());
+        Ok(self.divided(Sampler::evaluation(held_out, shard, self.model.context, windows)?))
     }
 
     /// Returns the tokens of all replicas in the first `steps` steps.
@@ -303,7 +313,7 @@ impl Job {
     }
 
     /// Returns the number of tokens that count in a step of each replica; `None` if all tokens count, so that
-    /// microbatches say it.
+    /// microbatches say it, or if the number changes from step to step (`step_tokens.rs`).
     ///
     /// Errors: those of the sampler.
     pub(super) fn counted(&self) -> Result<Option<Vec<u64>>, ZooError> {
@@ -404,10 +414,15 @@ impl Job {
     }
 }
 
-/// Returns the default text; with sharding by files, each file is a document.
-fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> Result<Corpus> {
+/// Returns whether the settings use the borders of documents.
+fn uses_documents(config: &TrainConfig) -> bool {
+    config.shards == Sharding::Files || config.document_mask
+}
+
+/// Returns the default text; if documents are used, each file is one.
+fn default_corpus(name: &str, config: &TrainConfig, tokenizer: &dyn Tokenizer) -> Result<Corpus> {
     let (text, _) = corpus::default_text()?;
-    if sharding != Sharding::Files {
+    if !uses_documents(config) {
         return Ok(Corpus::from_bytes(name, &text, tokenizer)?);
     }
     let documents = corpus::default_documents()?;

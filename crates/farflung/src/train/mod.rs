@@ -50,6 +50,7 @@ mod callbacks;
 mod connection;
 mod sizes;
 mod spent;
+mod step_tokens;
 mod steps;
 mod tied;
 mod token_rows;

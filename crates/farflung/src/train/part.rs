@@ -11,7 +11,7 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Param, Tensor};
 use farflung_zoo::layer::Grads;
-use farflung_zoo::{Input, Output, Saved, Slices, Stage, Targets};
+use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
@@ -223,7 +223,7 @@ impl Part {
     pub(super) fn forward(
         &self,
         version: u32,
-        input: Input,
+        input: impl Into<Packed>,
         start: usize,
         targets: Option<Targets<'_>>,
         slices: Option<&mut Slices>,

@@ -26,7 +26,7 @@ use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::NoteContext;
-use crate::data_notes::data_notes;
+use crate::data_notes::{data_notes, one_document};
 use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
 
@@ -355,6 +355,9 @@ pub(super) fn announce(
         config.workers = job.world.max(2);
     }
     for line in data_notes(&job.reading, &job.training, &job.held_out) {
+        watch.note(&line);
+    }
+    if let Some(line) = one_document(&job.training).filter(|_| job.config.document_mask) {
         watch.note(&line);
     }
     let world = if job.elastic { config.workers } else { job.world };

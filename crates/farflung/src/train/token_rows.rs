@@ -1,7 +1,5 @@
 //! A run on rows of tokens (`--tokens`): each step has all of them, and only their targets count.
 
-use std::path::Path;
-
 use farflung_parallel::{Plan, whole_pipelines};
 use farflung_zoo::spec::Positions;
 use farflung_zoo::{ModelSpec, TokenRows};
@@ -26,6 +24,7 @@ impl TrainConfig {
                 return Err(Error::Setting { field, value, expected: expected.to_owned() });
             }
         }
+        let read = if self.document_mask { TokenRows::read_packed } else { TokenRows::read };
         Ok(Some(read(path)?))
     }
 
@@ -57,8 +56,4 @@ pub(super) fn fits(rows: &TokenRows, plan: &Plan) -> Result<()> {
     let least = needs.div_ceil(plan.all_microbatches().max(1));
     let expected = format!("at least {least}: a step must have all {needs} rows of `tokens`, and has {has}");
     Err(Error::Setting { field: "batch", value: plan.batch.to_string(), expected })
-}
-
-fn read(path: &Path) -> Result<TokenRows> {
-    Ok(TokenRows::read(path)?)
 }

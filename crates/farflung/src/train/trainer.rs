@@ -16,6 +16,7 @@ mod build;
 mod carry;
 mod gather;
 mod synchronise;
+mod token_weights;
 mod optimizer_state;
 mod part_replay;
 mod part_rounds;
@@ -67,6 +68,7 @@ pub(super) use round_tensors::is_optimizer;
 pub(super) use snapshot::{OptimizerCounters, Progress, Snapshot, StateBytes};
 use speed::Speedometer;
 pub use step_done::{StepDone, Synced};
+use token_weights::TokenWeights;
 pub(super) use undecided::Committed;
 use undecided::Undecided;
 pub use verify::Thoroughness;
@@ -81,6 +83,8 @@ pub struct Trainer {
     replica: u32,
     /// The microbatches of the data on which this replica trains.
     samples: ReplicaSamples,
+    /// The factors of tokens' losses, if they change from step to step.
+    token_weights: Option<TokenWeights>,
     replicas: u32,
     /// Steps between two averages.
     every: u64,
@@ -423,6 +427,9 @@ impl Trainer {
             part.stage.set_gradient_scale(self.scale.get());
         }
         let first = self.samples.first(self.step);
+        if let Some(weights) = &self.token_weights {
+            self.executor.token_weights = weights.of_step(first)?;
+        }
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
         // Without a flush, updates happen within the pass, and only a return to the rollback point (`mark`)
         // undoes them.
@@ -459,7 +466,8 @@ impl Trainer {
     /// Waits for the averages and the vote after the pass.
     fn reduced(&mut self, loss: f64, stop: bool) -> Result<Vote> {
         // With one part each rank computes the norm itself, so the vote can start before averages are complete.
-        let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
+        let early =
+            (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[])).transpose()?;
         if self.schedule.updates() == Updates::Flush {
             let Executor { parts, placement, tied, .. } = &mut self.executor;
             if self.each_step {
@@ -477,7 +485,7 @@ impl Trainer {
         if let Some(vote) = early {
             return vote.wait();
         }
-        let voting = self.start_vote(loss, stop, &self.squares()?);
+        let voting = self.start_vote(loss, stop, &self.squares()?)?;
         // From here on others may commit the step, whether or not this rank receives the result.
         self.undecided.voted();
         let vote = voting.wait()?;

@@ -9,6 +9,7 @@ mod combinations;
 mod data_sources;
 mod device;
 mod disks;
+mod documents;
 mod events;
 mod families;
 mod finished;

@@ -18,8 +18,8 @@ impl Op<'_> {
     }
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
-    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, and a
-    /// matrix product does not count its [`Fuse`].
+    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, as if
+    /// each sequence were one document, and a matrix product does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
@@ -66,6 +66,7 @@ impl Op<'_> {
         let r = |v: &View<'_>| v.len() as u128 * v.dtype().size() as u128;
         let w = |v: &ViewMut<'_>| v.len() as u128 * v.dtype().size() as u128;
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
+        let ids = |documents: &Option<View<'_>>| documents.as_ref().map_or(0, r);
         // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
         let seen = |y: Shape, past: usize, heads: &Heads| {
             let batch = y.rows().checked_div(length(y)).unwrap_or(0);
@@ -101,19 +102,23 @@ impl Op<'_> {
             Self::SplitHeads { rotary, d_qkv, .. } => 2 * r(d_qkv) + angles(rotary.as_ref(), d_qkv.shape()),
             Self::SwiGlu { gate, up, y } => r(gate) + r(up) + w(y),
             Self::SwiGluGrad { gate, up, dy } => 2 * (w(gate) + w(up) + w(dy)),
-            Self::Attention { qkv, y, lse, .. } => r(qkv) + w(y) + w(lse),
-            Self::AttentionGrad { qkv, y, lse, dy, d_qkv, .. } => r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv),
-            Self::AttentionCached { heads, qkv, y, past, lse, .. } => {
-                r(qkv) + w(y) + lse.as_ref().map_or(0, w) + 2 * seen(y.shape(), *past, heads)
+            Self::Attention { documents, qkv, y, lse, .. } => r(qkv) + w(y) + w(lse) + ids(documents),
+            Self::AttentionGrad { documents, qkv, y, lse, dy, d_qkv, .. } => {
+                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + ids(documents)
             }
-            Self::AttentionCachedGrad { heads, past, qkv, y, lse, dy, d_qkv, .. } => {
-                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + 6 * seen(y.shape(), *past, heads)
+            Self::AttentionCached { heads, documents, qkv, y, past, lse, .. } => {
+                let lse = lse.as_ref().map_or(0, w);
+                r(qkv) + w(y) + lse + 2 * seen(y.shape(), *past, heads) + ids(documents)
             }
-            Self::Embed { tokens, positions_table, y, .. } => {
-                r(tokens) + (2 + u128::from(positions_table.is_some())) * w(y)
+            Self::AttentionCachedGrad { heads, past, documents, qkv, y, lse, dy, d_qkv, .. } => {
+                let read = r(qkv) + r(y) + r(lse) + r(dy) + ids(documents);
+                read + w(d_qkv) + 6 * seen(y.shape(), *past, heads)
             }
-            Self::EmbedGrad { tokens, dy, d_positions_table, .. } => {
-                r(tokens) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
+            Self::Embed { tokens, documents, positions_table, y, .. } => {
+                r(tokens) + ids(documents) + (2 + u128::from(positions_table.is_some())) * w(y)
+            }
+            Self::EmbedGrad { tokens, documents, dy, d_positions_table, .. } => {
+                r(tokens) + ids(documents) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
             }
             Self::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let weights = weights.as_ref().map_or(0, r);
@@ -136,10 +141,13 @@ fn length(y: Shape) -> usize {
     y.dims().get(1).copied().unwrap_or(0)
 }
 
-/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs.
+/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs, and of the documents'
+/// beginnings.
 fn angles(rotary: Option<&Rotary<'_>>, all: Shape) -> u128 {
-    let each = rotary.map_or(0, |rotary| rotary.table.shape().cols() * rotary.table.dtype().size());
-    length(all) as u128 * each as u128
+    let Some(Rotary { table, documents, .. }) = rotary else { return 0 };
+    let each = table.shape().cols() * table.dtype().size();
+    let documents = documents.as_ref().map_or(0, |documents| documents.len() * documents.dtype().size());
+    length(all) as u128 * each as u128 + documents as u128
 }
 
 /// Returns the operations of the rotation of queries and keys in `[B, T, W]`: three for each rotated value.

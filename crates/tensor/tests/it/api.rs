@@ -165,22 +165,35 @@ fn attention_that_does_not_fit_is_refused() {
     let (qkv, mut y, mut lse) = (z(&cpu, &[2, 3, 12]), z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 3]));
     for (query, kv) in [(0, 0), (3, 3), (4, 0), (4, 3), (0, 1), (usize::MAX, 1), (1, usize::MAX)] {
         let heads = Heads { query, kv };
-        let op = Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
+        let op =
+            Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
         assert_eq!(op.flops(), 2 * 2 * 6 * 4 * 2);
         refused(cpu.run(op), &["attention", &format!("{query} heads"), &format!("{kv} heads"), "width of 4"]);
     }
     for (query, kv) in [(4, 4), (2, 1), (1, 1)] {
         let heads = Heads { query, kv };
-        let op = Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
+        let op =
+            Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
         refused(cpu.run(op), &["attention", if query == 2 { "[2, 3, 8]" } else { "[2, 2, 3]" }]);
     }
     let flat = z(&cpu, &[6, 12]);
-    let op = Op::Attention { heads: Heads::equal(2), qkv: flat.view(), y: y.view_mut(), lse: lse.view_mut() };
+    let op = Op::Attention {
+        heads: Heads::equal(2),
+        documents: None,
+        qkv: flat.view(),
+        y: y.view_mut(),
+        lse: lse.view_mut(),
+    };
     refused(cpu.run(op), &["attention", "[6, 12]"]);
     // Costs are computed without a panic also for an op with invalid shapes.
     let mut vector = z(&cpu, &[24]);
-    let op =
-        Op::Attention { heads: Heads::equal(2), qkv: flat.view(), y: vector.view_mut(), lse: lse.view_mut() };
+    let op = Op::Attention {
+        heads: Heads::equal(2),
+        documents: None,
+        qkv: flat.view(),
+        y: vector.view_mut(),
+        lse: lse.view_mut(),
+    };
     assert!(op.flops() < 1000 && op.bytes() > 0);
     refused(cpu.run(op), &["attention", "[24]"]);
     let (y_, dy, short) = (z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 4]), z(&cpu, &[5]));
@@ -188,6 +201,7 @@ fn attention_that_does_not_fit_is_refused() {
     let (q, l) = (qkv.view(), lse.view());
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
+        documents: None,
         qkv: q,
         y: y_.view(),
         lse: l,
@@ -197,6 +211,7 @@ fn attention_that_does_not_fit_is_refused() {
     refused(cpu.run(op), &["attention_grad", "[2, 2, 4]", "[6, 4]"]);
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
+        documents: None,
         qkv: q,
         y: y_.view(),
         lse: short.view(),
@@ -210,6 +225,7 @@ fn attention_that_does_not_fit_is_refused() {
         let op = Op::AttentionCached {
             heads: Heads::equal(2),
             past,
+            documents: None,
             qkv: q,
             keys,
             values,
@@ -221,6 +237,7 @@ fn attention_that_does_not_fit_is_refused() {
         let op = Op::AttentionCachedGrad {
             heads: Heads::equal(2),
             past: 2,
+            documents: None,
             qkv: q,
             keys: y_.view(),
             values: y_.view(),
@@ -243,8 +260,16 @@ fn caches_of_grouped_queries_have_the_width_of_the_keys() {
     for (width, fits) in [(4, true), (8, false)] {
         let (mut keys, mut values) = (z(&cpu, &[2, 3, width]), z(&cpu, &[2, 3, width]));
         let (keys, values) = (keys.view_mut(), values.view_mut());
-        let op =
-            Op::AttentionCached { heads, past: 0, qkv: qkv.view(), keys, values, y: y.view_mut(), lse: None };
+        let op = Op::AttentionCached {
+            heads,
+            past: 0,
+            documents: None,
+            qkv: qkv.view(),
+            keys,
+            values,
+            y: y.view_mut(),
+            lse: None,
+        };
         // Keys and values are read once for each sequence, not once for each head of queries.
         assert_eq!(op.bytes(), 4 * (96 + 48 + 2 * 24));
         if fits {
@@ -278,14 +303,18 @@ fn heads_that_do_not_join_or_split_are_refused() {
     check(Heads { query: 2, kv: 0 }, None, &["2 heads", "0 heads", "width of 10"]);
     check(Heads { query: 3, kv: 3 }, None, &["3 heads", "width of 10"]);
     check(Heads { query: 2, kv: 2 }, None, &["[2, 3, 20]", "[2, 3, 30]"]);
-    check(heads, Some(Rotary { table: good.view(), start: 3 }), &["[5, 4]", "[6, 4]"]);
-    check(heads, Some(Rotary { table: good.view(), start: usize::MAX }), &["[5, 4]"]);
+    check(heads, Some(Rotary { table: good.view(), start: 3, documents: None }), &["[5, 4]", "[6, 4]"]);
+    check(heads, Some(Rotary { table: good.view(), start: usize::MAX, documents: None }), &["[5, 4]"]);
     for (cols, expected) in [(3, "[3, 2]"), (6, "[3, 4]")] {
         let table = z(&cpu, &[5, cols]);
-        check(heads, Some(Rotary { table: table.view(), start: 0 }), &[&format!("[5, {cols}]"), expected]);
+        check(
+            heads,
+            Some(Rotary { table: table.view(), start: 0, documents: None }),
+            &[&format!("[5, {cols}]"), expected],
+        );
     }
     let ids = cpu.tensor(&[0_u32; 20], [5, 4]).unwrap();
-    check(heads, Some(Rotary { table: ids.view(), start: 0 }), &["f32", "u32"]);
+    check(heads, Some(Rotary { table: ids.view(), start: 0, documents: None }), &["f32", "u32"]);
     for wrong in 0..4 {
         let mut tensors = shapes.map(|dims| z(&cpu, &dims));
         tensors[wrong] = z(&cpu, &[2, 2, shapes[wrong][2]]);
@@ -333,7 +362,14 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let (mut out, mut dy_out) = (z(&cpu, &[2, 2, 3]), z(&cpu, &[2, 2, 3]));
     let mut embed = |start: usize, ids: &Tensor, places: &Tensor| {
         let (tokens, tokens_table, positions_table) = (ids.view(), table.view(), Some(places.view()));
-        cpu.run(Op::Embed { tokens, start, tokens_table, positions_table, y: out.view_mut() })
+        cpu.run(Op::Embed {
+            tokens,
+            start,
+            documents: None,
+            tokens_table,
+            positions_table,
+            y: out.view_mut(),
+        })
     };
     refused(embed(0, &ids, &places), &["embed", "9", "position 3", "5"]);
     refused(embed(3, &ids, &places), &["embed", "[4, 3]", "[5, 3]"]);
@@ -344,7 +380,14 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let (tokens, d_tokens_table, d_positions_table) =
         (ids.view(), d_table.view_mut(), Some(d_places.view_mut()));
     refused(
-        cpu.run(Op::EmbedGrad { tokens, dy: dy.view(), d_tokens_table, d_positions_table }),
+        cpu.run(Op::EmbedGrad {
+            tokens,
+            start: 0,
+            documents: None,
+            dy: dy.view(),
+            d_tokens_table,
+            d_positions_table,
+        }),
         &["embed_grad", "[1, 3]", "[2, 3]"],
     );
     // Without positions, only the table of tokens must fit.
@@ -352,13 +395,21 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let op = Op::Embed {
         tokens,
         start: 9,
+        documents: None,
         tokens_table: d_tokens_table,
         positions_table: None,
         y: dy_out.view_mut(),
     };
     refused(cpu.run(op), &["embed", "9", "position 3", "4"]);
     let (tokens, d_tokens_table) = (ids.view(), d_places.view_mut());
-    let op = Op::EmbedGrad { tokens, dy: dy.view(), d_tokens_table, d_positions_table: None };
+    let op = Op::EmbedGrad {
+        tokens,
+        start: 0,
+        documents: None,
+        dy: dy.view(),
+        d_tokens_table,
+        d_positions_table: None,
+    };
     refused(cpu.run(op), &["embed_grad", "1"]);
 
     let (mut logits, mut losses) = (z(&cpu, &[4, 9]), z(&cpu, &[4]));
@@ -384,6 +435,63 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
         }),
         &["cross_entropy", "[3]", "[4]"],
     );
+}
+
+/// Documents that are not contiguous, or that do not fit the tokens.
+#[test]
+fn documents_that_are_not_contiguous_are_refused() {
+    let cpu = Device::cpu(1).unwrap();
+    let (heads, table) = (Heads::equal(2), z(&cpu, &[9, 2]));
+    let (qkv, mut y, mut lse) = (z(&cpu, &[2, 3, 12]), z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 3]));
+    let (mut keys, mut values, mut joined) = (z(&cpu, &[2, 7, 4]), z(&cpu, &[2, 7, 4]), z(&cpu, &[2, 3, 12]));
+    let (ids, words) = (cpu.tensor(&[0_u32; 6], [2, 3]).unwrap(), z(&cpu, &[3, 4]));
+    let mut run = |starts: &Tensor, past: usize| {
+        let documents = Some(starts.view());
+        let (y_, lse_) = (y.view_mut(), lse.view_mut());
+        let whole = cpu.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y_, lse: lse_ });
+        let (keys, values, q) = (keys.view_mut(), values.view_mut(), qkv.view());
+        let cached = cpu.run(Op::AttentionCached {
+            heads,
+            past,
+            documents,
+            qkv: q,
+            keys,
+            values,
+            y: y.view_mut(),
+            lse: None,
+        });
+        let rotary = Some(Rotary { table: table.view(), start: past, documents });
+        let part = z(&cpu, &[2, 3, 4]);
+        let (q, k, v) = (part.view(), part.view(), part.view());
+        let join = cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: joined.view_mut() });
+        let (tokens_table, tokens) = (words.view(), ids.view());
+        let y = y.view_mut();
+        let embed =
+            cpu.run(Op::Embed { tokens, start: past, documents, tokens_table, positions_table: None, y });
+        [whole, cached, join, embed]
+    };
+    let starts = |starts: &[u32; 6]| cpu.tensor(starts, [2, 3]).unwrap();
+    assert!(run(&starts(&[0, 1, 1, 0, 0, 2]), 0).iter().all(Result::is_ok));
+    let [whole, rest @ ..] = run(&starts(&[2, 5, 5, 4, 4, 4]), 4);
+    refused(whole, &["attention", "position 0", "begins at 2"]);
+    assert!(rest.iter().all(Result::is_ok));
+    for (wrong, position, start) in [
+        (&[0, 2, 2, 0, 0, 0], 1, 2),
+        (&[0, 1, 0, 0, 0, 0], 2, 0),
+        (&[0, 0, 0, 1, 1, 1], 0, 1),
+        (&[0, 0, u32::MAX, 0, 0, 0], 2, u32::MAX),
+    ] {
+        let (position, start) = (format!("position {position}"), format!("begins at {start}"));
+        for found in run(&starts(wrong), 0) {
+            refused(found, &[&position, &start]);
+        }
+    }
+    for found in run(&cpu.tensor(&[0_u32; 3], 3).unwrap(), 0) {
+        refused(found, &["[3]", "[2, 3]"]);
+    }
+    for found in run(&z(&cpu, &[2, 3]), 0) {
+        refused(found, &["u32", "f32"]);
+    }
 }
 
 #[test]
@@ -413,6 +521,7 @@ fn costs() {
     let (q, l) = (qkv.view(), lse.view());
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
+        documents: None,
         qkv: q,
         y: dy.view(),
         lse: l,
@@ -429,6 +538,7 @@ fn costs() {
         total += Op::AttentionCached {
             heads: Heads::equal(2),
             past,
+            documents: None,
             qkv: q,
             keys: k.view_mut(),
             values: v.view_mut(),
@@ -440,13 +550,20 @@ fn costs() {
     // Queries and keys of two sequences of four tokens are rotated, with one table for both sequences.
     let (rotated, heads, parts) = (z(&cpu, &[6, 2]), Heads { query: 4, kv: 1 }, [16, 4, 4]);
     let [q_part, k_part, v_part] = parts.map(|width| z(&cpu, &[2, 4, width]));
-    let rotary = Some(Rotary { table: rotated.view(), start: 2 });
+    let rotary = Some(Rotary { table: rotated.view(), start: 2, documents: None });
     let (q_, k_, v_) = (q_part.view(), k_part.view(), v_part.view());
     let op = Op::JoinHeads { heads, rotary, q: q_, k: k_, v: v_, qkv: d_qkv.view_mut() };
     assert_eq!((op.flops(), op.bytes()), (3 * 8 * 5 * 2, 4 * (2 * 192 + 4 * 2)));
     let mut lse = z(&cpu, &[2, 2, 4]);
     assert_eq!(
         total,
-        Op::Attention { heads: Heads::equal(2), qkv: q, y: y.view_mut(), lse: lse.view_mut() }.flops()
+        Op::Attention {
+            heads: Heads::equal(2),
+            documents: None,
+            qkv: q,
+            y: y.view_mut(),
+            lse: lse.view_mut()
+        }
+        .flops()
     );
 }

@@ -32,17 +32,18 @@ impl Sizes {
     }
 }
 
-/// Returns the softmax weights of one head's query `t` over keys `0..=t`, and the log-sum-exp of its scores.
-fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize)) -> (Vec<f64>, f64) {
+/// Returns the softmax weights of one head's query `t` over keys `first..=t`, and the log-sum-exp of its
+/// scores.
+fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), first: usize) -> (Vec<f64>, f64) {
     let at = |t: usize, part: usize| &qkv[s.place((b, h, t), part)..][..s.d];
-    let scores: Vec<f64> = (0..=t).map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
+    let scores: Vec<f64> = (first..=t).map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
     (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
 }
 
-/// Returns `y`, `lse` and `d_qkv` by the definition.
-fn reference(s: Sizes, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
+/// Returns `y`, `lse` and `d_qkv` by the definition. The document of each token begins at `starts`.
+fn reference(s: Sizes, starts: Option<&[u32]>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
     let Sizes { batch, len, heads, d } = s;
     let c = s.widths()[0];
     let (mut y, mut lse) = (vec![0.0; batch * len * c], vec![0.0; batch * heads.query * len]);
@@ -50,22 +51,24 @@ fn reference(s: Sizes, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
     for (b, h) in (0..batch).flat_map(|b| (0..heads.query).map(move |h| (b, h))) {
         let place = |t: usize, part: usize| s.place((b, h, t), part);
         for t in 0..len {
-            let (p, sum) = weights(s, qkv, (b, h, t));
+            let first = starts.map_or(0, |starts| starts[b * len + t] as usize);
+            let (p, sum) = weights(s, qkv, (b, h, t), first);
             lse[(b * heads.query + h) * len + t] = sum;
             let out = (b * len + t) * c + h * d;
-            for (key, p) in p.iter().enumerate() {
+            for (key, p) in (first..).zip(&p) {
                 for i in 0..d {
                     y[out + i] += p * qkv[place(key, 2) + i];
                 }
             }
-            let dp: Vec<f64> = (0..=t).map(|key| dot(&dy[out..][..d], &qkv[place(key, 2)..][..d])).collect();
+            let dp: Vec<f64> =
+                (first..=t).map(|key| dot(&dy[out..][..d], &qkv[place(key, 2)..][..d])).collect();
             let mean = dot(&p, &dp);
-            for key in 0..=t {
-                let ds = p[key] * (dp[key] - mean) / (d as f64).sqrt();
+            for (key, (p, dp)) in (first..).zip(p.iter().zip(&dp)) {
+                let ds = p * (dp - mean) / (d as f64).sqrt();
                 for i in 0..d {
                     d_qkv[place(t, 0) + i] += ds * qkv[place(key, 1) + i];
                     d_qkv[place(key, 1) + i] += ds * qkv[place(t, 0) + i];
-                    d_qkv[place(key, 2) + i] += p[key] * dy[out + i];
+                    d_qkv[place(key, 2) + i] += p * dy[out + i];
                 }
             }
         }
@@ -74,24 +77,30 @@ fn reference(s: Sizes, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
 }
 
 /// Runs attention and its gradient: returns `y`, `lse` and `d_qkv`.
-fn attention(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
+fn attention(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
     let Sizes { batch, len, heads, .. } = s;
+    let starts = starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
+    let documents = starts.as_ref().map(Tensor::view);
     let [c, _, w] = s.widths();
     let qkv = cpu.tensor(qkv, [batch, len, w]).unwrap();
     let dy = cpu.tensor(dy, [batch, len, c]).unwrap();
     let (mut y, mut lse) =
         (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads.query, len]).unwrap());
     let mut d_qkv = cpu.zeros([batch, len, w]).unwrap();
-    cpu.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
+    cpu.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })
+        .unwrap();
     let (qkv, out, sums, dy, d) = (qkv.view(), y.view(), lse.view(), dy.view(), d_qkv.view_mut());
-    cpu.run(Op::AttentionGrad { heads, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
+    cpu.run(Op::AttentionGrad { heads, documents, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
     [y, lse, d_qkv]
 }
 
 /// Runs the same sequences through a cache with spare room, each in two parts, and the gradient of the parts
 /// from the last to the first. Returns `y` and `d_qkv`.
-fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
+fn in_parts(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
     let Sizes { batch, len, heads, .. } = s;
+    let starts = starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
+    let documents =
+        |start: usize, new: usize| starts.as_ref().map(|starts| starts.view().part(start, [1, new]).unwrap());
     let [c, kv, w] = s.widths();
     let first = len / 3;
     let (mut all_y, mut all_d) = (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, len, w]).unwrap());
@@ -106,6 +115,7 @@ fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
             cpu.run(Op::AttentionCached {
                 heads,
                 past,
+                documents: documents(start, new),
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),
@@ -119,6 +129,7 @@ fn in_parts(cpu: &Device, s: Sizes, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
             cpu.run(Op::AttentionCachedGrad {
                 heads,
                 past,
+                documents: documents(start, new),
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view(),
                 values: values.view(),
@@ -156,15 +167,78 @@ fn attention_its_gradient_and_its_cache() {
         let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
         let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
             let ([y, lse, d_qkv], [cached, d_cached]) =
-                (attention(cpu, s, &qkv, &dy), in_parts(cpu, s, &qkv, &dy));
+                (attention(cpu, s, None, &qkv, &dy), in_parts(cpu, s, None, &qkv, &dy));
             [y, lse, d_qkv, cached, d_cached]
         });
-        let [want_y, want_lse, want_d] = reference(s, &wide(&qkv), &wide(&dy));
+        let [want_y, want_lse, want_d] = reference(s, None, &wide(&qkv), &wide(&dy));
         close(&y, &want_y, 3e-6);
         close(&lse, &want_lse, 3e-6);
         close(&d_qkv, &want_d, 5e-6);
         close(&d_cached, &want_d, 5e-6);
         assert!(y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits()), "{s:?}: with a cache");
+    }
+}
+
+/// Returns where documents of these lengths begin, in each of `batch` sequences.
+fn starts_of(batch: usize, lengths: &[usize]) -> Vec<u32> {
+    let mut row = Vec::new();
+    for &length in lengths {
+        row.extend(std::iter::repeat_n(row.len() as u32, length));
+    }
+    row.repeat(batch)
+}
+
+/// Borders at and next to the ends of tiles of keys (256 forward, 128 backward) and of queries (144), documents
+/// of one token and of one tile.
+#[test]
+fn queries_attend_to_their_own_documents() {
+    for (s, lengths) in [
+        (Sizes::new(1, 1, (1, 1), 4), &[1][..]),
+        (Sizes::new(2, 9, (6, 2), 3), &[4, 1, 1, 3]),
+        (Sizes::new(1, 33, (4, 1), 20), &[1; 33]),
+        (Sizes::new(2, 70, (4, 2), 16), &[6, 8, 1, 55]),
+        (Sizes::new(1, 301, (3, 1), 12), &[256, 45]),
+        (Sizes::new(1, 301, (2, 2), 12), &[255, 2, 44]),
+        (Sizes::new(1, 400, (2, 1), 8), &[127, 1, 16, 1, 255]),
+        (Sizes::new(1, 560, (1, 1), 5), &[144, 257, 1, 158]),
+        (Sizes::new(1, 300, (2, 1), 24), &[300]),
+    ] {
+        let [c, kv, w] = s.widths();
+        let starts = starts_of(s.batch, lengths);
+        let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
+        let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
+            let [y, lse, d_qkv] = attention(cpu, s, Some(&starts), &qkv, &dy);
+            let [cached, d_cached] = in_parts(cpu, s, Some(&starts), &qkv, &dy);
+            [y, lse, d_qkv, cached, d_cached]
+        });
+        let [want_y, want_lse, want_d] = reference(s, Some(&starts), &wide(&qkv), &wide(&dy));
+        close(&y, &want_y, 3e-6);
+        close(&lse, &want_lse, 3e-6);
+        close(&d_qkv, &want_d, 5e-6);
+        close(&d_cached, &want_d, 5e-6);
+        assert!(y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits()), "{lengths:?}: with a cache");
+        let [joined, ..] = reference(s, None, &wide(&qkv), &wide(&dy));
+        let off = joined.iter().zip(&want_y).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert_eq!(off > 1e-2, lengths.len() > 1, "{lengths:?}: without documents");
+
+        // A document has the bits that it has alone, whatever is before it.
+        let cpu = Device::cpu(1).unwrap();
+        let last = *lengths.last().unwrap();
+        let alone = Sizes { batch: 1, len: last, ..s };
+        let mut spoilt = qkv.clone();
+        spoilt[..(s.len - last) * w].fill(f32::NAN);
+        let (of_qkv, of_dy) = (&qkv[(s.len - last) * w..s.len * w], &dy[(s.len - last) * c..s.len * c]);
+        let [y, _, d_qkv] = attention(&cpu, alone, None, of_qkv, of_dy).map(|t| t.to_vec::<f32>().unwrap());
+        for packed in [&qkv, &spoilt] {
+            let [packed_y, _, packed_d] =
+                attention(&cpu, s, Some(&starts), packed, &dy).map(|t| t.to_vec::<f32>().unwrap());
+            assert_eq!(packed_y[(s.len - last) * c..s.len * c], y, "{lengths:?}");
+            assert_eq!(packed_d[(s.len - last) * w..s.len * w], d_qkv, "{lengths:?}");
+        }
+        let [cached, d_cached] =
+            in_parts(&cpu, s, Some(&starts), &spoilt, &dy).map(|t| t.to_vec::<f32>().unwrap());
+        assert_eq!(cached[(s.len - last) * c..s.len * c], y, "{lengths:?} {kv}");
+        assert!(d_cached[(s.len - last) * w..s.len * w].iter().all(|x| x.is_finite()), "{lengths:?}");
     }
 }
 
@@ -181,8 +255,8 @@ fn grouped_queries_have_the_bits_of_separate_heads() {
         .collect();
     let cpu = Device::cpu(2).unwrap();
     let floats = |t: Tensor| t.to_vec::<f32>().unwrap();
-    let [y, lse, d_qkv] = attention(&cpu, s, &qkv, &dy).map(floats);
-    let [want_y, want_lse, d_spread] = attention(&cpu, separate, &spread, &dy).map(floats);
+    let [y, lse, d_qkv] = attention(&cpu, s, None, &qkv, &dy).map(floats);
+    let [want_y, want_lse, d_spread] = attention(&cpu, separate, None, &spread, &dy).map(floats);
     assert_eq!((y, lse), (want_y, want_lse));
     let mut want_d = Vec::new();
     for row in wide(&d_spread).chunks_exact(3 * c) {
@@ -237,7 +311,7 @@ fn heads_are_joined_and_rotated_and_split_and_rotated_back() {
             let [qkv, dq, dk, dv] = same_bits(|cpu| {
                 let part = |v: &[f32], width| cpu.tensor(v, [batch, len, width]).unwrap();
                 let angles = cpu.tensor(&angles, [start + len + 1, r]).unwrap();
-                let rotary = rotates.then(|| Rotary { table: angles.view(), start });
+                let rotary = rotates.then(|| Rotary { table: angles.view(), start, documents: None });
                 let [q, k, v] = [part(&from[0], c), part(&from[1], kv), part(&from[2], kv)];
                 let mut qkv = part(&vec![f32::NAN; n * w], w);
                 let (q, k, v, all) = (q.view(), k.view(), v.view(), qkv.view_mut());
@@ -275,6 +349,30 @@ fn heads_are_joined_and_rotated_and_split_and_rotated_back() {
     }
 }
 
+/// The rotation of a packed sequence is that of its documents, each from position 0.
+#[test]
+fn tokens_are_rotated_by_their_positions_in_documents() {
+    let cpu = Device::cpu(1).unwrap();
+    let (heads, d, len) = (Heads { query: 2, kv: 1 }, 6, 9);
+    let angles = cpu.tensor(&table(len, 4), [len, 4]).unwrap();
+    let of = |width: usize, seed| cpu.tensor(&noise(len * width, seed), [1, len, width]).unwrap();
+    let (q, k, v) = (of(2 * d, 1), of(d, 2), of(d, 3));
+    let join = |from: usize, new: usize, start: usize, starts: Option<&[u32]>| {
+        let starts = starts.map(|starts| cpu.tensor(starts, [1, new]).unwrap());
+        let documents = starts.as_ref().map(Tensor::view);
+        let rotary = Some(Rotary { table: angles.view(), start, documents });
+        let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
+        let (q, k, v) = (tokens(&q, from, new), tokens(&k, from, new), tokens(&v, from, new));
+        cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
+        to.to_vec::<f32>().unwrap()
+    };
+    let alone = [join(0, 4, 0, None), join(4, 1, 0, None), join(5, 4, 0, None)].concat();
+    assert_eq!(join(0, 9, 0, Some(&[0, 0, 0, 0, 4, 5, 5, 5, 5])), alone);
+    assert_ne!(join(0, 9, 0, None), alone);
+    let parts = [join(0, 2, 0, Some(&[0, 0])), join(2, 7, 2, Some(&[0, 0, 4, 5, 5, 5, 5]))].concat();
+    assert_eq!(parts, alone);
+}
+
 /// Returns some tokens of one sequence.
 fn tokens(x: &Tensor, start: usize, count: usize) -> View<'_> {
     let width = x.shape().cols();
@@ -294,7 +392,7 @@ fn tokens_are_rotated_by_their_positions() {
     });
     let join = |start: usize, new: usize| {
         let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
-        let rotary = Some(Rotary { table: angles.view(), start });
+        let rotary = Some(Rotary { table: angles.view(), start, documents: None });
         let (q, k, v) = (tokens(&q, start, new), tokens(&k, start, new), tokens(&v, start, new));
         cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
         to.to_vec::<f32>().unwrap()

@@ -109,6 +109,7 @@ fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
     gpu.run(Op::Embed {
         tokens: tokens.view(),
         start: 0,
+        documents: None,
         tokens_table: table.view(),
         positions_table: Some(positions.view()),
         y: y.view_mut(),

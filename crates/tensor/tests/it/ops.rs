@@ -184,6 +184,63 @@ fn sums_of_rows_and_of_squares() {
     }
 }
 
+/// A packed sequence is embedded as its documents are, each from position 0, whole and in parts.
+#[test]
+fn positions_begin_again_with_each_document() {
+    let (vocab, c, len) = (7, 5, 9);
+    let ids: Vec<u32> = (0..2 * len).map(|i| (i * 3 % vocab) as u32).collect();
+    let starts = [0, 0, 0, 3, 4, 4, 4, 4, 4, 0, 1, 1, 1, 1, 1, 1, 1, 8];
+    let (words, places, dy) = (noise(vocab * c, 1), noise((len + 2) * c, 2), noise(2 * len * c, 3));
+    let [y, d_words, d_places, y_parts, d_parts] = same_bits(|cpu| {
+        let rows = |x: &[u32]| cpu.tensor(x, [2, len]).unwrap();
+        let (tokens, begins) = (rows(&ids), rows(&starts));
+        let [words, places] =
+            [(&words, vocab), (&places, len + 2)].map(|(x, n)| cpu.tensor(x, [n, c]).unwrap());
+        let dy = cpu.tensor(&dy, [2, len, c]).unwrap();
+        let [mut y, mut y_parts] = [(); 2].map(|()| cpu.zeros([2, len, c]).unwrap());
+        let [mut d_words, mut other] =
+            [(); 2].map(|()| cpu.tensor(&words.to_vec::<f32>().unwrap(), [vocab, c]).unwrap());
+        let [mut d_places, mut d_parts] =
+            [(); 2].map(|()| cpu.tensor(&places.to_vec::<f32>().unwrap(), [len + 2, c]).unwrap());
+        let (tokens_table, positions_table) = (words.view(), Some(places.view()));
+        let documents = Some(begins.view());
+        let (all, to) = (tokens.view(), y.view_mut());
+        cpu.run(Op::Embed { tokens: all, start: 0, documents, tokens_table, positions_table, y: to })
+            .unwrap();
+        let (d_tokens_table, d_positions_table) = (d_words.view_mut(), Some(d_places.view_mut()));
+        let (start, from) = (0, dy.view());
+        cpu.run(Op::EmbedGrad { tokens: all, start, documents, dy: from, d_tokens_table, d_positions_table })
+            .unwrap();
+        for (row, first, new) in [(0, 0, 4), (0, 4, 5), (1, 0, 2), (1, 2, 7)] {
+            let at = row * len + first;
+            let tokens = tokens.view().part(at, [1, new]).unwrap();
+            let documents = Some(begins.view().part(at, [1, new]).unwrap());
+            let y = y_parts.view_mut().part(at * c, [1, new, c]).unwrap();
+            let start = first;
+            cpu.run(Op::Embed { tokens, start, documents, tokens_table, positions_table, y }).unwrap();
+            let dy = dy.view().part(at * c, [1, new, c]).unwrap();
+            let (d_tokens_table, d_positions_table) = (other.view_mut(), Some(d_parts.view_mut()));
+            cpu.run(Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table })
+                .unwrap();
+        }
+        [y, d_words, d_places, y_parts, d_parts]
+    });
+    let (mut want_words, mut want_places) = (wide(&words), wide(&places));
+    for (i, &id) in ids.iter().enumerate() {
+        let position = i % len - starts[i] as usize;
+        for j in 0..c {
+            let (at, place) = (id as usize * c + j, position * c + j);
+            assert_eq!(y[i * c + j].to_bits(), (words[at] + places[place]).to_bits(), "{i}");
+            want_words[at] += f64::from(dy[i * c + j]);
+            want_places[place] += f64::from(dy[i * c + j]);
+        }
+    }
+    assert_eq!(y, y_parts);
+    close(&d_words, &want_words, 1e-6);
+    close(&d_places, &want_places, 1e-6);
+    close(&d_parts, &want_places, 1e-6);
+}
+
 #[test]
 fn embeddings_gather_and_their_gradient_scatters() {
     for (batch, len, c, vocab, start) in
@@ -207,17 +264,27 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
                 start,
+                documents: None,
                 tokens_table,
                 positions_table,
                 y: y.view_mut(),
             })
             .unwrap();
             let (tokens_table, to) = (table.view(), alone.view_mut());
-            cpu.run(Op::Embed { tokens: tokens.view(), start, tokens_table, positions_table: None, y: to })
-                .unwrap();
+            cpu.run(Op::Embed {
+                tokens: tokens.view(),
+                start,
+                documents: None,
+                tokens_table,
+                positions_table: None,
+                y: to,
+            })
+            .unwrap();
             let (d_tokens_table, dy_) = (d_alone.view_mut(), dy.view());
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                start: 0,
+                documents: None,
                 dy: dy_,
                 d_tokens_table,
                 d_positions_table: None,
@@ -226,6 +293,8 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (d_tokens_table, d_positions_table) = (table.view_mut(), Some(places.view_mut()));
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                start: 0,
+                documents: None,
                 dy: dy.view(),
                 d_tokens_table,
                 d_positions_table,

@@ -1,4 +1,4 @@
-//! A batch: tokens, what they are to predict, and how much each prediction counts.
+//! A batch: tokens, what they are to predict, how much each prediction counts, and where documents begin.
 
 use std::ops::Range;
 
@@ -13,6 +13,9 @@ pub struct Batch {
     pub targets: Vec<u32>,
     /// Weight of each target; `None` if all count 1. A target of weight 0 is none.
     pub weights: Option<Vec<f32>>,
+    /// For each token, the position in its sequence of its document's first token: that of the token itself, or
+    /// what the token before it has. `None` if each sequence is one document.
+    pub documents: Option<Vec<u32>>,
 }
 
 impl Batch {
@@ -25,7 +28,8 @@ impl Batch {
         }
     }
 
-    /// Returns the same sequences with only some of their positions.
+    /// Returns the same sequences with only some of their positions. Documents still begin where they began in
+    /// the whole sequences.
     ///
     /// # Panics
     /// If a position is not below `length`.
@@ -39,6 +43,7 @@ impl Batch {
             inputs: cut(&self.inputs, self.length, positions),
             targets: cut(&self.targets, self.length, positions),
             weights: self.weights.map(|weights| cut(&weights, self.length, positions)),
+            documents: self.documents.map(|documents| cut(&documents, self.length, positions)),
         }
     }
 }

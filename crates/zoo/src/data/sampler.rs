@@ -171,6 +171,8 @@ pub struct Sampler {
     shard: Shard,
     context: usize,
     source: Source,
+    /// Whether sequences are divided at the borders of documents.
+    divided: bool,
 }
 
 impl Sampler {
@@ -327,7 +329,15 @@ impl Sampler {
             let expected = "at least 1".to_owned();
             return Err(ZooError::Sampler { field: "context", value: 0, expected });
         }
-        Ok(Self { split, shard, context, source })
+        Ok(Self { split, shard, context, source, divided: false })
+    }
+
+    /// Divides sequences at the borders of the split's documents ([`Split::documents`]): batches then say where
+    /// documents begin, and the last token of a document has no target. A document that began before its
+    /// sequence begins with it. Rows are divided if they were read so ([`TokenRows::read_packed`]).
+    #[must_use]
+    pub fn by_documents(self) -> Self {
+        Self { divided: true, ..self }
     }
 
     /// Returns the greatest valid offset of a sequence with its targets.
@@ -418,7 +428,7 @@ impl Sampler {
                 continue;
             }
             let offset = self.offset(sequence)?;
-            if offset.is_none() || batch.weights.is_some() {
+            if offset.is_none() || batch.weights.is_some() || self.divided {
                 let before = batch.inputs.len();
                 let weights = batch.weights.get_or_insert_with(|| vec![1.0; before]);
                 let weight = if offset.is_some() { 1.0 } else { 0.0 };
@@ -428,8 +438,46 @@ impl Sampler {
             let offset = offset.unwrap_or(0);
             self.split.append_to(offset, self.context, &mut batch.inputs);
             self.split.append_to(offset + 1, self.context, &mut batch.targets);
+            if self.divided {
+                self.divide_last(offset, &mut batch);
+            }
         }
         Ok(batch)
+    }
+
+    /// Returns whether batches say where documents begin.
+    #[must_use]
+    pub fn is_divided(&self) -> bool {
+        match &self.source {
+            Source::Rows { rows, .. } => rows.rows().documents.is_some(),
+            _ => self.divided,
+        }
+    }
+
+    /// Divides the last sequence of a batch, which begins at `offset`, at the borders of documents.
+    fn divide_last(&self, offset: usize, batch: &mut Batch) {
+        let first = batch.inputs.len() - self.context;
+        let documents = batch.documents.get_or_insert_default();
+        documents.resize(first + self.context, 0);
+        for border in self.borders_after(offset) {
+            let begins = border - offset;
+            documents[first + begins.min(self.context)..].fill(begins as u32);
+            if let Some(weights) = &mut batch.weights {
+                weights[first + begins - 1] = 0.0;
+            }
+        }
+    }
+
+    /// Returns the borders of documents after the first token of the sequence at `offset`, up to its last
+    /// target.
+    fn borders_after(&self, offset: usize) -> impl ExactSizeIterator<Item = usize> {
+        self.split.borders(offset + 1..offset + self.context + 1)
+    }
+
+    /// Returns the number of targets that count in the sequence at `offset`.
+    fn counted_at(&self, offset: usize) -> f64 {
+        let borders = if self.divided { self.borders_after(offset).len() } else { 0 };
+        (self.context - borders) as f64
     }
 
     /// Returns the number of targets that count in `count` sequences from number `first` on: a pure function
@@ -438,12 +486,14 @@ impl Sampler {
     /// Errors: as [`Sampler::sequences`].
     pub fn counted(&self, first: u64, count: u64) -> Result<f64, ZooError> {
         match &self.source {
-            Source::Random(_) | Source::Within(..) | Source::Epochs(_) => {
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_) if !self.divided => {
                 Ok(count as f64 * self.context as f64)
             }
-            Source::Recorded(_) => {
-                let of =
-                    |index| Ok(self.offset(first.wrapping_add(index))?.map_or(0.0, |_| self.context as f64));
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_) | Source::Recorded(_) => {
+                let of = |index| {
+                    let offset = self.offset(first.wrapping_add(index))?;
+                    Ok(offset.map_or(0.0, |offset| self.counted_at(offset)))
+                };
                 (0..count).map(of).sum()
             }
             Source::Rows { rows, lanes } => {

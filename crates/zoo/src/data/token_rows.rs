@@ -1,6 +1,7 @@
 //! Rows of token ids with labels, in a JSON file as `transformers` takes them.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -15,7 +16,8 @@ const NO_TARGET: i64 = -100;
 ///
 /// The file is a JSON object. `input_ids` is a list of rows; `labels`, if it is there, has the same shape: the
 /// label of a token is what the token before it is to predict (labels are not shifted), and -100 is no target.
-/// Without labels, each token after a row's first is a target. Other keys are ignored.
+/// Without labels, each token after a row's first is a target. Other keys are ignored, but
+/// [`TokenRows::read_packed`] also reads `position_ids`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRows {
     path: PathBuf,
@@ -32,7 +34,82 @@ struct File {
     labels: Option<Vec<Vec<i64>>>,
 }
 
+/// The part of a file that says where documents begin.
+#[derive(Deserialize)]
+struct Packing {
+    #[serde(default)]
+    position_ids: Option<Vec<Vec<i64>>>,
+}
+
 impl TokenRows {
+    /// Reads a file whose rows hold several documents: `position_ids` has the position of each token in its
+    /// document, so that 0 begins a document. The last token of a document has no target.
+    ///
+    /// `transformers` also accepts documents whose positions do not begin at 0; they are refused here.
+    ///
+    /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for positions that are missing, do not have the shape
+    /// of `input_ids`, or are neither 0 nor one more than that of the token before.
+    pub fn read_packed(path: &Path) -> Result<Self, ZooError> {
+        let bytes = fs::read(path).map_err(ZooError::open(path))?;
+        Self::packed_from_bytes(path, &bytes)
+    }
+
+    /// Like [`TokenRows::read_packed`], of the bytes of a file. `path` is for messages.
+    ///
+    /// Errors: as [`TokenRows::read_packed`].
+    pub fn packed_from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ZooError> {
+        let mut this = Self::from_bytes(path, bytes)?;
+        let wrong = |problem: String| ZooError::Rows { path: path.to_owned(), problem };
+        let (count, length) = (this.count(), this.length());
+        let Packing { position_ids } = json_file::from_bytes(path, bytes)?;
+        let Some(positions) = position_ids else {
+            let what = "it has no `position_ids`, expected them because documents are to be kept apart";
+            return Err(wrong(what.to_owned()));
+        };
+        if positions.len() != count {
+            let found = positions.len();
+            return Err(wrong(format!(
+                "`position_ids` has {found} rows, expected {count}, as `input_ids` has"
+            )));
+        }
+        let mut documents = Vec::with_capacity(count * length);
+        let weights = this.rows.weights.get_or_insert_default();
+        for (row, positions) in positions.iter().enumerate() {
+            if positions.len() != length {
+                let found = positions.len();
+                let problem = format!("row {row} of `position_ids` has {found} tokens, expected {length}");
+                return Err(wrong(problem));
+            }
+            let mut begins = 0;
+            for (at, &position) in positions.iter().enumerate() {
+                if position == 0 {
+                    begins = at;
+                    if at > 0 {
+                        weights[row * length + at - 1] = 0.0;
+                    }
+                } else if at == 0 || i64::try_from(at - begins) != Ok(position) {
+                    let problem = format!(
+                        "token {at} of row {row} of `position_ids` is {position}, expected 0, where a document \
+                         begins, or one more than the token before"
+                    );
+                    return Err(wrong(problem));
+                }
+                documents.push(begins as u32);
+            }
+        }
+        this.rows.documents = Some(documents);
+        this.with_targets()
+    }
+
+    /// Returns the rows, if a token is a target.
+    fn with_targets(self) -> Result<Self, ZooError> {
+        if self.targets() > 0 {
+            return Ok(self);
+        }
+        let problem = "no token is a target, expected at least one".to_owned();
+        Err(ZooError::Rows { path: self.path, problem })
+    }
+
     /// Reads a file.
     ///
     /// Errors: [`ZooError::Io`], [`ZooError::Json`], [`ZooError::Rows`] with what is wrong.
@@ -82,10 +159,7 @@ impl TokenRows {
             }
         }
         let this = Self { path: path.to_owned(), rows, hash: blake3::hash(bytes), bytes: bytes.len() as u64 };
-        if this.targets() == 0 {
-            return Err(wrong("no token is a target, expected at least one".to_owned()));
-        }
-        Ok(this)
+        this.with_targets()
     }
 
     /// Checks that all ids are below a model's number of tokens, and that rows are at most as long as its
@@ -133,6 +207,18 @@ impl TokenRows {
         &self.rows
     }
 
+    /// Returns some of the rows.
+    ///
+    /// # Panics
+    /// If the range ends after the last row.
+    #[must_use]
+    pub fn batch(&self, rows: Range<usize>) -> Batch {
+        assert!(rows.end <= self.count(), "rows {rows:?} of {}", self.count());
+        let mut batch = Batch { length: self.length(), ..Batch::default() };
+        rows.for_each(|row| self.append_to(row as u64, &mut batch));
+        batch
+    }
+
     /// Returns the file.
     #[must_use]
     pub fn path(&self) -> &Path {
@@ -155,9 +241,9 @@ impl TokenRows {
     }
 
     /// Appends a row to a batch of longer or equal sequences. What is missing is filled up with token 0 of
-    /// weight 0; so are numbers without a row.
+    /// weight 0, as a document of its own if rows hold several; so are numbers without a row.
     pub(super) fn append_to(&self, row: u64, batch: &mut Batch) {
-        let Batch { length, inputs, targets, weights } = &self.rows;
+        let Batch { length, inputs, targets, weights, documents } = &self.rows;
         let start = usize::try_from(row).ok().filter(|&row| row < self.count()).map(|row| row * length);
         let more = batch.weights.get_or_insert_default();
         let (mut filled, padded) = (0, batch.length);
@@ -168,6 +254,11 @@ impl TokenRows {
             filled = *length;
         }
         let rest = padded - filled;
+        if let Some(documents) = documents {
+            let more = batch.documents.get_or_insert_default();
+            more.extend(start.into_iter().flat_map(|start| &documents[start..start + length]));
+            more.extend(std::iter::repeat_n(filled as u32, rest));
+        }
         batch.inputs.extend(std::iter::repeat_n(0, rest));
         batch.targets.extend(std::iter::repeat_n(0, rest));
         more.extend(std::iter::repeat_n(0.0, rest));
@@ -220,5 +311,45 @@ mod tests {
         assert!(good.check(8, 2).is_ok());
         assert!(good.check(7, 2).unwrap_err().to_string().contains("token 7"));
         assert!(good.check(8, 1).unwrap_err().to_string().contains("at most 1, the model's context"));
+    }
+
+    #[test]
+    fn positions_that_begin_again_divide_rows() {
+        let json = r#"{"input_ids": [[1, 2, 3, 4, 5], [6, 7, 8, 9, 1]],
+            "position_ids": [[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]], "labels": [[1, 2, 3, 4, 5], [-100, 7, -100, 9, 1]]}"#;
+        let packed = TokenRows::packed_from_bytes(Path::new("rows.json"), json.as_bytes()).unwrap();
+        assert_eq!(packed.rows().documents.as_deref(), Some(&[0, 0, 2, 3, 3, 0, 0, 0, 0, 0][..]));
+        let weights = packed.rows().weights.as_deref().unwrap();
+        assert_eq!(weights, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]);
+        assert_eq!((packed.targets(), packed.counted(0) as u64), (5, 2));
+        // What fills up a sequence is a document of its own.
+        let mut batch = Batch { length: 7, ..Batch::default() };
+        for row in [0, 9] {
+            packed.append_to(row, &mut batch);
+        }
+        let want = [0, 0, 2, 3, 3, 5, 5, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!((batch.documents.as_deref(), batch.inputs.len()), (Some(&want[..]), 14));
+        assert_eq!(packed.batch(1..2).documents.unwrap(), [0; 5]);
+        // Other readers ignore the key, whatever it holds.
+        let plain = rows(&json.replace("[0, 1, 0, 0, 1]", "\"any\"")).unwrap();
+        assert_eq!((plain.rows().documents.as_ref(), plain.targets()), (None, 7));
+    }
+
+    #[test]
+    fn positions_that_divide_nothing_are_refused() {
+        for (positions, said) in [
+            ("[[0, 1, 3]]", "token 2 of row 0 of `position_ids` is 3, expected 0"),
+            ("[[1, 2, 3]]", "token 0 of row 0 of `position_ids` is 1"),
+            ("[[0, -1, 0]]", "token 1 of row 0 of `position_ids` is -1"),
+            ("[[0, 0, 9223372036854775807]]", "is 9223372036854775807"),
+            ("[[0, 1]]", "row 0 of `position_ids` has 2 tokens, expected 3"),
+            ("[]", "`position_ids` has 0 rows, expected 1"),
+            ("[[0, 0, 0]]", "no token is a target"),
+            ("null", "it has no `position_ids`"),
+        ] {
+            let json = format!(r#"{{"input_ids": [[1, 2, 3]], "position_ids": {positions}}}"#);
+            let error = TokenRows::packed_from_bytes(Path::new("rows.json"), json.as_bytes()).unwrap_err();
+            assert!(error.to_string().contains(said) && error.to_string().contains("rows.json"), "{error}");
+        }
     }
 }

@@ -137,11 +137,17 @@ impl Split {
     /// split is one document.
     #[must_use]
     pub fn documents(&self) -> Vec<Range<usize>> {
-        let inside = |at: &&usize| self.range.start < **at && **at < self.range.end;
-        let starts = self.documents.iter().filter(inside).map(|at| at - self.range.start);
-        let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
+        let starts: Vec<usize> = std::iter::once(0).chain(self.borders(1..self.len())).collect();
         let ends = starts[1..].iter().copied().chain([self.len()]);
         starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
+    }
+
+    /// Returns the positions in a range at which documents begin, in order.
+    pub(super) fn borders(&self, range: Range<usize>) -> impl ExactSizeIterator<Item = usize> {
+        let before = self.range.start;
+        let first = |at: usize| self.documents.partition_point(|&start| start < before + at);
+        let found = &self.documents[first(range.start)..first(range.end.max(range.start))];
+        found.iter().map(move |start| start - before)
     }
 
     /// Appends `count` tokens from `offset` on to `out`.

@@ -116,8 +116,9 @@ impl Attention {
         self.heads.kv * self.head_dim
     }
 
-    fn rotary(&self, start: usize) -> Option<Rotary<'_>> {
-        self.rotary.as_deref().map(|table| Rotary { table: table.view(), start })
+    fn rotary<'a>(&'a self, cx: &StageContext<'a>, start: usize) -> Option<Rotary<'a>> {
+        let documents = cx.documents();
+        self.rotary.as_deref().map(|table| Rotary { table: table.view(), start, documents })
     }
 
     /// Returns queries, keys and values side by side.
@@ -132,7 +133,7 @@ impl Attention {
                 let mut qkv = cx.empty([b, t, self.heads.width() * self.head_dim])?;
                 cx.device.run(Op::JoinHeads {
                     heads: self.heads,
-                    rotary: self.rotary(start),
+                    rotary: self.rotary(cx, start),
                     q: q.view(),
                     k: k.view(),
                     v: v.view(),
@@ -161,7 +162,7 @@ impl Attention {
             Before::Nothing => {
                 let mut lse = scores()?;
                 let (qkv, y, lse_) = (qkv.view(), attended.view_mut(), lse.view_mut());
-                cx.device.run(Op::Attention { heads, qkv, y, lse: lse_ })?;
+                cx.device.run(Op::Attention { heads, documents: cx.documents(), qkv, y, lse: lse_ })?;
                 saved.put(Kept::LogSumExp, lse);
             }
             Before::Cached { past, seen } => {
@@ -169,6 +170,7 @@ impl Attention {
                 cx.device.run(Op::AttentionCached {
                     heads,
                     past: *past,
+                    documents: cx.documents(),
                     qkv: qkv.view(),
                     keys: seen.keys.view_mut(),
                     values: seen.values.view_mut(),
@@ -202,11 +204,13 @@ impl Attention {
         let (qkv, dy) = (qkv.view(), d_attended.view());
         match later {
             Later::Nothing => {
-                cx.device.run(Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv: d_qkv.view_mut() })?;
+                let (documents, d_qkv) = (cx.documents(), d_qkv.view_mut());
+                cx.device.run(Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv })?;
             }
             Later::Slices { past, seen, gradients } => cx.device.run(Op::AttentionCachedGrad {
                 heads,
                 past: *past,
+                documents: cx.documents(),
                 qkv,
                 keys: seen.keys.view(),
                 values: seen.values.view(),
@@ -233,7 +237,7 @@ impl Attention {
                     [cx.empty([b, t, self.cached_width()])?, cx.empty([b, t, self.cached_width()])?];
                 cx.device.run(Op::SplitHeads {
                     heads,
-                    rotary: self.rotary(later.past()),
+                    rotary: self.rotary(cx, later.past()),
                     d_qkv: d_qkv.view(),
                     dq: dq.view_mut(),
                     dk: dk.view_mut(),

@@ -44,6 +44,7 @@ impl Embedding {
         cx.device.run(Op::Embed {
             tokens: tokens.view(),
             start,
+            documents: cx.documents(),
             tokens_table: cx.layout.view(cx.params, self.table)?,
             positions_table: self.positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
             y: y.view_mut(),
@@ -78,12 +79,13 @@ impl Embedding {
                 cx.device.run(Op::Fill { value: 0.0, y: positions.reborrow() })?;
             }
         }
-        let rows = [tokens.shape().cols(), self.dim];
         cx.device.run(Op::EmbedGrad {
             tokens: tokens.view(),
+            start,
+            documents: cx.documents(),
             dy: dy.view(),
             d_tokens_table: table,
-            d_positions_table: positions.map(|all| all.part(start * self.dim, rows)).transpose()?,
+            d_positions_table: positions,
         })?;
         Ok(())
     }

@@ -36,7 +36,7 @@ pub use norm::NormLayer;
 pub use rotary::table as rotary_table;
 
 use farflung_base::Axis;
-use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError, View};
 
 use crate::ZooError;
 use crate::exchange::Exchange;
@@ -56,9 +56,17 @@ pub struct StageContext<'a> {
     pub exchange: &'a dyn Exchange,
     /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
     pub gradient_scale: f32,
+    /// Where the documents of the pass's tokens begin, u32 `[B, T]` ([`Batch::documents`](crate::Batch));
+    /// `None` if each sequence is one document.
+    pub documents: Option<&'a Tensor>,
 }
 
-impl StageContext<'_> {
+impl<'a> StageContext<'a> {
+    /// Returns where documents begin, as ops take it.
+    pub(crate) fn documents(&self) -> Option<View<'a>> {
+        self.documents.map(Tensor::view)
+    }
+
     /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         Ok(self.device.empty(DType::F32, shape)?)

@@ -2,7 +2,7 @@
 
 use farflung_tensor::{DType, Tensor};
 
-use super::{Seen, Stage};
+use super::{Input, Packed, Seen, Stage};
 use crate::ZooError;
 use crate::layer::{Block, Head, KeyValues};
 
@@ -53,8 +53,19 @@ impl Stage {
 
     /// Appends new tokens `[B, T]` to the cache and returns the logits `[B, T, V]` of the next token at each
     /// position. The stage must be a whole model.
-    pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
-        let new = tokens.shape().cols();
+    ///
+    /// Errors: [`ZooError::StageInput`] for hidden states; [`ZooError::Config`] if the cache has no room.
+    pub fn decode(
+        &self,
+        params: &Tensor,
+        cache: &mut Cache,
+        tokens: impl Into<Packed>,
+    ) -> Result<Tensor, ZooError> {
+        let tokens = tokens.into();
+        let Input::Tokens(ids) = &tokens.input else {
+            return Err(ZooError::StageInput { expected: "tokens" });
+        };
+        let new = ids.shape().cols();
         if cache.len + new > self.spec.context {
             return Err(ZooError::Config {
                 field: "sequence length",

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use super::{ActivationPolicy, Cache, Input, Output, Saved, Seen, Stage};
+use super::{ActivationPolicy, Cache, Input, Output, Packed, Saved, Seen, Stage};
 use crate::ZooError;
 use crate::layer::{KeyValues, Later, Targets};
 
@@ -67,7 +67,7 @@ impl Stage {
     pub fn forward_slice(
         &self,
         params: &Tensor,
-        input: Input,
+        input: impl Into<Packed>,
         start: usize,
         targets: Option<Targets<'_>>,
         slices: &mut Slices,
@@ -75,7 +75,7 @@ impl Stage {
         let seen = slices.seen_before(start)?;
         let before = Seen { past: start, layers: &mut seen.layers };
         let (output, saved) =
-            self.forward_by(params, input, targets, &ActivationPolicy::default(), Some(before))?;
+            self.forward_by(params, input.into(), targets, &ActivationPolicy::default(), Some(before))?;
         seen.len = seen.len.max(saved.positions.end);
         Ok((output, saved))
     }

@@ -349,6 +349,52 @@ fn documents_are_files_and_a_split_cuts_them() {
     );
 }
 
+/// Windows are divided at the borders of documents, and the count of targets says it without drawing them.
+#[test]
+fn windows_are_divided_at_the_borders_of_documents() {
+    let texts: Vec<Vec<u8>> =
+        [3, 1, 1, 9, 2, 30, 5].iter().enumerate().map(|(i, &n)| vec![i as u8; n]).collect();
+    let corpus = Corpus::from_texts("letters", texts.iter().map(Vec::as_slice), &Byte).unwrap();
+    let (training, held_out) = corpus.split(HoldOut::Tokens(20)).unwrap();
+    let context = 6;
+    let ranges: std::sync::Arc<[_]> = vec![1..12, 14..31].into();
+    let shard = Shard::whole(3);
+    let samplers = [
+        Sampler::random(training.clone(), 3, shard, context).unwrap(),
+        Sampler::within(training.clone(), &ranges, 3, shard, context).unwrap(),
+        Sampler::epochs(training.clone(), 3, shard, context, 3).unwrap(),
+        Sampler::evaluation(held_out, shard, context, 7).unwrap(),
+    ];
+    let mut borders = 0;
+    for sampler in samplers {
+        let divided = sampler.clone().by_documents();
+        assert!(divided.is_divided() && !sampler.is_divided());
+        for step in 0..sampler.steps().unwrap_or(50) as u64 {
+            let (plain, batch) = (sampler.batch(step).unwrap(), divided.batch(step).unwrap());
+            assert_eq!((&plain.inputs, &plain.targets), (&batch.inputs, &batch.targets));
+            assert_eq!(plain.documents, None);
+            let counted = divided.counted(3 * step, 3).unwrap();
+            assert!((batch.counted() - counted).abs() < 1e-9 && counted <= plain.counted());
+            let (documents, weights) = (batch.documents.as_ref().unwrap(), batch.weights.as_ref().unwrap());
+            for (at, (&input, &target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
+                // Each document is one letter.
+                let (row, position) = (at / context * context, at % context);
+                let first = batch.inputs[row..=at].iter().position(|&token| token == input).unwrap();
+                assert_eq!(documents[at] as usize, first);
+                let has_target = plain.weights.as_ref().is_none_or(|weights| weights[at] > 0.0);
+                assert_eq!(weights[at] > 0.0, has_target && input == target, "{step} {position}");
+                borders += usize::from(input != target);
+            }
+        }
+    }
+    assert!(borders > 100, "{borders}");
+    let whole = Sampler::random(training, 3, shard, context).unwrap().by_documents().batch(0).unwrap();
+    let part = whole.clone().positions(&(2..5));
+    let want: Vec<u32> =
+        whole.documents.unwrap().chunks(context).flat_map(|row| row[2..5].to_vec()).collect();
+    assert_eq!((part.length, part.documents), (3, Some(want)));
+}
+
 #[cfg(feature = "bpe")]
 #[test]
 fn an_end_of_text_token_ends_a_document() {

@@ -2,6 +2,7 @@
 
 mod cuts;
 mod data;
+mod documents;
 mod families;
 mod found_weights;
 mod keeping;

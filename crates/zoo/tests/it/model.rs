@@ -396,6 +396,7 @@ impl Alone {
             params,
             exchange: &farflung_zoo::exchange::Alone,
             gradient_scale: 1.0,
+            documents: None,
         }
     }
 

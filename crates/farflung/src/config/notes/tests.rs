@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 42] = [
+const ALWAYS: [&str; 43] = [
     "plan",
     "layers",
     "heads",
@@ -17,6 +17,7 @@ const ALWAYS: [&str; 42] = [
     "data",
     "tokens",
     "sampling",
+    "document-mask",
     "out",
     "json",
     "quiet",

@@ -148,6 +148,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         sync: level.method.name.to_owned(),
         codec: level.codec_name().to_owned(),
         data_hash: job.data_identity.clone(),
+        document_mask: job.config.document_mask,
         step,
         outer_step,
         rounds,

@@ -121,6 +121,11 @@ pub const AXES: &[Axis] = &[
         values: || words([false, true]),
         set: |config, value| config.own_data = read(value),
     },
+    Axis {
+        name: "document-mask",
+        values: || words([false, true]),
+        set: |config, value| config.document_mask = read(value),
+    },
     Axis { name: "clip", values: || words(["0", "1"]), set: |config, value| config.clip = read(value) },
     Axis {
         name: "overlap",

@@ -35,6 +35,8 @@ pub(super) struct DryRun<'a> {
     device: Device,
     batch: usize,
     parts: BTreeMap<StageId, Part>,
+    /// Whether passes are told where documents begin.
+    documents: bool,
     again: Vec<Place>,
     held: BTreeMap<Place, SavedMicrobatch>,
     carried: BTreeMap<(StageId, u32), Slices>,
@@ -63,6 +65,7 @@ impl<'a> DryRun<'a> {
             device: device.clone(),
             batch: plan.batch as usize,
             parts,
+            documents: config.document_mask,
             again: recomputed(schedule.schedule.order()),
             held: BTreeMap::new(),
             carried: BTreeMap::new(),
@@ -134,6 +137,13 @@ impl<'a> DryRun<'a> {
 
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let targets = self.placement.is_last(action.stage).then(|| self.tokens(action)).transpose()?;
+        let documents = self.documents.then(|| self.tokens(action)).transpose()?;
+        // The last token of a document has no target.
+        let weights = targets.as_ref().filter(|_| self.documents).map(|targets| {
+            let count = targets.shape().len();
+            self.device.empty(DType::F32, count)
+        });
+        let weights = weights.transpose()?;
         let start = self.schedule.slices[usize::from(action.slice)].start;
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let key = (action.stage, action.microbatch);
@@ -141,7 +151,9 @@ impl<'a> DryRun<'a> {
             self.carried.insert(key, part.stage.slices(self.batch)?);
         }
         let carried = self.carried.get_mut(&key);
-        part.forward(version, input, start, targets.as_ref().map(|t| Targets::all(t, 1.0)), carried)
+        let input = input.with_documents(documents);
+        let targets = targets.as_ref().map(|ids| Targets { ids, weights: weights.as_ref(), scale: 1.0 });
+        part.forward(version, input, start, targets, carried)
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {

@@ -76,6 +76,9 @@ fn buffers_are_predicted_to_the_byte() {
         TrainConfig { recompute: Recompute::Within(Bytes(600_000)), ..one() },
         TrainConfig { precision: Precision::Bf16, ..one() },
         TrainConfig { accumulate: 3, ..one() },
+        TrainConfig { document_mask: true, accumulate: 3, ..one() },
+        TrainConfig { document_mask: true, ..config(2, Method::TeraPipe) },
+        TrainConfig { document_mask: true, recompute: Recompute::Full, ..config(3, Method::OneFOneB) },
         TrainConfig { recompute: Recompute::Full, ..config(3, Method::OneFOneB) },
     ];
     configs.extend(METHODS.iter().map(|method| TrainConfig {

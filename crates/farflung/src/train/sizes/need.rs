@@ -258,8 +258,10 @@ impl RankGroup<'_> {
         let microbatches = super::super::planned::microbatches(config) as u128;
         need.add(MemoryPurpose::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
         need.add(MemoryPurpose::Evaluation, self.run.eval_windows() as u128 * size_of::<i64>() as u128);
-        // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors.
-        need.add(MemoryPurpose::Losses, tokens.saturating_mul(4 * F32));
+        // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors; with documents also
+        // where they begin, and the weights of targets.
+        let buffers = if config.document_mask { 8 } else { 4 };
+        need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 
         // Saving copies the weights (for a moment twice), then all states.
         let states = model.saturating_mul(states + outer.saved as u128).saturating_add(saved);

@@ -110,11 +110,13 @@ impl Trainer {
     /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part (or
     /// its share, if several ranks have it), else 0. `squares` are sums of squared gradients by part: each is
     /// sent by one of the voting ranks, and the others send 0. If the model has one part, `squares` is empty.
-    pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
+    ///
+    /// Errors: those of the sampler.
+    pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Result<Voting<Vote>> {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal share has a weight of exactly 1, so that with equal replicas the result has the bits of a
         // plain mean.
-        let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
+        let weight = if self.each_step { self.part_of(self.step + 1)? } else { 1.0 };
         let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
@@ -131,7 +133,7 @@ impl Trainer {
                 speeds: Speedometer::read(speeds),
             }
         };
-        Voting { sums, read: Box::new(read) }
+        Ok(Voting { sums, read: Box::new(read) })
     }
 
     const fn wish(&self, stop: bool) -> StepRequests {
@@ -188,18 +190,20 @@ impl Trainer {
     }
 
     /// Returns this replica's weight in the mean loss of a step, where 1 is an equal share.
-    fn part_of(&self, step: u64) -> f64 {
+    fn part_of(&self, step: u64) -> Result<f64> {
         self.samples.weight(step - 1..step)
     }
 
     /// Starts the vote of all replicas on the steps since they last voted, and clears the list of their losses.
-    pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<SyncVote> {
+    ///
+    /// Errors: those of the sampler.
+    pub(super) fn vote_on_window(&mut self, stop: bool) -> Result<Voting<SyncVote>> {
         // All ranks of a pipeline have its losses; only its first rank sends them, so that they count once.
         let tells = self.position.0 == 0;
         let window = std::mem::take(&mut self.window);
         let first = self.step + 1 - window.len() as u64;
-        let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
-        let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
+        let told = |(step, loss): (u64, f64)| Ok(if tells { loss * self.part_of(step)? } else { 0.0 });
+        let mut mine = (first..).zip(window).map(told).collect::<Result<Vec<f64>>>()?;
         mine.push(self.wish(stop).weigh());
         let told = self.own_speeds(self.step);
         mine.extend(&told);
@@ -211,7 +215,7 @@ impl Trainer {
             let wish = StepRequests::of_sum(sums.pop().unwrap_or(0.0));
             SyncVote { losses: sums.iter().map(|sum| sum / replicas).collect(), requests: wish, speeds }
         };
-        Voting { sums, read: Box::new(read) }
+        Ok(Voting { sums, read: Box::new(read) })
     }
 }
 

@@ -6,14 +6,15 @@ use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
-use farflung_optim::{AverageConfig, Chain, token_weight};
+use farflung_optim::{AverageConfig, Chain};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
-use farflung_zoo::{ActivationPolicy, Sampler, Stage};
+use farflung_zoo::{ActivationPolicy, Stage};
 
 use super::agree::StepRequests;
 use super::replica_samples::ReplicaSamples;
 use super::speed::{Measures, Speedometer};
+use super::token_weights::TokenWeights;
 use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
@@ -89,7 +90,8 @@ impl Trainer {
         // Pools have different numbers of ranks, so each part has its own weight: see `build_part`.
         let group =
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
-        let token_weights = token_weights(job, &schedule, replica, group, &sampler)?;
+        let weights = TokenWeights::new(job, &schedule, replica, group)?;
+        let token_weights = weights.of_step(weights.first_of_plan())?;
         let order = schedule.schedule.order();
         let executor = Executor {
             pipeline: plan.group(rank, Axis::Pipeline),
@@ -126,6 +128,7 @@ impl Trainer {
             position,
             replica,
             samples: ReplicaSamples::new(job, replica)?,
+            token_weights: weights.if_varying(job),
             replicas: plan.replicas(),
             every: plan.outermost().every.into(),
             executor,
@@ -157,35 +160,6 @@ impl Trainer {
             schedule,
         })
     }
-}
-
-/// Returns the factor of each token's loss by microbatch of a replica, so that the mean over `group` ranks that
-/// average gradients is the mean over the tokens of an update that count.
-fn token_weights(
-    job: &Job,
-    schedule: &ReplicaSchedule,
-    replica: u32,
-    group: u32,
-    sampler: &Sampler,
-) -> Result<Vec<f32>> {
-    let (plan, batch) = (&job.plan, u64::from(job.plan.batch));
-    // Sequences are numbered over all replicas of a step.
-    let counted = |first: u64, microbatches: u64| sampler.counted(first * batch, microbatches * batch);
-    let own = u64::from(schedule.microbatches());
-    let per_update = u64::from(schedule.per_update());
-    let of_microbatch = |microbatch: u64| {
-        let tokens = match (schedule.updates(), job.averages_each_step()) {
-            (Updates::Flush, true) => counted(0, plan.all_microbatches())?,
-            (Updates::Flush, false) => counted(plan.first_microbatch(replica), own)?,
-            _ => {
-                let begin = microbatch / per_update * per_update;
-                let of = |replica| counted(plan.first_microbatch(replica) + begin, per_update);
-                (0..plan.replicas()).map(of).sum::<std::result::Result<f64, _>>()?
-            }
-        };
-        Ok(if tokens > 0.0 { token_weight(group as usize, tokens as u64) } else { 0.0 })
-    };
-    (0..own).map(of_microbatch).collect()
 }
 
 /// Returns two communicators: for the messages of a pass, and for everything else. A stop or a change of

@@ -9,6 +9,7 @@ use crate::Result;
 use crate::train::job::Job;
 use crate::train::plan_start::PlanStart;
 use crate::train::round_plan::RoundPlan;
+use crate::train::step_tokens::StepTokens;
 
 /// The microbatches of one replica.
 #[derive(Debug, Clone)]
@@ -25,6 +26,8 @@ pub(in crate::train) struct ReplicaSamples {
     round: Option<Arc<RoundPlan>>,
     /// The number of tokens that count in a step of each replica, if not all count.
     counted: Option<Vec<u64>>,
+    /// The same, if it changes from step to step.
+    varying: Option<StepTokens>,
 }
 
 impl ReplicaSamples {
@@ -38,6 +41,7 @@ impl ReplicaSamples {
             local: job.local_steps(),
             round: job.round_plan.clone(),
             counted: job.counted()?,
+            varying: StepTokens::varying(job)?,
         })
     }
 
@@ -63,8 +67,13 @@ impl ReplicaSamples {
         if let Some(round) = self.round_of(step + 1) {
             return round.first_microbatch(self.replica, step);
         }
-        let taken = self.taken(step) - self.taken(self.start.step);
-        self.start.microbatches + taken * self.all_microbatches + self.first_microbatch
+        self.base(self.replica, step) + self.first_microbatch
+    }
+
+    /// Returns the number of the first microbatch of all replicas in a replica's step after `step` steps.
+    fn base(&self, replica: u32, step: u64) -> u64 {
+        let taken = self.local.taken(replica, step) - self.local.taken(replica, self.start.step);
+        self.start.microbatches + taken * self.all_microbatches
     }
 
     /// Returns the number of microbatches of all replicas in a step of the round with step `step`.
@@ -78,10 +87,29 @@ impl ReplicaSamples {
     }
 
     /// Returns the replica's weight in a mean over the tokens of these steps, where 1 is an equal share.
-    pub(super) fn weight(&self, steps: Range<u64>) -> f64 {
-        match &self.counted {
+    ///
+    /// Errors: those of the sampler.
+    pub(super) fn weight(&self, steps: Range<u64>) -> Result<f64> {
+        if let Some(tokens) = &self.varying {
+            return self.weight_by_steps(tokens, steps);
+        }
+        Ok(match &self.counted {
             Some(counted) => self.local.weight_of(self.replica, steps, counted),
             None => self.local.weight(self.replica, steps),
+        })
+    }
+
+    /// Like [`ReplicaSamples::weight`], with the tokens of each step of each replica.
+    fn weight_by_steps(&self, tokens: &StepTokens, steps: Range<u64>) -> Result<f64> {
+        let (mut all, mut mine) = (0.0, 0.0);
+        for replica in tokens.replicas() {
+            for step in steps.clone().filter(|step| self.local.takes(replica, step + 1)) {
+                let counted = tokens.of_step(replica, self.base(replica, step))?;
+                all += counted;
+                mine += if replica == self.replica { counted } else { 0.0 };
+            }
         }
+        let replicas = f64::from(tokens.replicas().end);
+        Ok(if all > 0.0 { mine * replicas / all } else { 0.0 })
     }
 }

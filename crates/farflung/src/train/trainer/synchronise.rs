@@ -27,7 +27,7 @@ impl Trainer {
         self.window.push(loss);
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
-        let weight = self.weight_since(after);
+        let weight = self.weight_since(after)?;
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
             part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after, weight))?;
@@ -59,7 +59,7 @@ impl Trainer {
         let after = StepEnd { step, last };
         // A vote that was started together with an exchange is completed together with it.
         let voting = self.voting.take();
-        let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
+        let voting = voting.map_or_else(|| self.vote_on_window(stop), Ok)?;
         let mut vote = self.synchronise(after, || voting.wait())?;
         while self.commit_exchanged()? {
             self.synchronise(after, || Ok(()))?;
@@ -83,7 +83,7 @@ impl Trainer {
 
     /// Returns this replica's weight in a mean over the tokens of the period that ends after a step, where 1 is
     /// an equal share.
-    fn weight_since(&self, after: StepEnd) -> f64 {
+    fn weight_since(&self, after: StepEnd) -> Result<f64> {
         // A run may end within a period.
         let over = if after.last { (after.step - 1) % self.every + 1 } else { self.every };
         self.samples.weight(after.step.saturating_sub(over)..after.step)
@@ -117,7 +117,7 @@ impl Trainer {
     /// Starts exchanges whose results are applied in later steps, and with them the vote on the steps so far.
     /// Both have the time of the next steps to complete.
     fn start_exchanges(&mut self, after: StepEnd, stop: bool) -> Result<()> {
-        let (weight, mut departs) = (self.weight_since(after), false);
+        let (weight, mut departs) = (self.weight_since(after)?, false);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
             if let Some(sync) = &mut part.sync {
@@ -125,7 +125,7 @@ impl Trainer {
             }
         }
         if departs {
-            self.voting = Some(self.vote_on_window(stop));
+            self.voting = Some(self.vote_on_window(stop)?);
         }
         Ok(())
     }
@@ -138,7 +138,7 @@ impl Trainer {
             None => Vec::new(),
         };
         if !self.each_step && !self.window.is_empty() {
-            losses.extend(self.vote_on_window(false).wait()?.losses);
+            losses.extend(self.vote_on_window(false)?.wait()?.losses);
         }
         Ok(losses)
     }
@@ -147,7 +147,7 @@ impl Trainer {
     ///
     /// Errors: on all ranks together if the next values of any part would not be finite.
     fn exchange(&mut self, after: StepEnd) -> Result<()> {
-        let weight = self.weight_since(after);
+        let weight = self.weight_since(after)?;
         let Executor { parts, placement, tied, .. } = &mut self.executor;
         let mut refused = None;
         for (_, part) in by_number(parts, placement) {

@@ -4,12 +4,30 @@
 use super::parts::rows_per_task;
 use super::pool::Pool;
 
-/// Computes `y[i] = table[tokens[i]] + positions[start + i % len]`, or without positions. All ids must be valid
+/// Where tokens are in their documents.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Positions<'a> {
+    /// Position of each sequence's first token.
+    pub(super) start: usize,
+    /// Number of tokens of each sequence.
+    pub(super) len: usize,
+    /// Where the document of each token begins; `None` for 0.
+    pub(super) documents: Option<&'a [u32]>,
+}
+
+impl Positions<'_> {
+    fn of(self, token: usize) -> usize {
+        let begins = self.documents.map_or(0, |documents| documents[token] as usize);
+        self.start + token % self.len - begins
+    }
+}
+
+/// Computes `y[i] = table[tokens[i]] + positions[position of i]`, or without positions. All ids must be valid
 /// row indices.
 pub(super) fn forward(
     pool: &Pool,
     tokens: &[u32],
-    (start, len): (usize, usize),
+    at: Positions<'_>,
     table: &[f32],
     positions: Option<&[f32]>,
     y: &mut [f32],
@@ -24,7 +42,7 @@ pub(super) fn forward(
                 y.copy_from_slice(token);
                 continue;
             };
-            let position = &positions[(start + i % len) * cols..][..cols];
+            let position = &positions[at.of(i) * cols..][..cols];
             for ((y, a), b) in y.iter_mut().zip(token).zip(position) {
                 *y = a + b;
             }
@@ -36,13 +54,15 @@ pub(super) fn forward(
 pub(super) fn backward(
     pool: &Pool,
     tokens: &[u32],
-    len: usize,
+    at: Positions<'_>,
     dy: &[f32],
     d_table: &mut [f32],
     d_positions: Option<&mut [f32]>,
 ) {
     /// Number of table rows that one task writes.
     const ROWS_PER_TASK: usize = 1024;
+    /// Number of rows of positions that one task writes, if documents divide the sequences.
+    const POSITIONS_PER_TASK: usize = 64;
     let cols = dy.len().checked_div(tokens.len()).unwrap_or(0);
     let add = |to: &mut [f32], i: usize| {
         for (t, d) in to.iter_mut().zip(&dy[i * cols..][..cols]) {
@@ -58,7 +78,22 @@ pub(super) fn backward(
         }
     });
     let Some(d_positions) = d_positions else { return };
-    pool.for_chunks([(&mut d_positions[..len * cols], cols)], |p, [row]| {
+    let Positions { start, len, documents } = at;
+    let own = &mut d_positions[..(start + len) * cols];
+    if documents.is_some() {
+        // Documents begin anywhere, so each task looks at all tokens.
+        pool.for_chunks([(own, POSITIONS_PER_TASK * cols)], |t, [rows]| {
+            let owned = t * POSITIONS_PER_TASK..t * POSITIONS_PER_TASK + rows.len() / cols;
+            for i in 0..tokens.len() {
+                let position = at.of(i);
+                if owned.contains(&position) {
+                    add(&mut rows[(position - owned.start) * cols..][..cols], i);
+                }
+            }
+        });
+        return;
+    }
+    pool.for_chunks([(&mut own[start * cols..], cols)], |p, [row]| {
         for i in (p..tokens.len()).step_by(len) {
             add(row, i);
         }

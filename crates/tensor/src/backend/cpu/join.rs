@@ -1,10 +1,11 @@
 //! Joins the heads of queries, keys and values into one row per token, and splits them, with the rotation of
 //! queries and keys.
 
+use super::documents::starts;
 use super::parts::rows_per_task;
 use super::pool::Pool;
 use super::simd::{Isa, simd};
-use crate::{Heads, Rotary, Shape};
+use crate::{Heads, Result, Rotary, Shape};
 
 /// Sizes of joined heads, and the rotation.
 #[derive(Clone, Copy)]
@@ -17,19 +18,34 @@ pub(super) struct Joined<'a> {
     rotated: usize,
     table: &'a [f32],
     start: usize,
+    /// Where the document of each token begins.
+    documents: Option<&'a [u32]>,
 }
 
 impl<'a> Joined<'a> {
     /// `qkv` is the shape `[B, T, (query + 2 kv) D]`.
-    pub(super) fn new(heads: Heads, qkv: Shape, rotary: Option<&Rotary<'a>>) -> Self {
-        Self {
+    ///
+    /// Errors: [`TensorError::Documents`](crate::TensorError::Documents) with the name `op`.
+    pub(super) fn new(
+        op: &'static str,
+        heads: Heads,
+        qkv: Shape,
+        rotary: Option<&Rotary<'a>>,
+    ) -> Result<Self> {
+        let tokens = *qkv.dims().get(1).expect("joined heads have shape [B, T, W]");
+        let documents = match rotary {
+            Some(rotary) => starts(op, rotary.documents.as_ref(), rotary.start, tokens)?,
+            None => None,
+        };
+        Ok(Self {
             heads,
             head_dim: qkv.cols() / heads.width(),
-            tokens: *qkv.dims().get(1).expect("joined heads have shape [B, T, W]"),
+            tokens,
             rotated: rotary.map_or(0, |rotary| rotary.table.shape().cols()),
             table: rotary.map_or(&[], |rotary| super::floats(&rotary.table)),
             start: rotary.map_or(0, |rotary| rotary.start),
-        }
+            documents,
+        })
     }
 
     /// Returns the widths of a token's queries, keys and values.
@@ -40,7 +56,8 @@ impl<'a> Joined<'a> {
 
     /// Returns the cosines and the sines of token `row`, of all sequences' tokens.
     fn angles(self, row: usize) -> (&'a [f32], &'a [f32]) {
-        let at = (self.start + row % self.tokens) * self.rotated;
+        let begins = self.documents.map_or(0, |documents| documents[row] as usize);
+        let at = (self.start + row % self.tokens - begins) * self.rotated;
         self.table[at..at + self.rotated].split_at(self.rotated / 2)
     }
 }

@@ -2,6 +2,7 @@
 
 mod attention;
 mod cast;
+mod documents;
 mod embed;
 mod gelu;
 mod gemm;
@@ -25,7 +26,8 @@ use std::array;
 
 use farflung_base::Pending;
 
-use self::attention::{Cache, Layout};
+use self::attention::{Cache, Layout, NewTokens};
+use self::documents::{Documents, starts};
 use self::gemm::Mat;
 pub(super) use self::gemm::packed_bytes;
 use self::join::Joined;
@@ -160,35 +162,41 @@ impl Backend for Cpu {
                 accumulate,
             ),
             Op::JoinHeads { heads, rotary, q, k, v, qkv } => {
-                let l = Joined::new(heads, qkv.shape(), rotary.as_ref());
+                let l = Joined::new(name, heads, qkv.shape(), rotary.as_ref())?;
                 join::join(pool, l, [&q, &k, &v].map(floats), floats_mut(qkv));
             }
             Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
-                let l = Joined::new(heads, d_qkv.shape(), rotary.as_ref());
+                let l = Joined::new(name, heads, d_qkv.shape(), rotary.as_ref())?;
                 join::split(pool, l, floats(&d_qkv), [dq, dk, dv].map(floats_mut));
             }
             Op::SwiGlu { gate, up, y } => swiglu::forward(pool, floats(&gate), floats(&up), floats_mut(y)),
             Op::SwiGluGrad { gate, up, dy } => {
                 swiglu::backward(pool, floats_mut(gate), floats_mut(up), floats_mut(dy));
             }
-            Op::Attention { heads, qkv, y, lse } => {
+            Op::Attention { heads, documents, qkv, y, lse } => {
                 let l = Layout::packed(y.shape(), heads);
-                attention::train_forward(pool, l, floats(&qkv), floats_mut(y), floats_mut(lse));
+                let documents = Documents::of_tokens(name, documents.as_ref(), 0, y.shape())?;
+                let (y, lse) = (floats_mut(y), floats_mut(lse));
+                attention::train_forward(pool, l, documents.as_ref(), floats(&qkv), y, lse);
             }
-            Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+            Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
                 let l = Layout::packed(y.shape(), heads);
-                let (y, lse, dy) = (floats(&y), floats(&lse), floats(&dy));
-                attention::train_backward(pool, l, floats(&qkv), y, lse, dy, floats_mut(d_qkv));
+                let documents = Documents::of_tokens(name, documents.as_ref(), 0, y.shape())?;
+                let read = [&qkv, &y, &lse, &dy].map(floats);
+                attention::train_backward(pool, l, documents.as_ref(), read, floats_mut(d_qkv));
             }
-            Op::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
+            Op::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let l = Layout::packed(y.shape(), heads);
+                let layout = Layout::packed(y.shape(), heads);
+                let documents = Documents::of_tokens(name, documents.as_ref(), past, y.shape())?;
+                let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let (keys, values, lse) = (floats_mut(keys), floats_mut(values), lse.map(floats_mut));
-                attention::cached_forward(pool, l, cache, floats(&qkv), [keys, values], floats_mut(y), lse);
+                attention::cached_forward(pool, tokens, floats(&qkv), [keys, values], floats_mut(y), lse);
             }
             Op::AttentionCachedGrad {
                 heads,
                 past,
+                documents,
                 qkv,
                 keys,
                 values,
@@ -200,21 +208,28 @@ impl Backend for Cpu {
                 d_values,
             } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let l = Layout::packed(y.shape(), heads);
+                let layout = Layout::packed(y.shape(), heads);
+                let documents = Documents::of_tokens(name, documents.as_ref(), past, y.shape())?;
+                let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);
-                attention::cached_backward(pool, l, cache, read, written);
+                attention::cached_backward(pool, tokens, read, written);
             }
-            Op::Embed { tokens, start, tokens_table, positions_table, y } => {
+            Op::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
                 let ids = ids(name, &tokens, tokens_table.shape().rows())?;
                 let len = y.shape().dims()[1];
+                let documents = starts(name, documents.as_ref(), start, len)?;
+                let at = embed::Positions { start, len, documents };
                 let (table, positions) = (floats(&tokens_table), positions_table.as_ref().map(floats));
-                embed::forward(pool, ids, (start, len), table, positions, floats_mut(y));
+                embed::forward(pool, ids, at, table, positions, floats_mut(y));
             }
-            Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+            Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
                 let ids = ids(name, &tokens, d_tokens_table.shape().rows())?;
+                let len = dy.shape().dims()[1];
+                let documents = starts(name, documents.as_ref(), start, len)?;
+                let at = embed::Positions { start, len, documents };
                 let (table, positions) = (floats_mut(d_tokens_table), d_positions_table.map(floats_mut));
-                embed::backward(pool, ids, dy.shape().dims()[1], floats(&dy), table, positions);
+                embed::backward(pool, ids, at, floats(&dy), table, positions);
             }
             Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let ids = ids(name, &targets, logits.shape().cols())?;

@@ -78,25 +78,33 @@ impl Sizes {
 pub(super) struct KeysValues<'a> {
     keys: &'a Operand,
     values: &'a Operand,
+    /// Where the document of each query begins.
+    documents: Option<&'a Operand>,
     at: [[usize; 3]; 2],
     past: usize,
 }
 
 impl<'a> KeysValues<'a> {
     /// Those of the queries' own tokens, beside the queries.
-    pub(super) fn packed(sizes: Sizes, qkv: &'a Operand) -> Self {
+    pub(super) fn packed(sizes: Sizes, qkv: &'a Operand, documents: Option<&'a Operand>) -> Self {
         let [_, keys, values] = sizes.packed();
-        Self { keys: qkv, values: qkv, at: [keys, values], past: 0 }
+        Self { keys: qkv, values: qkv, documents, at: [keys, values], past: 0 }
     }
 
     /// Those of caches `[B, capacity, kv D]`.
     pub(super) fn cached(
         sizes: Sizes,
         [keys, values]: [&'a Operand; 2],
+        documents: Option<&'a Operand>,
         past: usize,
         capacity: usize,
     ) -> Self {
-        Self { keys, values, at: [sizes.plain(sizes.heads.kv, capacity); 2], past }
+        Self { keys, values, documents, at: [sizes.plain(sizes.heads.kv, capacity); 2], past }
+    }
+
+    /// Returns the argument for the documents. Kernels of sequences that are not divided do not read it.
+    fn documents(&self) -> BufferArg {
+        self.documents.unwrap_or(self.keys).arg()
     }
 }
 
@@ -117,6 +125,7 @@ impl Cube {
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
+            kv.documents(),
             y.arg(),
             lse.unwrap_or(y).arg(),
             h.rows(h.packed()[0]),
@@ -129,6 +138,7 @@ impl Cube {
             u32_of(kv.past),
             scale_of(h.dim),
             lse.is_some(),
+            kv.documents.is_some(),
             h.vectors(),
             self.units,
         );
@@ -175,6 +185,7 @@ impl Cube {
             kv.keys.arg(),
             kv.values.arg(),
             dy.arg(),
+            kv.documents(),
             lse.arg(),
             delta.arg(),
             d_q.arg(),
@@ -187,6 +198,7 @@ impl Cube {
             tokens,
             u32_of(kv.past),
             scale_of(h.dim),
+            kv.documents.is_some(),
             h.vectors(),
             self.units,
         );
@@ -199,6 +211,7 @@ impl Cube {
             kv.keys.arg(),
             kv.values.arg(),
             dy.arg(),
+            kv.documents(),
             lse.arg(),
             delta.arg(),
             d_kv[0].arg(),
@@ -213,6 +226,7 @@ impl Cube {
             u32_of(kv.past),
             scale_of(h.dim),
             accumulate,
+            kv.documents.is_some(),
             h.vectors(),
             self.units,
         );

@@ -60,6 +60,16 @@ const MASKED: f32 = -1e30;
 /// Number of keys per block. The running sum is rescaled once per block.
 const BLOCK: u32 = 8;
 
+/// Returns the position at which the document of a token begins. Never after the token.
+#[cube]
+fn first_key(documents: &[u32], at: u32, position: u32, #[comptime] divided: bool) -> u32 {
+    let mut first = 0u32;
+    if comptime!(divided) {
+        first = u32::min(documents[at as usize], position);
+    }
+    first
+}
+
 /// Returns the dot product of a row in registers and a row in memory, `dim` vectors each.
 #[cube]
 fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[comptime] dim: u32) -> f32 {
@@ -134,12 +144,14 @@ fn put<N: Size>(
 }
 
 /// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
-/// `group` heads of queries share a head of keys and values.
+/// `group` heads of queries share a head of keys and values. If sequences are `divided`, `documents` says where
+/// the document of each query begins.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
+    documents: &[u32],
     y: &mut [Vector<f32, N>],
     lse: &mut [f32],
     q_rows: Rows,
@@ -152,6 +164,7 @@ pub(super) fn forward<N: Size>(
     past: u32,
     scale: f32,
     #[comptime] keep: bool,
+    #[comptime] divided: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -165,7 +178,7 @@ pub(super) fn forward<N: Size>(
         let mut top = f32::new(MASKED);
         let mut total = 0.0f32;
         let end = past + row + 1;
-        let mut first = 0u32;
+        let mut first = first_key(documents, batch * tokens + row, past + row, divided);
         while first < end {
             let mut larger = top;
             #[unroll]
@@ -238,6 +251,7 @@ pub(super) fn queries<N: Size>(
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
+    documents: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_q: &mut [Vector<f32, N>],
@@ -250,6 +264,7 @@ pub(super) fn queries<N: Size>(
     tokens: u32,
     past: u32,
     scale: f32,
+    #[comptime] divided: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -261,7 +276,8 @@ pub(super) fn queries<N: Size>(
         let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
         let mut sum = zeros::<N>(dim);
         let stat = ((batch * heads + head) * tokens + row) as usize;
-        for token in 0..past + row + 1 {
+        let first = first_key(documents, batch * tokens + row, past + row, divided);
+        for token in first..past + row + 1 {
             let key = k_rows.at(batch, token, shared);
             let score = dot(&query, k, key, dim);
             let dp = dot(&grad, v, v_rows.at(batch, token, shared), dim);
@@ -280,6 +296,7 @@ pub(super) fn keys_values<N: Size>(
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
+    documents: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_k: &mut [Vector<f32, N>],
@@ -294,6 +311,7 @@ pub(super) fn keys_values<N: Size>(
     past: u32,
     scale: f32,
     #[comptime] accumulate: bool,
+    #[comptime] divided: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -305,10 +323,20 @@ pub(super) fn keys_values<N: Size>(
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
         let mut d_key = zeros::<N>(dim);
         let mut d_value = zeros::<N>(dim);
+        // Queries before the key do not attend to it, nor do those of later documents.
+        let begin = u32::max(row, past) - past;
+        let mut end = tokens;
+        if comptime!(divided) {
+            end = begin;
+            for token in begin..tokens {
+                if first_key(documents, batch * tokens + token, past + token, divided) <= row {
+                    end = token + 1;
+                }
+            }
+        }
         for member in 0..group {
             let of_queries = head * group + member;
-            // Queries before the key do not attend to it.
-            for token in u32::max(row, past) - past..tokens {
+            for token in begin..end {
                 let stat = ((batch * heads * group + of_queries) * tokens + token) as usize;
                 let query = q_rows.at(batch, token, of_queries * dim);
                 let grad = y_rows.at(batch, token, of_queries * dim);

@@ -39,12 +39,14 @@ pub(super) fn check_ids(
     }
 }
 
-/// Copies the ids' rows of the table, plus the rows of the positions if `add`.
+/// Copies the ids' rows of the table, plus the rows of the positions if `add`. If sequences are `divided`,
+/// `documents` says where the document of each token begins.
 #[cube(launch)]
 pub(super) fn gather(
     ids: &[u32],
     table: &[f32],
     positions: &[f32],
+    documents: &[u32],
     y: &mut [f32],
     len: u32,
     cols: u32,
@@ -52,6 +54,7 @@ pub(super) fn gather(
     start: u32,
     vocabulary: u32,
     #[comptime] add: bool,
+    #[comptime] divided: bool,
 ) {
     let at = ABSOLUTE_POS;
     if at < len as usize {
@@ -60,7 +63,10 @@ pub(super) fn gather(
         let col = at % cols;
         let id = u32::min(ids[row], vocabulary - 1) as usize;
         if comptime!(add) {
-            let position = start as usize + row % tokens as usize;
+            let mut position = start as usize + row % tokens as usize;
+            if comptime!(divided) {
+                position -= usize::min(documents[row] as usize, position);
+            }
             y[at] = table[id * cols + col] + positions[position * cols + col];
         } else {
             y[at] = table[id * cols + col];
@@ -110,6 +116,16 @@ pub(super) fn scatter(
                 col += units;
             }
         }
+    }
+}
+
+/// Computes the position of each token in its document.
+#[cube(launch)]
+pub(super) fn positions(documents: &[u32], to: &mut [u32], rows: u32, tokens: u32, start: u32) {
+    let at = ABSOLUTE_POS as u32;
+    if at < rows {
+        let position = start + at % tokens;
+        to[ABSOLUTE_POS] = position - u32::min(documents[ABSOLUTE_POS], position);
     }
 }
 

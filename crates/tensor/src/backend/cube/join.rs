@@ -36,13 +36,18 @@ impl Joined {
         col < self.queries + self.keys && col % self.dim < self.rotated
     }
 
-    /// Returns the rotation of a column that is rotated.
-    fn turn(&self, table: &[f32], row: u32, col: u32) -> Turn {
+    /// Returns the rotation of a column that is rotated. If sequences are `divided`, `documents` says where the
+    /// document of each token begins.
+    fn turn(&self, table: &[f32], documents: &[u32], row: u32, col: u32, #[comptime] divided: bool) -> Turn {
         let half = self.rotated / 2;
         let within = col % self.dim;
         let first = within < half;
         let pair = select(first, within, within - half);
-        let at = ((self.start + row % self.tokens) * self.rotated + pair) as usize;
+        let mut position = self.start + row % self.tokens;
+        if comptime!(divided) {
+            position -= u32::min(documents[row as usize], position);
+        }
+        let at = (position * self.rotated + pair) as usize;
         let cos = table[at];
         let sin = table[at + half as usize];
         Turn { cos, sin: select(first, -sin, sin), other: select(first, col + half, col - half) }
@@ -63,7 +68,16 @@ fn element(q: &[f32], k: &[f32], v: &[f32], l: &Joined, row: u32, col: u32) -> f
 
 /// Writes queries, keys and values side by side. `table` is not read if no value is rotated.
 #[cube(launch)]
-pub(super) fn join(q: &[f32], k: &[f32], v: &[f32], table: &[f32], qkv: &mut [f32], l: Joined) {
+pub(super) fn join(
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    table: &[f32],
+    documents: &[u32],
+    qkv: &mut [f32],
+    l: Joined,
+    #[comptime] divided: bool,
+) {
     let at = ABSOLUTE_POS as u32;
     if at < l.len {
         let width = l.queries + 2 * l.keys;
@@ -71,7 +85,7 @@ pub(super) fn join(q: &[f32], k: &[f32], v: &[f32], table: &[f32], qkv: &mut [f3
         let col = at % width;
         let mut value = element(q, k, v, &l, row, col);
         if l.turns(col) {
-            let turn = l.turn(table, row, col);
+            let turn = l.turn(table, documents, row, col, divided);
             value = value * turn.cos + element(q, k, v, &l, row, turn.other) * turn.sin;
         }
         qkv[ABSOLUTE_POS] = value;
@@ -80,7 +94,16 @@ pub(super) fn join(q: &[f32], k: &[f32], v: &[f32], table: &[f32], qkv: &mut [f3
 
 /// The inverse of [`join`]: rotates back and takes apart.
 #[cube(launch)]
-pub(super) fn split(d_qkv: &[f32], table: &[f32], dq: &mut [f32], dk: &mut [f32], dv: &mut [f32], l: Joined) {
+pub(super) fn split(
+    d_qkv: &[f32],
+    table: &[f32],
+    documents: &[u32],
+    dq: &mut [f32],
+    dk: &mut [f32],
+    dv: &mut [f32],
+    l: Joined,
+    #[comptime] divided: bool,
+) {
     let at = ABSOLUTE_POS as u32;
     if at < l.len {
         let width = l.queries + 2 * l.keys;
@@ -88,7 +111,7 @@ pub(super) fn split(d_qkv: &[f32], table: &[f32], dq: &mut [f32], dk: &mut [f32]
         let col = at % width;
         let mut value = d_qkv[ABSOLUTE_POS];
         if l.turns(col) {
-            let turn = l.turn(table, row, col);
+            let turn = l.turn(table, documents, row, col, divided);
             value = value * turn.cos - d_qkv[(row * width + turn.other) as usize] * turn.sin;
         }
         if col < l.queries {

@@ -272,10 +272,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (count, dim) = cube.each(qkv.len());
             let (q, k, v, qkv) = (cube.read(&q)?, cube.read(&k)?, cube.read(&v)?, cube.write(&qkv)?);
             let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
+            let documents = rotary.and_then(|rotary| rotary.documents);
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
             let angles = table.as_ref().unwrap_or(&q).arg();
+            let (of, divided) = (documents.as_ref().unwrap_or(&q).arg(), documents.is_some());
             let ([from_q, from_k, from_v], to) = ([&q, &k, &v].map(Operand::arg), qkv.arg());
-            join::join::launch(client, count, dim, from_q, from_k, from_v, angles, to, l);
-            cube.write_back([q, k, v, qkv].into_iter().chain(table));
+            join::join::launch(client, count, dim, from_q, from_k, from_v, angles, of, to, l, divided);
+            cube.write_back([q, k, v, qkv].into_iter().chain(table).chain(documents));
         }
         Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
             if d_qkv.is_empty() {
@@ -286,10 +289,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (d_qkv, dq, dk, dv) =
                 (cube.read(&d_qkv)?, cube.write(&dq)?, cube.write(&dk)?, cube.write(&dv)?);
             let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
+            let documents = rotary.and_then(|rotary| rotary.documents);
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
             let angles = table.as_ref().unwrap_or(&d_qkv).arg();
+            let (of, divided) = (documents.as_ref().unwrap_or(&d_qkv).arg(), documents.is_some());
             let (from, [q, k, v]) = (d_qkv.arg(), [&dq, &dk, &dv].map(Operand::arg));
-            join::split::launch(client, count, dim, from, angles, q, k, v, l);
-            cube.write_back([d_qkv, dq, dk, dv].into_iter().chain(table));
+            join::split::launch(client, count, dim, from, angles, of, q, k, v, l, divided);
+            cube.write_back([d_qkv, dq, dk, dv].into_iter().chain(table).chain(documents));
         }
         Op::SwiGlu { gate, up, y } => {
             let len = y.len();
@@ -311,28 +317,30 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             swiglu::backward::launch(client, count, dim, gate.arg(), up.arg(), dy.arg(), u32_of(len));
             cube.write_back([gate, up, dy]);
         }
-        Op::Attention { heads, qkv, y, lse } => {
+        Op::Attention { heads, documents, qkv, y, lse } => {
             if y.is_empty() {
                 return Ok(());
             }
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
-            let kv = KeysValues::packed(h, &qkv);
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            let kv = KeysValues::packed(h, &qkv, documents.as_ref());
             cube.attend(h, &qkv, &kv, &y, Some(&lse));
-            cube.write_back([qkv, y, lse]);
+            cube.write_back([qkv, y, lse].into_iter().chain(documents));
         }
-        Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+        Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
             if y.is_empty() {
                 return Ok(());
             }
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse, dy) = (cube.read(&qkv)?, cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let d = cube.write(&d_qkv)?;
-            let kv = KeysValues::packed(h, &qkv);
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            let kv = KeysValues::packed(h, &qkv, documents.as_ref());
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
-            cube.write_back([qkv, y, lse, dy, d]);
+            cube.write_back([qkv, y, lse, dy, d].into_iter().chain(documents));
         }
-        Op::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
+        Op::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
             if y.is_empty() {
                 return Ok(());
             }
@@ -341,12 +349,26 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values, y) =
                 (cube.read(&qkv)?, cube.write(&keys)?, cube.write(&values)?, cube.write(&y)?);
             let lse = lse.map(|l| cube.write(&l)).transpose()?;
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
-            let kv = KeysValues::cached(h, [&keys, &values], past, capacity);
+            let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
             cube.attend(h, &qkv, &kv, &y, lse.as_ref());
-            cube.write_back([qkv, keys, values, y].into_iter().chain(lse));
+            cube.write_back([qkv, keys, values, y].into_iter().chain(lse).chain(documents));
         }
-        Op::AttentionCachedGrad { heads, past, qkv, keys, values, y, lse, dy, d_qkv, d_keys, d_values } => {
+        Op::AttentionCachedGrad {
+            heads,
+            past,
+            documents,
+            qkv,
+            keys,
+            values,
+            y,
+            lse,
+            dy,
+            d_qkv,
+            d_keys,
+            d_values,
+        } => {
             if y.is_empty() {
                 return Ok(());
             }
@@ -355,12 +377,14 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values) = (cube.read(&qkv)?, cube.read(&keys)?, cube.read(&values)?);
             let (y, lse, dy) = (cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let (d, d_keys, d_values) = (cube.write(&d_qkv)?, cube.write(&d_keys)?, cube.write(&d_values)?);
-            let kv = KeysValues::cached(h, [&keys, &values], past, capacity);
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
             cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
-            cube.write_back([qkv, keys, values, y, lse, dy, d, d_keys, d_values]);
+            let operands = [qkv, keys, values, y, lse, dy, d, d_keys, d_values];
+            cube.write_back(operands.into_iter().chain(documents));
         }
-        Op::Embed { tokens, start, tokens_table, positions_table, y } => {
+        Op::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
             if y.is_empty() {
                 return Ok(());
             }
@@ -371,6 +395,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (len, cols, length) = (y.len(), y.shape().cols(), y.shape().dims()[1]);
             let (ids, table) = (cube.read(&tokens)?, cube.read(&tokens_table)?);
             let positions = positions_table.map(|p| cube.read(&p)).transpose()?;
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
             let y = cube.write(&y)?;
             cube.check_ids(name, &ids, tokens.len(), vocabulary);
             let (count, dim) = cube.each(len);
@@ -381,6 +406,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 ids.arg(),
                 table.arg(),
                 positions.as_ref().unwrap_or(&table).arg(),
+                documents.as_ref().unwrap_or(&ids).arg(),
                 y.arg(),
                 u32_of(len),
                 u32_of(cols),
@@ -388,10 +414,11 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 u32_of(start),
                 u32_of(vocabulary),
                 positions.is_some(),
+                documents.is_some(),
             );
-            cube.write_back([ids, table, y].into_iter().chain(positions));
+            cube.write_back([ids, table, y].into_iter().chain(positions).chain(documents));
         }
-        Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+        Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
             if dy.is_empty() {
                 return Ok(());
             }
@@ -399,18 +426,36 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (rows, cols, length) = (dy.shape().rows(), dy.shape().cols(), dy.shape().dims()[1]);
             let (ids, dy) = (cube.read(&tokens)?, cube.read(&dy)?);
             let table = cube.write(&d_tokens_table)?;
-            let positions = d_positions_table.map(|p| cube.write(&p)).transpose()?;
+            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            // Without documents, only the rows of the sequences' own positions are written.
+            let from = if documents.is_some() { 0 } else { start };
+            let own = |all: ViewMut<'_>| cube.write(&all.part(from * cols, [start + length - from, cols])?);
+            let positions = d_positions_table.map(own).transpose()?;
             cube.check_ids(name, &ids, rows, vocabulary);
             let (count, dim) = cube.row_each(rows);
             let (n, c) = (u32_of(rows), u32_of(cols));
             let (i, d, t) = (ids.arg(), dy.arg(), table.arg());
             embed::scatter::launch(client, count, dim, i, d, t, n, c, u32_of(vocabulary), cube.units);
-            if let Some(to) = &positions {
-                let (count, dim) = cube.each(length * cols);
-                let (d, to) = (dy.arg(), to.arg());
-                embed::scatter_positions::launch(client, count, dim, d, to, n, c, u32_of(length));
+            match (&positions, &documents) {
+                (Some(to), Some(documents)) => {
+                    let scratch = cube.scratch(rows * 4)?;
+                    let at = Cube::whole(&scratch);
+                    let (each, units) = cube.each(rows);
+                    let (of, t) = (documents.arg(), u32_of(length));
+                    embed::positions::launch(client, each, units, of, at.arg(), n, t, u32_of(start));
+                    let (count, dim) = cube.row_each(rows);
+                    let (i, d, t, all) = (at.arg(), dy.arg(), to.arg(), u32_of(start + length));
+                    embed::scatter::launch(client, count, dim, i, d, t, n, c, all, cube.units);
+                    cube.pool.give(scratch);
+                }
+                (Some(to), None) => {
+                    let (count, dim) = cube.each(length * cols);
+                    let (d, to) = (dy.arg(), to.arg());
+                    embed::scatter_positions::launch(client, count, dim, d, to, n, c, u32_of(length));
+                }
+                (None, _) => {}
             }
-            cube.write_back([ids, dy, table].into_iter().chain(positions));
+            cube.write_back([ids, dy, table].into_iter().chain(positions).chain(documents));
         }
         Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
             let (rows, cols) = (logits.shape().rows(), logits.shape().cols());

@@ -75,6 +75,30 @@ fn ids(device: &Device, seed: u64, bound: usize, shape: impl Into<Shape>) -> Res
     device.tensor(&values, shape)
 }
 
+/// Returns where the documents of `t` tokens of `b` sequences begin, after `past` others; `None` unless
+/// `divided`.
+fn documents(
+    device: &Device,
+    seed: u64,
+    [b, t]: [usize; 2],
+    past: usize,
+    divided: bool,
+) -> Result<Option<Tensor>> {
+    let draws = Philox::new(seed, 11);
+    let mut starts = Vec::with_capacity(b * t);
+    for row in 0..b {
+        let mut start = draws.below(row as u64, past as u64 + 1) as u32;
+        for token in 0..t {
+            // A fourth of the tokens begin a document.
+            if draws.below((b + row * t + token) as u64, 4) == 0 {
+                start = (past + token) as u32;
+            }
+            starts.push(start);
+        }
+    }
+    divided.then(|| device.tensor(&starts, [b, t])).transpose()
+}
+
 /// Source of random sizes.
 struct Draw {
     random: Philox,
@@ -172,14 +196,17 @@ fn norms(
     Ok(vec![y, stats, dx, d_gain, d_bias])
 }
 
-fn attention(d: &Device, seed: u64, s: Sizes) -> Result<Vec<Tensor>> {
+fn attention(d: &Device, seed: u64, s: Sizes, divided: bool) -> Result<Vec<Tensor>> {
     let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
+    let documents = documents(d, seed + 6, [b, t], 0, divided)?;
+    let documents = documents.as_ref().map(Tensor::view);
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
     let mut d_qkv = d.zeros([b, t, w])?;
-    d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
+    d.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
     d.run(Op::AttentionGrad {
         heads,
+        documents,
         qkv: qkv.view(),
         y: y.view(),
         lse: lse.view(),
@@ -189,8 +216,10 @@ fn attention(d: &Device, seed: u64, s: Sizes) -> Result<Vec<Tensor>> {
     Ok(vec![y, lse, d_qkv])
 }
 
-fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<Tensor>> {
+fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize, divided: bool) -> Result<Vec<Tensor>> {
     let (Sizes { b, t, heads, .. }, [c, kv, w], capacity) = (s, s.widths(), 120);
+    let documents = documents(d, seed + 6, [b, t], past, divided)?;
+    let documents = documents.as_ref().map(Tensor::view);
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let mut keys = noise(d, seed + 2, 1.0, [b, capacity, kv])?;
     let mut values = noise(d, seed + 3, 1.0, [b, capacity, kv])?;
@@ -198,6 +227,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<
     d.run(Op::AttentionCached {
         heads,
         past,
+        documents,
         qkv: qkv.view(),
         keys: keys.view_mut(),
         values: values.view_mut(),
@@ -210,6 +240,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize) -> Result<Vec<
     d.run(Op::AttentionCachedGrad {
         heads,
         past,
+        documents,
         qkv: qkv.view(),
         keys: keys.view(),
         values: values.view(),
@@ -229,12 +260,15 @@ fn joined_heads(
     s: Sizes,
     start: usize,
     rotated: Option<usize>,
+    divided: bool,
 ) -> Result<Vec<Tensor>> {
     let (Sizes { b, t, heads, .. }, [c, kv, w]) = (s, s.widths());
     let (q, k) = (noise(d, seed, 1.0, [b, t, c])?, noise(d, seed + 1, 1.0, [b, t, kv])?);
     let (v, d_qkv) = (noise(d, seed + 2, 1.0, [b, t, kv])?, noise(d, seed + 3, 1.0, [b, t, w])?);
     let table = rotated.map(|r| noise(d, seed + 4, 1.0, [start + t, r])).transpose()?;
-    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start });
+    let documents = documents(d, seed + 6, [b, t], start, divided)?;
+    let documents = documents.as_ref().map(Tensor::view);
+    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start, documents });
     let mut qkv = d.zeros([b, t, w])?;
     let (from_q, from_k, from_v, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
     d.run(Op::JoinHeads { heads, rotary, q: from_q, k: from_k, v: from_v, qkv: to })?;
@@ -250,7 +284,10 @@ fn embedding(
     [b, t, vocabulary, cols]: [usize; 4],
     start: usize,
     positioned: bool,
+    divided: bool,
 ) -> Result<Vec<Tensor>> {
+    let documents = documents(d, seed + 6, [b, t], start, divided)?;
+    let documents = documents.as_ref().map(Tensor::view);
     let tokens = ids(d, seed, vocabulary, [b, t])?;
     let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
     let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
@@ -258,6 +295,7 @@ fn embedding(
     d.run(Op::Embed {
         tokens: tokens.view(),
         start,
+        documents,
         tokens_table: table.view(),
         positions_table: positioned.then(|| positions.view()),
         y: y.view_mut(),
@@ -267,6 +305,8 @@ fn embedding(
     let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
     d.run(Op::EmbedGrad {
         tokens: tokens.view(),
+        start,
+        documents,
         dy: dy.view(),
         d_tokens_table: d_table.view_mut(),
         d_positions_table: positioned.then(|| d_positions.view_mut()),
@@ -387,14 +427,20 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         let heads = kv.map_or(Heads::equal(count), |kv| Heads { query: kv * (count + 1), kv });
         let dim = if draw.coin() { 4 * draw.size(1, 9) } else { draw.size(2, 18) };
         let s = Sizes { b, t, heads, dim };
-        add("attention", format!("{s:?} and gradient"), false, Box::new(move |d| attention(d, seed, s)));
         let past = draw.size(0, 40);
-        let what = format!("{s:?} after {past}, and gradient");
-        add("attention_cached", what, false, Box::new(move |d| attention_cached(d, seed, s, past)));
         let (start, pairs) = (draw.size(0, 20), draw.size(1, dim / 2));
         let rotated = rotates.then_some(2 * pairs);
-        let what = format!("{s:?} from {start}, {rotated:?} values rotated, and gradient");
-        add("join_heads", what, false, Box::new(move |d| joined_heads(d, seed, s, start, rotated)));
+        for divided in [false, true] {
+            let what = format!("{s:?} and gradient, documents {divided}");
+            add("attention", what, false, Box::new(move |d| attention(d, seed, s, divided)));
+            let what = format!("{s:?} after {past}, and gradient, documents {divided}");
+            let run = move |d: &Device| attention_cached(d, seed, s, past, divided);
+            add("attention_cached", what, false, Box::new(run));
+            let what =
+                format!("{s:?} from {start}, {rotated:?} values rotated, and gradient, documents {divided}");
+            let run = move |d: &Device| joined_heads(d, seed, s, start, rotated, divided);
+            add("join_heads", what, false, Box::new(run));
+        }
     }
 
     for _ in 0..2 {
@@ -418,14 +464,15 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         );
     }
 
-    for positioned in [true, false] {
+    for (positioned, divided) in [(true, false), (false, false), (true, true)] {
         let size = [draw.size(1, 4), draw.size(1, 40), draw.size(2, 40), draw.size(1, 90)];
         let start = draw.size(0, 20);
         let [b, t, vocabulary, cols] = size;
         let what = format!(
-            "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, and gradient"
+            "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, documents {divided}, and \
+             gradient"
         );
-        add("embed", what, false, Box::new(move |d| embedding(d, seed, size, start, positioned)));
+        add("embed", what, false, Box::new(move |d| embedding(d, seed, size, start, positioned, divided)));
     }
 
     for (grad_scale, weighted) in [(None, false), (Some(0.25), false), (None, true), (Some(0.25), true)] {

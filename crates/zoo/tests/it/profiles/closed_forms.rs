@@ -1,8 +1,7 @@
 //! Compares what layers cost by running them on the counting device with closed forms. The bench `profile`
 //! includes this file too, by `#[path]`: the parent module must import the crate under the name `zoo`.
 
-use farflung_base::Axis;
-
+use super::zoo::exchange::Axis;
 use super::zoo::family::presets;
 use super::zoo::profile::ModelProfile;
 use super::zoo::{AxisShare, ModelSpec, Resize, ZooError};

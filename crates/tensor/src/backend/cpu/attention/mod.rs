@@ -8,6 +8,9 @@
 //! scratch memory. Meanwhile, the rows of the thread's next head are prefetched: they are strided, and
 //! hardware prefetchers do not predict them.
 //!
+//! A task computes the documents of its sequence one after another, each as a head whose first key is the
+//! document's. So nothing of other documents is read, and a document has the bits that it has alone.
+//!
 //! Within a register tile, masked weights are multiplied as zeros. A NaN in a value can therefore reach up to
 //! seven earlier queries.
 
@@ -27,6 +30,7 @@ use std::ops::Range;
 use self::backward::Gradients;
 use self::head::Head;
 use self::rows::{Rows, RowsMut};
+use super::documents::{Document, Documents};
 use super::pool::Pool;
 use super::simd::Isa;
 use crate::{Heads, Shape};
@@ -75,10 +79,29 @@ impl Layout {
         QueryHead { sequence, query, kv: query / self.group() }
     }
 
-    /// Returns the sizes of each head, whose queries are those of the last of `keys` tokens.
-    const fn head_of(self, isa: Isa, keys: usize) -> Head {
-        let (queries, width) = (self.tokens, self.head_dim);
-        Head { isa, queries, keys, seen_first: keys + 1 - queries, width }
+    /// Returns the documents of a sequence: `whole`, if `documents` does not divide it.
+    fn documents_of<'d>(
+        documents: Option<&'d Documents>,
+        whole: &'d Document,
+        sequence: usize,
+    ) -> &'d [Document] {
+        documents.map_or(std::slice::from_ref(whole), |documents| documents.of(sequence))
+    }
+
+    /// Returns the sizes of a head with the queries of one document, of which `shared` are rows of each token.
+    /// The queries are those of the last of `keys` tokens.
+    const fn head_of(self, isa: Isa, keys: usize, document: &Document, shared: usize) -> Head {
+        let Document { start, first, end } = *document;
+        // Tokens of the sequence before the queries, from the document's first one on.
+        let before = keys - self.tokens + first - start;
+        let tokens = end - first;
+        Head {
+            isa,
+            queries: tokens * shared,
+            keys: before + tokens,
+            seen_first: before + 1,
+            width: self.head_dim,
+        }
     }
 
     /// Returns whether rows of `operands` matrices of one head can be prefetched without filling too much of L2
@@ -191,6 +214,7 @@ struct Forward<'a> {
     q: (&'a [f32], HeadLayout),
     k: (&'a [f32], HeadLayout),
     v: (&'a [f32], HeadLayout),
+    documents: Option<&'a Documents>,
 }
 
 impl<'a> Forward<'a> {
@@ -213,7 +237,7 @@ impl<'a> Forward<'a> {
         // If each sequence has one new token, the queries that share keys and values are the rows of one head,
         // so that keys and values are packed once for all of them. All of its rows attend to all keys.
         let shared = if l.tokens == 1 { l.group() } else { 1 };
-        let head = Head { queries: l.tokens * shared, ..l.head_of(self.isa, self.keys) };
+        let whole = Document { start: 0, first: 0, end: l.tokens };
         let stride = |place: HeadLayout| if shared > 1 { l.head_dim } else { place.stride };
         let reads = |task| {
             let QueryHead { sequence, query, kv } = l.head(task * shared);
@@ -226,15 +250,23 @@ impl<'a> Forward<'a> {
                 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
                 // SAFETY: each task has its own heads of queries, hence its own columns of `y` and its own part
                 // of `lse`.
-                let (y, lse) = unsafe {
-                    let lse = lse.as_ref().map(|lse| lse.part(task * head.queries, head.queries));
+                let (mut y, mut lse) = unsafe {
+                    let rows = l.tokens * shared;
+                    let lse = lse.as_ref().map(|lse| lse.part(task * rows, rows));
                     let QueryHead { sequence, query, .. } = l.head(task * shared);
                     (y.rows(place, l, (sequence, query)).spaced(stride(place)), lse)
                 };
                 // The task that this thread runs next if all tasks take equally long.
                 let next = task + pool.threads();
                 let next = (next < tasks && l.prefetches(3)).then(|| reads(next));
-                head.forward(reads(task), y, lse, next, scratch);
+                let sequence = l.head(task * shared).sequence;
+                for document in Layout::documents_of(self.documents, &whole, sequence) {
+                    let Document { start, first, end } = *document;
+                    let of = |[q, k, v]: [Rows<'a>; 3]| [q.after(first), k.after(start), v.after(start)];
+                    let lse = lse.as_deref_mut().map(|lse| &mut lse[first * shared..end * shared]);
+                    let head = l.head_of(self.isa, self.keys, document, shared);
+                    head.forward(of(reads(task)), y.from(first), lse, next.map(of), scratch);
+                }
             });
         });
     }
@@ -255,11 +287,12 @@ struct Backward<'a> {
     lse: &'a [f32],
     /// Gradient of `y`: `[B, T, C]`.
     dy: &'a [f32],
+    documents: Option<&'a Documents>,
     /// Whether to add to the gradients of keys and values instead of overwriting them.
     accumulate: bool,
 }
 
-impl Backward<'_> {
+impl<'a> Backward<'a> {
     /// Writes the gradients of queries, keys and values.
     fn run(&self, pool: &Pool, gradients: [(Output<'_>, HeadLayout); 3]) {
         let l = self.layout;
@@ -283,14 +316,16 @@ impl Backward<'_> {
                 ((self.y, out), query),
                 ((self.dy, out), query),
             ];
-            heads.map(|((data, place), head)| place.rows(data, l, (sequence, head)))
+            heads.map(|((data, place), head): ((&'a [f32], HeadLayout), usize)| {
+                place.rows(data, l, (sequence, head))
+            })
         };
+        let whole = Document { start: 0, first: 0, end: l.tokens };
         let group = l.group();
         pool.run(l.query_heads() / group, |task| {
             for index in task * group..(task + 1) * group {
                 let QueryHead { sequence, query, kv } = l.head(index);
                 let lse = &self.lse[index * l.tokens..][..l.tokens];
-                let head = l.head_of(self.isa, self.keys);
                 let rows = |i: usize, head: usize| {
                     let (data, place) = gradients[i];
                     #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
@@ -301,13 +336,24 @@ impl Backward<'_> {
                     }
                 };
                 let accumulate = self.accumulate || index > task * group;
-                let gradients = Gradients { q: rows(0, query), k: rows(1, kv), v: rows(2, kv), accumulate };
+                let [mut dq, mut dk, mut dv] = [rows(0, query), rows(1, kv), rows(2, kv)];
                 // The next head of this task, or the first of the task that this thread runs next if all tasks
                 // take equally long.
                 let next =
                     if index + 1 < (task + 1) * group { index + 1 } else { (task + pool.threads()) * group };
                 let next = (next < l.query_heads() && l.prefetches(5)).then(|| reads(next));
-                SCRATCH.with_borrow_mut(|scratch| head.backward(reads(index), lse, gradients, next, scratch));
+                for document in Layout::documents_of(self.documents, &whole, sequence) {
+                    let Document { start, first, end } = *document;
+                    let of = |[q, k, v, y, dy]: [Rows<'a>; 5]| {
+                        [q.after(first), k.after(start), v.after(start), y.after(first), dy.after(first)]
+                    };
+                    let [q, k, v] = [dq.from(first), dk.from(start), dv.from(start)];
+                    let gradients = Gradients { q, k, v, accumulate };
+                    let (head, lse) = (l.head_of(self.isa, self.keys, document, 1), &lse[first..end]);
+                    SCRATCH.with_borrow_mut(|scratch| {
+                        head.backward(of(reads(index)), lse, gradients, next.map(of), scratch);
+                    });
+                }
             }
         });
     }
@@ -331,34 +377,52 @@ const fn packed(l: Layout) -> [HeadLayout; 3] {
 
 /// Computes attention of `qkv` `[B, T, W]`. Writes `y` `[B, T, C]` and `lse` `[B, query, T]`, the log-sum-exp
 /// of each row of scores, which [`train_backward`] needs.
-pub(super) fn train_forward(pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
-    forward(Isa::detect(), pool, l, qkv, y, lse);
+pub(super) fn train_forward(
+    pool: &Pool,
+    l: Layout,
+    documents: Option<&Documents>,
+    qkv: &[f32],
+    y: &mut [f32],
+    lse: &mut [f32],
+) {
+    forward(Isa::detect(), pool, (l, documents), qkv, y, lse);
 }
 
-fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+fn forward(
+    isa: Isa,
+    pool: &Pool,
+    (l, documents): (Layout, Option<&Documents>),
+    qkv: &[f32],
+    y: &mut [f32],
+    lse: &mut [f32],
+) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
-    Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
+    Forward { isa, layout: l, keys: l.tokens, q, k, v, documents }.run(pool, y, Some(lse));
 }
 
-/// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, W]`, given `dy` `[B, T, C]` and the
-/// inputs and outputs of the forward pass.
+/// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, W]`, given `qkv`, `y` and `lse` of the
+/// forward pass, and `dy` `[B, T, C]`.
 pub(super) fn train_backward(
     pool: &Pool,
     l: Layout,
-    qkv: &[f32],
-    y: &[f32],
-    lse: &[f32],
-    dy: &[f32],
+    documents: Option<&Documents>,
+    read: [&[f32]; 4],
     d_qkv: &mut [f32],
 ) {
-    backward(Isa::detect(), pool, l, [qkv, y, lse, dy], d_qkv);
+    backward(Isa::detect(), pool, (l, documents), read, d_qkv);
 }
 
-fn backward(isa: Isa, pool: &Pool, l: Layout, [qkv, y, lse, dy]: [&[f32]; 4], d_qkv: &mut [f32]) {
+fn backward(
+    isa: Isa,
+    pool: &Pool,
+    (l, documents): (Layout, Option<&Documents>),
+    [qkv, y, lse, dy]: [&[f32]; 4],
+    d_qkv: &mut [f32],
+) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
     let d_qkv = Output::new(d_qkv);
     let accumulate = false;
-    let pass = Backward { isa, layout: l, keys: l.tokens, q, k, v, y, lse, dy, accumulate };
+    let pass = Backward { isa, layout: l, keys: l.tokens, q, k, v, y, lse, dy, documents, accumulate };
     pass.run(pool, packed(l).map(|place| (d_qkv, place)));
 }
 
@@ -389,24 +453,31 @@ impl Cache {
     }
 }
 
+/// New tokens, which attend to cached ones.
+#[derive(Clone, Copy)]
+pub(super) struct NewTokens<'a> {
+    pub(super) layout: Layout,
+    pub(super) cache: Cache,
+    pub(super) documents: Option<&'a Documents>,
+}
+
 /// Computes attention of new tokens `qkv` `[B, T, W]` with caches of keys and values `[B, capacity, kv D]`.
 /// Appends the new keys and values, then writes `y` `[B, T, C]` and, if given, `lse` as [`train_forward`] does.
 pub(super) fn cached_forward(
     pool: &Pool,
-    l: Layout,
-    cache: Cache,
+    tokens: NewTokens<'_>,
     qkv: &[f32],
     [keys, values]: [&mut [f32]; 2],
     y: &mut [f32],
     lse: Option<&mut [f32]>,
 ) {
-    forward_over(Isa::detect(), pool, (l, cache), qkv, [keys, values], y, lse);
+    forward_over(Isa::detect(), pool, tokens, qkv, [keys, values], y, lse);
 }
 
 fn forward_over(
     isa: Isa,
     pool: &Pool,
-    (l, cache): (Layout, Cache),
+    NewTokens { layout: l, cache, documents }: NewTokens<'_>,
     qkv: &[f32],
     [keys, values]: [&mut [f32]; 2],
     y: &mut [f32],
@@ -418,38 +489,32 @@ fn forward_over(
         values[cached].copy_from_slice(&qkv[value]);
     }
     let (q, k, v) = ((qkv, packed(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
-    Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
+    let keys = cache.past + l.tokens;
+    Forward { isa, layout: l, keys, q, k, v, documents }.run(pool, y, lse);
 }
 
-/// Computes the gradient of [`cached_forward`], given `dy` `[B, T, C]` and its inputs and outputs. Adds to the
+/// Computes the gradient of [`cached_forward`], given `qkv`, keys, values, `y`, `lse` and `dy`. Adds to the
 /// gradients of all keys and values that the new tokens attended to, and writes `d_qkv` `[B, T, W]`, which
 /// includes the gradients of the new tokens' own keys and values.
 pub(super) fn cached_backward(
     pool: &Pool,
-    l: Layout,
-    cache: Cache,
-    [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
-    [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
+    tokens: NewTokens<'_>,
+    read: [&[f32]; 6],
+    written: [&mut [f32]; 3],
 ) {
-    backward_over(
-        Isa::detect(),
-        pool,
-        (l, cache),
-        [qkv, keys, values, y, lse, dy],
-        [d_qkv, d_keys, d_values],
-    );
+    backward_over(Isa::detect(), pool, tokens, read, written);
 }
 
 fn backward_over(
     isa: Isa,
     pool: &Pool,
-    (l, cache): (Layout, Cache),
+    NewTokens { layout: l, cache, documents }: NewTokens<'_>,
     [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
     [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
 ) {
     let (q, k, v) = ((qkv, packed(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
-    let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, accumulate: true };
+    let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, documents, accumulate: true };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
     pass.run(pool, [(dq, packed(l)[0]), (dk, cache.head_layout(l)), (dv, cache.head_layout(l))]);
     for [key, value, cached] in cache.rows(l) {

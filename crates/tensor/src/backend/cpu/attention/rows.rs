@@ -24,6 +24,11 @@ impl<'a> Rows<'a> {
         Self { stride, ..self }
     }
 
+    /// Returns the rows from `t` on.
+    pub(super) fn after(self, t: usize) -> Self {
+        Self { data: &self.data[t * self.stride..], ..self }
+    }
+
     /// Prefetches some rows into L2 cache. They may be out of bounds.
     pub(super) fn fetch(&self, rows: &Range<usize>) {
         rows.clone().flat_map(|t| self.lines(t)).for_each(prefetch_far);

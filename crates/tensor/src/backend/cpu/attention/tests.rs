@@ -111,9 +111,9 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
     let mut lse = vec![f32::NAN; l.query_heads() * l.tokens];
-    forward(isa, &pool, l, qkv, &mut y, &mut lse);
+    forward(isa, &pool, (l, None), qkv, &mut y, &mut lse);
     let mut d_qkv = vec![f32::NAN; qkv.len()];
-    backward(isa, &pool, l, [qkv, &y, &lse, dy], &mut d_qkv);
+    backward(isa, &pool, (l, None), [qkv, &y, &lse, dy], &mut d_qkv);
     [y, lse, d_qkv]
 }
 
@@ -194,6 +194,45 @@ fn gradient_is_the_slope() {
     assert_close(&g, &slope, 1e-6, "slope");
 }
 
+/// The objective of a packed sequence is the sum of its documents', each alone.
+#[test]
+fn gradient_of_documents_is_the_slope() {
+    let (l, lengths) = (layout(1, (4, 2), 6, 3), [2, 1, 3]);
+    let (w, c) = (joined(l), l.width());
+    let (qkv, dy) = (noise(6 * w, 5), noise(6 * c, 6));
+    let starts = [0, 0, 2, 3, 3, 3];
+    let documents = Documents::of_starts(&starts, 6);
+    let pool = Pool::new(1).unwrap();
+    let (mut y, mut lse, mut g) = (vec![f32::NAN; 6 * c], vec![f32::NAN; 4 * 6], vec![f32::NAN; 6 * w]);
+    for isa in Isa::available() {
+        forward(isa, &pool, (l, Some(&documents)), &qkv, &mut y, &mut lse);
+        backward(isa, &pool, (l, Some(&documents)), [&qkv, &y, &lse, &dy], &mut g);
+        let (x, dy) = (wide(&qkv), wide(&dy));
+        let objective = |x: &[f64]| {
+            let mut first = 0;
+            let of = |&tokens: &usize| {
+                let alone = Layout { tokens, ..l };
+                let (y, _) = reference(alone, &x[first * w..(first + tokens) * w]);
+                let dy = &dy[first * c..(first + tokens) * c];
+                first += tokens;
+                y.iter().zip(dy).map(|(y, dy)| y * dy).sum::<f64>()
+            };
+            lengths.iter().map(of).sum::<f64>()
+        };
+        let slope: Vec<f64> = (0..x.len())
+            .map(|i| {
+                let moved = |by: f64| {
+                    let mut x = x.clone();
+                    x[i] += by;
+                    objective(&x)
+                };
+                (moved(1e-5) - moved(-1e-5)) / 2e-5
+            })
+            .collect();
+        assert_close(&g, &slope, 1e-6, "slope");
+    }
+}
+
 /// Returns the rows of `t` tokens from token `past` on, of each of `b` sequences of `total` tokens.
 fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
     (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
@@ -231,7 +270,15 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h.0 * t]);
                 let (l, cache) = (layout(b, h, t, d), Cache { past, capacity });
                 let caches = [&mut keys[..], &mut values[..]];
-                forward_over(isa, &pool, (l, cache), &qkv, caches, &mut y, Some(&mut lse));
+                forward_over(
+                    isa,
+                    &pool,
+                    NewTokens { layout: l, cache, documents: None },
+                    &qkv,
+                    caches,
+                    &mut y,
+                    Some(&mut lse),
+                );
                 forwards.push((l, cache, qkv, y, lse));
                 past += t;
             }
@@ -241,7 +288,13 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let dy = some_tokens(&dy, c, all, cache.past, l.tokens);
                 let mut d_qkv = vec![f32::NAN; qkv.len()];
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(|x| &x[..]);
-                backward_over(isa, &pool, (l, cache), read, [&mut d_qkv, &mut d_keys, &mut d_values]);
+                backward_over(
+                    isa,
+                    &pool,
+                    NewTokens { layout: l, cache, documents: None },
+                    read,
+                    [&mut d_qkv, &mut d_keys, &mut d_values],
+                );
                 outputs.push((cache.past, l.tokens, y, d_qkv));
             }
             outputs
@@ -296,6 +349,6 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
 fn nothing_to_do() {
     let pool = Pool::new(1).unwrap();
     let l = layout(0, (2, 2), 3, 4);
-    train_forward(&pool, l, &[], &mut [], &mut []);
-    train_backward(&pool, l, &[], &[], &[], &[], &mut []);
+    train_forward(&pool, l, None, &[], &mut [], &mut []);
+    train_backward(&pool, l, None, [&[]; 4], &mut []);
 }

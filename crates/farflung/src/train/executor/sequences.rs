@@ -1,0 +1,86 @@
+//! The sequences of a pass: their numbers, tokens, targets and documents, and how many of their tokens count.
+
+use std::ops::Range;
+
+use farflung_parallel::pipeline::Action;
+use farflung_tensor::Tensor;
+use farflung_zoo::{Batch, Input, Sampler, Shard};
+
+use super::{Executor, Pass};
+use crate::Result;
+
+impl Executor {
+    /// Returns the number of tokens of a microbatch of the pass that count.
+    pub(super) fn counted(&self, microbatch: u32) -> Result<f64> {
+        let (sampler, first, batch) = self.sequences(microbatch);
+        Ok(sampler.counted(first, batch as u64)?)
+    }
+
+    /// Returns the number of tokens that count in a training step of this many microbatches.
+    pub(in crate::train) fn counted_in_step(&self, microbatches: u32) -> Result<f64> {
+        let (sampler, first, batch) = self.sequences(0);
+        Ok(sampler.counted(first, batch as u64 * u64::from(microbatches))?)
+    }
+
+    /// Returns the source of a microbatch's sequences, the number of its first one, and their number.
+    const fn sequences(&self, microbatch: u32) -> (&Sampler, u64, usize) {
+        match self.pass {
+            Pass::Training { first } => {
+                let batch = self.sampler.shard().batch;
+                (&self.sampler, (first + microbatch as u64) * batch as u64, batch)
+            }
+            Pass::Evaluation => {
+                let Shard { rank, world, batch } = self.evaluation.shard();
+                (&self.evaluation, (microbatch as usize * world * batch + rank * batch) as u64, batch)
+            }
+        }
+    }
+
+    /// Returns the positions of a slice; all positions if sequences are not sliced.
+    pub(super) fn positions(&self, slice: u16) -> Range<usize> {
+        match self.pass {
+            Pass::Training { .. } => self.slices[usize::from(slice)].clone(),
+            Pass::Evaluation => 0..self.sampler.context(),
+        }
+    }
+
+    /// Returns the inputs and targets of an action's tokens.
+    fn batch(&self, action: Action) -> Result<Batch> {
+        let (sampler, first, batch) = self.sequences(action.microbatch);
+        Ok(sampler.sequences(first, batch)?.positions(&self.positions(action.slice)))
+    }
+
+    /// Returns a stage's input: hidden states, or tokens at the model's input.
+    pub(super) fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
+        Ok(match hidden {
+            Some(x) => Input::Hidden(x),
+            None => Input::Tokens(self.tokens(action, &self.batch(action)?.inputs)?),
+        })
+    }
+
+    /// Returns the targets of an action and their weights, if its stage is the last.
+    pub(super) fn targets(&self, action: Action) -> Result<Option<(Tensor, Option<Tensor>)>> {
+        if !self.placement.is_last(action.stage) {
+            return Ok(None);
+        }
+        let batch = self.batch(action)?;
+        let weights = batch.weights.map(|weights| self.device.tensor(&weights, weights.len())).transpose()?;
+        Ok(Some((self.tokens(action, &batch.targets)?, weights)))
+    }
+
+    fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
+        Ok(self.parts[&self.placement.storage_stage(action.stage)]
+            .stage
+            .tokens(ids, self.positions(action.slice).len())?)
+    }
+
+    /// Returns where the documents of an action's tokens begin, if they are kept apart: every stage needs it.
+    pub(super) fn documents(&self, action: Action) -> Result<Option<Tensor>> {
+        let (sampler, ..) = self.sequences(action.microbatch);
+        if !sampler.is_divided() {
+            return Ok(None);
+        }
+        let documents = self.batch(action)?.documents;
+        documents.map(|documents| self.tokens(action, &documents)).transpose()
+    }
+}

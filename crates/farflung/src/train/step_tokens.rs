@@ -1,0 +1,78 @@
+//! The number of tokens that count, by step, replica and microbatch. It is a pure function of the settings, so
+//! that every rank computes it for all replicas. With documents that are kept apart it changes from step to
+//! step.
+
+use farflung_zoo::{Sampler, ZooError};
+
+use super::job::Job;
+
+/// Counts the tokens of all replicas.
+#[derive(Debug, Clone)]
+pub(super) struct StepTokens {
+    /// Training sequences of each replica, or of all replicas if they are the same for all.
+    samplers: Vec<Sampler>,
+    /// Sequences of a microbatch.
+    batch: u64,
+    replicas: Vec<Share>,
+}
+
+/// The microbatches of a replica in a step.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    /// Number of the first one, counted over all replicas.
+    first: u64,
+    count: u64,
+}
+
+impl StepTokens {
+    /// Errors: those of the samplers.
+    pub(super) fn new(job: &Job) -> Result<Self, ZooError> {
+        let plan = &job.plan;
+        let samplers = if job.shards.is_some() { plan.replicas() as usize } else { 1 };
+        let share = |replica: u32| Share {
+            first: plan.first_microbatch(replica),
+            count: u64::from(plan.microbatches[replica as usize]),
+        };
+        Ok(Self {
+            samplers: (0..samplers).map(|replica| job.sampler(replica)).collect::<Result<_, _>>()?,
+            batch: u64::from(plan.batch),
+            replicas: (0..plan.replicas()).map(share).collect(),
+        })
+    }
+
+    /// Returns whether the counts change from step to step.
+    pub(super) fn vary(job: &Job) -> bool {
+        // Each step has all rows.
+        job.config.document_mask && job.training.rows().is_none()
+    }
+
+    /// Returns the counts if they change from step to step.
+    ///
+    /// Errors: those of the samplers.
+    pub(super) fn varying(job: &Job) -> Result<Option<Self>, ZooError> {
+        Self::vary(job).then(|| Self::new(job)).transpose()
+    }
+
+    /// Returns the number of tokens that count in `microbatches` microbatches of a replica, from number `from`
+    /// of its own on. `base` is the number of the step's first microbatch over all replicas and steps.
+    pub(super) fn of(&self, replica: u32, base: u64, from: u64, microbatches: u64) -> Result<f64, ZooError> {
+        let sampler = &self.samplers[replica as usize % self.samplers.len()];
+        let first = (base + self.replicas[replica as usize].first + from) * self.batch;
+        sampler.counted(first, microbatches * self.batch)
+    }
+
+    /// Returns the number of tokens that count in a step of a replica, with `base` as in [`StepTokens::of`].
+    pub(super) fn of_step(&self, replica: u32, base: u64) -> Result<f64, ZooError> {
+        self.of(replica, base, 0, self.replicas[replica as usize].count)
+    }
+
+    /// Returns the numbers of all replicas.
+    pub(super) fn replicas(&self) -> std::ops::Range<u32> {
+        0..self.replicas.len() as u32
+    }
+
+    /// Returns the number of a replica's first microbatch within a step.
+    pub(super) fn first_microbatch(&self, replica: u32) -> u64 {
+        self.replicas[replica as usize].first
+    }
+}

@@ -1,0 +1,73 @@
+//! The factor of each token's loss, so that means are over the tokens that count.
+
+use farflung_optim::token_weight;
+use farflung_parallel::pipeline::Updates;
+
+use crate::Result;
+use crate::train::bind::ReplicaSchedule;
+use crate::train::job::Job;
+use crate::train::step_tokens::StepTokens;
+
+/// Computes the factors of a replica's tokens in each step.
+#[derive(Debug)]
+pub(super) struct TokenWeights {
+    tokens: StepTokens,
+    replica: u32,
+    /// Number of ranks over which gradients are averaged.
+    group: u32,
+    updates: Updates,
+    /// Whether gradients are averaged over all replicas in each step.
+    each_step: bool,
+    /// Microbatches of the replica in a step, and in an update.
+    own: u64,
+    per_update: u64,
+}
+
+impl TokenWeights {
+    /// Errors: those of the samplers.
+    pub(super) fn new(job: &Job, schedule: &ReplicaSchedule, replica: u32, group: u32) -> Result<Self> {
+        Ok(Self {
+            tokens: StepTokens::new(job)?,
+            replica,
+            group,
+            updates: schedule.updates(),
+            each_step: job.averages_each_step(),
+            own: u64::from(schedule.microbatches()),
+            per_update: u64::from(schedule.per_update()),
+        })
+    }
+
+    /// Returns the number of the replica's first microbatch in the plan's first step.
+    pub(super) fn first_of_plan(&self) -> u64 {
+        self.tokens.first_microbatch(self.replica)
+    }
+
+    /// Returns the weights if they change from step to step.
+    pub(super) fn if_varying(self, job: &Job) -> Option<Self> {
+        StepTokens::vary(job).then_some(self)
+    }
+
+    /// Returns the factor of each token's loss by microbatch, so that the mean over the ranks that average
+    /// gradients is the mean over the tokens of an update that count. `first` is the number of the replica's
+    /// first microbatch in the step, counted over all replicas and steps.
+    pub(super) fn of_step(&self, first: u64) -> Result<Vec<f32>> {
+        let tokens = &self.tokens;
+        let base = first - tokens.first_microbatch(self.replica);
+        let of_microbatch = |microbatch: u64| {
+            let tokens: f64 = match (self.updates, self.each_step) {
+                (Updates::Flush, true) => {
+                    let of = |replica| tokens.of_step(replica, base);
+                    tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?
+                }
+                (Updates::Flush, false) => tokens.of(self.replica, base, 0, self.own)?,
+                _ => {
+                    let begin = microbatch / self.per_update * self.per_update;
+                    let of = |replica| tokens.of(replica, base, begin, self.per_update);
+                    tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?
+                }
+            };
+            Ok(if tokens > 0.0 { token_weight(self.group as usize, tokens as u64) } else { 0.0 })
+        };
+        (0..self.own).map(of_microbatch).collect()
+    }
+}
