@@ -530,6 +530,18 @@ fn costs() {
     };
     // Five products over the 10 pairs of query and key in each of two sequences.
     assert_eq!((op.flops(), op.bytes()), (5 * 2 * 10 * 8 * 2, 4 * (192 + 64 + 16 + 64 + 192)));
+    // Where documents begin is read too; the operations are counted as if there were one.
+    let starts = cpu.tensor(&[0_u32; 8], [2, 4]).unwrap();
+    let op = Op::AttentionGrad {
+        heads: Heads::equal(2),
+        documents: Some(starts.view()),
+        qkv: q,
+        y: dy.view(),
+        lse: l,
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+    };
+    assert_eq!((op.flops(), op.bytes()), (5 * 2 * 10 * 8 * 2, 4 * (192 + 64 + 16 + 64 + 192 + 8)));
     // Decoding token by token has the same total cost as the whole pass.
     let (mut k, mut v) = (z(&cpu, &[2, 4, 8]), z(&cpu, &[2, 4, 8]));
     let mut total = 0;
