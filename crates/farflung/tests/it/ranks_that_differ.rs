@@ -144,7 +144,8 @@ fn a_transport_that_only_one_rank_has_is_told_to_all() {
 #[test]
 fn a_rank_of_another_job_is_turned_away() {
     let run = Run::new();
-    let outputs = job(&run, "--deadline 3s", "--job other");
+    // It ends at once when it is rejected; the others by their limit.
+    let outputs = job(&run, "--deadline 3s", "--job other --deadline 60s");
     let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
     assert_eq!(codes, [Some(75), Some(2), Some(75)], "{outputs:?}");
     assert!(stderr(&outputs[1]).contains("job"), "{}", stderr(&outputs[1]));

@@ -243,12 +243,14 @@ impl Method {
     /// Generates the order for these sizes.
     ///
     /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method does not support and what it
-    /// needs instead; [`ParallelError::PerStage`] for costs of the wrong length; [`ParallelError::TooLarge`].
+    /// needs instead; [`ParallelError::PerStage`] for costs of the wrong length; [`ParallelError::TooLarge`];
+    /// [`ParallelError::TooManyRanks`].
     pub fn order(self, settings: &Settings) -> Result<ComputeOrder, ParallelError> {
         let row = self.row();
         let chunks = settings.chunks.unwrap_or(self.default_chunks());
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
         self.admits(settings, chunks)?;
+        ComputeOrder::check_ranks(ranks)?;
         let slices = if self.slices() { settings.slices } else { 1 };
         ComputeOrder::check_cells(u64::from(ranks) * u64::from(chunks), microbatches, slices)?;
         let placement = match row.shape {
