@@ -76,9 +76,9 @@ pub fn is_loopback(host: &str) -> bool {
         || address.is_ok_and(|address| address.is_loopback())
 }
 
-/// Returns a note for the user of a process that trains alone, if variables look as if it were meant to be a rank of
-/// a job: Slurm's name ranks, but `srun` did not start this process; or the place of rank 0 is set, but no rank.
-/// `None` elsewhere.
+/// Returns a note for the user of a process that trains alone, if variables look as if it were meant to be a
+/// rank of a job: Slurm's name ranks, but `srun` did not start this process; or the place of rank 0 is set,
+/// but no rank. `None` elsewhere.
 pub fn note_alone(env: impl Fn(&str) -> Option<String>) -> Option<String> {
     let master = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| env(name).is_some());
     slurm::note_without_srun(&env).or_else(|| {

@@ -46,8 +46,8 @@ fn answers(relay: &RelayUrl) -> bool {
     addresses.take(MOST_TRIED).any(answers)
 }
 
-/// Sends a request over HTTP, and returns the first bytes of the answer, up to its status. They are fewer if the
-/// connection is closed before.
+/// Sends a request over HTTP, and returns the first bytes of the answer, up to its status. They are fewer if
+/// the connection is closed before.
 ///
 /// Errors: those of the connection; [`ErrorKind::WouldBlock`] or `TimedOut` if no answer comes in time.
 fn head(at: &SocketAddr, host: &str) -> std::io::Result<Vec<u8>> {

@@ -39,8 +39,8 @@ use shared::{CONNECT_TIMEOUT, OVERSUBSCRIBED, POLL_INTERVAL, Shared, lock};
 /// Maximum number of random draws of a peer number that no other member has.
 const DRAWS: usize = 64;
 
-/// Greatest number of bytes that [`GrowingNetwork::set_welcome`] takes. The rest of a frame is for the addresses of
-/// the members.
+/// Greatest number of bytes that [`GrowingNetwork::set_welcome`] takes. The rest of a frame is for the
+/// addresses of the members.
 pub const WELCOME_BYTES: usize = FRAME_BYTES / 2;
 
 /// Where a member listens, and which processes it accepts.

@@ -35,8 +35,8 @@ fn ipv6_works_where_the_machine_has_it() {
     assert_eq!(sums, [[3.0, 3.0]; 3]);
 }
 
-/// Time limit of ranks of which two meet, and others never come. It must be long enough for the two to meet on a
-/// busy machine.
+/// Time limit of ranks of which two meet, and others never come. It must be long enough for the two to meet on
+/// a busy machine.
 const WAITS_FOR_THE_OTHER: Duration = Duration::from_secs(3);
 
 #[test]

@@ -51,8 +51,8 @@ impl Home {
         made_once(&self.key, "key", || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
     }
 
-    /// Claims the key for this process until the result is dropped. Over QUIC, peers and relays find a process by
-    /// its key: of two with one key, each would get messages of the other.
+    /// Claims the key for this process until the result is dropped. Over QUIC, peers and relays find a process
+    /// by its key: of two with one key, each would get messages of the other.
     ///
     /// Errors: [`Error::Setting`] if another process of this machine has claimed the key; [`Error::Io`]. On a
     /// file system without locks, the key counts as claimed.

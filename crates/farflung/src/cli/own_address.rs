@@ -74,8 +74,8 @@ pub(super) fn check_listen(address: &str) -> Result<()> {
     Err(Error::Setting { field: "listen", value: address.to_owned(), expected })
 }
 
-/// Returns whether all of these addresses are those of the loopback, which no other machine reaches. One of another
-/// network may be reached.
+/// Returns whether all of these addresses are those of the loopback, which no other machine reaches. One of
+/// another network may be reached.
 pub(super) fn are_loopback(addresses: &[String]) -> bool {
     let host = |address: &str| {
         address.rsplit_once(':').map_or("", |(host, _)| host).trim_matches(['[', ']']).to_owned()

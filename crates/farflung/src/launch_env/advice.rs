@@ -5,8 +5,8 @@ use farflung_base::Rank;
 use super::LaunchEnv;
 
 impl LaunchEnv {
-    /// Returns the advice for a rendezvous in which these ranks were missing. `refused` is whether this process has
-    /// refused connections: those reached it.
+    /// Returns the advice for a rendezvous in which these ranks were missing. `refused` is whether this
+    /// process has refused connections: those reached it.
     #[must_use]
     pub fn advice(&self, missing: &[Rank], refused: bool) -> String {
         let Self { master_addr: host, master_port: port, source, .. } = self;

@@ -99,9 +99,9 @@ pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, err
 /// Returns whether a notice names the cause of this rank's error, which may be a broken connection to the rank
 /// `lost`; `me` is this rank.
 ///
-/// A rank that failed by itself is the cause of all that follows, also of connections that broke. Of a rank that
-/// lost another one first, and then ended so suddenly that its own connection broke, the notice counts as well.
-/// Other reports of losses do not: this rank has seen for itself which connection broke.
+/// A rank that failed by itself is the cause of all that follows, also of connections that broke. Of a rank
+/// that lost another one first, and then ended so suddenly that its own connection broke, the notice counts as
+/// well. Other reports of losses do not: this rank has seen for itself which connection broke.
 fn names_cause(notice: &ReceivedNotice, evidence: Evidence, (lost, me): (Option<Rank>, Rank)) -> bool {
     match (&notice.word, evidence) {
         (_, Evidence::Secondary) | (ExitNotice::Failed { .. }, Evidence::Broken | Evidence::Silent) => true,

@@ -110,8 +110,8 @@ impl TrainConfig {
         Ok(this)
     }
 
-    /// Returns the settings with the model of the run that is continued, if no setting describes a model. Without
-    /// readable settings of that run they are returned as they are: its checkpoint is compared later.
+    /// Returns the settings with the model of the run that is continued, if no setting describes a model.
+    /// Without readable settings of that run they are returned as they are: its checkpoint is compared later.
     fn with_model_of_run(mut self) -> Self {
         let describes = ["model", "layers", "heads", "dim", "context", "vocab", "tokenizer", "init-from"];
         if describes.iter().any(|name| self.was_given(name)) {
@@ -155,8 +155,8 @@ impl TrainConfig {
     }
 }
 
-/// Returns the settings in the folder of a run, or of one of its ranks where rank 0's is on another machine. `None`
-/// if there are none that can be read.
+/// Returns the settings in the folder of a run, or of one of its ranks where rank 0's is on another machine.
+/// `None` if there are none that can be read.
 fn settings_of(run: &Path) -> Option<TrainArgs> {
     let ranks = std::fs::read_dir(run.join(RANKS)).into_iter().flatten().filter_map(Result::ok);
     let mut folders: Vec<_> = ranks.map(|rank| rank.path()).collect();

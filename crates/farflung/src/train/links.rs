@@ -110,8 +110,8 @@ pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
 /// not the model, the data or the plan.
 ///
 /// Errors: [`LaunchError::Rendezvous`] if processes do not find each other in time;
-/// [`LaunchError::OtherProgram`] and [`LaunchError::PortInUse`] if another program is at the meeting place; those
-/// of the transport.
+/// [`LaunchError::OtherProgram`] and [`LaunchError::PortInUse`] if another program is at the meeting place;
+/// those of the transport.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     meet(config, env).map_err(|error| match error {
         Error::Comm(source) => match &source {

@@ -45,7 +45,7 @@ fn more_ranks_than_can_be_computed_in_time_are_refused_by_every_schedule() {
     for method in Method::ALL {
         refused(&format!("{method} -p 1000000 -m 1"));
     }
-    for ranks in ["4097", "1000000", "4294967295"] {
+    for ranks in ["4097", "1000000"] {
         for method in ["gpipe", "1f1b", "zb-h1", "hanayo"] {
             let message = refused(&format!("{method} -p {ranks} -m 1"));
             assert!(message.contains("stages") && message.contains("at most 4096"), "{method}: {message}");

@@ -1,5 +1,5 @@
-//! What people type wrong ends with exit code 2, and with a message that names what is wrong and what to type. A
-//! supervisor then does not try again.
+//! What people type wrong ends with exit code 2, and with a message that names what is wrong and what to type.
+//! A supervisor then does not try again.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

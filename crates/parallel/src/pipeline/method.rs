@@ -250,9 +250,9 @@ impl Method {
         let chunks = settings.chunks.unwrap_or(self.default_chunks());
         let (ranks, microbatches) = (settings.ranks, settings.microbatches);
         self.admits(settings, chunks)?;
-        ComputeOrder::check_ranks(ranks)?;
         let slices = if self.slices() { settings.slices } else { 1 };
         ComputeOrder::check_cells(u64::from(ranks) * u64::from(chunks), microbatches, slices)?;
+        ComputeOrder::check_ranks(ranks)?;
         let placement = match row.shape {
             Shape::Looped => Placement::looped(ranks, chunks),
             Shape::Wave => Placement::wave(ranks, chunks),

@@ -89,8 +89,8 @@ impl ComputeOrder {
                 return Err(ParallelError::Zero { of: "the schedule".to_owned(), field });
             }
         }
-        Self::check_ranks(placement.ranks())?;
         Self::check_cells(placement.stages().into(), microbatches, slices)?;
+        Self::check_ranks(placement.ranks())?;
         let order = Self { placement, microbatches, slices, updates: Updates::Flush, lists };
         let forward_only = !order.actions().any(|(_, a)| a.yields_gradient());
         let mut done = vec![Done::default(); order.cells()];

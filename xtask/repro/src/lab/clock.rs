@@ -40,9 +40,9 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
 /// measured for the run.
 const ALIKE: f64 = 0.01;
 
-/// Returns the seconds of a step over a link: the mean over the whole run, with its warm-up and its last averages,
-/// as bytes and losses have them. `mean` is that of the runs over the setting's own link. If the second period took
-/// as long there, a period is measured over the other links too; else the whole run.
+/// Returns the seconds of a step over a link: the mean over the whole run, with its warm-up and its last
+/// averages, as bytes and losses have them. `mean` is that of the runs over the setting's own link. If the
+/// second period took as long there, a period is measured over the other links too; else the whole run.
 ///
 /// Errors: the settings cannot be combined; a run fails.
 pub(super) fn mean_step_time(

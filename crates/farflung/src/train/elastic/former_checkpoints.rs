@@ -11,8 +11,8 @@ use crate::{Result, run_dir};
 const KEPT_TIMES: usize = 4;
 
 /// Puts aside the checkpoints of steps after `after` in a folder, or all: they do not belong to what its
-/// machine has joined, and a later start would take the newest. Those of the last [`KEPT_TIMES`] times are kept.
-/// Returns a text about what was moved and removed, if there were any.
+/// machine has joined, and a later start would take the newest. Those of the last [`KEPT_TIMES`] times are
+/// kept. Returns a text about what was moved and removed, if there were any.
 ///
 /// Errors: [`Error::Io`](crate::Error::Io) if they cannot be moved.
 pub(super) fn put_checkpoints_aside(folder: &Path, after: Option<u64>) -> Result<Option<String>> {

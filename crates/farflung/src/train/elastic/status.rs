@@ -94,8 +94,8 @@ impl Status {
 }
 
 impl Status {
-    /// Shortens the status to `room` bytes of JSON, if it is longer: traffic is left out first, then members from
-    /// the end, except the one that answers, then newcomers and changes.
+    /// Shortens the status to `room` bytes of JSON, if it is longer: traffic is left out first, then members
+    /// from the end, except the one that answers, then newcomers and changes.
     pub(super) fn shortened(mut self, room: usize) -> Self {
         let is_too_long = |status: &Self| {
             serde_json::to_vec(status).expect("texts and numbers are plain data").len() > room

@@ -24,8 +24,8 @@ fn gelu_value(x: f32, s: f32) -> f32 {
     f32::max(x, f32::new(f32::MIN)) * s
 }
 
-/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula has no
-/// exponential, which could be infinite.
+/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula has
+/// no exponential, which could be infinite.
 #[cube]
 fn gelu_slope(x: f32, s: f32) -> f32 {
     let steepness = 1.595_769 + 0.214_064_44 * x * x;
