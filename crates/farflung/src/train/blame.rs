@@ -144,6 +144,7 @@ mod tests {
     use farflung_base::Nanos;
     use farflung_comm::memory;
 
+    use super::Evidence::{Broken, Secondary, Silent};
     use super::*;
     use crate::Stop;
 
@@ -180,7 +181,6 @@ mod tests {
     fn a_notice_counts_also_where_the_connection_of_its_sender_broke() {
         let failed = ExitNotice::Failed { code: 3, text: "no room".to_owned() };
         let lost = |culprit| ExitNotice::Lost { culprit: Rank(culprit), text: "no answer".to_owned() };
-        use Evidence::{Broken, Secondary, Silent};
         for (evidence, from, word, want) in [
             // Rank 1 ended after its own failure, or after that of rank 2.
             (Broken, 1, &failed, (1, 3)),

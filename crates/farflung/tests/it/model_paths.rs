@@ -326,7 +326,7 @@ fn a_checkpoint_without_its_weights_is_called_so_and_pipes_are_not_waited_for() 
     let run = trained();
     fs::create_dir(run.at("pipe")).unwrap();
     copy(&run, "run/step-00000003/config.json", "pipe/config.json");
-    let pipe = std::process::Command::new("mkfifo").arg(run.at("pipe/model.safetensors")).status();
+    let pipe = Command::new("mkfifo").arg(run.at("pipe/model.safetensors")).status();
     assert!(pipe.unwrap().success());
     for path in ["pipe", "pipe/model.safetensors"] {
         refused(&generate(&run, path, &[]), &["no regular file"]);

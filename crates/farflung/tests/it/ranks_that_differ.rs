@@ -81,7 +81,7 @@ fn files_are_compared_by_what_they_say() {
     refused(&run, "--steps 2", &parts, &["1000 of them held out", "5000 of them held out"]);
     // All ranks report the device or file that one rank lacks.
     for (rank, output) in job(&run, "--steps 2", "--device wgpu:99").iter().enumerate() {
-        assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", stderr(output));
+        assert_eq!(output.status.code(), Some(2), "rank {rank}: {}", stderr(output));
         assert!(stderr(output).contains("wgpu"), "rank {rank}: {}", stderr(output));
     }
     let missing = format!("--data {}", run.at("missing.txt").display());

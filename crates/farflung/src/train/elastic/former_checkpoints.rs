@@ -37,21 +37,20 @@ pub(super) fn put_checkpoints_aside(folder: &Path, after: Option<u64>) -> Result
 
 /// Removes checkpoints, and returns a text about it.
 fn removed(old: &[&PathBuf]) -> String {
-    let mut text = String::new();
-    let mut names = Vec::new();
+    let (mut names, mut parts) = (Vec::new(), Vec::new());
     for path in old {
         match std::fs::remove_dir_all(path) {
             Ok(()) => names.push(path.file_name().unwrap_or_default().to_string_lossy().into_owned()),
-            Err(error) => text += &format!("; {} could not be removed: {error}", path.display()),
+            Err(error) => parts.push(format!("; {} could not be removed: {error}", path.display())),
         }
     }
     if !names.is_empty() {
         let names = names.join(", ");
-        text += &format!(
+        parts.push(format!(
             "; the oldest there were removed, since those of the last {KEPT_TIMES} times are kept: {names}"
-        );
+        ));
     }
-    text
+    parts.concat()
 }
 
 /// Returns the checkpoints that were put aside, by the time of doing so. A folder that cannot be read has none.
@@ -64,7 +63,9 @@ fn put_aside_before(within: &Path) -> BTreeMap<u64, Vec<PathBuf>> {
             times.entry(time).or_default().push(entry.path());
         }
     }
-    times.values_mut().for_each(|paths| paths.sort_unstable());
+    for paths in times.values_mut() {
+        paths.sort_unstable();
+    }
     times
 }
 
