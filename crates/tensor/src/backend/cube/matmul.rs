@@ -12,16 +12,20 @@ fn gelu_sigmoid(x: f32) -> f32 {
 /// is exactly 0 or 1. There the product is 0, unless this factor is infinite.
 const STEEPEST: f32 = 1e38;
 
+/// The greatest and the least finite value.
+const GREATEST: f32 = f32::MAX;
+const LEAST: f32 = f32::MIN;
+
 /// Returns `x`, and the greatest finite value for an infinity: infinity times 0 would be NaN.
 #[cube]
 fn finite(x: f32) -> f32 {
-    f32::max(f32::min(x, f32::new(f32::MAX)), f32::new(f32::MIN))
+    f32::max(f32::min(x, f32::new(GREATEST)), f32::new(LEAST))
 }
 
 /// Returns `gelu(x)`, given `s = gelu_sigmoid(x)`. NaN stays NaN, since `s` is NaN.
 #[cube]
 fn gelu_value(x: f32, s: f32) -> f32 {
-    f32::max(x, f32::new(f32::MIN)) * s
+    f32::max(x, f32::new(LEAST)) * s
 }
 
 /// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula has
