@@ -236,6 +236,7 @@ mod tests {
             (Control::Refuse(Refusal::EncryptionMismatch), "03 08"),
             (Control::Refuse(Refusal::SimultaneousConnect), "03 09"),
             (Control::Refuse(Refusal::SameKey), "03 0a"),
+            (Control::Refuse(Refusal::ListTooLong { members: 200, bytes: 300_000 }), "03 0b c801 e0a712"),
             (Control::Missing(BoundedVec(vec![1, 130])), "04 02 01 8201"),
             (Control::Open("night"), "05 05 6e69676874"),
             (Control::Put { key: "k", value: &[1, 2], only_new: true }, "06 01 6b 02 0102 01"),

@@ -141,6 +141,18 @@ pub enum Refusal {
     /// only, so adding this variant did not change the version of the protocol.
     #[error("another rank has the same key: give each process its own key, with --key-file or FARFLUNG_HOME")]
     SameKey,
+    /// The answer to a process that asks for the members would be longer than a frame.
+    #[error(
+        "the run has {members} members: their addresses and its description have {bytes} bytes, and one frame \
+         holds {}; no more can join",
+        crate::FRAME_BYTES
+    )]
+    ListTooLong {
+        /// Number of members.
+        members: u32,
+        /// Length of the answer in bytes.
+        bytes: u64,
+    },
 }
 
 impl Refusal {
@@ -158,6 +170,7 @@ impl Refusal {
             Self::EncryptionMismatch => "not encrypted",
             Self::SimultaneousConnect => "crossed",
             Self::SameKey => "key taken",
+            Self::ListTooLong { .. } => "too many members",
         }
     }
 }

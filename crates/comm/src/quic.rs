@@ -23,6 +23,7 @@ mod network;
 mod pacer;
 mod peer;
 mod relay;
+mod relay_probe;
 mod socket;
 
 use std::time::Duration;

@@ -40,7 +40,7 @@ use crate::second_network::{EndpointParts, Intake, SecondNetwork, ring};
 use crate::shared::RingWaker;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
-pub use growing_network::{Connected, GateConfig, GrowingNetwork, MemberList};
+pub use growing_network::{Connected, GateConfig, GrowingNetwork, MemberList, WELCOME_BYTES};
 use link::Link;
 use links::{Links, PeerLinks};
 use pace::Pacer;

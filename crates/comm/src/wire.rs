@@ -141,7 +141,9 @@ pub enum Parsed<'a> {
 /// If the frame is malformed. The rest of the stream cannot be parsed then.
 pub fn parse(bytes: &[u8]) -> Result<Parsed<'_>, WireError> {
     let Some((head, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
-        return Ok(Parsed::Part(HEADER_BYTES));
+        // Another program may send less than a header, and then wait.
+        let is_foreign = bytes.first_chunk::<4>().is_some_and(|first| *first != MAGIC);
+        return if is_foreign { Err(WireError::Magic) } else { Ok(Parsed::Part(HEADER_BYTES)) };
     };
     let header = decode(head)?;
     let whole = HEADER_BYTES + header.length;

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use farflung_base::text_encoding::utf8;
 use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
 
-pub use home::Home;
+pub use home::{Home, KeyClaim};
 pub use site::{SiteArgs, SiteMemberArgs};
 
 use crate::{Error, LaunchEnv, Result};

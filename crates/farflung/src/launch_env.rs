@@ -76,10 +76,14 @@ pub fn is_loopback(host: &str) -> bool {
         || address.is_ok_and(|address| address.is_loopback())
 }
 
-/// Returns a note for the user if Slurm's variables name ranks, but `srun` did not start this process: it is
-/// then no rank of a job. `None` elsewhere.
-pub fn note_without_srun(env: impl Fn(&str) -> Option<String>) -> Option<String> {
-    slurm::note_without_srun(&env)
+/// Returns a note for the user of a process that trains alone, if variables look as if it were meant to be a
+/// rank of a job: Slurm's name ranks, but `srun` did not start this process; or the place of rank 0 is set,
+/// but no rank. `None` elsewhere.
+pub fn note_alone(env: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let master = ["MASTER_ADDR", "MASTER_PORT"].into_iter().find(|name| env(name).is_some());
+    slurm::note_without_srun(&env).or_else(|| {
+        Some(format!("{} is set, but RANK and WORLD_SIZE are not: this process trains alone", master?))
+    })
 }
 
 impl fmt::Display for LaunchEnv {
@@ -213,6 +217,11 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
     // Only OpenMPI and PMI start several machines without naming one of them. In this case the job is assumed
     // to be on this machine.
     let (master_addr, master_port) = match master::address(env)? {
+        Some((host, _)) if rank > 0 && master::is_unspecified(&host) => {
+            let expected = "the address of rank 0's machine: this one only says that rank 0 listens at all of its \
+                            addresses, and no other rank can connect to it";
+            return Err(Error::Variable { name: "MASTER_ADDR", value: host, expected });
+        }
         Some((host, port)) => (host, port.or(master_port)),
         None => (slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()), master_port),
     };
@@ -311,6 +320,17 @@ mod tests {
     }
 
     #[test]
+    fn a_process_whose_rank_was_forgotten_is_told_that_it_trains_alone() {
+        let note = |vars: &[(&str, &str)]| {
+            note_alone(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+        };
+        let said = note(&[("MASTER_ADDR", "10.0.0.1")]).unwrap();
+        assert!(said.starts_with("MASTER_ADDR is set") && said.contains("trains alone"), "{said}");
+        assert!(note(&[("SLURM_PROCID", "0")]).unwrap().contains("srun"));
+        assert_eq!(note(&[("HOME", "/")]), None);
+    }
+
+    #[test]
     fn the_first_launcher_wins() {
         let both = with(&[
             ("RANK", "1"),
@@ -331,6 +351,16 @@ mod tests {
         assert!(
             message(&[("JOB_COMPLETION_INDEX", "2"), ("WORLD_SIZE", "3")]).contains("MASTER_ADDR is not")
         );
+        let everywhere = |rank, master| [("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", master)];
+        for master in ["0.0.0.0", "::", "tcp://[::]:9"] {
+            let of = |rank| {
+                let vars = everywhere(rank, master);
+                detect(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+            };
+            assert!(of("0").is_ok(), "{master}");
+            let error = of("1").unwrap_err();
+            assert!(error.exit_code() == 2 && error.to_string().contains("MASTER_ADDR"), "{error}");
+        }
         assert!(message(&[("RANK", "2"), ("WORLD_SIZE", "2")]).contains("RANK is `2`"));
         assert!(message(&[("RANK", "-1"), ("WORLD_SIZE", "2")]).contains("whole number"));
         assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "0")]).contains("MASTER_PORT"));

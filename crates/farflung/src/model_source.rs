@@ -9,6 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use farflung_zoo::ZooError;
+use farflung_zoo::data::ReadOptions;
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::Weights;
@@ -36,6 +37,8 @@ pub struct ModelSource {
     is_packed: bool,
     /// The tokenizer of the run that wrote the checkpoint.
     recorded: Option<TokenizerKind>,
+    /// How that run read its text.
+    reading: ReadOptions,
 }
 
 impl ModelSource {
@@ -62,7 +65,11 @@ impl ModelSource {
 
     /// Returns the model of a folder; `None` if it is none.
     fn of_folder(path: &Path) -> Result<Option<Self>> {
-        let whole = |path: &Path| Self { path: path.to_owned(), is_packed: false, recorded: recorded(path) };
+        let whole = |path: &Path| {
+            let settings = recorded(path).unwrap_or_default();
+            let (recorded, reading) = (tokenizer_in(&settings), reading_in(&settings));
+            Self { path: path.to_owned(), is_packed: false, recorded, reading }
+        };
         // A link may lead nowhere; then the error names it.
         if path.join(CONFIG).symlink_metadata().is_ok() {
             // Users may edit config.json. Folders of others may have a manifest.json too.
@@ -83,12 +90,13 @@ impl ModelSource {
     fn of_checkpoint(checkpoint: &Checkpoint) -> Result<Self> {
         let path = checkpoint.path().to_owned();
         let is_packed = checkpoint.packing() == Packing::Zstd;
-        let recorded = if checkpoint.names().contains(&SETTINGS) {
-            tokenizer_in(&String::from_utf8_lossy(&checkpoint.read(SETTINGS)?))
+        let settings = if checkpoint.names().contains(&SETTINGS) {
+            String::from_utf8_lossy(&checkpoint.read(SETTINGS)?).into_owned()
         } else {
-            None
+            String::new()
         };
-        Ok(Self { path, is_packed, recorded })
+        let (recorded, reading) = (tokenizer_in(&settings), reading_in(&settings));
+        Ok(Self { path, is_packed, recorded, reading })
     }
 
     /// Returns the model that a file is part of.
@@ -99,7 +107,8 @@ impl ModelSource {
         let has_config = folder.join(CONFIG).is_file();
         // A file of another name may be one of several in its folder.
         if is_weights && has_config && name != TENSORS && !name.contains("-of-") {
-            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None });
+            let reading = ReadOptions::default();
+            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None, reading });
         }
         let is_part = is_weights || [CONFIG, INDEX, MANIFEST, LATEST].contains(&&*name);
         if is_part && let Some(found) = Self::of_folder(&folder)? {
@@ -131,6 +140,12 @@ impl ModelSource {
     ///
     /// Errors: an invalid file, field or tensor.
     pub fn open(&self) -> Result<Weights> {
+        // Without it, the states of the optimizer would be read in its place.
+        if self.path.join(MANIFEST).is_file() && !self.is_packed && !self.path.join(TENSORS).exists() {
+            let found = format!("is a checkpoint without its {TENSORS}");
+            let advice = Some("restore that file from a copy, or give another checkpoint".to_owned());
+            return Err(ModelError::NotAModel { path: self.path.clone(), found, advice }.into());
+        }
         let opened = if self.is_packed {
             let checkpoint = Checkpoint::open(&self.path)?;
             let (config, tensors) = (checkpoint.read(CONFIG)?, checkpoint.read(TENSORS)?);
@@ -147,6 +162,12 @@ impl ModelSource {
             }
             error => error.into(),
         })
+    }
+
+    /// Returns how the run that wrote the checkpoint read its text; the default for other models.
+    #[must_use]
+    pub const fn read_options(&self) -> ReadOptions {
+        self.reading
     }
 
     /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none: that
@@ -222,9 +243,20 @@ impl ModelSource {
     }
 }
 
-/// Returns the tokenizer of the run that wrote the checkpoint in a folder; `None` if it is no checkpoint.
-fn recorded(folder: &Path) -> Option<TokenizerKind> {
-    tokenizer_in(&fs::read_to_string(folder.join(SETTINGS)).ok().filter(|_| folder.join(MANIFEST).is_file())?)
+/// Returns the settings of the run that wrote the checkpoint in a folder; `None` if it is no checkpoint.
+fn recorded(folder: &Path) -> Option<String> {
+    fs::read_to_string(folder.join(SETTINGS)).ok().filter(|_| folder.join(MANIFEST).is_file())
+}
+
+/// Returns how a run with these settings reads its text.
+fn reading_in(settings: &str) -> ReadOptions {
+    let table = settings.parse::<toml::Table>().unwrap_or_default();
+    let text = |key: &str| table.get(key).and_then(toml::Value::as_str);
+    ReadOptions {
+        encoding: text("encoding").and_then(|name| name.parse().ok()),
+        special_tokens: table.get("special-tokens").and_then(toml::Value::as_bool).unwrap_or(false),
+        token_type: text("token-type").and_then(|name| name.parse().ok()),
+    }
 }
 
 /// Returns the tokenizer in the settings of a run.

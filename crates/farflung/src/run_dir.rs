@@ -15,7 +15,7 @@ use crate::step_times::TIMES;
 use crate::{Error, Result, line_file};
 
 const LOCK: &str = "run.lock";
-const CONFIG: &str = "config.toml";
+pub(crate) const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
@@ -46,6 +46,10 @@ impl RunDir {
     /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::NotAFile`] if a folder
     /// or a pipe has the name of a record, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
+        if path.is_file() {
+            let (value, expected) = (path.display().to_string(), "a folder, and this is a file".to_owned());
+            return Err(Error::Setting { field: "out", value, expected });
+        }
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
         if !names.is_empty() && !names.iter().any(|name| name == RANKS || is_of_run(name)) {
@@ -175,11 +179,11 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
     first_error.map_or(Ok(None), Err)
 }
 
-/// Moves the checkpoints of steps after `after`, or all, to another folder on the same disk, where their names
-/// get a number. Returns how many there are. For a process that holds the folder's lock.
+/// Moves the checkpoints of steps after `after`, or all, to another folder on the same disk, where `number` is
+/// added to their names. Returns how many there are. For a process that holds the folder's lock.
 ///
 /// Errors: [`Error::Io`].
-pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, to: &Path) -> Result<usize> {
+pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, (to, number): (&Path, u64)) -> Result<usize> {
     let is_later = |step: &u64| after.is_none_or(|after| *step > after);
     let (moved, stay): (Vec<u64>, Vec<u64>) = list(run)?.into_iter().partition(is_later);
     if moved.is_empty() {
@@ -188,14 +192,9 @@ pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, to: &Path) -> Res
     fs::create_dir_all(to).map_err(Error::io("create", to))?;
     for &step in &moved {
         let name = folder(step);
-        let mut number = 1;
-        let mut aside = to.join(format!("{name}.{number}"));
-        while aside.exists() {
-            number += 1;
-            aside = to.join(format!("{name}.{number}"));
-        }
         let from = run.join(&name);
-        fs::rename(&from, aside).map_err(Error::io("move the checkpoint", &from))?;
+        fs::rename(&from, to.join(format!("{name}.{number}")))
+            .map_err(Error::io("move the checkpoint", &from))?;
     }
     let latest = run.join(LATEST);
     match stay.last() {

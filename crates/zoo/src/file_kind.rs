@@ -148,6 +148,8 @@ impl FileKind {
     /// Returns the kind of a file; `None` if it cannot be read.
     #[must_use]
     pub fn of_file(path: &Path) -> Option<Self> {
+        // To open a named pipe would wait for its other end.
+        path.metadata().ok().filter(std::fs::Metadata::is_file)?;
         let mut start = Vec::new();
         File::open(path).ok()?.take(START as u64).read_to_end(&mut start).ok()?;
         Self::of(&start)

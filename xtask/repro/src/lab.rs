@@ -77,7 +77,7 @@ impl Lab {
         Ok(Outcome { name: arm.name, runs })
     }
 
-    /// Returns the seconds of a step of an arm on the virtual clock, over a link.
+    /// Returns the seconds of a step of an arm on the virtual clock, over a link, after the arm's warm-up.
     ///
     /// Errors: those of [`Lab::outcome`].
     pub(crate) fn step_time(&self, report: &mut Report<'_>, arm: &Arm, link: Link) -> Result<f64> {
@@ -100,7 +100,8 @@ impl Lab {
         outcome.rows(report, reference, gap)?;
         let mut step_times = Vec::new();
         for link in LINKS {
-            step_times.push(self.step_time(report, arm, link.parse()?)?);
+            let mean = outcome.seconds();
+            step_times.push(clock::mean_step_time(report, (&self.setting, arm), link.parse()?, mean)?);
         }
         if let Some(form) = arm.sent {
             let form = form(&self.sizes(arm)?);

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use super::acceptor::UNPROVEN;
 use super::address::{PeerAddresses, relay_map};
 use super::peer::{STREAM_WINDOW, WINDOW_OF_ALL};
+use super::relay_probe;
 use crate::CommError;
 use crate::secure::{AnyCertificate, Identity};
 
@@ -22,9 +23,6 @@ use crate::secure::{AnyCertificate, Identity};
 pub(super) const PROTOCOL: &[u8] = b"farflung/1";
 /// Time to wait for the connection to a relay before this process announces its addresses.
 const RELAY: Duration = Duration::from_secs(10);
-/// Time limit for the check whether anything listens at an address of a relay, of which a few are tried.
-const CONNECTING: Duration = Duration::from_secs(1);
-const MOST_TRIED: usize = 2;
 /// Time limit for closing sockets and connections to relays.
 const CLOSING: Duration = Duration::from_secs(2);
 
@@ -197,20 +195,12 @@ async fn bind(opening: &SocketOptions) -> Result<Endpoint, CommError> {
         io("listen over UDP at", &at, &format_args!("{e:#}"))
     })?;
     let relays = opening.relays.clone();
-    let answers = tokio::task::spawn_blocking(move || relays.iter().any(accepts_connections));
+    let answers = tokio::task::spawn_blocking(move || relay_probe::answers_any(&relays));
     if answers.await.unwrap_or(false) {
         // It may fail: the relay may become reachable later, or peers may be reached without it.
         let _ = tokio::time::timeout(RELAY, endpoint.online()).await;
     }
     Ok(endpoint)
-}
-
-/// Returns whether anything accepts connections where a relay should be. If not, it is not waited for.
-fn accepts_connections(relay: &RelayUrl) -> bool {
-    let host = relay.host_str().unwrap_or_default().trim_matches(['[', ']']);
-    let Some(port) = relay.port_or_known_default() else { return false };
-    let addresses = (host, port).to_socket_addrs().into_iter().flatten();
-    addresses.take(MOST_TRIED).any(|at| TcpStream::connect_timeout(&at, CONNECTING).is_ok())
 }
 
 fn transport(patience: Duration) -> Result<QuicTransportConfig, CommError> {
@@ -229,19 +219,4 @@ fn transport(patience: Duration) -> Result<QuicTransportConfig, CommError> {
         .keep_alive_interval(patience / 6)
         .default_path_keep_alive_interval(patience / 6)
         .build())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_relay_that_is_not_there_is_not_waited_for() {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let url: RelayUrl = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
-        assert!(accepts_connections(&url));
-        drop(listener);
-        assert!(!accepts_connections(&url));
-        assert!(!accepts_connections(&"http://no-such-host.invalid:1".parse().unwrap()));
-    }
 }

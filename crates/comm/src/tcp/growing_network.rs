@@ -22,7 +22,7 @@ use farflung_base::PeerId;
 use super::listeners::{AddressUse, Listeners};
 use super::rendezvous::answer_of;
 use super::shared_memory::SharedMemory;
-use super::stream::Stream;
+use super::stream::{Stream, is_late};
 use super::target::{Target, hung_up};
 use super::{Tcp, open};
 use crate::control::{BoundedVec, Control};
@@ -38,6 +38,10 @@ use shared::{CONNECT_TIMEOUT, OVERSUBSCRIBED, POLL_INTERVAL, Shared, lock};
 
 /// Maximum number of random draws of a peer number that no other member has.
 const DRAWS: usize = 64;
+
+/// Greatest number of bytes that [`GrowingNetwork::set_welcome`] takes. The rest of a frame is for the
+/// addresses of the members.
+pub const WELCOME_BYTES: usize = FRAME_BYTES / 2;
 
 /// Where a member listens, and which processes it accepts.
 #[derive(Debug, Clone)]
@@ -214,13 +218,12 @@ impl GrowingNetwork {
         Connected { peer: me, address: self.shared.address.clone(), key: self.shared.security.own_key() }
     }
 
-    /// Sets the bytes that this member sends to processes that ask for the members, besides the addresses; at
-    /// most 128 KiB.
+    /// Sets the bytes that this member sends to processes that ask for the members, besides the addresses.
     ///
     /// # Errors
-    /// [`CommError::Argument`] if there are more bytes.
+    /// [`CommError::Argument`] if there are more than [`WELCOME_BYTES`].
     pub fn set_welcome(&self, bytes: Vec<u8>) -> Result<(), CommError> {
-        let (got, want) = (bytes.len(), FRAME_BYTES / 2);
+        let (got, want) = (bytes.len(), WELCOME_BYTES);
         if got > want {
             return Err(CommError::Argument {
                 op: "gate",
@@ -338,9 +341,12 @@ impl MemberList {
             };
             let expected = key_in(address).or(config.security.host());
             match target.attempt(&config.security, expected, until) {
-                Ok(Some(stream)) => return Self::over(config, &sockets, &stream, until).map(Some),
+                Ok(Some(stream)) => match Self::over(config, &sockets, &stream, until) {
+                    Err(error) if is_late(&error) => target.note(&error),
+                    asked => return asked.map(Some),
+                },
                 Ok(None) => {}
-                Err(error) if hung_up(&error) => {}
+                Err(error) if hung_up(&error) || is_late(&error) => {}
                 // Another process listens at this address now.
                 Err(CommError::Unproven { reason: Refusal::Key, .. }) if key_in(address).is_some() => {}
                 Err(error) => return Err(error),

@@ -15,7 +15,7 @@ use farflung_base::Rank;
 use super::is_within_one_machine;
 use super::listeners::{AddressUse, Listeners, host_of, literal_ip};
 use super::shared_memory::SharedMemory;
-use super::stream::Stream;
+use super::stream::{Stream, is_late};
 use super::target::{RETRY, Target, hung_up};
 use crate::control::{BoundedVec, Control};
 use crate::deadline::Deadline;
@@ -291,6 +291,10 @@ fn visit(config: &mut Config, until: Deadline) -> Result<Streams, CommError> {
     let patient = until.extended_by(Duration::from_secs(1));
     let asked = loop {
         match ask(config, &mut target, until, patient) {
+            Err(e) if is_late(&e) => {
+                target.note(&e);
+                return Err(not_reached(config, &target));
+            }
             Err(e) if hung_up(&e) => match until.remaining() {
                 Some(rest) => std::thread::sleep(rest.min(RETRY)),
                 None => return Err(not_reached(config, &target)),
@@ -379,7 +383,7 @@ fn reach(
                     left.push((rank, target));
                     continue;
                 }
-                Err(e) if hung_up(&e) => {
+                Err(e) if hung_up(&e) || is_late(&e) => {
                     left.push((rank, target));
                     continue;
                 }
@@ -398,7 +402,7 @@ fn reach(
             });
             match answered {
                 Ok(()) => welcomed.push((rank, stream)),
-                Err(e) if hung_up(&e) => {
+                Err(e) if hung_up(&e) || is_late(&e) => {
                     target.note(&e);
                     left.push((rank, target));
                 }

@@ -331,7 +331,7 @@ impl Stream {
         let cause =
             large_packets::lost(&self.socket).map(|cause| format!(": {cause}: {}", large_packets::ADVICE));
         CommError::Io {
-            what: "no answer in time from",
+            what: NO_ANSWER,
             address: from.to_owned(),
             kind: ErrorKind::TimedOut,
             message: format!("waited for {:?}{}", until.limit(), cause.unwrap_or_default()),
@@ -341,6 +341,14 @@ impl Stream {
     fn unproven(&self, reason: Refusal) -> CommError {
         CommError::Unproven { peer: self.name(), reason }
     }
+}
+
+/// What failed if a peer has not answered by the deadline.
+const NO_ANSWER: &str = "no answer in time from";
+
+/// Returns whether an error is that of a peer that was connected and did not answer in time.
+pub(super) fn is_late(error: &CommError) -> bool {
+    matches!(error, CommError::Io { what: NO_ANSWER, .. })
 }
 
 /// Converts an error of the connection to one of the rendezvous.

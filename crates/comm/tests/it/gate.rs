@@ -10,7 +10,9 @@ use std::time::Duration;
 use farflung_base::{Nanos, PeerId, Rank};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
 use farflung_comm::tcp::{GateConfig, GrowingNetwork, SharedMemory};
-use farflung_comm::{CommError, Communicator, ReduceOp, Refusal, Transport};
+use farflung_comm::{CommError, Communicator, FRAME_BYTES, ReduceOp, Refusal, Transport};
+
+use crate::common::free_port;
 
 fn config(security: &Security) -> GateConfig {
     let mut config = GateConfig::new("127.0.0.1:0", "night", security.clone());
@@ -210,6 +212,29 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
         ),
         "{error}"
     );
+}
+
+/// Before, the answer was empty, and the process waited for one until its deadline.
+#[test]
+fn a_list_of_members_longer_than_a_frame_is_a_refusal_that_says_so() {
+    let clear = Security::unencrypted();
+    let port = free_port();
+    let listen = format!("127.0.0.1:{port}");
+    let mut long = config(&clear);
+    long.listen.clone_from(&listen);
+    // As long as the addresses of some thousand members.
+    long.advertise = Some("a".repeat(FRAME_BYTES / 2));
+    let first = GrowingNetwork::found(&long).unwrap();
+    let asks = || GrowingNetwork::ask(&config(&clear), &[listen.clone()]);
+    first.set_welcome(vec![0; FRAME_BYTES / 4]).unwrap();
+    assert_eq!(asks().unwrap().members().len(), 1);
+    first.set_welcome(vec![0; FRAME_BYTES / 2]).unwrap();
+    let error = asks().unwrap_err();
+    let CommError::Refused { reason: Refusal::ListTooLong { members: 1, bytes }, .. } = error else {
+        panic!("{error}")
+    };
+    assert!(bytes > FRAME_BYTES as u64);
+    assert!(error.to_string().contains("262144"), "{error}");
 }
 
 #[test]

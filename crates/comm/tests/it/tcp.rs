@@ -35,6 +35,10 @@ fn ipv6_works_where_the_machine_has_it() {
     assert_eq!(sums, [[3.0, 3.0]; 3]);
 }
 
+/// Time limit of ranks of which two meet, and others never come. It must be long enough for the two to meet on
+/// a busy machine.
+const WAITS_FOR_THE_OTHER: Duration = Duration::from_secs(3);
+
 #[test]
 fn the_missing_are_named_to_everyone() {
     let port = free_port();
@@ -42,7 +46,7 @@ fn the_missing_are_named_to_everyone() {
         let waiting: Vec<_> = [0, 2]
             .map(|rank| {
                 let mut config = config(rank, 4, port);
-                config.deadline = Duration::from_millis(400);
+                config.deadline = WAITS_FOR_THE_OTHER;
                 scope.spawn(move || join(&config).unwrap_err())
             })
             .into_iter()
@@ -88,7 +92,7 @@ fn ranks_that_know_all_addresses_need_no_master() {
     std::thread::scope(|scope| {
         let waiting = [0, 2].map(|rank| {
             let mut config = Config::with_peers(rank, all.clone());
-            config.deadline = Duration::from_millis(400);
+            config.deadline = WAITS_FOR_THE_OTHER;
             scope.spawn(move || join(&config).unwrap_err())
         });
         for thread in waiting {

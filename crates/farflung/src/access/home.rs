@@ -1,5 +1,6 @@
 //! Locations of the machine's key and, on a host, of the secret from which its tickets are made.
 
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use farflung_comm::secure::{Identity, JoinSecret, PublicKey, Ticket};
@@ -15,6 +16,13 @@ const HOME: &str = "FARFLUNG_HOME";
 pub struct Home {
     key: PathBuf,
     secret: PathBuf,
+}
+
+/// A key that belongs to this process alone, until this is dropped.
+#[derive(Debug)]
+#[must_use = "dropping it lets others have the key"]
+pub struct KeyClaim {
+    _lock: File,
 }
 
 impl Home {
@@ -41,6 +49,31 @@ impl Home {
     /// Errors: those of the file, with advice.
     pub fn identity(&self) -> Result<Identity> {
         made_once(&self.key, "key", || Ok(**Identity::generate()?.seed())).map(Identity::from_seed)
+    }
+
+    /// Claims the key for this process until the result is dropped. Over QUIC, peers and relays find a process
+    /// by its key: of two with one key, each would get messages of the other.
+    ///
+    /// Errors: [`Error::Setting`] if another process of this machine has claimed the key; [`Error::Io`]. On a
+    /// file system without locks, the key counts as claimed.
+    pub fn claim(&self) -> Result<KeyClaim> {
+        let file = File::open(&self.key).map_err(Error::io("read the key", &self.key))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::Setting {
+                    field: "key_file",
+                    value: format!("{}, which another member on this machine uses", self.key.display()),
+                    expected: "another file, such as `--key-file key2`, which is created on first use: over \
+                               QUIC, each member needs its own key"
+                        .to_owned(),
+                });
+            }
+            Err(TryLockError::Error(error)) => {
+                tracing::debug!(%error, path = %self.key.display(), "the key's file cannot be locked");
+            }
+        }
+        Ok(KeyClaim { _lock: file })
     }
 
     /// Returns the secret from which this host's tickets are made. The secret is created on first use.

@@ -90,6 +90,22 @@ fn a_key_is_made_once_for_its_owner_alone() {
 }
 
 #[test]
+fn a_key_belongs_to_one_process_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let home = Home::new(None, env(folder.path(), &[])).unwrap();
+    home.identity().unwrap();
+    let claim = home.claim().unwrap();
+    let refused = home.claim().unwrap_err();
+    let text = refused.to_string();
+    assert!(refused.exit_code() == 2 && text.contains("--key-file"), "{text}");
+    assert!(text.contains(&folder.path().join("key").display().to_string()), "{text}");
+    // Its holder, and those that only ask, still read it.
+    home.identity().unwrap();
+    drop(claim);
+    drop(home.claim().unwrap());
+}
+
+#[test]
 fn a_ticket_names_the_host_and_where_it_is() {
     let (ours, theirs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let home = Home::new(None, env(ours.path(), &[])).unwrap();

@@ -23,12 +23,15 @@ pub(crate) struct EvalCommand {
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
+    /// Default: that of the model's run.
     #[arg(long, value_name = "NAME")]
     encoding: Option<TextEncoding>,
     /// Make special tokens that are written in the text, such as <|endoftext|>, the tokenizer's own tokens.
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
-    special_tokens: bool,
-    /// Type of the ids in .bin files that do not say it themselves: u16 (the default), u32, u8, i32 or i64.
+    /// Default: as in the model's run.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    special_tokens: Option<bool>,
+    /// Type of the ids in .bin files that do not say it themselves: u16, u32, u8, i32 or i64. Default: that of
+    /// the model's run, else u16.
     #[arg(long, value_name = "TYPE")]
     token_type: Option<TokenType>,
     /// JSON file with rows of token ids to measure instead of a text: `input_ids`, and `labels` if not every
@@ -92,10 +95,13 @@ impl EvalCommand {
 
     /// Measures held-out text.
     fn on_text(&self) -> Result<()> {
-        let Loaded { stage, params, tokenizer } = self.model.load()?;
+        let Loaded { stage, params, tokenizer, reading } = self.model.load()?;
         let (tokenizer, model) = (&*tokenizer, LoadedModel { stage, params });
-        let (encoding, special_tokens, token_type) = (self.encoding, self.special_tokens, self.token_type);
-        let options = ReadOptions { encoding, special_tokens, token_type };
+        let options = ReadOptions {
+            encoding: self.encoding.or(reading.encoding),
+            special_tokens: self.special_tokens.unwrap_or(reading.special_tokens),
+            token_type: self.token_type.or(reading.token_type),
+        };
         let corpus = match &self.data {
             Some(path) => {
                 Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?

@@ -14,6 +14,7 @@ use farflung::{Error, Launch, NoticeArgs, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
 use super::launched_members as members;
+use super::own_address;
 use super::train::TrainCommand;
 
 /// Start several processes of one job, on this machine (over shared memory) or over ssh on several
@@ -99,6 +100,7 @@ impl LaunchCommand {
         }
         let processes = usize::from(self.processes.unwrap_or(1));
         let here = Launch::here(processes);
+        self.master.as_ref().map_or(Ok(()), own_address::check_master)?;
         let master = self.master.unwrap_or(here.master);
         let secret = secret(&master.0)?;
         let over_quic = TrainCommand::launched_over_quic(&self.command)?;

@@ -10,6 +10,7 @@ use farflung::access::{RUN_ADDRESSES, RUN_TICKET};
 use farflung::config::choice::TransportKind;
 use farflung::launch::{Elastic, Start};
 use farflung::shell_word::shell_word;
+use farflung::transports::Reach;
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::members::HostCommand;
@@ -121,6 +122,16 @@ impl Members<'_> {
         all.flat_map(|at| ["--at".into(), at.into()]).chain(site.flags()).collect()
     }
 
+    /// Returns the path of a joining member's key, if it is not the default: the host's, and over QUIC, where
+    /// each member needs its own, a file beside the member's folder.
+    fn key_of_joiner(&self, member: usize) -> Option<PathBuf> {
+        let (transport, relays) = (self.config.transport, self.config.run_settings().relays());
+        if (Reach { transport, relays, advertise: Vec::new() }).over_quic(&[]) {
+            return Some(self.folder(member).with_extension("key"));
+        }
+        self.host.key_file().map(Path::to_owned)
+    }
+
     /// Returns the command of a process; `None` if there is no member yet that it could join.
     fn command(&mut self, Start { member, running }: &Start) -> Option<Command> {
         let mut command = Command::new(self.program);
@@ -144,12 +155,11 @@ impl Members<'_> {
                 command.arg("--quiet");
             }
             command.args(self.host.notice().flags());
-            for (flag, path) in
-                [("--data", self.config.data.as_deref()), ("--key-file", self.host.key_file())]
-            {
-                if let Some(path) = path {
-                    command.arg(flag).arg(path);
-                }
+            if let Some(data) = &self.config.data {
+                command.arg("--data").arg(data);
+            }
+            if let Some(key) = self.key_of_joiner(*member) {
+                command.arg("--key-file").arg(key);
             }
             if let Some(encoding) = self.config.encoding {
                 command.arg("--encoding").arg(encoding.to_string());

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::own_address;
-use farflung::access::{self, Home, RUN_TICKET, SiteMemberArgs};
+use farflung::access::{self, Home, KeyClaim, RUN_TICKET, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Identity, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
 use farflung::config::choice::TransportKind;
@@ -145,6 +145,7 @@ impl HostCommand {
             return super::print(&self.flags.resolve()?.with_own_model()?.to_toml());
         }
         let config = self.flags.clone().resolve()?;
+        own_address::check_listen(&self.listen)?;
         own_address::check_schemes("address", &self.address)?;
         check_addresses(&self.address)?;
         let env = |name: &str| std::env::var(name).ok();
@@ -153,7 +154,8 @@ impl HostCommand {
             Some(_) => None,
             None => Some(Home::new(self.key_file.as_deref(), env)?),
         };
-        let own = home.map(|home| Ok::<_, Error>((home.identity()?, home.join_secret()?))).transpose()?;
+        let own = home.as_ref().map(|home| Ok::<_, Error>((home.identity()?, home.join_secret()?)));
+        let own = own.transpose()?;
         let security = match (site, &own) {
             (Some(site), _) => site,
             (None, Some((identity, secret))) => Security::by_secret(identity, secret),
@@ -167,6 +169,7 @@ impl HostCommand {
             relays: config.run_settings().relays(),
             advertise: self.address.clone(),
         };
+        let _claim = claim(home.as_ref(), &reach, &[])?;
         let gate = reach.open(gate, &[])?;
         let expiry = unix_seconds().saturating_add(self.expires);
         let former = match &config.out {
@@ -193,13 +196,10 @@ impl HostCommand {
                 ));
                 return Ok(());
             };
+            let is_local = own_address::are_loopback(&addresses);
             let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
             let path = write_ticket(&ticket, folder, self.ticket_out.as_deref())?;
-            farflung::terminal::write_stderr(format!(
-                "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file \
-                 {RUN_TICKET}\n",
-                path.display(),
-            ));
+            farflung::terminal::write_stderr(how_to_join(&path, is_local));
             Ok(())
         };
         let (quiet, json) = (config.quiet, config.json);
@@ -208,6 +208,21 @@ impl HostCommand {
             elastic::host(config, &gate, &former, &stop, watch, &mut open)
         })
     }
+}
+
+/// Returns how others join with a ticket. `is_local` is whether only this machine reaches its addresses.
+fn how_to_join(ticket: &Path, is_local: bool) -> String {
+    let path = ticket.display();
+    if is_local {
+        return format!(
+            "the ticket is in {path}: only this machine reaches its addresses (see --listen and --address); here \
+             run\n  farflung join --ticket-file {path}\n"
+        );
+    }
+    format!(
+        "the ticket is in {path}: copy it to other machines, and there run\n  farflung join --ticket-file \
+         {RUN_TICKET}\n"
+    )
 }
 
 /// Returns the access to the members of earlier runs in this folder: by the tickets that these runs left there,
@@ -325,10 +340,11 @@ pub(crate) struct JoinCommand {
 
 impl JoinCommand {
     pub(crate) fn run(self) -> Result<()> {
+        own_address::check_listen(&self.listen)?;
         own_address::check_schemes("address", self.address.as_slice())?;
         own_address::check_schemes("at", &self.at)?;
         check_addresses(&self.address)?;
-        let Membership { security, known, ticket } =
+        let Membership { security, known, ticket, home } =
             Membership::new(&self.site, &self.at, self.ticket_file.as_deref(), self.key_file.as_deref())
                 .map_err(Error::of_input)?;
         let mut given = TrainArgs {
@@ -356,6 +372,7 @@ impl JoinCommand {
         let relays: Vec<String> =
             self.relay.iter().flat_map(|relays| relays.split(',')).map(str::to_owned).collect();
         let reach = Reach { transport, relays, advertise: self.address.clone().into_iter().collect() };
+        let _claim = claim(home.as_ref(), &reach, &known)?;
         let gate = reach.open(gate, &known)?;
         let stop = self.notice.install(super::print_error)?;
         let mut open = |gate: &GrowingNetwork, folder: &Path| {
@@ -369,6 +386,11 @@ impl JoinCommand {
             elastic::join(&given, &gate, &to_ask(&known), &stop, watch, &mut open)
         })
     }
+}
+
+/// Claims the key of a member that connects over QUIC; `home` is `None` for one with certificates.
+fn claim(home: Option<&Home>, reach: &Reach, known: &[String]) -> Result<Option<KeyClaim>> {
+    home.filter(|_| reach.over_quic(known)).map(Home::claim).transpose()
 }
 
 /// Checks the addresses of `--address`. If they cannot be checked now, tells the user.
@@ -386,6 +408,8 @@ pub(super) struct Membership {
     pub(super) known: Vec<String>,
     /// The ticket, if processes have no certificates.
     pub(super) ticket: Option<Ticket>,
+    /// Where its key is, if processes have no certificates.
+    pub(super) home: Option<Home>,
 }
 
 impl Membership {
@@ -407,12 +431,12 @@ impl Membership {
                     expected: "the address of a member, which `farflung host` printed".to_owned(),
                 });
             }
-            return Ok(Self { security, known: at.to_vec(), ticket: None });
+            return Ok(Self { security, known: at.to_vec(), ticket: None, home: None });
         }
         let ticket = access::ticket_for(ticket, env)?;
-        let identity = Home::new(key, env)?.identity()?;
-        let security = Security::by_ticket(&identity, &ticket);
-        Ok(Self { security, known: ticket.addresses.clone(), ticket: Some(ticket) })
+        let home = Home::new(key, env)?;
+        let security = Security::by_ticket(&home.identity()?, &ticket);
+        Ok(Self { security, known: ticket.addresses.clone(), ticket: Some(ticket), home: Some(home) })
     }
 }
 

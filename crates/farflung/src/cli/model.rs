@@ -6,6 +6,7 @@ use std::sync::Arc;
 use farflung::config::choice::TokenizerKind;
 use farflung::config::value::Setting as _;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
+use farflung::zoo::data::ReadOptions;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal};
 
@@ -37,6 +38,8 @@ pub(crate) struct Loaded {
     pub(crate) stage: Stage,
     pub(crate) params: Tensor,
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
+    /// How the run that trained it read its text.
+    pub(crate) reading: ReadOptions,
 }
 
 /// A loaded model without a tokenizer.
@@ -48,9 +51,10 @@ pub(crate) struct LoadedModel {
 impl ModelArgs {
     /// Opens the model and its tokenizer. An error of its files is one of the input.
     pub(crate) fn load(&self) -> Result<Loaded> {
-        self.open(|source, vocab| self.tokenizer(source, vocab))
-            .map(|(LoadedModel { stage, params }, tokenizer)| Loaded { stage, params, tokenizer })
-            .map_err(Error::of_input)
+        let more = |source: &ModelSource, vocab| Ok((self.tokenizer(source, vocab)?, source.read_options()));
+        let (LoadedModel { stage, params }, (tokenizer, reading)) =
+            self.open(more).map_err(Error::of_input)?;
+        Ok(Loaded { stage, params, tokenizer, reading })
     }
 
     /// Opens the model for ids of tokens. An error of its files is one of the input.

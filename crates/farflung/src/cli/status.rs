@@ -75,7 +75,7 @@ pub(super) fn asking(
     (site, at): (&SiteMemberArgs, &[String]),
     job: Option<String>,
 ) -> Result<Asking> {
-    let Membership { mut security, known, ticket } =
+    let Membership { mut security, known, ticket, .. } =
         Membership::new(site, at, ticket, key).map_err(Error::of_input)?;
     if let Some(ticket) = ticket.filter(|_| known.iter().any(|address| is_second_network_address(address))) {
         // Over QUIC a process is reached by its key, which must differ from that of a member on this machine.

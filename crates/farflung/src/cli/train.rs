@@ -168,7 +168,7 @@ impl TrainCommand {
         match &env {
             Some(env) => tracing::info!("{env}"),
             None => {
-                if let Some(note) = launch_env::note_without_srun(|name| std::env::var(name).ok()) {
+                if let Some(note) = launch_env::note_alone(|name| std::env::var(name).ok()) {
                     farflung::terminal::write_stderr(format!("note: {note}\n"));
                 }
             }

@@ -190,6 +190,11 @@ impl TrainConfig {
             &["recipe"],
             "all settings that it consists of are overridden with other values",
         );
+        notes.note_without_effect(
+            matches!(self.resume, Resume::Path(_)),
+            &["init-from"],
+            "`resume` names a checkpoint, which has all of the model",
+        );
         let each_step = self.sync.each_step;
         notes.note_without_effect(
             !run.elastic,

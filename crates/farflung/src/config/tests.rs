@@ -103,7 +103,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
 #[test]
 fn ranges_are_checked_by_name() {
     type Spoil = fn(&mut TrainConfig);
-    let broken: [(&str, Spoil); 12] = [
+    let broken: [(&str, Spoil); 13] = [
         ("workers", |c| c.workers = 0),
         ("batch", |c| c.batch = 0),
         ("beta2", |c| c.beta2 = 1.0),
@@ -111,6 +111,7 @@ fn ranges_are_checked_by_name() {
         ("lr", |c| c.lr = f64::NAN),
         ("min-lr", |c| c.min_lr = 1.0),
         ("top-p", |c| c.top_p = 0.0),
+        ("tune", |c| c.tune = 1_000_000_000_000),
         ("bucket-mb", |c| c.bucket_mb = 0.0),
         ("heads", |c| c.heads = Some(0)),
         ("deadline", |c| c.deadline = Nanos::ZERO),

@@ -78,6 +78,12 @@ impl TrainConfig {
         self.validate_sync()?;
         self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
+        check(
+            "tune",
+            &self.tune,
+            self.tune <= MOST_TRIALS,
+            "at most 1000, because each candidate takes that many steps",
+        )?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
         check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than 0")?;
         for (field, rate) in [("up", self.up), ("up-each", self.up_each)] {
@@ -86,6 +92,9 @@ impl TrainConfig {
         Ok(())
     }
 }
+
+/// Greatest number of steps that `tune` tries each candidate for.
+const MOST_TRIALS: u64 = 1000;
 
 /// Returns [`Error::Setting`] unless `good`.
 pub(super) fn check(field: &'static str, value: &dyn fmt::Display, good: bool, expected: &str) -> Result<()> {

@@ -45,6 +45,7 @@ impl Error {
             | Self::HalfSet { .. }
             | Self::Variable { .. }
             | Self::Input(_)
+            | Self::Tensor(TensorError::NoSuchDevice { .. })
             | Self::Parallel(
                 ParallelError::Plan { .. }
                 | ParallelError::PlanFile { .. }

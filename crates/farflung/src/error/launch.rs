@@ -51,6 +51,26 @@ pub enum LaunchError {
         /// What the user can do about it.
         advice: String,
     },
+    /// Another program listens where rank 0 of the job should.
+    #[error(
+        "the program that listens at {at} is no rank of a farflung job ({source}): start rank 0 there, or give \
+         all ranks another MASTER_PORT"
+    )]
+    OtherProgram {
+        /// The address.
+        at: String,
+        /// What is wrong with its answer.
+        source: farflung_comm::WireError,
+    },
+    /// Rank 0 cannot listen, because another process does.
+    #[error(
+        "{source}: another process listens there: a second process with RANK=0 (ranks must differ), an earlier \
+         run that has not ended, or another program; end it, or give all ranks another MASTER_PORT"
+    )]
+    PortInUse {
+        /// The error of the attempt to listen.
+        source: farflung_comm::CommError,
+    },
     /// ssh could not be started.
     #[error("failed to start `{command}`")]
     StartSsh {
@@ -69,7 +89,8 @@ impl LaunchError {
         match self {
             Self::Child { code, .. } | Self::OnHost { code, .. } | Self::Ssh { code, .. } => *code,
             Self::Rendezvous { .. } => 75,
-            Self::Start { .. } | Self::StartSsh { .. } => 1,
+            Self::OtherProgram { .. } => 2,
+            Self::Start { .. } | Self::StartSsh { .. } | Self::PortInUse { .. } => 1,
         }
     }
 }

@@ -5,13 +5,18 @@ use farflung_base::Rank;
 use super::LaunchEnv;
 
 impl LaunchEnv {
-    /// Returns the advice for a rendezvous in which these ranks were missing.
+    /// Returns the advice for a rendezvous in which these ranks were missing. `refused` is whether this
+    /// process has refused connections: those reached it.
     #[must_use]
-    pub fn advice(&self, missing: &[Rank]) -> String {
+    pub fn advice(&self, missing: &[Rank], refused: bool) -> String {
         let Self { master_addr: host, master_port: port, source, .. } = self;
         let by_slurm = matches!(*source, "Slurm" | "PMIx");
         let variable = if by_slurm { "MASTER_ADDR or SLURM_JOB_NODELIST" } else { "MASTER_ADDR" };
-        let place = if self.is_local() {
+        let place = if refused {
+            "what was refused did reach this rank: all ranks need the same WORLD_SIZE, the same --job, and the \
+             same ticket or secret"
+                .to_owned()
+        } else if self.is_local() {
             format!(
                 "`{host}` (MASTER_ADDR) is each machine's own loopback: if ranks run on several machines, give \
                  all of them a name or an address of rank 0's machine in MASTER_ADDR"
@@ -47,7 +52,18 @@ mod tests {
         let env = |name: &str| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
         let env = detect(env).unwrap().unwrap();
         // Rank 0 is missing for all others.
-        env.advice(&[Rank(1 - env.rank.0)])
+        env.advice(&[Rank(1 - env.rank.0)], false)
+    }
+
+    #[test]
+    fn where_a_rank_was_refused_the_place_is_not_the_problem() {
+        let vars = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")];
+        let env = |name: &str| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let said = detect(env).unwrap().unwrap().advice(&[Rank(1)], true);
+        assert!(
+            said.contains("WORLD_SIZE") && said.contains("secret") && !said.contains("loopback"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -29,6 +29,11 @@ pub(super) fn address(env: &impl Fn(&str) -> Option<String>) -> Result<Option<(S
     }
 }
 
+/// Returns whether a host stands for all addresses of the machine that listens.
+pub(super) fn is_unspecified(host: &str) -> bool {
+    host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
+}
+
 /// Splits an address into its host and port. The URL of a relay keeps its scheme.
 fn parse(text: &str) -> Option<(String, Option<u16>)> {
     let (scheme, rest) = match text.split_once("://") {

@@ -20,7 +20,8 @@ pub(super) fn is_step(env: &impl Fn(&str) -> Option<String>) -> bool {
     }
 }
 
-/// See [`note_without_srun`](super::note_without_srun).
+/// Returns a note for the user if Slurm's variables name ranks, but `srun` did not start this process: it is
+/// then no rank of a job.
 pub(super) fn note_without_srun(env: &impl Fn(&str) -> Option<String>) -> Option<String> {
     env("SLURM_PROCID").filter(|_| !is_step(env))?;
     let tasks = env("SLURM_NTASKS").map_or_else(String::new, |tasks| format!(" (SLURM_NTASKS is {tasks})"));

@@ -61,8 +61,9 @@ pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, err
     // If the cause is elsewhere, a message about it will arrive soon. A broken link may also be the consequence
     // of a stop: then the caller finds the message about it in `hearing`.
     let heard = hearing.listen(if evidence == Evidence::Silent { 0 } else { POLLS });
-    if evidence == Evidence::Secondary
-        && let Some(ReceivedNotice { from, word }) = heard
+    let lost = if let Error::PeerLost { peer, .. } = &error { Some(Rank(peer.0)) } else { None };
+    if let Some(ReceivedNotice { from, word }) =
+        heard.filter(|notice| names_cause(notice, evidence, (lost, comm.rank())))
     {
         return match word.clone() {
             ExitNotice::Stopped => error,
@@ -95,6 +96,22 @@ pub(super) fn attribute_failure(comm: &Communicator, hearing: &ExitListener, err
     }
 }
 
+/// Returns whether a notice names the cause of this rank's error, which may be a broken connection to the rank
+/// `lost`; `me` is this rank.
+///
+/// A rank that failed by itself is the cause of all that follows, also of connections that broke. Of a rank
+/// that lost another one first, and then ended so suddenly that its own connection broke, the notice counts as
+/// well. Other reports of losses do not: this rank has seen for itself which connection broke.
+fn names_cause(notice: &ReceivedNotice, evidence: Evidence, (lost, me): (Option<Rank>, Rank)) -> bool {
+    match (&notice.word, evidence) {
+        (_, Evidence::Secondary) | (ExitNotice::Failed { .. }, Evidence::Broken | Evidence::Silent) => true,
+        (ExitNotice::Lost { culprit, .. }, Evidence::Broken) => {
+            lost == Some(notice.from) && ![me, notice.from].contains(culprit)
+        }
+        (ExitNotice::Lost { .. }, Evidence::Silent) | (ExitNotice::Stopped, _) => false,
+    }
+}
+
 /// Returns whether this rank has lost all others rather than one of them. With two ranks the cases cannot be
 /// distinguished.
 fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
@@ -119,5 +136,68 @@ fn is_cut_off(comm: &Communicator, evidence: Evidence) -> bool {
         // A rank that waits for this one announces its wait before its deadline. No such announcement arrived
         // from any rank, so this rank has lost all others.
         Evidence::Silent => others.all(|peer| comm.transport().awaited_by(peer).is_none()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Nanos;
+    use farflung_comm::memory;
+
+    use super::Evidence::{Broken, Secondary, Silent};
+    use super::*;
+    use crate::Stop;
+
+    /// The error of a rank that has found another one lost.
+    fn lost(peer: u32, evidence: Evidence) -> Error {
+        let peer = PeerId(peer);
+        let source = match evidence {
+            Evidence::Broken => CommError::PeerDown { op: "recv", peer, reason: DownReason::Ended },
+            Evidence::Silent => CommError::Deadline { op: "recv", peer, after: Nanos(1), cause: None },
+            Evidence::Secondary => CommError::PeerDown { op: "recv", peer, reason: DownReason::Left },
+        };
+        assert_eq!(super::evidence(&Error::PeerLost { peer, source: Box::new(source.clone()) }), evidence);
+        Error::PeerLost { peer, source: Box::new(source) }
+    }
+
+    /// Returns the rank that rank 0 of four names, and its exit code, if it has found rank 1 lost in this way,
+    /// after a notice of another rank.
+    fn named(evidence: Evidence, from: usize, word: &ExitNotice) -> (u32, u8) {
+        let ranks: Vec<_> = memory::cluster(4).into_iter().map(|rank| Communicator::new(rank)).collect();
+        let hearing = ExitListener::new(&ranks[0], &Stop::manual());
+        exit_listener::tell(&ranks[from], word);
+        hearing.listen(1000).unwrap();
+        let error = attribute_failure(&ranks[0], &hearing, lost(1, evidence));
+        let code = error.exit_code();
+        match error {
+            Error::PeerLost { peer, .. } => (peer.0, code),
+            Error::OnRank { rank, .. } => (rank as u32, code),
+            Error::CutOff { rank, .. } => (rank.0, code),
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn a_notice_counts_also_where_the_connection_of_its_sender_broke() {
+        let failed = ExitNotice::Failed { code: 3, text: "no room".to_owned() };
+        let lost = |culprit| ExitNotice::Lost { culprit: Rank(culprit), text: "no answer".to_owned() };
+        for (evidence, from, word, want) in [
+            // Rank 1 ended after its own failure, or after that of rank 2.
+            (Broken, 1, &failed, (1, 3)),
+            (Broken, 2, &failed, (2, 3)),
+            (Silent, 2, &failed, (2, 3)),
+            (Secondary, 2, &failed, (2, 3)),
+            // Rank 1 had lost rank 3 before.
+            (Broken, 1, &lost(3), (3, 75)),
+            (Secondary, 1, &lost(3), (3, 75)),
+            // This rank has seen that rank 1 was lost.
+            (Broken, 2, &lost(1), (1, 75)),
+            (Broken, 2, &lost(3), (1, 75)),
+            // Each of the two has lost the other.
+            (Broken, 1, &lost(0), (1, 75)),
+            (Broken, 1, &ExitNotice::Stopped, (1, 75)),
+        ] {
+            assert_eq!(named(evidence, from, word), want, "{evidence:?} from {from}: {word:?}");
+        }
     }
 }

@@ -23,6 +23,7 @@ mod follow;
 mod followed;
 mod followed_parts;
 mod form_team;
+mod former_checkpoints;
 mod former_members;
 mod former_runs;
 mod idle;

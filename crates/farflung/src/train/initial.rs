@@ -1,6 +1,6 @@
 //! The weights that a run starts from (`--init-from`), and the settings that follow from them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
@@ -8,10 +8,12 @@ use farflung_zoo::spec::Positions;
 use farflung_zoo::weights::Weights;
 
 use super::fingerprint::digest;
+use crate::checkpoint::MANIFEST;
 use crate::config::choice::Resume;
 use crate::error::ModelError;
 use crate::model_shape::{is_model_path, model_shape, model_text};
-use crate::{ModelSource, Result, TrainConfig, finite};
+use crate::run_dir::{CONFIG, RANKS};
+use crate::{ModelSource, Result, TrainArgs, TrainConfig, finite};
 
 /// The weights that a run starts from.
 #[derive(Debug, Clone)]
@@ -73,20 +75,21 @@ impl TrainConfig {
     ///
     /// Errors: as [`ModelSource::find`] and [`model_shape`]; [`ModelError::Differs`] if a given setting differs
     /// from the weights.
-    pub fn with_own_model(mut self) -> Result<Self> {
-        let Some(path) = self.initial_path() else { return self.with_text_of_model() };
+    pub fn with_own_model(self) -> Result<Self> {
+        let mut this = self.with_model_of_run();
+        let Some(path) = this.initial_path() else { return this.with_text_of_model() };
         let source = ModelSource::find(path)?;
         let weights = source.open()?;
         let model = weights.spec();
         let given =
-            ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| self.was_given(name));
+            ["layers", "heads", "dim", "context", "vocab", "tokenizer"].map(|name| this.was_given(name));
         let heads = model.blocks.first().map_or(0, |run| run.block.attention.heads.query);
         let sizes = [
-            ("layers", &mut self.layers, model.layers()),
-            ("heads", &mut self.heads, heads),
-            ("dim", &mut self.dim, model.dim),
-            ("context", &mut self.context, model.context),
-            ("vocab", &mut self.vocab, model.vocab),
+            ("layers", &mut this.layers, model.layers()),
+            ("heads", &mut this.heads, heads),
+            ("dim", &mut this.dim, model.dim),
+            ("context", &mut this.context, model.context),
+            ("vocab", &mut this.vocab, model.vocab),
         ];
         for ((field, value, weights), was_given) in sizes.into_iter().zip(given) {
             match *value {
@@ -99,13 +102,38 @@ impl TrainConfig {
             }
         }
         if let Some(text) = model_text(model) {
-            self.model = text;
+            this.model = text;
         }
         if !given[5] {
-            self.tokenizer = source.tokenizer(model.vocab)?;
+            this.tokenizer = source.tokenizer(model.vocab)?;
         }
-        Ok(self)
+        Ok(this)
     }
+
+    /// Returns the settings with the model of the run that is continued, if no setting describes a model.
+    /// Without readable settings of that run they are returned as they are: its checkpoint is compared later.
+    fn with_model_of_run(mut self) -> Self {
+        let describes = ["model", "layers", "heads", "dim", "context", "vocab", "tokenizer", "init-from"];
+        if describes.iter().any(|name| self.was_given(name)) {
+            return self;
+        }
+        let run = match &self.resume {
+            Resume::No => None,
+            Resume::Auto => self.out.clone(),
+            Resume::Path(checkpoint) if checkpoint.join(MANIFEST).exists() => {
+                checkpoint.parent().map(Path::to_owned)
+            }
+            Resume::Path(run) => Some(run.clone()),
+        };
+        let Some(of_run) = run.and_then(|run| settings_of(&run)) else { return self };
+        let TrainArgs { model, layers, heads, dim, context, vocab, tokenizer, .. } = of_run;
+        self.model = model.unwrap_or(self.model);
+        self.tokenizer = tokenizer.unwrap_or(self.tokenizer);
+        (self.layers, self.heads, self.dim) = (layers, heads, dim);
+        (self.context, self.vocab) = (context, vocab);
+        self
+    }
+
     /// Replaces the path of a config.json by what it says.
     fn with_text_of_model(mut self) -> Result<Self> {
         if !is_model_path(&self.model) {
@@ -125,4 +153,20 @@ impl TrainConfig {
         self.model = text;
         Ok(self)
     }
+}
+
+/// Returns the settings in the folder of a run, or of one of its ranks where rank 0's is on another machine.
+/// `None` if there are none that can be read.
+fn settings_of(run: &Path) -> Option<TrainArgs> {
+    let ranks = std::fs::read_dir(run.join(RANKS)).into_iter().flatten().filter_map(Result::ok);
+    let mut folders: Vec<_> = ranks.map(|rank| rank.path()).collect();
+    folders.sort_unstable();
+    folders.insert(0, run.to_owned());
+    let read = |folder: &PathBuf| {
+        let path = folder.join(CONFIG);
+        let text = std::fs::read_to_string(&path).ok()?;
+        let settings = TrainArgs::from_toml(&text, &path);
+        settings.inspect_err(|error| tracing::debug!(%error, "the run's settings cannot be read")).ok()
+    };
+    folders.iter().find_map(read)
 }

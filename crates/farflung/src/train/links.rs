@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use farflung_base::{Rank, Topology};
 use farflung_comm::tcp::{Pace, SharedMemory};
-use farflung_comm::{CommError, Communicator};
+use farflung_comm::{CommError, Communicator, WireError};
 use farflung_parallel::{Cluster, ParallelError, Plan, shipped};
 
 pub(super) use super::connection::view_communicator;
@@ -109,13 +109,22 @@ pub(super) fn shared_memory(config: &RunSettings) -> SharedMemory {
 /// Joins the processes of a launched job by their ranks and number. It uses the settings of the network, but
 /// not the model, the data or the plan.
 ///
-/// Errors: [`LaunchError::Rendezvous`] if processes do not find each other in time; those of the transport.
+/// Errors: [`LaunchError::Rendezvous`] if processes do not find each other in time;
+/// [`LaunchError::OtherProgram`] and [`LaunchError::PortInUse`] if another program is at the meeting place;
+/// those of the transport.
 pub fn join(config: &RunSettings, env: &LaunchEnv) -> Result<Communicator> {
     meet(config, env).map_err(|error| match error {
         Error::Comm(source) => match &source {
             CommError::Missing { ranks, .. } => {
-                let advice = env.advice(ranks);
+                let refused = !env.security.refused().counts().is_empty();
+                let advice = env.advice(ranks, refused);
                 LaunchError::Rendezvous { source, advice }.into()
+            }
+            CommError::Handshake { peer, source: WireError::Magic } => {
+                LaunchError::OtherProgram { at: peer.clone(), source: WireError::Magic }.into()
+            }
+            CommError::Io { what: "listen at", kind: ErrorKind::AddrInUse, .. } if env.rank.0 == 0 => {
+                LaunchError::PortInUse { source }.into()
             }
             _ => Error::Comm(source),
         },

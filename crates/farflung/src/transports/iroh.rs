@@ -31,8 +31,9 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// Returns whether members connect over QUIC.
-    fn over_quic(&self, known: &[String]) -> bool {
+    /// Returns whether a member that knows members at these addresses connects over QUIC, in builds that can.
+    #[must_use]
+    pub fn over_quic(&self, known: &[String]) -> bool {
         match self.transport {
             TransportKind::Auto => {
                 !self.relays.is_empty() || known.iter().any(|address| is_second_network_address(address))

@@ -154,7 +154,7 @@ fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
     let other = farflung(&["devices", "--measure", "--device", "gpu"]);
     assert!(other.status.code() == Some(2) && text(&other.stderr).contains("expected one of"), "{other:?}");
     let missing = farflung(&["train", "--device", "wgpu:99", "--steps", "1"]);
-    assert_eq!(missing.status.code(), Some(1));
+    assert_eq!(missing.status.code(), Some(2));
     assert!(text(&missing.stderr).contains("wgpu:99"), "{missing:?}");
     let wrong = farflung(&["train", "--device", "gpu"]);
     assert_eq!(wrong.status.code(), Some(2));

@@ -72,6 +72,7 @@ mod stops;
 mod tensorboard;
 mod tiny;
 mod token_rows;
+mod usage_errors;
 mod virtual_members;
 mod watch;
 mod wrong_values;

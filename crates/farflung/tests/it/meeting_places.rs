@@ -131,3 +131,64 @@ fn a_rank_without_the_data_is_named_by_all() {
     assert!(said(&first).contains("rank 1 failed: "), "{}", said(&first));
     assert!(said(&first).contains("nope.txt") && said(&second).contains("nope.txt"));
 }
+
+/// Starts a program that listens at a port of this machine, and answers each connection so.
+fn other_program(answer: &'static [u8]) -> u16 {
+    use std::io::Write as _;
+
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        let mut open = Vec::new();
+        while let Ok((mut stream, _)) = listener.accept() {
+            let _ = stream.write_all(answer);
+            open.push(stream);
+        }
+    });
+    port
+}
+
+#[test]
+fn what_listens_in_place_of_rank_0_is_told_from_a_rank_0_that_is_not_there() {
+    let run = Run::new();
+    // A supervisor may try again: rank 0 may hang.
+    let port = other_program(b"").to_string();
+    let alone = rank(&run, 1, "127.0.0.1", &port, "--deadline 1s").output().unwrap();
+    assert_eq!(alone.status.code(), Some(75), "{}", said(&alone));
+    assert!(said(&alone).contains("connected, then: no answer in time"), "{}", said(&alone));
+    // The first answer is shorter than a header of our protocol.
+    for answer in [&b"SSH-2.0-x\r\n"[..], b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"] {
+        let port = other_program(answer).to_string();
+        let alone = rank(&run, 1, "127.0.0.1", &port, "--deadline 60s").output().unwrap();
+        assert_eq!(alone.status.code(), Some(2), "{}", said(&alone));
+        let text = said(&alone);
+        assert!(
+            text.contains(&format!("127.0.0.1:{port} is no rank")) && text.contains("MASTER_PORT"),
+            "{text}"
+        );
+    }
+    let port = other_program(b"").to_string();
+    let second = rank(&run, 0, "127.0.0.1", &port, "--deadline 60s").output().unwrap();
+    assert!(
+        !second.status.success() && said(&second).contains("a second process with RANK=0"),
+        "{}",
+        said(&second)
+    );
+}
+
+#[test]
+fn where_a_rank_was_refused_the_loopback_is_not_blamed() {
+    let run = Run::new();
+    let port = free_port();
+    let first = rank(&run, 0, "127.0.0.1", &port, "--deadline 5s").spawn().unwrap();
+    let mut second = rank(&run, 1, "127.0.0.1", &port, "--deadline 60s");
+    let second = second.env("WORLD_SIZE", "3").output().unwrap();
+    assert_eq!(second.status.code(), Some(2), "{}", said(&second));
+    let first = first.wait_with_output().unwrap();
+    assert_eq!(first.status.code(), Some(75), "{}", said(&first));
+    assert!(
+        said(&first).contains("the same WORLD_SIZE") && !said(&first).contains("loopback"),
+        "{}",
+        said(&first)
+    );
+}

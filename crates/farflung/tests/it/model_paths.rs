@@ -322,6 +322,36 @@ fn a_part_of_a_model_is_called_so() {
 }
 
 #[test]
+fn a_checkpoint_without_its_weights_is_called_so_and_pipes_are_not_waited_for() {
+    let run = trained();
+    fs::create_dir(run.at("pipe")).unwrap();
+    copy(&run, "run/step-00000003/config.json", "pipe/config.json");
+    let pipe = Command::new("mkfifo").arg(run.at("pipe/model.safetensors")).status();
+    assert!(pipe.unwrap().success());
+    for path in ["pipe", "pipe/model.safetensors"] {
+        refused(&generate(&run, path, &[]), &["no regular file"]);
+    }
+    fs::remove_file(run.at("run/step-00000003/model.safetensors")).unwrap();
+    let refused_by = generate(&run, "run/step-00000003", &[]);
+    assert_eq!(refused_by.status.code(), Some(2), "{}", stderr(&refused_by));
+    assert!(stderr(&refused_by).contains("model.safetensors"), "{}", stderr(&refused_by));
+    assert!(!stderr(&refused_by).contains("a part of the model"), "{}", stderr(&refused_by));
+}
+
+#[test]
+fn a_text_is_measured_as_the_models_run_has_read_it() {
+    let run = Run::new();
+    fs::write(run.at("text.txt"), "caf\u{e9} ".repeat(2000).chars().map(|c| c as u8).collect::<Vec<u8>>())
+        .unwrap();
+    stdout(&train(&run, "--steps 1 --encoding windows-1252 --out run"));
+    let of = |more: &[&str]| json(&eval(&run, "run", more))["loss"].clone();
+    let as_in_run = of(&[]);
+    assert_eq!(as_in_run, of(&["--encoding", "windows-1252"]));
+    // The same bytes in another encoding are other characters.
+    assert_ne!(as_in_run, of(&["--encoding", "windows-1251"]));
+}
+
+#[test]
 fn a_checkpoint_whose_weights_have_changed_is_refused_by_its_own_path() {
     let run = Run::new();
     stdout(&train(&run, "--steps 1 --compress-checkpoints false --out run"));

@@ -39,6 +39,20 @@ fn every_schedule_prints_in_every_format() {
     }
 }
 
+#[test]
+fn more_ranks_than_can_be_computed_in_time_are_refused_by_every_schedule() {
+    // Some also refuse so few microbatches.
+    for method in Method::ALL {
+        refused(&format!("{method} -p 1000000 -m 1"));
+    }
+    for ranks in ["4097", "1000000"] {
+        for method in ["gpipe", "1f1b", "zb-h1", "hanayo"] {
+            let message = refused(&format!("{method} -p {ranks} -m 1"));
+            assert!(message.contains("stages") && message.contains("at most 4096"), "{method}: {message}");
+        }
+    }
+}
+
 /// The averages that a run adds after its pipeline are in drawings and in numbers.
 #[test]
 fn averages_are_part_of_the_step() {
@@ -162,7 +176,7 @@ fn files_are_read_or_refused_with_the_line() {
 #[test]
 fn numbers_that_would_need_the_whole_memory_are_refused() {
     for (args, expected) in [
-        ("v-1f1b -p 1000000 -m 4", "at most 2048"),
+        ("v-1f1b -p 4000 -m 4", "at most 2048"),
         ("1f1b -p 4 -m 4000000000", "at most"),
         ("pools --pools 4000000000,4000000000 -m 4", "at most 1048576 ranks"),
     ] {

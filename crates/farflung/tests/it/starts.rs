@@ -60,7 +60,7 @@ fn jobs_of_several_processes_that_start_together_do_too() {
 fn a_run_that_fails_before_it_wrote_anything_leaves_no_folder() {
     let run = Run::new();
     let output = ended(start(&run, &[], "--device wgpu:99"));
-    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
     assert!(!run.at("runs").exists());
     let output = ended(start(&run, &[], ""));
     assert!(output.status.success() && run.at("runs/gpt-2x8-1/report.json").exists(), "{output:?}");

@@ -243,7 +243,8 @@ impl Method {
     /// Generates the order for these sizes.
     ///
     /// Errors: [`ParallelError::NotAdmitted`] with the setting that the method does not support and what it
-    /// needs instead; [`ParallelError::PerStage`] for costs of the wrong length; [`ParallelError::TooLarge`].
+    /// needs instead; [`ParallelError::PerStage`] for costs of the wrong length; [`ParallelError::TooLarge`];
+    /// [`ParallelError::TooManyRanks`].
     pub fn order(self, settings: &Settings) -> Result<ComputeOrder, ParallelError> {
         let row = self.row();
         let chunks = settings.chunks.unwrap_or(self.default_chunks());
@@ -251,6 +252,7 @@ impl Method {
         self.admits(settings, chunks)?;
         let slices = if self.slices() { settings.slices } else { 1 };
         ComputeOrder::check_cells(u64::from(ranks) * u64::from(chunks), microbatches, slices)?;
+        ComputeOrder::check_ranks(ranks)?;
         let placement = match row.shape {
             Shape::Looped => Placement::looped(ranks, chunks),
             Shape::Wave => Placement::wave(ranks, chunks),

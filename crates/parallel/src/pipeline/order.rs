@@ -61,6 +61,9 @@ impl Done {
 impl ComputeOrder {
     /// Maximum of stages times microbatches times slices.
     pub const MAX_CELLS: usize = 1 << 27;
+    /// Maximum of ranks. The time to build and to simulate an order grows with their square: some seconds for
+    /// this many.
+    pub const MAX_RANKS: u32 = 4096;
 
     /// Checks `lists`, one for each rank of `placement`, and creates the order.
     ///
@@ -70,7 +73,7 @@ impl ComputeOrder {
     /// Errors: [`ParallelError::Action`] with the first action that is out of range, on the wrong rank,
     /// duplicate, or before an action that it depends on; [`ParallelError::Missing`] with an action that is
     /// missing; [`ParallelError::Deadlock`]; [`ParallelError::PerRank`]; [`ParallelError::Zero`];
-    /// [`ParallelError::TooLarge`].
+    /// [`ParallelError::TooLarge`]; [`ParallelError::TooManyRanks`].
     pub fn new(
         placement: Placement,
         microbatches: u32,
@@ -87,6 +90,7 @@ impl ComputeOrder {
             }
         }
         Self::check_cells(placement.stages().into(), microbatches, slices)?;
+        Self::check_ranks(placement.ranks())?;
         let order = Self { placement, microbatches, slices, updates: Updates::Flush, lists };
         let forward_only = !order.actions().any(|(_, a)| a.yields_gradient());
         let mut done = vec![Done::default(); order.cells()];
@@ -96,6 +100,15 @@ impl ComputeOrder {
         order.complete(&done, forward_only)?;
         flow(&order, &mut ZeroDurations)?;
         Ok(order)
+    }
+
+    /// Checks the number of ranks before anything is computed for them.
+    ///
+    /// Errors: [`ParallelError::TooManyRanks`] for more than [`ComputeOrder::MAX_RANKS`].
+    pub(super) fn check_ranks(ranks: u32) -> Result<(), ParallelError> {
+        let limit = Self::MAX_RANKS;
+        let (ranks, limit) = (u64::from(ranks), u64::from(limit));
+        if ranks > limit { Err(ParallelError::TooManyRanks { ranks, limit }) } else { Ok(()) }
     }
 
     /// Checks the size of an order before anything is allocated for it.

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use crate::parity::{cases, distance, same};
-use farflung_tensor::{Device, Op, Precision, TensorError};
+use farflung_tensor::{Device, Fuse, Op, Precision, TensorError};
 
 /// Runs one test at a time: threads that wait for the same device spin, and a software device needs their
 /// cores.
@@ -147,4 +147,34 @@ fn a_step_that_repeats_allocates_nothing() {
     }
     assert_eq!(held[1], held[2]);
     assert_eq!(gpu.memory().1, held[2]);
+}
+
+#[test]
+fn gelu_and_its_slope_are_at_their_limits_far_from_zero() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let far = [1e4_f32, 1e6, 1e10, 1e14, 1.8e19, 1.9e19, 1e38, f32::MAX, f32::INFINITY];
+    let x: Vec<f32> = far.iter().flat_map(|&x| [x, -x]).chain([f32::NAN]).collect();
+    let len = x.len();
+    let (bias, zero) = (gpu.tensor(&x, len).unwrap(), gpu.zeros([1, 1]).unwrap());
+    let zeros = gpu.zeros([1, len]).unwrap();
+    let (mut c, mut slope) = (gpu.zeros([1, len]).unwrap(), gpu.zeros([1, len]).unwrap());
+    gpu.run(Op::MatMul {
+        a: zero.view(),
+        a_t: false,
+        b: zeros.view(),
+        b_t: false,
+        c: c.view_mut(),
+        accumulate: false,
+        scales: [1.0, 1.0],
+        fuse: Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
+    })
+    .unwrap();
+    let (c, slope) = (c.to_vec::<f32>().unwrap(), slope.to_vec::<f32>().unwrap());
+    for (i, &x) in far.iter().enumerate() {
+        assert_eq!((c[2 * i], slope[2 * i]), (x, 1.0), "{x}");
+        let (value, slope) = (c[2 * i + 1], slope[2 * i + 1]);
+        assert!(value.abs() < 1e-30 && slope.abs() < 1e-15, "-{x}: {value} {slope}");
+    }
+    assert!(c[len - 1].is_nan() && slope[len - 1].is_nan());
 }

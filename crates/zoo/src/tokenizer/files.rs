@@ -51,6 +51,10 @@ impl TokenizerFiles {
             return of_tokenizer_json(&folder.join("tokenizer.json"));
         }
         for (vocab, merges) in PAIRS {
+            if is_there(vocab) && !is_there(merges) {
+                let difference = format!("{merges}, the other half of it, is not there");
+                return Ok(Self::Other { file: vocab, difference });
+            }
             if is_there(vocab) {
                 return of_pair(&folder.join(vocab), &folder.join(merges), vocab);
             }

@@ -114,9 +114,14 @@ impl TensorFile {
     /// Errors: [`ZooError::Io`], [`ZooError::DeadLink`], [`ZooError::Header`], [`ZooError::TensorEntry`];
     /// [`ZooError::WrongFile`] if it is a file of another known kind.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
+        let about = path.metadata().map_err(ZooError::open(path))?;
+        // To open a named pipe would wait for its other end.
+        if !about.is_file() && !about.is_dir() {
+            let problem = "it is no regular file, such as a pipe or a device: copy it into a file".to_owned();
+            return Err(ZooError::Header { path: path.to_owned(), problem });
+        }
         let file = File::open(path).map_err(ZooError::open(path))?;
-        let length = file.metadata().map_err(ZooError::io("read", path))?.len();
-        Self::of(path, Content::Disk(file), length)
+        Self::of(path, Content::Disk(file), about.len())
     }
 
     /// Checks the header of a file in memory. `path` is for messages.

@@ -21,7 +21,8 @@ step are slower than the table shows.
 
 - **loss** is the held-out loss above that of f32, in percent, with the standard deviation over seeds.
 - **bytes** are what a worker sends per step, without frames; **fewer** is how many times fewer than with f32.
-- **step** is the time of a step on links of 100 Mbit/s, 1 Gbit/s and 10 Gbit/s.
+- **step** is the mean time of a step over the whole run, warm-up included, on links of 100 Mbit/s, 1 Gbit/s and
+  10 Gbit/s.
 ";
 
 const NAMES: [&str; 3] = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"];

@@ -31,7 +31,7 @@ pub(crate) struct ArmRecord {
     /// Bytes that a rank sends per step: without frames, and with them in `sent`.
     pub payload: f64,
     pub sent: f64,
-    /// Seconds of a step over the links of [`crate::lab::LINKS`].
+    /// Mean seconds of a step of the whole run over the links of [`crate::lab::LINKS`].
     pub step_times: Vec<f64>,
     /// Points of the loss curve: step, bytes sent, seconds and loss.
     pub curve: Vec<[f64; 4]>,

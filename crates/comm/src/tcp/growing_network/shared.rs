@@ -22,7 +22,7 @@ use crate::error::Refusal;
 use crate::second_network::{ConnectTarget, GreetingHandler, SecondNetwork, SecondNetworkAccess, of_sockets};
 use crate::secure::{JoinSecret, PublicKey, Security};
 use crate::wire::{self, Message, Parsed};
-use crate::{CommError, Transport as _};
+use crate::{CommError, FRAME_BYTES, Transport as _};
 
 /// Time between two checks whether the [`GrowingNetwork`](super::GrowingNetwork) was dropped, and between two
 /// attempts to connect.
@@ -220,7 +220,7 @@ impl Shared {
     /// process has proven to hold, if connections are encrypted.
     fn answer_to(&self, greeting: &Control<'_>, proven: Option<PublicKey>) -> Result<Vec<u8>, Refusal> {
         match *greeting {
-            Control::Ask(job) if job == self.job => Ok(self.members()),
+            Control::Ask(job) if job == self.job => self.members(),
             Control::Hello { rank, world_size, job, key, .. } if job == self.job => {
                 if world_size != self.slots {
                     return Err(Refusal::WorldSize { want: self.slots, got: world_size });
@@ -247,8 +247,9 @@ impl Shared {
         }
     }
 
-    /// Returns a frame with the numbers, addresses and keys of the members that are still connected.
-    fn members(&self) -> Vec<u8> {
+    /// Returns a frame with the numbers, addresses and keys of the members that are still connected, or the
+    /// reason to refuse the process if they do not fit into one.
+    fn members(&self) -> Result<Vec<u8>, Refusal> {
         let known: Vec<Connected> = lock(&self.known).values().cloned().collect();
         let here: Vec<&Connected> =
             known.iter().filter(|known| !self.tcp.driver().inbox.is_down(known.peer)).collect();
@@ -262,8 +263,12 @@ impl Shared {
             secret,
             welcome: &welcome,
         };
-        // If the members do not fit into one frame, the answer is empty, and the process cannot join.
-        wire::framed(&members).unwrap_or_default()
+        let payload = members.encode();
+        if payload.len() > FRAME_BYTES {
+            let refusal = Refusal::ListTooLong { members: here.len() as u32, bytes: payload.len() as u64 };
+            return Err(refusal);
+        }
+        Ok(wire::framed_bytes(&payload))
     }
 }
 

@@ -91,7 +91,7 @@ pub(super) fn newest(run: &Path, job: &Job, comm: &Communicator) -> Result<PathB
     let path = |step| run.join(name_of(step));
     let whole = || good.iter().copied().find(|&step| all_of(&path(step), job).is_ok());
     let chosen = match (rank.0, on_all.or_else(whole).or(good.first().copied())) {
-        (0, None) => Err(failed.unwrap_or_else(|| not_a_checkpoint(run))),
+        (0, None) => Err(failed.map_or_else(|| not_a_checkpoint(run), Error::of_input)),
         (_, step) => Ok(step.unwrap_or(0)),
     };
     let chosen = all_succeed(comm, chosen)?;

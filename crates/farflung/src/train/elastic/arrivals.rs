@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::secure::PublicKey;
-use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork};
+use farflung_comm::tcp::{Connected, GateConfig, GrowingNetwork, WELCOME_BYTES};
 use farflung_parallel::membership::{Member, MemberId};
 
 use super::newcomer_info::NewcomerInfo;
@@ -99,7 +99,9 @@ impl Arrivals for AtGate {
     }
 
     fn publish_status(&self, status: Status) {
-        let welcome = NewcomerInfo { status: Some(status), ..self.welcome.clone() };
+        // The settings leave room for it, or the run could not have opened its gate.
+        let room = WELCOME_BYTES.saturating_sub(self.welcome.to_bytes().len());
+        let welcome = NewcomerInfo { status: Some(status.shortened(room)), ..self.welcome.clone() };
         if let Err(error) = self.gate.set_welcome(welcome.to_bytes()) {
             tracing::warn!(%error, "failed to publish the status of the run");
         }

@@ -9,7 +9,7 @@ use super::balance::Reshared;
 use super::change::Member;
 use super::changed::Changed;
 use super::decide::Agreement;
-use super::former_runs;
+use super::former_checkpoints;
 use super::layers::Division;
 use super::leaving::{Leaving, parted, save_alone, save_together};
 use super::nonsense::Report;
@@ -333,7 +333,7 @@ pub(super) fn note_joined(
     watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<()> {
     write_addresses(place, run)?;
-    if let Some(text) = former_runs::put_checkpoints_aside(run.path(), Some(begun))? {
+    if let Some(text) = former_checkpoints::put_checkpoints_aside(run.path(), Some(begun))? {
         tell(watch, &text);
     }
     Ok(())

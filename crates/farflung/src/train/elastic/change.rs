@@ -16,7 +16,7 @@ use super::decide::{Agreed, Agreement, Asks, Loss, NextView, suspect};
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
 use super::followed::Followed;
-use super::former_runs;
+use super::former_checkpoints;
 use super::idle::Idle;
 use super::lost_sequences::RoundTaken;
 use super::measure::measured;
@@ -409,7 +409,7 @@ impl Member<'_> {
         let Some(folder) = self.folder.as_ref().filter(|_| self.place.membership().holds_another()) else {
             return Ok(());
         };
-        if let Some(text) = former_runs::put_checkpoints_aside(folder, None)? {
+        if let Some(text) = former_checkpoints::put_checkpoints_aside(folder, None)? {
             tell(&text);
         }
         self.place.membership().holds_no_other()

@@ -17,7 +17,7 @@ use crate::train::run::RunObserver;
 use crate::{Error, Result, access, run_dir};
 
 /// Name of the folder with what was put aside.
-const FORMER: &str = "former";
+pub(super) const FORMER: &str = "former";
 /// Name of a folder there that is not complete yet.
 const PARTIAL: &str = "partial";
 /// Name of the file there that says of which run it is.
@@ -124,25 +124,6 @@ pub(super) fn put_aside(folder: &Path) -> Result<()> {
         std::fs::remove_dir_all(old).map_err(Error::io("remove", old))?;
     }
     Ok(())
-}
-
-/// Puts aside the checkpoints of steps after `after` in a folder, or all: they do not belong to what its
-/// machine has joined, and a later start would take the newest. Returns a text about them, if there are any.
-///
-/// Errors: [`Error::Io`].
-pub(super) fn put_checkpoints_aside(folder: &Path, after: Option<u64>) -> Result<Option<String>> {
-    let within = folder.join(FORMER);
-    let count = run_dir::move_checkpoints(folder, after, &within)?;
-    let what = match after {
-        None => "are of another run than that of this machine now".to_owned(),
-        Some(step) => {
-            format!("are of later steps than {step}, after which this machine has joined the others")
-        }
-    };
-    let text = || {
-        format!("{count} checkpoints in {} {what}: they are now in {}", folder.display(), within.display())
-    };
-    Ok((count > 0).then(text))
 }
 
 /// A member of an earlier run, and how it is asked.

@@ -10,6 +10,7 @@ use farflung_parallel::membership::{Member, State};
 
 use super::arrivals::{AtGate, Newcomer};
 use super::connections::{first_view, settings};
+use super::former_checkpoints;
 use super::former_members::FormerMembers;
 use super::former_runs::{self, FormerRun};
 use super::newcomer_info::NewcomerInfo;
@@ -136,7 +137,7 @@ pub fn host(
     former_runs::are_over(&former, watch)?;
     former_runs::put_aside(folder)?;
     if before.as_ref().is_some_and(|before| before.holds_another)
-        && let Some(text) = former_runs::put_checkpoints_aside(folder, None)?
+        && let Some(text) = former_checkpoints::put_checkpoints_aside(folder, None)?
     {
         watch.note(&text);
     }

@@ -24,6 +24,9 @@ pub struct Status {
     pub incarnation: u64,
     /// The members, by rank.
     pub members: Vec<MemberStatus>,
+    /// Number of members that are not in `members`, because the answer had no room for them.
+    #[serde(default)]
+    pub left_out: usize,
     /// Endpoints that are connected and wait to become members.
     pub waiting: Vec<u32>,
     /// How far the newcomers are that have announced themselves, as text, by endpoint.
@@ -91,6 +94,30 @@ impl Status {
 }
 
 impl Status {
+    /// Shortens the status to `room` bytes of JSON, if it is longer: traffic is left out first, then members
+    /// from the end, except the one that answers, then newcomers and changes.
+    pub(super) fn shortened(mut self, room: usize) -> Self {
+        let is_too_long = |status: &Self| {
+            serde_json::to_vec(status).expect("texts and numbers are plain data").len() > room
+        };
+        if is_too_long(&self) {
+            self.members.iter_mut().for_each(|member| member.counters = None);
+        }
+        while is_too_long(&self) && self.members.len() > 1 {
+            let all = self.members.len();
+            let mut number = 0;
+            self.members.retain(|member| {
+                number += 1;
+                number <= all / 2 || member.answers
+            });
+            self.left_out += all - self.members.len();
+        }
+        if is_too_long(&self) {
+            (self.waiting, self.coming, self.changes) = (Vec::new(), BTreeMap::new(), Vec::new());
+        }
+        self
+    }
+
     /// Returns all texts in it.
     pub(super) fn texts_mut(&mut self) -> impl Iterator<Item = &mut String> {
         let members =
@@ -162,6 +189,9 @@ impl fmt::Display for Status {
                 if member.answers { " (answers)" } else { "" }
             )?;
         }
+        if self.left_out > 0 {
+            writeln!(f, "and {} more members, for which the answer had no room", self.left_out)?;
+        }
         self.write_stages(f)?;
         let counters = |member: &MemberStatus| member.counters.filter(|counters| counters.path.is_some());
         if self.members.iter().any(|member| counters(member).is_some()) {
@@ -227,6 +257,7 @@ mod tests {
             epoch: 3,
             incarnation: 1,
             members: vec![member(0, None), member(7, Some(0))],
+            left_out: 0,
             waiting: vec![9],
             coming: [(9, "has replayed to step 11 of 12".to_owned())].into(),
             train_loss: Some(2.5),
@@ -247,6 +278,18 @@ mod tests {
                     again, queued 0 B now, 500ms in total\nwaiting to join: 9\nmember 9 has replayed to step 11 of 12\n\nafter step 3: \
                     member 7 joined\n";
         assert_eq!(status.to_string(), text);
+        let many: Vec<MemberStatus> = (0..3000).map(|slot| member(slot, None)).collect();
+        let many = Status { members: many, ..status.clone() };
+        let text = |status: &Status| serde_json::to_string(status).unwrap();
+        // Without traffic all members have room, then the one that answers with some of the others.
+        let room = text(&many).len() - 1;
+        let all = many.clone().shortened(room);
+        assert!(all.members.len() == 3000 && all.left_out == 0 && text(&all).len() <= room);
+        let few = many.clone().shortened(50_000);
+        assert!(text(&few).len() <= 50_000 && few.members.len() > 100 && few.members[0].answers);
+        assert_eq!(few.members.len() + few.left_out, 3000);
+        assert!(few.to_string().contains(&format!("\nand {} more members", few.left_out)));
+        assert_eq!(status.clone().shortened(room), status);
         let at = |slot, stage, share| {
             let (replica, stage) = (None, Some(stage));
             MemberStatus { share, replica, stage, ..member(slot, None) }

@@ -106,6 +106,7 @@ impl StatusPublisher {
             epoch: view.map_or(0, |view| view.epoch),
             incarnation: view.map_or(0, |view| view.incarnation),
             members: self.members(place, team, &steps.job),
+            left_out: 0,
             waiting,
             coming: place.coming(),
             train_loss: row.map(|row| row.train_loss),

@@ -87,3 +87,36 @@ fn two_members_meet_over_tcp_and_a_third_over_quic() {
     trains(&run, &c);
     assert!(agree(&run, [&host, &b, &c]), "the members' weights differ");
 }
+
+/// Two processes with one key would get each other's messages from the relay: the second one is told before it
+/// connects.
+#[test]
+fn members_of_one_machine_with_one_key_are_told_at_once_and_with_keys_of_their_own_they_train() {
+    let run = Run::new();
+    let (_relay, url) = relay(&run);
+    let more = format!("--steps 1000000 --out host --checkpoint-every 20 --keep-last 0 --relay {url}");
+    let host = host(&run, &more);
+    let joins = |name: &'static str, more: &[&str]| {
+        let mut command = on(&run, "host");
+        command.args(["join", "--listen", "127.0.0.1:0", "--threads", "1", "--out", name]);
+        command.args(["--ticket-file", "host/run.ticket", "--data", run.at("text.txt").to_str().unwrap()]);
+        command.args(more);
+        start(&run, name, command)
+    };
+    let refused = joins("a", &[]).ends();
+    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    let text = said(&refused);
+    assert!(text.contains("home-host/key") && text.contains("--key-file"), "{text}");
+    assert!(!run.at("a").exists(), "it has a folder already");
+    // The same file by another name.
+    std::os::unix::fs::symlink(run.at("home-host/key"), run.at("other")).unwrap();
+    let refused = joins("a", &["--key-file", "other"]).ends();
+    assert_eq!(refused.status.code(), Some(2), "{}", said(&refused));
+    let second = joins("a", &["--key-file", "key2"]);
+    members(&run, &host, 2);
+    trains(&run, &second);
+    // Who only asks does not disturb the members.
+    let status = on(&run, "host").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
+    assert!(status.status.success(), "{}", said(&status));
+    members(&run, &host, 2);
+}

@@ -15,9 +15,8 @@ const GROUP: usize = SIDE * LANES;
 /// Returns GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
 /// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`.
 ///
-/// Error: at most 4e-7, absolute for results below 1, else relative, for `|x|` up to 1e10. NaN stays NaN.
-/// Below -1e10 the slope is wrong, and from -1e14 on it is infinite. Above 1.8e19, where `x^2` overflows, it is
-/// NaN. Checks for these values would cost time in the inner loop.
+/// Error: at most 4e-7, absolute for results below 1, else relative, for every `x`, infinities included. NaN
+/// stays NaN.
 ///
 /// Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
 ///
@@ -31,19 +30,24 @@ unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
     /// Upper limit of the exponent `z`, at which the sigmoid is 2^-126, close enough to 0. 2 to this power is
     /// still a normal number.
     const MAX: f32 = 126.0;
+    /// Where `|x|` is greater, the sigmoid and the slope are computed for this value: they have reached their
+    /// limits, and powers of `x` could overflow.
+    const FAR: f32 = 1e6;
     // SAFETY: guaranteed by the caller.
     unsafe {
         let one = L::splat(1.0);
-        let (mut square, mut z) = (x, x);
+        let (mut above, mut near, mut square, mut z) = (x, x, x, x);
         for i in 0..SIDE {
-            square[i] = L::mul(x[i], x[i]);
+            // This order of operands propagates NaN; so below.
+            above[i] = L::max(L::splat(-FAR), x[i]);
+            near[i] = L::min(L::splat(FAR), above[i]);
+            square[i] = L::mul(near[i], near[i]);
             // Exponent of `e^-y = 2^z`.
             z[i] = L::fma(L::splat(-CUBIC * LOG2_E), square[i], L::splat(-LINEAR * LOG2_E));
         }
         L::in_step(&mut z);
         for i in 0..SIDE {
-            // This order of operands propagates NaN.
-            z[i] = L::min(L::splat(MAX), L::mul(x[i], z[i]));
+            z[i] = L::min(L::splat(MAX), L::mul(near[i], z[i]));
         }
         L::in_step(&mut z);
         let e = exp2::<L, SIDE>(z);
@@ -53,9 +57,10 @@ unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
         }
         L::in_step(&mut s);
         for i in 0..SIDE {
-            value[i] = L::mul(x[i], s[i]);
+            value[i] = L::mul(above[i], s[i]);
             let inner = L::fma(L::splat(3.0 * CUBIC), square[i], L::splat(LINEAR));
-            slope[i] = L::mul(s[i], L::fma(L::mul(value[i], e[i]), inner, one));
+            let near_value = L::min(L::splat(FAR), value[i]);
+            slope[i] = L::mul(s[i], L::fma(L::mul(near_value, e[i]), inner, one));
         }
         (value, slope)
     }
@@ -151,6 +156,35 @@ mod tests {
             }
             println!("gelu {:?} {worst:?}", isa());
             assert!(worst.0 < 4e-7 && worst.1 < 4e-7, "{:?}: {worst:?}", isa());
+        }
+    }
+
+    #[test]
+    fn far_from_zero_value_and_slope_are_at_their_limits() {
+        for isa in Isa::available() {
+            let far = (1e6_f32.to_bits()..f32::MAX.to_bits()).step_by(99_991).map(f32::from_bits);
+            for x in far.chain([1e10, 1e14, 1.8e19, 1.9e19, f32::MAX, f32::INFINITY]) {
+                let (mut values, mut slopes) = ([x, -x], [0.0; 2]);
+                gelus(isa, &mut values, &mut slopes);
+                assert_eq!((values[0], slopes[0]), (x, 1.0), "{isa:?}");
+                assert!(values[1].abs() < 1e-30 && slopes[1].abs() < 1e-15, "{x}: {values:?} {slopes:?}");
+            }
+        }
+    }
+
+    /// The digests are those of the version that did not limit `x`.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn values_of_ordinary_size_have_the_bits_that_they_had_without_limits() {
+        for isa in Isa::available() {
+            let ordinary = (1e-30_f32.to_bits()..1e6_f32.to_bits()).step_by(2999).map(f32::from_bits);
+            let mut values: Vec<f32> = ordinary.flat_map(|x| [x, -x]).collect();
+            let mut slopes = vec![0.0; values.len()];
+            gelus(isa, &mut values, &mut slopes);
+            let fold = |sum: u64, x: &f32| (sum ^ u64::from(x.to_bits())).wrapping_mul(0x0000_0100_0000_01b3);
+            let digest = values.iter().chain(&slopes).fold(0xcbf2_9ce4_8422_2325, fold);
+            let want = if isa.has_avx2() { 0x87f9_d158_0572_a0f2 } else { 0x073f_5bed_34ce_21e3 };
+            assert_eq!(digest, want, "{isa:?}: {digest:#x}");
         }
     }
 

@@ -12,12 +12,28 @@ fn gelu_sigmoid(x: f32) -> f32 {
 /// is exactly 0 or 1. There the product is 0, unless this factor is infinite.
 const STEEPEST: f32 = 1e38;
 
-/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope of a finite `x` equals `s`:
-/// the formula has no exponential, which could be infinite.
+/// The greatest and the least finite value.
+const GREATEST: f32 = f32::MAX;
+const LEAST: f32 = f32::MIN;
+
+/// Returns `x`, and the greatest finite value for an infinity: infinity times 0 would be NaN.
+#[cube]
+fn finite(x: f32) -> f32 {
+    f32::max(f32::min(x, f32::new(GREATEST)), f32::new(LEAST))
+}
+
+/// Returns `gelu(x)`, given `s = gelu_sigmoid(x)`. NaN stays NaN, since `s` is NaN.
+#[cube]
+fn gelu_value(x: f32, s: f32) -> f32 {
+    f32::max(x, f32::new(LEAST)) * s
+}
+
+/// Returns `gelu'(x)`, given `s = gelu_sigmoid(x)`. Where `s` is 0 or 1, the slope equals `s`: the formula has
+/// no exponential, which could be infinite.
 #[cube]
 fn gelu_slope(x: f32, s: f32) -> f32 {
     let steepness = 1.595_769 + 0.214_064_44 * x * x;
-    s + x * s * (1.0 - s) * f32::min(steepness, f32::new(STEEPEST))
+    s + finite(x) * s * (1.0 - s) * f32::min(steepness, f32::new(STEEPEST))
 }
 
 /// Computes `c += bias`.
@@ -41,7 +57,7 @@ pub(super) fn add_bias_gelu(
     if ABSOLUTE_POS < len as usize {
         let x = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
         let s = gelu_sigmoid(x);
-        c[ABSOLUTE_POS] = x * s;
+        c[ABSOLUTE_POS] = gelu_value(x, s);
         if comptime!(keep) {
             slope[ABSOLUTE_POS] = gelu_slope(x, s);
         }

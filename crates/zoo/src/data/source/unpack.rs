@@ -30,9 +30,7 @@ pub(in crate::data) fn unpack(
     let limit = (packed.len() as u64).saturating_mul(MOST_TIMES).max(LEAST_LIMIT);
     let mut unpacked = Vec::new();
     let read = match format {
-        Compression::Gzip => {
-            flate2::read::MultiGzDecoder::new(packed).take(limit + 1).read_to_end(&mut unpacked)
-        }
+        Compression::Gzip => gunzip(packed, limit + 1, &mut unpacked),
         Compression::Zstd => zstd::stream::read::Decoder::with_buffer(packed)
             .and_then(|decoder| decoder.take(limit + 1).read_to_end(&mut unpacked)),
         Compression::Xz => lzma_rust2::XzReader::new_mem_limit(packed, true, MOST_WINDOW_KIB)
@@ -50,6 +48,27 @@ pub(in crate::data) fn unpack(
         return Err(SourceError::Bomb { path: path.to_owned(), format, packed: packed.len() as u64, limit });
     }
     Ok(unpacked)
+}
+
+/// Unpacks the members of a gzip file, up to `most` bytes. Zeros after the last member are padding, as for
+/// gzip(1): tapes and some archives fill their blocks with them.
+#[cfg(feature = "compressed")]
+fn gunzip(packed: &[u8], most: u64, unpacked: &mut Vec<u8>) -> std::io::Result<usize> {
+    use std::io::Read;
+
+    let mut rest = packed;
+    loop {
+        let mut member = flate2::bufread::GzDecoder::new(rest);
+        let left = most.saturating_sub(unpacked.len() as u64);
+        member.by_ref().take(left).read_to_end(unpacked)?;
+        if unpacked.len() as u64 >= most {
+            return Ok(unpacked.len());
+        }
+        rest = member.into_inner();
+        if rest.iter().all(|&byte| byte == 0) {
+            return Ok(unpacked.len());
+        }
+    }
 }
 
 /// Returns an error: this build reads no compressed files.
@@ -107,6 +126,20 @@ mod tests {
                 let error = unpack(Path::new("a"), packing, &packed[..end]).unwrap_err();
                 assert!(matches!(error, SourceError::Packed { .. }), "{packing:?} cut at {end}: {error}");
             }
+        }
+    }
+
+    #[test]
+    fn zeros_behind_a_gzip_file_are_padding_and_other_bytes_are_not() {
+        let text = b"one line of text\n".to_vec();
+        for padded in [vec![0; 1], vec![0; 10_240]] {
+            let packed = [gzip(&text), gzip(&text), padded].concat();
+            assert_eq!(unpack(Path::new("a"), Compression::Gzip, &packed).unwrap(), text.repeat(2));
+        }
+        for more in [&b"\0\0x"[..], b"more"] {
+            let error =
+                unpack(Path::new("a"), Compression::Gzip, &[&gzip(&text)[..], more].concat()).unwrap_err();
+            assert!(matches!(error, SourceError::Packed { .. }), "{error}");
         }
     }
 
