@@ -225,7 +225,7 @@ fn a_list_of_members_longer_than_a_frame_is_a_refusal_that_says_so() {
     // As long as the addresses of some thousand members.
     long.advertise = Some("a".repeat(FRAME_BYTES / 2));
     let first = GrowingNetwork::found(&long).unwrap();
-    let asks = || GrowingNetwork::ask(&config(&clear), &[listen.clone()]);
+    let asks = || GrowingNetwork::ask(&config(&clear), std::slice::from_ref(&listen));
     first.set_welcome(vec![0; FRAME_BYTES / 4]).unwrap();
     assert_eq!(asks().unwrap().members().len(), 1);
     first.set_welcome(vec![0; FRAME_BYTES / 2]).unwrap();

@@ -152,9 +152,9 @@ mod tests {
     fn lost(peer: u32, evidence: Evidence) -> Error {
         let peer = PeerId(peer);
         let source = match evidence {
-            Evidence::Broken => CommError::PeerDown { op: "recv", peer, reason: DownReason::Ended },
-            Evidence::Silent => CommError::Deadline { op: "recv", peer, after: Nanos(1), cause: None },
-            Evidence::Secondary => CommError::PeerDown { op: "recv", peer, reason: DownReason::Left },
+            Broken => CommError::PeerDown { op: "recv", peer, reason: DownReason::Ended },
+            Silent => CommError::Deadline { op: "recv", peer, after: Nanos(1), cause: None },
+            Secondary => CommError::PeerDown { op: "recv", peer, reason: DownReason::Left },
         };
         assert_eq!(super::evidence(&Error::PeerLost { peer, source: Box::new(source.clone()) }), evidence);
         Error::PeerLost { peer, source: Box::new(source) }
