@@ -4,6 +4,7 @@
 //! Runs over real and simulated links use the same code; only the transport differs.
 
 mod activations;
+mod announce;
 pub mod auto;
 mod averages;
 mod bind;
@@ -43,6 +44,7 @@ mod resync;
 mod plan_start;
 mod round_plan;
 mod run;
+mod run_loop;
 mod floats;
 mod exchange;
 mod named;

@@ -1,4 +1,4 @@
-//! A run from its first step to its report: the loop of each rank, and the report of rank 0.
+//! A run from its settings to its report: what comes before the loop of each rank, and what a failure means.
 
 use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
@@ -6,7 +6,7 @@ use farflung_comm::{Communicator, Stats};
 use super::all_succeed::all_succeed;
 use super::blame;
 pub use super::callbacks::{Quiet, RunObserver};
-use super::checkpoint::{self, Resumed, Totals};
+use super::checkpoint;
 use super::claim::Claim;
 use super::deadline;
 use super::elastic;
@@ -16,46 +16,16 @@ use super::job::Job;
 use super::links::{self, WorkerConnection, connections};
 use super::meet::{same_job, same_settings};
 use super::planned;
-use super::prediction::Prediction;
-use super::record::{Clock, RunRecorder};
-use super::report::{Report, sample};
+use super::report::Report;
+use super::run_loop::{FixedRanks, Start};
 use super::sizes;
-use super::steps::{LastDone, Steps, evaluated};
+use super::steps::LastDone;
 use super::stop_in_step::{self, RunProgress};
-use super::trainer::{Thoroughness, Trainer, hash};
+use super::trainer::{Thoroughness, Trainer};
 use super::tune::tune;
 use crate::config::choice::Resume;
-use crate::config::notes::NoteContext;
-use crate::data_notes::{data_notes, one_document};
 use crate::events::{EventKind, EventLog};
 use crate::{Error, Existing, LaunchEnv, Result, RunDir, TrainConfig, model_name};
-
-/// Returns a line with the predicted time of a pipeline, shown before its first step.
-fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
-    let plan = &job.plan;
-    if plan.stages() == 1 {
-        return Ok(None);
-    }
-    let schedule = trainer.schedule();
-    let prediction = Prediction::of(job)?;
-    let replicas = match plan.replicas() {
-        1 => "1 replica".to_owned(),
-        n => format!("{n} replicas"),
-    };
-    let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
-    let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
-    Ok(Some(format!(
-        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
-         per step, with {:.0}% bubble in its pass",
-        schedule.name,
-        plan.stages(),
-        if alike { each[0].clone() } else { each.join(" + ") },
-        plan.sequences(),
-        job.tokens_per_step(),
-        prediction.step(),
-        prediction.bubble * 100.0
-    )))
-}
 
 /// Returns the number of ranks of a run: the launched processes, else the plan's ranks, else the workers of the
 /// settings.
@@ -264,14 +234,12 @@ fn train(
     (simulated, link, trials): (bool, Option<Link>, Stats),
     mut watch: Option<&mut (dyn RunObserver + '_)>,
 ) -> Result<Option<Report>> {
-    let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
     trainer.hold_samples(job, run.map(RunDir::path))?;
     let resumed = match run {
         Some(run) => checkpoint::resume(trainer, job, run)?,
         None => None,
     };
-    let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
     let from = resumed.as_ref().map(|resumed| resumed.from.as_path());
@@ -292,89 +260,22 @@ fn train(
     if let Some(run) = run.filter(|_| first) {
         links::file::write(job, simulated, run)?;
     }
-    let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
-    if let (Some(metrics), Some(run), Some(from)) = (&metrics, run, from) {
-        metrics.tell_missing(begun, from.starts_with(run.path()));
-    }
-    let clock = Clock::new(trainer.comm(), before, trials);
-    *kept = RunProgress::at(begun, run, before, clock);
     if run.is_some() {
         trainer.set_rollback_point()?;
     }
-    if let Some((_, path)) = &kept.saved {
-        job.stop.note_saved(path);
-    }
-    job.stop.begin();
-    let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (job, last) = (job.clone(), LastDone::at(begun));
-    let mut steps = Steps { job, record, clock, run, tells: first, last_loss: None, last };
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        announce(&steps.job, trainer, simulated, resumed.as_ref(), watch)?;
-    }
-
-    events.time_s = before.time_s;
-    if let Some(Resumed { from, notes, .. }) = resumed {
-        events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });
-    }
-    let first_loss = if begun == 0 { Some(evaluated(trainer)?) } else { None };
-    steps.last_loss = first_loss;
-    while trainer.steps_done() < config.steps {
-        steps.step(trainer, events, kept)?;
-    }
-    let Steps { job, record, clock, mut last_loss, .. } = steps;
-    let rows = if begun == config.steps {
-        // All steps were done before, but the run was interrupted before its report.
-        last_loss = Some(evaluated(trainer)?);
-        if first { finished::rows(run) } else { Vec::new() }
-    } else {
-        record.into_rows(run, begun)
+    let start = Start {
+        job: job.clone(),
+        run,
+        watch,
+        simulated,
+        link,
+        trials,
+        resumed,
+        tells: first,
+        rows: begun,
+        last: LastDone::at(begun),
+        evaluates: begun == 0,
+        tokens_before: 0,
     };
-    let totals = clock.totals(trainer.comm());
-    let _armed = trainer.armed();
-    let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
-    let text = sample(&job, stage, params)?;
-    let hash = hash(stage, params)?.to_hex().to_string();
-    let report = Report::new(&job, (simulated, link), (first_loss, last_loss), rows, totals, hash, text)?;
-    if let Some(run) = run {
-        report.write(run)?;
-    }
-    Ok(Some(report))
-}
-
-/// Shows the facts that are known before the first step.
-pub(super) fn announce(
-    job: &Job,
-    trainer: &Trainer,
-    simulated: bool,
-    resumed: Option<&Resumed>,
-    watch: &mut dyn RunObserver,
-) -> Result<()> {
-    let mut config = planned::as_planned(&job.given, &job.plan);
-    if job.elastic {
-        // The notes assume at least two workers, since other members may join.
-        config.workers = job.world.max(2);
-    }
-    for line in data_notes(&job.reading, &job.training, &job.held_out) {
-        watch.note(&line);
-    }
-    if let Some(line) = one_document(&job.training).filter(|_| job.config.document_mask) {
-        watch.note(&line);
-    }
-    let world = if job.elastic { config.workers } else { job.world };
-    let elastic = job.elastic;
-    for line in config.notes(&NoteContext { model: &job.model, world, simulated, elastic }) {
-        watch.note(&line);
-    }
-    if resumed.is_none() {
-        job.initial.iter().flat_map(|initial| &initial.notes).for_each(|note| watch.note(note));
-    }
-    if let Some(note) = note(trainer, job)? {
-        watch.note(&note);
-    }
-    watch.begin(trainer.steps_done(), job.config.steps);
-    if trainer.steps_done() > 0 && resumed.is_some() {
-        watch.note(&format!("resumed at step {}", trainer.steps_done()));
-    }
-    resumed.iter().flat_map(|resumed| &resumed.notes).for_each(|note| watch.note(note));
-    Ok(())
+    start.run(&mut FixedRanks, trainer, events, kept)
 }

@@ -1,4 +1,4 @@
-//! A member's training loop: steps as in any run, and changes of the view between steps or after a loss.
+//! A member's run: steps as in any run, and changes of the view between steps or after a loss.
 
 use std::sync::Arc;
 
@@ -20,16 +20,15 @@ use super::team::Team;
 use super::watchdog::Watchdog;
 use crate::events::{EventKind, EventLog};
 use crate::train::callbacks::{RunObserver, tell};
-use crate::train::checkpoint::{self, Totals};
+use crate::train::checkpoint;
 use crate::train::job::Job;
 use crate::train::links::{self, WorkerConnection};
-use crate::train::record::{Clock, RunRecorder};
-use crate::train::report::{Report, sample};
-use crate::train::run::announce;
-use crate::train::steps::{AfterStep, LastDone, Steps, evaluated};
+use crate::train::report::Report;
+use crate::train::run_loop::{BetweenSteps, Next, Start};
+use crate::train::steps::{AfterStep, LastDone, Steps};
 use crate::train::stop_in_step::RunProgress;
-use crate::train::trainer::{Trainer, hash};
-use crate::{Error, Result, RunDir};
+use crate::train::trainer::Trainer;
+use crate::{Error, Result, RunDir, Signal};
 
 /// Minimum time for which a newcomer waits to be admitted before it gives up, for each step of a round. Members
 /// admit newcomers between steps only, and with local steps after a round only. A step may take long.
@@ -90,7 +89,6 @@ pub(in crate::train) fn work(
         trainer.begin_at(job.plan_start);
     }
     checkpoint::admit_member(&trainer, &job, run.as_ref(), watch.as_deref_mut())?;
-    let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
@@ -100,76 +98,42 @@ pub(in crate::train) fn work(
         }
     }
     let mut last = shared_last.unwrap_or(LastDone::at(begun));
-    let counts = steps_that_count(&mut last, member.place, (begun, founds));
-    let metrics = run.as_ref().map(|run| run.metrics(counts)).transpose()?;
-    let clock = Clock::new(trainer.comm(), before, Stats::default());
-    let mut kept = RunProgress::at(begun, run.as_ref(), before, clock);
-    if let Some((_, path)) = &kept.saved {
-        job.stop.note_saved(path);
+    let rows = steps_that_count(&mut last, member.place, (begun, founds));
+    let begins_again = resumed.is_none() && has_trained && founds;
+    let start = Start {
+        job,
+        run: run.as_ref(),
+        watch,
+        simulated,
+        link,
+        trials: Stats::default(),
+        resumed,
+        tells: true,
+        rows,
+        last,
+        evaluates: begun == 0 && founds,
+        // A newcomer counts only the tokens since it joined.
+        tokens_before: if founds { 0 } else { tokens_before },
+    };
+    let folder = FolderWatch::new(run.as_ref());
+    let mut between =
+        MemberSteps { member, folder, joined: (!founds).then_some(begun), begins_again, leaves: None };
+    match start.run(&mut between, &mut trainer, &mut events, &mut RunProgress::default()) {
+        Err(Error::OverForSpare) => Ok(None),
+        done => done,
     }
-    job.stop.begin();
-    events.time_s = before.time_s;
-    if let Some(watch) = watch.as_deref_mut() {
-        announce(&job, &trainer, simulated, resumed.as_ref(), watch)?;
-        if !founds {
-            tell_joined(&member, begun, job.world, watch);
-        }
-    }
-    if resumed.is_none() && has_trained && founds {
-        let text = "no checkpoint of this run was found here: it begins again at step 0";
-        tell(watch.as_deref_mut(), &format!("warning: {text}"));
-    }
-    if let Some(resumed) = resumed {
-        let from = resumed.from.display().to_string();
-        events.write(begun, EventKind::Resumed { from, notes: resumed.notes });
-    }
-    let record = RunRecorder { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let run = run.as_ref();
-    let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
-    let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
-    if matches!(done, Err(Error::OverForSpare)) {
-        return Ok(None);
-    }
-    let done = done.map_err(|error| ended((&member, &trainer), &steps, (&kept, &mut events), error));
-    let losses = (done?, steps.last_loss);
-    let Steps { job, record, clock, .. } = steps;
-    let totals = clock.totals(trainer.comm());
-    let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
-    let text = sample(&job, stage, params)?;
-    let hash = hash(stage, params)?.to_hex().to_string();
-    let rows = record.into_rows(run, begun);
-    let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, text)?;
-    if !founds {
-        // Count only the tokens since it joined.
-        let tokens = report.tokens.saturating_sub(tokens_before);
-        report.tokens_per_s = tokens as f64 / report.time_s.max(1e-9);
-    }
-    if let Some(run) = run {
-        report.write(run)?;
-    }
-    Ok(Some(report))
 }
 
-/// Tells the spares and the events why this member's run has ended. Returns the error for its user.
-fn ended(
-    (member, trainer): (&Member<'_>, &Trainer),
-    steps: &Steps<'_, '_>,
-    (kept, events): (&RunProgress, &mut EventLog),
-    error: Error,
-) -> Error {
-    let error = match error {
-        Error::Stopped(signal) => last_left(signal, (&steps.job, trainer), kept),
-        error => error,
-    };
-    if let (Error::StoppedAt { .. }, Some(team)) = (&error, &member.team)
-        && team.leads()
-    {
-        team.tell_over();
-    }
-    if steps.run.is_some_and(RunDir::has_begun) {
-        events.write(trainer.steps_done(), EventKind::ended(&error));
-    }
-    error
+/// What a member does between steps.
+struct MemberSteps<'p> {
+    member: Member<'p>,
+    folder: FolderWatch,
+    /// The step at which it has joined, unless it was there from the start.
+    joined: Option<u64>,
+    /// Whether the run begins again although its folder says that it had trained.
+    begins_again: bool,
+    /// The signal by which it leaves after the step.
+    leaves: Option<Signal>,
 }
 
 /// Notes the view that begins after `begun` steps. Returns the number of steps whose rows in the member's
@@ -213,29 +177,29 @@ fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     Some(team)
 }
 
-/// Trains up to the last step. Returns the loss before the first step, if this rank evaluated it.
-fn train(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-    kept: &mut RunProgress,
-    from_the_start: bool,
-) -> Result<Option<f64>> {
-    let mut first_loss = None;
-    if from_the_start {
-        match evaluated(trainer) {
-            Ok(loss) => first_loss = Some(loss),
-            Err(error) => go_on_without(member, trainer, steps, events, error)?,
+impl BetweenSteps for MemberSteps<'_> {
+    fn begun(&mut self, trainer: &Trainer, steps: &mut Steps<'_, '_>) {
+        let world = steps.job.world;
+        if let (Some(begun), Some(watch)) = (self.joined, steps.record.watch.as_deref_mut()) {
+            tell_joined(&self.member, begun, world, watch);
         }
+        if self.begins_again {
+            let text = "no checkpoint of this run was found here: it begins again at step 0";
+            tell(steps.record.watch.as_deref_mut(), &format!("warning: {text}"));
+        }
+        debug_assert!(self.joined.is_none_or(|begun| begun == trainer.steps_done()));
     }
-    steps.last_loss = first_loss;
-    let mut folder = FolderWatch::new(steps.run);
-    // If the average after the last step has failed, it must still be repeated.
-    while trainer.steps_done() < steps.job.config.steps || trainer.lacks_average() {
+
+    fn before(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &mut Steps<'_, '_>,
+        events: &mut EventLog,
+    ) -> Result<Next> {
+        let member = &mut self.member;
         gather(member, trainer, steps, events)?;
-        let leaves = leaving(&steps.job, trainer);
-        if let Some(signal) = leaves {
+        self.leaves = leaving(&steps.job, trainer);
+        if let Some(signal) = self.leaves {
             announce_leave(member, trainer, steps, signal);
             if must_go(member, &steps.job, trainer) {
                 return Err(left_at_once(signal, (&steps.job, trainer), steps.run));
@@ -243,16 +207,27 @@ fn train(
         }
         if member.has_departing() {
             let epoch = member.epoch();
-            change_members(member, trainer, steps, events, leaves.map(Leaving::Asked))?;
+            change_members(member, trainer, steps, events, self.leaves.map(Leaving::Asked))?;
             member.forget_departing(epoch);
-            continue;
+            return Ok(Next::AskAgain);
         }
         member.look_at_log(trainer, &steps.job)?;
         trainer.tell_followed(member.log.is_kept());
-        trainer.ask_for_change(member.wants_change(trainer)? || leaves.is_some());
+        trainer.ask_for_change(member.wants_change(trainer)? || self.leaves.is_some());
         if let Some(newcomer) = member.offer_round(trainer, &steps.job)? {
             announce_log((trainer, trainer.state_bytes()), steps, events, newcomer);
         }
+        Ok(Next::Step)
+    }
+
+    fn step(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &mut Steps<'_, '_>,
+        events: &mut EventLog,
+        kept: &mut RunProgress,
+    ) -> Result<Result<AfterStep>> {
+        let member = &mut self.member;
         let begun = (trainer.comm().now(), trainer.agreed_step());
         let done = member.watched(trainer, |trainer| steps.step(trainer, events, kept));
         member.since = begun.0;
@@ -262,82 +237,116 @@ fn train(
             member.notice.step(took, trainer.agreed_step() != begun.1);
         }
         member.log_step(trainer, &steps.job)?;
-        let next = match done {
-            Ok(next) => next,
-            Err(error) => {
-                go_on_without(member, trainer, steps, events, error)?;
-                continue;
-            }
-        };
+        Ok(done)
+    }
+
+    fn failed(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &mut Steps<'_, '_>,
+        events: &mut EventLog,
+        error: Error,
+    ) -> Result<()> {
+        go_on_without(&mut self.member, trainer, steps, events, error)
+    }
+
+    fn after(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &mut Steps<'_, '_>,
+        events: &mut EventLog,
+        next: AfterStep,
+    ) -> Result<()> {
+        let member = &mut self.member;
         tell_nonsense(member, trainer, steps, events);
         tell_refused(member, trainer, steps, events);
-        folder.check(steps.record.watch.as_deref_mut());
+        self.folder.check(steps.record.watch.as_deref_mut());
         if steps.job.pipelines.is_some() {
             member.copies.after_step(trainer, &steps.job)?;
             trainer.tell_copying(member.copies.is_under_way());
         }
         // After the last step no change is worthwhile.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
-        if trainer.has_resumed() && matches!(next, AfterStep::Step) && !is_over {
+        if trainer.has_resumed() && next == AfterStep::Step && !is_over {
             // The routes of that step went around the lost members' work.
             let rates = steps.job.plan.pools().map_or_else(Vec::new, |pools| pools.rates.clone());
-            if let Err(error) = pools::reroute(&mut steps.job, trainer, rates) {
-                go_on_without(member, trainer, steps, events, error)?;
-            }
-            continue;
+            let rerouted = pools::reroute(&mut steps.job, trainer, rates);
+            return rerouted.or_else(|error| go_on_without(member, trainer, steps, events, error));
         }
         let pooled = member.pool_advice(&steps.job, trainer);
-        if pooled != PoolAdvice::Stay && matches!(next, AfterStep::Step) && !is_over {
-            follow_pools(member, trainer, steps, events, pooled)?;
-            continue;
+        if pooled != PoolAdvice::Stay && next == AfterStep::Step && !is_over {
+            return follow_pools(member, trainer, steps, events, pooled);
         }
         let advice = member.share_advice(&steps.job, trainer);
         let division = member.balance.division().filter(|_| member.growing.is_empty());
         // A newcomer or spare that fetches a part would have another part than it will need.
-        let division = division.filter(|_| matches!(next, AfterStep::Step) && !trainer.is_followed());
+        let division = division.filter(|_| next == AfterStep::Step && !trainer.is_followed());
         if let Some(division) = division.filter(|_| !is_over) {
-            divide_anew(member, trainer, steps, events, division)?;
-            continue;
+            return divide_anew(member, trainer, steps, events, division);
         }
         match (next, if is_over { Advice::Stay } else { advice }) {
             (AfterStep::Step, Advice::Stay) => {
                 member.publisher.publish((&mut *member.place, member.team.as_ref()), trainer, steps);
+                Ok(())
             }
             (AfterStep::Step, Advice::Shares(shares)) => {
                 match member.balance.reshare(&mut steps.job, trainer, shares) {
-                    Ok(reshared) => note_shares(trainer, steps, events, reshared)?,
-                    Err(error) => go_on_without(member, trainer, steps, events, error)?,
+                    Ok(reshared) => note_shares(trainer, steps, events, reshared),
+                    Err(error) => go_on_without(member, trainer, steps, events, error),
                 }
             }
             (_, advice) => {
                 let (replica, rank) = (trainer.replica(), trainer.rank().0);
                 let slow = advice == Advice::Leave(replica) && member.balance.is_slowest(replica, rank);
                 let slow = slow.then(|| member.balance.too_slow(replica));
-                let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
+                let leaves = self.leaves.or_else(|| leaving(&steps.job, trainer));
                 let asked = leaves.map(Leaving::Asked);
                 let leaving = asked.or_else(|| slow.map(Leaving::TooSlow));
-                change_members(member, trainer, steps, events, leaving)?;
+                change_members(member, trainer, steps, events, leaving)
             }
         }
     }
-    end_of_steps(member, trainer, steps, events)?;
-    Ok(first_loss)
-}
 
-/// Gathers the whole model on rank 0 in pipelines, and tells spares that the run is over.
-fn end_of_steps(
-    member: &mut Member<'_>,
-    trainer: &mut Trainer,
-    steps: &mut Steps<'_, '_>,
-    events: &mut EventLog,
-) -> Result<()> {
-    while let Err(error) = trainer.gather_whole() {
-        go_on_without(member, trainer, steps, events, error)?;
+    /// Gathers the whole model on rank 0 in pipelines, and tells spares that the run is over.
+    fn over(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &mut Steps<'_, '_>,
+        events: &mut EventLog,
+    ) -> Result<()> {
+        while let Err(error) = trainer.gather_whole() {
+            go_on_without(&mut self.member, trainer, steps, events, error)?;
+        }
+        if let Some(team) = self.member.team.as_ref().filter(|team| team.leads()) {
+            team.tell_over();
+        }
+        Ok(())
     }
-    if let Some(team) = member.team.as_ref().filter(|team| team.leads()) {
-        team.tell_over();
+
+    /// Tells the spares and the events why this member's run has ended.
+    fn ended(
+        &mut self,
+        trainer: &mut Trainer,
+        steps: &Steps<'_, '_>,
+        kept: &RunProgress,
+        events: &mut EventLog,
+        error: Error,
+    ) -> Error {
+        let error = match error {
+            Error::OverForSpare => return error,
+            Error::Stopped(signal) => last_left(signal, (&steps.job, trainer), kept),
+            error => error,
+        };
+        if let (Error::StoppedAt { .. }, Some(team)) = (&error, &self.member.team)
+            && team.leads()
+        {
+            team.tell_over();
+        }
+        if steps.run.is_some_and(RunDir::has_begun) {
+            events.write(trainer.steps_done(), EventKind::ended(&error));
+        }
+        error
     }
-    Ok(())
 }
 
 impl Member<'_> {

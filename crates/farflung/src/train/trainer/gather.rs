@@ -106,18 +106,6 @@ impl Trainer {
         Ok(first.then(|| blake3::hash(lines.as_bytes()).to_hex().to_string()))
     }
 
-    /// Gathers the whole model and returns it on rank 0; `None` on other ranks. A collective: all ranks must
-    /// call it.
-    pub(in crate::train) fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
-        self.gather_whole()?;
-        let first = self.executor.comm.rank().0 == 0;
-        Ok(match &self.whole {
-            Some((stage, params)) => Some((stage, params)),
-            None if first => Some((self.stage(), self.params())),
-            None => None,
-        })
-    }
-
     /// Returns the whole model on rank 0 after [`Trainer::gather_whole`]. If the model has one part, it is
     /// returned on every rank.
     pub(in crate::train) fn gathered(&self) -> Option<(&Stage, &Tensor)> {

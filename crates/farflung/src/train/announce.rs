@@ -1,0 +1,76 @@
+//! What a run tells its user before the first step.
+
+use super::callbacks::RunObserver;
+use super::checkpoint::Resumed;
+use super::job::Job;
+use super::planned;
+use super::prediction::Prediction;
+use super::trainer::Trainer;
+use crate::Result;
+use crate::config::notes::NoteContext;
+use crate::data_notes::{data_notes, one_document};
+
+/// Returns a line with the predicted time of a pipeline, shown before its first step.
+fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
+    let plan = &job.plan;
+    if plan.stages() == 1 {
+        return Ok(None);
+    }
+    let schedule = trainer.schedule();
+    let prediction = Prediction::of(job)?;
+    let replicas = match plan.replicas() {
+        1 => "1 replica".to_owned(),
+        n => format!("{n} replicas"),
+    };
+    let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
+    let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
+    Ok(Some(format!(
+        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
+         per step, with {:.0}% bubble in its pass",
+        schedule.name,
+        plan.stages(),
+        if alike { each[0].clone() } else { each.join(" + ") },
+        plan.sequences(),
+        job.tokens_per_step(),
+        prediction.step(),
+        prediction.bubble * 100.0
+    )))
+}
+
+/// Shows the facts that are known before the first step.
+pub(super) fn announce(
+    job: &Job,
+    trainer: &Trainer,
+    simulated: bool,
+    resumed: Option<&Resumed>,
+    watch: &mut dyn RunObserver,
+) -> Result<()> {
+    let mut config = planned::as_planned(&job.given, &job.plan);
+    if job.elastic {
+        // The notes assume at least two workers, since other members may join.
+        config.workers = job.world.max(2);
+    }
+    for line in data_notes(&job.reading, &job.training, &job.held_out) {
+        watch.note(&line);
+    }
+    if let Some(line) = one_document(&job.training).filter(|_| job.config.document_mask) {
+        watch.note(&line);
+    }
+    let world = if job.elastic { config.workers } else { job.world };
+    let elastic = job.elastic;
+    for line in config.notes(&NoteContext { model: &job.model, world, simulated, elastic }) {
+        watch.note(&line);
+    }
+    if resumed.is_none() {
+        job.initial.iter().flat_map(|initial| &initial.notes).for_each(|note| watch.note(note));
+    }
+    if let Some(note) = note(trainer, job)? {
+        watch.note(&note);
+    }
+    watch.begin(trainer.steps_done(), job.config.steps);
+    if trainer.steps_done() > 0 && resumed.is_some() {
+        watch.note(&format!("resumed at step {}", trainer.steps_done()));
+    }
+    resumed.iter().flat_map(|resumed| &resumed.notes).for_each(|note| watch.note(note));
+    Ok(())
+}
