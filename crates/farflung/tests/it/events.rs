@@ -73,7 +73,7 @@ fn every_rank_tells_what_was_saved_and_resumed_and_refused() {
 #[test]
 fn a_run_that_never_began_leaves_no_events() {
     let run = Run::new();
-    assert_eq!(train(&run, &[], "--steps 2 --device wgpu:99").status.code(), Some(1));
+    assert_eq!(train(&run, &[], "--steps 2 --device wgpu:99").status.code(), Some(2));
     assert!(!run.at("run/events.jsonl").exists());
 }
 
