@@ -61,10 +61,11 @@ pub fn data_notes(reading: &Reading, training: &Split, held_out: &Split) -> Vec<
     lines
 }
 
-/// Returns the warning that a text to keep documents apart in is one document; `None` for rows.
+/// Returns the warning that a text to keep documents apart in is one document, and so are its parts; `None` for
+/// rows.
 #[must_use]
-pub fn one_document(training: &Split) -> Option<String> {
-    let is_one = training.rows().is_none() && training.documents().len() == 1;
+pub fn one_document(splits: [&Split; 2]) -> Option<String> {
+    let is_one = splits.iter().all(|split| split.rows().is_none() && split.documents().len() <= 1);
     is_one.then(|| {
         "data: warning: `--document-mask` changes nothing: the text is one document, without end-of-text tokens".to_owned()
     })

@@ -38,7 +38,16 @@ pub struct ModelSource {
     /// The tokenizer of the run that wrote the checkpoint.
     recorded: Option<TokenizerKind>,
     /// How that run read its text.
-    reading: ReadOptions,
+    reading: RunReading,
+}
+
+/// How a run reads its text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RunReading {
+    /// How files are read.
+    pub options: ReadOptions,
+    /// Whether documents are kept apart.
+    pub document_mask: bool,
 }
 
 impl ModelSource {
@@ -107,7 +116,7 @@ impl ModelSource {
         let has_config = folder.join(CONFIG).is_file();
         // A file of another name may be one of several in its folder.
         if is_weights && has_config && name != TENSORS && !name.contains("-of-") {
-            let reading = ReadOptions::default();
+            let reading = RunReading::default();
             return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None, reading });
         }
         let is_part = is_weights || [CONFIG, INDEX, MANIFEST, LATEST].contains(&&*name);
@@ -166,7 +175,7 @@ impl ModelSource {
 
     /// Returns how the run that wrote the checkpoint read its text; the default for other models.
     #[must_use]
-    pub const fn read_options(&self) -> ReadOptions {
+    pub const fn run_reading(&self) -> RunReading {
         self.reading
     }
 
@@ -249,14 +258,16 @@ fn recorded(folder: &Path) -> Option<String> {
 }
 
 /// Returns how a run with these settings reads its text.
-fn reading_in(settings: &str) -> ReadOptions {
+fn reading_in(settings: &str) -> RunReading {
     let table = settings.parse::<toml::Table>().unwrap_or_default();
     let text = |key: &str| table.get(key).and_then(toml::Value::as_str);
-    ReadOptions {
+    let flag = |key: &str| table.get(key).and_then(toml::Value::as_bool).unwrap_or(false);
+    let options = ReadOptions {
         encoding: text("encoding").and_then(|name| name.parse().ok()),
-        special_tokens: table.get("special-tokens").and_then(toml::Value::as_bool).unwrap_or(false),
+        special_tokens: flag("special-tokens"),
         token_type: text("token-type").and_then(|name| name.parse().ok()),
-    }
+    };
+    RunReading { options, document_mask: flag("document-mask") }
 }
 
 /// Returns the tokenizer in the settings of a run.

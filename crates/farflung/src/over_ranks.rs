@@ -42,7 +42,7 @@ use farflung_base::Axis;
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_tensor::{Shape, Tensor};
 use farflung_zoo::ZooError;
-use farflung_zoo::exchange::{Exchange, all_to_all_shape, check_length, with_length};
+use farflung_zoo::exchange::{Exchange, all_to_all_shape, check_length, check_pieces, with_length};
 
 /// A rank's exchanges with others, by a communicator for each axis. Along other axes the rank is alone.
 #[derive(Debug, Clone)]
@@ -87,8 +87,8 @@ impl Exchange for OverRanks {
     }
 
     fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
-        let own = lengths.get(self.rank(axis)).copied().unwrap_or_default();
-        check_length(piece.shape(), dim, own)?;
+        check_pieces(lengths, self.size(axis))?;
+        check_length(piece.shape(), dim, lengths[self.rank(axis)])?;
         let Some(comm) = self.among(axis) else { return Ok(piece) };
         let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
         let runs = Runs::new(whole, dim);
@@ -101,6 +101,7 @@ impl Exchange for OverRanks {
     }
 
     fn scatter(&self, axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_pieces(lengths, self.size(axis))?;
         check_length(whole.shape(), dim, lengths.iter().sum())?;
         let Some(comm) = self.among(axis) else { return Ok(whole) };
         let runs = Runs::new(whole.shape(), dim);

@@ -179,11 +179,11 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
     first_error.map_or(Ok(None), Err)
 }
 
-/// Moves the checkpoints of steps after `after`, or all, to another folder on the same disk, where `number` is
+/// Moves the checkpoints of steps after `after`, or all, to another folder on the same disk, where `mark` is
 /// added to their names. Returns how many there are. For a process that holds the folder's lock.
 ///
 /// Errors: [`Error::Io`].
-pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, (to, number): (&Path, u64)) -> Result<usize> {
+pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, (to, mark): (&Path, &str)) -> Result<usize> {
     let is_later = |step: &u64| after.is_none_or(|after| *step > after);
     let (moved, stay): (Vec<u64>, Vec<u64>) = list(run)?.into_iter().partition(is_later);
     if moved.is_empty() {
@@ -193,7 +193,7 @@ pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, (to, number): (&P
     for &step in &moved {
         let name = folder(step);
         let from = run.join(&name);
-        fs::rename(&from, to.join(format!("{name}.{number}")))
+        fs::rename(&from, to.join(format!("{name}.{mark}")))
             .map_err(Error::io("move the checkpoint", &from))?;
     }
     let latest = run.join(LATEST);

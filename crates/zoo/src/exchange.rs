@@ -61,6 +61,17 @@ pub fn check_length(shape: Shape, dim: usize, length: usize) -> Result<(), ZooEr
     if expected == shape { Ok(()) } else { Err(mismatch(shape, expected)) }
 }
 
+/// Checks that there is a length for each rank.
+///
+/// Errors: [`ZooError::Config`].
+pub const fn check_pieces(lengths: &[usize], ranks: usize) -> Result<(), ZooError> {
+    if lengths.len() == ranks {
+        return Ok(());
+    }
+    let expected = "one length for each rank along the axis";
+    Err(ZooError::Config { field: "pieces", value: lengths.len(), expected })
+}
+
 fn mismatch(lhs: Shape, rhs: Shape) -> ZooError {
     TensorError::ShapeMismatch { op: "exchange along an axis", lhs, rhs }.into()
 }
@@ -179,15 +190,17 @@ impl Exchange for Counted {
     }
 
     fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
-        check_length(piece.shape(), dim, lengths.get(self.rank(axis)).copied().unwrap_or_default())?;
+        check_pieces(lengths, self.size(axis))?;
+        check_length(piece.shape(), dim, lengths[self.rank(axis)])?;
         self.add(axis, bytes(&piece) * (self.size(axis) as u64 - 1));
         let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
         Ok(piece.device().empty(piece.dtype(), whole)?)
     }
 
     fn scatter(&self, axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        check_pieces(lengths, self.size(axis))?;
         check_length(whole.shape(), dim, lengths.iter().sum())?;
-        let own = lengths.get(self.rank(axis)).copied().unwrap_or_default();
+        let own = lengths[self.rank(axis)];
         let piece = whole.device().empty(whole.dtype(), with_length(whole.shape(), dim, own)?)?;
         self.add(axis, bytes(&whole) - bytes(&piece));
         Ok(piece)

@@ -10,7 +10,7 @@ mod slices;
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::Pending;
+use farflung_base::{Axis, Pending};
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::ZooError;
@@ -119,7 +119,8 @@ impl Stage {
     /// Creates one rank's piece of a stage, among the ranks that divide the width of its blocks along
     /// [`Axis::Tensor`](farflung_base::Axis::Tensor): see [`TensorSpec::cut`].
     ///
-    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block.
+    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block, or the
+    /// exchange is that of another rank.
     pub fn piece(
         spec: &ModelSpec,
         layers: Range<usize>,
@@ -128,6 +129,11 @@ impl Stage {
     ) -> Result<Self, ZooError> {
         spec.validate()?;
         spec.check_cut(&share)?;
+        let along = Axis::Tensor;
+        if (share.rank(), share.ranks()) != (exchange.rank(along), exchange.size(along)) {
+            let expected = "the rank and the number of ranks of the exchange along the tensor axis";
+            return Err(ZooError::Config { field: "share", value: share.rank(), expected });
+        }
         let between = layers.start == layers.end && layers.start > 0 && layers.end < spec.layers();
         if (layers.is_empty() && !between) || layers.end > spec.layers() {
             return Err(ZooError::Config {

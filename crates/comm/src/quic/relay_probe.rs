@@ -36,14 +36,22 @@ fn answers(relay: &RelayUrl) -> bool {
     let Some(port) = relay.port_or_known_default() else { return false };
     let addresses = (host, port).to_socket_addrs().into_iter().flatten();
     let is_tls = relay.scheme() == "https";
-    let answers = |at: SocketAddr| match head(&at, host) {
+    let named = relay.authority().rsplit_once('@').map_or(relay.authority(), |(_, named)| named);
+    let answers = |at: SocketAddr| match head(&at, named) {
         Ok(head) => is_tls || head.starts_with(b"HTTP/1.") && head.ends_with(b" 200"),
+        // What was a request in clear may be answered by a reset.
+        Err(error) if is_tls && is_closed(error.kind()) => true,
         Err(error) => {
             tracing::debug!(%relay, %at, %error, "the relay does not answer, and is not waited for");
             false
         }
     };
     addresses.take(MOST_TRIED).any(answers)
+}
+
+/// Returns whether the other side has closed a connection that it had accepted.
+const fn is_closed(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted | ErrorKind::BrokenPipe)
 }
 
 /// Sends a request over HTTP, and returns the first bytes of the answer, up to its status. They are fewer if

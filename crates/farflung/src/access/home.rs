@@ -57,7 +57,10 @@ impl Home {
     /// Errors: [`Error::Setting`] if another process of this machine has claimed the key; [`Error::Io`]. On a
     /// file system without locks, the key counts as claimed.
     pub fn claim(&self) -> Result<KeyClaim> {
-        let file = File::open(&self.key).map_err(Error::io("read the key", &self.key))?;
+        // A file of its own, opened for writing, since locks of network file systems need that.
+        let lock = self.key.with_extension("lock");
+        let opened = File::options().create(true).truncate(false).write(true).open(&lock);
+        let file = opened.map_err(Error::io("open the lock of the key", &lock))?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {

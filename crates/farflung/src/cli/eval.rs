@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use farflung::data_notes::{data_notes, one_document};
+use farflung::train::no_targets;
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
 use farflung::zoo::{Batch, Corpus, HoldOut, Input, Sampler, Shard, TokenRows};
 use farflung::{Error, Result, corpus, terminal};
@@ -40,9 +41,9 @@ pub(crate) struct EvalCommand {
     tokens: Option<PathBuf>,
     /// Keep documents apart, as `farflung train --document-mask true` does: attention, positions and targets
     /// stop at the borders of documents. With --tokens, these are where the file's `position_ids` begin again
-    /// at 0.
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true")]
-    document_mask: bool,
+    /// at 0; a text is read as in the model's run by default.
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    document_mask: Option<bool>,
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
@@ -64,7 +65,7 @@ impl EvalCommand {
 
     /// Measures the targets of rows.
     fn on_rows(&self, path: &Path) -> Result<()> {
-        let read = if self.document_mask { TokenRows::read_packed } else { TokenRows::read };
+        let read = if self.document_mask == Some(true) { TokenRows::read_packed } else { TokenRows::read };
         let rows = read(path).map_err(|error| Error::from(error).of_input())?;
         let model = self.model.load_for_ids()?;
         rows.check(model.stage.spec().vocab, model.stage.spec().context)
@@ -98,29 +99,30 @@ impl EvalCommand {
         let Loaded { stage, params, tokenizer, reading } = self.model.load()?;
         let (tokenizer, model) = (&*tokenizer, LoadedModel { stage, params });
         let options = ReadOptions {
-            encoding: self.encoding.or(reading.encoding),
-            special_tokens: self.special_tokens.unwrap_or(reading.special_tokens),
-            token_type: self.token_type.or(reading.token_type),
+            encoding: self.encoding.or(reading.options.encoding),
+            special_tokens: self.special_tokens.unwrap_or(reading.options.special_tokens),
+            token_type: self.token_type.or(reading.options.token_type),
         };
+        let document_mask = self.document_mask.unwrap_or(reading.document_mask);
         let corpus = match &self.data {
             Some(path) => {
                 Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
             }
-            None if self.document_mask => {
+            None if document_mask => {
                 let documents = corpus::default_documents()?;
                 Corpus::from_texts("the default text", documents.iter().map(Vec::as_slice), tokenizer)?
             }
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        let one = one_document(&training).filter(|_| self.document_mask);
+        let one = one_document([&training, &held_out]).filter(|_| document_mask);
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
         let context = model.stage.spec().context;
         let windows = self.batches as usize * self.batch as usize;
         let sampler = Sampler::evaluation(held_out, Shard::whole(self.batch as usize), context, windows)?;
-        let sampler = if self.document_mask { sampler.by_documents() } else { sampler };
+        let sampler = if document_mask { sampler.by_documents() } else { sampler };
         let (mut sum, mut count) = (0.0, 0_u64);
         for step in 0..sampler.steps().unwrap_or(0) as u64 {
             let batch = sampler.batch(step)?;
@@ -129,6 +131,9 @@ impl EvalCommand {
             let counted = losses.iter().enumerate().filter(|(at, _)| counts(*at));
             sum += counted.map(|(_, &loss)| f64::from(loss)).sum::<f64>();
             count += batch.counted() as u64;
+        }
+        if count == 0 {
+            return Err(no_targets("the held-out text").of_input());
         }
         let loss = sum / count as f64;
         let perplexity = loss.exp();
@@ -139,7 +144,8 @@ impl EvalCommand {
             });
             format!("{object}\n")
         } else {
-            format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens\n")
+            let apart = if document_mask { ", documents kept apart" } else { "" };
+            format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}\n")
         })
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use farflung::config::choice::TokenizerKind;
 use farflung::config::value::Setting as _;
+use farflung::model_source::RunReading;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
-use farflung::zoo::data::ReadOptions;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal};
 
@@ -39,7 +39,7 @@ pub(crate) struct Loaded {
     pub(crate) params: Tensor,
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
     /// How the run that trained it read its text.
-    pub(crate) reading: ReadOptions,
+    pub(crate) reading: RunReading,
 }
 
 /// A loaded model without a tokenizer.
@@ -51,7 +51,7 @@ pub(crate) struct LoadedModel {
 impl ModelArgs {
     /// Opens the model and its tokenizer. An error of its files is one of the input.
     pub(crate) fn load(&self) -> Result<Loaded> {
-        let more = |source: &ModelSource, vocab| Ok((self.tokenizer(source, vocab)?, source.read_options()));
+        let more = |source: &ModelSource, vocab| Ok((self.tokenizer(source, vocab)?, source.run_reading()));
         let (LoadedModel { stage, params }, (tokenizer, reading)) =
             self.open(more).map_err(Error::of_input)?;
         Ok(Loaded { stage, params, tokenizer, reading })

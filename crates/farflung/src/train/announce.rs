@@ -6,9 +6,9 @@ use super::job::Job;
 use super::planned;
 use super::prediction::Prediction;
 use super::trainer::Trainer;
-use crate::Result;
 use crate::config::notes::NoteContext;
 use crate::data_notes::{data_notes, one_document};
+use crate::{Result, TrainConfig};
 
 /// Returns a line with the predicted time of a pipeline, shown before its first step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
@@ -45,7 +45,9 @@ pub(super) fn announce(
     resumed: Option<&Resumed>,
     watch: &mut dyn RunObserver,
 ) -> Result<()> {
-    let mut config = planned::as_planned(&job.given, &job.plan);
+    let follows = job.elastic || job.given.plan.is_some();
+    let mut config =
+        if follows { planned::as_planned(&job.given, &job.plan) } else { TrainConfig::clone(&job.given) };
     if job.elastic {
         // The notes assume at least two workers, since other members may join.
         config.workers = job.world.max(2);
@@ -53,7 +55,7 @@ pub(super) fn announce(
     for line in data_notes(&job.reading, &job.training, &job.held_out) {
         watch.note(&line);
     }
-    if let Some(line) = one_document(&job.training).filter(|_| job.config.document_mask) {
+    if let Some(line) = one_document([&job.training, &job.held_out]).filter(|_| job.config.document_mask) {
         watch.note(&line);
     }
     let world = if job.elastic { config.workers } else { job.world };

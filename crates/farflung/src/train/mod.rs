@@ -85,5 +85,6 @@ pub use resync::Drift;
 pub use run::{Quiet, RunObserver, run, run_job, run_workers, world};
 pub use sizes::{TooLarge, machine_memory, needed_memory};
 pub use spent::Spent;
+pub use step_tokens::no_targets;
 pub use stop_in_step::StopSummary;
 pub use trainer::{StepDone, Synced, Thoroughness, Trainer};

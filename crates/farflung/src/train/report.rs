@@ -139,7 +139,11 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         optimizer: Nanos::ZERO,
         buckets: ((parameters as f64 * 4.0 / plan.outermost().bucket_bytes as f64).ceil() as u32).max(1),
         codec,
-        every: plan.outermost().every,
+        // Without local steps, the comparison is with the period that the user wishes.
+        every: match job.given.plan {
+            Some(_) => plan.outermost().every,
+            None => u32::try_from(job.given.sync_every).unwrap_or(u32::MAX),
+        },
     };
     let prices = AveragePrices::new(Topology::uniform(job.world, link));
     Ok(Some(answer.answer(&|algorithm, codec, values| prices.of(algorithm, codec, values))?))

@@ -169,16 +169,19 @@ impl Start<'_, '_> {
             events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });
         }
         let done = take_steps(hook, trainer, &mut steps, events, kept, self.evaluates);
+        // The time of a run is that of its steps: gathering the model does not count.
+        let mut totals = steps.clock.totals(trainer.comm());
+        let done = done.and_then(|loss| hook.over(trainer, &mut steps, events).map(|()| loss));
         let first_loss = done.map_err(|error| hook.ended(trainer, &steps, kept, events, error))?;
         let Steps { job, record, clock, mut last_loss, .. } = steps;
         let rows = if begun == job.config.steps && !job.elastic {
             // All steps were done before, but the run was interrupted before its report.
             last_loss = Some(evaluated(trainer)?);
+            totals = clock.totals(trainer.comm());
             if tells { finished::rows(run) } else { Vec::new() }
         } else {
             record.into_rows(run, begun)
         };
-        let totals = clock.totals(trainer.comm());
         let _armed = (!job.elastic).then(|| trainer.armed());
         let Some((stage, params)) = trainer.gathered().filter(|_| tells) else { return Ok(None) };
         let text = sample(&job, stage, params)?;
@@ -223,6 +226,5 @@ fn take_steps(
             Err(error) => hook.failed(trainer, steps, events, error)?,
         }
     }
-    hook.over(trainer, steps, events)?;
     Ok(first_loss)
 }

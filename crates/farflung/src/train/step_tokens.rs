@@ -5,6 +5,7 @@
 use farflung_zoo::{Sampler, ZooError};
 
 use super::job::Job;
+use crate::Error;
 
 /// Counts the tokens of all replicas.
 #[derive(Debug, Clone)]
@@ -74,5 +75,16 @@ impl StepTokens {
     /// Returns the number of a replica's first microbatch within a step.
     pub(super) fn first_microbatch(&self, replica: u32) -> u64 {
         self.replicas[replica as usize].first
+    }
+}
+
+/// Returns the error of a text none of whose tokens is a target: each is the last one of its document.
+#[must_use]
+pub fn no_targets(what: &'static str) -> Error {
+    let expected = "false for documents of one token each: the last token of a document predicts nothing";
+    Error::Setting {
+        field: "document_mask",
+        value: format!("true, and {what} has no target"),
+        expected: expected.to_owned(),
     }
 }

@@ -53,6 +53,7 @@ use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::spent::{Spent, add_since};
+use super::step_tokens::no_targets;
 use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
@@ -552,6 +553,9 @@ impl Trainer {
         drop(armed);
         let mut sums = total.map_or([0.0; 2], |LossSum { sum, tokens }| [sum, tokens]);
         self.executor.comm.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
+        if sums[1] == 0.0 {
+            return Err(no_targets("the held-out text"));
+        }
         Ok(sums[0] / sums[1])
     }
 }

@@ -212,3 +212,36 @@ fn what_does_not_go_with_documents_is_said_and_ends_with_code_2() {
     assert_eq!(done.status.code(), Some(2), "{}", said(&done));
     assert!(said(&done).contains("`sync` is diloco, expected ddp"), "{}", said(&done));
 }
+
+#[test]
+fn a_text_without_targets_is_an_error_and_no_loss_of_zero() {
+    let run = documents();
+    for i in 0..400 {
+        fs::write(run.at("docs").join(format!("{i:03}.txt")), "x").unwrap();
+    }
+    let done = train(&run, "none", "--document-mask true");
+    assert!(!done.status.success() && said(&done).contains("has no target"), "{}", said(&done));
+    // Only the held-out part has none.
+    fs::write(run.at("docs").join("000.txt"), "the quick brown fox jumps over the lazy dog ".repeat(20))
+        .unwrap();
+    let done = train(&run, "held", "--document-mask true");
+    assert!(said(&done).contains("the held-out text has no target"), "{}", said(&done));
+    assert!(!said(&done).contains("changes nothing: the text is one document"), "{}", said(&done));
+}
+
+#[test]
+fn a_model_is_evaluated_as_its_run_was_unless_told() {
+    let run = documents();
+    assert!(train(&run, "apart", "--document-mask true --workers 1 --batch 4").status.success());
+    let evaluated = |more: &[&str]| {
+        let (model, docs) = (run.at("apart"), run.at("docs"));
+        let done = farflung().arg("eval").arg(model).arg("--data").arg(docs).args(more).output().unwrap();
+        assert!(done.status.success(), "{}", said(&done));
+        String::from_utf8(done.stdout).unwrap()
+    };
+    let own = evaluated(&[]);
+    assert!(own.contains("documents kept apart"), "{own}");
+    assert_eq!(own, evaluated(&["--document-mask", "true"]));
+    let across = evaluated(&["--document-mask", "false"]);
+    assert!(!across.contains("apart") && across != own, "{across}");
+}

@@ -118,6 +118,21 @@ fn a_dry_run_counts_the_bytes_that_ranks_send() {
 }
 
 #[test]
+fn pieces_that_do_not_fit_the_ranks_are_refused_without_waiting() {
+    let refused = on_ranks(2, |comm| {
+        let over = OverRanks::new([(Axis::Tensor, comm)]);
+        let device = Device::cpu(1).unwrap();
+        let full = || tensor(&device, SHAPE, |at| value(0, at));
+        let gathered = over.gather(Axis::Tensor, full(), 1, &[6]).unwrap_err().to_string();
+        let scattered = over.scatter(Axis::Tensor, full(), 1, &[2, 2, 2]).unwrap_err().to_string();
+        [gathered, scattered, over.all_to_all(Axis::Tensor, full(), 3, 1).unwrap_err().to_string()]
+    });
+    for [gathered, scattered, _] in refused {
+        assert!(gathered.contains("`pieces` is 1") && scattered.contains("`pieces` is 3"), "{gathered}");
+    }
+}
+
+#[test]
 fn a_lost_rank_is_an_error_that_names_the_rank() {
     let errors = on_ranks(2, |comm| {
         let over = OverRanks::new([(Axis::Tensor, comm.clone())]);

@@ -135,3 +135,15 @@ fn a_run_says_what_changes_nothing_and_what_its_model_is_called() {
     assert!(said.contains("`codec` changes nothing") && !said.contains("`sync-every`"), "{said}");
     assert!(!said.contains("`link`") && !said.contains("`momentum`"), "{said}");
 }
+
+#[test]
+fn notes_are_about_the_settings_as_they_were_given() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = train(folder.path(), "1", "--workers 2 --codec int4:128 --error-feedback true");
+    let (said, shown) = (stderr(&output), String::from_utf8(output.stdout.clone()).unwrap());
+    assert!(output.status.success() && !said.contains("`error-feedback` changes nothing"), "{said}");
+    // Without local steps, the table at the end compares with the period of `sync-every`.
+    assert!(shown.contains("diloco(every 20)"), "{shown}");
+    let said = stderr(&train(folder.path(), "1", "--workers 2 --sync diloco --local-steps by-speed"));
+    assert!(said.contains("`local-steps`") && said.contains("same speed"), "{said}");
+}

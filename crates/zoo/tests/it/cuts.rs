@@ -169,7 +169,13 @@ fn a_cut_that_leaves_a_rank_without_a_head_is_refused() {
     assert!(error.contains("`heads` is 2") && error.contains("tensor axis"), "{error}");
     // A piece is no model that a file could have.
     let share = AxisShare::new(1, vec![1; 2]).unwrap();
-    let piece = Stage::piece(&spec, 0..1, &cpu, (share, Arc::new(Alone))).unwrap();
+    let piece = |exchange: Arc<dyn Exchange>| Stage::piece(&spec, 0..1, &cpu, (share.clone(), exchange));
+    // Neither alone nor the other rank.
+    let [other, own] = <[Threads; 2]>::try_from(Threads::group(2)).unwrap();
+    for exchange in [Arc::new(Alone) as Arc<dyn Exchange>, Arc::new(other)] {
+        assert!(piece(exchange).unwrap_err().to_string().contains("`share` is 1"));
+    }
+    let piece = piece(Arc::new(own)).unwrap();
     let folder = tempfile::tempdir().unwrap();
     let refused = piece.store(&piece.init(1).unwrap(), folder.path(), WriteOptions::default()).unwrap_err();
     assert!(refused.to_string().contains("whole width"), "{refused}");

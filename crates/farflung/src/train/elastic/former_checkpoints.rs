@@ -1,5 +1,6 @@
 //! Checkpoints that a folder's machine can no longer use, since it has joined another run, or others after an
-//! earlier step. They are put aside in the folder `former`, and the oldest ones there are removed.
+//! earlier step. They are put aside in the folder `former`, as `step-N.run-K` or `step-N.later-K` of the `K`th
+//! time, and the oldest ones of their kind there are removed. Those of earlier versions, `step-N.K`, stay.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,15 +12,16 @@ use crate::{Result, run_dir};
 const KEPT_TIMES: usize = 4;
 
 /// Puts aside the checkpoints of steps after `after` in a folder, or all: they do not belong to what its
-/// machine has joined, and a later start would take the newest. Those of the last [`KEPT_TIMES`] times are
-/// kept. Returns a text about what was moved and removed, if there were any.
+/// machine has joined, and a later start would take the newest. Those of the last [`KEPT_TIMES`] times of the
+/// same kind are kept. Returns a text about what was moved and removed, if there were any.
 ///
 /// Errors: [`Error::Io`](crate::Error::Io) if they cannot be moved.
 pub(super) fn put_checkpoints_aside(folder: &Path, after: Option<u64>) -> Result<Option<String>> {
     let within = folder.join(FORMER);
-    let before = put_aside_before(&within);
+    let kind = if after.is_none() { "run" } else { "later" };
+    let before = put_aside_before(&within, kind);
     let time = before.keys().max().map_or(1, |last| last.saturating_add(1));
-    let count = run_dir::move_checkpoints(folder, after, (&within, time))?;
+    let count = run_dir::move_checkpoints(folder, after, (&within, &format!("{kind}-{time}")))?;
     if count == 0 {
         return Ok(None);
     }
@@ -53,12 +55,14 @@ fn removed(old: &[&PathBuf]) -> String {
     parts.concat()
 }
 
-/// Returns the checkpoints that were put aside, by the time of doing so. A folder that cannot be read has none.
-fn put_aside_before(within: &Path) -> BTreeMap<u64, Vec<PathBuf>> {
+/// Returns the checkpoints of a kind that were put aside, by the time of doing so. A folder that cannot be read
+/// has none.
+fn put_aside_before(within: &Path, kind: &str) -> BTreeMap<u64, Vec<PathBuf>> {
     let mut times: BTreeMap<u64, Vec<PathBuf>> = BTreeMap::new();
     for entry in std::fs::read_dir(within).into_iter().flatten().filter_map(std::io::Result::ok) {
         let name = entry.file_name();
-        let time = name.to_str().and_then(|name| name.strip_prefix("step-")?.split_once('.')?.1.parse().ok());
+        let (_, number) = name.to_str().and_then(|name| name.strip_prefix("step-")?.split_once('.')).unzip();
+        let time = number.and_then(|number| number.strip_prefix(kind)?.strip_prefix('-')?.parse().ok());
         if let Some(time) = time {
             times.entry(time).or_default().push(entry.path());
         }
@@ -93,22 +97,28 @@ mod tests {
         save(&[1, 2, 3, 4, 5, 6]);
         let text = put_checkpoints_aside(at, Some(1)).unwrap().unwrap();
         assert!(text.starts_with("5 checkpoints in ") && !text.contains("removed"), "{text}");
-        assert!(at.join("step-00000001").exists() && former("step-00000006.1").exists());
+        assert!(at.join("step-00000001").exists() && former("step-00000006.later-1").exists());
         for time in 2..=4 {
             save(&[7]);
             let text = put_checkpoints_aside(at, Some(1)).unwrap().unwrap();
-            assert!(former(&format!("step-00000007.{time}")).exists() && !text.contains("removed"), "{text}");
+            let name = format!("step-00000007.later-{time}");
+            assert!(former(&name).exists() && !text.contains("removed"), "{text}");
         }
-        std::fs::create_dir(former("1")).unwrap();
+        // Another run's count by themselves, and names of earlier versions and of others stay.
+        for name in ["1", "step-00000009.1", "step-00000009.later-x"] {
+            std::fs::create_dir(former(name)).unwrap();
+        }
         save(&[7]);
         let text = put_checkpoints_aside(at, None).unwrap().unwrap();
-        let names: Vec<String> = (2..=6).map(|step| format!("step-{step:08}.1")).collect();
-        assert!(text.starts_with("2 checkpoints in ") && text.ends_with(&names.join(", ")), "{text}");
+        assert!(text.starts_with("2 checkpoints in ") && !text.contains("removed"), "{text}");
+        assert!(former("step-00000001.run-1").exists() && former("step-00000007.run-1").exists());
+        save(&[7]);
+        let text = put_checkpoints_aside(at, Some(1)).unwrap().unwrap();
+        let names: Vec<String> = (2..=6).map(|step| format!("step-{step:08}.later-1")).collect();
+        assert!(text.ends_with(&names.join(", ")), "{text}");
         assert!(names.iter().all(|name| !former(name).exists()));
-        assert!(
-            ["step-00000001.5", "step-00000007.5", "step-00000007.2", "1"].iter().all(|n| former(n).exists())
-        );
-        save(&[8]);
-        assert!(put_checkpoints_aside(at, None).unwrap().unwrap().ends_with(": step-00000007.2"));
+        let stay =
+            ["step-00000007.run-1", "step-00000007.later-5", "step-00000007.later-2", "step-00000009.1", "1"];
+        assert!(stay.iter().all(|name| former(name).exists()));
     }
 }

@@ -2,11 +2,12 @@
 
 use farflung_optim::token_weight;
 use farflung_parallel::pipeline::Updates;
+use farflung_zoo::ZooError;
 
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::job::Job;
-use crate::train::step_tokens::StepTokens;
+use crate::train::step_tokens::{StepTokens, no_targets};
 
 /// Computes the factors of a replica's tokens in each step.
 #[derive(Debug)]
@@ -50,24 +51,34 @@ impl TokenWeights {
     /// Returns the factor of each token's loss by microbatch, so that the mean over the ranks that average
     /// gradients is the mean over the tokens of an update that count. `first` is the number of the replica's
     /// first microbatch in the step, counted over all replicas and steps.
+    ///
+    /// Errors: those of the samplers; a step of all replicas without a target.
     pub(super) fn of_step(&self, first: u64) -> Result<Vec<f32>> {
         let tokens = &self.tokens;
         let base = first - tokens.first_microbatch(self.replica);
-        let of_microbatch = |microbatch: u64| {
-            let tokens: f64 = match (self.updates, self.each_step) {
-                (Updates::Flush, true) => {
-                    let of = |replica| tokens.of_step(replica, base);
-                    tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?
-                }
-                (Updates::Flush, false) => tokens.of(self.replica, base, 0, self.own)?,
-                _ => {
-                    let begin = microbatch / self.per_update * self.per_update;
-                    let of = |replica| tokens.of(replica, base, begin, self.per_update);
-                    tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?
-                }
-            };
-            Ok(if tokens > 0.0 { token_weight(self.group as usize, tokens as u64) } else { 0.0 })
+        let weight = |counted: f64| {
+            if counted > 0.0 { token_weight(self.group as usize, counted as u64) } else { 0.0 }
         };
-        (0..self.own).map(of_microbatch).collect()
+        let of_step = match (self.updates, self.each_step) {
+            (Updates::Flush, true) => {
+                let of = |replica| tokens.of_step(replica, base);
+                let all: f64 = tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?;
+                if all == 0.0 {
+                    return Err(no_targets("the text of a step"));
+                }
+                all
+            }
+            (Updates::Flush, false) => tokens.of(self.replica, base, 0, self.own)?,
+            _ => {
+                let of_update = |update: u64| {
+                    let of = |replica| tokens.of(replica, base, update * self.per_update, self.per_update);
+                    Ok(weight(tokens.replicas().map(of).sum::<std::result::Result<_, ZooError>>()?))
+                };
+                let updates: Vec<f32> =
+                    (0..self.own.div_ceil(self.per_update)).map(of_update).collect::<Result<_>>()?;
+                return Ok((0..self.own).map(|m| updates[(m / self.per_update) as usize]).collect());
+            }
+        };
+        Ok(vec![weight(of_step); self.own as usize])
     }
 }
