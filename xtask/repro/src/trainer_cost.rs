@@ -25,6 +25,10 @@ pub(crate) const BENCH: Bench = Bench {
 /// Name and figure of each row.
 const RECORD: &str = include_str!("../records/trainer.txt");
 
+/// Windows of an evaluation for each of `--eval-batches`, and those of the recorded run's evaluations.
+const WINDOWS: f64 = 12.0;
+const RECORDED_WINDOWS: f64 = 2.0;
+
 /// Settings of both runs. The text does not matter, as long as it is always the same.
 const SHORT: [&str; 11] = [
     "train",
@@ -87,7 +91,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     if options.quick {
         return Ok(());
     }
-    let counted = instructions(folder.path(), data)?;
+    // An evaluation has 12 windows for each of `--eval-batches`; that of the recorded run, two in all. What a
+    // window takes is the difference between two runs, each of which evaluates at its start and its end.
+    let [few, more] = ["1", "2"].map(|batches| instructions(folder.path(), data, batches));
+    let (few, more) = (few?, more?);
+    let window = (more - few) / (2.0 * WINDOWS);
+    report.row("instructions of a window of an evaluation", window, "", Threshold::None)?;
+    let counted = few - 2.0 * (WINDOWS - RECORDED_WINDOWS) * window;
     report.row("instructions of 2 steps of one worker", counted, "", Threshold::None)?;
     report.row(
         "instructions relative to the earlier trainers",
@@ -106,14 +116,25 @@ fn train(data: &str, out: &Path, more: &[&str]) -> Result<Value> {
     serde_json::from_str(&text).context("failed to parse the report")
 }
 
-/// Returns the number of instructions of a whole run of two steps.
-fn instructions(folder: &Path, data: &str) -> Result<f64> {
-    let (out, counts) = (folder.join("counted"), folder.join("counts"));
+/// Returns the number of instructions of a whole run of two steps, with evaluations of so many batches.
+fn instructions(folder: &Path, data: &str, eval_batches: &str) -> Result<f64> {
+    let [out, counts] = ["counted", "counts"].map(|name| folder.join(format!("{name}-{eval_batches}")));
     let plain = farflung(&SHORT)?;
     let mut valgrind = Command::new("valgrind");
     valgrind.arg("--tool=callgrind").arg(format!("--callgrind-out-file={}", counts.display()));
     valgrind.arg(plain.get_program()).args(plain.get_args());
-    valgrind.args(["--steps", "2", "--workers", "1", "--data", data, "--out"]).arg(out);
+    valgrind.args([
+        "--eval-batches",
+        eval_batches,
+        "--steps",
+        "2",
+        "--workers",
+        "1",
+        "--data",
+        data,
+        "--out",
+    ]);
+    valgrind.arg(out);
     let ran = valgrind.output().context("failed to run valgrind: install it (apt-get install valgrind)")?;
     ensure!(ran.status.success(), "the run under valgrind failed: {}", String::from_utf8_lossy(&ran.stderr));
     let text = std::fs::read_to_string(counts).context("failed to read valgrind's counts")?;
