@@ -41,8 +41,8 @@ use std::collections::BTreeMap;
 use farflung_base::Axis;
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_tensor::{Shape, Tensor};
-use farflung_zoo::ZooError;
 use farflung_zoo::exchange::{Exchange, all_to_all_shape, check_length, check_pieces, with_length};
+use farflung_zoo::{AxisShare, Cut, ZooError};
 
 /// A rank's exchanges with others, by a communicator for each axis. Along other axes the rank is alone.
 #[derive(Debug, Clone)]
@@ -91,23 +91,23 @@ impl Exchange for OverRanks {
         check_length(piece.shape(), dim, lengths[self.rank(axis)])?;
         let Some(comm) = self.among(axis) else { return Ok(piece) };
         let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
-        let runs = Runs::new(whole, dim);
-        let counts = runs.counts(lengths);
+        let pieces = Pieces::new(axis, whole, dim, lengths)?;
+        let counts = pieces.counts();
         let start: usize = counts[..comm.rank().index()].iter().sum();
         let mut packed = vec![0.0; whole.len()];
         packed[start..][..piece.shape().len()].copy_from_slice(&piece.to_vec::<f32>()?);
         comm.all_gather_v(&mut packed, &counts).map_err(failed(axis))?;
-        Ok(piece.device().tensor(&runs.joined(&packed, lengths), whole)?)
+        Ok(piece.device().tensor(&pieces.joined(&packed), whole)?)
     }
 
     fn scatter(&self, axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         check_pieces(lengths, self.size(axis))?;
         check_length(whole.shape(), dim, lengths.iter().sum())?;
         let Some(comm) = self.among(axis) else { return Ok(whole) };
-        let runs = Runs::new(whole.shape(), dim);
-        let mut packed = runs.split(&whole.to_vec::<f32>()?, lengths);
+        let pieces = Pieces::new(axis, whole.shape(), dim, lengths)?;
+        let mut packed = pieces.split(&whole.to_vec::<f32>()?);
         let own =
-            comm.reduce_scatter_v(&mut packed, &runs.counts(lengths), ReduceOp::Sum).map_err(failed(axis))?;
+            comm.reduce_scatter_v(&mut packed, &pieces.counts(), ReduceOp::Sum).map_err(failed(axis))?;
         let piece = with_length(whole.shape(), dim, lengths[comm.rank().index()])?;
         Ok(whole.device().tensor(&packed[own], piece)?)
     }
@@ -118,55 +118,61 @@ impl Exchange for OverRanks {
         let pieces = comm.size();
         let equal = |shape: Shape, dim: usize| vec![shape.dims()[dim] / pieces; pieces];
         let lengths = equal(values.shape(), split);
-        let packed = Runs::new(values.shape(), split).split(&values.to_vec::<f32>()?, &lengths);
+        let packed = Pieces::new(axis, values.shape(), split, &lengths)?.split(&values.to_vec::<f32>()?);
         let received = comm.all_to_all(&packed).map_err(failed(axis))?;
-        let joined = Runs::new(shape, join).joined(&received, &equal(shape, join));
+        let joined = Pieces::new(axis, shape, join, &equal(shape, join))?.joined(&received);
         Ok(values.device().tensor(&joined, shape)?)
     }
 }
 
-/// A tensor as rows of `length` runs of neighbouring elements, which pieces divide.
-struct Runs {
-    rows: usize,
-    length: usize,
-    run: usize,
+/// The pieces of a tensor along a dimension, one for each rank.
+struct Pieces {
+    shape: Shape,
+    cut: Cut,
+    shares: Vec<AxisShare>,
 }
 
-impl Runs {
-    fn new(shape: Shape, dim: usize) -> Self {
-        let (outer, inner) = shape.dims().split_at(dim);
-        Self { rows: outer.iter().product(), length: inner[0], run: inner[1..].iter().product() }
+impl Pieces {
+    /// Cuts a shape into pieces of these lengths along dimension `dim`.
+    ///
+    /// Errors: [`ZooError::Config`] if all lengths are 0, or one does not fit into 32 bits.
+    fn new(axis: Axis, shape: Shape, dim: usize, lengths: &[usize]) -> Result<Self, ZooError> {
+        let length = shape.dims()[dim];
+        let weight = |&length: &usize| {
+            let expected = "at most the largest number of 32 bits";
+            u32::try_from(length).map_err(|_| ZooError::Config { field: "piece", value: length, expected })
+        };
+        let weights = lengths.iter().map(weight).collect::<Result<_, _>>()?;
+        let shares = AxisShare::new(0, weights)?.all().collect();
+        Ok(Self { shape, cut: Cut::Along { axis, dim, units: length, sections: vec![length] }, shares })
     }
 
     /// Returns the number of elements of each piece.
-    fn counts(&self, lengths: &[usize]) -> Vec<usize> {
-        lengths.iter().map(|length| self.rows * length * self.run).collect()
-    }
-
-    /// Calls `copy` with the start in the tensor, the start among the pieces one behind the other, and the
-    /// length of all runs of the pieces.
-    fn each(&self, lengths: &[usize], mut copy: impl FnMut(usize, usize, usize)) {
-        let (mut begin, mut packed) = (0, 0);
-        for length in lengths {
-            for row in 0..self.rows {
-                copy((row * self.length + begin) * self.run, packed, length * self.run);
-                packed += length * self.run;
-            }
-            begin += length;
-        }
+    fn counts(&self) -> Vec<usize> {
+        let count = |share| self.cut.shape(self.shape.dims(), share).iter().product();
+        self.shares.iter().map(count).collect()
     }
 
     /// Returns the pieces one behind the other.
-    fn split(&self, values: &[f32], lengths: &[usize]) -> Vec<f32> {
+    fn split(&self, values: &[f32]) -> Vec<f32> {
         let mut packed = vec![0.0; values.len()];
-        self.each(lengths, |from, to, len| packed[to..][..len].copy_from_slice(&values[from..][..len]));
+        let mut rest = &mut packed[..];
+        for (share, count) in self.shares.iter().zip(self.counts()) {
+            let (piece, behind) = rest.split_at_mut(count);
+            self.cut.take(self.shape.dims(), share, values, piece);
+            rest = behind;
+        }
         packed
     }
 
     /// Returns the tensor of the pieces one behind the other.
-    fn joined(&self, packed: &[f32], lengths: &[usize]) -> Vec<f32> {
+    fn joined(&self, mut packed: &[f32]) -> Vec<f32> {
         let mut values = vec![0.0; packed.len()];
-        self.each(lengths, |to, from, len| values[to..][..len].copy_from_slice(&packed[from..][..len]));
+        for (share, count) in self.shares.iter().zip(self.counts()) {
+            let (piece, behind) = packed.split_at(count);
+            self.cut.put(self.shape.dims(), share, piece, &mut values);
+            packed = behind;
+        }
         values
     }
 }

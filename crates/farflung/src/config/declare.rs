@@ -26,16 +26,6 @@ macro_rules! printed {
     };
 }
 
-/// The reason why a setting may differ between ranks, if there is one.
-macro_rules! reason {
-    () => {
-        None::<&'static str>
-    };
-    ($why:literal) => {
-        Some($why)
-    };
-}
-
 /// Declares `RunSettings`: row by row, drops the settings that a plan decides, and collects the others.
 macro_rules! run_settings {
     ([$($done:tt)*] [$wish:ident] [] [$ty:ty] $($rest:tt)*) => {
@@ -66,11 +56,33 @@ macro_rules! run_settings {
 
 /// Declares `TrainArgs` (the settings as given), `TrainConfig` (the resolved settings) and `RunSettings` (those
 /// that a plan does not decide) from one list. A plan decides the settings with an `@` before their names.
-/// Ranks of a job compare a setting when they meet, unless its row ends with `=>` and the reason why it may
-/// differ between ranks.
 macro_rules! settings {
     ($($heading:literal {
-        $($(#[doc = $doc:literal])+ $(@$wish:ident)? $($run:ident)?: $ty:ty, $metavar:literal $(, $default:expr)? $(=> $own:literal)?;)+
+        $($(#[doc = $doc:literal])+ $(@$wish:ident)? $($run:ident)?: $ty:ty, $metavar:literal
+            $(, $default:expr)? $(=> $own:literal)?;)+
+    })+) => {
+        all_settings! {
+            $($heading {
+                $($(#[doc = $doc])+ $($wish)? $($run)?: $ty, $metavar $(, $default)? $(=> $own)?;)+
+            })+
+        }
+
+        run_settings! {
+            [] $($([$($wish)?] [$($run)?] [resolved!($ty $(, $default)?)])+)+
+        }
+
+        impl TrainArgs {
+            /// The settings that a plan decides, by field name.
+            pub const DECIDED: &'static [&'static str] = &[$($($(stringify!($wish),)?)+)+];
+        }
+    };
+}
+
+/// Declares `TrainArgs` and `TrainConfig` from the list of all settings. Ranks of a job compare a setting when
+/// they meet, unless its row ends with `=>` and the reason why it may differ between ranks.
+macro_rules! all_settings {
+    ($($heading:literal {
+        $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)? $(=> $own:literal)?;)+
     })+) => {
         /// The settings of a run as given; `None` for those that were not given.
         #[derive(Debug, Clone, Default, PartialEq, clap::Args)]
@@ -79,7 +91,7 @@ macro_rules! settings {
                 $(#[doc = $doc])+
                 #[arg(long, value_name = $metavar, help_heading = $heading,
                       value_parser = <$ty as Setting>::from_flag)]
-                pub $($wish)? $($run)?: Option<$ty>,
+                pub $name: Option<$ty>,
             )+)+
             /// Settings that a file marks as defaults ([`BY_DEFAULT`](given::BY_DEFAULT)): they have a value
             /// but do not count as given.
@@ -91,47 +103,38 @@ macro_rules! settings {
         /// meaning.
         #[derive(Debug, Clone, PartialEq)]
         pub struct TrainConfig {
-            $($($(#[doc = $doc])+ pub $($wish)? $($run)?: resolved!($ty $(, $default)?),)+)+
+            $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
             /// The settings that were given by a flag or file.
             pub given: Given,
         }
 
-        run_settings! {
-            [] $($([$($wish)?] [$($run)?] [resolved!($ty $(, $default)?)])+)+
-        }
-
         impl TrainArgs {
-            /// The settings that a plan decides, by field name.
-            pub const DECIDED: &'static [&'static str] = &[$($($(stringify!($wish),)?)+)+];
-
             /// The field names of all settings, in the order of `--help`.
-            pub const KEYS: &'static [&'static str] = &[$($(stringify!($($wish)? $($run)?),)+)+];
+            pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
 
             /// The settings that may differ between the ranks of a job.
-            pub fn per_rank() -> impl Iterator<Item = PerRankSetting> {
-                let all = [$($((stringify!($($wish)? $($run)?), reason!($($own)?)),)+)+];
-                all.into_iter().filter_map(|(name, why)| Some(PerRankSetting { name, why: why? }))
-            }
+            pub const PER_RANK: &'static [PerRankSetting] =
+                &[$($($(PerRankSetting { name: stringify!($name), why: $own },)?)+)+];
 
             /// Returns these settings; a setting that is not given here is taken from `other`.
             #[must_use]
             pub fn or(self, other: Self) -> Self {
                 let mut by_default = self.by_default.clone();
                 by_default.extend(other.by_default.difference(&self.given()));
-                Self { $($($($wish)? $($run)?: self.$($wish)? $($run)?.or(other.$($wish)? $($run)?),)+)+ by_default }
+                Self { $($($name: self.$name.or(other.$name),)+)+ by_default }
             }
 
             /// Returns the names of the settings that were given.
             #[must_use]
             pub fn given(&self) -> BTreeSet<&'static str> {
-                let all = [$($(self.$($wish)? $($run)?.is_some().then_some(stringify!($($wish)? $($run)?)),)+)+];
+                let all = [$($(self.$name.is_some().then_some(stringify!($name)),)+)+];
                 all.into_iter().flatten().filter(|name| !self.by_default.contains(name)).collect()
             }
 
             /// Returns the names and values of the settings that were given.
             #[must_use]
             pub fn given_values(&self) -> Vec<(&'static str, String)> {
-                let all = [$($((stringify!($($wish)? $($run)?), self.$($wish)? $($run)?.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
+                let all = [$($((stringify!($name), self.$name.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
                 let given = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
                 given.filter(|(name, _)| !self.by_default.contains(name)).collect()
             }
@@ -139,7 +142,7 @@ macro_rules! settings {
             /// Clears one setting.
             fn forget(&mut self, key: &str) {
                 match key {
-                    $($(stringify!($($wish)? $($run)?) => self.$($wish)? $($run)? = None,)+)+
+                    $($(stringify!($name) => self.$name = None,)+)+
                     _ => {}
                 }
             }
@@ -148,9 +151,9 @@ macro_rules! settings {
             /// of them.
             fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
                 match key {
-                    $($(stringify!($($wish)? $($run)?) => {
+                    $($(stringify!($name) => {
                         let expected = || <$ty>::wanted(value.as_str().unwrap_or_default());
-                        self.$($wish)? $($run)? = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
+                        self.$name = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
                     })+)+
                     _ => return Err(format!("one of {}", Self::KEYS.join(" "))),
                 }
@@ -165,7 +168,7 @@ macro_rules! settings {
                 let (min_lr, codec, outer_momentum) = (args.min_lr, args.codec, args.outer_momentum);
                 let sync = args.sync;
                 let own = args.optimizer_defaults();
-                let mut config = Self { $($($($wish)? $($run)?: resolve!(args.$($wish)? $($run)? $(, $default)?),)+)+ given };
+                let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
                 config.take_pools();
@@ -183,7 +186,7 @@ macro_rules! settings {
 
             /// Returns the headings with the settings below them; `None` for a setting without a value.
             fn entries(&self) -> Vec<(&'static str, Vec<(&'static str, Option<toml::Value>)>)> {
-                vec![$(($heading, vec![$((stringify!($($wish)? $($run)?), printed!(self.$($wish)? $($run)? $(, $default)?)),)+]),)+]
+                vec![$(($heading, vec![$((stringify!($name), printed!(self.$name $(, $default)?)),)+]),)+]
             }
         }
     };

@@ -33,7 +33,7 @@ impl NamedValue {
 /// Returns whether a setting may differ between ranks; `name` is its key in a file, such as `keep-last`.
 #[must_use]
 pub fn is_own(name: &str) -> bool {
-    TrainArgs::per_rank().any(|own| dashed(own.name) == name)
+    TrainArgs::PER_RANK.iter().any(|own| dashed(own.name) == name)
 }
 
 /// Returns whether a plan decides a setting; `name` is its key in a file.
@@ -81,7 +81,7 @@ mod tests {
             let name = dashed(key);
             assert_ne!(shared.iter().any(|value| value.name == name), is_own(&name), "{name}");
         }
-        assert!(TrainArgs::per_rank().all(|own| !own.why.is_empty()));
+        assert!(TrainArgs::PER_RANK.iter().all(|own| !own.why.is_empty()));
         // Settings that decide the result must be the same on all ranks.
         for name in ["lr", "beta2", "seed", "heads", "batch", "precision", "outer-lr", "clip", "warmup"] {
             assert!(shared.iter().any(|value| value.name == name), "{name}");

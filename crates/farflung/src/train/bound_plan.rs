@@ -115,12 +115,6 @@ impl PartialEq for BoundPlan {
     }
 }
 
-impl From<BoundPlan> for Plan {
-    fn from(bound: BoundPlan) -> Self {
-        bound.plan
-    }
-}
-
 impl From<&BoundPlan> for Plan {
     fn from(bound: &BoundPlan) -> Self {
         bound.plan.clone()

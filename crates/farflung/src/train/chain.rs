@@ -16,9 +16,9 @@ use crate::{Error, Result, TrainConfig};
 
 /// Returns the bytes per parameter: weight, gradient, and the state of the default optimizer, in f32.
 fn state_per_parameter() -> u64 {
-    let TrainConfig { sync_every, lr, .. } = TrainConfig::default();
-    let config = TrainConfig::default().run_settings();
-    let memory = config.optimizer.memory(&config.local(LrSchedule::constant(lr), 1, sync_every));
+    let config = TrainConfig::default();
+    let local = config.run_settings().local(LrSchedule::constant(config.lr), 1, config.sync_every);
+    let memory = config.optimizer.memory(&local);
     ((2 + memory.states) * size_of::<f32>()) as u64
 }
 

@@ -312,33 +312,6 @@ impl Job {
         self.plan.sequences() * self.model.context as u64
     }
 
-    /// Returns the number of tokens that count in a step of each replica; `None` if all tokens count, so that
-    /// microbatches say it, or if the number changes from step to step (`step_tokens.rs`).
-    ///
-    /// Errors: those of the sampler.
-    pub(super) fn counted(&self) -> Result<Option<Vec<u64>>, ZooError> {
-        if self.training.rows().is_none() {
-            return Ok(None);
-        }
-        let (sampler, batch) = (self.sampler(0)?, u64::from(self.plan.batch));
-        let of = |replica: u32| {
-            let count = u64::from(self.plan.microbatches[replica as usize]) * batch;
-            Ok(sampler.counted(self.plan.first_microbatch(replica) * batch, count)? as u64)
-        };
-        (0..self.plan.replicas()).map(of).collect::<Result<_, _>>().map(Some)
-    }
-
-    /// Returns a replica's weight in a mean over all tokens that count in a step that all replicas take: 1 is
-    /// an equal share.
-    ///
-    /// Errors: as [`Job::counted`].
-    pub(super) fn weight(&self, replica: u32) -> Result<f64, ZooError> {
-        Ok(match self.counted()? {
-            Some(counted) => self.plan.local_steps().weight_of(replica, 0..1, &counted),
-            None => self.plan.weight(replica),
-        })
-    }
-
     /// Returns whether gradients are averaged at each step, so that replicas always have the same parameters.
     #[must_use]
     pub fn averages_each_step(&self) -> bool {

@@ -29,7 +29,7 @@ pub(super) enum Next {
 /// What is done between the steps of a run. By default nothing, and a failure ends the run.
 pub(super) trait BetweenSteps {
     /// Is called once, after the user was told what the run is.
-    fn begun(&mut self, _trainer: &Trainer, _steps: &mut Steps<'_, '_>) {}
+    fn begun(&mut self, _steps: &mut Steps<'_, '_>) {}
 
     /// Is called before each step.
     ///
@@ -163,7 +163,7 @@ impl Start<'_, '_> {
         if let Some(watch) = steps.record.watch.as_deref_mut() {
             announce(&steps.job, trainer, simulated, resumed.as_ref(), watch)?;
         }
-        hook.begun(trainer, &mut steps);
+        hook.begun(&mut steps);
         events.time_s = before.time_s;
         if let Some(Resumed { from, notes, .. }) = resumed {
             events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });

@@ -78,6 +78,35 @@ impl StepTokens {
     }
 }
 
+impl Job {
+    /// Returns the number of tokens that count in a step of each replica; `None` if all tokens count, so that
+    /// microbatches say it, or if the number changes from step to step.
+    ///
+    /// Errors: those of the sampler.
+    pub(super) fn counted(&self) -> Result<Option<Vec<u64>>, ZooError> {
+        if self.training.rows().is_none() {
+            return Ok(None);
+        }
+        let tokens = StepTokens::new(self)?;
+        tokens
+            .replicas()
+            .map(|replica| Ok(tokens.of_step(replica, 0)? as u64))
+            .collect::<Result<_, _>>()
+            .map(Some)
+    }
+
+    /// Returns a replica's weight in a mean over all tokens that count in a step that all replicas take: 1 is
+    /// an equal share.
+    ///
+    /// Errors: as [`Job::counted`].
+    pub(super) fn weight(&self, replica: u32) -> Result<f64, ZooError> {
+        Ok(match self.counted()? {
+            Some(counted) => self.plan.local_steps().weight_of(replica, 0..1, &counted),
+            None => self.plan.weight(replica),
+        })
+    }
+}
+
 /// Returns the error of a text none of whose tokens is a target: each is the last one of its document.
 #[must_use]
 pub fn no_targets(what: &'static str) -> Error {

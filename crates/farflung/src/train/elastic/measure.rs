@@ -70,7 +70,7 @@ fn of_one_layer(job: &Job) -> Result<Job> {
         ..wished
     };
     let plan = planned::divided(&one, &model, (1, None), None)?;
-    let plan = Plan { levels: job.plan.levels.clone(), ..Plan::from(plan) };
+    let plan = Plan { levels: job.plan.levels.clone(), ..plan.into_plan() };
     let (config, given) = (one.run_settings(), Arc::new(one));
     Job { config, given, model, pipelines: None, initial: None, ..job.clone() }.with_plan(plan)
 }

@@ -178,7 +178,7 @@ fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
 }
 
 impl BetweenSteps for MemberSteps<'_> {
-    fn begun(&mut self, trainer: &Trainer, steps: &mut Steps<'_, '_>) {
+    fn begun(&mut self, steps: &mut Steps<'_, '_>) {
         let world = steps.job.world;
         if let (Some(begun), Some(watch)) = (self.joined, steps.record.watch.as_deref_mut()) {
             tell_joined(&self.member, begun, world, watch);
@@ -187,7 +187,6 @@ impl BetweenSteps for MemberSteps<'_> {
             let text = "no checkpoint of this run was found here: it begins again at step 0";
             tell(steps.record.watch.as_deref_mut(), &format!("warning: {text}"));
         }
-        debug_assert!(self.joined.is_none_or(|begun| begun == trainer.steps_done()));
     }
 
     fn before(

@@ -38,7 +38,7 @@ impl Pipeline {
     /// Errors: [`Error::Setting`] if the schedule does not support the settings; those of [`read_schedule`].
     pub(super) fn new(config: &TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
         let replicas = whole_pipelines(world, config.stages).max(1) as u64;
-        if u32::try_from(config.run_settings().eval_passes(replicas, config.batch as u64)).is_err() {
+        if u32::try_from(config.eval_passes(replicas)).is_err() {
             let (value, most) = (config.eval_batches.to_string(), u64::from(u32::MAX));
             return Err(Error::Setting { field: "eval-batches", value, expected: format!("at most {most}") });
         }
@@ -102,7 +102,7 @@ impl Pipeline {
     /// Returns the number of actions in the schedules of a step and of an evaluation.
     pub(super) fn actions(&self, config: &TrainConfig, world: usize) -> u128 {
         let replicas = whole_pipelines(world, config.stages).max(1) as u64;
-        let held_out = u128::from(config.run_settings().eval_passes(replicas, config.batch as u64));
+        let held_out = u128::from(config.eval_passes(replicas));
         self.step.saturating_add(self.depth.saturating_mul(held_out))
     }
 }
