@@ -4,12 +4,27 @@
 use farflung_base::{Axis, Bandwidth, Bytes, Rank, UnknownName};
 
 use crate::pipeline::{Action, Lowered, Method};
+use crate::step::StepOp;
 
 /// Error for an invalid mesh, topology file, model shape, plan, schedule or preemption trace, or for a request
 /// that cannot be fulfilled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ParallelError {
+    /// An operation of a rank's step does not pair with others.
+    #[error("step, `{op}`: {problem}")]
+    StepOp {
+        /// The operation.
+        op: StepOp,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// A line of a rank's step begins with the name of no moment.
+    #[error("`{text}` is no moment of a step: pass, reduce, commit, mix, meet, depart")]
+    StepMoment {
+        /// The name.
+        text: String,
+    },
     /// A mesh axis has an unknown name.
     #[error(transparent)]
     UnknownAxis(UnknownName),

@@ -19,6 +19,7 @@ pub mod script;
 pub mod share;
 pub mod shipped;
 pub mod simulate;
+pub mod step;
 pub mod swarm;
 pub mod timeline;
 pub mod what_if;

@@ -421,25 +421,36 @@ impl Stage {
     }
 
     /// Runs the second half of [`Stage::backward`]: computes the weight gradients, bit-identical to those of
-    /// the undivided pass. It does not need the parameters.
+    /// the undivided pass. It does not need the parameters. `ready` is called as in [`Stage::backward`].
     ///
     /// # Panics
     /// If [`Stage::backward_input`] was not called before.
-    pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
+    pub fn backward_weight(
+        &self,
+        saved: Saved,
+        grads: &mut Grads<'_>,
+        mut ready: impl FnMut(Range<usize>, &Tensor),
+    ) -> Result<(), ZooError> {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
         let cx = self.cx(&nothing, saved.documents.as_ref());
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
+            ready(self.span(head.params()), grads.flat);
         }
         for (i, kept) in saved.blocks.into_iter().enumerate().rev() {
             let saved = kept.restore(|x| self.again(&cx, i, x))?;
-            self.layers.blocks[i].backward_weight(&cx, &saved, grads)?;
+            let block = &self.layers.blocks[i];
+            block.backward_weight(&cx, &saved, grads)?;
+            ready(self.span_of(block.params()), grads.flat);
         }
         if let (Some(embedding), Some(tokens)) = (&self.layers.embedding, saved.tokens) {
             let dx = saved.dx.expect("`backward_input` is called before `backward_weight`");
             embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, tied_head)?;
+            ready(self.span(embedding.params()), grads.flat);
+        } else if tied_head {
+            ready(self.span((0, 1)), grads.flat);
         }
         Ok(())
     }

@@ -107,6 +107,7 @@ mod onebit;
 mod onebit_lamb;
 mod overlap_comm;
 mod overlap_ddp;
+mod overlap_stages;
 mod pacing;
 mod pipeline_exact;
 mod plan_exact;
@@ -186,6 +187,7 @@ pub const BENCHES: &[Bench] = &[
     #[cfg(feature = "wgpu")]
     gpu::BENCH,
     overlap_ddp::BENCH,
+    overlap_stages::BENCH,
     resume::BENCH,
     signals::BENCH,
     disk::BENCH,

@@ -8,10 +8,11 @@ use farflung::parallel::pipeline::{
     Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
 use farflung::parallel::plan::POOLS;
+use farflung::parallel::step::{RankStep, StepSettings};
 use farflung::parallel::{ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
-use farflung_base::{Bandwidth, Bytes, Link, Nanos};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 
 /// Print, draw or simulate a pipeline's schedule, or compare all schedules.
 ///
@@ -94,6 +95,9 @@ enum Format {
     Ops,
     /// The ops with the sends and receives between ranks.
     Lowered,
+    /// All that each rank does in a training step: the pass, averages, votes and updates. With --reduce,
+    /// replicas average the gradients.
+    Steps,
     /// An SVG drawing.
     Svg,
     /// A trace for Perfetto or Chrome.
@@ -133,6 +137,18 @@ Schedules:\n"
                  After Ryabinin et al. 2023.";
     let _ = writeln!(text, "  {POOLS:<14} {pools}");
     text
+}
+
+/// Returns the lists of all ranks' steps.
+fn steps(schedule: &Schedule, replicas: bool) -> std::result::Result<String, ParallelError> {
+    let placement = schedule.order().placement();
+    let settings =
+        StepSettings { replicas, local: false, overlap: true, tied: placement.tie(), by_arrivals: false };
+    let mut text = String::new();
+    for rank in (0..placement.ranks()).map(Rank) {
+        let _ = write!(text, "{rank}\n{}", RankStep::new(schedule, rank, &settings)?);
+    }
+    Ok(text)
 }
 
 /// Parses a decimal number of units.
@@ -190,6 +206,12 @@ impl ScheduleCommand {
             Format::Ops => return Ok(order.to_string()),
             Format::Csv => return Ok(order.to_csv()),
             Format::Lowered => return Ok(Schedule::new(order, &lowering)?.to_string()),
+            Format::Steps => {
+                return steps(
+                    &Schedule::new(order, &Lowering { tied: true, ..lowering })?,
+                    self.reduce.is_some(),
+                );
+            }
             Format::Json if computes => return json(name, &order, &cost, None, None),
             _ => {}
         }

@@ -1,15 +1,15 @@
 //! Derives a replica's step from the plan: the order of work of its ranks, lowered, with predicted times. A
 //! pure function of the job, so that every rank derives the same. It uses no tensors.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 
-use farflung_base::{Link, Rank, StageId};
+use farflung_base::{Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, ArrivalRule, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
-    ResumedStep, Schedule, SliceShare, StageCost, TiedWeights, Updates,
+    Action, ArrivalRule, Boundary, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement, ResumedStep,
+    Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
-use farflung_parallel::{Recompute, ScheduleSource};
+use farflung_parallel::step::{RankStep, StepSettings};
+use farflung_parallel::{Part, Recompute, ScheduleSource};
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::HeadSpec;
 
@@ -70,6 +70,11 @@ impl ReplicaSchedule {
         self.tie
     }
 
+    /// Returns whether the token table is shared by stages on different ranks.
+    pub(super) fn is_tied_across(&self) -> bool {
+        self.tie == TiedWeights::Across
+    }
+
     fn make(
         (plan, resumed): (&BoundPlan, Option<&ResumedStep>),
         model: &ModelSpec,
@@ -120,9 +125,16 @@ impl ReplicaSchedule {
             .zip(0..)
             .map(|(part, i)| work.stage_cost(part, rate(i)))
             .collect::<Result<_>>()?;
+        let by_layer = placement.depth() == 1;
         let own_cost = |stage: StageId, placement: &Placement| {
             let rate = rates[pipeline[placement.rank(stage).index()].index()];
-            work.stage_cost(&plan.parts[placement.part(stage) as usize], rate)
+            let part = &plan.parts[placement.part(stage) as usize];
+            let cost = work.stage_cost(part, rate)?;
+            Ok::<_, Error>(if by_layer { recomputed_within(cost, part) } else { cost })
+        };
+        let stages = match plan.parts.first().filter(|_| by_layer) {
+            Some(part) => stages.into_iter().map(|cost| recomputed_within(cost, part)).collect(),
+            None => stages,
         };
         let order = order_with(&stages).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
@@ -152,8 +164,7 @@ impl ReplicaSchedule {
             Some(rule) => rule.order_at(&order, &cost).map_err(Error::schedule)?,
             None => order,
         };
-        // With a single stage, each layer is recomputed from its own input within the backward pass.
-        let again = placement.depth() > 1 && plan.parts.iter().any(|part| part.recompute != Recompute::None);
+        let again = !by_layer && plan.parts.iter().any(|part| part.recompute != Recompute::None);
         let order = if again { order.with_recompute() } else { order };
         // A head of its own shares nothing with the embedding.
         let tie = match model.head {
@@ -199,6 +210,27 @@ impl ReplicaSchedule {
         }
     }
 
+    /// Returns whether layers are recomputed one by one from their own inputs, within the backward pass, and
+    /// not by computations of the schedule: in a model of one part, whose layers need not wait for each other.
+    #[must_use]
+    pub fn recomputes_by_layer(&self) -> bool {
+        self.placement().depth() == 1
+    }
+
+    /// Returns the operations of the step of the rank at a position of the pipeline.
+    ///
+    /// Errors: none for schedules of this type.
+    pub fn step(&self, position: Rank, plan: &BoundPlan) -> Result<RankStep> {
+        let settings = StepSettings {
+            replicas: plan.replicas() > 1,
+            local: !plan.averages_each_step(),
+            overlap: plan.outermost().overlap,
+            tied: self.tie,
+            by_arrivals: self.arrivals.is_some(),
+        };
+        RankStep::new(&self.schedule, position, &settings).map_err(Error::schedule)
+    }
+
     /// Returns a schedule of forward passes only, on the same ranks: each stage runs all microbatches; several
     /// copies of the model take turns.
     ///
@@ -225,6 +257,14 @@ impl ReplicaSchedule {
     }
 }
 
+/// Returns the cost of a part whose layers are recomputed within its backward pass.
+fn recomputed_within(cost: StageCost, part: &Part) -> StageCost {
+    if part.recompute == Recompute::None {
+        return cost;
+    }
+    StageCost { input: cost.input.saturating_add(cost.recompute), recompute: Nanos::ZERO, ..cost }
+}
+
 /// Returns the positions of slices with these lengths; one slice with all positions if there are none.
 fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     if lengths.is_empty() {
@@ -237,19 +277,4 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
         start..end
     };
     lengths.iter().map(slice).collect()
-}
-
-/// Returns, by stage, the microbatch of the last whole backward pass in a rank's list. Empty if the order
-/// depends on the arrival of messages, since it is then not known.
-pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
-    let mut last = BTreeMap::new();
-    if schedule.arrivals.is_some() {
-        return last;
-    }
-    for (rank, action) in schedule.schedule.order().actions() {
-        if rank == position && action.kind == ComputeKind::Backward {
-            last.insert(action.stage, action.microbatch);
-        }
-    }
-    last
 }

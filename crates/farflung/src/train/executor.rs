@@ -1,31 +1,37 @@
-//! Executes the actions of a rank: runs its parts of the model on microbatches, and sends hidden states and
-//! their gradients to other ranks. The schedule's executor decides the order of the actions; the code here
-//! works for any order.
+//! Executes the operations of a rank's step: runs its parts of the model on microbatches, sends hidden states
+//! and their gradients to other ranks, and averages and applies gradients. The step's list decides the order;
+//! the code here works for any order.
+//!
+//! The same executor measures memory: on a device that only counts, with sequences without contents
+//! ([`Source::Counted`]) and without links ([`Wires::Counted`]).
 
 mod sequences;
+mod source;
+mod wires;
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use farflung_base::{Nanos, Pending, Rank, StageId};
-use farflung_comm::{CommError, Communicator, WaitMode};
-use farflung_optim::Prepared;
+use farflung_comm::{CommError, Communicator};
+use farflung_optim::{Prepared, sum_of_squares};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, PollArrivals, StageCost,
-    Updates, Worker,
+    Action, ComputeKind, ComputeOrder, LoweredKind, Message, Placement, StageCost, Updates, Worker,
 };
+use farflung_parallel::step::{StepOp, StepWorker};
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
-use farflung_zoo::{Input, Output, Sampler, Saved, Slices, Targets, ZooError, stage};
+use farflung_zoo::{Input, Output, Saved, Slices, Targets, ZooError, stage};
 
-use super::boundary::{Boundaries, BoundaryMessage};
-use super::floats::floats;
-use super::kept_pass::{KeptMessage, KeptPass};
-use super::part::{Part, SavedMicrobatch, SendTiming, copy};
+use super::boundary::Boundaries;
+use super::kept_pass::KeptPass;
+use super::part::{Part, SavedMicrobatch, copy};
 use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
 use crate::{Error, Result};
+pub(super) use source::Source;
+pub(super) use wires::{Awaited, Wires};
 
 /// The microbatches of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,9 +45,6 @@ pub(super) enum Pass {
     Evaluation,
 }
 
-/// A message that may still be in flight.
-type Bytes = Pending<Result<Vec<u8>, CommError>>;
-
 /// Data that one stage passes to another.
 #[derive(Debug)]
 pub(super) enum Flow {
@@ -49,13 +52,6 @@ pub(super) enum Flow {
     Values(Tensor),
     /// The result of a computation that was done before the pass.
     Kept,
-}
-
-/// A message that another rank sends, unless the computation that needs it was done before the pass.
-#[derive(Debug)]
-pub(super) struct Awaited {
-    message: Message,
-    bytes: Option<Bytes>,
 }
 
 /// Sum of the losses of a microbatch or of one slice of it, which may still be in flight from the device.
@@ -80,8 +76,7 @@ fn place(action: Action) -> Place {
 #[derive(Debug)]
 pub(super) struct Executor {
     pub(super) comm: Communicator,
-    /// The same communicator for messages of a pass, which a stop cancels sooner.
-    pub(super) messages: Communicator,
+    pub(super) wires: Wires,
     /// Raised when a stop drops the pass.
     pub(super) interrupt: Interrupt,
     /// The job's ranks at the positions of this pipeline.
@@ -93,17 +88,12 @@ pub(super) struct Executor {
     /// The parts by their first stage in the placement: see [`Placement::storage_stage`].
     pub(super) parts: BTreeMap<StageId, Part>,
     pub(super) tied: TiedTable,
-    pub(super) sampler: Sampler,
-    pub(super) evaluation: Sampler,
+    pub(super) source: Source,
     /// Width of a hidden state.
     pub(super) dim: usize,
     /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens that
     /// count; by microbatch.
     pub(super) token_weights: Vec<f32>,
-    /// The microbatch whose backward pass is the last of a step, by stage.
-    pub(super) last: BTreeMap<StageId, u32>,
-    /// Whether gradients are averaged with other holders of a part in each step.
-    pub(super) averages: bool,
     /// The positions of each slice of a training sequence's tokens.
     pub(super) slices: Vec<Range<usize>>,
     /// The forward passes that are recomputed, sorted.
@@ -184,9 +174,7 @@ impl Executor {
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
         let carried = match self.carried.entry((action.stage, action.microbatch)) {
-            Entry::Vacant(entry) if sliced => {
-                Some(entry.insert(part.stage.slices(self.sampler.shard().batch)?))
-            }
+            Entry::Vacant(entry) if sliced => Some(entry.insert(part.stage.slices(self.source.batch())?)),
             Entry::Vacant(_) => None,
             Entry::Occupied(entry) => Some(entry.into_mut()),
         };
@@ -211,7 +199,6 @@ impl Executor {
             }
             Pass::Evaluation => 0,
         };
-        self.part(stage).catch_up(Some(version))?;
         let again = self.pass != Pass::Evaluation && self.again.binary_search(&place(action)).is_ok();
         let kept = hidden.as_ref().filter(|_| again).map(copy).transpose()?;
         let input = self.input(action, hidden)?;
@@ -278,9 +265,11 @@ impl Executor {
         let mut held = self.take(action);
         let mut saved = held.saved.take().expect("it was recomputed before");
         if kind == ComputeKind::Backward && self.slices.len() == 1 {
-            return self.whole_backward(action, held.version, saved, dy);
+            let (part, passing) = self.passing(stage, self.cost(action).backward());
+            return part.backward(held.version, saved, dy, passing);
         }
-        self.comm.advance(self.cost(action).time(kind));
+        let cost = self.cost(action);
+        self.comm.advance(if kind == ComputeKind::Backward { cost.input } else { cost.time(kind) });
         let carried = self.carried.get_mut(&(stage, microbatch));
         let dx = self.parts[&self.placement.storage_stage(stage)].backward_input(
             held.version,
@@ -292,40 +281,40 @@ impl Executor {
             self.carried.remove(&(stage, microbatch));
         }
         if kind == ComputeKind::Backward {
-            self.part(stage).backward_weight(saved)?;
+            self.backward_weight(action, saved)?;
         } else {
             self.held.insert(place(action), SavedMicrobatch { saved: Some(saved), ..held });
         }
         Ok(dx)
     }
 
-    /// Runs a backward pass layer by layer. If one stage has the whole model, the gradients of the step's last
-    /// microbatch are also sent to the other holders layer by layer.
-    fn whole_backward(
-        &mut self,
-        action: Action,
-        version: u32,
-        saved: Saved,
-        dy: Option<Tensor>,
-    ) -> Result<Option<Tensor>> {
-        let Action { stage, microbatch, .. } = action;
-        let cost = self.cost(action);
-        let home = self.placement.storage_stage(stage);
-        let part = self.parts.get_mut(&home).expect("the schedule gives a rank its own stages");
-        let comm = &self.comm;
-        if self.placement.depth() > 1 {
-            comm.advance(cost.backward());
-            return part.backward(version, saved, dy, |_| {}, SendTiming::Later);
-        }
-        let again = if part.recompute == Recompute::None { Nanos::ZERO } else { cost.recompute };
-        let (took, elements) = (cost.backward().saturating_add(again), part.stage.layout().len() as u64);
-        let last = self.averages && self.last.get(&stage) == Some(&microbatch);
-        // Advances the clock by these parameters' share of the backward pass.
-        let passed = |range: &Range<usize>| comm.advance(Nanos(took.0 * range.len() as u64 / elements));
-        part.backward(version, saved, dy, passed, if last { SendTiming::AsReady } else { SendTiming::Later })
+    /// Adds the gradients of an action's weights.
+    fn backward_weight(&mut self, action: Action, saved: Saved) -> Result<()> {
+        let (part, passing) = self.passing(action.stage, self.cost(action).weight);
+        part.backward_weight(saved, passing)
     }
 
-    fn part(&mut self, stage: StageId) -> &mut Part {
+    /// Returns the part of a stage, and what advances the clock by a backward pass of this length. If the
+    /// part's gradients leave while they are computed, each range of them takes its share of the time.
+    fn passing(&mut self, stage: StageId, took: Nanos) -> (&mut Part, impl Fn(&Range<usize>) + use<'_>) {
+        let Self { comm, parts, placement, .. } = self;
+        let part = parts.get_mut(&placement.storage_stage(stage));
+        let part = part.expect("the schedule gives a rank its own stages");
+        let elements = part.is_open().then_some(part.stage.layout().len() as u64);
+        if elements.is_none() {
+            // Advanced before the computation, so that workers on simulated links compute in parallel.
+            comm.advance(took);
+        }
+        let comm = &*comm;
+        let passed = move |range: &Range<usize>| {
+            if let Some(elements) = elements {
+                comm.advance(share(took, range.len() as u64, elements));
+            }
+        };
+        (part, passed)
+    }
+
+    pub(super) fn part(&mut self, stage: StageId) -> &mut Part {
         let home = self.placement.storage_stage(stage);
         self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
@@ -334,44 +323,39 @@ impl Executor {
         self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
-    /// Updates a stage's weights without waiting for the other stages.
-    fn step(&mut self, action: Action) -> Result<()> {
-        let Action { stage, microbatch, .. } = action;
-        let part = self.placement.part(stage);
-        let next = Some(microbatch + 1).filter(|&next| next < self.microbatches);
-        let needed = next.map(|next| self.updates.version(part, self.placement.depth(), next));
-        let mine = self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages");
-        let begun = self.comm.now();
-        mine.finish_reduce()?;
-        let table = self.tied.exchange(stage, mine)?;
-        add_since(begun, &self.comm, &mut self.spent.communicate);
-        if let Some(table) = table {
-            // The update is deferred, since waiting here for the other rank with the table would stall the
-            // pipeline.
-            return mine.defer_update(Some(table), needed);
+    /// Returns the oldest version of a part's parameters that a microbatch after this one still uses.
+    fn needed_after(&self, stage: StageId, microbatch: u32) -> Option<u32> {
+        let next = Some(microbatch + 1).filter(|&next| next < self.microbatches)?;
+        Some(self.updates.version(self.placement.part(stage), self.placement.depth(), next))
+    }
+
+    /// Applies an update of a part. `agreed` is what all ranks have agreed on; without it, the norm is that of
+    /// the part's own gradients.
+    pub(super) fn update(&mut self, stage: StageId, microbatch: u32, agreed: Option<Prepared>) -> Result<()> {
+        let needed = self.needed_after(stage, microbatch);
+        let part = self.part(stage);
+        let prepared = match agreed {
+            Some(prepared) => prepared,
+            None => Prepared::with_norm(farflung_optim::global_norm(&part.grads)?)?,
+        };
+        part.commit(prepared, needed)
+    }
+
+    /// Returns the sums of squared gradients by part of the model: of the parts that this rank reports, and 0
+    /// for the others.
+    pub(super) fn squares(&self) -> Result<Vec<f64>> {
+        let Self { parts, placement, .. } = self;
+        let depth = placement.depth();
+        let mut squares = vec![0.0; depth as usize];
+        for (&stage, part) in parts {
+            // Each part counts once; a table that two parts hold counts with the first.
+            if stage.0 < depth {
+                squares[placement.part(stage) as usize] = own_squares(part, placement.is_last(stage))?;
+            }
         }
-        let norm = farflung_optim::global_norm(&mine.grads)?;
-        mine.commit(Prepared::with_norm(norm)?, needed)
+        Ok(squares)
     }
 
-    /// Returns the number of a message's microbatch and the numbers of its samples, over all steps and
-    /// replicas. `None` in an evaluation, which sends values unencoded and leaves the codecs' state unchanged.
-    fn boundary_message(&self, message: Message) -> Option<(u64, Vec<u64>)> {
-        let Pass::Training { first } = self.pass else { return None };
-        let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
-        let sequences = microbatch * batch..(microbatch + 1) * batch;
-        Some((microbatch, sequences.map(|n| self.sampler.window(n).unwrap_or(n)).collect()))
-    }
-
-    /// Returns a tag that is unique among the messages of a pass.
-    fn tag(&self, message: Message) -> u32 {
-        let microbatch = message.from.0 * self.passing + message.microbatch;
-        let cell = microbatch * self.slices.len() as u32 + u32::from(message.slice);
-        2 * cell + u32::from(message.content == Content::Gradient)
-    }
-}
-
-impl Executor {
     fn run(&mut self, action: Action, input: Option<Tensor>) -> Result<Option<Tensor>> {
         match action.kind {
             ComputeKind::Forward => return self.forward(action, input),
@@ -379,34 +363,58 @@ impl Executor {
             ComputeKind::Backward | ComputeKind::BackwardInput => return self.backward(action, input),
             ComputeKind::BackwardWeight => {
                 let saved = self.take(action).saved.expect("the backward pass of the input kept it");
-                self.comm.advance(self.cost(action).weight);
-                self.part(action.stage).backward_weight(saved)?;
+                self.backward_weight(action, saved)?;
             }
-            // With a flush, all stages are updated together after all ranks have agreed.
-            ComputeKind::Step if self.updates == Updates::Flush => {}
-            ComputeKind::Step => self.step(action)?,
+            // A step's list has its updates as operations of their own.
+            ComputeKind::Step => {}
         }
         Ok(None)
     }
+}
 
-    /// Returns a message as it is sent.
-    fn encoded(&mut self, message: Message, data: &Tensor) -> Result<Vec<u8>> {
-        let values = data.to_vec::<f32>()?;
-        let coded = match self.boundary_message(message) {
-            Some((microbatch, samples)) => {
-                self.boundaries.encode(BoundaryMessage { message, samples: &samples, microbatch }, &values)?
+/// Returns a share of a time.
+pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
+    Nanos(took.0 * of / elements)
+}
+
+/// Returns the sum of a part's squared gradients, without those of a table that counts with another part.
+fn own_squares(part: &Part, is_last: bool) -> Result<f64> {
+    let len = part.grads.shape().len();
+    let start = if is_last { part.behind_table() } else { 0 };
+    Ok(if len == 0 { 0.0 } else { sum_of_squares(&part.grads, start..len)? })
+}
+
+impl StepWorker for Executor {
+    fn run_op(&mut self, op: StepOp) -> Result<()> {
+        let begun = self.comm.now();
+        match op {
+            StepOp::OpenReduce(stage) => return self.part(stage).open_reduce(),
+            StepOp::FinishReduce(stage) => self.part(stage).finish_reduce()?,
+            StepOp::FinishTied => self.tied.finish(&mut self.parts, &self.placement)?,
+            StepOp::TakeTied => {
+                self.tied.take_first(&mut self.parts, &self.placement, Part::averaged_gradients)?;
             }
-            None => None,
-        };
-        let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
-        let Message { microbatch, content, .. } = message;
-        self.kept.keep(KeptMessage { microbatch, content }, &bytes);
-        Ok(bytes)
-    }
-
-    /// Returns whether another rank needs a message in this pass.
-    fn needs(&self, Message { from, content, microbatch, .. }: Message) -> bool {
-        self.kept.needs(microbatch, self.placement.part(from), content)
+            StepOp::Contribute(stage) => return self.part(stage).contribute_alone(),
+            StepOp::Update { stage, microbatch } => return self.update(stage, microbatch, None),
+            StepOp::Defer { stage, microbatch } => {
+                let needed = self.needed_after(stage, microbatch);
+                let table = self.tied.exchange(stage, &self.parts[&stage])?;
+                self.part(stage).defer_update(table, needed)?;
+            }
+            StepOp::CatchUp(stage) => self.part(stage).catch_up()?,
+            StepOp::Pass(_)
+            | StepOp::StartVote(_)
+            | StepOp::FinishVote(_)
+            | StepOp::Exchange(_)
+            | StepOp::TakeExchanged
+            | StepOp::Prepare(_)
+            | StepOp::Agree
+            | StepOp::Apply(_)
+            | StepOp::Mix(_)
+            | StepOp::Depart(_) => unreachable!("{op} is an operation of a schedule or of several replicas"),
+        }
+        add_since(begun, &self.comm, &mut self.spent.communicate);
+        Ok(())
     }
 }
 
@@ -433,52 +441,15 @@ impl Worker for Executor {
     }
 
     fn send(&mut self, to: Rank, message: Message, data: Flow) -> Result<()> {
-        let bytes = match data {
-            Flow::Values(values) => self.encoded(message, &values)?,
-            Flow::Kept if !self.needs(message) => return Ok(()),
-            Flow::Kept => {
-                let Message { microbatch, content, .. } = message;
-                let kept = self.kept.sent(KeptMessage { microbatch, content }).map(<[u8]>::to_vec);
-                // Only messages that were kept are announced to the other ranks.
-                let problem = "was not kept";
-                kept.ok_or_else(|| Error::Message { message: message.to_string(), problem })?
-            }
-        };
-        if !self.needs(message) {
-            return Ok(());
-        }
-        let to = self.pipeline[to.index()];
-        let sending = self.messages.start_send(to, self.tag(message), bytes);
-        self.sending.push(sending);
-        Ok(())
+        self.send_message(to, message, data)
     }
 
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending> {
-        let from = self.pipeline[from.index()];
-        let bytes = self.needs(message).then(|| self.messages.start_recv(from, self.tag(message)));
-        Ok(Awaited { message, bytes })
+        Ok(self.post_message(from, message))
     }
 
-    fn wait(&mut self, Awaited { message, bytes }: Awaited) -> Result<Flow> {
-        let Some(pending) = bytes else { return Ok(Flow::Kept) };
-        let begun = self.comm.now();
-        let bytes = pending.wait()?;
-        add_since(begun, &self.comm, &mut self.spent.wait);
-        let shape = [self.sampler.shard().batch, self.positions(message.slice).len(), self.dim];
-        let count = shape.iter().product();
-        let coded = match self.boundary_message(message) {
-            Some((microbatch, samples)) => self.boundaries.decode(
-                BoundaryMessage { message, samples: &samples, microbatch },
-                &bytes,
-                count,
-            )?,
-            None => None,
-        };
-        let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {
-            message: message.to_string(),
-            problem: "does not have the length of a microbatch's hidden states",
-        })?;
-        Ok(Flow::Values(self.device.tensor(&values, shape)?))
+    fn wait(&mut self, awaited: Awaited) -> Result<Flow> {
+        self.take_message(awaited)
     }
 
     fn start_transfer(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
@@ -495,29 +466,4 @@ impl Worker for Executor {
         // continues in the middle of a list, so none needs an output.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
-}
-
-impl PollArrivals for Executor {
-    fn arrived(&mut self, awaited: &mut [&mut Awaited]) -> Option<usize> {
-        match awaited.iter().position(|awaited| awaited.bytes.is_none()) {
-            Some(kept) => Some(kept),
-            None => self.comm.first(&mut on_their_way(awaited), WaitMode::Now),
-        }
-    }
-
-    fn first(&mut self, awaited: &mut [&mut Awaited]) -> usize {
-        if let Some(kept) = awaited.iter().position(|awaited| awaited.bytes.is_none()) {
-            return kept;
-        }
-        // `first` returns `None` only if the network has ended. Waiting for the first message then returns the
-        // error.
-        let begun = self.comm.now();
-        let first = self.comm.first(&mut on_their_way(awaited), WaitMode::UntilOne).unwrap_or(0);
-        add_since(begun, &self.comm, &mut self.spent.wait);
-        first
-    }
-}
-
-fn on_their_way<'a>(awaited: &'a mut [&mut Awaited]) -> Vec<&'a mut Bytes> {
-    awaited.iter_mut().filter_map(|awaited| awaited.bytes.as_mut()).collect()
 }

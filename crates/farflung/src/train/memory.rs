@@ -1,29 +1,38 @@
-//! Computes the peak memory of each rank of a plan in a training step: runs the schedule's executor and the
-//! model's own code on a device without memory ([`Device::sizes`]), which counts the buffers. Nothing is
-//! computed or sent.
+//! Computes the peak memory of each rank of a plan in a training step: runs the step's list with the trainer's
+//! own executor on a device without memory ([`Device::sizes`]), which counts the buffers. Nothing is computed
+//! or sent.
 //!
 //! Formulas add what this run does not allocate: messages, buckets of averages, and the state of codecs and of
 //! the method of synchronisation.
 
-mod dry;
 #[cfg(test)]
 mod tests;
 
-use farflung_base::{Bytes, Rank};
-use farflung_parallel::pipeline::{TiedWeights, run};
+use std::collections::BTreeMap;
+
+use farflung_base::{Bytes, Rank, StageId};
+use farflung_comm::{Communicator, memory};
+use farflung_optim::Prepared;
+use farflung_parallel::pipeline::Placement;
+use farflung_parallel::step::{Moment, StepOp, StepWorker as _};
 use farflung_parallel::{Cluster, Plan};
-use farflung_tensor::Device;
+use farflung_tensor::{Device, Interrupt};
 use farflung_zoo::ModelSpec;
 
 use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
-use super::boundary::{SamplesSeen, coded_bytes};
+use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
+use super::executor::{Executor, Pass, Source, Wires, recomputed};
 use super::job::Job;
+use super::kept_pass::KeptPass;
+use super::part::{Part, Parts};
 use super::sizes::averaging;
+use super::spent::Spent;
+use super::tied::TiedTable;
+use super::trainer::{chain, stage_of};
 use crate::config::choice::StoreKind;
 use crate::{Result, RunSettings, TrainConfig};
-use dry::DryRun;
 
 /// Bytes per f32.
 const F32: u64 = size_of::<f32>() as u64;
@@ -115,23 +124,28 @@ fn of_rank(
 ) -> Result<StepMemory> {
     let device = Device::sizes().with_precision(plan.precision);
     let held = || device.memory().1 as u64;
-    let mut dry = DryRun::new(plan, model, config, schedule, position, &device)?;
-    let weights = dry.parameters();
+    let mut executor = counting(plan, model, config, schedule, position, &device)?;
+    let parts = || executor.parts.values().map(|part| part.stage.layout());
+    let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
+    let weights: u64 = parts().map(|layout| buffer(layout.len())).sum();
+    let placement = schedule.placement();
+    let versions = older_versions(&executor, placement);
     // The state of earlier steps, which is present while microbatches pass.
     let begun = held();
-    run(&schedule.schedule, position, &mut dry)?;
-    dry.commit()?;
+    run(schedule, position, plan, &mut executor)?;
     let passed = held();
 
-    let model_bytes = dry.elements() * F32;
-    let placement = schedule.placement();
+    let model_bytes = elements * F32;
     let of_part = |stage| placement.holders(placement.part(stage)).len();
     let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
     let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen);
-    let mut messages = dry.messages() + coded;
+    // One message that is being sent or received, as numbers and as bytes. Messages that are in flight are
+    // buffered by the transport and are not counted.
+    let largest = if let Wires::Counted(largest) = executor.wires { largest } else { 0 };
+    let mut messages = 2 * largest + coded;
     if holders > 1 {
         let level = plan.outermost();
         let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
@@ -141,12 +155,12 @@ fn of_rank(
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
-    if schedule.tie() == TiedWeights::Across && dry.has_table() {
+    let has_table = |stage| placement.is_first(stage) || placement.is_last(stage);
+    if schedule.is_tied_across() && placement.homes_of(position).any(has_table) {
         // The messages contain this rank's gradient of the token table and that of the other rank with the
         // table.
         messages += 2 * model.shared_table_bytes();
     }
-    let versions = dry.versions();
     Ok(StepMemory {
         weights: Bytes(weights + versions),
         gradients: Bytes(weights),
@@ -155,4 +169,102 @@ fn of_rank(
         operands: Bytes(operands),
         messages: Bytes(messages),
     })
+}
+
+/// Makes a rank's executor on a device that only counts. Its parts have no values, and no method that keeps
+/// their copies equal: formulas add its memory.
+fn counting(
+    plan: &BoundPlan,
+    model: &ModelSpec,
+    config: &RunSettings,
+    schedule: &ReplicaSchedule,
+    position: Rank,
+    device: &Device,
+) -> Result<Executor> {
+    let placement = schedule.placement();
+    let slices = schedule.slices.len();
+    let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
+    let part = |stage: StageId| {
+        let number = placement.part(stage) as usize;
+        let built = stage_of(plan, model, schedule, number, device)?;
+        let chain = chain(config, device, &built, (1, plan.outermost().every.into()))?;
+        let part = Part::new(Parts {
+            params: built.zeros()?,
+            stage: built,
+            chain,
+            sync: None,
+            costs: by_slice[stage.index() * slices..][..slices].to_vec(),
+            recompute: plan.parts[number].recompute,
+            // The device counts the memory of a host, so that moving activations there changes nothing.
+            offload: 0,
+            weight: 1.0,
+            keeps: false,
+        })?;
+        Ok((stage, part))
+    };
+    let alone = Communicator::new(memory::cluster(1).remove(0));
+    Ok(Executor {
+        comm: alone,
+        wires: Wires::Counted(0),
+        interrupt: Interrupt::default(),
+        pipeline: (0..placement.ranks()).map(Rank).collect(),
+        device: device.clone(),
+        placement: placement.clone(),
+        updates: schedule.updates(),
+        microbatches: schedule.microbatches(),
+        parts: placement.homes_of(position).map(part).collect::<Result<_>>()?,
+        tied: TiedTable::No,
+        source: Source::Counted {
+            batch: plan.batch as usize,
+            context: model.context,
+            documents: config.document_mask,
+        },
+        dim: model.dim,
+        token_weights: Vec::new(),
+        slices: schedule.slices.clone(),
+        again: recomputed(schedule.schedule.order()),
+        pass: Pass::Evaluation,
+        passing: 0,
+        losses: Vec::new(),
+        held: BTreeMap::new(),
+        carried: BTreeMap::new(),
+        sending: Vec::new(),
+        kept: KeptPass::new(false, None),
+        boundaries: Boundaries::default(),
+        spent: Spent::default(),
+    })
+}
+
+/// Runs a step, as the trainer does.
+fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &mut Executor) -> Result<()> {
+    let step = schedule.step(position, plan)?;
+    executor.begin(Pass::Training { first: 0 }, schedule.microbatches());
+    step.run_pass(&schedule.schedule, position, executor)?;
+    for &op in step.at(Moment::Reduce) {
+        match op {
+            StepOp::StartVote(_) => drop(executor.squares()?),
+            StepOp::FinishVote(_) => {}
+            op => executor.run_op(op)?,
+        }
+    }
+    for &op in step.at(Moment::Commit) {
+        if let StepOp::Update { stage, microbatch } = op {
+            executor.update(stage, microbatch, Some(Prepared::with_norm(1.0)?))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes of older versions of an executor's parameters.
+fn older_versions(executor: &Executor, placement: &Placement) -> u64 {
+    let of = |(&stage, part): (&StageId, &Part)| {
+        let most = executor.updates.versions_held(placement.part(stage), placement.depth());
+        buffer(part.stage.layout().len()) * u64::from(most.saturating_sub(1))
+    };
+    executor.parts.iter().map(of).sum()
+}
+
+/// Returns the bytes of a flat f32 buffer: whole pages of 4096 bytes, at least one.
+fn buffer(elements: usize) -> u64 {
+    ((elements * size_of::<f32>()).max(1) as u64).next_multiple_of(4096)
 }

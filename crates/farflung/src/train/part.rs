@@ -56,21 +56,12 @@ pub(super) struct Part {
     spare: Option<Tensor>,
 }
 
-/// When gradients are sent to the other holders of a part.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SendTiming {
-    /// Layer by layer, as they become final.
-    AsReady,
-    /// All together, when the schedule says so.
-    Later,
-}
-
 /// Progress of the average of a step's gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reducing {
     /// The average was not started.
     No,
-    /// Ranges are sent as they become ready.
+    /// The average is open: ranges are sent as they become final.
     Ranges,
     /// All ranges have been sent.
     All,
@@ -80,7 +71,7 @@ enum Reducing {
 #[derive(Debug)]
 struct DeferredUpdate {
     grads: Tensor,
-    /// `None` if no values are computed (`memory/dry.rs`).
+    /// `None` on a device that only counts.
     table: Option<Exchange>,
     /// The oldest version that a later microbatch still uses.
     needed: Option<u32>,
@@ -141,6 +132,50 @@ fn contribute(
     Ok(())
 }
 
+/// Returns the parameters of a version, of the newest ones and older ones.
+fn version_of<'a>(
+    version: u32,
+    (newest, params): (u32, &'a Tensor),
+    older: &'a BTreeMap<u32, Tensor>,
+) -> &'a Tensor {
+    if version == newest {
+        return params;
+    }
+    older.get(&version).expect("versions that microbatches still see are kept")
+}
+
+/// Sends ranges of gradients to the other holders of a part as they become final, if its average is open.
+struct Leaving<'a> {
+    average: Option<&'a mut Average>,
+    chain: &'a Chain,
+    contribution: &'a mut Option<Tensor>,
+    shared: Range<usize>,
+    result: Result<()>,
+}
+
+impl<'a> Leaving<'a> {
+    fn new(
+        reducing: Reducing,
+        sync: &'a mut Option<Box<dyn Synchroniser>>,
+        chain: &'a Chain,
+        contribution: &'a mut Option<Tensor>,
+        shared: Range<usize>,
+    ) -> Self {
+        let open = sync.as_mut().filter(|_| reducing == Reducing::Ranges);
+        Self { average: open.and_then(|sync| sync.gradients()), chain, contribution, shared, result: Ok(()) }
+    }
+
+    fn leave(&mut self, range: Range<usize>, flat: &Tensor) {
+        if let (Some(average), Ok(())) = (&mut self.average, &self.result) {
+            self.result = match self.contribution {
+                Some(into) => contribute(self.chain, flat, range.clone(), &self.shared, into)
+                    .and_then(|()| Ok(average.ready(range, into)?)),
+                None => average.ready(range, flat).map_err(Into::into),
+            };
+        }
+    }
+}
+
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
         let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps } = made_of;
@@ -192,30 +227,26 @@ impl Part {
         Ok(())
     }
 
-    /// Applies the updates that were put off, up to the given version; all of them without one.
-    pub(super) fn catch_up(&mut self, version: Option<u32>) -> Result<()> {
-        while version.is_none_or(|version| self.version < version) {
-            let Some(DeferredUpdate { mut grads, table, needed }) = self.deferred.pop_front() else { break };
-            if let Some(table) = table {
-                let range = self.table();
-                grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
-            }
-            std::mem::swap(&mut self.grads, &mut grads);
-            let pending = self.pending;
-            let prepared = Prepared::with_norm(farflung_optim::global_norm(&self.grads)?)?;
-            self.commit(prepared, needed)?;
-            std::mem::swap(&mut self.grads, &mut grads);
-            (self.pending, self.spare) = (pending, Some(grads));
+    /// Waits for the table's sum of the oldest update that was put off, and applies the update.
+    pub(super) fn catch_up(&mut self) -> Result<()> {
+        let Some(DeferredUpdate { mut grads, table, needed }) = self.deferred.pop_front() else {
+            return Ok(());
+        };
+        if let Some(table) = table {
+            let range = self.table();
+            grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
         }
+        std::mem::swap(&mut self.grads, &mut grads);
+        let pending = self.pending;
+        let prepared = Prepared::with_norm(farflung_optim::global_norm(&self.grads)?)?;
+        self.commit(prepared, needed)?;
+        std::mem::swap(&mut self.grads, &mut grads);
+        (self.pending, self.spare) = (pending, Some(grads));
         Ok(())
     }
 
-    /// Returns the parameters of a version.
     fn at(&self, version: u32) -> &Tensor {
-        if version == self.version {
-            return &self.params;
-        }
-        self.older.get(&version).expect("versions that microbatches still see are kept")
+        version_of(version, (self.version, &self.params), &self.older)
     }
 
     /// Runs the forward pass of a microbatch, or of a slice that begins at position `start`. `slices` is the
@@ -265,60 +296,61 @@ impl Part {
     }
 
     /// Runs a microbatch's whole backward pass. Calls `passed` with each range of the gradients that is final
-    /// for the microbatch.
+    /// for the microbatch. If the average is open, the range then leaves.
     pub(super) fn backward(
         &mut self,
         version: u32,
         saved: Saved,
         dy: Option<Tensor>,
         passed: impl Fn(&Range<usize>),
-        leaving: SendTiming,
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
         let shared = self.table();
-        if leaving == SendTiming::AsReady {
-            self.make_room()?;
-        }
-        let (chain, contribution) = (&self.chain, &mut self.contribution);
-        let params = if version == self.version {
-            &self.params
-        } else {
-            self.older.get(&version).expect("versions that microbatches still see are kept")
-        };
-        let mut average = match (leaving, &mut self.sync) {
-            (SendTiming::AsReady, Some(sync)) => sync.gradients(),
-            _ => None,
-        };
-        if let Some(average) = &mut average {
-            average.open();
-            self.reducing = Reducing::Ranges;
-        }
-        let mut failed = Ok(());
-        let mut grads = Grads { flat: &mut self.grads, accumulate };
-        let dx = self.stage.backward(params, saved, dy, &mut grads, |range, flat| {
+        let Self { stage, params, older, version: newest, grads, .. } = self;
+        let params = version_of(version, (*newest, params), older);
+        let mut leaving =
+            Leaving::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
+        let mut grads = Grads { flat: grads, accumulate };
+        let dx = stage.backward(params, saved, dy, &mut grads, |range, flat| {
             passed(&range);
-            if let (Some(average), Ok(())) = (&mut average, &failed) {
-                failed = match contribution {
-                    Some(into) => contribute(chain, flat, range.clone(), &shared, into)
-                        .and_then(|()| Ok(average.ready(range, into)?)),
-                    None => average.ready(range, flat).map_err(Into::into),
-                };
-            }
+            leaving.leave(range, flat);
         })?;
-        failed?;
+        leaving.result?;
         Ok(dx)
     }
 
-    /// Adds a microbatch's gradients of the weights.
-    pub(super) fn backward_weight(&mut self, saved: Saved) -> Result<()> {
+    /// Adds a microbatch's gradients of the weights. Calls `passed` as [`Part::backward`] does.
+    pub(super) fn backward_weight(&mut self, saved: Saved, passed: impl Fn(&Range<usize>)) -> Result<()> {
         let accumulate = std::mem::replace(&mut self.pending, true);
+        let shared = self.table();
+        let mut leaving =
+            Leaving::new(self.reducing, &mut self.sync, &self.chain, &mut self.contribution, shared);
         let mut grads = Grads { flat: &mut self.grads, accumulate };
-        Ok(self.stage.backward_weight(saved, &mut grads)?)
+        self.stage.backward_weight(saved, &mut grads, |range, flat| {
+            passed(&range);
+            leaving.leave(range, flat);
+        })?;
+        leaving.result
+    }
+
+    /// Opens the average of this update: the ranges of the next backward pass leave as they become final.
+    pub(super) fn open_reduce(&mut self) -> Result<()> {
+        self.make_room()?;
+        if let Some(average) = self.average() {
+            average.open();
+        }
+        self.reducing = Reducing::Ranges;
+        Ok(())
+    }
+
+    /// Returns whether the average is open.
+    pub(super) fn is_open(&self) -> bool {
+        self.reducing == Reducing::Ranges
     }
 
     /// Starts the average with the other holders. This rank's gradients of the update must be complete.
     pub(super) fn reduce(&mut self) -> Result<()> {
-        if self.reducing == Reducing::Ranges {
+        if self.reducing != Reducing::No {
             return Ok(());
         }
         if !std::mem::replace(&mut self.pending, true) {
@@ -390,9 +422,7 @@ impl Part {
 
     /// Completes the average; the gradients are then those of all holders.
     pub(super) fn finish_reduce(&mut self) -> Result<()> {
-        if self.reducing == Reducing::No {
-            self.reduce()?;
-        }
+        self.reduce()?;
         if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
             average.finish_all(&mut self.grads)?;
         }

@@ -1,13 +1,12 @@
-//! Predicts the time of a plan's steps: the schedule's own executor records the actions of each rank in the
-//! trainer's order, and they are played in virtual time over the links that the ranks share. Nothing is
-//! computed or sent.
+//! Predicts the time of a plan's steps: the lists that the trainer executes are priced, and played in virtual
+//! time over the links that the ranks share. Nothing is computed or sent.
 
 mod operations;
-mod recorder;
+mod pricing;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
-use farflung_parallel::pipeline::run;
 use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
+use farflung_parallel::step::Moment;
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::ModelSpec;
 
@@ -17,7 +16,7 @@ use super::costs::Machines;
 use super::job::Job;
 use crate::Result;
 use operations::Operations;
-use recorder::{Marks, Recorder, Worked};
+use pricing::{Marks, Pricing, Worked};
 
 /// Predicted time of a plan's steps.
 ///
@@ -219,24 +218,24 @@ impl<'a> Sequence<'a> {
         let (mut ranks, mut marks) = (Vec::new(), Vec::new());
         for (replica, schedule) in (0..).zip(self.schedules) {
             for position in (0..schedule.placement().ranks()).map(Rank) {
-                let mut recorder = Recorder::new(schedule, replica, position, operations)?;
+                let mut pricing = Pricing::new(schedule, replica, position, operations)?;
                 if let Some(&before) = self.before.get(ranks.len()) {
-                    recorder.compute(before);
+                    pricing.compute(before);
                 }
                 for step in 0..self.steps {
-                    recorder.begin_step(step);
+                    pricing.begin_step(step);
                     let number = |first: u64| first + 1 + u64::from(step);
                     let takes = |pace: Pace<'_>| pace.steps.takes(replica, number(pace.first));
                     if self.pace.is_none_or(takes) {
-                        run(&schedule.schedule, position, &mut recorder)?;
-                        recorder.after_pass()?;
+                        pricing.run(Moment::Pass)?;
+                        pricing.run(Moment::Reduce)?;
                     }
                     if self.meets && step + 1 == self.steps {
-                        recorder.meet()?;
+                        pricing.run(Moment::Meet)?;
                     }
-                    recorder.end_step();
+                    pricing.end_step();
                 }
-                let (ops, mark) = recorder.done();
+                let (ops, mark) = pricing.done();
                 ranks.push(ops);
                 marks.push(mark);
             }

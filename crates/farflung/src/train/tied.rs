@@ -38,9 +38,6 @@ pub(super) struct TableExchange {
     pub(super) from: Rank,
     /// This rank's stage with the table.
     pub(super) stage: StageId,
-    /// Whether this rank's gradient is complete without an average over other holders of its part, so that it
-    /// can be sent before any average.
-    pub(super) early: bool,
     /// Number of exchanges so far. This number is the tag of the next exchange, since several may be in flight.
     pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
@@ -98,11 +95,9 @@ impl TableExchange {
 }
 
 impl TiedTable {
-    /// Starts the exchange, if possible already; this rank's gradient of the table is complete.
+    /// Starts the exchange; this rank's gradient of the table is complete.
     pub(super) fn start(&mut self, part: &Part) -> Result<()> {
-        if let Self::Across(across) = self
-            && across.early
-        {
+        if let Self::Across(across) = self {
             across.begun = Some(across.start(part)?);
         }
         Ok(())

@@ -41,9 +41,10 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
-use farflung_parallel::pipeline::{ArrivalExecutor, Placement, Schedule, Updates, run};
+use farflung_optim::{LossScale, OptimError, Prepared};
+use farflung_parallel::pipeline::{Placement, Schedule, Updates, run};
 use farflung_parallel::plan::Measured;
+use farflung_parallel::step::{self, RankStep, StepOp, StepWorker as _};
 use farflung_tensor::{Device, Param, Tensor, TensorError};
 use farflung_zoo::Stage;
 
@@ -58,7 +59,7 @@ use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voting};
-pub(super) use build::chain;
+pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
 pub(super) use part_replay::{PartCopy, ReplayedParts};
@@ -78,6 +79,8 @@ pub use verify::Thoroughness;
 #[derive(Debug)]
 pub struct Trainer {
     schedule: ReplicaSchedule,
+    /// The operations of this rank's step.
+    list: RankStep,
     evaluation: Schedule,
     /// The rank in its pipeline, and the number of its replica.
     position: Rank,
@@ -303,9 +306,7 @@ impl Trainer {
             match self.prepare(&vote) {
                 Ok(prepared) => {
                     self.fail_if_due(Moment::Prepared, self.step + 1)?;
-                    for part in self.executor.parts.values_mut() {
-                        part.commit(prepared, None)?;
-                    }
+                    self.commit(prepared)?;
                     break vote;
                 }
                 // All ranks that voted get this error, and none of them commits the step.
@@ -439,8 +440,8 @@ impl Trainer {
         let begun = self.executor.comm.now();
         let (schedule, position) = (&self.schedule.schedule, self.position);
         match self.schedule.arrivals {
-            Some(rule) => ArrivalExecutor::new(schedule, position, rule)?.run(&mut self.executor)?,
-            None => run(schedule, position, &mut self.executor)?,
+            Some(rule) => self.list.by_arrivals(schedule, position, rule)?.run(&mut self.executor)?,
+            None => self.list.run_pass(schedule, position, &mut self.executor)?,
         }
         self.pass = (begun, self.executor.comm.now());
         self.executor.sent()?;
@@ -457,41 +458,56 @@ impl Trainer {
         if self.tries > 0 {
             self.told.sound = self.is_sound(loss);
         }
-        let begun = self.executor.comm.now();
-        let vote = self.reduced(loss, stop);
-        let Executor { comm, spent, .. } = &mut self.executor;
-        add_since(begun, comm, &mut spent.communicate);
-        vote
+        self.reduce(loss, stop)
     }
 
-    /// Waits for the averages and the vote after the pass.
-    fn reduced(&mut self, loss: f64, stop: bool) -> Result<Vote> {
-        // With one part each rank computes the norm itself, so the vote can start before averages are complete.
-        let early =
-            (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[])).transpose()?;
-        if self.schedule.updates() == Updates::Flush {
-            let Executor { parts, placement, tied, .. } = &mut self.executor;
-            if self.each_step {
-                by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
-                tied.finish(parts, placement)?;
-            } else {
-                // The table's gradients of one replica are added before any average.
-                tied.finish(parts, placement)?;
-                by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
-                tied.take_first(parts, placement, Part::averaged_gradients)?;
+    /// Waits for the averages and the votes after the pass.
+    fn reduce(&mut self, loss: f64, stop: bool) -> Result<Vote> {
+        let (mut voting, mut found) = (None, None);
+        for op in self.list.at(step::Moment::Reduce).to_vec() {
+            let begun = self.executor.comm.now();
+            match op {
+                StepOp::StartVote(vote) => {
+                    let squares = if vote == step::Vote::Whole { self.squares()? } else { Vec::new() };
+                    voting = Some(self.start_vote(loss, stop, &squares)?);
+                    if vote == step::Vote::Whole {
+                        // From here on others may commit the step, whether or not this rank receives the
+                        // result.
+                        self.undecided.voted();
+                    }
+                }
+                StepOp::FinishVote(_) => {
+                    let voting = voting.take().expect("a step's votes pair");
+                    found = Some(voting.wait()?);
+                    self.undecided.begin();
+                }
+                op => {
+                    self.executor.run_op(op)?;
+                    continue;
+                }
             }
-            parts.values_mut().try_for_each(Part::contribute_alone)?;
+            let Executor { comm, spent, .. } = &mut self.executor;
+            add_since(begun, comm, &mut spent.communicate);
         }
-        self.executor.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
-        if let Some(vote) = early {
-            return vote.wait();
+        Ok(found.expect("every step ends with a vote"))
+    }
+
+    /// Returns the sums of squared gradients by part of the model; 0 for parts that other ranks report.
+    fn squares(&self) -> Result<Vec<f64>> {
+        if self.replica == 0 || !self.each_step {
+            return self.executor.squares();
         }
-        let voting = self.start_vote(loss, stop, &self.squares()?)?;
-        // From here on others may commit the step, whether or not this rank receives the result.
-        self.undecided.voted();
-        let vote = voting.wait()?;
-        self.undecided.begin();
-        Ok(vote)
+        Ok(vec![0.0; self.executor.placement.depth() as usize])
+    }
+
+    /// Applies the updates on which all ranks have agreed.
+    fn commit(&mut self, prepared: Prepared) -> Result<()> {
+        for &op in self.list.at(step::Moment::Commit) {
+            if let StepOp::Update { stage, microbatch } = op {
+                self.executor.update(stage, microbatch, Some(prepared))?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.
@@ -518,23 +534,6 @@ impl Trainer {
         // With two copies of the model, or in a pool, each rank has some of the microbatches.
         let all = self.executor.counted_in_step(self.schedule.microbatches())?;
         Ok(if all > 0.0 { sum / all } else { 0.0 })
-    }
-
-    /// Returns the sums of squared gradients by part of the model; 0 for parts that other ranks report.
-    fn squares(&self) -> Result<Vec<f64>> {
-        let Executor { parts, placement, .. } = &self.executor;
-        let depth = placement.depth();
-        let mut squares = vec![0.0; depth as usize];
-        for (&stage, part) in parts {
-            // Each part counts once; a table that two parts hold counts with the first.
-            if (self.replica == 0 || !self.each_step) && stage.0 < depth {
-                let len = part.grads.shape().len();
-                let start = if placement.is_last(stage) { part.behind_table() } else { 0 };
-                let square = if len == 0 { 0.0 } else { sum_of_squares(&part.grads, start..len)? };
-                squares[placement.part(stage) as usize] = square;
-            }
-        }
-        Ok(squares)
     }
 
     /// Returns the mean loss of the held-out batches in nats per token. Each replica evaluates some of the

@@ -84,6 +84,19 @@ impl<'a> ArrivalExecutor<'a> {
     /// # Panics
     /// If the schedule has no such rank.
     pub fn new(schedule: &'a Schedule, rank: Rank, rule: ArrivalRule) -> Result<Self, ParallelError> {
+        let entries = schedule.lists()[rank.index()].iter().copied();
+        Self::of_entries(schedule, rank, rule, entries)
+    }
+
+    /// Creates an executor of a list that has the computations of `rank`'s list of `schedule`.
+    ///
+    /// Errors: as [`ArrivalExecutor::new`].
+    pub(crate) fn of_entries(
+        schedule: &'a Schedule,
+        rank: Rank,
+        rule: ArrivalRule,
+        entries: impl Iterator<Item = Lowered>,
+    ) -> Result<Self, ParallelError> {
         let order = schedule.order();
         let refuse = |found| Err(ParallelError::NotFollowed { rank, found });
         if order.placement().stages_of(rank).count() != 1 {
@@ -95,7 +108,7 @@ impl<'a> ArrivalExecutor<'a> {
         let (forwards, backwards, recomputes) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         let mut follower = Self { schedule, rule, forwards, backwards, recomputes, steps: Vec::new() };
         let mut last = ComputeKind::Forward;
-        for &entry in &schedule.lists()[rank.index()] {
+        for entry in entries {
             match entry {
                 Lowered::Compute(Op::Run(action)) if action.kind == ComputeKind::Step => {
                     follower.steps.push(action);

@@ -166,6 +166,18 @@ impl<'a, W: Worker> Executor<'a, W> {
     pub fn step(&mut self, worker: &mut W) -> Result<Progress, W::Error> {
         let list = &self.schedule.lists()[self.rank.index()];
         let Some(&entry) = list.get(self.at) else { return Ok(Progress::Done) };
+        self.entry(entry, worker)?;
+        self.at += 1;
+        Ok(if self.at < list.len() { Progress::More } else { Progress::Done })
+    }
+
+    /// Executes an entry, which may be from a list that contains more than the schedule's.
+    ///
+    /// Errors: those of the worker.
+    ///
+    /// # Panics
+    /// If an entry needs an output that no earlier one has computed.
+    pub(crate) fn entry(&mut self, entry: Lowered, worker: &mut W) -> Result<(), W::Error> {
         let placement = self.schedule.order().placement();
         match (entry, entry.message(placement)) {
             (Lowered::Compute(op), _) => self.compute(op, worker)?,
@@ -184,8 +196,7 @@ impl<'a, W: Worker> Executor<'a, W> {
                 worker.start_transfer(kind, stage, microbatch, slice)?;
             }
         }
-        self.at += 1;
-        Ok(if self.at < list.len() { Progress::More } else { Progress::Done })
+        Ok(())
     }
 
     /// Executes all remaining entries.

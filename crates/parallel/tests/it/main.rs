@@ -4,4 +4,5 @@ mod executor;
 mod schedule_laws;
 mod schedule_snapshots;
 mod schedule_vectors;
+mod steps_as_text;
 mod topology_file;

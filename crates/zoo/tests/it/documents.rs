@@ -138,7 +138,7 @@ impl Model {
                 stage.backward_input_slice(params, &mut saved, dy, slices).unwrap()
             }
         };
-        stage.backward_weight(saved, grads).unwrap();
+        stage.backward_weight(saved, grads, |_, _| {}).unwrap();
         dx
     }
 }

@@ -66,7 +66,7 @@ fn step(
     let mut flat = Grads { flat: &mut grads, accumulate: false };
     if halves {
         assert!(stage.backward_input(&params, &mut saved, None).unwrap().is_none());
-        stage.backward_weight(saved, &mut flat).unwrap();
+        stage.backward_weight(saved, &mut flat, |_, _| {}).unwrap();
     } else {
         stage.backward(&params, saved, None, &mut flat, |_, _| {}).unwrap();
     }

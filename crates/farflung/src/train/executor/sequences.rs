@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use farflung_parallel::pipeline::Action;
 use farflung_tensor::Tensor;
-use farflung_zoo::{Batch, Input, Sampler, Shard};
+use farflung_zoo::{Batch, Input};
 
 use super::{Executor, Pass};
 use crate::Result;
@@ -12,42 +12,26 @@ use crate::Result;
 impl Executor {
     /// Returns the number of tokens of a microbatch of the pass that count.
     pub(super) fn counted(&self, microbatch: u32) -> Result<f64> {
-        let (sampler, first, batch) = self.sequences(microbatch);
-        Ok(sampler.counted(first, batch as u64)?)
+        self.source.counted(self.pass, microbatch, 1)
     }
 
     /// Returns the number of tokens that count in a training step of this many microbatches.
     pub(in crate::train) fn counted_in_step(&self, microbatches: u32) -> Result<f64> {
-        let (sampler, first, batch) = self.sequences(0);
-        Ok(sampler.counted(first, batch as u64 * u64::from(microbatches))?)
-    }
-
-    /// Returns the source of a microbatch's sequences, the number of its first one, and their number.
-    const fn sequences(&self, microbatch: u32) -> (&Sampler, u64, usize) {
-        match self.pass {
-            Pass::Training { first } => {
-                let batch = self.sampler.shard().batch;
-                (&self.sampler, (first + microbatch as u64) * batch as u64, batch)
-            }
-            Pass::Evaluation => {
-                let Shard { rank, world, batch } = self.evaluation.shard();
-                (&self.evaluation, (microbatch as usize * world * batch + rank * batch) as u64, batch)
-            }
-        }
+        self.source.counted(self.pass, 0, microbatches)
     }
 
     /// Returns the positions of a slice; all positions if sequences are not sliced.
     pub(super) fn positions(&self, slice: u16) -> Range<usize> {
         match self.pass {
             Pass::Training { .. } => self.slices[usize::from(slice)].clone(),
-            Pass::Evaluation => 0..self.sampler.context(),
+            Pass::Evaluation => 0..self.source.context(),
         }
     }
 
     /// Returns the inputs and targets of an action's tokens.
     fn batch(&self, action: Action) -> Result<Batch> {
-        let (sampler, first, batch) = self.sequences(action.microbatch);
-        Ok(sampler.sequences(first, batch)?.positions(&self.positions(action.slice)))
+        let batch = self.source.sequences(self.pass, action.microbatch)?;
+        Ok(batch.positions(&self.positions(action.slice)))
     }
 
     /// Returns a stage's input: hidden states, or tokens at the model's input.
@@ -76,8 +60,7 @@ impl Executor {
 
     /// Returns where the documents of an action's tokens begin, if they are kept apart: every stage needs it.
     pub(super) fn documents(&self, action: Action) -> Result<Option<Tensor>> {
-        let (sampler, ..) = self.sequences(action.microbatch);
-        if !sampler.is_divided() {
+        if !self.source.is_divided(self.pass) {
             return Ok(None);
         }
         let documents = self.batch(action)?.documents;

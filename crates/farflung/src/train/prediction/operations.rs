@@ -9,6 +9,7 @@ use farflung_comm::{
 };
 use farflung_parallel::Coordinates;
 use farflung_parallel::pipeline::{Content, Message};
+use farflung_parallel::step::Vote;
 use farflung_tensor::Device;
 use farflung_zoo::{ModelSpec, Stage};
 
@@ -31,12 +32,10 @@ pub(super) enum Key {
     Table { replica: u32, round: u32 },
     /// The copy of the averaged token table from its first stage to its last.
     TakenTable { replica: u32 },
-    /// The vote of a replica's ranks, or of all ranks.
-    Vote(Option<u32>),
+    /// A vote of a replica's ranks, or of all ranks.
+    Vote(Vote, Option<u32>),
     /// The vote on whether replicas can synchronise.
     Refusals,
-    /// The exchange of the losses of all replicas' steps since the last average.
-    Window,
 }
 
 /// A part of the model, with the averages among its holders.
@@ -121,7 +120,6 @@ impl<'a> Operations<'a> {
 
     fn make(&self, key: Key, schedule: &ReplicaSchedule) -> Result<Operation> {
         let depth = schedule.placement().depth();
-        let votes = 2 + if depth > 1 { depth as usize } else { 0 };
         Ok(match key {
             Key::Message(replica, message) => {
                 let slices = &schedule.slices;
@@ -147,13 +145,21 @@ impl<'a> Operations<'a> {
                 }
                 messages(ways.into_iter().map(|(a, b)| (pipeline[a.index()], pipeline[b.index()])), bytes)
             }
-            Key::Vote(Some(replica)) => {
-                let pipeline = self.plan.pipeline_of(replica);
-                self.sum(votes, &self.topology.among(&pipeline)).among(&pipeline)
+            Key::Vote(vote, voters) => {
+                let numbers = match vote {
+                    Vote::Whole => 2 + depth as usize,
+                    Vote::Losses => 2,
+                    Vote::Window => self.plan.outermost().every as usize + 1,
+                };
+                match voters {
+                    Some(replica) => {
+                        let pipeline = self.plan.pipeline_of(replica);
+                        self.sum(numbers, &self.topology.among(&pipeline)).among(&pipeline)
+                    }
+                    None => self.sum(numbers, self.topology),
+                }
             }
-            Key::Vote(None) => self.sum(votes, self.topology),
             Key::Refusals => self.sum(1, self.topology),
-            Key::Window => self.sum(self.plan.outermost().every as usize + 1, self.topology),
         })
     }
 

@@ -9,7 +9,7 @@ use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
-use farflung_zoo::{ActivationPolicy, Stage};
+use farflung_zoo::{ActivationPolicy, ModelSpec, Stage};
 
 use super::agree::StepRequests;
 use super::replica_samples::ReplicaSamples;
@@ -19,9 +19,10 @@ use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
-use crate::train::bind::{ReplicaSchedule, last_backwards};
+use crate::train::bind::ReplicaSchedule;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::executor::{Executor, Pass, recomputed};
+use crate::train::executor::{Executor, Pass, Source, Wires, recomputed};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
@@ -70,8 +71,7 @@ impl Trainer {
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
-        let early = !placement.is_pooled() && (plan.replicas() == 1 || !each_step);
-        let tied = tie(&comm, &schedule, early, (position, replica))?;
+        let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
         let copies = !holders.is_empty() || schedule.tie() == TiedWeights::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
@@ -87,6 +87,7 @@ impl Trainer {
         }
 
         let (sampler, evaluation) = (job.sampler(replica as usize)?, job.evaluation(replica as usize)?);
+        let held_out = evaluation.steps().unwrap_or(0).max(1) as u32;
         // Pools have different numbers of ranks, so each part has its own weight: see `build_part`.
         let group =
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
@@ -102,8 +103,6 @@ impl Trainer {
             tied,
             dim: job.model.dim,
             token_weights,
-            last: last_backwards(&schedule, position),
-            averages: each_step && !holders.is_empty(),
             slices: schedule.slices.clone(),
             again: recomputed(order),
             pass: Pass::Evaluation,
@@ -115,14 +114,13 @@ impl Trainer {
             kept: KeptPass::new(job.keeps_work(), resumed.cloned()),
             boundaries: Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?,
             placement,
-            sampler,
-            evaluation,
-            messages,
+            source: Source::Text { training: sampler, evaluation },
+            wires: Wires::Linked(messages),
             interrupt,
             comm,
             spent: Spent::default(),
         };
-        let held_out = executor.evaluation.steps().unwrap_or(0).max(1) as u32;
+
         Ok(Self {
             evaluation: schedule.forwards(held_out)?,
             position,
@@ -157,6 +155,7 @@ impl Trainer {
             speed: job.follows_speed().then(|| Speedometer::new(Measures::of(plan))),
             undecided: Undecided::default(),
             kept: None,
+            list: schedule.step(position, plan)?,
             schedule,
         })
     }
@@ -184,15 +183,7 @@ fn build_part(
 ) -> Result<Part> {
     let number = schedule.placement().part(stage) as usize;
     let planned = &job.plan.parts[number];
-    let mut model = Stage::new(&job.model, schedule.layers[number].clone(), device)?;
-    if schedule.placement().depth() == 1 {
-        // A model without stages: each layer is recomputed from its own input.
-        let count = planned.layers.end - planned.layers.start;
-        let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
-        let steps =
-            within_budget(planned, &job.model, job.plan.batch as usize)?.map(|plan| plan.steps.into());
-        model.set_activation_policy(ActivationPolicy { recompute, offload, steps });
-    }
+    let model = stage_of(&job.plan, &job.model, schedule, number, device)?;
     let params = match &job.initial {
         Some(initial) => model.load(&mut initial.source.open()?)?,
         None => model.init(job.config.seed)?,
@@ -220,17 +211,14 @@ fn build_part(
     let placement = schedule.placement();
     let slices = schedule.slices.len();
     let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
-    let (recompute, offload) = match schedule.placement().depth() {
-        1 => (planned.recompute, 0),
-        _ => (planned.recompute, planned.offload as usize),
-    };
+    let offload = if schedule.recomputes_by_layer() { 0 } else { planned.offload as usize };
     Part::new(Parts {
         stage: model,
         params,
         chain,
         sync,
         costs: by_slice[stage.index() * slices..][..slices].to_vec(),
-        recompute,
+        recompute: planned.recompute,
         offload,
         // If gradients are averaged in each step, the losses are already weighted by the tokens of all
         // replicas. The gradients of a pool's ranks add up to the gradient of the part, but the collective
@@ -242,6 +230,25 @@ fn build_part(
         },
         keeps: job.keeps_work(),
     })
+}
+
+/// Makes the model's part of a number, with what it keeps of its activations.
+pub(in crate::train) fn stage_of(
+    plan: &BoundPlan,
+    spec: &ModelSpec,
+    schedule: &ReplicaSchedule,
+    number: usize,
+    device: &Device,
+) -> Result<Stage> {
+    let planned = &plan.parts[number];
+    let mut model = Stage::new(spec, schedule.layers[number].clone(), device)?;
+    if schedule.recomputes_by_layer() {
+        let count = planned.layers.end - planned.layers.start;
+        let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
+        let steps = within_budget(planned, spec, plan.batch as usize)?.map(|plan| plan.steps.into());
+        model.set_activation_policy(ActivationPolicy { recompute, offload, steps });
+    }
+    Ok(model)
 }
 
 /// Lengths of the warm-ups at the beginning of a run, in rounds of averages.
@@ -367,11 +374,9 @@ fn groups(
 }
 
 /// Returns how this rank exchanges the gradients of the token table, which the first and the last part use.
-/// `early` says that the gradients are complete on one rank, so that they can be sent before any averaging.
 fn tie(
     comm: &Communicator,
     schedule: &ReplicaSchedule,
-    early: bool,
     (position, replica): (Rank, u32),
 ) -> Result<TiedTable> {
     let placement = schedule.placement();
@@ -388,7 +393,7 @@ fn tie(
             match (mine, at) {
                 (Some(stage), Some(at)) => {
                     let (to, from) = groups[at].partners(position);
-                    TiedTable::Across(TableExchange { group, to, from, stage, early, round: 0, begun: None })
+                    TiedTable::Across(TableExchange { group, to, from, stage, round: 0, begun: None })
                 }
                 _ => TiedTable::No,
             }

@@ -137,7 +137,7 @@ impl Trainer {
     ///
     /// Errors: files that cannot be opened.
     pub(in crate::train) fn hold_samples(&mut self, job: &Job, folder: Option<&Path>) -> Result<()> {
-        let (Some(folder), Some(windows)) = (folder, self.executor.sampler.windows()) else { return Ok(()) };
+        let (Some(folder), Some(windows)) = (folder, self.executor.source.windows()) else { return Ok(()) };
         // The trainer was made with stores in memory: nothing to do.
         let mapped = match job.config.boundary_store {
             StoreKind::Memory => return Ok(()),
@@ -153,8 +153,8 @@ impl Trainer {
     /// Drops, at both ends of each boundary, the samples that the two ends do not hold equally. Returns the
     /// number of samples that this rank dropped. A collective: all ranks must call it.
     pub(in crate::train) fn agree_on_samples(&mut self) -> Result<usize> {
-        let Executor { boundaries, comm, pipeline, sampler, .. } = &mut self.executor;
-        boundaries.agree(comm, pipeline, sampler.windows().unwrap_or(0))
+        let Executor { boundaries, comm, pipeline, source, .. } = &mut self.executor;
+        boundaries.agree(comm, pipeline, source.windows().unwrap_or(0))
     }
 
     /// Returns, for each average, a hash of what its residuals belong to: the codec, the parameters of each

@@ -1,11 +1,13 @@
 //! Local steps of a replica, and its synchronisations with the others, at which they average parameters or
 //! changes.
 
+use farflung_base::StageId;
 use farflung_optim::OptimError;
 use farflung_optim::sync::StepEnd;
+use farflung_parallel::step::{Moment, StepOp};
 
-use super::agree::Request;
-use super::{StepDone, Synced, Trainer, by_number};
+use super::agree::{Request, SyncVote, Voting};
+use super::{StepDone, Synced, Trainer};
 use crate::Result;
 use crate::train::executor::Executor;
 use crate::train::fault::FaultyValue;
@@ -28,9 +30,11 @@ impl Trainer {
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
         let weight = self.weight_since(after)?;
-        let Executor { parts, placement, .. } = &mut self.executor;
-        for (_, part) in by_number(parts, placement) {
-            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after, weight))?;
+        for &op in self.list.at(Moment::Mix) {
+            if let StepOp::Mix(stage) = op {
+                let part = self.executor.part(stage);
+                part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after, weight))?;
+            }
         }
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica without a method of synchronisation is synchronised after each step.
@@ -58,12 +62,12 @@ impl Trainer {
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
         // A vote that was started together with an exchange is completed together with it.
-        let voting = self.voting.take();
-        let voting = voting.map_or_else(|| self.vote_on_window(stop), Ok)?;
-        let mut vote = self.synchronise(after, || voting.wait())?;
+        let mut vote = Meeting { voting: self.voting.take(), ..Meeting::default() };
+        self.meet(after, stop, &mut vote)?;
         while self.commit_exchanged()? {
-            self.synchronise(after, || Ok(()))?;
+            self.meet(after, stop, &mut vote)?;
         }
+        let mut vote = vote.found.expect("replicas vote where they meet");
         self.tell_speeds(&vote.speeds);
         self.start_exchanges(after, stop)?;
         if last {
@@ -89,10 +93,40 @@ impl Trainer {
         self.samples.weight(after.step.saturating_sub(over)..after.step)
     }
 
-    /// Averages over all replicas, then runs `beside`. If either fails, the average is rolled back and nothing
-    /// has changed, unless others may have applied the average.
-    fn synchronise<T>(&mut self, after: StepEnd, beside: impl FnOnce() -> Result<T>) -> Result<T> {
-        let met = self.exchange(after).and_then(|()| beside());
+    /// Averages over all replicas, without changing the parameters, and votes unless that is done. If either
+    /// fails, the average is rolled back and nothing has changed, unless others may have applied the average.
+    fn meet(&mut self, after: StepEnd, stop: bool, meeting: &mut Meeting) -> Result<()> {
+        let weight = self.weight_since(after)?;
+        let mut refused = None;
+        let ops = self.list.at(Moment::Meet).to_vec();
+        let met = ops.into_iter().try_for_each(|op| match op {
+            StepOp::StartVote(_) if meeting.voting.is_none() && meeting.found.is_none() => {
+                meeting.voting = Some(self.vote_on_window(stop)?);
+                Ok(())
+            }
+            StepOp::FinishVote(_) => {
+                if let Some(voting) = meeting.voting.take() {
+                    meeting.found = Some(voting.wait()?);
+                }
+                Ok(())
+            }
+            StepOp::Exchange(stage) => self.exchange(stage, (after, weight), &mut refused),
+            StepOp::TakeExchanged => self.take_exchanged(),
+            StepOp::Prepare(stage) => {
+                if !std::mem::replace(&mut meeting.is_averaged, true) {
+                    self.inject_fault(FaultyValue::Reduced, self.step)?;
+                }
+                let part = self.executor.parts.get_mut(&stage);
+                if let (None, Some(sync)) = (&refused, part.and_then(|part| part.sync.as_mut())) {
+                    refused = sync.prepare().err();
+                }
+                Ok(())
+            }
+            StepOp::Agree => self.agree_to_apply(refused.take()),
+            // The caller applies the averages.
+            _ => Ok(()),
+        });
+        let met = met.and_then(|()| refused.map_or(Ok(()), |error| Err(error.into())));
         // If others may have applied the average, `Trainer::resolve_average` decides.
         if met.is_err() && !self.undecided.is_average_open() {
             self.executor.parts.values_mut().for_each(Part::rollback);
@@ -105,7 +139,9 @@ impl Trainer {
     pub(super) fn commit_exchanged(&mut self) -> Result<bool> {
         self.undecided.begin();
         let mut goes_on = false;
-        for part in self.executor.parts.values_mut() {
+        for &op in self.list.at(Moment::Meet) {
+            let StepOp::Apply(stage) = op else { continue };
+            let part = self.executor.part(stage);
             if let Some(sync) = &mut part.sync {
                 sync.commit_accumulated(&mut part.params, &mut part.chain)?;
                 goes_on |= sync.needs_another_exchange();
@@ -118,8 +154,9 @@ impl Trainer {
     /// Both have the time of the next steps to complete.
     fn start_exchanges(&mut self, after: StepEnd, stop: bool) -> Result<()> {
         let (weight, mut departs) = (self.weight_since(after)?, false);
-        let Executor { parts, placement, .. } = &mut self.executor;
-        for (_, part) in by_number(parts, placement) {
+        for &op in self.list.at(Moment::Depart) {
+            let StepOp::Depart(stage) = op else { continue };
+            let part = self.executor.part(stage);
             if let Some(sync) = &mut part.sync {
                 departs |= sync.start_exchanges(&part.params, after, weight)?;
             }
@@ -143,24 +180,28 @@ impl Trainer {
         Ok(losses)
     }
 
-    /// Averages each part over its holders and computes its next values, without changing the parameters.
+    /// Averages a part over its holders.
     ///
-    /// Errors: on all ranks together if the next values of any part would not be finite.
-    fn exchange(&mut self, after: StepEnd) -> Result<()> {
-        let weight = self.weight_since(after)?;
-        let Executor { parts, placement, tied, .. } = &mut self.executor;
-        let mut refused = None;
-        for (_, part) in by_number(parts, placement) {
-            match part.exchange(after, weight) {
-                None | Some(Ok(())) => {}
-                Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
-                // All holders of this part get the same error. Holders of other parts continue, so this rank
-                // must continue with the collectives that it shares with them.
-                Some(Err(error)) => refused = refused.or(Some(error)),
-            }
+    /// Errors: those of the network. Any other is kept in `refused`: all holders of the part get it, but those
+    /// of other parts continue, so this rank must continue with the collectives that it shares with them.
+    fn exchange(
+        &mut self,
+        stage: StageId,
+        (after, weight): (StepEnd, f64),
+        refused: &mut Option<OptimError>,
+    ) -> Result<()> {
+        match self.executor.part(stage).exchange(after, weight) {
+            None | Some(Ok(())) => {}
+            Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
+            Some(Err(error)) => *refused = refused.take().or(Some(error)),
         }
-        // The first and the last part both use the token table and must take the same step, but codecs may have
-        // rounded their averages differently: both take the first part's.
+        Ok(())
+    }
+
+    /// The first and the last part both use the token table and must take the same step, but codecs may have
+    /// rounded their averages differently: both take the first part's.
+    fn take_exchanged(&mut self) -> Result<()> {
+        let Executor { parts, placement, tied, .. } = &mut self.executor;
         tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
         let beside = |part: &mut Part| part.sync.as_mut().map_or(0, |sync| sync.exchanged_beside().len());
         let others = parts.values_mut().map(beside).max().unwrap_or(0);
@@ -169,27 +210,21 @@ impl Trainer {
                 part.sync.as_mut().and_then(|sync| sync.exchanged_beside().into_iter().nth(number))
             })?;
         }
-        self.inject_fault(FaultyValue::Reduced, self.step)?;
-        let Executor { comm, parts, placement, .. } = &mut self.executor;
-        for sync in parts.values_mut().filter_map(|part| part.sync.as_mut()) {
-            if refused.is_none() {
-                refused = sync.prepare().err();
-            }
+        Ok(())
+    }
+
+    /// Tells all ranks whether this one can apply the average, and learns whether all can.
+    ///
+    /// Errors: on all ranks together if the next values of any part would not be finite.
+    fn agree_to_apply(&mut self, refused: Option<OptimError>) -> Result<()> {
+        let mut refusals = [f64::from(u8::from(refused.is_some()))];
+        if refused.is_none() {
+            // From here on others may apply the average, whether or not this rank receives the sum.
+            self.undecided.can_average();
         }
-        // Holders of one part come to the same decision from the same average. Only holders of other parts must
-        // be asked.
-        let elsewhere = if placement.depth() == 1 {
-            false
-        } else {
-            let mut refusals = [f64::from(u8::from(refused.is_some()))];
-            if refused.is_none() {
-                // From here on others may apply the average, whether or not this rank receives the sum.
-                self.undecided.can_average();
-            }
-            comm.all_reduce(&mut refusals, farflung_comm::ReduceOp::Sum)?;
-            refusals[0] > 0.0
-        };
-        if refused.is_some() || elsewhere {
+        self.executor.comm.all_reduce(&mut refusals, farflung_comm::ReduceOp::Sum)?;
+        let elsewhere = refusals[0] > 0.0;
+        if elsewhere {
             self.undecided.begin();
         }
         match refused {
@@ -200,4 +235,13 @@ impl Trainer {
             None => Ok(()),
         }
     }
+}
+
+/// The vote of replicas that meet.
+#[derive(Debug, Default)]
+struct Meeting {
+    voting: Option<Voting<SyncVote>>,
+    found: Option<SyncVote>,
+    /// Whether all parts are averaged.
+    is_averaged: bool,
 }

@@ -131,10 +131,7 @@ impl Trainer {
         match newest {
             Committed { step, loss, squares: Some(squares) } if step == self.step + 1 => {
                 if self.schedule.updates() == Updates::Flush {
-                    let prepared = Prepared::with_norm(squares.sqrt())?;
-                    for part in self.executor.parts.values_mut() {
-                        Part::commit(part, prepared, None)?;
-                    }
+                    self.commit(Prepared::with_norm(squares.sqrt())?)?;
                 }
                 self.executor.boundaries.commit();
                 self.executor.kept.end();

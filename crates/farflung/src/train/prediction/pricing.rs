@@ -1,0 +1,349 @@
+//! Prices the list of a rank's step: computations become times, and messages, averages and votes become
+//! operations on the links that ranks share. Nothing is computed or sent.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+
+use farflung_base::{Nanos, Rank, StageId};
+use farflung_parallel::pipeline::{
+    Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, StageCost,
+};
+use farflung_parallel::script::ScriptOp;
+use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
+
+use super::operations::{Key, Operations};
+use crate::Result;
+use crate::train::bind::ReplicaSchedule;
+use crate::train::executor::share;
+
+/// Positions in a rank's list of ops.
+#[derive(Debug, Default)]
+pub(super) struct Marks {
+    /// Number of ops until the end of the first pass.
+    pub(super) passed: usize,
+    /// Number of ops until the end of each step.
+    pub(super) steps: Vec<usize>,
+    /// The ops of each action of the schedule.
+    pub(super) worked: Vec<Worked>,
+}
+
+/// An action of the schedule and its ops.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Worked {
+    pub(super) action: Action,
+    /// Range of indices in the list of ops.
+    pub(super) ops: Range<usize>,
+}
+
+/// Progress of a part's average.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Average {
+    #[default]
+    NotStarted,
+    /// Its buckets leave during the next backward pass.
+    Open,
+    Started,
+}
+
+/// State of a part on this rank.
+#[derive(Debug, Default)]
+struct PartState {
+    average: Average,
+    /// Number of updates whose averages have been waited for.
+    updates: u32,
+    /// Numbers of the operations that sum the token table's gradients, for updates that wait for them.
+    due: VecDeque<usize>,
+}
+
+/// Prices the steps of one rank.
+pub(super) struct Pricing<'a, 'b, 'o> {
+    schedule: &'a ReplicaSchedule,
+    list: RankStep,
+    operations: &'b mut Operations<'o>,
+    replica: u32,
+    /// Times by stage and slice.
+    costs: Vec<StageCost>,
+    parts: BTreeMap<StageId, PartState>,
+    /// Whether gradients are averaged in each step.
+    each_step: bool,
+    /// Whether the other stage with the token table is on another rank.
+    table: Option<StageId>,
+    rounds: u32,
+    begun_table: Option<usize>,
+    votes: BTreeMap<Vote, usize>,
+    ops: Vec<ScriptOp>,
+    marks: Marks,
+    step: u32,
+}
+
+impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
+    pub(super) fn new(
+        schedule: &'a ReplicaSchedule,
+        replica: u32,
+        position: Rank,
+        operations: &'b mut Operations<'o>,
+    ) -> Result<Self> {
+        let placement = schedule.placement();
+        let user = |stage: &StageId| placement.is_first(*stage) || placement.is_last(*stage);
+        Ok(Self {
+            list: schedule.step(position, operations.plan)?,
+            costs: schedule.cost.by_slice(schedule.schedule.order())?,
+            parts: BTreeMap::new(),
+            each_step: operations.plan.averages_each_step(),
+            table: placement.homes_of(position).find(user).filter(|_| schedule.is_tied_across()),
+            rounds: 0,
+            begun_table: None,
+            votes: BTreeMap::new(),
+            ops: Vec::new(),
+            marks: Marks::default(),
+            step: 0,
+            schedule,
+            operations,
+            replica,
+        })
+    }
+
+    pub(super) fn done(self) -> (Vec<ScriptOp>, Marks) {
+        (self.ops, self.marks)
+    }
+
+    /// Starts a step with an empty pipeline.
+    pub(super) fn begin_step(&mut self, step: u32) {
+        self.step = step;
+        self.parts.clear();
+        (self.rounds, self.begun_table) = (0, None);
+    }
+
+    /// Ends a step.
+    pub(super) fn end_step(&mut self) {
+        self.marks.steps.push(self.ops.len());
+    }
+
+    /// Records that the processor is busy.
+    pub(super) fn compute(&mut self, time: Nanos) {
+        self.ops.push(ScriptOp::Compute(time));
+    }
+
+    /// Prices the list of a moment.
+    pub(super) fn run(&mut self, moment: Moment) -> Result<()> {
+        for op in self.list.at(moment).to_vec() {
+            self.price(op)?;
+        }
+        if moment == Moment::Pass && self.step == 0 {
+            self.marks.passed = self.ops.len();
+        }
+        Ok(())
+    }
+
+    fn price(&mut self, op: StepOp) -> Result<()> {
+        match op {
+            StepOp::Pass(Lowered::Compute(op)) => self.actions(op)?,
+            StepOp::Pass(entry @ Lowered::Move { kind, stage, .. }) => {
+                match (entry.message(self.placement()), kind) {
+                    (Some((_, message)), _) => drop(self.begin(Key::Message(self.replica, message))?),
+                    (None, LoweredKind::Reduce) => self.begin_averages(stage)?,
+                    (None, LoweredKind::ReduceTied) => {
+                        let begun = self.begin_table()?;
+                        self.begun_table = Some(begun);
+                    }
+                    // Gathers, frees and moves of activations take part in no plan.
+                    (None, _) => {}
+                }
+            }
+            StepOp::OpenReduce(stage) => self.state(stage).average = Average::Open,
+            // Methods whose replicas take local steps average gradients in few steps, which are not priced.
+            StepOp::FinishReduce(stage) if self.each_step => self.finish_averages(stage)?,
+            StepOp::Exchange(stage) => {
+                self.begin_averages(stage)?;
+                self.finish_averages(stage)?;
+            }
+            StepOp::FinishTied if self.table.is_some() => {
+                let number = self.begin_table()?;
+                self.complete(number);
+            }
+            StepOp::Defer { stage, .. } => {
+                let number = self.begin_table()?;
+                self.state(stage).due.push_back(number);
+            }
+            StepOp::CatchUp(stage) => {
+                if let Some(number) = self.state(stage).due.pop_front() {
+                    self.complete(number);
+                }
+            }
+            StepOp::StartVote(vote) => {
+                let number = self.begin(Key::Vote(vote, self.voters(vote)))?;
+                self.votes.insert(vote, number);
+            }
+            StepOp::FinishVote(vote) => {
+                if let Some(number) = self.votes.remove(&vote) {
+                    self.complete(number);
+                }
+            }
+            StepOp::TakeExchanged => self.take_exchanged()?,
+            StepOp::Agree => {
+                let refusals = self.begin(Key::Refusals)?;
+                self.complete(refusals);
+            }
+            // They take no time, or are assumed to have arrived in time.
+            StepOp::FinishReduce(_)
+            | StepOp::FinishTied
+            | StepOp::TakeTied
+            | StepOp::Contribute(_)
+            | StepOp::Update { .. }
+            | StepOp::Prepare(_)
+            | StepOp::Apply(_)
+            | StepOp::Mix(_)
+            | StepOp::Depart(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Returns the replica whose ranks take a vote; `None` if all ranks take it.
+    fn voters(&self, vote: Vote) -> Option<u32> {
+        let all = vote == Vote::Window || self.each_step;
+        (!all).then_some(self.replica)
+    }
+
+    /// Prices computations: waits for what they need from other ranks, then computes.
+    fn actions(&mut self, op: Op) -> Result<()> {
+        let placement = self.placement();
+        let crossing = |message: &Message| message.wire(placement).is_some();
+        for action in op.actions() {
+            if let Some(message) = Message::taken_by(action, placement).filter(crossing) {
+                let number = self.number(Key::Message(self.replica, message))?;
+                self.complete(number);
+            }
+        }
+        for action in op.actions() {
+            let (cost, before) = (self.cost(action), self.ops.len());
+            match action.kind {
+                ComputeKind::Backward if self.schedule.slices.len() == 1 => {
+                    self.backward(action.stage, cost.backward())?;
+                }
+                ComputeKind::Backward => {
+                    self.compute(cost.input);
+                    self.backward(action.stage, cost.weight)?;
+                }
+                ComputeKind::BackwardWeight => self.backward(action.stage, cost.weight)?,
+                kind => self.compute(cost.time(kind)),
+            }
+            self.marks.worked.push(Worked { action, ops: before..self.ops.len() });
+        }
+        Ok(())
+    }
+
+    /// Prices the backward pass of a part's weights. If the average is open, each bucket leaves when it is
+    /// final.
+    fn backward(&mut self, stage: StageId, took: Nanos) -> Result<()> {
+        if self.state(stage).average != Average::Open {
+            self.compute(took);
+            return Ok(());
+        }
+        let part = self.placement().part(stage);
+        let facts = &self.operations.parts[part as usize];
+        let shares: Vec<Nanos> = facts.ranges.iter().map(|&len| share(took, len, facts.elements)).collect();
+        let ready_after = facts.ready_after.clone();
+        let buckets = facts.buckets.len();
+        for (range, share) in shares.into_iter().enumerate() {
+            self.compute(share);
+            for bucket in (0..buckets).filter(|&bucket| ready_after[bucket] == range) {
+                let key = self.bucket(stage, bucket, 0);
+                self.begin(key)?;
+            }
+        }
+        self.state(stage).average = Average::Started;
+        Ok(())
+    }
+
+    /// Prices the copy of the averaged token table: the rank with the first stage sends it, the one with the
+    /// last stage receives it.
+    fn take_exchanged(&mut self) -> Result<()> {
+        if let Some(stage) = self.table.filter(|&stage| self.buckets(stage) > 0) {
+            let number = self.begin(Key::TakenTable { replica: self.replica })?;
+            if !self.placement().is_first(stage) {
+                self.complete(number);
+            }
+        }
+        Ok(())
+    }
+
+    fn placement(&self) -> &'a Placement {
+        self.schedule.placement()
+    }
+
+    fn number(&mut self, key: Key) -> Result<usize> {
+        self.operations.number(self.step, key, self.schedule)
+    }
+
+    fn begin(&mut self, key: Key) -> Result<usize> {
+        let number = self.number(key)?;
+        self.ops.push(ScriptOp::Begin(number));
+        Ok(number)
+    }
+
+    fn complete(&mut self, number: usize) {
+        self.ops.push(ScriptOp::Await(number));
+    }
+
+    fn state(&mut self, stage: StageId) -> &mut PartState {
+        self.parts.entry(self.placement().storage_stage(stage)).or_default()
+    }
+
+    fn cost(&self, action: Action) -> StageCost {
+        self.costs[action.stage.index() * self.schedule.slices.len() + usize::from(action.slice)]
+    }
+
+    fn bucket(&mut self, stage: StageId, bucket: usize, exchange: usize) -> Key {
+        let update = self.state(stage).updates;
+        Key::Bucket { part: self.placement().part(stage), update, bucket, exchange }
+    }
+
+    fn buckets(&self, stage: StageId) -> usize {
+        self.operations.parts[self.placement().part(stage) as usize].buckets.len()
+    }
+
+    /// Starts all averages of a part, unless they were started.
+    fn begin_averages(&mut self, stage: StageId) -> Result<()> {
+        if self.state(stage).average == Average::Started {
+            return Ok(());
+        }
+        for bucket in 0..self.buckets(stage) {
+            let key = self.bucket(stage, bucket, 0);
+            self.begin(key)?;
+        }
+        self.state(stage).average = Average::Started;
+        Ok(())
+    }
+
+    /// Waits for all averages of a part.
+    fn finish_averages(&mut self, stage: StageId) -> Result<()> {
+        self.begin_averages(stage)?;
+        let part = self.placement().part(stage) as usize;
+        let exchanges: Vec<usize> = self.operations.parts[part].buckets.iter().map(Vec::len).collect();
+        // Averages of several exchanges continue in the order of buckets, as in `Average`.
+        for exchange in 0..exchanges.iter().copied().max().unwrap_or(0) {
+            for bucket in (0..exchanges.len()).filter(|&bucket| exchange < exchanges[bucket]) {
+                let key = self.bucket(stage, bucket, exchange);
+                let number = self.number(key)?;
+                self.complete(number);
+                if exchange + 1 < exchanges[bucket] {
+                    let next = self.bucket(stage, bucket, exchange + 1);
+                    self.begin(next)?;
+                }
+            }
+        }
+        let state = self.state(stage);
+        (state.average, state.updates) = (Average::NotStarted, state.updates + 1);
+        Ok(())
+    }
+
+    /// Starts the sum of the table's gradients, unless it was started already; returns the operation's number.
+    fn begin_table(&mut self) -> Result<usize> {
+        if let Some(begun) = self.begun_table.take() {
+            return Ok(begun);
+        }
+        let key = Key::Table { replica: self.replica, round: self.rounds };
+        self.rounds += 1;
+        self.begin(key)
+    }
+}
