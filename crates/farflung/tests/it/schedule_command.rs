@@ -29,7 +29,7 @@ fn refused(args: &str) -> String {
 #[test]
 fn every_schedule_prints_in_every_format() {
     for method in Method::ALL {
-        for format in ["grid", "ops", "lowered", "svg", "trace", "json", "csv"] {
+        for format in ["grid", "ops", "lowered", "steps", "svg", "trace", "json", "csv"] {
             let text = printed(&format!("{method} -p 4 -m 8 --cost 1,1.5,0.5,0.25 --format {format}"));
             assert!(text.ends_with('\n') && text.lines().count() > usize::from(format != "json"), "{method}");
             if matches!(format, "json" | "trace") {
@@ -64,6 +64,19 @@ fn averages_are_part_of_the_step() {
     assert!(printed("bfs -p 2 -m 4 --reduce 3").contains("averaged 3 later"));
     assert!(printed("bfs -p 2 -m 4 --reduce 3 --format svg").contains("all-reduce of stage 3"));
     assert!(printed("bfs -p 2 -m 4 --reduce 3 --format lowered").contains("2REDUCE_GRAD"));
+}
+
+/// A whole step is printed as it is executed: with averages if there are replicas, and votes and updates.
+#[test]
+fn steps_are_printed_with_their_averages_votes_and_updates() {
+    let alone = "rank 0\npass: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_TIED\n\
+                 reduce: 0WAIT_GRAD WAIT_TIED 0CONTRIBUTE VOTE WAIT_VOTE\ncommit: 0STEP1\nrank 1\n";
+    let text = printed("1f1b -p 2 -m 2 --format steps");
+    assert!(text.starts_with(alone), "{text}");
+    let text = printed("1f1b -p 2 -m 2 --reduce 1 --format steps");
+    assert!(text.contains("0OPEN_GRAD 0B1 0REDUCE_GRAD\n") && !text.contains("REDUCE_TIED"), "{text}");
+    let text = printed("inference -p 2 -m 1 --format steps");
+    assert_eq!(text, "rank 0\npass: 0F0 0SEND_F0\nrank 1\npass: 1RECV_F0 1F0\n");
 }
 
 /// Gathering weights takes time, and activations that are offloaded do not count as held.

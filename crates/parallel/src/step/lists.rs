@@ -94,7 +94,8 @@ pub struct RankStep {
 }
 
 impl RankStep {
-    /// Makes the lists of a rank of a schedule.
+    /// Makes the lists of a rank of a schedule. A schedule of forward passes alone has only the list of the
+    /// pass.
     ///
     /// Errors: [`ParallelError::StepOp`] for a schedule, checked elsewhere, whose reductions or updates do not
     /// pair.
@@ -104,6 +105,9 @@ impl RankStep {
     pub fn new(schedule: &Schedule, rank: Rank, settings: &StepSettings) -> Result<Self, ParallelError> {
         let builder = Builder::new(schedule, rank, settings);
         let (pass, put_off) = builder.pass(&schedule.lists()[rank.index()]);
+        if schedule.order().is_forward_only() {
+            return Self::of_lists(BTreeMap::from([(Moment::Pass, pass)]));
+        }
         let lists = [
             (Moment::Pass, pass),
             (Moment::Reduce, builder.reduce(&put_off)),
@@ -117,7 +121,7 @@ impl RankStep {
 
     fn of_lists(lists: BTreeMap<Moment, Vec<StepOp>>) -> Result<Self, ParallelError> {
         pairs::check(lists.values().flatten().copied())?;
-        Ok(Self { lists })
+        Ok(Self { lists: lists.into_iter().filter(|(_, list)| !list.is_empty()).collect() })
     }
 
     /// Returns the list of a moment; empty if nothing is done then.
@@ -130,7 +134,7 @@ impl RankStep {
 /// Prints a line for each moment in which something is done.
 impl fmt::Display for RankStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (moment, list) in self.lists.iter().filter(|(_, list)| !list.is_empty()) {
+        for (moment, list) in &self.lists {
             write!(f, "{}:", moment.name())?;
             for op in list {
                 write!(f, " {op}")?;
@@ -145,14 +149,14 @@ impl FromStr for RankStep {
     type Err = ParallelError;
 
     fn from_str(text: &str) -> Result<Self, ParallelError> {
-        let mut lists: BTreeMap<Moment, Vec<StepOp>> =
-            Moment::ALL.into_iter().map(|moment| (moment, Vec::new())).collect();
+        let mut lists: BTreeMap<Moment, Vec<StepOp>> = BTreeMap::new();
         for line in text.lines() {
             let (name, ops) = line.split_once(':').unwrap_or((line, ""));
             let moment = Moment::ALL.into_iter().find(|moment| moment.name() == name);
-            let Some(list) = moment.and_then(|moment| lists.get_mut(&moment)) else {
+            let Some(moment) = moment else {
                 return Err(ParallelError::StepMoment { text: name.to_owned() });
             };
+            let list = lists.entry(moment).or_default();
             for op in ops.split_whitespace() {
                 list.push(op.parse()?);
             }
