@@ -17,7 +17,7 @@ use farflung_base::StageId;
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Lowered, Op};
 
-pub use lists::{Moment, RankStep, StepSettings};
+pub use lists::{Moment, RankStep, ReplicaSteps, StepSettings};
 pub use run::StepWorker;
 
 /// What a vote contains.
@@ -88,8 +88,10 @@ pub enum StepOp {
     Depart(StageId),
 }
 
+type OfStage = fn(StageId) -> StepOp;
+
 /// The text of each operation of a stage without a microbatch.
-const OF_STAGE: [(&str, fn(StageId) -> StepOp); 9] = [
+const OF_STAGE: [(&str, OfStage); 9] = [
     ("OPEN_GRAD", StepOp::OpenReduce),
     ("WAIT_GRAD", StepOp::FinishReduce),
     ("CONTRIBUTE", StepOp::Contribute),
@@ -118,11 +120,9 @@ const OF_RANK: [(&str, StepOp); 10] = [
 impl fmt::Display for StepOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::Pass(entry) => return entry.fmt(f),
-            Self::Update { stage, microbatch } => {
-                return Action::new(ComputeKind::Step, stage.0, microbatch).fmt(f);
-            }
-            Self::Defer { stage, microbatch } => return write!(f, "{}DEFER{microbatch}", stage.0),
+            Self::Pass(entry) => entry.fmt(f),
+            Self::Update { stage, microbatch } => Action::new(ComputeKind::Step, stage.0, microbatch).fmt(f),
+            Self::Defer { stage, microbatch } => write!(f, "{}DEFER{microbatch}", stage.0),
             Self::OpenReduce(stage)
             | Self::FinishReduce(stage)
             | Self::Contribute(stage)

@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::{
     Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
 use farflung::parallel::plan::POOLS;
-use farflung::parallel::step::{RankStep, StepSettings};
+use farflung::parallel::step::{RankStep, ReplicaSteps, StepSettings};
 use farflung::parallel::{ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
@@ -140,13 +140,12 @@ Schedules:\n"
 }
 
 /// Returns the lists of all ranks' steps.
-fn steps(schedule: &Schedule, replicas: bool) -> std::result::Result<String, ParallelError> {
+fn steps(schedule: &Schedule, replicas: ReplicaSteps) -> std::result::Result<String, ParallelError> {
     let placement = schedule.order().placement();
-    let settings =
-        StepSettings { replicas, local: false, overlap: true, tied: placement.tie(), by_arrivals: false };
+    let settings = StepSettings { replicas, overlap: true, tied: placement.tie(), by_arrivals: false };
     let mut text = String::new();
     for rank in (0..placement.ranks()).map(Rank) {
-        let _ = write!(text, "{rank}\n{}", RankStep::new(schedule, rank, &settings)?);
+        let _ = write!(text, "{rank}\n{}", RankStep::new(schedule, rank, settings)?);
     }
     Ok(text)
 }
@@ -207,10 +206,8 @@ impl ScheduleCommand {
             Format::Csv => return Ok(order.to_csv()),
             Format::Lowered => return Ok(Schedule::new(order, &lowering)?.to_string()),
             Format::Steps => {
-                return steps(
-                    &Schedule::new(order, &Lowering { tied: true, ..lowering })?,
-                    self.reduce.is_some(),
-                );
+                let replicas = if lowering.replicas { ReplicaSteps::Together } else { ReplicaSteps::Alone };
+                return steps(&Schedule::new(order, &Lowering { tied: true, ..lowering })?, replicas);
             }
             Format::Json if computes => return json(name, &order, &cost, None, None),
             _ => {}

@@ -8,7 +8,7 @@ use farflung_parallel::pipeline::{
     Action, ArrivalRule, Boundary, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement, ResumedStep,
     Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
-use farflung_parallel::step::{RankStep, StepSettings};
+use farflung_parallel::step::{RankStep, ReplicaSteps, StepSettings};
 use farflung_parallel::{Part, Recompute, ScheduleSource};
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::HeadSpec;
@@ -222,13 +222,16 @@ impl ReplicaSchedule {
     /// Errors: none for schedules of this type.
     pub fn step(&self, position: Rank, plan: &BoundPlan) -> Result<RankStep> {
         let settings = StepSettings {
-            replicas: plan.replicas() > 1,
-            local: !plan.averages_each_step(),
+            replicas: match (plan.averages_each_step(), plan.replicas()) {
+                (false, _) => ReplicaSteps::Apart,
+                (true, 1) => ReplicaSteps::Alone,
+                (true, _) => ReplicaSteps::Together,
+            },
             overlap: plan.outermost().overlap,
             tied: self.tie,
             by_arrivals: self.arrivals.is_some(),
         };
-        RankStep::new(&self.schedule, position, &settings).map_err(Error::schedule)
+        RankStep::new(&self.schedule, position, settings).map_err(Error::schedule)
     }
 
     /// Returns a schedule of forward passes only, on the same ranks: each stage runs all microbatches; several

@@ -374,7 +374,7 @@ impl Executor {
 
 /// Returns a share of a time.
 pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
-    Nanos(took.0 * of / elements)
+    Nanos((took.0 as u128 * of as u128 / elements as u128) as u64)
 }
 
 /// Returns the sum of a part's squared gradients, without those of a table that counts with another part.

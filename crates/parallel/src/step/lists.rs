@@ -12,13 +12,22 @@ use crate::pipeline::{
     Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, Schedule, TiedWeights, Updates,
 };
 
+/// How replicas train.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReplicaSteps {
+    /// There is one replica.
+    Alone,
+    /// Replicas average the gradients of each step.
+    Together,
+    /// Replicas take local steps, and meet between them.
+    Apart,
+}
+
 /// What decides a rank's step beside its schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSettings {
-    /// Whether there are several replicas.
-    pub replicas: bool,
-    /// Whether replicas train apart between averages, instead of averaging the gradients of each step.
-    pub local: bool,
+    /// How replicas train.
+    pub replicas: ReplicaSteps,
     /// Whether averages of gradients run while gradients are computed.
     pub overlap: bool,
     /// Which ranks share weights of the first and the last part.
@@ -66,19 +75,18 @@ impl Moment {
 /// ```
 /// use farflung_base::Rank;
 /// use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings, TiedWeights};
-/// use farflung_parallel::step::{RankStep, StepSettings};
+/// use farflung_parallel::step::{RankStep, ReplicaSteps, StepSettings};
 ///
 /// let order = Method::OneFOneB.order(&Settings::new(2, 2))?;
 /// let lowering = Lowering { replicas: true, tied: true, ..Lowering::default() };
 /// let schedule = Schedule::new(order, &lowering)?;
 /// let settings = StepSettings {
-///     replicas: true,
-///     local: false,
+///     replicas: ReplicaSteps::Together,
 ///     overlap: true,
 ///     tied: TiedWeights::Across,
 ///     by_arrivals: false,
 /// };
-/// let step = RankStep::new(&schedule, Rank(1), &settings)?;
+/// let step = RankStep::new(&schedule, Rank(1), settings)?;
 /// assert_eq!(
 ///     step.to_string(),
 ///     "pass: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD\n\
@@ -102,7 +110,7 @@ impl RankStep {
     ///
     /// # Panics
     /// If the schedule has no such rank.
-    pub fn new(schedule: &Schedule, rank: Rank, settings: &StepSettings) -> Result<Self, ParallelError> {
+    pub fn new(schedule: &Schedule, rank: Rank, settings: StepSettings) -> Result<Self, ParallelError> {
         let builder = Builder::new(schedule, rank, settings);
         let (pass, put_off) = builder.pass(&schedule.lists()[rank.index()]);
         if schedule.order().is_forward_only() {
@@ -174,14 +182,14 @@ struct Versions {
 
 struct Builder<'a> {
     schedule: &'a Schedule,
-    settings: &'a StepSettings,
+    settings: StepSettings,
     /// The rank's stages in the order in which all ranks communicate over them: by part of the model. Two
     /// copies of a model have their stages in opposite orders, and would deadlock in the order of stages.
     homes: Vec<StageId>,
 }
 
 impl<'a> Builder<'a> {
-    fn new(schedule: &'a Schedule, rank: Rank, settings: &'a StepSettings) -> Self {
+    fn new(schedule: &'a Schedule, rank: Rank, settings: StepSettings) -> Self {
         let placement = schedule.order().placement();
         let mut homes: Vec<StageId> = placement.homes_of(rank).collect();
         homes.sort_by_key(|&stage| placement.part(stage));
@@ -196,10 +204,18 @@ impl<'a> Builder<'a> {
         self.schedule.order().updates()
     }
 
+    fn is_local(&self) -> bool {
+        self.settings.replicas == ReplicaSteps::Apart
+    }
+
     /// Returns whether averages of gradients start within the pass.
     fn starts_averages(&self) -> bool {
-        let several = self.settings.replicas || self.placement().copies() > 1;
-        several && self.settings.overlap && !self.settings.local
+        self.settings.overlap
+            && match self.settings.replicas {
+                ReplicaSteps::Alone => self.placement().copies() > 1,
+                ReplicaSteps::Together => true,
+                ReplicaSteps::Apart => false,
+            }
     }
 
     /// Returns whether gradients leave while they are computed. Those of pools are multiplied by the number of
@@ -211,7 +227,7 @@ impl<'a> Builder<'a> {
     /// Returns whether sums of tied gradients start within the pass: they are exchanged with another rank, and
     /// complete on this one without an average over others.
     fn starts_sums(&self) -> bool {
-        let averaged_first = self.settings.replicas && !self.settings.local;
+        let averaged_first = self.settings.replicas == ReplicaSteps::Together;
         self.settings.tied == TiedWeights::Across && !self.placement().is_pooled() && !averaged_first
     }
 
@@ -311,7 +327,7 @@ impl<'a> Builder<'a> {
         if self.updates() == Updates::Flush {
             let averages = self.homes.iter().copied().map(StepOp::FinishReduce);
             let tied = self.shares_weights().then_some(StepOp::FinishTied);
-            if self.settings.local {
+            if self.is_local() {
                 // The tied gradients of one replica are summed before any average.
                 list.extend(tied);
                 list.extend(averages);
@@ -342,11 +358,11 @@ impl<'a> Builder<'a> {
     }
 
     fn after_local_step(&self, of: fn(StageId) -> StepOp) -> Vec<StepOp> {
-        if self.settings.local { self.homes.iter().copied().map(of).collect() } else { Vec::new() }
+        if self.is_local() { self.homes.iter().copied().map(of).collect() } else { Vec::new() }
     }
 
     fn meet(&self) -> Vec<StepOp> {
-        if !self.settings.local {
+        if !self.is_local() {
             return Vec::new();
         }
         let each = |of: fn(StageId) -> StepOp| self.homes.iter().copied().map(of);

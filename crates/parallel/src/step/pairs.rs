@@ -19,11 +19,14 @@ struct PartState {
     prepared: bool,
 }
 
+const fn refuse(op: StepOp, problem: &'static str) -> Result<(), ParallelError> {
+    Err(ParallelError::StepOp { op, problem })
+}
+
 /// Checks that what operations open or start is waited for once, after it.
 ///
 /// Errors: [`ParallelError::StepOp`] with the first operation that does not fit.
 pub(super) fn check(ops: impl Iterator<Item = StepOp>) -> Result<(), ParallelError> {
-    let refuse = |op, problem| Err(ParallelError::StepOp { op, problem });
     let mut parts: BTreeMap<StageId, PartState> = BTreeMap::new();
     let mut votes: BTreeMap<Vote, StepOp> = BTreeMap::new();
     let mut tied: Option<StepOp> = None;
@@ -110,6 +113,16 @@ pub(super) fn check(ops: impl Iterator<Item = StepOp>) -> Result<(), ParallelErr
             | StepOp::Depart(_) => {}
         }
     }
+    check_ends(parts)?;
+    match (tied, votes.into_values().next()) {
+        (Some(op), _) => refuse(op, "nothing waits for the sum"),
+        (None, Some(op)) => refuse(op, "nothing waits for the vote"),
+        (None, None) => Ok(()),
+    }
+}
+
+/// Checks that nothing of a part is left open.
+fn check_ends(parts: BTreeMap<StageId, PartState>) -> Result<(), ParallelError> {
     for (stage, part) in parts {
         if let Some(op) = part.reducing {
             return refuse(op, "nothing waits for the average");
@@ -121,9 +134,5 @@ pub(super) fn check(ops: impl Iterator<Item = StepOp>) -> Result<(), ParallelErr
             return refuse(op, "the exchange is not applied");
         }
     }
-    match (tied, votes.into_values().next()) {
-        (Some(op), _) => refuse(op, "nothing waits for the sum"),
-        (None, Some(op)) => refuse(op, "nothing waits for the vote"),
-        (None, None) => Ok(()),
-    }
+    Ok(())
 }

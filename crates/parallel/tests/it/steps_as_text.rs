@@ -1,44 +1,47 @@
 //! Snapshots of the step lists of 12 plans: each family of schedules, with and without replicas, local steps
 //! and a tied table.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fmt::Write as _;
+
 use farflung_base::Rank;
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings, TiedWeights};
-use farflung_parallel::step::{Moment, RankStep, StepOp, StepSettings};
+use farflung_parallel::step::{Moment, RankStep, ReplicaSteps, StepOp, StepSettings};
 
 /// One replica, whose first and last part share a table where they can.
 const ALONE: StepSettings = StepSettings {
-    replicas: false,
-    local: false,
+    replicas: ReplicaSteps::Alone,
     overlap: true,
     tied: TiedWeights::Across,
     by_arrivals: false,
 };
 
 /// Replicas that average the gradients of each step.
-const REPLICAS: StepSettings = StepSettings { replicas: true, ..ALONE };
+const REPLICAS: StepSettings = StepSettings { replicas: ReplicaSteps::Together, ..ALONE };
 
 /// Replicas that train apart.
-const LOCAL: StepSettings = StepSettings { local: true, ..REPLICAS };
+const LOCAL: StepSettings = StepSettings { replicas: ReplicaSteps::Apart, ..ALONE };
 
-fn schedule(method: Method, ranks: u32, settings: &StepSettings) -> Schedule {
+fn schedule(method: Method, ranks: u32, settings: StepSettings) -> Schedule {
     let order = method.order(&Settings { slices: 2, ..Settings::new(ranks, 2 * ranks) }).unwrap();
     let lowering = Lowering {
-        replicas: settings.replicas && !settings.local,
+        replicas: settings.replicas == ReplicaSteps::Together,
         tied: settings.tied == TiedWeights::Across,
         ..Lowering::default()
     };
     Schedule::new(order, &lowering).unwrap()
 }
 
-fn lists(method: Method, ranks: u32, settings: &StepSettings) -> Vec<RankStep> {
+fn lists(method: Method, ranks: u32, settings: StepSettings) -> Vec<RankStep> {
     let schedule = schedule(method, ranks, settings);
     let tied = match settings.tied {
         TiedWeights::Across => schedule.order().placement().tie(),
         other => other,
     };
-    let settings = StepSettings { tied, ..*settings };
-    (0..ranks).map(|rank| RankStep::new(&schedule, Rank(rank), &settings).unwrap()).collect()
+    let settings = StepSettings { tied, ..settings };
+    (0..ranks).map(|rank| RankStep::new(&schedule, Rank(rank), settings).unwrap()).collect()
 }
 
 #[test]
@@ -58,11 +61,11 @@ fn steps_of_twelve_plans() {
         ("pipedream-2bw, replicas", Method::PipeDream2Bw, 2, REPLICAS),
         ("pipedream, no overlap", Method::PipeDream, 2, StepSettings { overlap: false, ..REPLICAS }),
     ] {
-        let lists = lists(method, ranks, &settings);
+        let lists = lists(method, ranks, settings);
         let mut text = String::new();
         for (rank, list) in lists.iter().enumerate() {
             assert_eq!(&list.to_string().parse::<RankStep>().unwrap(), list, "{name}: it is read back");
-            text += &format!("rank {rank}\n{list}");
+            write!(text, "rank {rank}\n{list}").unwrap();
         }
         insta::with_settings!({ prepend_module_to_snapshot => false, omit_expression => true }, {
             insta::assert_snapshot!(format!("step-{}", name.replace(", ", "-").replace(' ', "-")), text);
@@ -76,13 +79,13 @@ fn steps_of_twelve_plans() {
 fn each_update_follows_its_average() {
     for method in Method::ALL.into_iter().filter(|&method| method != Method::Inference) {
         for settings in [ALONE, REPLICAS, LOCAL] {
-            for (rank, list) in lists(method, 4, &settings).into_iter().enumerate() {
+            for (rank, list) in lists(method, 4, settings).into_iter().enumerate() {
                 let ops: Vec<StepOp> = [Moment::Pass, Moment::Reduce, Moment::Commit]
                     .into_iter()
                     .flat_map(|moment| list.at(moment).to_vec())
                     .collect();
                 let homes: Vec<_> =
-                    schedule(method, 4, &settings).order().placement().homes_of(Rank(rank as u32)).collect();
+                    schedule(method, 4, settings).order().placement().homes_of(Rank(rank as u32)).collect();
                 for home in homes {
                     let averages = ops.iter().filter(|op| **op == StepOp::FinishReduce(home)).count();
                     let is_update = |op: &StepOp| match *op {

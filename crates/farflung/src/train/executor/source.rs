@@ -7,6 +7,7 @@ use crate::Result;
 
 /// The sequences of the passes.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
 pub(in crate::train) enum Source {
     /// Sequences of a text.
     Text {
