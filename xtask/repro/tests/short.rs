@@ -116,6 +116,7 @@ short! {
     mismatch: "mismatch",
     morphing: "morphing",
     pipeline_exact: "pipeline-exact",
+    overlap_stages: "overlap-stages",
     plan_exact: "plan-exact",
     plan_run: "plan-run",
     plan_text: "plan-text",
