@@ -29,6 +29,7 @@ mod step;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
+pub(crate) use action::{microbatch, split};
 pub use arrival_rule::ArrivalRule;
 pub use arrivals::{ArrivalExecutor, PollArrivals};
 pub use bound::lower_bound;

@@ -1,6 +1,8 @@
-//! A rank's training step as lists of operations: what is executed, measured and priced. The pass is the
-//! schedule's own list; around its entries are the averages of gradients, the sum of tied tables, the votes,
-//! the updates, and what replicas do when they meet.
+//! The operations of a rank's training step, as lists. The trainer executes these lists, memory is measured by
+//! executing them on a device that only counts, and the time of a step is predicted from them.
+//!
+//! The list of the pass is the schedule's. The others contain the averages of gradients, the sum of tied
+//! tables, the votes, the updates, and what replicas do when they meet.
 //!
 //! A list is made from a [`Schedule`](crate::pipeline::Schedule) by [`RankStep::new`] and executed by
 //! [`RankStep::run_pass`]. It can be printed and read back.
@@ -15,7 +17,7 @@ use std::str::FromStr;
 use farflung_base::StageId;
 
 use crate::ParallelError;
-use crate::pipeline::{Action, ComputeKind, Lowered, Op};
+use crate::pipeline::{Action, ComputeKind, Lowered, Op, microbatch, split};
 
 pub use lists::{Moment, RankStep, ReplicaSteps, StepSettings};
 pub use run::StepWorker;
@@ -155,13 +157,12 @@ impl FromStr for StepOp {
         if let Some(&(_, op)) = OF_RANK.iter().find(|(name, _)| *name == text) {
             return Ok(op);
         }
-        let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-        let (stage, name) = text.split_at(digits);
-        if let Ok(stage) = stage.parse().map(StageId) {
-            if let Some((_, make)) = OF_STAGE.iter().find(|row| row.0 == name) {
+        if let Some((stage, name, rest)) = split(text) {
+            let stage = StageId(stage);
+            if let Some((_, make)) = OF_STAGE.iter().find(|row| row.0 == name && rest.is_empty()) {
                 return Ok(make(stage));
             }
-            if let Some(Ok(microbatch)) = name.strip_prefix("DEFER").map(str::parse) {
+            if let ("DEFER", Some((microbatch, 0))) = (name, microbatch(rest)) {
                 return Ok(Self::Defer { stage, microbatch });
             }
         }

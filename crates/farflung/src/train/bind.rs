@@ -119,22 +119,17 @@ impl ReplicaSchedule {
                 (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
             holders.map(|position| rates[pipeline[position.index()].index()]).fold(f64::INFINITY, f64::min)
         };
-        let stages: Vec<_> = plan
-            .parts
-            .iter()
-            .zip(0..)
-            .map(|(part, i)| work.stage_cost(part, rate(i)))
-            .collect::<Result<_>>()?;
-        let by_layer = placement.depth() == 1;
+        let by_layer = recomputes_by_layer(&placement);
+        let priced = |part: &Part, rate| {
+            let cost = work.stage_cost(part, rate)?;
+            let within = by_layer && part.recompute != Recompute::None;
+            Ok::<_, Error>(if within { recomputed_within(cost) } else { cost })
+        };
+        let stages: Vec<_> =
+            plan.parts.iter().zip(0..).map(|(part, i)| priced(part, rate(i))).collect::<Result<_>>()?;
         let own_cost = |stage: StageId, placement: &Placement| {
             let rate = rates[pipeline[placement.rank(stage).index()].index()];
-            let part = &plan.parts[placement.part(stage) as usize];
-            let cost = work.stage_cost(part, rate)?;
-            Ok::<_, Error>(if by_layer { recomputed_within(cost, part) } else { cost })
-        };
-        let stages = match plan.parts.first().filter(|_| by_layer) {
-            Some(part) => stages.into_iter().map(|cost| recomputed_within(cost, part)).collect(),
-            None => stages,
+            priced(&plan.parts[placement.part(stage) as usize], rate)
         };
         let order = order_with(&stages).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
@@ -214,7 +209,15 @@ impl ReplicaSchedule {
     /// not by computations of the schedule: in a model of one part, whose layers need not wait for each other.
     #[must_use]
     pub fn recomputes_by_layer(&self) -> bool {
-        self.placement().depth() == 1
+        recomputes_by_layer(self.placement())
+    }
+
+    /// Returns the predicted times of each slice of a microbatch on a stage.
+    ///
+    /// Errors: those of [`PipelineCost::by_slice`].
+    pub(super) fn costs_of(&self, stage: StageId) -> Result<Vec<StageCost>> {
+        let count = self.slices.len();
+        Ok(self.cost.by_slice(self.schedule.order())?[stage.index() * count..][..count].to_vec())
     }
 
     /// Returns the operations of the step of the rank at a position of the pipeline.
@@ -260,11 +263,12 @@ impl ReplicaSchedule {
     }
 }
 
+fn recomputes_by_layer(placement: &Placement) -> bool {
+    placement.depth() == 1
+}
+
 /// Returns the cost of a part whose layers are recomputed within its backward pass.
-fn recomputed_within(cost: StageCost, part: &Part) -> StageCost {
-    if part.recompute == Recompute::None {
-        return cost;
-    }
+fn recomputed_within(cost: StageCost) -> StageCost {
     StageCost { input: cost.input.saturating_add(cost.recompute), recompute: Nanos::ZERO, ..cost }
 }
 

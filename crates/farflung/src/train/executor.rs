@@ -5,6 +5,7 @@
 //! The same executor measures memory: on a device that only counts, with sequences without contents
 //! ([`Source::Counted`]) and without links ([`Wires::Counted`]).
 
+mod components;
 mod sequences;
 mod source;
 mod wires;
@@ -20,7 +21,7 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
     Action, ComputeKind, ComputeOrder, LoweredKind, Message, Placement, StageCost, Updates, Worker,
 };
-use farflung_parallel::step::{StepOp, StepWorker};
+use farflung_parallel::step::{Moment, RankStep, StepOp, StepWorker};
 use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Saved, Slices, Targets, ZooError, stage};
 
@@ -30,6 +31,7 @@ use super::part::{Part, SavedMicrobatch, copy};
 use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
 use crate::{Error, Result};
+pub(super) use components::Components;
 pub(super) use source::Source;
 pub(super) use wires::{Awaited, Wires};
 
@@ -116,7 +118,7 @@ pub(super) struct Executor {
 }
 
 /// Returns the forward passes that an order runs again, sorted.
-pub(super) fn recomputed(order: &ComputeOrder) -> Vec<Place> {
+fn recomputed(order: &ComputeOrder) -> Vec<Place> {
     let actions = order.actions().map(|(_, action)| action);
     let mut places: Vec<_> = actions.filter(|a| a.kind == ComputeKind::Recompute).map(place).collect();
     places.sort_unstable();
@@ -331,7 +333,7 @@ impl Executor {
 
     /// Applies an update of a part. `agreed` is what all ranks have agreed on; without it, the norm is that of
     /// the part's own gradients.
-    pub(super) fn update(&mut self, stage: StageId, microbatch: u32, agreed: Option<Prepared>) -> Result<()> {
+    fn update(&mut self, stage: StageId, microbatch: u32, agreed: Option<Prepared>) -> Result<()> {
         let needed = self.needed_after(stage, microbatch);
         let part = self.part(stage);
         let prepared = match agreed {
@@ -339,6 +341,16 @@ impl Executor {
             None => Prepared::with_norm(farflung_optim::global_norm(&part.grads)?)?,
         };
         part.commit(prepared, needed)
+    }
+
+    /// Applies the updates on which all ranks have agreed.
+    pub(super) fn commit(&mut self, step: &RankStep, prepared: Prepared) -> Result<()> {
+        for &op in step.at(Moment::Commit) {
+            if let StepOp::Update { stage, microbatch } = op {
+                self.update(stage, microbatch, Some(prepared))?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the sums of squared gradients by part of the model: of the parts that this rank reports, and 0

@@ -8,8 +8,6 @@
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-
 use farflung_base::{Bytes, Rank, StageId};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::Prepared;
@@ -23,12 +21,11 @@ use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
-use super::executor::{Executor, Pass, Source, Wires, recomputed};
+use super::executor::{Components, Executor, Pass, Source, Wires};
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
 use super::sizes::averaging;
-use super::spent::Spent;
 use super::tied::TiedTable;
 use super::trainer::{chain, stage_of};
 use crate::config::choice::StoreKind;
@@ -155,8 +152,7 @@ fn of_rank(
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }
-    let has_table = |stage| placement.is_first(stage) || placement.is_last(stage);
-    if schedule.is_tied_across() && placement.homes_of(position).any(has_table) {
+    if schedule.is_tied_across() && placement.end_of(position).is_some() {
         // The messages contain this rank's gradient of the token table and that of the other rank with the
         // table.
         messages += 2 * model.shared_table_bytes();
@@ -182,8 +178,6 @@ fn counting(
     device: &Device,
 ) -> Result<Executor> {
     let placement = schedule.placement();
-    let slices = schedule.slices.len();
-    let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
     let part = |stage: StageId| {
         let number = placement.part(stage) as usize;
         let built = stage_of(plan, model, schedule, number, device)?;
@@ -193,7 +187,7 @@ fn counting(
             stage: built,
             chain,
             sync: None,
-            costs: by_slice[stage.index() * slices..][..slices].to_vec(),
+            costs: schedule.costs_of(stage)?,
             recompute: plan.parts[number].recompute,
             // The device counts the memory of a host, so that moving activations there changes nothing.
             offload: 0,
@@ -202,37 +196,27 @@ fn counting(
         })?;
         Ok((stage, part))
     };
-    let alone = Communicator::new(memory::cluster(1).remove(0));
-    Ok(Executor {
-        comm: alone,
-        wires: Wires::Counted(0),
-        interrupt: Interrupt::default(),
-        pipeline: (0..placement.ranks()).map(Rank).collect(),
-        device: device.clone(),
-        placement: placement.clone(),
-        updates: schedule.updates(),
-        microbatches: schedule.microbatches(),
-        parts: placement.homes_of(position).map(part).collect::<Result<_>>()?,
-        tied: TiedTable::No,
-        source: Source::Counted {
-            batch: plan.batch as usize,
-            context: model.context,
-            documents: config.document_mask,
+    Ok(Executor::new(
+        schedule,
+        Components {
+            comm: Communicator::new(memory::cluster(1).remove(0)),
+            wires: Wires::Counted(0),
+            interrupt: Interrupt::default(),
+            pipeline: (0..placement.ranks()).map(Rank).collect(),
+            device: device.clone(),
+            parts: placement.homes_of(position).map(part).collect::<Result<_>>()?,
+            tied: TiedTable::No,
+            source: Source::Counted {
+                batch: plan.batch as usize,
+                context: model.context,
+                documents: config.document_mask,
+            },
+            dim: model.dim,
+            token_weights: Vec::new(),
+            kept: KeptPass::new(false, None),
+            boundaries: Boundaries::default(),
         },
-        dim: model.dim,
-        token_weights: Vec::new(),
-        slices: schedule.slices.clone(),
-        again: recomputed(schedule.schedule.order()),
-        pass: Pass::Evaluation,
-        passing: 0,
-        losses: Vec::new(),
-        held: BTreeMap::new(),
-        carried: BTreeMap::new(),
-        sending: Vec::new(),
-        kept: KeptPass::new(false, None),
-        boundaries: Boundaries::default(),
-        spent: Spent::default(),
-    })
+    ))
 }
 
 /// Runs a step, as the trainer does.
@@ -247,12 +231,7 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
             op => executor.run_op(op)?,
         }
     }
-    for &op in step.at(Moment::Commit) {
-        if let StepOp::Update { stage, microbatch } = op {
-            executor.update(stage, microbatch, Some(Prepared::with_norm(1.0)?))?;
-        }
-    }
-    Ok(())
+    executor.commit(&step, Prepared::with_norm(1.0)?)
 }
 
 /// Returns the bytes of older versions of an executor's parameters.

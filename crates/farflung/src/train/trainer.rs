@@ -306,7 +306,7 @@ impl Trainer {
             match self.prepare(&vote) {
                 Ok(prepared) => {
                     self.fail_if_due(Moment::Prepared, self.step + 1)?;
-                    self.commit(prepared)?;
+                    self.executor.commit(&self.list, prepared)?;
                     break vote;
                 }
                 // All ranks that voted get this error, and none of them commits the step.
@@ -498,16 +498,6 @@ impl Trainer {
             return self.executor.squares();
         }
         Ok(vec![0.0; self.executor.placement.depth() as usize])
-    }
-
-    /// Applies the updates on which all ranks have agreed.
-    fn commit(&mut self, prepared: Prepared) -> Result<()> {
-        for &op in self.list.at(step::Moment::Commit) {
-            if let StepOp::Update { stage, microbatch } = op {
-                self.executor.update(stage, microbatch, Some(prepared))?;
-            }
-        }
-        Ok(())
     }
 
     /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.

@@ -168,6 +168,19 @@ impl Placement {
         self.part(stage) + 1 == self.depth()
     }
 
+    /// Returns the first of a rank's stages that computes the model's input or output: what uses the token
+    /// table of a model with a tied head. `None` if the rank has neither.
+    #[must_use]
+    pub fn end_of(&self, rank: Rank) -> Option<StageId> {
+        self.homes_of(rank).find(|&stage| self.is_end(stage))
+    }
+
+    /// Returns whether a stage computes the model's input or output.
+    #[must_use]
+    pub fn is_end(&self, stage: StageId) -> bool {
+        self.is_first(stage) || self.is_last(stage)
+    }
+
     /// Returns whether the two users of the token table, embedding and head, are on the same ranks.
     #[must_use]
     pub fn tie(&self) -> TiedWeights {

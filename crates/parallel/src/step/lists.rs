@@ -233,11 +233,8 @@ impl<'a> Builder<'a> {
 
     /// Returns whether this rank has tied weights, whose other part may be on another rank.
     fn shares_weights(&self) -> bool {
-        self.settings.tied != TiedWeights::Whole && self.homes.iter().any(|&stage| self.is_user(stage))
-    }
-
-    fn is_user(&self, stage: StageId) -> bool {
-        self.placement().is_first(stage) || self.placement().is_last(stage)
+        self.settings.tied != TiedWeights::Whole
+            && self.homes.iter().any(|&stage| self.placement().is_end(stage))
     }
 
     /// Returns the list of the pass, and the updates that it leaves to be applied, by stage.
@@ -279,7 +276,7 @@ impl<'a> Builder<'a> {
             return;
         }
         list.push(StepOp::FinishReduce(stage));
-        if self.settings.tied == TiedWeights::Across && self.is_user(stage) {
+        if self.settings.tied == TiedWeights::Across && self.placement().is_end(stage) {
             versions.put_off += 1;
             list.push(StepOp::Defer { stage, microbatch });
         } else {

@@ -81,9 +81,8 @@ impl Executor {
     }
 
     pub(super) fn send_message(&mut self, to: Rank, message: Message, data: Flow) -> Result<()> {
-        let size = self.message_bytes(message);
-        if let Wires::Counted(largest) = &mut self.wires {
-            *largest = size.max(*largest);
+        if matches!(self.wires, Wires::Counted(_)) {
+            self.count(message);
             return Ok(());
         }
         let bytes = match data {
@@ -106,8 +105,12 @@ impl Executor {
         Ok(())
     }
 
-    fn message_bytes(&self, message: Message) -> u64 {
-        (self.message_shape(message).iter().product::<usize>() * size_of::<f32>()) as u64
+    /// Counts a message, on wires that only count.
+    fn count(&mut self, message: Message) {
+        let size = (self.message_shape(message).iter().product::<usize>() * size_of::<f32>()) as u64;
+        if let Wires::Counted(largest) = &mut self.wires {
+            *largest = size.max(*largest);
+        }
     }
 
     pub(super) fn post_message(&self, from: Rank, message: Message) -> Awaited {
@@ -126,10 +129,7 @@ impl Executor {
         let pending = match arrival {
             Arrival::Kept => return Ok(Flow::Kept),
             Arrival::Counted => {
-                let size = self.message_bytes(message);
-                if let Wires::Counted(largest) = &mut self.wires {
-                    *largest = size.max(*largest);
-                }
+                self.count(message);
                 return Ok(Flow::Values(self.device.empty(DType::F32, shape)?));
             }
             Arrival::Bytes(pending) => pending,

@@ -84,13 +84,12 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         operations: &'b mut Operations<'o>,
     ) -> Result<Self> {
         let placement = schedule.placement();
-        let user = |stage: &StageId| placement.is_first(*stage) || placement.is_last(*stage);
         Ok(Self {
             list: schedule.step(position, operations.plan)?,
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
             parts: BTreeMap::new(),
             each_step: operations.plan.averages_each_step(),
-            table: placement.homes_of(position).find(user).filter(|_| schedule.is_tied_across()),
+            table: placement.end_of(position).filter(|_| schedule.is_tied_across()),
             rounds: 0,
             begun_table: None,
             votes: BTreeMap::new(),

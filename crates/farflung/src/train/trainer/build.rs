@@ -22,13 +22,12 @@ use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::executor::{Executor, Pass, Source, Wires, recomputed};
+use crate::train::executor::{Components, Executor, Source, Wires};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
-use crate::train::spent::Spent;
 use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
 use crate::{Result, RunSettings};
 
@@ -73,7 +72,7 @@ impl Trainer {
         let holders = groups(job, &comm, &placement, position)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
-        let copies = !holders.is_empty() || schedule.tie() == TiedWeights::Across;
+        let copies = !holders.is_empty() || schedule.is_tied_across();
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
             Updates::Flush => 1,
@@ -93,34 +92,24 @@ impl Trainer {
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
         let weights = TokenWeights::new(job, &schedule, replica, group)?;
         let token_weights = weights.of_step(weights.first_of_plan())?;
-        let order = schedule.schedule.order();
-        let executor = Executor {
-            pipeline: plan.group(rank, Axis::Pipeline),
-            device,
-            updates: schedule.updates(),
-            microbatches: schedule.microbatches(),
-            parts,
-            tied,
-            dim: job.model.dim,
-            token_weights,
-            slices: schedule.slices.clone(),
-            again: recomputed(order),
-            pass: Pass::Evaluation,
-            passing: 0,
-            losses: Vec::new(),
-            held: BTreeMap::new(),
-            carried: BTreeMap::new(),
-            sending: Vec::new(),
-            kept: KeptPass::new(job.keeps_work(), resumed.cloned()),
-            boundaries: Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?,
-            placement,
-            source: Source::Text { training: sampler, evaluation },
-            wires: Wires::Linked(messages),
-            interrupt,
-            comm,
-            spent: Spent::default(),
-        };
-
+        let boundaries = Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?;
+        let executor = Executor::new(
+            &schedule,
+            Components {
+                comm,
+                wires: Wires::Linked(messages),
+                interrupt,
+                pipeline: plan.group(rank, Axis::Pipeline),
+                device,
+                parts,
+                tied,
+                source: Source::Text { training: sampler, evaluation },
+                dim: job.model.dim,
+                token_weights,
+                kept: KeptPass::new(job.keeps_work(), resumed.cloned()),
+                boundaries,
+            },
+        );
         Ok(Self {
             evaluation: schedule.forwards(held_out)?,
             position,
@@ -209,15 +198,13 @@ fn build_part(
         _ => None,
     };
     let placement = schedule.placement();
-    let slices = schedule.slices.len();
-    let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
     let offload = if schedule.recomputes_by_layer() { 0 } else { planned.offload as usize };
     Part::new(Parts {
         stage: model,
         params,
         chain,
         sync,
-        costs: by_slice[stage.index() * slices..][..slices].to_vec(),
+        costs: schedule.costs_of(stage)?,
         recompute: planned.recompute,
         offload,
         // If gradients are averaged in each step, the losses are already weighted by the tokens of all
@@ -380,8 +367,7 @@ fn tie(
     (position, replica): (Rank, u32),
 ) -> Result<TiedTable> {
     let placement = schedule.placement();
-    let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
-    let mine = placement.homes_of(position).find(user);
+    let mine = placement.end_of(position);
     Ok(match schedule.tie() {
         TiedWeights::Whole => TiedTable::No,
         TiedWeights::Local => mine.map_or(TiedTable::No, |_| TiedTable::Here),

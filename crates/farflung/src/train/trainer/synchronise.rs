@@ -62,12 +62,12 @@ impl Trainer {
         let (step, last) = (self.step, self.step == self.steps);
         let after = StepEnd { step, last };
         // A vote that was started together with an exchange is completed together with it.
-        let mut vote = Meeting { voting: self.voting.take(), ..Meeting::default() };
-        self.meet(after, stop, &mut vote)?;
+        let mut meeting = Meeting { voting: self.voting.take(), found: None };
+        self.meet(after, stop, &mut meeting)?;
         while self.commit_exchanged()? {
-            self.meet(after, stop, &mut vote)?;
+            self.meet(after, stop, &mut meeting)?;
         }
-        let mut vote = vote.found.expect("replicas vote where they meet");
+        let mut vote = meeting.found.expect("replicas vote where they meet");
         self.tell_speeds(&vote.speeds);
         self.start_exchanges(after, stop)?;
         if last {
@@ -97,7 +97,7 @@ impl Trainer {
     /// fails, the average is rolled back and nothing has changed, unless others may have applied the average.
     fn meet(&mut self, after: StepEnd, stop: bool, meeting: &mut Meeting) -> Result<()> {
         let weight = self.weight_since(after)?;
-        let mut refused = None;
+        let (mut refused, mut averaged) = (None, false);
         let ops = self.list.at(Moment::Meet).to_vec();
         let met = ops.into_iter().try_for_each(|op| match op {
             StepOp::StartVote(_) if meeting.voting.is_none() && meeting.found.is_none() => {
@@ -113,7 +113,7 @@ impl Trainer {
             StepOp::Exchange(stage) => self.exchange(stage, (after, weight), &mut refused),
             StepOp::TakeExchanged => self.take_exchanged(),
             StepOp::Prepare(stage) => {
-                if !std::mem::replace(&mut meeting.is_averaged, true) {
+                if !std::mem::replace(&mut averaged, true) {
                     self.inject_fault(FaultyValue::Reduced, self.step)?;
                 }
                 let part = self.executor.parts.get_mut(&stage);
@@ -238,10 +238,8 @@ impl Trainer {
 }
 
 /// The vote of replicas that meet.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Meeting {
     voting: Option<Voting<SyncVote>>,
     found: Option<SyncVote>,
-    /// Whether all parts are averaged.
-    is_averaged: bool,
 }
