@@ -11,6 +11,7 @@ mod map;
 mod ring;
 
 pub(crate) use handover::{Offer, hand_over, receive_waker, send_waker};
+pub use map::SEGMENT_BYTES;
 pub(crate) use map::{Direction, Segment};
 pub(crate) use ring::{Consumer, Producer, Slot};
 pub(crate) use ring_waker::RingWaker;

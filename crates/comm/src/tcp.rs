@@ -38,6 +38,7 @@ use crate::memory::real_start;
 pub use crate::rate::{Pace, SLOWEST};
 use crate::second_network::{EndpointParts, Intake, SecondNetwork, ring};
 use crate::shared::RingWaker;
+pub use crate::shared::SEGMENT_BYTES;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
 pub use growing_network::{Connected, GateConfig, GrowingNetwork, MemberList, WELCOME_BYTES};

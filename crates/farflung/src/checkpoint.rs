@@ -53,6 +53,11 @@ pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
+/// Returns the step of the folder of a checkpoint with this name.
+pub(crate) fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-")?.parse().ok()
+}
+
 /// Returns the name of the folder in which a checkpoint is written.
 pub(crate) fn partial(step: u64) -> String {
     format!(".{}.tmp", folder(step))
@@ -298,8 +303,13 @@ impl Checkpoint {
         Ok(bytes)
     }
 
+    /// Returns the uncompressed length of a file; 0 if there is none of this name.
+    pub(crate) fn bytes_of(&self, name: &str) -> u64 {
+        self.manifest.files.get(name).map_or(0, |entry| entry.bytes)
+    }
+
     /// Copies a file to `out` and checks its length and hash.
-    fn copy(&self, name: &str, out: &mut dyn Write) -> Result<()> {
+    pub(crate) fn copy(&self, name: &str, out: &mut dyn Write) -> Result<()> {
         let path = self.path.join(stored(name, self.manifest.packing));
         let damaged = |what| Error::Damaged { path: path.clone(), what };
         let entry = self.manifest.files.get(name).ok_or_else(|| damaged("the manifest does not list it"))?;

@@ -8,11 +8,12 @@ mod paths;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use farflung_base::Rank;
 use farflung_zoo::ZooError;
 use farflung_zoo::data::ReadOptions;
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
-use farflung_zoo::weights::Weights;
+use farflung_zoo::weights::{Holds, Weights};
 
 use crate::checkpoint::{LATEST, MANIFEST, Packing};
 use crate::config::choice::TokenizerKind;
@@ -149,6 +150,10 @@ impl ModelSource {
     ///
     /// Errors: an invalid file, field or tensor.
     pub fn open(&self) -> Result<Weights> {
+        self.open_tensors(Holds::Whole)
+    }
+
+    fn open_tensors(&self, holds: Holds) -> Result<Weights> {
         // Without it, the states of the optimizer would be read in its place.
         if self.path.join(MANIFEST).is_file() && !self.is_packed && !self.path.join(TENSORS).exists() {
             let found = format!("is a checkpoint without its {TENSORS}");
@@ -158,9 +163,9 @@ impl ModelSource {
         let opened = if self.is_packed {
             let checkpoint = Checkpoint::open(&self.path)?;
             let (config, tensors) = (checkpoint.read(CONFIG)?, checkpoint.read(TENSORS)?);
-            Weights::from_bytes(&self.path, &config, tensors)
+            Weights::from_bytes(&self.path, &config, tensors, holds)
         } else {
-            Weights::open(&self.path)
+            Weights::open_holding(&self.path, holds)
         };
         opened.map_err(|error| match error {
             ZooError::NoTensor { path, tensor } if self.path.join(MANIFEST).exists() => {
@@ -171,6 +176,23 @@ impl ModelSource {
             }
             error => error.into(),
         })
+    }
+
+    /// Opens the weights of a model of which this rank may have only a part: those of `path`; or, if there are
+    /// none, those of this rank in the folder of a run whose ranks have folders of their own.
+    ///
+    /// Also returns the step after which a run has saved them. A compressed checkpoint is unpacked in memory.
+    ///
+    /// Errors: as [`ModelSource::find`] and [`ModelSource::open`], except for missing tensors: reading one is
+    /// an error.
+    pub fn open_part(path: &Path, rank: Rank) -> Result<(Weights, Option<u64>)> {
+        let found = match Self::find(path) {
+            Err(error) => Self::find(&run_dir::rank_folder(path, rank)).map_err(|_| error)?,
+            Ok(found) => found,
+        };
+        let name = found.path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let step = name.and_then(|name| crate::checkpoint::step_of(&name));
+        Ok((found.open_tensors(Holds::Part)?, step))
     }
 
     /// Returns how the run that wrote the checkpoint read its text; the default for other models.

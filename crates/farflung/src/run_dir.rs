@@ -7,6 +7,8 @@ use std::fs::{self, File, TryLockError};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use farflung_base::Rank;
+
 use crate::checkpoint::{self, Checkpoint, CheckpointWriter, LATEST, Packing, folder};
 use crate::events::EVENTS;
 use crate::metrics::MetricsWriter;
@@ -19,6 +21,11 @@ pub(crate) const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 /// The folder with the folders of ranks other than 0. It may exist before rank 0 has written anything.
 pub(crate) const RANKS: &str = "ranks";
+
+/// Returns the folder of a rank within a run's folder.
+pub(crate) fn rank_folder(run: &Path, rank: Rank) -> PathBuf {
+    if rank.0 == 0 { run.to_owned() } else { run.join(RANKS).join(format!("rank-{:05}", rank.0)) }
+}
 
 /// Treatment of a folder that holds a run already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,8 +214,7 @@ pub(crate) fn move_checkpoints(run: &Path, after: Option<u64>, (to, mark): (&Pat
 
 /// Returns the steps of all complete checkpoints in a run's folder, oldest first.
 pub(crate) fn list(run: &Path) -> Result<Vec<u64>> {
-    let mut steps: Vec<u64> =
-        names(run)?.iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
+    let mut steps: Vec<u64> = names(run)?.iter().filter_map(|n| checkpoint::step_of(n)).collect();
     steps.sort_unstable();
     Ok(steps)
 }

@@ -5,11 +5,12 @@ use std::num::NonZeroUsize;
 
 use farflung_base::Philox;
 use farflung_tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
-use crate::{Stage, ZooError};
+use crate::{ModelSpec, Stage, ZooError};
 
 /// Settings for drawing the next token.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// Divisor of the logits; 0 always takes the most likely token.
     pub temperature: f32,
@@ -118,27 +119,59 @@ pub fn generate(
     mut emit: impl FnMut(u32) -> bool,
 ) -> Result<(), ZooError> {
     sampling.validate()?;
-    let (context, vocab) = (stage.spec().context, stage.spec().vocab);
-    if let Some(position) = prompt.iter().position(|&t| t as usize >= vocab) {
-        return Err(ZooError::TokenOutOfRange { path: None, position, token: prompt[position], vocab });
-    }
-    let mut seen: Vec<u32> = if prompt.is_empty() { vec![0] } else { prompt.to_vec() };
+    let mut text = Continuation::new(stage.spec(), prompt)?;
     let mut cache = stage.cache(1)?;
-    let mut new: Vec<u32> = seen[seen.len().saturating_sub(context)..].to_vec();
     for i in 0..count {
-        if cache.len() + new.len() > context {
-            cache.clear();
-            new = seen[seen.len() - (context / 2).max(1)..].to_vec();
-        }
-        let logits = stage.decode(params, &mut cache, stage.tokens(&new, new.len())?)?.to_vec::<f32>()?;
-        let token = sampling.draw(&logits[logits.len() - vocab..], i as u64);
+        let new = text.pass(cache.len());
+        cache.make_room(new.len());
+        let logits = stage.decode_last(params, &mut cache, stage.tokens(new, new.len())?)?;
+        let token = sampling.draw(&logits.to_vec::<f32>()?, i as u64);
         if !emit(token) {
             break;
         }
-        seen.push(token);
-        new = vec![token];
+        text.push(token);
     }
     Ok(())
+}
+
+/// A text that is being continued: which tokens the model is fed in each pass.
+#[derive(Debug, Clone)]
+pub struct Continuation {
+    seen: Vec<u32>,
+    /// Number of the last tokens of `seen` that the next pass takes.
+    new: usize,
+    context: usize,
+}
+
+impl Continuation {
+    /// Begins with a prompt. If it is longer than the context, only its last tokens are fed. An empty prompt is
+    /// replaced by token 0.
+    ///
+    /// Errors: [`ZooError::TokenOutOfRange`] for a token outside the vocabulary.
+    pub fn new(spec: &ModelSpec, prompt: &[u32]) -> Result<Self, ZooError> {
+        let (context, vocab) = (spec.context, spec.vocab);
+        if let Some(position) = prompt.iter().position(|&t| t as usize >= vocab) {
+            return Err(ZooError::TokenOutOfRange { path: None, position, token: prompt[position], vocab });
+        }
+        let seen = if prompt.is_empty() { vec![0] } else { prompt.to_vec() };
+        Ok(Self { new: seen.len().min(context), seen, context })
+    }
+
+    /// Returns the tokens of the next pass, if a cache holds `cached` tokens. If there is no room for them,
+    /// these are the last `context / 2` tokens (at least one), for a cache that is cleared:
+    /// [`Cache::make_room`](crate::Cache::make_room).
+    pub fn pass(&mut self, cached: usize) -> &[u32] {
+        if cached + self.new > self.context {
+            self.new = (self.context / 2).max(1);
+        }
+        &self.seen[self.seen.len() - self.new..]
+    }
+
+    /// Adds the token that was drawn after a pass.
+    pub fn push(&mut self, token: u32) {
+        self.seen.push(token);
+        self.new = 1;
+    }
 }
 
 #[cfg(test)]

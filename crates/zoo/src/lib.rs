@@ -28,7 +28,7 @@ pub use data::{Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards
 pub use error::ZooError;
 pub use exchange::Exchange;
 pub use family::{Family, gpt2};
-pub use generate::{Sampling, generate};
+pub use generate::{Continuation, Sampling, generate};
 pub use spec::{ModelSpec, Resize};
 pub use tensor_spec::{Init, TensorKind, TensorSpec};
 pub use tokenizer::Tokenizer;

@@ -511,16 +511,23 @@ impl Stage {
         tokens: impl Into<Packed>,
         targets: &Tensor,
     ) -> Result<Tensor, ZooError> {
+        self.check_head()?;
         self.evaluate(params, tokens.into(), None, |head, cx, x| head.losses(cx, x, targets))
     }
 
     /// Returns the logits `[B, T, V]`. The stage must be a whole model.
     pub fn logits(&self, params: &Tensor, tokens: impl Into<Packed>) -> Result<Tensor, ZooError> {
+        self.check_head()?;
         self.evaluate(params, tokens.into(), None, Head::logits)
     }
 
-    /// Runs a forward pass of a whole model that keeps nothing, and returns what `last` makes of the hidden
-    /// states.
+    fn check_head(&self) -> Result<(), ZooError> {
+        let whole = ZooError::StageInput { expected: "a stage with the whole model" };
+        self.layers.head.as_ref().map(|_| ()).ok_or(whole)
+    }
+
+    /// Runs a forward pass that keeps nothing. Returns what `last` makes of the hidden states if the stage has
+    /// the head, else the hidden states.
     fn evaluate(
         &self,
         params: &Tensor,
@@ -528,15 +535,16 @@ impl Stage {
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
-        let whole = ZooError::StageInput { expected: "a stage with the whole model" };
-        let head = self.layers.head.as_ref().ok_or(whole)?;
         let cx = self.cx(params, documents.as_ref());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, _) = self.enter(&cx, input, start)?;
         for (i, block) in self.layers.blocks.iter().enumerate() {
             x = block.forward(&cx, x, Seen::before(&mut seen, i), Keep::Nothing)?.0;
         }
-        last(head, &cx, &x)
+        match &self.layers.head {
+            Some(head) => last(head, &cx, &x),
+            None => Ok(x),
+        }
     }
 }
 

@@ -118,6 +118,7 @@ mod powersgd;
 mod precision;
 mod predict_vs_run;
 mod profile;
+mod recut;
 mod regions;
 mod relay;
 mod rendezvous;
@@ -144,6 +145,7 @@ mod swarm_rebalance;
 mod uneven;
 mod uneven_plan;
 mod utilisation;
+mod whole_model_nowhere;
 mod zero_bubble;
 
 use std::io::Write;
@@ -188,6 +190,8 @@ pub const BENCHES: &[Bench] = &[
     gpu::BENCH,
     overlap_ddp::BENCH,
     overlap_stages::BENCH,
+    whole_model_nowhere::BENCH,
+    recut::BENCH,
     resume::BENCH,
     signals::BENCH,
     disk::BENCH,
@@ -279,6 +283,9 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
         }
         Some((first, rest)) if first == shared_memory::CHILD => {
             print_error(shared_memory::child(rest, out), err)
+        }
+        Some((first, rest)) if first == whole_model_nowhere::CHILD => {
+            print_error(whole_model_nowhere::child(rest, out), err)
         }
         Some((first, rest)) if first == transports::CHILD => print_error(transports::child(rest, out), err),
         Some((first, rest)) if first == secure_tcp::CHILD => print_error(secure_tcp::child(rest, out), err),

@@ -114,11 +114,19 @@ chains!(fma_avx512, "avx512f", 16, _mm512_set1_ps, _mm512_fmadd_ps);
 /// Returns the current and the highest resident memory of this process in bytes, if the system reports it.
 pub(crate) fn resident() -> Option<(u64, u64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
-        Some(line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()? * 1024)
-    };
-    Some((field("VmRSS:")?, field("VmHWM:")?))
+    Some((field(&status, "VmRSS:")?, field(&status, "VmHWM:")?))
+}
+
+/// Returns the highest resident memory of this process in bytes without the pages of its program, which the
+/// system drops when memory is short.
+pub(crate) fn resident_without_files() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    Some(field(&status, "VmHWM:")?.saturating_sub(field(&status, "RssFile:")?))
+}
+
+fn field(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+    Some(line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()? * 1024)
 }
 
 /// Returns the median: of an even number of values the larger of the two in the middle, of none NaN.

@@ -117,6 +117,8 @@ short! {
     morphing: "morphing",
     pipeline_exact: "pipeline-exact",
     overlap_stages: "overlap-stages",
+    whole_model_nowhere: "whole-model-nowhere",
+    recut: "recut",
     plan_exact: "plan-exact",
     plan_run: "plan-run",
     plan_text: "plan-text",

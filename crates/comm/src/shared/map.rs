@@ -52,8 +52,8 @@ pub(super) struct Ring {
 const RING_BYTES: usize = size_of::<Ring>().next_multiple_of(4096);
 /// Size in bytes of a direction: its ring and its slots.
 const DIRECTION_BYTES: usize = RING_BYTES + SMALL_SLOTS * SMALL_SLOT + LARGE_SLOTS * LARGE_SLOT;
-/// Size in bytes of a segment, which has both directions.
-const SEGMENT_BYTES: usize = 2 * DIRECTION_BYTES;
+/// Bytes of memory that two processes of one machine share for their messages: both directions.
+pub const SEGMENT_BYTES: usize = 2 * DIRECTION_BYTES;
 
 /// Sender and receiver of a direction. The maker is the process that created the segment, the guest the other
 /// one.

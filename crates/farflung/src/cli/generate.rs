@@ -1,9 +1,17 @@
 //! `farflung generate`: continues a text with a trained model.
 
 use std::num::NonZeroUsize;
+use std::panic::resume_unwind;
 
-use farflung::zoo::{Sampling, generate};
-use farflung::{Result, terminal};
+use farflung::access::AccessArgs;
+use farflung::base::{Link, Nanos, Rank, Topology};
+use farflung::comm::Communicator;
+use farflung::config::choice::TransportKind;
+use farflung::config::value::Setting as _;
+use farflung::train::{StagedModel, join};
+use farflung::zoo::tokenizer::Byte;
+use farflung::zoo::{Sampling, Tokenizer, generate};
+use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::model::ModelArgs;
 
@@ -12,6 +20,8 @@ use super::model::ModelArgs;
 #[command(after_help = "Examples:
   farflung generate runs/nano-1 --prompt 'fn main'
   farflung generate ./gpt2 --prompt 'Once upon a time' --tokens 50 --temperature 0.7 --top-k 40
+A model that one machine has no room for, on four; each reads only its own layers:
+  farflung launch --hosts a,b,c,d -- generate runs/large --stages 4 --prompt 'Once upon a time'
 A model of the Hugging Face Hub must be downloaded first:
   hf download openai-community/gpt2 --local-dir gpt2
 Weights are read from safetensors files, whatever prefixes the names of their tensors have (transformer., model.,
@@ -40,19 +50,42 @@ pub(crate) struct GenerateCommand {
     /// Print one JSON object with prompt and text.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    staged: StagedArgs,
 }
 
 impl GenerateCommand {
     pub(crate) fn run(self) -> Result<()> {
+        self.sampling(&Byte).validate().map_err(|error| Error::from(error).of_input())?;
+        if self.staged.stages.get() > 1 {
+            return self.staged.run(&self);
+        }
         let loaded = self.model.load()?;
-        let sampling = Sampling {
+        let sampling = self.sampling(&*loaded.tokenizer);
+        let prompt = loaded.tokenizer.encode(&self.prompt);
+        self.print(&*loaded.tokenizer, |emit| {
+            generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, emit)?;
+            Ok(())
+        })
+    }
+
+    /// Returns how tokens are drawn.
+    fn sampling(&self, tokenizer: &dyn Tokenizer) -> Sampling {
+        Sampling {
             temperature: self.temperature,
             top_k: self.top_k,
             top_p: self.top_p,
             seed: self.seed,
-            vocab: NonZeroUsize::new(loaded.tokenizer.vocab_size()),
-        };
-        let prompt = loaded.tokenizer.encode(&self.prompt);
+            vocab: NonZeroUsize::new(tokenizer.vocab_size()),
+        }
+    }
+
+    /// Prints the tokens that `work` generates: it is called with what takes each one.
+    fn print<T>(
+        &self,
+        tokenizer: &dyn Tokenizer,
+        work: impl FnOnce(&mut dyn FnMut(u32) -> bool) -> Result<T>,
+    ) -> Result<T> {
         let mut all = Vec::new();
         let mut failure = None;
         let mut put = |bytes: &[u8]| {
@@ -62,8 +95,8 @@ impl GenerateCommand {
         if !self.json {
             put(self.prompt.as_bytes());
         }
-        generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, |token| {
-            let bytes = loaded.tokenizer.decode(&[token]).expect("only ids of the tokenizer are drawn");
+        let done = work(&mut |token| {
+            let bytes = tokenizer.decode(&[token]).expect("only ids of the tokenizer are drawn");
             all.extend_from_slice(&bytes);
             self.json || put(&bytes)
         })?;
@@ -72,6 +105,109 @@ impl GenerateCommand {
             put(serde_json::json!({"prompt": self.prompt, "text": text}).to_string().as_bytes());
         }
         put(b"\n");
-        failure.map_or(Ok(()), Err)
+        failure.map_or(Ok(done), Err)
+    }
+}
+
+/// Flags of a generation by several ranks.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Several machines")]
+struct StagedArgs {
+    /// Number of stages into which the model is cut. Each is a process of its own under `farflung launch` or
+    /// another launcher, else a thread. A rank reads only the tensors of its own layers, from the path that it
+    /// is given: a folder with the whole model, or a run's folder with the part that this rank trained.
+    #[arg(long, value_name = "N", default_value = "1")]
+    stages: NonZeroUsize,
+    /// Transport between ranks: as in `farflung train`. Threads have simulated links.
+    #[arg(long, value_name = "KIND", default_value = "auto", value_parser = TransportKind::from_flag)]
+    transport: TransportKind,
+    /// Simulated links between threads: BANDWIDTH,LATENCY, or one of home, office, cloud, lan, datacenter.
+    #[arg(long, value_name = "LINK", default_value = "home", value_parser = Link::from_flag)]
+    link: Link,
+    /// Simulated computing speed of each thread on the virtual clock, in FLOP/s.
+    #[arg(long, value_name = "FLOPS", default_value_t = 5e10)]
+    compute_rate: f64,
+    /// Longest time to wait for another rank.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = Nanos::from_flag)]
+    deadline: Nanos,
+    #[command(flatten)]
+    access: AccessArgs,
+}
+
+impl StagedArgs {
+    /// Generates with the ranks of this process, and prints the text on rank 0.
+    fn run(&self, command: &GenerateCommand) -> Result<()> {
+        let env = self.access.detect(|name| std::env::var(name).ok())?;
+        if let Some(env) = env.as_ref().filter(|env| env.world_size != self.stages.get()) {
+            let (field, value) = ("stages", self.stages.to_string());
+            let expected = format!("{}, the number of processes", env.world_size);
+            return Err(Error::Setting { field, value, expected });
+        }
+        let config = TrainConfig {
+            transport: self.transport,
+            link: self.link,
+            compute_rate: self.compute_rate,
+            deadline: self.deadline,
+            ..TrainConfig::default()
+        };
+        let config = config.run_settings();
+        let joined = env.as_ref().map(|env| join(&config, env)).transpose()?;
+        let stop = Stop::install_loading(super::print_error)?;
+        let connections = StagedModel::connect(&config, self.stages.get(), joined)?;
+        let ranks = connections.len();
+        let results: Vec<Result<()>> = std::thread::scope(|scope| {
+            let rank = |connection| {
+                let stop = &stop;
+                scope.spawn(move || self.rank(command, connection, ranks, stop))
+            };
+            let all: Vec<_> = connections.into_iter().map(rank).collect();
+            all.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        });
+        // The first one is the cause, where others only lost it.
+        let lost = |error: &Error| error.is_peer_lost() || matches!(error, Error::Comm(_));
+        let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
+        errors.sort_by_key(lost);
+        errors.into_iter().next().map_or(Ok(()), Err)
+    }
+
+    fn rank(
+        &self,
+        command: &GenerateCommand,
+        connection: (Communicator, Option<Topology>),
+        ranks: usize,
+        stop: &Stop,
+    ) -> Result<()> {
+        let rank = connection.0.rank();
+        let mut tokenizer = None;
+        let mut open = || {
+            let opened = command.model.open_part(rank, ranks)?;
+            if rank == Rank(0) {
+                tokenizer = Some(command.model.open_tokenizer(opened.weights.spec().vocab)?);
+            }
+            Ok(opened)
+        };
+        let opened = open();
+        let model = StagedModel::load(opened, connection, self.compute_rate)?;
+        let Some(tokenizer) = tokenizer else { return model.follow() };
+        let (sampling, prompt) = (command.sampling(&*tokenizer), tokenizer.encode(&command.prompt));
+        let generated = command.print(&*tokenizer, |emit| {
+            model.generate(&prompt, command.tokens, &sampling, |token| {
+                emit(token) && stop.requested().is_none()
+            })
+        })?;
+        let each = generated.per_token(generated.time);
+        let predicted = generated
+            .predicted
+            .map(|all| format!(" of simulated time, predicted {}", generated.per_token(all)));
+        let more = predicted.unwrap_or_default();
+        let stages = self.stages;
+        terminal::write_stderr(format!(
+            "{} tokens over {stages} stages: {each} per token{more}\n",
+            generated.tokens
+        ));
+        match stop.requested() {
+            Some(signal) => Err(Error::Stopped(signal)),
+            None => Ok(()),
+        }
     }
 }

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use farflung::base::Rank;
 use farflung::config::choice::TokenizerKind;
 use farflung::config::value::Setting as _;
 use farflung::model_source::RunReading;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
+use farflung::train::OpenedPart;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal};
 
@@ -62,17 +64,35 @@ impl ModelArgs {
         self.open(|_, _| Ok(())).map(|(model, ())| model).map_err(Error::of_input)
     }
 
-    /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.
-    fn open<T>(&self, more: impl FnOnce(&ModelSource, usize) -> Result<T>) -> Result<(LoadedModel, T)> {
+    /// Returns the device of one of the process's ranks, `sharers` of which share the cores.
+    fn open_device(&self, sharers: usize) -> Result<Device> {
         let threads = match self.threads {
-            0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get).div_ceil(sharers),
             n => n,
         };
-        farflung::threads::check(threads, 1)?;
+        farflung::threads::check(threads, sharers)?;
+        Ok(Device::open(self.device, threads)?.with_precision(self.precision))
+    }
+
+    /// Opens what one of the process's ranks reads its part from, and its device. An error of its files is one
+    /// of the input.
+    pub(crate) fn open_part(&self, rank: Rank, ranks: usize) -> Result<OpenedPart> {
+        let (weights, step) = ModelSource::open_part(&self.model, rank).map_err(Error::of_input)?;
+        Ok(OpenedPart { weights, step, device: self.open_device(ranks)? })
+    }
+
+    /// Opens the tokenizer of a model with a vocabulary of `vocab` tokens.
+    pub(crate) fn open_tokenizer(&self, vocab: usize) -> Result<Arc<dyn Tokenizer>> {
+        let source = ModelSource::find(&self.model);
+        source.and_then(|source| self.tokenizer(&source, vocab)).map_err(Error::of_input)
+    }
+
+    /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.
+    fn open<T>(&self, more: impl FnOnce(&ModelSource, usize) -> Result<T>) -> Result<(LoadedModel, T)> {
+        let device = self.open_device(1)?;
         let source = ModelSource::find(&self.model)?;
         let mut weights = source.open()?;
         let more = more(&source, weights.spec().vocab)?;
-        let device = Device::open(self.device, threads)?.with_precision(self.precision);
         let stage = Stage::whole(weights.spec(), &device)?;
         let params = stage.load(&mut weights)?;
         finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;

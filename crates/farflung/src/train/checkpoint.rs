@@ -20,10 +20,11 @@ mod pieces;
 mod room;
 mod samples;
 mod source;
+mod tensor_sink;
 mod whole;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
@@ -32,19 +33,19 @@ use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
 use super::job::Job;
-pub(in crate::train) use super::named::Named;
 use super::plan_start::PlanStart;
 
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
 use crate::model_source::{SETTINGS, TENSORS as MODEL};
-use crate::{CheckpointWriter, Error, ModelSource, Packing, Result, RunDir, run_dir};
+pub(super) use crate::run_dir::rank_folder as folder;
+use crate::{CheckpointWriter, Error, ModelSource, Packing, Result, RunDir};
 use contents::Contents;
 pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
 pub use room::{NoRoom, Shortage};
 pub(super) use room::{admit, admit_member, admit_newcomer};
-pub(super) use source::{Residuals, RestoredResiduals, Source};
+pub(super) use source::{Needed, Residuals, RestoredResiduals, Source};
 
 /// Resources used by a run up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -101,15 +102,8 @@ struct CheckpointRecord {
     residuals: BTreeMap<String, String>,
 }
 
-/// Returns the folder of a rank's checkpoints within the run's folder.
-pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
-    if rank.0 == 0 { out.to_owned() } else { out.join(run_dir::RANKS).join(format!("rank-{:05}", rank.0)) }
-}
-
 const OPTIMIZER: &str = "optimizer.safetensors";
 const SAMPLES: &str = "samples.safetensors";
-/// Prefix of the names of an optimizer's states.
-pub(super) const CHAIN: &str = "chain.";
 /// Prefix of the names of the residuals of averages.
 pub(super) const AVERAGE: &str = "average.";
 /// The name of the loss scale among a rank's states.
@@ -144,10 +138,7 @@ pub(super) fn save_without(
     totals: Totals,
     absent: &[Rank],
 ) -> Result<PathBuf> {
-    trainer.with_common(|trainer| {
-        trainer.gather_whole()?;
-        save_common(trainer, job, run, totals, absent)
-    })
+    trainer.with_common(|trainer| save_common(trainer, job, run, totals, absent))
 }
 
 /// Saves the parts of the model that this rank holds, after the last step that counts on all ranks, without the
@@ -155,7 +146,8 @@ pub(super) fn save_without(
 /// older checkpoint is deleted.
 pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.back_to_common()?;
-    let path = written(trainer, job, run, totals, &[])?.commit(run)?;
+    let contents = Contents::of(trainer, job, totals, &[], false)?;
+    let path = written(&contents, admitted(&contents, trainer, job, run)?, job, run)?.commit(run)?;
     job.stop.note_saved(&path);
     Ok(path)
 }
@@ -174,15 +166,20 @@ fn save_common(
     totals: Totals,
     absent: &[Rank],
 ) -> Result<PathBuf> {
-    let written = written(trainer, job, run, totals, absent);
     let comm = trainer.comm();
+    let contents = Contents::of(trainer, job, totals, absent, true);
+    let fits = contents.and_then(|contents| Ok((admitted(&contents, trainer, job, run)?, contents)));
     let path = if job.elastic && job.plan.stages() == 1 {
+        let written = fits.and_then(|(step, contents)| written(&contents, step, job, run));
         comm.barrier()?;
         let committed = written.and_then(|written| written.commit(run));
         comm.barrier()?;
         committed?
     } else {
-        let written = all_succeed(comm, written)?;
+        // Rank 0 receives weights only if it has room for them.
+        let (step, contents) = all_succeed(comm, fits)?;
+        let sent = contents.send_weights();
+        let written = all_succeed(comm, sent.and_then(|()| written(&contents, step, job, run)))?;
         all_succeed(comm, written.commit(run))?
     };
     if trainer.rank().0 == 0 || job.elastic || job.processes > 1 {
@@ -207,15 +204,18 @@ impl Written {
     }
 }
 
+/// Checks that a checkpoint fits on the disk. Returns its step.
+fn admitted(contents: &Contents<'_>, trainer: &Trainer, job: &Job, run: &RunDir) -> Result<u64> {
+    let step = trainer.counters().step;
+    room::check(contents.size(), packing(job), run.path(), step)?;
+    Ok(step)
+}
+
 /// Writes a checkpoint that is not valid yet.
-fn written(trainer: &Trainer, job: &Job, run: &RunDir, totals: Totals, absent: &[Rank]) -> Result<Written> {
-    let (packing, step) = (packing(job), trainer.counters().step);
-    let contents = Contents::of(trainer, job, totals, absent)?;
+fn written(contents: &Contents<'_>, step: u64, job: &Job, run: &RunDir) -> Result<Written> {
     let size = contents.size();
-    room::check(size, packing, run.path(), step)?;
     let write = || {
-        let mut writer = run.begin_checkpoint(step, packing)?;
-        contents.write(&mut writer)?;
+        let mut writer = contents.write(run.begin_checkpoint(step, packing(job)))?;
         writer.prepare()?;
         Ok(Written { writer, step, size })
     };
@@ -248,7 +248,7 @@ pub(super) struct Resumed {
 ///
 /// Errors: the same on all ranks.
 pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {
-    let Some(whole::Chosen { source, mut notes }) = choose::source(trainer, job, run)? else {
+    let Some(whole::Chosen { mut source, mut notes }) = choose::source(trainer, job, run)? else {
         // There is no checkpoint that has the weights, so the run needs those of `init-from`.
         if let (Some(path), None) = (&job.config.init_from, &job.initial) {
             ModelSource::find(path)?;
@@ -256,7 +256,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
         return Ok(None);
     };
     let checked = compare::check(&source.record, job)
-        .and_then(|()| trainer.restore(&source, job.plan.outermost().codec_name()));
+        .and_then(|()| trainer.restore(&mut source, job.plan.outermost().codec_name()));
     let checked = checked.and_then(|restored| samples::restore(trainer, &source).map(|()| restored));
     if all_succeed(trainer.comm(), checked)? == RestoredResiduals::Dropped {
         notes.push(DROPPED_RESIDUALS.to_owned());

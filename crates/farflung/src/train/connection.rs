@@ -7,8 +7,8 @@ use farflung_comm::secure::Security;
 use super::elastic::Place;
 use super::job::Job;
 use super::links::{pace, shared_memory};
-use crate::Result;
 use crate::transports::{Connects, JoinSettings};
+use crate::{Result, RunSettings};
 
 /// A worker's connection to the job.
 #[derive(Debug)]
@@ -51,20 +51,29 @@ pub(super) fn view_communicator(job: &Job, comm: Communicator, simulates: bool) 
 pub fn connections(job: &Job, joined: Option<Communicator>) -> Result<Vec<WorkerConnection>> {
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);
-    let world = job.world;
-    let transport = config.transport_for(processes, world)?;
-    let simulates = transport.simulated;
+    let simulates = config.transport_for(processes, job.world)?.simulated;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
     let declared = declared_of(job, simulates)?;
-    let seat_of = |comm: Communicator| -> Result<WorkerConnection> {
+    let connection = |comm: Communicator| -> Result<WorkerConnection> {
         let comm = job_communicator(job, comm, declared.as_ref())?;
         Ok(WorkerConnection { comm, simulated: simulates, link, place: None })
     };
-    match transport.ends {
-        Connects::Threads(open) => {
-            let ends = open(world, declared.as_ref()).into_iter();
-            ends.map(|end| seat_of(Communicator::new(end))).collect()
-        }
+    ends(config, job.world, declared.as_ref(), joined)?.into_iter().map(connection).collect()
+}
+
+/// Returns the communicators of this process's ranks: of all `world` ranks, or `joined`, that of one of them
+/// under a launcher.
+///
+/// Errors: a transport that does not fit; those of its sockets.
+pub(super) fn ends(
+    config: &RunSettings,
+    world: usize,
+    declared: Option<&Topology>,
+    joined: Option<Communicator>,
+) -> Result<Vec<Communicator>> {
+    let processes = joined.as_ref().map_or(1, Communicator::size);
+    match config.transport_for(processes, world)?.ends {
+        Connects::Threads(open) => Ok(open(world, declared).into_iter().map(Communicator::new).collect()),
         Connects::Processes(meet) => {
             let alone = || JoinSettings {
                 rank: 0,
@@ -77,7 +86,7 @@ pub fn connections(job: &Job, joined: Option<Communicator>) -> Result<Vec<Worker
                 pace: pace(config),
                 shared_memory: shared_memory(config),
             };
-            Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
+            Ok(vec![joined.map_or_else(|| meet(&alone()), Ok)?])
         }
     }
 }

@@ -108,6 +108,19 @@ impl Work {
         3.0 * self.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
     }
 
+    /// Returns the operations of a part that adds `positions` of one sequence to its cache and, at the end of
+    /// the model, computes the logits of the last one.
+    pub(super) fn decoding_flops(&self, layers: &Range<u32>, positions: &Range<usize>) -> f64 {
+        let [.., head] = self.token_flops(layers);
+        let forward = self.slice_flops(layers, positions) / (3.0 * self.batch as f64);
+        forward - head * (positions.len().saturating_sub(1)) as f64
+    }
+
+    /// Returns the bytes of the hidden states of one token.
+    pub(super) const fn hidden_bytes_per_token(&self) -> Bytes {
+        Bytes(self.profile.hidden / self.profile.context as u64)
+    }
+
     /// Returns the predicted times of a part for a microbatch, on a machine of rate `rate`. Summed over all
     /// parts, they equal those of the whole model.
     ///

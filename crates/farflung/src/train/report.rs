@@ -6,12 +6,12 @@ use std::num::NonZeroUsize;
 
 use farflung_base::{Bytes, Link, Nanos, Topology};
 use farflung_parallel::{Answer, WhatIf};
-use farflung_tensor::Tensor;
-use farflung_zoo::{Sampling, Stage, generate};
+use farflung_zoo::Sampling;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Totals;
 use super::costs::modelled;
+use super::decoder::Decoder;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
 use crate::data_notes::DataSource;
@@ -78,7 +78,7 @@ pub struct Report {
     pub tokens_per_s: f64,
     /// The same run with plain synchronous f32 all-reduce on the same link.
     pub plain: Option<PlainAllReduce>,
-    /// Hash of the parameters.
+    /// Hash of the hashes of the model's tensors, sorted by name: it does not depend on the plan.
     pub hash: String,
     /// A sample, if the settings ask for one.
     pub sample: Option<SampleText>,
@@ -96,12 +96,9 @@ pub struct Report {
     pub rows: Vec<StepMetrics>,
 }
 
-/// Generates a continuation of the prompt, if the settings ask for one.
-pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option<SampleText>> {
+/// Generates a continuation of the prompt, if the settings ask for one. The decoder's other ranks must follow.
+pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<SampleText>> {
     let config = &job.config;
-    if config.sample_tokens == 0 || stage.spec().vocab < job.tokenizer.vocab_size() {
-        return Ok(None);
-    }
     let sampling = Sampling {
         temperature: config.temperature as f32,
         top_k: config.top_k,
@@ -110,11 +107,16 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
         vocab: NonZeroUsize::new(job.tokenizer.vocab_size()),
     };
     let prompt = job.tokenizer.encode(&config.prompt);
+    let has_text = job.model.vocab >= job.tokenizer.vocab_size();
+    let (prompt, count) = if has_text { (prompt, config.sample_tokens) } else { (Vec::new(), 0) };
     let mut tokens = Vec::new();
-    generate(stage, params, &prompt, config.sample_tokens, &sampling, |t| {
+    decoder.lead(&prompt, count, &sampling, |t| {
         tokens.push(t);
         true
     })?;
+    if count == 0 {
+        return Ok(None);
+    }
     let text = String::from_utf8_lossy(&job.tokenizer.decode(&tokens)?).into_owned();
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }

@@ -10,10 +10,10 @@ use super::checkpoint::{Resumed, Totals};
 use super::finished;
 use super::job::Job;
 use super::record::{Clock, RunRecorder};
-use super::report::{Report, sample};
+use super::report::Report;
 use super::steps::{AfterStep, LastDone, Steps, evaluated};
 use super::stop_in_step::RunProgress;
-use super::trainer::{Trainer, hash};
+use super::trainer::{Ending, Trainer};
 use crate::events::{EventKind, EventLog};
 use crate::{Error, Result, RunDir};
 
@@ -82,16 +82,17 @@ pub(super) trait BetweenSteps {
         Err(error)
     }
 
-    /// Is called after the last step; gathers the whole model.
+    /// Is called after the last step. Returns what the run tells of its model, on a rank that reports it.
     ///
     /// Errors: those that end the run.
     fn over(
         &mut self,
         trainer: &mut Trainer,
-        _steps: &mut Steps<'_, '_>,
+        steps: &mut Steps<'_, '_>,
         _events: &mut EventLog,
-    ) -> Result<()> {
-        trainer.gather_whole()
+    ) -> Result<Option<Ending>> {
+        let _armed = trainer.armed();
+        trainer.ending(&steps.job, steps.tells)
     }
 
     /// Returns the error with which the run ends.
@@ -169,10 +170,10 @@ impl Start<'_, '_> {
             events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });
         }
         let done = take_steps(hook, trainer, &mut steps, events, kept, self.evaluates);
-        // The time of a run is that of its steps: gathering the model does not count.
+        // The time of a run is that of its steps: its sample does not count.
         let mut totals = steps.clock.totals(trainer.comm());
-        let done = done.and_then(|loss| hook.over(trainer, &mut steps, events).map(|()| loss));
-        let first_loss = done.map_err(|error| hook.ended(trainer, &steps, kept, events, error))?;
+        let done = done.and_then(|loss| Ok((loss, hook.over(trainer, &mut steps, events)?)));
+        let (first_loss, ending) = done.map_err(|error| hook.ended(trainer, &steps, kept, events, error))?;
         let Steps { job, record, clock, mut last_loss, .. } = steps;
         let rows = if begun == job.config.steps && !job.elastic {
             // All steps were done before, but the run was interrupted before its report.
@@ -183,11 +184,9 @@ impl Start<'_, '_> {
             record.into_rows(run, begun)
         };
         let _armed = (!job.elastic).then(|| trainer.armed());
-        let Some((stage, params)) = trainer.gathered().filter(|_| tells) else { return Ok(None) };
-        let text = sample(&job, stage, params)?;
-        let hash = hash(stage, params)?.to_hex().to_string();
+        let Some(Ending { hash, sample }) = ending else { return Ok(None) };
         let losses = (first_loss, last_loss);
-        let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, text)?;
+        let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, sample)?;
         if self.tokens_before > 0 {
             let tokens = report.tokens.saturating_sub(self.tokens_before);
             report.tokens_per_s = tokens as f64 / report.time_s.max(1e-9);

@@ -14,7 +14,9 @@
 mod agree;
 mod build;
 mod carry;
+mod ending;
 mod gather;
+mod gathered_weights;
 mod synchronise;
 mod token_weights;
 mod optimizer_state;
@@ -45,7 +47,7 @@ use farflung_optim::{LossScale, OptimError, Prepared};
 use farflung_parallel::pipeline::{Placement, Schedule, Updates, run};
 use farflung_parallel::plan::Measured;
 use farflung_parallel::step::{self, RankStep, StepOp, StepWorker as _};
-use farflung_tensor::{Device, Param, Tensor, TensorError};
+use farflung_tensor::{Device, Tensor, TensorError};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
@@ -61,6 +63,8 @@ use crate::{Error, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
+pub(super) use ending::Ending;
+pub(super) use gathered_weights::IncomingWeights;
 pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
 pub(super) use part_replay::{PartCopy, ReplayedParts};
 pub(super) use replica_samples::ReplicaSamples;
@@ -109,8 +113,6 @@ pub struct Trainer {
     resync: Resync,
     /// Loss scale for products in 16 bits.
     scale: LossScale,
-    /// The whole model, gathered on rank 0 of a pipeline when it was last needed.
-    whole: Option<(Stage, Tensor)>,
     step: u64,
     steps: u64,
     /// Number of updates of each part in a step.
@@ -547,21 +549,6 @@ impl Trainer {
         }
         Ok(sums[0] / sums[1])
     }
-}
-
-/// Returns the tensors of a stage's flat buffer.
-pub(super) fn named(
-    stage: &Stage,
-    flat: &Tensor,
-    name: impl Fn(&str) -> String,
-) -> Result<Vec<super::checkpoint::Named>> {
-    let all = flat.to_vec::<f32>()?;
-    let tensor = |p: &Param| super::checkpoint::Named {
-        name: name(&p.name),
-        shape: p.shape.dims().to_vec(),
-        values: all[p.range()].to_vec(),
-    };
-    Ok(stage.layout().params().iter().map(tensor).collect())
 }
 
 /// Returns the hash of a stage's parameters, without padding.

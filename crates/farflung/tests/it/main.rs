@@ -65,6 +65,7 @@ mod site_certificates;
 mod sizes;
 mod small;
 mod stages;
+mod staged_generation;
 mod starts;
 mod step_times;
 mod stopped_steps;

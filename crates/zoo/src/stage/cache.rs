@@ -1,16 +1,17 @@
 //! Generation of text: the logits of new tokens, with the keys and values of those before them.
 
-use farflung_tensor::{DType, Tensor};
+use farflung_tensor::{DType, Op, Tensor};
 
-use super::{Input, Packed, Seen, Stage};
+use super::{Input, Packed, Seen, Stage, StageContext};
 use crate::ZooError;
-use crate::layer::{Block, Head, KeyValues};
+use crate::layer::{Block, Head, KeyValues, dims};
 
 /// Keys and values of the tokens processed so far.
 #[derive(Debug)]
 pub struct Cache {
     pub(super) layers: Vec<KeyValues>,
     pub(super) len: usize,
+    context: usize,
 }
 
 impl Cache {
@@ -30,6 +31,13 @@ impl Cache {
     pub const fn clear(&mut self) {
         self.len = 0;
     }
+
+    /// Removes all tokens if there is no room for `new` more.
+    pub const fn make_room(&mut self, new: usize) {
+        if self.len + new > self.context {
+            self.clear();
+        }
+    }
 }
 
 impl Stage {
@@ -48,24 +56,55 @@ impl Stage {
             let shape = [batch, self.spec.context, block.cached_width()];
             Ok(KeyValues { keys: tensor(shape)?, values: tensor(shape)? })
         };
-        Ok(Cache { layers: self.layers.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
+        let layers = self.layers.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?;
+        Ok(Cache { layers, len: 0, context: self.spec.context })
     }
 
-    /// Appends new tokens `[B, T]` to the cache and returns the logits `[B, T, V]` of the next token at each
-    /// position. The stage must be a whole model.
+    /// Appends `T` new positions to the cache of this stage's own layers. Returns the logits `[B, T, V]` of the
+    /// next token at each position if the stage has the head, and the hidden states `[B, T, D]` that the next
+    /// stage takes as its input otherwise. The first stage takes tokens `[B, T]`, each other one hidden states.
     ///
-    /// Errors: [`ZooError::StageInput`] for hidden states; [`ZooError::Config`] if the cache has no room.
+    /// Errors: [`ZooError::StageInput`] for the input of another stage; [`ZooError::Config`] if the cache has
+    /// no room.
     pub fn decode(
         &self,
         params: &Tensor,
         cache: &mut Cache,
-        tokens: impl Into<Packed>,
+        input: impl Into<Packed>,
     ) -> Result<Tensor, ZooError> {
-        let tokens = tokens.into();
-        let Input::Tokens(ids) = &tokens.input else {
-            return Err(ZooError::StageInput { expected: "tokens" });
+        self.decode_by(params, cache, input.into(), Head::logits)
+    }
+
+    /// Like [`Stage::decode`] for one sequence, but returns the logits `[1, 1, V]` of the token after the last
+    /// position only.
+    ///
+    /// Errors: as [`Stage::decode`].
+    pub fn decode_last(
+        &self,
+        params: &Tensor,
+        cache: &mut Cache,
+        input: impl Into<Packed>,
+    ) -> Result<Tensor, ZooError> {
+        self.decode_by(params, cache, input.into(), |head, cx, x| {
+            let [_, positions, width] = dims(x)?;
+            let mut last = self.device.empty(DType::F32, [1, 1, width])?;
+            let row = x.view().part((positions - 1) * width, [1, 1, width])?;
+            self.device.run(Op::Cast { x: row, y: last.view_mut() })?;
+            head.logits(cx, &last)
+        })
+    }
+
+    fn decode_by(
+        &self,
+        params: &Tensor,
+        cache: &mut Cache,
+        input: Packed,
+        last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
+    ) -> Result<Tensor, ZooError> {
+        let new = match &input.input {
+            Input::Tokens(ids) => ids.shape().cols(),
+            Input::Hidden(x) => dims(x)?[1],
         };
-        let new = ids.shape().cols();
         if cache.len + new > self.spec.context {
             return Err(ZooError::Config {
                 field: "sequence length",
@@ -74,8 +113,8 @@ impl Stage {
             });
         }
         let seen = Seen { past: cache.len, layers: &mut cache.layers };
-        let logits = self.evaluate(params, tokens, Some(seen), Head::logits)?;
+        let output = self.evaluate(params, input, Some(seen), last)?;
         cache.len += new;
-        Ok(logits)
+        Ok(output)
     }
 }

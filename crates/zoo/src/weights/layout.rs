@@ -72,17 +72,31 @@ impl StoredLayout {
         Self(transposed.map(|tensor| tensor.name).collect())
     }
 
-    /// Converts a tensor from the layout in memory to that of files. Other tensors stay as they are.
-    pub fn to_file(&self, name: &str, shape: &mut [usize], values: &mut Vec<f32>) {
+    /// Returns the shape in files of a tensor that has `shape` in memory.
+    #[must_use]
+    pub fn shape(&self, name: &str, mut shape: Vec<usize>) -> Vec<usize> {
+        if self.0.contains(name) {
+            shape.reverse();
+        }
+        shape
+    }
+
+    /// Returns the values in files of a tensor that has `shape` in memory.
+    #[must_use]
+    pub fn values<'a>(&self, name: &str, shape: &[usize], values: &'a [f32]) -> Cow<'a, [f32]> {
+        if self.0.contains(name) {
+            Cow::Owned(transpose(values, shape.first().copied().unwrap_or(0)))
+        } else {
+            Cow::Borrowed(values)
+        }
+    }
+
+    /// Converts a tensor from the layout of files to that in memory. Other tensors stay as they are.
+    pub fn from_file(&self, name: &str, shape: &mut [usize], values: &mut Vec<f32>) {
         if self.0.contains(name) {
             *values = transpose(values, shape.first().copied().unwrap_or(0));
             shape.reverse();
         }
-    }
-
-    /// Converts a tensor from the layout of files to that in memory, as [`StoredLayout::to_file`].
-    pub fn from_file(&self, name: &str, shape: &mut [usize], values: &mut Vec<f32>) {
-        self.to_file(name, shape, values);
     }
 }
 

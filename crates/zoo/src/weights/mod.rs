@@ -16,6 +16,9 @@ mod write;
 pub use config_json::{config_from_text, config_text, read_config};
 pub use dtype::Dtype;
 pub use layout::{StoredLayout, to_stored};
-pub use read::Weights;
-pub use tensors::{TensorData, TensorFile, TensorInfo, TensorView, write_tensors, write_tensors_to};
+pub use read::{Holds, Weights};
+pub use tensors::{
+    TensorData, TensorFile, TensorInfo, TensorView, write_f32_tensors, write_tensors, write_tensors_to,
+    write_values,
+};
 pub use write::{WriteOptions, write};

@@ -34,6 +34,15 @@ struct Stored {
     place: Option<Place>,
 }
 
+/// How much of a model files must hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holds {
+    /// All tensors.
+    Whole,
+    /// Some. Reading one that is missing is an error.
+    Part,
+}
+
 impl Weights {
     /// Opens a folder with `config.json`, and `model.safetensors` or shards listed in
     /// `model.safetensors.index.json`. Other names of a single file or of shards without an index are found,
@@ -51,22 +60,34 @@ impl Weights {
     /// Errors: the first invalid file, field or tensor. A tensor of the model is invalid if its shape is not
     /// the configuration's or its type is not F32, F16 or BF16.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
+        Self::open_holding(path, Holds::Whole)
+    }
+
+    /// Opens the same of a model or of a part of it.
+    ///
+    /// Errors: as [`Weights::open`].
+    pub fn open_holding(path: &Path, holds: Holds) -> Result<Self, ZooError> {
         let file = path.is_file().then(|| path.parent().unwrap_or(Path::new("")));
         let spec = read_config(&file.unwrap_or(path).join("config.json"))?;
         let files = if file.is_some() { vec![TensorFile::open(path)?] } else { files::open(path)? };
-        Self::of(path, spec, files)
+        Self::of(path, spec, files, holds)
     }
 
     /// Reads the same from the bytes of `config.json` and of `model.safetensors`. `folder` is for messages.
     ///
     /// Errors: as [`Weights::open`].
-    pub fn from_bytes(folder: &Path, config: &[u8], tensors: Vec<u8>) -> Result<Self, ZooError> {
+    pub fn from_bytes(
+        folder: &Path,
+        config: &[u8],
+        tensors: Vec<u8>,
+        holds: Holds,
+    ) -> Result<Self, ZooError> {
         let spec = config_from_bytes(&folder.join("config.json"), config)?;
         let file = TensorFile::from_bytes(&folder.join("model.safetensors"), tensors)?;
-        Self::of(folder, spec, vec![file])
+        Self::of(folder, spec, vec![file], holds)
     }
 
-    fn of(path: &Path, spec: ModelSpec, files: Vec<TensorFile>) -> Result<Self, ZooError> {
+    fn of(path: &Path, spec: ModelSpec, files: Vec<TensorFile>, holds: Holds) -> Result<Self, ZooError> {
         let all = spec.tensors();
         let mut found = places(spec.names, &files);
         let layout = layout(spec.names, &all, &files, &found);
@@ -88,7 +109,12 @@ impl Weights {
             let mut stored = stored.into_iter();
             let first = stored.next();
             if first.is_none() && (has_biases || !is_bias(&&spec)) {
-                return Err(ZooError::NoTensor { path: path.to_owned(), tensor: spec.name });
+                match holds {
+                    Holds::Part => continue,
+                    Holds::Whole => {
+                        return Err(ZooError::NoTensor { path: path.to_owned(), tensor: spec.name });
+                    }
+                }
             }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
             let is_transposed = layout.transposes(&spec);

@@ -378,6 +378,29 @@ pub fn write_tensors_to(
     Ok(())
 }
 
+/// Writes named `f32` tensors of the given shapes as safetensors. `values` is called for each in order, with
+/// its index, and must write its values ([`write_values`]): not all are in memory at the same time. Names must
+/// be unique.
+///
+/// Errors: those of the writer and of `values`.
+pub fn write_f32_tensors<'a>(
+    out: &mut dyn Write,
+    tensors: impl ExactSizeIterator<Item = (&'a str, &'a [usize])>,
+    metadata: &BTreeMap<String, String>,
+    mut values: impl FnMut(usize, &mut dyn Write) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let count = tensors.len();
+    out.write_all(&header(tensors.map(|(name, shape)| (name, "F32", shape)), metadata))?;
+    (0..count).try_for_each(|index| values(index, out))
+}
+
+/// Writes values as little-endian `f32`, in chunks.
+///
+/// Errors: those of the writer.
+pub fn write_values(out: &mut dyn Write, values: &[f32]) -> std::io::Result<()> {
+    write_f32(out, Dtype::F32, values)
+}
+
 impl TensorData<'_> {
     /// Returns the name of the type in the file, and the number of values.
     const fn kind(&self) -> (&'static str, usize) {

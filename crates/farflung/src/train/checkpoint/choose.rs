@@ -30,9 +30,10 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
     };
+    let needed = trainer.needed();
     let read = |checkpoints: Vec<Checkpoint>, residuals| {
-        let files = checkpoints.iter().map(Files::read).collect::<Result<_>>()?;
-        Source::new(&job.model, files, residuals)
+        let files = checkpoints.into_iter().map(Files::read).collect::<Result<_>>()?;
+        Source::new(&job.model, files, residuals, needed.clone())
     };
     let chosen = |source| Chosen { source, notes: Vec::new() };
     match &job.config.resume {
@@ -41,7 +42,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             let path = match by_path::kind(path, comm)? {
                 by_path::Kind::Checkpoint => path.clone(),
                 by_path::Kind::Run if job.elastic && comm.size() == 1 => {
-                    let newest = members::newest(path, job)?;
+                    let newest = members::newest(path, job, &needed)?;
                     return newest.ok_or_else(|| by_path::not_a_checkpoint(path)).map(Some);
                 }
                 by_path::Kind::Run => by_path::newest(path, job, comm)?,
@@ -61,7 +62,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             };
             all_succeed(comm, source.map_err(Error::of_input)).map(|source| Some(chosen(source)))
         }
-        Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job),
+        Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job, &needed),
         Resume::Auto => {
             let own = all_succeed(comm, own(run, rank, &fits))?;
             let (agreed, own) = agree(comm, run, own, &job.plan)?;
@@ -73,15 +74,16 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
                     }
                 };
             }
-            let files = match &own {
+            let not_yet = matches!(own, OwnCheckpoint::NotYet);
+            let files = match own {
                 OwnCheckpoint::There(own) => Files::read(own).map(Some),
                 _ => Ok(None),
             };
             let files = all_succeed(comm, files)?;
             let place = |rank| job.plan.place(rank);
-            let shared = lost::share(comm, agreed, place, files, matches!(own, OwnCheckpoint::NotYet))?;
+            let shared = lost::share(comm, agreed, place, files, not_yet)?;
             let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
-            let source = all_succeed(comm, Source::new(&job.model, vec![files], residuals))?;
+            let source = all_succeed(comm, Source::new(&job.model, vec![files], residuals, needed))?;
             Ok(Some(Chosen { source, notes }))
         }
     }

@@ -5,16 +5,16 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use farflung_base::Rank;
-use farflung_zoo::ModelSpec;
-use farflung_zoo::weights::{Dtype, StoredLayout, TensorData, TensorView, config_text, write_tensors_to};
+use farflung_zoo::weights::{Dtype, StoredLayout, config_text, write_f32_tensors, write_values};
 
 use super::super::job::Job;
 use super::super::meet::model_facts;
+use super::super::pieces::{Piece, PieceValues};
 use super::super::plan_start::PlanStart;
 use super::super::planned;
-use super::super::trainer::Trainer;
+use super::super::trainer::{IncomingWeights, Trainer};
 use super::{
-    CheckpointRecord, Counters, MODEL, Named, OPTIMIZER, PLAN, SAMPLES, SETTINGS, TRAINER, Totals, samples,
+    CheckpointRecord, Counters, MODEL, OPTIMIZER, PLAN, SAMPLES, SETTINGS, TRAINER, Totals, samples,
 };
 use crate::{CheckpointWriter, Result};
 
@@ -54,7 +54,7 @@ impl Size {
 /// The content of a file.
 enum Content<'a> {
     Bytes(Vec<u8>),
-    Tensors(Vec<Named>, BTreeMap<String, String>),
+    Tensors(Vec<Piece<'a>>, BTreeMap<String, String>),
     Samples(Vec<(String, Cow<'a, [u8]>)>),
 }
 
@@ -65,38 +65,70 @@ impl Content<'_> {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
             Self::Tensors(named, _) => {
-                named.iter().map(|tensor| entry(&tensor.name) + 4 * tensor.values.len() as u64).sum()
+                named.iter().map(|piece| entry(&piece.name) + 4 * piece.len() as u64).sum()
             }
             Self::Samples(held) => held.iter().map(|(name, bytes)| entry(name) + bytes.len() as u64).sum(),
         }
     }
 
-    fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+    fn write(
+        &self,
+        out: &mut dyn Write,
+        stored: &StoredLayout,
+        incoming: &mut Incoming<'_>,
+    ) -> io::Result<()> {
         match self {
             Self::Bytes(bytes) => out.write_all(bytes),
-            Self::Tensors(named, metadata) => {
-                let views: Vec<_> = named
-                    .iter()
-                    .map(|n| TensorView { name: &n.name, shape: &n.shape, data: TensorData::F32(&n.values) })
-                    .collect();
-                write_tensors_to(out, &views, metadata)
+            Self::Tensors(pieces, metadata) => {
+                let shape = |piece: &Piece<'_>| stored.shape(&piece.name, piece.shape.clone());
+                let shapes: Vec<_> = pieces.iter().map(shape).collect();
+                let entries = pieces.iter().zip(&shapes);
+                let entries = entries.map(|(piece, shape)| (piece.name.as_str(), shape.as_slice()));
+                write_f32_tensors(out, entries, metadata, |index, out| {
+                    let piece = &pieces[index];
+                    if let PieceValues::Elsewhere(from) = piece.values {
+                        incoming.begun = index + 1;
+                        return incoming.weights.write(from, piece.len(), out);
+                    }
+                    let write = |values: &[f32]| write_values(out, values);
+                    piece.stored_values(stored, write).map_err(io::Error::other)??;
+                    incoming.weights.go_on().map_err(io::Error::other)
+                })
             }
             Self::Samples(held) => samples::write(held, out),
         }
     }
 }
 
+/// Weights of other ranks, as far as they were received.
+struct Incoming<'a> {
+    weights: IncomingWeights<'a>,
+    /// Number of pieces of the weights of which the last that is elsewhere was begun.
+    begun: usize,
+}
+
 /// The files of a checkpoint.
-pub(super) struct Contents<'a>(Vec<(&'static str, Content<'a>)>);
+pub(super) struct Contents<'a> {
+    files: Vec<(&'static str, Content<'a>)>,
+    stored: StoredLayout,
+    trainer: &'a Trainer,
+}
 
 impl<'a> Contents<'a> {
-    /// Collects what this rank saves after its current step.
-    pub(super) fn of(trainer: &'a Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Result<Self> {
+    /// Collects what this rank saves after its current step: on rank 0 with the weights of other ranks' parts,
+    /// if they are `gathered`. Their values are read as they are written.
+    pub(super) fn of(
+        trainer: &'a Trainer,
+        job: &Job,
+        totals: Totals,
+        absent: &[Rank],
+        gathered: bool,
+    ) -> Result<Self> {
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let text = |text: String| Content::Bytes(text.into_bytes());
         let mut files = vec![
             ("config.json", text(config_text(&job.model, Dtype::F32))),
-            (MODEL, Content::Tensors(as_stored(&job.model, trainer.weights()?), metadata)),
+            (MODEL, Content::Tensors(trainer.weights(gathered)?, metadata)),
             (OPTIMIZER, Content::Tensors(trainer.states()?, BTreeMap::new())),
         ];
         let held = samples::held(trainer)?;
@@ -108,26 +140,39 @@ impl<'a> Contents<'a> {
         let record = record(trainer, job, totals, absent);
         let record = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
         files.push((TRAINER, Content::Bytes(record)));
-        Ok(Self(files))
+        Ok(Self { files, stored: StoredLayout::of(&job.model), trainer })
     }
 
     /// Returns the sizes of the files, and of the manifest and the folder.
     pub(super) fn size(&self) -> Size {
         let mut size = Size::default();
-        self.0.iter().for_each(|(_, content)| size.add(content.bytes()));
+        self.files.iter().for_each(|(_, content)| size.add(content.bytes()));
         // The manifest, the folder, and the next content of `latest`.
         (0..3).for_each(|_| size.on_disk = size.on_disk.saturating_add(BLOCK));
         size
     }
 
-    /// Returns the bytes of the weights.
-    pub(super) fn weights(&self) -> u64 {
-        self.0.iter().filter(|(name, _)| *name == MODEL).map(|(_, content)| content.bytes()).sum()
+    /// Sends the weights that rank 0 writes for this rank.
+    pub(super) fn send_weights(&self) -> Result<()> {
+        self.trainer.send_weights(&self.stored)
     }
 
-    /// Writes the files.
-    pub(super) fn write(&self, writer: &mut CheckpointWriter) -> Result<()> {
-        self.0.iter().try_for_each(|(name, content)| writer.write_with(name, |out| content.write(out)))
+    /// Writes the files. Whether or not that succeeds, the weights of other ranks are received.
+    pub(super) fn write(&self, begun: Result<CheckpointWriter>) -> Result<CheckpointWriter> {
+        let mut incoming = Incoming { weights: self.trainer.receive_weights(), begun: 0 };
+        let written = begun.and_then(|mut writer| {
+            self.files.iter().try_for_each(|(name, content)| {
+                writer.write_with(name, |out| content.write(out, &self.stored, &mut incoming))
+            })?;
+            Ok(writer)
+        });
+        let Incoming { weights, begun } = incoming;
+        let pieces = self.files.iter().filter_map(|(_, content)| match content {
+            Content::Tensors(pieces, _) => Some(pieces),
+            Content::Bytes(_) | Content::Samples(_) => None,
+        });
+        weights.finish(pieces.flatten().skip(begun))?;
+        written
     }
 }
 
@@ -158,14 +203,4 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         absent: absent.iter().map(|rank| rank.0).collect(),
         residuals: trainer.residual_layouts(level.codec_name()),
     }
-}
-
-/// Returns the weights as the family's files have them.
-fn as_stored(model: &ModelSpec, weights: Vec<Named>) -> Vec<Named> {
-    let stored = StoredLayout::of(model);
-    let convert = |mut tensor: Named| {
-        stored.to_file(&tensor.name, &mut tensor.shape, &mut tensor.values);
-        tensor
-    };
-    weights.into_iter().map(convert).collect()
 }

@@ -4,6 +4,7 @@
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 
+use super::super::all_succeed::all_succeed;
 use super::all_gather_u64;
 use super::source::{Files, Residuals};
 use crate::{Error, Result};
@@ -82,7 +83,8 @@ pub(super) fn share(
 fn transfer(comm: &Communicator, pairs: &[Pair], mine: Option<&Files>) -> Result<Option<Files>> {
     let me = comm.rank();
     let sends = pairs.iter().any(|pair| pair.from == me);
-    let bytes = mine.filter(|_| sends).map(Files::to_bytes).unwrap_or_default();
+    let bytes = mine.filter(|_| sends).map(Files::to_bytes).transpose();
+    let bytes = all_succeed(comm, bytes)?.unwrap_or_default();
     let pieces = all_gather_u64(comm, bytes.len().div_ceil(PIECE) as u64)?;
     let mut received = Vec::new();
     for round in 0..pieces.iter().copied().max().unwrap_or(0) {

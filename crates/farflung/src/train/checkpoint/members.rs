@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::super::job::Job;
-use super::source::{Files, Residuals, Source};
+use super::source::{Files, Needed, Residuals, Source};
 use super::whole::{Chosen, all_of};
 use super::{beside, saved_steps};
 use crate::{Error, Result, run_dir};
@@ -16,7 +16,7 @@ use crate::{Error, Result, run_dir};
 /// for a checkpoint from before the model was divided, since that would lose steps that others have.
 ///
 /// Errors: [`Error::PartsElsewhere`]; that of the newest checkpoint, if none can be read.
-pub(super) fn newest(own: &Path, job: &Job) -> Result<Option<Chosen>> {
+pub(super) fn newest(own: &Path, job: &Job, needed: &Needed) -> Result<Option<Chosen>> {
     let mut steps = saved_steps(&beside(own));
     // Its own checkpoint comes before those of others.
     for paths in steps.values_mut() {
@@ -25,9 +25,9 @@ pub(super) fn newest(own: &Path, job: &Job) -> Result<Option<Chosen>> {
     let mut failed: Option<Error> = None;
     let mut elsewhere: Option<Error> = None;
     for path in steps.values().rev().flatten() {
-        match all_of(path, job).and_then(|all| all.iter().map(Files::read).collect::<Result<Vec<_>>>()) {
+        match all_of(path, job).and_then(|all| all.into_iter().map(Files::read).collect::<Result<Vec<_>>>()) {
             Ok(files) if files.len() == 1 && elsewhere.is_some() => break,
-            Ok(files) => return chosen(path, (own, job), files).map(Some),
+            Ok(files) => return chosen(path, (own, job), files, needed).map(Some),
             Err(error @ Error::PartsElsewhere { .. }) => elsewhere = elsewhere.or(Some(error)),
             Err(error) => {
                 tracing::warn!(path = %path.display(), %error, "skipping a checkpoint that cannot be read");
@@ -38,7 +38,7 @@ pub(super) fn newest(own: &Path, job: &Job) -> Result<Option<Chosen>> {
     elsewhere.or(failed).map_or(Ok(None), Err)
 }
 
-fn chosen(path: &Path, (own, job): (&Path, &Job), files: Vec<Files>) -> Result<Chosen> {
+fn chosen(path: &Path, (own, job): (&Path, &Job), files: Vec<Files>, needed: &Needed) -> Result<Chosen> {
     let is_own = path.parent() == Some(own);
     let residuals = if is_own && files.len() == 1 { Residuals::Own } else { Residuals::None };
     let mut notes = Vec::new();
@@ -51,5 +51,5 @@ fn chosen(path: &Path, (own, job): (&Path, &Job), files: Vec<Files>) -> Result<C
             path.display()
         ));
     }
-    Ok(Chosen { source: Source::new(&job.model, files, residuals)?, notes })
+    Ok(Chosen { source: Source::new(&job.model, files, residuals, needed.clone())?, notes })
 }

@@ -9,7 +9,7 @@ use super::super::job::Job;
 use super::super::meet::model_facts;
 use super::super::trainer::{NamedTensors, RunCounters};
 use super::CheckpointRecord;
-use super::source::{Files, Residuals, Source};
+use super::source::{Files, Needed, Residuals, Source};
 use crate::{Checkpoint, Result};
 
 /// The content of one checkpoint.
@@ -25,12 +25,12 @@ pub(in super::super) struct Saved {
 ///
 /// Errors: a damaged checkpoint.
 pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
-    let files = Files::read(&Checkpoint::open(path)?)?;
+    let files = Files::read(Checkpoint::open(path)?)?;
     let record = files.record.clone();
     let Some((view, plan_start)) = record.view.zip(record.plan_start).filter(|_| is_of(&record, job)) else {
         return Ok(None);
     };
-    let source = Source::new(&job.model, vec![files], Residuals::None)?;
+    let source = Source::new(&job.model, vec![files], Residuals::None, Needed::All)?;
     let (states, kinds, tensors) = if job.averages_each_step() {
         let (states, tensors) = source.tensors();
         (states, Vec::new(), tensors)

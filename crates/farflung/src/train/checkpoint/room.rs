@@ -246,12 +246,7 @@ pub(in super::super) fn admit_newcomer(job: &Job, run: Option<RunDir>) -> Result
 
 /// Returns the size of a checkpoint of this rank, as far as it is known.
 fn size(trainer: &Trainer, job: &Job) -> Result<Size> {
-    let contents = Contents::of(trainer, job, Totals::default(), &[])?;
-    // Rank 0 of a pipeline gathers the whole model when it saves.
-    let gathers = job.plan.stages() > 1 && !job.elastic && trainer.rank().0 == 0;
-    let whole = job.model.parameters().saturating_mul(4);
-    let more = if gathers { whole.saturating_sub(contents.weights()) } else { 0 };
-    Ok(contents.size().with_more_weights(more))
+    Ok(Contents::of(trainer, job, Totals::default(), &[], !job.elastic)?.size())
 }
 
 /// Returns how many more checkpoints a run has on the disk at the same time: one that does `left` more steps,

@@ -2,34 +2,44 @@
 //! divided the model differently.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
 use farflung_zoo::weights::StoredLayout;
 use farflung_zoo::{ModelSpec, Stage};
-use safetensors::SafeTensors;
 
-use super::{AVERAGE, CHAIN, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
+use super::tensor_sink::{StoredTensor, TensorSink};
+use super::{AVERAGE, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
+use crate::train::pieces::{StateKind, tensor_name};
 use crate::{Checkpoint, Error, Result, finite};
 
-/// The files of one checkpoint, in memory.
-#[derive(Debug, Clone, PartialEq)]
+/// The files of one checkpoint.
+#[derive(Debug)]
 pub(super) struct Files {
     path: PathBuf,
     pub(super) record: CheckpointRecord,
     /// The run's settings; empty if the checkpoint has none.
     settings: String,
-    model: Vec<u8>,
-    optimizer: Vec<u8>,
-    /// The rank's samples of boundaries; empty if there are none.
-    samples: Vec<u8>,
+    tensors: TensorFiles,
+}
+
+/// Where the tensors of a checkpoint are.
+#[derive(Debug)]
+enum TensorFiles {
+    Disk(Checkpoint),
+    /// In memory: another rank has sent them.
+    Sent {
+        model: Vec<u8>,
+        optimizer: Vec<u8>,
+    },
 }
 
 impl Files {
-    /// Reads a checkpoint.
+    /// Reads the counters and the settings of a checkpoint.
     ///
     /// Errors: [`Error::Damaged`] with the file.
-    pub(super) fn read(checkpoint: &Checkpoint) -> Result<Self> {
+    pub(super) fn read(checkpoint: Checkpoint) -> Result<Self> {
         let settings = if checkpoint.names().contains(&SETTINGS) {
             String::from_utf8_lossy(&checkpoint.read(SETTINGS)?).into_owned()
         } else {
@@ -37,28 +47,63 @@ impl Files {
         };
         Ok(Self {
             path: checkpoint.path().to_owned(),
-            record: record(checkpoint)?,
+            record: record(&checkpoint)?,
             settings,
-            model: checkpoint.read(MODEL)?,
-            optimizer: checkpoint.read(OPTIMIZER)?,
-            samples: if checkpoint.names().contains(&SAMPLES) {
-                checkpoint.read(SAMPLES)?
-            } else {
-                Vec::new()
-            },
+            tensors: TensorFiles::Disk(checkpoint),
         })
     }
 
+    /// Reads the rank's samples of boundaries; empty if there are none.
+    fn samples(&self) -> Result<Vec<u8>> {
+        match &self.tensors {
+            TensorFiles::Disk(checkpoint) if checkpoint.names().contains(&SAMPLES) => {
+                checkpoint.read(SAMPLES)
+            }
+            _ => Ok(Vec::new()),
+        }
+    }
+
+    /// Reads the `wanted` tensors of a file.
+    ///
+    /// Errors: [`Error::Damaged`]; [`Error::NotFinite`] with the tensor.
+    fn tensors(&self, name: &str, wanted: impl FnMut(&str, usize) -> bool) -> Result<Vec<StoredTensor>> {
+        let read = match &self.tensors {
+            TensorFiles::Disk(checkpoint) => {
+                let mut sink = TensorSink::new(checkpoint.bytes_of(name), wanted);
+                checkpoint.copy(name, &mut sink)?;
+                sink.finish()
+            }
+            TensorFiles::Sent { model, optimizer } => {
+                let bytes = if name == MODEL { model } else { optimizer };
+                let mut sink = TensorSink::new(bytes.len() as u64, wanted);
+                sink.write_all(bytes).map_err(Error::io("read", &self.path))?;
+                sink.finish()
+            }
+        };
+        let read = read.map_err(|what| self.damaged(name, what))?;
+        read.iter().try_for_each(|tensor| finite::check(&tensor.name, &tensor.values))?;
+        Ok(read)
+    }
+
     /// Encodes the files, except the samples, for another rank: each part preceded by its length.
-    pub(super) fn to_bytes(&self) -> Vec<u8> {
+    ///
+    /// Errors: [`Error::Damaged`] with the file.
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>> {
+        let read = |name| match &self.tensors {
+            TensorFiles::Disk(checkpoint) => checkpoint.read(name),
+            TensorFiles::Sent { model, optimizer } => {
+                Ok(if name == MODEL { model.clone() } else { optimizer.clone() })
+            }
+        };
+        let (model, optimizer) = (read(MODEL)?, read(OPTIMIZER)?);
         let record = serde_json::to_vec(&self.record).expect("numbers and names can be written as JSON");
         let path = self.path.display().to_string();
         let mut bytes = Vec::new();
-        for part in [path.as_bytes(), &record, self.settings.as_bytes(), &self.model, &self.optimizer] {
+        for part in [path.as_bytes(), &record, self.settings.as_bytes(), &model, &optimizer] {
             bytes.extend((part.len() as u64).to_le_bytes());
             bytes.extend(part);
         }
-        bytes
+        Ok(bytes)
     }
 
     /// Decodes the bytes of [`Files::to_bytes`]; `None` for other bytes.
@@ -74,9 +119,7 @@ impl Files {
             path: String::from_utf8_lossy(next()?).into_owned().into(),
             record: serde_json::from_slice(next()?).ok()?,
             settings: String::from_utf8_lossy(next()?).into_owned(),
-            model: next()?.to_vec(),
-            optimizer: next()?.to_vec(),
-            samples: Vec::new(),
+            tensors: TensorFiles::Sent { model: next()?.to_vec(), optimizer: next()?.to_vec() },
         };
         bytes.is_empty().then_some(files)
     }
@@ -117,8 +160,35 @@ pub(in super::super) struct Source {
     pub(super) samples: Vec<u8>,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
+    /// Names of residuals that are not empty. They are read only if they are this rank's.
+    averages: BTreeSet<String>,
+    /// Whether there are weights that the model does not have.
+    foreign: bool,
     /// Layout of the whole model: the position of each tensor in a flat buffer of a rank without stages.
     whole: ParamLayout,
+    needed: Needed,
+}
+
+/// The tensors of a model that a rank needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) enum Needed {
+    All,
+    /// Those of its parts, with the number of parts that have each.
+    Parts(BTreeMap<String, usize>),
+}
+
+impl Needed {
+    fn has(&self, tensor: &str) -> bool {
+        match self {
+            Self::All => true,
+            Self::Parts(parts) => parts.contains_key(tensor),
+        }
+    }
+
+    /// Returns whether exactly one part has the tensor.
+    fn has_once(&self, tensor: &str) -> bool {
+        matches!(self, Self::Parts(parts) if parts.get(tensor) == Some(&1))
+    }
 }
 
 /// Reads the counters of a checkpoint.
@@ -130,34 +200,62 @@ pub(super) fn record(checkpoint: &Checkpoint) -> Result<CheckpointRecord> {
 }
 
 impl Source {
-    /// Reads checkpoints of one step; the first one is rank 0's or this rank's own.
+    /// Reads checkpoints of one step; the first one is rank 0's or this rank's own. Of tensors only those that
+    /// are `needed`.
     ///
     /// Errors: [`Error::Damaged`] with the file; [`Error::NotFinite`] with the tensor.
-    pub(super) fn new(model: &ModelSpec, checkpoints: Vec<Files>, residuals: Residuals) -> Result<Self> {
+    pub(super) fn new(
+        model: &ModelSpec,
+        checkpoints: Vec<Files>,
+        residuals: Residuals,
+        needed: Needed,
+    ) -> Result<Self> {
         let device = farflung_tensor::Device::cpu(1)?;
         let whole = Stage::whole(model, &device)?.layout().clone();
         let stored = StoredLayout::of(model);
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
+        let (mut foreign, mut averages) = (false, BTreeSet::new());
+        let first = checkpoints.first().expect("at least one checkpoint is read");
         for files in &checkpoints {
-            let file = SafeTensors::deserialize(&files.model)
-                .map_err(|_| files.damaged(MODEL, "it is not a valid safetensors file"))?;
-            for (name, tensor) in file.iter() {
-                let (mut shape, mut values) = (tensor.shape().to_vec(), floats(tensor.data()));
-                finite::check(name, &values)?;
-                stored.from_file(name, &mut shape, &mut values);
-                weights.insert(name.to_owned(), (shape, values));
+            if files.record.step != first.record.step {
+                return Err(files.damaged(TRAINER, "it is of another step than the checkpoint beside it"));
             }
-            let file = SafeTensors::deserialize(&files.optimizer)
-                .map_err(|_| files.damaged(OPTIMIZER, "it is not a valid safetensors file"))?;
-            for (name, tensor) in file.iter() {
-                let values = floats(tensor.data());
-                finite::check(name, &values)?;
-                states.insert(name.to_owned(), values);
+            let read = files.tensors(MODEL, |name, _| {
+                foreign |= whole.find(name).is_err();
+                needed.has(name)
+            });
+            for StoredTensor { name, mut shape, mut values } in read? {
+                stored.from_file(&name, &mut shape, &mut values);
+                weights.insert(name, (shape, values));
             }
+            let read = files.tensors(OPTIMIZER, |name, bytes| match name.split_once('/') {
+                _ if name.starts_with(AVERAGE) => {
+                    if bytes > 0 {
+                        averages.insert(name.to_owned());
+                    }
+                    residuals == Residuals::Own
+                }
+                Some((_, tensor)) => needed.has(tensor),
+                None => true,
+            });
+            states.extend(read?.into_iter().map(|tensor| (tensor.name, tensor.values)));
         }
-        let Files { path, record, settings, samples, .. } =
+        let samples = first.samples()?;
+        let Files { path, record, settings, .. } =
             checkpoints.into_iter().next().expect("at least one checkpoint is read");
-        Ok(Self { record, residuals, path, settings, samples, weights, states, whole })
+        Ok(Self {
+            record,
+            residuals,
+            path,
+            settings,
+            samples,
+            weights,
+            states,
+            averages,
+            foreign,
+            whole,
+            needed,
+        })
     }
 
     /// Returns the first checkpoint's folder.
@@ -189,10 +287,13 @@ impl Source {
         self.record.rounds
     }
 
-    /// Returns the weights of a layout as a flat buffer.
+    /// Returns the weights of a part's layout as a flat buffer, and forgets those that no other part needs.
     ///
-    /// Errors: [`Error::Damaged`] for a tensor that is missing or has another shape.
-    pub(in super::super) fn weights(&self, layout: &ParamLayout) -> Result<Vec<f32>> {
+    /// Errors: [`Error::Damaged`] for a tensor that is missing, has another shape, or is not the model's.
+    pub(in super::super) fn take_weights(&mut self, layout: &ParamLayout) -> Result<Vec<f32>> {
+        if self.foreign {
+            return Err(self.damaged("it has a tensor that the model does not have"));
+        }
         let mut flat = vec![0.0; layout.len()];
         for p in layout.params() {
             let found = self.weights.get(&p.name);
@@ -201,6 +302,9 @@ impl Source {
                 return Err(self.damaged("it contains a model of another shape"));
             }
             flat[p.range()].copy_from_slice(values);
+            if self.needed.has_once(&p.name) {
+                self.weights.remove(&p.name);
+            }
         }
         Ok(flat)
     }
@@ -218,9 +322,8 @@ impl Source {
 
     /// Returns whether there are residuals of other averages than those whose states begin with `prefixes`.
     pub(in super::super) fn has_other_residuals(&self, prefixes: &[String]) -> bool {
-        let other =
-            |name: &str| name.starts_with(AVERAGE) && !prefixes.iter().any(|one| name.starts_with(one));
-        self.states.iter().any(|(name, values)| other(name) && !values.is_empty())
+        let other = |name: &String| !prefixes.iter().any(|one| name.starts_with(one));
+        self.averages.iter().any(other)
     }
 
     /// Returns the state of the loss scale; empty if the checkpoint has none.
@@ -231,12 +334,12 @@ impl Source {
     /// Returns the number of the optimizer's states, and the tensors for which the values and all states are
     /// present, by name. In each tensor the states follow the values, in the order of their names.
     pub(super) fn tensors(&self) -> (usize, BTreeMap<String, Vec<f32>>) {
-        let kind = |name: &String| Some(name.strip_prefix(CHAIN)?.split_once('/')?.0.to_owned());
+        let kind = |name: &String| Some(StateKind::optimizer_of(name)?.0.to_owned());
         let kinds: BTreeSet<String> = self.states.keys().filter_map(kind).collect();
         let whole = |(name, (_, values)): (&String, &(Vec<usize>, Vec<f32>))| {
             let mut all = values.clone();
             for kind in &kinds {
-                let state = self.state(&format!("{CHAIN}{kind}/{name}"))?;
+                let state = self.state(&StateKind::Optimizer(kind.clone()).of(name))?;
                 all.extend(Some(state).filter(|state| state.len() == values.len())?);
             }
             Some((name.clone(), all))
@@ -269,16 +372,22 @@ impl Source {
         for p in layout.params() {
             let values = match all {
                 Some(all) => &all[self.whole.params()[self.whole.find(&p.name).ok()?].range()],
-                None => self.state(&format!("{name}/{}", p.name)).filter(|v| v.len() == p.shape.len())?,
+                None => self.state(&tensor_name(name, &p.name)).filter(|v| v.len() == p.shape.len())?,
             };
             flat[p.range()].copy_from_slice(values);
         }
         Some(flat)
     }
+
+    /// Like [`Source::flat`], and forgets the tensors that no other part needs.
+    pub(in super::super) fn take_flat(&mut self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {
+        let flat = self.flat(name, layout)?;
+        for p in layout.params().iter().filter(|p| self.needed.has_once(&p.name)) {
+            self.states.remove(&tensor_name(name, &p.name));
+        }
+        Some(flat)
+    }
 }
 
-/// Converts little-endian bytes to numbers.
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    let (words, _) = bytes.as_chunks::<4>();
-    words.iter().map(|&word| f32::from_le_bytes(word)).collect()
-}
+#[cfg(test)]
+mod tests;

@@ -27,7 +27,7 @@ use crate::train::report::Report;
 use crate::train::run_loop::{BetweenSteps, Next, Start};
 use crate::train::steps::{AfterStep, LastDone, Steps};
 use crate::train::stop_in_step::RunProgress;
-use crate::train::trainer::Trainer;
+use crate::train::trainer::{Ending, Trainer};
 use crate::{Error, Result, RunDir, Signal};
 
 /// Minimum time for which a newcomer waits to be admitted before it gives up, for each step of a round. Members
@@ -306,20 +306,23 @@ impl BetweenSteps for MemberSteps<'_> {
         }
     }
 
-    /// Gathers the whole model on rank 0 in pipelines, and tells spares that the run is over.
+    /// Also tells spares that the run is over.
     fn over(
         &mut self,
         trainer: &mut Trainer,
         steps: &mut Steps<'_, '_>,
         events: &mut EventLog,
-    ) -> Result<()> {
-        while let Err(error) = trainer.gather_whole() {
-            go_on_without(&mut self.member, trainer, steps, events, error)?;
-        }
+    ) -> Result<Option<Ending>> {
+        let ending = loop {
+            match trainer.ending(&steps.job, steps.tells) {
+                Ok(ending) => break ending,
+                Err(error) => go_on_without(&mut self.member, trainer, steps, events, error)?,
+            }
+        };
         if let Some(team) = self.member.team.as_ref().filter(|team| team.leads()) {
             team.tell_over();
         }
-        Ok(())
+        Ok(ending)
     }
 
     /// Tells the spares and the events why this member's run has ended.

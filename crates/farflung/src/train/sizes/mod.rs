@@ -174,8 +174,9 @@ impl Case {
             None => (&whole[..], 0),
         };
         let processes = if self.launched.is_some() { ranks.len() } else { 1 };
+        let beside = self.launched.as_ref().map_or(0, |launched| launched.local.len().saturating_sub(1));
         let (run, data) = (&config.run_settings(), self.data);
-        RankGroup { config, run, model, positions, world, ranks, processes, data, actions }.need()
+        RankGroup { config, run, model, positions, world, ranks, processes, beside, data, actions }.need()
     }
 
     fn admit(&self, config: &TrainConfig, known: Option<Available>) -> Result<()> {

@@ -7,6 +7,7 @@ use std::ops::Range;
 
 use farflung_base::{Bytes, Rank};
 use farflung_comm::Algorithm;
+use farflung_comm::tcp::{SEGMENT_BYTES, SharedMemory};
 use farflung_compress::link::SampleShape;
 use farflung_optim::LrSchedule;
 use farflung_parallel::{Plan, whole_pipelines};
@@ -14,10 +15,12 @@ use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::ModelSpec;
 
 use super::super::boundary::held_bytes;
+use super::super::links::shared_memory;
+use super::super::pieces::{CHUNK_LEN, CHUNK_WINDOW};
 use super::buckets::averaging;
 use super::data::Data;
 use super::rank_memory::RankMemory;
-use crate::config::choice::{StoreKind, TokenizerKind};
+use crate::config::choice::{Resume, StoreKind, TokenizerKind};
 use crate::{RunSettings, TrainConfig};
 
 /// Bytes of an f32.
@@ -155,6 +158,8 @@ pub(super) struct RankGroup<'a> {
     pub(super) ranks: Range<usize>,
     /// Number of processes that run these ranks.
     pub(super) processes: usize,
+    /// Number of processes on this machine with which one of them shares memory.
+    pub(super) beside: usize,
     pub(super) data: Data,
     /// Number of actions in the schedules of a step and of an evaluation.
     pub(super) actions: u128,
@@ -190,6 +195,12 @@ impl RankGroup<'_> {
         let (ranks, processes) = (self.ranks.len() as u128, self.processes as u128);
         let world = self.world as u128;
         all.add(MemoryPurpose::Workers, PROGRAM * processes + WORKER * ranks + PAIR * ranks * world);
+        if shared_memory(self.run) == SharedMemory::WherePossible {
+            // All processes together have each segment once.
+            let times = if self.processes == 1 { 2 } else { processes };
+            let segments = (times * self.beside as u128).div_ceil(2);
+            all.add(MemoryPurpose::Workers, segments * SEGMENT_BYTES as u128);
+        }
         if priced(self.config.algorithm) {
             all.add(MemoryPurpose::Plans, STEP * ranks * world * world);
         }
@@ -263,14 +274,24 @@ impl RankGroup<'_> {
         let buffers = if config.document_mask { 8 } else { 4 };
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 
-        // Saving copies the weights (for a moment twice), then all states.
-        let states = model.saturating_mul(states + outer.saved as u128).saturating_add(saved);
-        need.add(MemoryPurpose::Checkpoint, model.saturating_add(states.max(model)));
-        if position.gathers && rank == 0 {
-            let whole = F32.saturating_mul(u128::from(self.model.parameters()));
-            need.add(MemoryPurpose::Checkpoint, whole.saturating_mul(3));
+        need.add(MemoryPurpose::Checkpoint, self.checkpoint(rank, model, here).saturating_add(saved));
+        if config.resume != Resume::No {
+            // The weights and all states are read before they are moved into the rank's buffers.
+            let read = model.saturating_mul(1 + states + outer.saved as u128);
+            need.add(MemoryPurpose::Checkpoint, read.saturating_add(saved));
         }
         need
+    }
+
+    /// Returns the bytes that saving needs besides the saved values: they are written tensor by tensor.
+    fn checkpoint(&self, rank: usize, model: u128, here: bool) -> u128 {
+        let sizes = self.model.tensors().into_iter().map(|tensor| tensor.shape.iter().product::<usize>());
+        let largest = F32.saturating_mul(sizes.max().unwrap_or(0) as u128).min(model);
+        let copies = u128::from(!here) + u128::from(self.model.names.outputs_first);
+        // Chunks of weights that are on their way to rank 0.
+        let senders =
+            if rank == 0 { self.positions.len() - 1 } else { usize::from(self.positions.len() > 1) };
+        largest.saturating_mul(copies).saturating_add(F32 * (senders * CHUNK_WINDOW * CHUNK_LEN) as u128)
     }
 
     /// Adds the buckets, messages and residuals of a part of the model that `holders` ranks average. Returns

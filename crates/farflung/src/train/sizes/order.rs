@@ -88,8 +88,7 @@ impl Pipeline {
         }
         let round = 2 * u128::from(ranks);
         let fewer = (MOST_CELLS / depth / round * round) as u32;
-        let mut positions =
-            vec![RankMemory { copies: 1, gathers: true, ..RankMemory::default() }; config.stages];
+        let mut positions = vec![RankMemory { copies: 1, ..RankMemory::default() }; config.stages];
         if let Some(order) = order(fewer.min(all)).ok().filter(|_| fewer > 0) {
             positions = rank_memory::pipeline(config, model, &order)?;
             for (rank, position) in (0..).map(Rank).zip(&mut positions) {

@@ -31,8 +31,6 @@ pub(super) struct RankMemory {
     pub(super) logits: u128,
     /// Activations offloaded to the host by a rank on a GPU: f32 values per token of a microbatch, at the peak.
     pub(super) away: u128,
-    /// Whether rank 0 gathers the whole model for checkpoints.
-    pub(super) gathers: bool,
 }
 
 impl RankMemory {
@@ -102,7 +100,7 @@ pub(super) fn pipeline(
     let position = |rank| {
         let of_part = |stage| placement.holders(placement.part(stage)).len() as u32;
         let copies = placement.homes_of(rank).map(of_part).max().unwrap_or(1);
-        let mut position = RankMemory { copies, gathers: true, ..RankMemory::default() };
+        let mut position = RankMemory { copies, ..RankMemory::default() };
         for stage in placement.homes_of(rank) {
             let part = placement.part(stage);
             let (first, last) = (placement.is_first(stage), placement.is_last(stage));

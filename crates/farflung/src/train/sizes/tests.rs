@@ -165,9 +165,10 @@ fn settings_that_hold_more_need_more() {
     let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
     let model = 4 * 4 * u128::from(ModelSpec::preset("nano").unwrap().parameters());
     let adam = need(small());
-    // AdamW has two moments, and each is also copied for the checkpoint.
+    // AdamW has two moments. A checkpoint is written tensor by tensor, without copies of them.
     let sgd = TrainConfig { optimizer: OptimizerKind::of(&SGD), momentum: 0.0, ..small() };
-    assert!(adam - need(sgd) > 3 * model);
+    let moments = adam - need(sgd);
+    assert!((2 * model..3 * model).contains(&moments), "{moments}");
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };
     assert!(need(diloco) > adam + 3 * model);
     // Where replicas differ, their own parameters are kept while the common ones are in use.

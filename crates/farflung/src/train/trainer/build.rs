@@ -127,7 +127,6 @@ impl Trainer {
             holders,
             resync,
             scale,
-            whole: None,
             step: 0,
             steps: job.config.steps,
             updates,

@@ -1,15 +1,11 @@
 //! Gathers the whole model on rank 0 from the parts of the first replica.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
-
 use farflung_base::{Rank, StageId};
 use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::Trainer;
 use crate::train::executor::Executor;
-use crate::train::fingerprint::digest;
 use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
@@ -73,60 +69,5 @@ impl Trainer {
             }
         }
         Ok(Some(all))
-    }
-
-    /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds the whole
-    /// model; `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is
-    /// the same under any plan. A collective: all ranks must call it.
-    pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
-        let Executor { comm, parts, placement, .. } = &self.executor;
-        let alone = placement.depth() == 1;
-        let first = alone || comm.rank().0 == 0;
-        let mut mine = String::new();
-        if first || self.replica == 0 {
-            for part in parts.values() {
-                let all = part.params.to_vec::<f32>()?;
-                for p in part.stage.layout().params() {
-                    let _ = writeln!(mine, "{} {}", p.name, digest(&all[p.range()]).to_hex());
-                }
-            }
-        }
-        let told = if alone { vec![mine.into_bytes()] } else { comm.all_gather_bytes(mine.into_bytes())? };
-        // The token table is held by two parts and counts once: the hash of the lowest rank is used.
-        let mut tensors = BTreeMap::new();
-        for lines in told.iter().map(|bytes| String::from_utf8_lossy(bytes)) {
-            for (name, hash) in lines.lines().filter_map(|line| line.split_once(' ')) {
-                tensors.entry(name.to_owned()).or_insert_with(|| hash.to_owned());
-            }
-        }
-        let lines: String = tensors
-            .into_iter()
-            .flat_map(|(name, hash)| [name, " ".to_owned(), hash, "\n".to_owned()])
-            .collect();
-        Ok(first.then(|| blake3::hash(lines.as_bytes()).to_hex().to_string()))
-    }
-
-    /// Returns the whole model on rank 0 after [`Trainer::gather_whole`]. If the model has one part, it is
-    /// returned on every rank.
-    pub(in crate::train) fn gathered(&self) -> Option<(&Stage, &Tensor)> {
-        match &self.whole {
-            Some((stage, params)) => Some((stage, params)),
-            None if self.schedule.placement().depth() == 1 => Some((self.stage(), self.params())),
-            None => None,
-        }
-    }
-
-    /// Gathers the whole model on rank 0, if it has several parts, and keeps it. A collective: all ranks must
-    /// call it.
-    pub(in crate::train) fn gather_whole(&mut self) -> Result<()> {
-        if self.schedule.placement().depth() == 1 {
-            return Ok(());
-        }
-        let params = self.gather_params()?;
-        let spec = self.stage().spec().clone();
-        let device = &self.executor.device;
-        self.whole =
-            params.map(|params| Ok::<_, Error>((Stage::whole(&spec, device)?, params))).transpose()?;
-        Ok(())
     }
 }

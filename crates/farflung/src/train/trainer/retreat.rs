@@ -126,8 +126,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Returns to the last step after which all replicas were equal, and drops the step in flight and what was
-    /// gathered of other ranks' parts. A step that others may have committed is dropped, too.
+    /// Returns to the last step after which all replicas were equal, and drops the step in flight. A step that
+    /// others may have committed is dropped, too.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn back_to_common(&mut self) -> Result<()> {
@@ -135,7 +135,6 @@ impl Trainer {
             self.resolve_vote(self.committed())?;
         }
         self.drop_step();
-        self.whole = None;
         self.restore_rollback_point()
     }
 

@@ -10,16 +10,14 @@ use farflung_optim::sync::Synchroniser;
 use farflung_tensor::{ParamLayout, Tensor};
 use farflung_zoo::Stage;
 
+use super::Trainer;
 use super::named_tensors::{NamedTensors, RunCounters};
 use super::retreat::{RollbackPoint, agreed};
-use super::{Trainer, named};
-use crate::train::checkpoint::CHAIN;
 use crate::train::job::Job;
 use crate::train::part::Part;
+use crate::train::pieces::{Scope, StateKind, tensor_name};
 use crate::{Error, Result};
 
-/// Prefix of the kinds of the method's states.
-const OUTER: &str = "outer.";
 /// The kind of the parameters.
 pub(super) const PARAMS: &str = "";
 
@@ -28,34 +26,37 @@ pub(super) type Tensors = BTreeMap<String, Vec<f32>>;
 
 /// Returns whether a tensor with this name belongs to one replica's optimizer.
 pub(in crate::train) fn is_optimizer(name: &str) -> bool {
-    name.starts_with(CHAIN)
+    StateKind::is_optimizer(name)
 }
 
 /// Returns the states of a method by kind.
 pub(super) fn outer_states(sync: &dyn Synchroniser) -> impl Iterator<Item = (String, &Tensor)> {
-    sync.states().into_iter().map(|(name, state)| (format!("{OUTER}{name}"), state))
+    sync.states().into_iter().map(|(name, state)| (StateKind::Method(name.to_owned()).name(), state))
 }
 
 /// Returns the states of an optimizer by kind.
 pub(super) fn chain_states(chain: &Chain) -> impl Iterator<Item = (String, &Tensor)> {
-    chain.states().map(|(name, state)| (format!("{CHAIN}{name}"), state))
+    chain.states().map(|(name, state)| (StateKind::Optimizer(name.to_owned()).name(), state))
 }
 
-/// Returns the states of a part by kind: those of the method, then those of the optimizer.
+/// Returns the states of a part by kind: those of the optimizer, and those that replicas share.
 fn states(part: &Part) -> impl Iterator<Item = (String, &Tensor)> {
-    part.sync.iter().flat_map(|sync| outer_states(&**sync)).chain(chain_states(&part.chain))
-}
-
-fn name_of(kind: &str, tensor: &str) -> String {
-    if kind == PARAMS { tensor.to_owned() } else { format!("{kind}/{tensor}") }
+    let states = part.states(false).into_iter().filter(|state| match state.kind {
+        StateKind::Optimizer(_) => true,
+        StateKind::Method(_) => state.scope == Scope::Run,
+        StateKind::Parameters | StateKind::OwnParameters => false,
+    });
+    states.map(|state| (state.kind.name(), state.values))
 }
 
 /// Adds the tensors of a flat buffer of this kind.
 ///
 /// Errors: those of the device.
 pub(super) fn add_tensors(into: &mut Tensors, stage: &Stage, kind: &str, flat: &Tensor) -> Result<()> {
-    let tensors = named(stage, flat, |tensor| name_of(kind, tensor))?;
-    into.extend(tensors.into_iter().map(|tensor| (tensor.name, tensor.values)));
+    for param in stage.layout().params() {
+        let values = flat.view().part(param.start, param.shape)?.to_vec::<f32>()?;
+        into.insert(tensor_name(kind, &param.name), values);
+    }
     Ok(())
 }
 
@@ -69,7 +70,7 @@ pub(super) fn flat<'a>(
 ) -> Result<Vec<f32>> {
     let mut flat = vec![0.0; layout.len()];
     for param in layout.params() {
-        let name = name_of(kind, &param.name);
+        let name = tensor_name(kind, &param.name);
         let values = get(&name).filter(|values| values.len() == param.shape.len());
         let values = values.ok_or_else(|| Error::Message {
             message: format!("{name} of the run's state"),
@@ -100,7 +101,9 @@ pub(super) fn restore_shared<'a>(
     let Some(sync) = sync else { return Ok(()) };
     let flats = flats(layout, outer_states(&**sync), get)?;
     sync.on_params_set(params)?;
-    sync.restore(counted.outer_steps, &|name| flats.get(&format!("{OUTER}{name}")).cloned())?;
+    sync.restore(counted.outer_steps, &|name| {
+        flats.get(&StateKind::Method(name.to_owned()).name()).cloned()
+    })?;
     Ok(sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?)
 }
 
@@ -113,7 +116,9 @@ pub(super) fn restore_optimizer<'a>(
     get: &dyn Fn(&str) -> Option<&'a [f32]>,
 ) -> Result<()> {
     let flats = flats(layout, chain_states(chain), get)?;
-    Ok(chain.restore(updates, |name| flats.get(&format!("{CHAIN}{name}")).map(Vec::as_slice))?)
+    Ok(chain.restore(updates, |name| {
+        flats.get(&StateKind::Optimizer(name.to_owned()).name()).map(Vec::as_slice)
+    })?)
 }
 
 impl Trainer {
@@ -145,7 +150,7 @@ impl Trainer {
         let mut tensors = Tensors::new();
         for (stage, name, state) in self.last_mark().iter().flat_map(|mark| mark.states()) {
             let part = &self.executor.parts[&stage];
-            add_tensors(&mut tensors, &part.stage, &format!("{CHAIN}{name}"), state)?;
+            add_tensors(&mut tensors, &part.stage, &StateKind::Optimizer(name.to_owned()).name(), state)?;
         }
         Ok(tensors)
     }

@@ -5,21 +5,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use farflung_base::StageId;
-use farflung_tensor::{ParamLayout, Tensor};
+use farflung_tensor::ParamLayout;
 
-use super::{Trainer, by_number, named};
+use super::{Trainer, by_number};
 use crate::Result;
 use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::checkpoint::{
-    AVERAGE, CHAIN, Counters, LOSS_SCALE, Named, Residuals, RestoredResiduals, Source,
-};
+use crate::train::checkpoint::{AVERAGE, Counters, LOSS_SCALE, Needed, Residuals, RestoredResiduals, Source};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
-
-/// Name of a replica's own parameters among a rank's states.
-const OWN: &str = "own";
+use crate::train::pieces::{Piece, PieceValues, StateKind};
 
 impl Trainer {
     /// Returns the first layer of each part that the rank holds, and the one after its last.
@@ -66,6 +62,15 @@ impl Trainer {
         syncs.into_iter().try_for_each(|sync| Ok(sync.wait_in_flight()?))
     }
 
+    /// Returns which tensors its parts have.
+    pub(in crate::train) fn needed(&self) -> Needed {
+        let mut parts = BTreeMap::new();
+        for param in self.executor.parts.values().flat_map(|part| part.stage.layout().params()) {
+            *parts.entry(param.name.clone()).or_default() += 1;
+        }
+        Needed::Parts(parts)
+    }
+
     /// Returns the numbers of steps, of the method's averages, and of rounds.
     pub(in crate::train) fn counters(&self) -> Counters {
         let sync = self.executor.parts.values().find_map(|part| part.sync.as_ref());
@@ -76,47 +81,27 @@ impl Trainer {
         }
     }
 
-    /// Returns the tensors of the model that this rank writes: all of them on rank 0 after
-    /// [`Trainer::gather_whole`], else those of its own parts.
-    pub(in crate::train) fn weights(&self) -> Result<Vec<Named>> {
-        match &self.whole {
-            Some((stage, params)) => named(stage, params, str::to_owned),
-            None if self.schedule.layers.len() == 1 => named(self.stage(), self.params(), str::to_owned),
-            None => self.tensors(|part| vec![(String::new(), &part.params)]),
-        }
-    }
-
-    /// Returns the tensors of the flat buffers that `of` selects from each part, with a prefix before their
-    /// names. A tensor that two parts share is returned once.
-    fn tensors<'a>(&'a self, of: impl Fn(&'a Part) -> Vec<(String, &'a Tensor)>) -> Result<Vec<Named>> {
-        let mut all: BTreeMap<String, Named> = BTreeMap::new();
+    /// Returns the optimizer states by tensor, the loss scale, and the residuals. A tensor that two parts share
+    /// is returned once.
+    pub(in crate::train) fn states(&self) -> Result<Vec<Piece<'_>>> {
+        let mut all = BTreeMap::new();
         for part in self.executor.parts.values() {
-            for (prefix, flat) in of(part) {
-                let tensors = named(&part.stage, flat, |name| format!("{prefix}{name}"))?;
-                all.extend(tensors.into_iter().map(|n| (n.name.clone(), n)));
-            }
+            let states = part.states(self.each_step);
+            let states = states.iter().filter(|state| state.kind != StateKind::Parameters);
+            let pieces = states.flat_map(|state| state.pieces(part.stage.layout()));
+            all.extend(pieces.map(|piece| (piece.name.clone(), piece)));
         }
-        Ok(all.into_values().collect())
-    }
-
-    /// Returns the optimizer states by tensor, the loss scale, and the residuals.
-    pub(in crate::train) fn states(&self) -> Result<Vec<Named>> {
-        let mut states = self.tensors(|part| {
-            let chain = part.chain.states().map(|(name, state)| (format!("{CHAIN}{name}/"), state));
-            let sync = part.sync.iter().flat_map(|sync| sync.states());
-            let own_states = part.sync.iter().flat_map(|sync| sync.own_states());
-            let sync = sync.chain(own_states).map(|(name, state)| (format!("outer.{name}/"), state));
-            let own = part.own.iter().map(|own| (format!("{OWN}/"), own));
-            chain.chain(sync).chain(own).collect()
-        })?;
-        let scale = self.scale.save().to_vec();
-        states.push(Named { name: LOSS_SCALE.to_owned(), shape: vec![scale.len()], values: scale });
+        let host = |name: String, values: Vec<f32>| Piece {
+            name,
+            shape: vec![values.len()],
+            values: PieceValues::Host(values),
+        };
+        let mut states: Vec<Piece<'_>> = all.into_values().collect();
+        states.push(host(LOSS_SCALE.to_owned(), self.scale.save().to_vec()));
         for (stage, part) in &self.executor.parts {
             if let Some(sync) = &part.sync {
                 let saved = sync.average().save(&average_prefix(*stage))?;
-                let flat =
-                    |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
-                states.extend(saved.into_iter().map(flat));
+                states.extend(saved.into_iter().map(|(name, values)| host(name, values)));
             }
         }
         Ok(states)
@@ -169,13 +154,13 @@ impl Trainer {
 
     /// Restores the state of the checkpoint `from`, for averages with the codec `codec`. Residuals are restored
     /// only if this rank wrote them with its current parts, and for the same ranges of values.
-    pub(in crate::train) fn restore(&mut self, from: &Source, codec: &str) -> Result<RestoredResiduals> {
+    pub(in crate::train) fn restore(&mut self, from: &mut Source, codec: &str) -> Result<RestoredResiduals> {
         let layouts = self.residual_layouts(codec);
         let mut restored: Vec<String> = Vec::new();
         let updates = self.samples.taken(from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
             let layout = part.stage.layout().clone();
-            part.params.write(&from.weights(&layout)?)?;
+            part.params.write(&from.take_weights(&layout)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
             sync.on_params_set(&part.params)?;
@@ -186,10 +171,13 @@ impl Trainer {
             let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
             let state = |name: &str| {
                 let known = alike || shared.iter().any(|shared| shared == name);
-                known.then(|| from.flat(&format!("outer.{name}"), &layout)).flatten()
+                known.then(|| from.flat(&StateKind::Method(name.to_owned()).name(), &layout)).flatten()
             };
             sync.restore(from.outer_step(), &state)?;
-            if let Some(own) = from.flat(OWN, &layout).filter(|_| alike && sync.replicas_differ()) {
+            if let Some(own) = from
+                .flat(&StateKind::OwnParameters.name(), &layout)
+                .filter(|_| alike && sync.replicas_differ())
+            {
                 part.params.write(&own)?;
             }
             let (prefix, average) = (average_prefix(*stage), sync.average_mut());
@@ -222,11 +210,14 @@ fn average_prefix(stage: StageId) -> String {
 }
 
 /// Restores a part's optimizer from a checkpoint's states, after `updates` updates.
-fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &Source, updates: u64) -> Result<()> {
-    let states: BTreeMap<String, Vec<f32>> = part
-        .chain
-        .states()
-        .filter_map(|(name, _)| Some((name.to_owned(), from.flat(&format!("{CHAIN}{name}"), layout)?)))
+fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &mut Source, updates: u64) -> Result<()> {
+    let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
+    let states: BTreeMap<String, Vec<f32>> = names
+        .into_iter()
+        .filter_map(|name| {
+            let state = StateKind::Optimizer(name.clone());
+            Some((name, from.take_flat(&state.name(), layout)?))
+        })
         .collect();
     Ok(part.chain.restore(updates, |name| states.get(name).map(Vec::as_slice))?)
 }

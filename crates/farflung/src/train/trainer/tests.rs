@@ -3,6 +3,7 @@
 mod settled;
 
 use farflung_parallel::pipeline::Method;
+use farflung_tensor::Param;
 
 use super::*;
 use crate::config::choice::{LrScheduleKind, TransportKind};
@@ -73,8 +74,12 @@ type Values = Vec<(String, Vec<f32>)>;
 
 /// Returns a rank's parameters by name.
 fn values(rank: &Trainer) -> Values {
-    let tensors = |(stage, flat)| named(stage, flat, str::to_owned).unwrap();
-    rank.parts().flat_map(tensors).map(|named| (named.name, named.values)).collect()
+    let tensors = |(stage, flat): (&Stage, &Tensor)| {
+        let all = flat.to_vec::<f32>().unwrap();
+        let values = |p: &Param| (p.name.clone(), all[p.range()].to_vec());
+        stage.layout().params().iter().map(values).collect::<Values>()
+    };
+    rank.parts().flat_map(tensors).collect()
 }
 
 /// Returns whether each parameter is equal on all ranks that hold it.

@@ -11,6 +11,7 @@ use super::Trainer;
 use crate::config::shared::NamedValue;
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
+use crate::train::pieces::{FlatState, Scope, StateKind};
 use crate::{Error, Result, finite};
 
 /// Amount of values that are checked.
@@ -88,11 +89,7 @@ impl Trainer {
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
             let params = hash("", layout, [("", &part.params)])?;
-            let (mut inner, outer) = if all { states(part, layout)? } else { (None, None) };
-            if !self.each_step {
-                // With local steps, optimizer states differ between replicas.
-                inner = None;
-            }
+            let shared = if all { shared_states(part, self.each_step)? } else { Vec::new() };
             if compared {
                 copies.push(NamedValue::new(of("parameters"), params));
                 let table = part.table();
@@ -103,9 +100,8 @@ impl Trainer {
                     copies.push(NamedValue::new("token table", hasher.finish()));
                 }
             }
-            for (what, hash) in [("optimizer state", inner), ("outer state", outer)] {
-                copies.extend(hash.filter(|_| !unlike).map(|hash| NamedValue::new(of(what), hash)));
-            }
+            let shared = shared.into_iter().filter(|_| !unlike);
+            copies.extend(shared.map(|(what, hash)| NamedValue::new(of(what), hash)));
         }
         Ok(ChecksumMessage { copies, broken: None })
     }
@@ -185,17 +181,26 @@ fn hash<'a>(
     Ok(hasher.finish())
 }
 
-/// Returns the hashes of a part's optimizer state and of the state of its method of synchronisation; `None` for
-/// one that has no state.
-fn states(part: &Part, layout: &ParamLayout) -> Result<(Option<String>, Option<String>)> {
-    let mut inner = part.chain.states().map(|(name, state)| (format!("{name}/"), state)).peekable();
-    let some = inner.peek().is_some();
-    let inner = hash("chain.", layout, inner)?;
-    let sync = part.sync.iter().flat_map(|sync| sync.states());
-    let mut outer = sync.map(|(name, state)| (format!("{name}/"), state)).peekable();
-    let some_outer = outer.peek().is_some();
-    let outer = hash("outer.", layout, outer)?;
-    Ok((some.then_some(inner), some_outer.then_some(outer)))
+/// Returns the hashes of a part's states that all of its ranks share, with what they are. States of a replica
+/// are checked, too.
+fn shared_states(part: &Part, each_step: bool) -> Result<Vec<(&'static str, String)>> {
+    let all = part.states(each_step);
+    let is_method =
+        |state: &&FlatState<'_>| matches!(state.kind, StateKind::Method(_)) && state.scope == Scope::Run;
+    let is_optimizer = |state: &&FlatState<'_>| matches!(state.kind, StateKind::Optimizer(_));
+    let groups: [(_, Vec<&FlatState<'_>>); 2] = [
+        ("optimizer state", all.iter().filter(is_optimizer).collect()),
+        ("outer state", all.iter().filter(is_method).collect()),
+    ];
+    let mut hashes = Vec::new();
+    for (what, states) in groups {
+        let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
+        let hash = hash("", part.stage.layout(), named)?;
+        if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
+            hashes.push((what, hash));
+        }
+    }
+    Ok(hashes)
 }
 
 #[cfg(test)]

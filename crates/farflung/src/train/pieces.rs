@@ -1,0 +1,177 @@
+//! The state of a part of the model, as a list of its tensors. A checkpoint and the comparison of copies are
+//! filters over it.
+
+use farflung_base::Rank;
+use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_zoo::weights::StoredLayout;
+
+use super::part::Part;
+use crate::Result;
+
+/// Values of a chunk of a tensor that is sent to the rank that writes it.
+pub(super) const CHUNK_LEN: usize = 1 << 16;
+/// Chunks of a rank that are on their way at most.
+pub(super) const CHUNK_WINDOW: usize = 8;
+
+/// What a tensor of the state is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum StateKind {
+    /// The parameters; those common to all replicas where they differ.
+    Parameters,
+    /// A replica's own parameters, while the common ones are in their place.
+    OwnParameters,
+    /// A state of the optimizer's chain.
+    Optimizer(String),
+    /// A state of the method of synchronisation.
+    Method(String),
+}
+
+/// Which ranks hold the same values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// All ranks that hold the part.
+    Run,
+    /// Those of one replica.
+    Replica,
+}
+
+/// The state of one kind of all tensors of a part, in the layout of its parameters.
+#[derive(Debug, Clone)]
+pub(super) struct FlatState<'a> {
+    pub(super) kind: StateKind,
+    pub(super) scope: Scope,
+    pub(super) values: &'a Tensor,
+}
+
+/// A named tensor of a rank's state. Its values are read when they are needed.
+#[derive(Debug)]
+pub(super) struct Piece<'a> {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) values: PieceValues<'a>,
+}
+
+/// Where the values of a piece are.
+#[derive(Debug)]
+pub(super) enum PieceValues<'a> {
+    /// In a flat buffer of the device, from an index on.
+    Flat(&'a Tensor, usize),
+    Host(Vec<f32>),
+    /// On another rank, which sends them in the order of the list.
+    Elsewhere(Rank),
+}
+
+/// Prefix of the names of an optimizer's states.
+const OPTIMIZER: &str = "chain.";
+/// Prefix of the names of a method's states.
+const METHOD: &str = "outer.";
+
+impl StateKind {
+    /// Returns its name in checkpoints; empty for parameters, whose tensors have their plain names.
+    pub(super) fn name(&self) -> String {
+        match self {
+            Self::Parameters => String::new(),
+            Self::OwnParameters => "own".to_owned(),
+            Self::Optimizer(name) => format!("{OPTIMIZER}{name}"),
+            Self::Method(name) => format!("{METHOD}{name}"),
+        }
+    }
+
+    /// Returns the name of this state of a tensor.
+    pub(super) fn of(&self, tensor: &str) -> String {
+        tensor_name(&self.name(), tensor)
+    }
+
+    /// Returns the name of an optimizer's state, and the tensor, from the name of a tensor in a checkpoint.
+    pub(super) fn optimizer_of(name: &str) -> Option<(&str, &str)> {
+        name.strip_prefix(OPTIMIZER)?.split_once('/')
+    }
+
+    /// Returns whether a tensor with this name belongs to one replica's optimizer.
+    pub(super) fn is_optimizer(name: &str) -> bool {
+        name.starts_with(OPTIMIZER)
+    }
+}
+
+/// Returns the name of a tensor's state of this kind, given by [`StateKind::name`].
+pub(super) fn tensor_name(kind: &str, tensor: &str) -> String {
+    if kind.is_empty() { tensor.to_owned() } else { format!("{kind}/{tensor}") }
+}
+
+/// Calls `work` with values of a flat buffer. They are copied only if they are not on the host.
+pub(super) fn with_values<T>(
+    flat: &Tensor,
+    start: usize,
+    len: usize,
+    work: impl FnOnce(&[f32]) -> T,
+) -> Result<T> {
+    Ok(match flat.host::<f32>() {
+        Some(values) => work(&values[start..start + len]),
+        None => work(&flat.view().part(start, len)?.to_vec::<f32>()?),
+    })
+}
+
+impl Piece<'_> {
+    /// Returns the number of its values.
+    pub(super) fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Calls `work` with the values as the model's files have them. They are copied only if they are not on the
+    /// host, or are transposed. Of a piece that is elsewhere, there are none.
+    pub(super) fn stored_values<T>(
+        &self,
+        stored: &StoredLayout,
+        work: impl FnOnce(&[f32]) -> T,
+    ) -> Result<T> {
+        let work = |values: &[f32]| work(&stored.values(&self.name, &self.shape, values));
+        match &self.values {
+            PieceValues::Host(values) => Ok(work(values)),
+            PieceValues::Elsewhere(_) => Ok(work(&[])),
+            PieceValues::Flat(flat, start) => with_values(flat, *start, self.len(), work),
+        }
+    }
+}
+
+impl<'a> FlatState<'a> {
+    /// Returns its tensors.
+    pub(super) fn pieces(&self, layout: &ParamLayout) -> Vec<Piece<'a>> {
+        let piece = |p: &Param| Piece {
+            name: self.kind.of(&p.name),
+            shape: p.shape.dims().to_vec(),
+            values: PieceValues::Flat(self.values, p.start),
+        };
+        layout.params().iter().map(piece).collect()
+    }
+}
+
+impl Part {
+    /// Returns its state. `each_step` tells whether all replicas update their optimizers alike.
+    pub(super) fn states(&self, each_step: bool) -> Vec<FlatState<'_>> {
+        let differ = self.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
+        let of_run = |run: bool| if run { Scope::Run } else { Scope::Replica };
+        let parameters = of_run(self.own.is_some() || !differ);
+        let mut all =
+            vec![FlatState { kind: StateKind::Parameters, scope: parameters, values: &self.params }];
+        all.extend(self.chain.states().map(|(name, values)| FlatState {
+            kind: StateKind::Optimizer(name.to_owned()),
+            scope: of_run(each_step),
+            values,
+        }));
+        if let Some(sync) = &self.sync {
+            let shared = sync.states().into_iter().map(|(name, values)| (name, Scope::Run, values));
+            let own = sync.own_states().into_iter().map(|(name, values)| (name, Scope::Replica, values));
+            all.extend(shared.chain(own).map(|(name, scope, values)| FlatState {
+                kind: StateKind::Method(name.to_owned()),
+                scope,
+                values,
+            }));
+        }
+        all.extend(self.own.iter().map(|own| FlatState {
+            kind: StateKind::OwnParameters,
+            scope: Scope::Replica,
+            values: own,
+        }));
+        all
+    }
+}

@@ -1,0 +1,111 @@
+//! What a run tells of its model when it is over: its hash, and a text that it continues.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use farflung_base::{Nanos, Rank, StageId};
+
+use super::Trainer;
+use crate::train::decoder::Decoder;
+use crate::train::executor::Executor;
+use crate::train::fingerprint::digest;
+use crate::train::job::Job;
+use crate::train::pieces::with_values;
+use crate::train::report::{SampleText, sample};
+use crate::{Error, Result};
+
+/// The hash of the model's parameters, and a sample if the settings ask for one.
+#[derive(Debug)]
+pub(in crate::train) struct Ending {
+    pub(in crate::train) hash: String,
+    pub(in crate::train) sample: Option<SampleText>,
+}
+
+/// Tag of the text that another rank sends to rank 0. Far from the tags of a step's messages.
+const SAMPLE: u32 = u32::MAX - (3 << 16);
+
+fn received(bytes: &[u8]) -> Result<Option<SampleText>> {
+    serde_json::from_slice(bytes).map_err(|_| Error::Message {
+        message: "the sample of the rank of the first stage".to_owned(),
+        problem: "cannot be parsed",
+    })
+}
+
+impl Trainer {
+    /// Returns what the run tells of its model, on rank 0 of a pipeline; without stages, on each rank with
+    /// `tells`. The stages of the first replica generate the sample together. A collective: all ranks must call
+    /// it.
+    pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
+        let hash = self.digest()?;
+        if self.executor.placement.depth() == 1 {
+            let sample = tells.then(|| self.sample(job)).transpose()?;
+            return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, sample }));
+        }
+        // The model is whole and saved: a loss during the sample does not take away the report.
+        let lost = |error: Error| {
+            if !error.is_peer_lost() && !matches!(error, Error::Comm(_)) {
+                return Err(error);
+            }
+            tracing::warn!(%error, "no sample");
+            Ok(None)
+        };
+        let sample = if self.replica == 0 { self.sample(job).or_else(lost)? } else { None };
+        Ok(hash.filter(|_| tells && self.replica == 0).map(|hash| Ending { hash, sample }))
+    }
+
+    /// Generates the sample, with the ranks of this rank's pipeline. The text is returned on the first one.
+    fn sample(&self, job: &Job) -> Result<Option<SampleText>> {
+        let Executor { comm, parts, placement, .. } = &self.executor;
+        let stages = parts.iter().map(|(&id, part)| (id, &part.stage, &part.params));
+        // A run's virtual time is that of its steps.
+        let mut decoder = Decoder::new((comm, placement, self.position), stages, &|_, _| Nanos::ZERO);
+        let (first, me) = (placement.rank(StageId(0)), self.position);
+        if !decoder.leads() {
+            decoder.follow()?;
+            // The text is told by rank 0.
+            let told = me == Rank(0) && first != me;
+            return if told {
+                received(&comm.clone().with_deadline(Nanos(u64::MAX)).recv(first, SAMPLE)?)
+            } else {
+                Ok(None)
+            };
+        }
+        let text = sample(job, &mut decoder)?;
+        if first != Rank(0) {
+            let bytes = serde_json::to_vec(&text).expect("texts can be written as JSON");
+            comm.start_send(Rank(0), SAMPLE, bytes).wait()?;
+        }
+        Ok(text)
+    }
+
+    /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds the whole
+    /// model; `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is
+    /// the same under any plan. A collective: all ranks must call it.
+    pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
+        let Executor { comm, parts, placement, .. } = &self.executor;
+        let alone = placement.depth() == 1;
+        let first = alone || comm.rank().0 == 0;
+        let mut mine = String::new();
+        if first || self.replica == 0 {
+            for part in parts.values() {
+                for p in part.stage.layout().params() {
+                    let hash = with_values(&part.params, p.start, p.shape.len(), digest)?;
+                    let _ = writeln!(mine, "{} {}", p.name, hash.to_hex());
+                }
+            }
+        }
+        let told = if alone { vec![mine.into_bytes()] } else { comm.all_gather_bytes(mine.into_bytes())? };
+        // The token table is held by two parts and counts once: the hash of the lowest rank is used.
+        let mut tensors = BTreeMap::new();
+        for lines in told.iter().map(|bytes| String::from_utf8_lossy(bytes)) {
+            for (name, hash) in lines.lines().filter_map(|line| line.split_once(' ')) {
+                tensors.entry(name.to_owned()).or_insert_with(|| hash.to_owned());
+            }
+        }
+        let lines: String = tensors
+            .into_iter()
+            .flat_map(|(name, hash)| [name, " ".to_owned(), hash, "\n".to_owned()])
+            .collect();
+        Ok(first.then(|| blake3::hash(lines.as_bytes()).to_hex().to_string()))
+    }
+}

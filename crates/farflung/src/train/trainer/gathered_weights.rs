@@ -1,0 +1,234 @@
+//! The whole model's weights on their way into rank 0's file: each rank of the first replica sends its own
+//! tensors in chunks, so that no rank has the whole model in memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
+
+use farflung_base::{Nanos, Rank, StageId};
+use farflung_comm::Communicator;
+use farflung_tensor::Param;
+use farflung_zoo::Stage;
+use farflung_zoo::weights::StoredLayout;
+
+use super::Trainer;
+use crate::train::executor::Executor;
+use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, FlatState, Piece, PieceValues, Scope, StateKind};
+use crate::{Error, Result};
+
+/// Tag of the chunks, and of the answers to them. Far from the tags of a step's messages.
+const CHUNK: u32 = u32::MAX - (2 << 16);
+const ANSWER: u32 = CHUNK - 1;
+/// Answers are sent to all ranks this many times within the deadline, because rank 0 takes the tensors of one
+/// rank after those of another: none waits in vain, however long the whole takes.
+const SIGNS_PER_DEADLINE: u64 = 4;
+
+/// What rank 0 tells another rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    /// One of its chunks was taken.
+    Taken,
+    /// Rank 0 is busy with another rank's.
+    Busy,
+    /// All tensors were taken.
+    Over,
+}
+
+impl Answer {
+    fn to_bytes(self) -> Vec<u8> {
+        vec![self as u8]
+    }
+
+    fn of_bytes(bytes: &[u8]) -> Option<Self> {
+        let all = [Self::Taken, Self::Busy, Self::Over];
+        all.into_iter().find(|answer| bytes == [*answer as u8])
+    }
+}
+/// A tensor of the model, and the rank of the first replica whose copy counts.
+struct OwnedTensor {
+    rank: Rank,
+    stage: StageId,
+    param: Param,
+}
+
+impl Trainer {
+    /// Returns the weights that this rank saves: on rank 0 of several stages those of the whole model if it is
+    /// `gathered`, else those of its own parts. A tensor that two parts share is listed once.
+    pub(in crate::train) fn weights(&self, gathered: bool) -> Result<Vec<Piece<'_>>> {
+        if gathered && self.gathers() {
+            return Ok(self.owned()?.into_iter().map(|tensor| self.piece(&tensor)).collect());
+        }
+        let mut all = BTreeMap::new();
+        let alone = self.schedule.layers.len() == 1;
+        for part in self.executor.parts.values() {
+            let flat = parameters(&part.params);
+            let pieces = flat.pieces(part.stage.layout());
+            if alone {
+                return Ok(pieces);
+            }
+            all.extend(pieces.into_iter().map(|piece| (piece.name.clone(), piece)));
+        }
+        Ok(all.into_values().collect())
+    }
+
+    /// Returns whether this rank's checkpoints have the weights of other ranks' parts.
+    pub(in crate::train) fn gathers(&self) -> bool {
+        self.sends_or_gathers() && self.comm().rank().0 == 0
+    }
+
+    fn sends_or_gathers(&self) -> bool {
+        self.executor.placement.depth() > 1 && self.replica == 0
+    }
+
+    /// Returns the tensors of the model in the order of its layers, each once.
+    fn owned(&self) -> Result<Vec<OwnedTensor>> {
+        let Executor { placement, device, .. } = &self.executor;
+        let spec = self.stage().spec();
+        let (mut names, mut owned) = (BTreeSet::new(), Vec::new());
+        for stage in (0..placement.depth()).map(StageId) {
+            let there = Stage::new(spec, self.schedule.layers[stage.index()].clone(), device)?;
+            let new = there.layout().params().iter().filter(|param| names.insert(param.name.clone()));
+            let rank = placement.rank(stage);
+            owned.extend(new.map(|param| OwnedTensor { rank, stage, param: param.clone() }));
+        }
+        Ok(owned)
+    }
+
+    fn piece(&self, tensor: &OwnedTensor) -> Piece<'_> {
+        let OwnedTensor { rank, stage, param } = tensor;
+        let here = self.executor.parts.get(stage).filter(|_| *rank == self.comm().rank());
+        Piece {
+            name: param.name.clone(),
+            shape: param.shape.dims().to_vec(),
+            values: match here {
+                Some(part) => PieceValues::Flat(&part.params, param.start),
+                None => PieceValues::Elsewhere(*rank),
+            },
+        }
+    }
+
+    /// Sends the tensors that rank 0 writes for this rank, while it writes them. Returns when rank 0 has those
+    /// of all ranks; on rank 0, and without stages, at once.
+    pub(in crate::train) fn send_weights(&self, stored: &StoredLayout) -> Result<()> {
+        let comm = self.comm();
+        if self.executor.placement.depth() == 1 || comm.rank().0 == 0 {
+            return Ok(());
+        }
+        let mut unanswered = 0;
+        let sends = |tensor: &&OwnedTensor| self.replica == 0 && tensor.rank == comm.rank();
+        for tensor in self.owned()?.iter().filter(sends) {
+            let piece = self.piece(tensor);
+            let sent = piece.stored_values(stored, |values| {
+                for chunk in values.chunks(CHUNK_LEN) {
+                    while unanswered == CHUNK_WINDOW {
+                        unanswered -= usize::from(answer(comm)? == Answer::Taken);
+                    }
+                    let bytes = chunk.iter().flat_map(|value| value.to_le_bytes()).collect();
+                    comm.start_send(Rank(0), CHUNK, bytes).wait()?;
+                    unanswered += 1;
+                }
+                Ok::<_, Error>(())
+            });
+            sent??;
+        }
+        while answer(comm)? != Answer::Over {}
+        Ok(())
+    }
+
+    /// Returns what receives the tensors of other ranks.
+    pub(in crate::train) fn receive_weights(&self) -> IncomingWeights<'_> {
+        let comm = self.comm();
+        let listens = self.executor.placement.depth() > 1 && comm.rank().0 == 0;
+        let others = if listens { (1..comm.size() as u32).map(Rank).collect() } else { Vec::new() };
+        IncomingWeights { comm, others, told: comm.now(), failed: None }
+    }
+}
+
+/// Waits for what rank 0 says next.
+fn answer(comm: &Communicator) -> Result<Answer> {
+    Answer::of_bytes(&comm.recv(Rank(0), ANSWER)?).ok_or_else(|| Error::Message {
+        message: "the answer of rank 0 to weights for its checkpoint".to_owned(),
+        problem: "is not one of those known",
+    })
+}
+
+/// Weights that other ranks send to rank 0.
+#[derive(Debug)]
+pub(in crate::train) struct IncomingWeights<'a> {
+    comm: &'a Communicator,
+    /// The ranks that wait until all weights were received.
+    others: Vec<Rank>,
+    /// When they were last told that it goes on.
+    told: Nanos,
+    failed: Option<Error>,
+}
+
+impl IncomingWeights<'_> {
+    /// Writes the next tensor of `from`, of `len` values.
+    ///
+    /// Errors: those of the writer. Of the link: [`IncomingWeights::finish`] returns them.
+    pub(in crate::train) fn write(&mut self, from: Rank, len: usize, out: &mut dyn Write) -> io::Result<()> {
+        let mut written = Ok(());
+        for begin in (0..len).step_by(CHUNK_LEN) {
+            let bytes = self.chunk(from, (len - begin).min(CHUNK_LEN))?;
+            // A tensor is received to its end even if the disk is full: its sender waits for the answers.
+            written = written.and_then(|()| out.write_all(&bytes));
+        }
+        written
+    }
+
+    fn chunk(&mut self, from: Rank, len: usize) -> io::Result<Vec<u8>> {
+        let arrived = self.comm.recv(from, CHUNK).map_err(Error::from).and_then(|bytes| {
+            let problem = "do not have the length of a part of a tensor";
+            let message = || format!("the weights that {from} sent for the checkpoint");
+            if bytes.len() != len * size_of::<f32>() {
+                return Err(Error::Message { message: message(), problem });
+            }
+            self.comm.start_send(from, ANSWER, Answer::Taken.to_bytes()).wait()?;
+            self.go_on()?;
+            Ok(bytes)
+        });
+        arrived.map_err(|error| {
+            let text = error.to_string();
+            self.failed = Some(error);
+            io::Error::other(text)
+        })
+    }
+
+    /// Tells the other ranks from time to time that it goes on, also while this rank's own tensors are written.
+    ///
+    /// Errors: those of links.
+    pub(in crate::train) fn go_on(&mut self) -> Result<()> {
+        let now = self.comm.now();
+        if now.saturating_sub(self.told).0.saturating_mul(SIGNS_PER_DEADLINE) < self.comm.deadline().0 {
+            return Ok(());
+        }
+        self.told = now;
+        self.tell(Answer::Busy)
+    }
+
+    fn tell(&self, answer: Answer) -> Result<()> {
+        let tell = |&to: &Rank| Ok(self.comm.start_send(to, ANSWER, answer.to_bytes()).wait()?);
+        self.others.iter().try_for_each(tell)
+    }
+
+    /// Receives the tensors of `rest` that were not written, after a failure of the disk, and lets the other
+    /// ranks go on.
+    ///
+    /// Errors: the failure of a link, if there was one.
+    pub(in crate::train) fn finish<'p>(mut self, rest: impl Iterator<Item = &'p Piece<'p>>) -> Result<()> {
+        for piece in rest {
+            if let (PieceValues::Elsewhere(from), None) = (&piece.values, &self.failed) {
+                let _ = self.write(*from, piece.len(), &mut io::sink());
+            }
+        }
+        match self.failed.take() {
+            Some(error) => Err(error),
+            None => self.tell(Answer::Over),
+        }
+    }
+}
+
+/// Returns a part's parameters as they are at present.
+fn parameters(values: &farflung_tensor::Tensor) -> FlatState<'_> {
+    FlatState { kind: StateKind::Parameters, scope: Scope::Run, values }
+}
