@@ -10,6 +10,7 @@ mod data_sources;
 mod device;
 mod disks;
 mod documents;
+mod earlier_checkpoints;
 mod events;
 mod families;
 mod finished;
