@@ -1,15 +1,13 @@
 //! Checkpoints that an earlier version wrote are read under any plan. The folders in `fixtures/c678fed2` were
 //! written by the version of that commit after two steps, on the text and with the settings of `tiny`.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
-
 use std::path::PathBuf;
 
 use crate::tiny::{Run, farflung};
 use farflung::metrics;
 
 /// The losses of the third and fourth step, as that version went on from its own checkpoints.
-const LOSSES: [f64; 2] = [5.514547676, 5.506544188];
+const LOSSES: [f64; 2] = [5.514_547_676, 5.506_544_188];
 
 fn checkpoint(run: &str) -> PathBuf {
     let fixtures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/c678fed2");

@@ -112,6 +112,8 @@ pub(super) struct Contents<'a> {
     files: Vec<(&'static str, Content<'a>)>,
     stored: StoredLayout,
     trainer: &'a Trainer,
+    /// Whether rank 0 also has the weights of other ranks' parts.
+    gathered: bool,
 }
 
 impl<'a> Contents<'a> {
@@ -140,7 +142,7 @@ impl<'a> Contents<'a> {
         let record = record(trainer, job, totals, absent);
         let record = serde_json::to_vec_pretty(&record).expect("numbers and names can be written as JSON");
         files.push((TRAINER, Content::Bytes(record)));
-        Ok(Self { files, stored: StoredLayout::of(&job.model), trainer })
+        Ok(Self { files, stored: StoredLayout::of(&job.model), trainer, gathered })
     }
 
     /// Returns the sizes of the files, and of the manifest and the folder.
@@ -159,7 +161,7 @@ impl<'a> Contents<'a> {
 
     /// Writes the files. Whether or not that succeeds, the weights of other ranks are received.
     pub(super) fn write(&self, begun: Result<CheckpointWriter>) -> Result<CheckpointWriter> {
-        let mut incoming = Incoming { weights: self.trainer.receive_weights(), begun: 0 };
+        let mut incoming = Incoming { weights: self.trainer.receive_weights(self.gathered), begun: 0 };
         let written = begun.and_then(|mut writer| {
             self.files.iter().try_for_each(|(name, content)| {
                 writer.write_with(name, |out| content.write(out, &self.stored, &mut incoming))

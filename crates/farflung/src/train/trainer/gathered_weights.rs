@@ -72,11 +72,7 @@ impl Trainer {
 
     /// Returns whether this rank's checkpoints have the weights of other ranks' parts.
     pub(in crate::train) fn gathers(&self) -> bool {
-        self.sends_or_gathers() && self.comm().rank().0 == 0
-    }
-
-    fn sends_or_gathers(&self) -> bool {
-        self.executor.placement.depth() > 1 && self.replica == 0
+        self.executor.placement.depth() > 1 && self.comm().rank().0 == 0
     }
 
     /// Returns the tensors of the model in the order of its layers, each once.
@@ -110,7 +106,7 @@ impl Trainer {
     /// of all ranks; on rank 0, and without stages, at once.
     pub(in crate::train) fn send_weights(&self, stored: &StoredLayout) -> Result<()> {
         let comm = self.comm();
-        if self.executor.placement.depth() == 1 || comm.rank().0 == 0 {
+        if self.executor.placement.depth() == 1 || self.gathers() {
             return Ok(());
         }
         let mut unanswered = 0;
@@ -134,11 +130,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// Returns what receives the tensors of other ranks.
-    pub(in crate::train) fn receive_weights(&self) -> IncomingWeights<'_> {
-        let comm = self.comm();
-        let listens = self.executor.placement.depth() > 1 && comm.rank().0 == 0;
-        let others = if listens { (1..comm.size() as u32).map(Rank).collect() } else { Vec::new() };
+    /// Returns what receives the tensors of other ranks, if they are `gathered`.
+    pub(in crate::train) fn receive_weights(&self, gathered: bool) -> IncomingWeights<'_> {
+        let (comm, receives) = (self.comm(), gathered && self.gathers());
+        let others = if receives { (1..comm.size() as u32).map(Rank).collect() } else { Vec::new() };
         IncomingWeights { comm, others, told: comm.now(), failed: None }
     }
 }
