@@ -41,11 +41,13 @@ fn settings(seed: u64, quick: bool, folder: &Path) -> TrainConfig {
         out: Some(folder.join(RUN)),
         layers: Some(8),
         heads: Some(8),
-        dim: Some(if quick { 256 } else { 768 }),
+        // Below this, what a process takes besides its part counts.
+        dim: Some(768),
         context: Some(64),
         batch: 1,
-        steps: 4,
-        checkpoint_every: 2,
+        steps: if quick { 2 } else { 4 },
+        checkpoint_every: if quick { 1 } else { 2 },
+        eval_batches: 1,
         microbatches: Some(STAGES),
         sample_tokens: 40,
         workers: STAGES,
@@ -141,7 +143,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let over = peak / predicted;
         report.row(&format!("rank {rank}: of what is predicted"), over, "", Threshold::AtMost(1.05))?;
     }
-    let model = folder.path().join(RUN).join("step-00000004");
+    let steps = settings(report.seed(), options.quick, folder.path()).steps;
+    let model = folder.path().join(RUN).join(format!("step-{steps:08}"));
     let mut weights = Weights::open(&model)?;
     let whole = Stage::whole(weights.spec(), &Device::cpu(1)?)?;
     let params = whole.load(&mut weights)?;

@@ -16,6 +16,7 @@ use super::costs::{Work, modelled};
 use super::decoder::{Decoder, pass_time};
 use super::links::{cluster, declared};
 use super::meet::same_facts;
+use super::pieces::with_values;
 use super::planned::cut;
 use crate::config::shared::NamedValue;
 use crate::{Result, RunSettings, finite};
@@ -111,7 +112,8 @@ impl StagedModel {
         let mut read = || {
             let stage = Stage::new(&spec, own.start as usize..own.end as usize, &device)?;
             let params = stage.load(&mut weights)?;
-            finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
+            let len = params.shape().len();
+            with_values(&params, 0, len, |values| finite::check_flat("", stage.layout(), values))??;
             Ok((stage, params))
         };
         let (stage, params) = all_succeed(&comm, read())?;
