@@ -71,7 +71,8 @@ impl ModelProfile {
 
     /// Runs one rank's piece of each layer, among the ranks that divide the width of blocks.
     ///
-    /// Errors: as [`ModelProfile::of`]; [`ZooError::Config`] if a rank has no piece of a block.
+    /// Errors: as [`ModelProfile::of`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no piece
+    /// of a block.
     pub fn of_share(spec: &ModelSpec, share: &AxisShare) -> Result<Self> {
         spec.validate()?;
         spec.check_cut(share)?;

@@ -117,7 +117,7 @@ impl Stage {
     }
 
     /// Creates one rank's piece of a stage, among the ranks that divide the width of its blocks along
-    /// [`Axis::Tensor`](farflung_base::Axis::Tensor): see [`TensorSpec::cut`].
+    /// [`Axis::Tensor`]: see [`TensorSpec::cut`].
     ///
     /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block, or the
     /// exchange is that of another rank.

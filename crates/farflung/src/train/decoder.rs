@@ -136,7 +136,7 @@ impl<'a> Decoder<'a> {
         self.stages.contains_key(&StageId(0))
     }
 
-    /// Generates `count` tokens that continue `prompt`, as [`farflung_zoo::generate`] does, and calls `emit`
+    /// Generates `count` tokens that continue `prompt`, as [`farflung_zoo::generate()`] does, and calls `emit`
     /// with each one; ends early if it returns `false`. Only the rank of the first stage calls it. All other
     /// ranks of the pipeline must call [`Decoder::follow`].
     ///

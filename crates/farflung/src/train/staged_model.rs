@@ -139,8 +139,8 @@ impl StagedModel {
         self.comm.rank() == Rank(0)
     }
 
-    /// Continues a prompt as [`farflung_zoo::generate`] does, with the same tokens, and calls `emit` with each
-    /// one. Only the rank that leads calls it; the others must call [`StagedModel::follow`].
+    /// Continues a prompt as [`farflung_zoo::generate()`] does, with the same tokens, and calls `emit` with
+    /// each one. Only the rank that leads calls it; the others must call [`StagedModel::follow`].
     ///
     /// Errors: settings and tokens out of bounds; those of links.
     pub fn generate(
