@@ -178,21 +178,25 @@ impl ModelSource {
         })
     }
 
-    /// Opens the weights of a model of which this rank may have only a part: those of `path`; or, if there are
-    /// none, those of this rank in the folder of a run whose ranks have folders of their own.
+    /// Finds a model of which this rank may have only a part: that of `path`; or, if there is none, that of
+    /// this rank in the folder of a run whose ranks have folders of their own.
     ///
-    /// Also returns the step after which a run has saved them. A compressed checkpoint is unpacked in memory.
+    /// Errors: as [`ModelSource::find`] for `path`.
+    pub fn find_part(path: &Path, rank: Rank) -> Result<Self> {
+        Self::find(path).or_else(|error| Self::find(&run_dir::rank_folder(path, rank)).map_err(|_| error))
+    }
+
+    /// Opens the weights, of which some may be missing. A compressed checkpoint is unpacked in memory.
     ///
-    /// Errors: as [`ModelSource::find`] and [`ModelSource::open`], except for missing tensors: reading one is
-    /// an error.
-    pub fn open_part(path: &Path, rank: Rank) -> Result<(Weights, Option<u64>)> {
-        let found = match Self::find(path) {
-            Err(error) => Self::find(&run_dir::rank_folder(path, rank)).map_err(|_| error)?,
-            Ok(found) => found,
-        };
-        let name = found.path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let step = name.and_then(|name| crate::checkpoint::step_of(&name));
-        Ok((found.open_tensors(Holds::Part)?, step))
+    /// Errors: as [`ModelSource::open`], except for missing tensors: reading one is an error.
+    pub fn open_part(&self) -> Result<Weights> {
+        self.open_tensors(Holds::Part)
+    }
+
+    /// Returns the step after which a run has saved the weights; `None` if no run did.
+    #[must_use]
+    pub fn step(&self) -> Option<u64> {
+        crate::checkpoint::step_of(&self.path.file_name()?.to_string_lossy())
     }
 
     /// Returns how the run that wrote the checkpoint read its text; the default for other models.

@@ -20,3 +20,13 @@ pub(crate) fn farflung(args: &[&str]) -> Result<Command> {
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     Ok(command)
 }
+
+/// Runs a `farflung train` to its end; its standard error must be piped.
+///
+/// Errors: a run that fails, with what it said.
+pub(crate) fn finish(command: &mut Command) -> Result<()> {
+    let output = command.output().context("failed to start `farflung`")?;
+    let message = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(output.status.success(), "`farflung train`, {}: {message}", output.status);
+    Ok(())
+}

@@ -10,7 +10,7 @@ use farflung::base::Philox;
 use farflung::zoo::weights::TensorFile;
 use farflung::{Checkpoint, metrics};
 
-use crate::binary::farflung;
+use crate::binary::{farflung, finish};
 use crate::harness::{Bench, Options, Report, Threshold};
 use crate::workers::farthest;
 
@@ -76,13 +76,6 @@ fn train(plan: usize, out: &Path, steps: u64, more: &[&str]) -> Result<Command> 
     Ok(command)
 }
 
-fn finish(mut command: Command) -> Result<()> {
-    let output = command.output().context("failed to start `farflung`")?;
-    let message = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`farflung train`, {}: {message}", output.status);
-    Ok(())
-}
-
 fn step_folder(step: u64) -> String {
     format!("step-{step:08}")
 }
@@ -132,17 +125,17 @@ fn losses(out: &Path) -> Result<Vec<f64>> {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let reference = folder.path().join("reference");
-    finish(train(0, &reference, BEFORE + 1, &[])?)?;
+    finish(&mut train(0, &reference, BEFORE + 1, &[])?)?;
     let (expected, loss) = (state(&reference, BEFORE + 1)?, losses(&reference)?);
     let chosen: Vec<usize> = if options.quick { vec![0, 5, 10] } else { (0..PLANS.len()).collect() };
     for &writer in &chosen {
         let written = folder.path().join(format!("{writer}"));
-        finish(train(writer, &written, BEFORE, &[])?)?;
+        finish(&mut train(writer, &written, BEFORE, &[])?)?;
         let checkpoint = written.join(step_folder(BEFORE)).display().to_string();
         let (mut far, mut far_loss, mut read) = (0.0_f64, 0.0_f64, 0);
         for &reader in &chosen {
             let out = folder.path().join(format!("{writer}-{reader}"));
-            finish(train(reader, &out, BEFORE + 1, &["--resume", &checkpoint])?)?;
+            finish(&mut train(reader, &out, BEFORE + 1, &["--resume", &checkpoint])?)?;
             far = far.max(off(&expected, &state(&out, BEFORE + 1)?));
             let (next, expected) = (losses(&out)?, &loss[BEFORE as usize..]);
             ensure!(next.len() == expected.len(), "a run that was continued has {} steps", next.len());
@@ -198,7 +191,7 @@ fn killed(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     report.row("newest checkpoints that are damaged", bad as f64, "", Threshold::AtMost(0.0))?;
     report.row("valid steps that were gone", lost as f64, "", Threshold::AtMost(0.0))?;
     let (steps, last) = (newest + 2, (newest + 2).to_string());
-    finish(train(10, &out, steps, &[&every[..], &["--steps", &last]].concat())?)?;
+    finish(&mut train(10, &out, steps, &[&every[..], &["--steps", &last]].concat())?)?;
     let whole = state(&out, steps)?;
     report.row("tensors after the run went on", whole.len() as f64, "", Threshold::AtLeast(1.0))
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use farflung::{StepMetrics, metrics};
 
-use crate::binary::farflung;
+use crate::binary::{farflung, finish};
 use crate::harness::{Bench, Options, Report, Threshold};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -189,14 +189,6 @@ fn train(flags: &[&str], out: &Path) -> Result<Command> {
         command.args([flag, value]);
     }
     Ok(command)
-}
-
-/// Runs a command to its end.
-fn finish(command: &mut Command) -> Result<()> {
-    let output = command.output().context("failed to start `farflung`")?;
-    let message = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "`farflung train`, {}: {message}", output.status);
-    Ok(())
 }
 
 /// Kills a run some time after it has logged a step. Returns the last step that it logged.

@@ -21,9 +21,9 @@ use crate::workers::config;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "whole-model-nowhere",
-    claim: "in a run of four stages with checkpoints, evaluation and a sample, no process takes more memory than \
-            is predicted for its own part, within 5%. Four stages continue a text as one process does, and a token \
-            takes the predicted time on the virtual clock, within 5%",
+    claim: "in a run of four stages with checkpoints, evaluation and a sample, no process takes more memory \
+            than is predicted for its own part, within 5%. Four stages continue a text as one process does, \
+            and a token takes the predicted time on the virtual clock, within 5%",
     source: "the plan's own prediction; zoo::generate",
     seed: 1337,
     run,

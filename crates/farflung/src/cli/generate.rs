@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::panic::resume_unwind;
 
 use farflung::access::AccessArgs;
-use farflung::base::{Link, Nanos, Rank, Topology};
+use farflung::base::{Link, Nanos, Topology};
 use farflung::comm::Communicator;
 use farflung::config::choice::TransportKind;
 use farflung::config::value::Setting as _;
@@ -177,16 +177,10 @@ impl StagedArgs {
         ranks: usize,
         stop: &Stop,
     ) -> Result<()> {
-        let rank = connection.0.rank();
-        let mut tokenizer = None;
-        let mut open = || {
-            let opened = command.model.open_part(rank, ranks)?;
-            if rank == Rank(0) {
-                tokenizer = Some(command.model.open_tokenizer(opened.weights.spec().vocab)?);
-            }
-            Ok(opened)
+        let (opened, tokenizer) = match command.model.open_part(connection.0.rank(), ranks) {
+            Ok((opened, tokenizer)) => (Ok(opened), tokenizer),
+            Err(error) => (Err(error), None),
         };
-        let opened = open();
         let model = StagedModel::load(opened, connection, self.compute_rate)?;
         let Some(tokenizer) = tokenizer else { return model.follow() };
         let (sampling, prompt) = (command.sampling(&*tokenizer), tokenizer.encode(&command.prompt));

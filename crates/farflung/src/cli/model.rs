@@ -74,17 +74,22 @@ impl ModelArgs {
         Ok(Device::open(self.device, threads)?.with_precision(self.precision))
     }
 
-    /// Opens what one of the process's ranks reads its part from, and its device. An error of its files is one
-    /// of the input.
-    pub(crate) fn open_part(&self, rank: Rank, ranks: usize) -> Result<OpenedPart> {
-        let (weights, step) = ModelSource::open_part(&self.model, rank).map_err(Error::of_input)?;
-        Ok(OpenedPart { weights, step, device: self.open_device(ranks)? })
-    }
-
-    /// Opens the tokenizer of a model with a vocabulary of `vocab` tokens.
-    pub(crate) fn open_tokenizer(&self, vocab: usize) -> Result<Arc<dyn Tokenizer>> {
-        let source = ModelSource::find(&self.model);
-        source.and_then(|source| self.tokenizer(&source, vocab)).map_err(Error::of_input)
+    /// Opens what one of the process's `ranks` ranks reads its part from, and its device; on rank 0 also the
+    /// tokenizer. An error of its files is one of the input.
+    pub(crate) fn open_part(
+        &self,
+        rank: Rank,
+        ranks: usize,
+    ) -> Result<(OpenedPart, Option<Arc<dyn Tokenizer>>)> {
+        let files = || {
+            let source = ModelSource::find_part(&self.model, rank)?;
+            let weights = source.open_part()?;
+            let leads = rank == Rank(0);
+            let tokenizer = leads.then(|| self.tokenizer(&source, weights.spec().vocab)).transpose()?;
+            Ok((weights, source.step(), tokenizer))
+        };
+        let (weights, step, tokenizer) = files().map_err(Error::of_input)?;
+        Ok((OpenedPart { weights, step, device: self.open_device(ranks)? }, tokenizer))
     }
 
     /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.

@@ -147,7 +147,8 @@ pub(super) fn save_without(
 pub(super) fn save_parts(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.back_to_common()?;
     let contents = Contents::of(trainer, job, totals, &[], false)?;
-    let path = written(&contents, admitted(&contents, trainer, job, run)?, job, run)?.commit(run)?;
+    admitted(&contents, job, run)?;
+    let path = written(&contents, job, run)?.commit(run)?;
     job.stop.note_saved(&path);
     Ok(path)
 }
@@ -168,18 +169,18 @@ fn save_common(
 ) -> Result<PathBuf> {
     let comm = trainer.comm();
     let contents = Contents::of(trainer, job, totals, absent, true);
-    let fits = contents.and_then(|contents| Ok((admitted(&contents, trainer, job, run)?, contents)));
+    let fits = contents.and_then(|contents| admitted(&contents, job, run).map(|()| contents));
     let path = if job.elastic && job.plan.stages() == 1 {
-        let written = fits.and_then(|(step, contents)| written(&contents, step, job, run));
+        let written = fits.and_then(|contents| written(&contents, job, run));
         comm.barrier()?;
         let committed = written.and_then(|written| written.commit(run));
         comm.barrier()?;
         committed?
     } else {
         // Rank 0 receives weights only if it has room for them.
-        let (step, contents) = all_succeed(comm, fits)?;
+        let contents = all_succeed(comm, fits)?;
         let sent = contents.send_weights();
-        let written = all_succeed(comm, sent.and_then(|()| written(&contents, step, job, run)))?;
+        let written = all_succeed(comm, sent.and_then(|()| written(&contents, job, run)))?;
         all_succeed(comm, written.commit(run))?
     };
     if trainer.rank().0 == 0 || job.elastic || job.processes > 1 {
@@ -204,16 +205,14 @@ impl Written {
     }
 }
 
-/// Checks that a checkpoint fits on the disk. Returns its step.
-fn admitted(contents: &Contents<'_>, trainer: &Trainer, job: &Job, run: &RunDir) -> Result<u64> {
-    let step = trainer.counters().step;
-    room::check(contents.size(), packing(job), run.path(), step)?;
-    Ok(step)
+/// Checks that a checkpoint fits on the disk.
+fn admitted(contents: &Contents<'_>, job: &Job, run: &RunDir) -> Result<()> {
+    room::check(contents.size(), packing(job), run.path(), contents.step())
 }
 
 /// Writes a checkpoint that is not valid yet.
-fn written(contents: &Contents<'_>, step: u64, job: &Job, run: &RunDir) -> Result<Written> {
-    let size = contents.size();
+fn written(contents: &Contents<'_>, job: &Job, run: &RunDir) -> Result<Written> {
+    let (size, step) = (contents.size(), contents.step());
     let write = || {
         let mut writer = contents.write(run.begin_checkpoint(step, packing(job)))?;
         writer.prepare()?;

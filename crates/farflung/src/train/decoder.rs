@@ -204,16 +204,13 @@ impl<'a> Decoder<'a> {
     ) -> Result<Handed> {
         let (first, last) = (StageId(0), StageId(self.placement.depth() - 1));
         let mut handed = Handed::Nothing;
-        for op in self.ops.clone() {
-            handed = match op {
+        for index in 0..self.ops.len() {
+            handed = match self.ops[index] {
                 PassOp::Compute(stage) if self.stages.contains_key(&stage) => {
-                    let input = match (stage, text.take()) {
-                        (StageId(0), Some(text)) => Handed::Hidden(self.next_tokens(text)?),
-                        (StageId(0), None) => Handed::Over,
-                        (_, kept) => {
-                            text = kept;
-                            handed
-                        }
+                    let input = match text.as_deref_mut() {
+                        Some(text) if stage == first => Handed::Hidden(self.next_tokens(text)?),
+                        None if stage == first => Handed::Over,
+                        _ => handed,
                     };
                     match input {
                         Handed::Hidden(x) if stage == last => {

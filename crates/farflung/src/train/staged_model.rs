@@ -127,12 +127,6 @@ impl StagedModel {
         self.stage.spec()
     }
 
-    /// Returns the layers of this rank's stage.
-    #[must_use]
-    pub fn layers(&self) -> Range<u32> {
-        self.layers[self.comm.rank().index()].clone()
-    }
-
     /// Returns whether this rank has the first stage. It has the prompt and gets the tokens.
     #[must_use]
     pub fn leads(&self) -> bool {

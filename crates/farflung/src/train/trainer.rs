@@ -70,7 +70,6 @@ pub(super) use part_replay::{PartCopy, ReplayedParts};
 pub(super) use replica_samples::ReplicaSamples;
 use resume::KeptWork;
 use retreat::RollbackPoint;
-pub(super) use round_tensors::is_optimizer;
 pub(super) use snapshot::{OptimizerCounters, Progress, Snapshot, StateBytes};
 use speed::Speedometer;
 pub use step_done::{StepDone, Synced};

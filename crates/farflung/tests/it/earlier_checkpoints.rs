@@ -28,7 +28,8 @@ fn they_are_continued_under_any_plan() {
             let run = Run::new();
             let (from, out) = (checkpoint(written), run.at("run"));
             let args = format!(
-                "--steps 4 --lr-schedule constant --eval-every 0 --transport memory --codec none --resume {} --out {} {plan}",
+                "--steps 4 --lr-schedule constant --eval-every 0 --transport memory \
+                 --codec none --resume {} --out {} {plan}",
                 from.display(),
                 out.display()
             );

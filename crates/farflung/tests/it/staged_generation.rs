@@ -14,8 +14,8 @@ fn trained() -> Run {
     let run = Run::new();
     let out = run.at("run").display().to_string();
     let args = format!(
-        "--out {out} --steps 3 --layers 4 --stages 2 --prompt the --sample-tokens 30 --temperature 0.8 --top-k 40 \
-                --top-p 0.9 --seed 7"
+        "--out {out} --steps 3 --layers 4 --stages 2 --prompt the --sample-tokens 30 --temperature 0.8 \
+         --top-k 40 --top-p 0.9 --seed 7"
     );
     let done = farflung().args(run.args(&args)).output().unwrap();
     assert!(done.status.success(), "{}", said(&done));

@@ -145,6 +145,11 @@ impl<'a> Contents<'a> {
         Ok(Self { files, stored: StoredLayout::of(&job.model), trainer, gathered })
     }
 
+    /// Returns the step after which it is saved.
+    pub(super) fn step(&self) -> u64 {
+        self.trainer.counters().step
+    }
+
     /// Returns the sizes of the files, and of the manifest and the folder.
     pub(super) fn size(&self) -> Size {
         let mut size = Size::default();

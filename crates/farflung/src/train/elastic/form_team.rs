@@ -35,10 +35,11 @@ use crate::events::LostSequences;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::combination;
 use crate::train::job::Job;
+use crate::train::pieces::StateKind;
 use crate::train::plan_start::PlanStart;
 use crate::train::planned;
 use crate::train::steps::LastDone;
-use crate::train::trainer::{NamedTensors, RunCounters, is_optimizer, needs};
+use crate::train::trainer::{NamedTensors, RunCounters, needs};
 use crate::{Error, Result, TrainConfig};
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
@@ -192,7 +193,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
 
     let me = all.rank().index();
     if let Some(own) = own.as_ref().filter(|_| works.is_some())
-        && !moving.iter().any(|moving| moving.to == me && is_optimizer(&moving.name))
+        && !moving.iter().any(|moving| moving.to == me && StateKind::is_optimizer(&moving.name))
         && !job.averages_each_step()
     {
         // It keeps its optimizer.

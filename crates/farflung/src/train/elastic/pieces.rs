@@ -11,7 +11,8 @@ use super::blobs::{Label, OfferedBlobs};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
 use crate::train::floats::floats;
-use crate::train::trainer::{NamedTensors, is_optimizer};
+use crate::train::pieces::StateKind;
+use crate::train::trainer::NamedTensors;
 use crate::{Error, Result};
 
 /// Tensors that move, by name: the blob with the values, and the ranks that have it.
@@ -60,7 +61,7 @@ pub(super) fn offered(
             let new = || Wanted { label, holders: BTreeSet::new() };
             let wanted = held.entry(name.clone()).or_insert_with(new);
             if wanted.label != label {
-                if is_optimizer(&name) {
+                if StateKind::is_optimizer(&name) {
                     continue;
                 }
                 tracing::error!(name, "members have different values of this tensor");

@@ -12,7 +12,7 @@ use farflung_zoo::weights::StoredLayout;
 
 use super::Trainer;
 use crate::train::executor::Executor;
-use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, FlatState, Piece, PieceValues, Scope, StateKind};
+use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, Piece, PieceValues, StateKind};
 use crate::{Error, Result};
 
 /// Tag of the chunks, and of the answers to them. Far from the tags of a step's messages.
@@ -57,17 +57,12 @@ impl Trainer {
         if gathered && self.gathers() {
             return Ok(self.owned()?.into_iter().map(|tensor| self.piece(&tensor)).collect());
         }
-        let mut all = BTreeMap::new();
-        let alone = self.schedule.layers.len() == 1;
-        for part in self.executor.parts.values() {
-            let flat = parameters(&part.params);
-            let pieces = flat.pieces(part.stage.layout());
-            if alone {
-                return Ok(pieces);
-            }
-            all.extend(pieces.into_iter().map(|piece| (piece.name.clone(), piece)));
+        let pieces = self.pieces_of(|kind| *kind == StateKind::Parameters);
+        if self.schedule.layers.len() == 1 {
+            return Ok(pieces.collect());
         }
-        Ok(all.into_values().collect())
+        let by_name: BTreeMap<_, _> = pieces.map(|piece| (piece.name.clone(), piece)).collect();
+        Ok(by_name.into_values().collect())
     }
 
     /// Returns whether this rank's checkpoints have the weights of other ranks' parts.
@@ -221,9 +216,4 @@ impl IncomingWeights<'_> {
             None => self.tell(Answer::Over),
         }
     }
-}
-
-/// Returns a part's parameters as they are at present.
-fn parameters(values: &farflung_tensor::Tensor) -> FlatState<'_> {
-    FlatState { kind: StateKind::Parameters, scope: Scope::Run, values }
 }

@@ -40,7 +40,7 @@ pub(in crate::train) struct RunCounters {
 }
 
 /// Tensors by name: the parameters of each, followed by its optimizer states in the order of their names. With
-/// local steps each state is a tensor of its own: see [`is_optimizer`](super::is_optimizer).
+/// local steps each state is a tensor of its own: see [`StateKind`](crate::train::pieces::StateKind).
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::train) struct NamedTensors {
     pub(in crate::train) counted: RunCounters,

@@ -7,15 +7,16 @@ use super::Trainer;
 use super::named_tensors::{NamedTensors, RunCounters};
 use super::part_replay::{PartRecord, ReplayedPart, ReplayedParts, wrong};
 use super::round_tensors::{
-    PARAMS, Tensors, add_tensors, chain_states, flat, is_optimizer, outer_states, restore_optimizer,
+    PARAMS, Tensors, add_tensors, chain_states, flat, outer_states, restore_optimizer,
 };
 use crate::train::job::Job;
+use crate::train::pieces::StateKind;
 use crate::{Error, Result};
 
 impl RunCounters {
     /// Returns the counters that all replicas have in common.
     fn shared(self) -> Self {
-        let kinds = self.kinds.into_iter().filter(|kind| !is_optimizer(kind)).collect();
+        let kinds = self.kinds.into_iter().filter(|kind| !StateKind::is_optimizer(kind)).collect();
         Self { updates: 0, scale: Vec::new(), kinds, ..self }
     }
 }
@@ -23,7 +24,7 @@ impl RunCounters {
 impl NamedTensors {
     /// Returns the tensors that all replicas have in common.
     pub(super) fn shared(self) -> Self {
-        let tensors = self.tensors.into_iter().filter(|(name, _)| !is_optimizer(name)).collect();
+        let tensors = self.tensors.into_iter().filter(|(name, _)| !StateKind::is_optimizer(name)).collect();
         Self { counted: self.counted.shared(), tensors }
     }
 }

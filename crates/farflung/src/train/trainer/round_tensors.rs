@@ -24,11 +24,6 @@ pub(super) const PARAMS: &str = "";
 /// Tensors by name.
 pub(super) type Tensors = BTreeMap<String, Vec<f32>>;
 
-/// Returns whether a tensor with this name belongs to one replica's optimizer.
-pub(in crate::train) fn is_optimizer(name: &str) -> bool {
-    StateKind::is_optimizer(name)
-}
-
 /// Returns the states of a method by kind.
 pub(super) fn outer_states(sync: &dyn Synchroniser) -> impl Iterator<Item = (String, &Tensor)> {
     sync.states().into_iter().map(|(name, state)| (StateKind::Method(name.to_owned()).name(), state))
@@ -130,7 +125,7 @@ impl Trainer {
         let (mut tensors, marked) = (self.marked_tensors()?, self.last_mark().is_some());
         for part in self.executor.parts.values() {
             let params = (PARAMS.to_owned(), agreed(part).unwrap_or(&part.params));
-            let states = states(part).filter(|(kind, _)| !(marked && is_optimizer(kind)));
+            let states = states(part).filter(|(kind, _)| !(marked && StateKind::is_optimizer(kind)));
             for (kind, flat) in std::iter::once(params).chain(states) {
                 add_tensors(&mut tensors, &part.stage, &kind, flat)?;
             }

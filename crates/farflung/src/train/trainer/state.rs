@@ -81,22 +81,28 @@ impl Trainer {
         }
     }
 
+    /// Returns the state of its parts that is of these kinds.
+    pub(super) fn pieces_of(
+        &self,
+        is_wanted: impl Fn(&StateKind) -> bool,
+    ) -> impl Iterator<Item = Piece<'_>> {
+        self.executor.parts.values().flat_map(move |part| {
+            let states = part.states(self.each_step).into_iter().filter(|state| is_wanted(&state.kind));
+            states.flat_map(|state| state.pieces(part.stage.layout())).collect::<Vec<_>>()
+        })
+    }
+
     /// Returns the optimizer states by tensor, the loss scale, and the residuals. A tensor that two parts share
     /// is returned once.
     pub(in crate::train) fn states(&self) -> Result<Vec<Piece<'_>>> {
-        let mut all = BTreeMap::new();
-        for part in self.executor.parts.values() {
-            let states = part.states(self.each_step);
-            let states = states.iter().filter(|state| state.kind != StateKind::Parameters);
-            let pieces = states.flat_map(|state| state.pieces(part.stage.layout()));
-            all.extend(pieces.map(|piece| (piece.name.clone(), piece)));
-        }
+        let pieces = self.pieces_of(|kind| *kind != StateKind::Parameters);
+        let by_name: BTreeMap<_, _> = pieces.map(|piece| (piece.name.clone(), piece)).collect();
         let host = |name: String, values: Vec<f32>| Piece {
             name,
             shape: vec![values.len()],
             values: PieceValues::Host(values),
         };
-        let mut states: Vec<Piece<'_>> = all.into_values().collect();
+        let mut states: Vec<Piece<'_>> = by_name.into_values().collect();
         states.push(host(LOSS_SCALE.to_owned(), self.scale.save().to_vec()));
         for (stage, part) in &self.executor.parts {
             if let Some(sync) = &part.sync {

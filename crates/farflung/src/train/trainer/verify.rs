@@ -11,7 +11,7 @@ use super::Trainer;
 use crate::config::shared::NamedValue;
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
-use crate::train::pieces::{FlatState, Scope, StateKind};
+use crate::train::pieces::{FlatState, Scope, StateKind, with_values};
 use crate::{Error, Result, finite};
 
 /// Amount of values that are checked.
@@ -88,7 +88,7 @@ impl Trainer {
             let number = placement.part(stage);
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
-            let params = hash("", layout, [("", &part.params)])?;
+            let params = hash(layout, [("", &part.params)])?;
             let shared = if all { shared_states(part, self.each_step)? } else { Vec::new() };
             if compared {
                 copies.push(NamedValue::new(of("parameters"), params));
@@ -158,25 +158,18 @@ fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
 
 /// Returns the hash of flat buffers, without padding.
 ///
-/// Errors: [`Error::NotFinite`] with the tensor's name, after `prefix` and the buffer's name.
+/// Errors: [`Error::NotFinite`] with the tensor's name, after the buffer's name.
 fn hash<'a>(
-    prefix: &str,
     layout: &ParamLayout,
     flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
 ) -> Result<String> {
     let mut hasher = Hasher::default();
     for (name, flat) in flats {
-        let copied;
-        let values = if let Some(values) = flat.host::<f32>() {
-            values
-        } else {
-            copied = flat.to_vec::<f32>()?;
-            &copied
-        };
-        finite::check_flat(&format!("{prefix}{name}"), layout, values)?;
-        for p in layout.params() {
-            hasher.update(&values[p.range()]);
-        }
+        with_values(flat, 0, flat.shape().len(), |values| {
+            finite::check_flat(&name.to_string(), layout, values)?;
+            layout.params().iter().for_each(|p| hasher.update(&values[p.range()]));
+            Ok::<_, Error>(())
+        })??;
     }
     Ok(hasher.finish())
 }
@@ -195,7 +188,7 @@ fn shared_states(part: &Part, each_step: bool) -> Result<Vec<(&'static str, Stri
     let mut hashes = Vec::new();
     for (what, states) in groups {
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
-        let hash = hash("", part.stage.layout(), named)?;
+        let hash = hash(part.stage.layout(), named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
             hashes.push((what, hash));
         }
