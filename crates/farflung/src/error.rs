@@ -399,8 +399,8 @@ pub enum Error {
         /// The step of the other ranks' checkpoint.
         step: u64,
     },
-    /// A rank whose part of the model is needed does not answer.
-    #[error("rank {} does not answer, and the model is incomplete without its part", rank.0)]
+    /// A rank whose part of the model is needed does not answer, or is at another step.
+    #[error("rank {} does not answer or is at another step, and the model is incomplete without its part", rank.0)]
     NoAnswer {
         /// The rank.
         rank: farflung_base::Rank,

@@ -29,6 +29,8 @@ pub enum Vote {
     Whole,
     /// The same without squares, so that it can start before averages are complete.
     Losses,
+    /// The squares of the averaged gradients of each part, among the ranks of one pipeline.
+    Norm,
     /// Losses and requests of all replicas since they last met.
     Window,
 }
@@ -70,7 +72,7 @@ pub enum StepOp {
     },
     /// `0CATCH_UP`: waits for the sum of the oldest update that was put off, and applies the update.
     CatchUp(StageId),
-    /// `VOTE`, `VOTE_LOSSES`, `VOTE_WINDOW`: starts a vote.
+    /// `VOTE`, `VOTE_LOSSES`, `VOTE_NORM`, `VOTE_WINDOW`: starts a vote.
     StartVote(Vote),
     /// `WAIT_VOTE` and similar: waits for a vote's result.
     FinishVote(Vote),
@@ -106,14 +108,16 @@ const OF_STAGE: [(&str, OfStage); 9] = [
 ];
 
 /// The text of each operation of a rank.
-const OF_RANK: [(&str, StepOp); 10] = [
+const OF_RANK: [(&str, StepOp); 12] = [
     ("WAIT_TIED", StepOp::FinishTied),
     ("TAKE_TIED", StepOp::TakeTied),
     ("VOTE", StepOp::StartVote(Vote::Whole)),
     ("VOTE_LOSSES", StepOp::StartVote(Vote::Losses)),
+    ("VOTE_NORM", StepOp::StartVote(Vote::Norm)),
     ("VOTE_WINDOW", StepOp::StartVote(Vote::Window)),
     ("WAIT_VOTE", StepOp::FinishVote(Vote::Whole)),
     ("WAIT_VOTE_LOSSES", StepOp::FinishVote(Vote::Losses)),
+    ("WAIT_VOTE_NORM", StepOp::FinishVote(Vote::Norm)),
     ("WAIT_VOTE_WINDOW", StepOp::FinishVote(Vote::Window)),
     ("TAKE_EXCHANGED", StepOp::TakeExchanged),
     ("AGREE", StepOp::Agree),

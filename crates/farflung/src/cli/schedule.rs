@@ -142,7 +142,8 @@ Schedules:\n"
 /// Returns the lists of all ranks' steps.
 fn steps(schedule: &Schedule, replicas: ReplicaSteps) -> std::result::Result<String, ParallelError> {
     let placement = schedule.order().placement();
-    let settings = StepSettings { replicas, overlap: true, tied: placement.tie(), by_arrivals: false };
+    let settings =
+        StepSettings { replicas, overlap: true, tied: placement.tie(), by_arrivals: false, early_vote: true };
     let mut text = String::new();
     for rank in (0..placement.ranks()).map(Rank) {
         let _ = write!(text, "{rank}\n{}", RankStep::new(schedule, rank, settings)?);

@@ -37,6 +37,8 @@ pub struct ReplicaSchedule {
     pub cost: PipelineCost,
     /// Which ranks add up the gradients of the token table.
     tie: TiedWeights,
+    /// Whether a pipeline may apply a step before the others have their averages.
+    early_vote: bool,
 }
 
 impl ReplicaSchedule {
@@ -45,7 +47,7 @@ impl ReplicaSchedule {
     /// Errors: [`Error::Setting`] if the plan's schedule does not support these costs; [`Error::Parallel`] for
     /// a memory budget into which a part does not fit.
     pub fn new(job: &Job, replica: u32) -> Result<Self> {
-        Self::of(&job.plan, &job.model, &job.machines()?, replica)
+        Self::of_rest(job, replica, None)
     }
 
     /// Makes the schedule as [`ReplicaSchedule::new`] does. If a part of a step is done, makes that of its
@@ -53,7 +55,8 @@ impl ReplicaSchedule {
     ///
     /// Errors: as [`ReplicaSchedule::new`].
     pub(super) fn of_rest(job: &Job, replica: u32, step: Option<&ResumedStep>) -> Result<Self> {
-        Self::make((&job.plan, step), &job.model, &job.machines()?, replica)
+        let schedule = Self::make((&job.plan, step), &job.model, &job.machines()?, replica)?;
+        Ok(Self { early_vote: !job.elastic && !job.late_vote, ..schedule })
     }
 
     /// Makes the schedule of a replica of a plan, for a model on given machines.
@@ -174,7 +177,7 @@ impl ReplicaSchedule {
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
         let layers = plan.parts.iter().map(|p| p.layers.start as usize..p.layers.end as usize).collect();
         let name = plan.pipeline.schedule.to_string();
-        Ok(Self { name, schedule, arrivals, layers, slices, cost, tie })
+        Ok(Self { name, schedule, arrivals, layers, slices, cost, tie, early_vote: true })
     }
 
     /// Returns the placement: the rank of each part.
@@ -233,6 +236,7 @@ impl ReplicaSchedule {
             overlap: plan.outermost().overlap,
             tied: self.tie,
             by_arrivals: self.arrivals.is_some(),
+            early_vote: self.early_vote,
         };
         RankStep::new(&self.schedule, position, settings).map_err(Error::schedule)
     }

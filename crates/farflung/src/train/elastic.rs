@@ -70,6 +70,7 @@ mod waiting;
 mod waits;
 mod watchdog;
 mod newcomer_info;
+mod needed_tensors;
 mod nonsense;
 mod notice_time;
 

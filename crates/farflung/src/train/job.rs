@@ -46,6 +46,11 @@ pub struct Job {
     pub round_plan: Option<Arc<RoundPlan>>,
     /// Whether members may join and leave during training.
     pub elastic: bool,
+    /// Whether a pipeline waits for the averages of all others before it applies a step, as it does where
+    /// members may leave. For comparison: see [`StepSettings::early_vote`].
+    ///
+    /// [`StepSettings::early_vote`]: farflung_parallel::step::StepSettings::early_vote
+    pub late_vote: bool,
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
     pub pipelines: Option<Arc<TrainConfig>>,
@@ -149,6 +154,7 @@ impl Job {
             since_members_changed: None,
             round_plan: None,
             elastic: false,
+            late_vote: false,
             pipelines: None,
             given: Arc::new(config),
             change: None,

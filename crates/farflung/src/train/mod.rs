@@ -47,6 +47,7 @@ mod plan_start;
 mod round_plan;
 mod run;
 mod run_loop;
+mod run_state;
 mod floats;
 mod exchange;
 mod callbacks;

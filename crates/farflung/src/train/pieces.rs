@@ -1,5 +1,5 @@
-//! The state of a part of the model, as a list of its tensors. A checkpoint and the comparison of copies are
-//! filters over it.
+//! The state of a part of the model, as a list of its tensors. A checkpoint, the comparison of copies, what
+//! members send each other (`run_state.rs`) and what a rank keeps to return to are filters over it.
 
 use farflung_base::Rank;
 use farflung_tensor::{Param, ParamLayout, Tensor};
@@ -14,7 +14,7 @@ pub(super) const CHUNK_LEN: usize = 1 << 16;
 pub(super) const CHUNK_WINDOW: usize = 8;
 
 /// What a tensor of the state is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum StateKind {
     /// The parameters; those common to all replicas where they differ.
     Parameters,
@@ -24,6 +24,10 @@ pub(super) enum StateKind {
     Optimizer(String),
     /// A state of the method of synchronisation.
     Method(String),
+    /// The averaged gradients of a step.
+    Gradients,
+    /// What replicas have averaged after local steps.
+    Averaged(String),
 }
 
 /// Which ranks hold the same values.
@@ -65,6 +69,8 @@ pub(super) enum PieceValues<'a> {
 const OPTIMIZER: &str = "chain.";
 /// Prefix of the names of a method's states.
 const METHOD: &str = "outer.";
+/// Prefix of the names of what replicas have averaged.
+const AVERAGED: &str = "averaged.";
 
 impl StateKind {
     /// Returns its name in checkpoints; empty for parameters, whose tensors have their plain names.
@@ -74,6 +80,8 @@ impl StateKind {
             Self::OwnParameters => "own".to_owned(),
             Self::Optimizer(name) => format!("{OPTIMIZER}{name}"),
             Self::Method(name) => format!("{METHOD}{name}"),
+            Self::Gradients => "grads".to_owned(),
+            Self::Averaged(name) => format!("{AVERAGED}{name}"),
         }
     }
 
@@ -82,9 +90,10 @@ impl StateKind {
         tensor_name(&self.name(), tensor)
     }
 
-    /// Returns the name of an optimizer's state, and the tensor, from the name of a tensor in a checkpoint.
-    pub(super) fn optimizer_of(name: &str) -> Option<(&str, &str)> {
-        name.strip_prefix(OPTIMIZER)?.split_once('/')
+    /// Returns the kind of what replicas have averaged, from the name of a tensor.
+    pub(super) fn averaged_of(name: &str) -> Option<Self> {
+        let (kind, _) = name.strip_prefix(AVERAGED)?.split_once('/')?;
+        Some(Self::Averaged(kind.to_owned()))
     }
 
     /// Returns whether a tensor with this name belongs to one replica's optimizer.

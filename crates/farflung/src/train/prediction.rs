@@ -43,18 +43,25 @@ impl Prediction {
     /// Errors: those of [`ReplicaSchedule::new`]; a codec or algorithm of the plan whose time cannot be
     /// predicted.
     pub fn new(plan: &BoundPlan, model: &ModelSpec, machines: &Machines) -> Result<Self> {
-        Self::limited(plan, model, machines, Nanos::MAX)
-            .map(|found| found.expect("no time is later than Nanos::MAX"))
+        Self::scheduled(plan, model, machines, &schedules(plan, model, machines)?)
     }
 
-    /// Like [`Prediction::new`]; `None` if a step takes longer than `limit`.
-    fn limited(
+    fn scheduled(
         plan: &BoundPlan,
         model: &ModelSpec,
         machines: &Machines,
+        schedules: &[ReplicaSchedule],
+    ) -> Result<Self> {
+        let found = Self::limited((plan, model, machines), schedules, Nanos::MAX)?;
+        Ok(found.expect("no time is later than Nanos::MAX"))
+    }
+
+    /// Like [`Prediction::new`], with the schedule of each replica; `None` if a step takes longer than `limit`.
+    fn limited(
+        (plan, model, machines): (&BoundPlan, &ModelSpec, &Machines),
+        schedules: &[ReplicaSchedule],
         limit: Nanos,
     ) -> Result<Option<Self>> {
-        let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // With local steps this is true for a single replica too; its period is then one step. With
         // `parameter-server` and `bounded-stale`, a worker exchanges as many bytes with the servers after a
@@ -67,7 +74,7 @@ impl Prediction {
         // The last steps of a period, at whose end replicas synchronise.
         let first = u64::from(period - steps);
         let pace = Some(Pace { steps: &paces, first });
-        let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
+        let all = Sequence { schedules, machines, before: &[], steps, pace, meets };
         if period == steps {
             // Matches the rounding of the division in `step`.
             let limit = match limit {
@@ -87,7 +94,9 @@ impl Prediction {
         Ok(Some(found).filter(|found| found.step() <= limit))
     }
 
-    /// Predicts a plan for a model on the machines of a topology file that the plan names.
+    /// Predicts a plan for a model on the machines of a topology file that the plan names. The members of a run
+    /// are assumed to stay: where they may leave, pipelines wait for the averages of all others
+    /// ([`Prediction::of`] knows).
     ///
     /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
     /// does not have.
@@ -102,7 +111,8 @@ impl Prediction {
     /// Errors: as [`Prediction::on`].
     pub fn within(plan: &Plan, model: &ModelSpec, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
         let machines = Machines::of_plan(plan, model, cluster)?;
-        Self::limited(&BoundPlan::new(plan.clone())?, model, &machines, limit)
+        let plan = BoundPlan::new(plan.clone())?;
+        Self::limited((&plan, model, &machines), &schedules(&plan, model, &machines)?, limit)
     }
 
     /// Returns a lower bound of the step time of a plan without local steps: the time of the busiest processor
@@ -121,7 +131,9 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::new`].
     pub fn of(job: &Job) -> Result<Self> {
-        Self::new(&job.plan, &job.model, &job.machines()?)
+        let schedules = (0..job.plan.replicas()).map(|replica| ReplicaSchedule::new(job, replica));
+        let schedules = schedules.collect::<Result<Vec<_>>>()?;
+        Self::scheduled(&job.plan, &job.model, &job.machines()?, &schedules)
     }
 
     /// Returns the timeline of the first step of a plan with a flush, on machines of a topology file, for

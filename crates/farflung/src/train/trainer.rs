@@ -1,11 +1,11 @@
 //! One rank of a run: the parts of the model that the plan assigns to it, and a training step.
 //!
 //! A step: **pass** (the schedule: forward, backward, send, receive; gradients are sent as they become final),
-//! **reduce** (wait for the averages), **agree** (one vote, with the same result on all ranks that take the
-//! step together), **prepare** (the global norm; nothing has changed yet), **commit** (parameters, moments,
-//! residuals, counters), **after** (between steps: the method of synchronisation, comparison of copies on
-//! unlike devices). With a flush, a failure or overflow before the commit changes nothing. Without a flush,
-//! updates happen within the pass.
+//! **reduce** (wait for the averages), **agree** (votes: on losses, with the same result on all ranks that take
+//! the step together; in a pipeline also on the norm), **prepare** (the global norm; nothing has changed yet),
+//! **commit** (parameters, moments, residuals, counters), **after** (between steps: the method of
+//! synchronisation, comparison of copies on unlike devices). With a flush, a failure or overflow before the
+//! commit changes nothing. Without a flush, updates happen within the pass.
 //!
 //! Where gradients are averaged at each step, all copies of a part on several ranks get the same updates. So do
 //! the two copies of the token table in a pipeline. If their devices round differently, copies are compared
@@ -17,23 +17,19 @@ mod carry;
 mod ending;
 mod gather;
 mod gathered_weights;
+mod give_state;
 mod synchronise;
 mod token_weights;
-mod optimizer_state;
-mod part_replay;
-mod part_rounds;
-mod named_tensors;
-mod replay;
+mod progress;
+mod replayed_parts;
 mod residuals_to_come;
-mod replay_round;
 mod replica_samples;
 mod resume;
-mod round_tensors;
 mod retreat;
-mod snapshot;
 mod speed;
 mod state;
 mod step_done;
+mod take_state;
 #[cfg(test)]
 mod tests;
 mod undecided;
@@ -65,12 +61,12 @@ pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use ending::Ending;
 pub(super) use gathered_weights::IncomingWeights;
-pub(super) use named_tensors::{NamedTensors, RunCounters, needs};
-pub(super) use part_replay::{PartCopy, ReplayedParts};
+pub(super) use give_state::StateBytes;
+pub(super) use progress::Progress;
+pub(super) use replayed_parts::ReplayedParts;
 pub(super) use replica_samples::ReplicaSamples;
 use resume::KeptWork;
 use retreat::RollbackPoint;
-pub(super) use snapshot::{OptimizerCounters, Progress, Snapshot, StateBytes};
 use speed::Speedometer;
 pub use step_done::{StepDone, Synced};
 use token_weights::TokenWeights;
@@ -100,6 +96,8 @@ pub struct Trainer {
     plain: Device,
     /// The ranks that vote on each step: all ranks, or those of one pipeline if steps are local.
     voters: Communicator,
+    /// The ranks of this rank's pipeline, if they alone vote on the norm of the gradients.
+    norm_voters: Option<Communicator>,
     /// Whether replicas have the same parameters after each step.
     each_step: bool,
     /// Losses of this replica's local steps that no vote of all replicas has contained yet.
@@ -310,7 +308,8 @@ impl Trainer {
                     self.executor.commit(&self.list, prepared)?;
                     break vote;
                 }
-                // All ranks that voted get this error, and none of them commits the step.
+                // All ranks that voted get this error, and none of them commits the step. Those of other
+                // pipelines have the same averages; if not, the next vote fails (`start_vote`).
                 Err(error @ OptimError::NotFinite { .. }) => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
                     self.executor.boundaries.rollback();
@@ -464,23 +463,30 @@ impl Trainer {
 
     /// Waits for the averages and the votes after the pass.
     fn reduce(&mut self, loss: f64, stop: bool) -> Result<Vote> {
-        let (mut voting, mut found) = (None, None);
+        let (mut voting, mut norm_voting) = (None, None);
+        let (mut found, mut norm) = (None, None);
         for op in self.list.at(step::Moment::Reduce).to_vec() {
             let begun = self.executor.comm.now();
             match op {
                 StepOp::StartVote(vote) => {
-                    let squares = if vote == step::Vote::Whole { self.squares()? } else { Vec::new() };
-                    voting = Some(self.start_vote(loss, stop, &squares)?);
-                    if vote == step::Vote::Whole {
-                        // From here on others may commit the step, whether or not this rank receives the
-                        // result.
+                    // The vote after the averages: from here on other ranks may commit the step, whether or
+                    // not this one receives the result.
+                    let is_last = vote != step::Vote::Losses;
+                    let squares = if is_last { self.squares(vote)? } else { Vec::new() };
+                    if vote == step::Vote::Norm {
+                        norm_voting = Some(self.start_norm_vote(squares));
+                    } else {
+                        voting = Some(self.start_vote(loss, stop, &squares)?);
+                    }
+                    if is_last {
                         self.undecided.voted();
                     }
                 }
+                StepOp::FinishVote(step::Vote::Norm) => {
+                    norm = Some(norm_voting.take().expect("a step's votes pair").wait()?);
+                }
                 StepOp::FinishVote(_) => {
-                    let voting = voting.take().expect("a step's votes pair");
-                    found = Some(voting.wait()?);
-                    self.undecided.begin();
+                    found = Some(voting.take().expect("a step's votes pair").wait()?);
                 }
                 op => {
                     self.executor.run_op(op)?;
@@ -490,12 +496,21 @@ impl Trainer {
             let Executor { comm, spent, .. } = &mut self.executor;
             add_since(begun, comm, &mut spent.communicate);
         }
-        Ok(found.expect("every step ends with a vote"))
+        self.undecided.begin();
+        let found = found.expect("every step ends with a vote");
+        if !found.is_of_one_attempt {
+            let message = format!("the vote on step {}", self.step + 1);
+            return Err(Error::Message {
+                message,
+                problem: "has pipelines that repeat a step others have done",
+            });
+        }
+        Ok(Vote { squares: norm.or(found.squares), ..found })
     }
 
-    /// Returns the sums of squared gradients by part of the model; 0 for parts that other ranks report.
-    fn squares(&self) -> Result<Vec<f64>> {
-        if self.replica == 0 || !self.each_step {
+    /// Returns the sums of squared gradients by part of the model; 0 for parts that other voters report.
+    fn squares(&self, vote: step::Vote) -> Result<Vec<f64>> {
+        if vote == step::Vote::Norm || self.replica == 0 || !self.each_step {
             return self.executor.squares();
         }
         Ok(vec![0.0; self.executor.placement.depth() as usize])

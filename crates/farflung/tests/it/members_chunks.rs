@@ -201,7 +201,7 @@ fn a_spare_takes_its_part_in_chunks_from_all_that_hold_it() {
         let faults = Faults::new().at(Nanos::from_millis(2_500)).crash(PeerId(5));
         let ended = run_workers(job, connections(job, 7, &[(PeerId(6), Nanos(1))], &faults), &mut told);
         assert!(told.has("member 5 lost; 6 members continue"), "{:?}", told.notes);
-        assert!(told.has("of state from 3 of them; 3 pipelines of 2"), "{:?}", told.notes);
+        assert!(told.has("of state from 5 of them; 3 pipelines of 2"), "{:?}", told.notes);
         let hashes = hashes(&ended);
         assert_eq!(hashes.len(), 1, "one member has the whole model: {:?}", told.notes);
         hashes

@@ -35,6 +35,11 @@ pub struct StepSettings {
     /// Whether ranks choose the next computation by what has arrived. The list of the pass is then a
     /// prediction, and averages start after it.
     pub by_arrivals: bool,
+    /// Whether a pipeline may apply a step before the others have all their averages. Losses of all ranks are
+    /// then voted on while gradients are averaged; only the norm comes after the averages, and it needs the
+    /// ranks of one pipeline alone. Not where the members of a run may leave: all then apply a step or none
+    /// does.
+    pub early_vote: bool,
 }
 
 /// A moment of a step, with a list of its own.
@@ -85,12 +90,13 @@ impl Moment {
 ///     overlap: true,
 ///     tied: TiedWeights::Across,
 ///     by_arrivals: false,
+///     early_vote: true,
 /// };
 /// let step = RankStep::new(&schedule, Rank(1), settings)?;
 /// assert_eq!(
 ///     step.to_string(),
 ///     "pass: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD\n\
-///      reduce: 1WAIT_GRAD WAIT_TIED 1CONTRIBUTE VOTE WAIT_VOTE\n\
+///      reduce: VOTE_LOSSES 1WAIT_GRAD WAIT_TIED 1CONTRIBUTE VOTE_NORM WAIT_VOTE_NORM WAIT_VOTE_LOSSES\n\
 ///      commit: 1STEP1\n"
 /// );
 /// assert_eq!(step.to_string().parse::<RankStep>()?, step);
@@ -272,7 +278,7 @@ impl<'a> Builder<'a> {
     /// them here would stall the pipeline.
     fn update(&self, stage: StageId, microbatch: u32, list: &mut Vec<StepOp>, versions: &mut Versions) {
         if self.updates() == Updates::Flush {
-            // All parts are updated after all ranks have voted.
+            // All parts are updated after the votes.
             return;
         }
         list.push(StepOp::FinishReduce(stage));
@@ -313,14 +319,24 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn reduce(&self, put_off: &BTreeMap<StageId, u32>) -> Vec<StepOp> {
-        // The norm of a whole model is known to each rank alone, so that its vote needs no average. In a
-        // pipeline, a rank commits a step only once all ranks have their averages.
-        let vote = if self.placement().depth() > 1 { Vote::Whole } else { Vote::Losses };
-        let mut list = Vec::new();
-        if vote == Vote::Losses {
-            list.push(StepOp::StartVote(vote));
+    /// Returns the votes on a step: the one that starts with the averages, and the one that starts after them.
+    fn votes(&self) -> [Option<Vote>; 2] {
+        let has_norm_of_all = self.updates() == Updates::Flush && !self.placement().is_pooled();
+        let together = self.settings.replicas == ReplicaSteps::Together;
+        if self.placement().depth() == 1 {
+            // The norm of a whole model is known to each rank alone.
+            [Some(Vote::Losses), None]
+        } else if self.settings.early_vote && together && has_norm_of_all {
+            [Some(Vote::Losses), Some(Vote::Norm)]
+        } else {
+            [None, Some(Vote::Whole)]
         }
+    }
+
+    fn reduce(&self, put_off: &BTreeMap<StageId, u32>) -> Vec<StepOp> {
+        let [early, late] = self.votes();
+        let mut list = Vec::new();
+        list.extend(early.map(StepOp::StartVote));
         if self.updates() == Updates::Flush {
             let averages = self.homes.iter().copied().map(StepOp::FinishReduce);
             let tied = self.shares_weights().then_some(StepOp::FinishTied);
@@ -339,10 +355,9 @@ impl<'a> Builder<'a> {
             let count = put_off.get(&home).copied().unwrap_or(0);
             list.extend((0..count).map(|_| StepOp::CatchUp(home)));
         }
-        if vote == Vote::Whole {
-            list.push(StepOp::StartVote(vote));
-        }
-        list.push(StepOp::FinishVote(vote));
+        list.extend(late.map(StepOp::StartVote));
+        list.extend(late.map(StepOp::FinishVote));
+        list.extend(early.map(StepOp::FinishVote));
         list
     }
 

@@ -1,5 +1,5 @@
-//! Snapshots of the step lists of 12 plans: each family of schedules, with and without replicas, local steps
-//! and a tied table.
+//! Snapshots of the step lists of 13 plans: each family of schedules, with and without replicas, members,
+//! local steps and a tied table.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -16,10 +16,14 @@ const ALONE: StepSettings = StepSettings {
     overlap: true,
     tied: TiedWeights::Across,
     by_arrivals: false,
+    early_vote: true,
 };
 
 /// Replicas that average the gradients of each step.
 const REPLICAS: StepSettings = StepSettings { replicas: ReplicaSteps::Together, ..ALONE };
+
+/// The same where the members of a run may leave.
+const MEMBERS: StepSettings = StepSettings { early_vote: false, ..REPLICAS };
 
 /// Replicas that train apart.
 const LOCAL: StepSettings = StepSettings { replicas: ReplicaSteps::Apart, ..ALONE };
@@ -45,7 +49,7 @@ fn lists(method: Method, ranks: u32, settings: StepSettings) -> Vec<RankStep> {
 }
 
 #[test]
-fn steps_of_twelve_plans() {
+fn steps_of_plans() {
     let untied = StepSettings { tied: TiedWeights::Whole, ..REPLICAS };
     for (name, method, ranks, settings) in [
         ("gpipe, alone", Method::GPipe, 2, ALONE),
@@ -54,6 +58,7 @@ fn steps_of_twelve_plans() {
         ("1f1b, local steps", Method::OneFOneB, 2, LOCAL),
         ("one rank, replicas", Method::OneFOneB, 1, REPLICAS),
         ("interleaved, replicas, untied", Method::Interleaved, 2, untied),
+        ("zb-h1, members", Method::ZbH1, 2, MEMBERS),
         ("zb-h1, replicas", Method::ZbH1, 2, REPLICAS),
         ("zb-v, local steps", Method::ZbV, 2, LOCAL),
         ("chimera, alone", Method::Chimera, 2, ALONE),
@@ -111,6 +116,7 @@ fn lists_whose_operations_do_not_pair_are_refused_by_operation() {
         ("reduce: WAIT_VOTE", "WAIT_VOTE", "the vote was not started"),
         ("reduce: VOTE", "VOTE", "nothing waits for the vote"),
         ("reduce: VOTE VOTE WAIT_VOTE", "VOTE", "the vote was started already"),
+        ("reduce: VOTE_LOSSES WAIT_VOTE_NORM", "WAIT_VOTE_NORM", "the vote was not started"),
         ("pass: 0OPEN_GRAD 0B0\nreduce: 0WAIT_GRAD", "0OPEN_GRAD", "no entry says"),
         ("pass: 0B0 0REDUCE_GRAD", "0REDUCE_GRAD", "nothing waits for the average"),
         ("pass: 0REDUCE_GRAD 0REDUCE_GRAD\nreduce: 0WAIT_GRAD", "0REDUCE_GRAD", "started already"),

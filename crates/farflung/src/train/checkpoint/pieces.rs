@@ -7,7 +7,7 @@ use farflung_parallel::membership::ViewId;
 
 use super::super::job::Job;
 use super::super::meet::model_facts;
-use super::super::trainer::{NamedTensors, RunCounters};
+use super::super::run_state::{OptimizerCounters, RunCounters, RunState};
 use super::CheckpointRecord;
 use super::source::{Files, Needed, Residuals, Source};
 use crate::{Checkpoint, Result};
@@ -17,7 +17,7 @@ use crate::{Checkpoint, Result};
 pub(in super::super) struct Saved {
     /// The view in which it was saved: the checkpoints of the same step and view are parts of one model.
     pub(in super::super) view: ViewId,
-    pub(in super::super) pieces: NamedTensors,
+    pub(in super::super) state: RunState,
 }
 
 /// Reads the checkpoint that one member of a run with pipelines has saved. `None` if its model, seed, method or
@@ -31,25 +31,18 @@ pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
         return Ok(None);
     };
     let source = Source::new(&job.model, vec![files], Residuals::None, Needed::All)?;
-    let (states, kinds, tensors) = if job.averages_each_step() {
-        let (states, tensors) = source.tensors();
-        (states, Vec::new(), tensors)
-    } else {
-        let (kinds, tensors) = source.tensors_by_kind();
-        (0, kinds, tensors)
-    };
+    let (kinds, tensors) = source.tensors();
     let counted = RunCounters {
         step: record.step,
-        // There is one update per step: pipelines whose members join and leave have a flush.
-        updates: record.step,
+        outer_steps: record.outer_step,
         rounds: record.rounds,
         microbatches: plan_start.microbatches,
-        scale: source.loss_scale().to_vec(),
-        states,
-        outer_steps: record.outer_step,
+        // There is one update per step: pipelines whose members join and leave have a flush.
+        optimizer: OptimizerCounters { updates: record.step, scale: source.loss_scale().to_vec() },
         kinds,
     };
-    Ok(Some(Saved { view, pieces: NamedTensors { counted, tensors } }))
+    let layers = record.parts.iter().map(|&(start, end)| start..end).collect();
+    Ok(Some(Saved { view, state: RunState { counted, layers, squares: None, tensors } }))
 }
 
 fn is_of(record: &CheckpointRecord, job: &Job) -> bool {

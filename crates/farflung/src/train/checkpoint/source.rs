@@ -11,7 +11,7 @@ use farflung_zoo::{ModelSpec, Stage};
 
 use super::tensor_sink::{StoredTensor, TensorSink};
 use super::{AVERAGE, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
-use crate::train::pieces::{StateKind, tensor_name};
+use crate::train::pieces::tensor_name;
 use crate::{Checkpoint, Error, Result, finite};
 
 /// The files of one checkpoint.
@@ -331,25 +331,9 @@ impl Source {
         self.state(LOSS_SCALE).unwrap_or_default()
     }
 
-    /// Returns the number of the optimizer's states, and the tensors for which the values and all states are
-    /// present, by name. In each tensor the states follow the values, in the order of their names.
-    pub(super) fn tensors(&self) -> (usize, BTreeMap<String, Vec<f32>>) {
-        let kind = |name: &String| Some(StateKind::optimizer_of(name)?.0.to_owned());
-        let kinds: BTreeSet<String> = self.states.keys().filter_map(kind).collect();
-        let whole = |(name, (_, values)): (&String, &(Vec<usize>, Vec<f32>))| {
-            let mut all = values.clone();
-            for kind in &kinds {
-                let state = self.state(&StateKind::Optimizer(kind.clone()).of(name))?;
-                all.extend(Some(state).filter(|state| state.len() == values.len())?);
-            }
-            Some((name.clone(), all))
-        };
-        (kinds.len(), self.weights.iter().filter_map(whole).collect())
-    }
-
     /// Returns the weights, and the states that were saved tensor by tensor under their own names: a kind, then
     /// the name of the tensor. Returns the kinds, too.
-    pub(super) fn tensors_by_kind(&self) -> (Vec<String>, BTreeMap<String, Vec<f32>>) {
+    pub(super) fn tensors(&self) -> (Vec<String>, BTreeMap<String, Vec<f32>>) {
         let weights = self.weights.iter().map(|(name, (_, values))| (name.clone(), values.clone()));
         let mut tensors: BTreeMap<String, Vec<f32>> = weights.collect();
         let mut kinds = BTreeSet::new();

@@ -15,11 +15,11 @@ use super::copies::Copies;
 use super::decide::{Agreed, Agreement, Asks, Loss, NextView, suspect};
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
-use super::followed::Followed;
 use super::former_checkpoints;
 use super::idle::Idle;
 use super::lost_sequences::RoundTaken;
 use super::measure::measured;
+use super::needed_tensors::needs;
 use super::nonsense::{Nonsense, Report};
 use super::notice_time::NoticeTime;
 use super::place::{Logs, Place};
@@ -37,7 +37,7 @@ use crate::events::causes;
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::LastDone;
-use crate::train::trainer::{Trainer, needs};
+use crate::train::trainer::{ReplayedParts, Trainer};
 use crate::{Error, Result};
 
 /// One rank of a run whose members change.
@@ -79,7 +79,7 @@ pub(in crate::train) struct Member<'a> {
     /// The time since which they do.
     pub(super) grows_since: Nanos,
     /// In pipelines: the parts that this newcomer or spare has followed.
-    pub(super) followed: Option<Followed>,
+    pub(super) followed: Option<ReplayedParts>,
     /// Whether this spare is ready to be in a further pipeline.
     pub(super) grows: bool,
     /// In pipelines: whether it leaves, and so hands over the part that it holds and takes no other.
@@ -362,9 +362,9 @@ impl Member<'_> {
         self.log.check(&mut self.place.offered_blobs(), trainer);
         let lent = self.log.lend(&self.place.offered_blobs(), trainer);
         let holds = LocalState::Member(trainer, lent);
-        let (shared, taken) = transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
+        let (shared, taken) = transfer_state(holds, &comm, (job, &stood.exchange), &mut self.store)?;
         if let Some(taken) = taken {
-            trainer.take_snapshot(&taken.shared, None)?;
+            taken.give(trainer, job)?;
         }
         trainer.catch_up(stood.exchange.progress.step)?;
         trainer.carry_over(&stood.job, comm.clone())?;
@@ -392,9 +392,8 @@ impl Member<'_> {
         }
         let slot = self.place.transport().me().0;
         let speed = measured(job, (alone, slot), self.threads, self.simulated);
-        let (threads, simulated) = (self.threads, self.simulated);
-        let mut follower =
-            (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, slot, threads, simulated }));
+        let threads = self.threads;
+        let mut follower = (!job.barrier).then(|| Follower::new(Replayer { job, comm: alone, threads }));
         let view = self.place.wait_for_view((expects, &job.stop), follower.as_mut(), tell)?;
         self.put_others_checkpoints_aside(tell)?;
         let followed = follower.and_then(|follower| self.take_followed(follower));
@@ -416,7 +415,7 @@ impl Member<'_> {
     }
 
     /// Returns the state that has been followed. Keeps the chunks received of what is still missing.
-    pub(super) fn take_followed(&mut self, follower: Follower<'_>) -> Option<Followed> {
+    pub(super) fn take_followed(&mut self, follower: Follower<'_>) -> Option<ReplayedParts> {
         let (followed, store) = follower.into_followed();
         self.store = store;
         followed
@@ -429,7 +428,7 @@ impl Member<'_> {
         job: &mut Job,
         mut view: View,
         speed: Option<Nanos>,
-        mut followed: Option<Followed>,
+        mut followed: Option<ReplayedParts>,
     ) -> Result<(Trainer, LastDone)> {
         loop {
             let comm = stoppable(job, self.place.enter(view.clone())?);
@@ -439,14 +438,14 @@ impl Member<'_> {
             let came = form_view(&view, &comm, brings).and_then(|stood| {
                 self.publisher.names.note(&view, stood.names);
                 let comm = links::view_communicator(&stood.job, comm.clone(), self.simulated)?;
-                let holds = LocalState::Newcomer(followed.as_mut().and_then(Followed::as_whole));
+                let holds = LocalState::Newcomer(followed.as_mut());
                 let (_, taken) =
                     transfer_state(holds, &comm, (&stood.job, &stood.exchange), &mut self.store)?;
                 // Frees the memory of the state that was followed: this rank's trainer needs it.
                 followed = None;
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
                 if let Some(taken) = taken {
-                    trainer.take_snapshot(&taken.shared, taken.own.as_ref())?;
+                    taken.give(&mut trainer, &stood.job)?;
                 }
                 if trainer.steps_done() != stood.exchange.progress.step {
                     // The others have taken local steps since the last average.

@@ -7,7 +7,8 @@ use farflung_base::{Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
 
 use crate::train::job::Job;
-use crate::train::trainer::{NamedTensors, Trainer};
+use crate::train::run_state::RunState;
+use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 
 /// Tag of the messages with copies.
@@ -39,9 +40,9 @@ struct IncomingCopy {
 #[derive(Debug, Default)]
 pub(super) struct Copies {
     /// Its own values, oldest first.
-    own: Vec<NamedTensors>,
+    own: Vec<RunState>,
     /// The previous rank's values, oldest first.
-    held: Vec<NamedTensors>,
+    held: Vec<RunState>,
     outgoing: Option<OutgoingCopy>,
     incoming: Option<IncomingCopy>,
     /// The step of the last copy that was begun since the members changed.
@@ -50,7 +51,7 @@ pub(super) struct Copies {
 
 impl Copies {
     /// Returns all values that are kept.
-    pub(super) fn kept(&self) -> impl Iterator<Item = &NamedTensors> {
+    pub(super) fn kept(&self) -> impl Iterator<Item = &RunState> {
         self.own.iter().chain(&self.held)
     }
 
@@ -88,9 +89,9 @@ impl Copies {
             return Ok(());
         }
         self.begun = Some(step);
-        let pieces = trainer.pieces(job)?;
-        let bytes = pieces.to_bytes();
-        keep(&mut self.own, pieces);
+        let state = trainer.state(job)?;
+        let bytes = with_length(&state.to_bytes());
+        keep(&mut self.own, state);
         let now = comm.now();
         self.outgoing = Some(OutgoingCopy { bytes, at: 0, sending: None, credit: 0.0, credited: now });
         let receiving = receive(comm);
@@ -120,8 +121,8 @@ impl Copies {
                         message: "the copy of another member's part".to_owned(),
                         problem: "cannot be parsed",
                     };
-                    let pieces = NamedTensors::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
-                    keep(&mut self.held, pieces);
+                    let state = RunState::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
+                    keep(&mut self.held, state);
                     self.incoming = None;
                     break;
                 }
@@ -137,8 +138,8 @@ fn measured(comm: &Communicator, to: Rank) -> Option<u64> {
     path.rate.filter(|_| !path.rate_is_least).map(|rate| rate.saturating_mul(8))
 }
 
-fn keep(kept: &mut Vec<NamedTensors>, pieces: NamedTensors) {
-    kept.push(pieces);
+fn keep(kept: &mut Vec<RunState>, state: RunState) {
+    kept.push(state);
     if kept.len() > KEPT {
         kept.remove(0);
     }
@@ -147,6 +148,11 @@ fn keep(kept: &mut Vec<NamedTensors>, pieces: NamedTensors) {
 fn receive(comm: &Communicator) -> Pending<Result<Vec<u8>, CommError>> {
     let size = comm.size() as u32;
     comm.clone().with_deadline(Nanos::MAX).start_recv(Rank((comm.rank().0 + size - 1) % size), COPIES)
+}
+
+/// Puts the number of bytes before them.
+fn with_length(bytes: &[u8]) -> Vec<u8> {
+    [&(bytes.len() as u64).to_le_bytes()[..], bytes].concat()
 }
 
 /// Returns the length of a whole copy, with the eight bytes of the length at its beginning; `None` if these

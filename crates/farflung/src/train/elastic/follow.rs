@@ -5,17 +5,16 @@
 
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::Communicator;
-use farflung_parallel::plan::Replica;
 
 use super::blobs::Label;
 use super::fetching::ChunkStore;
-use super::followed::Followed;
+use super::followed::{has_optimizer, lacked_optimizer};
 use super::offers::{Growth, Logged, Offer, Offered, Offers};
 use super::ready::{FollowProgress, Ready};
 use crate::Result;
 use crate::train::job::Job;
-use crate::train::links;
-use crate::train::trainer::{PartCopy, ReplayedParts, Snapshot, Trainer};
+use crate::train::run_state::RunState;
+use crate::train::trainer::ReplayedParts;
 
 /// A member is asked for at most this part of the rate that it was measured to send at while all members sent.
 /// The rest of its uplink is left for the steps.
@@ -46,37 +45,19 @@ pub(super) struct Replayer<'a> {
     pub(super) job: &'a Job,
     /// Contains this rank only.
     pub(super) comm: &'a Communicator,
-    pub(super) slot: u32,
     pub(super) threads: usize,
-    pub(super) simulated: bool,
 }
 
 impl Replayer<'_> {
     /// Takes a copy of the state after `step` steps. `None` for bytes that are not one.
     ///
     /// Errors: those of the device, and of the model for the layers of another one.
-    fn take(&self, bytes: &[u8], step: u64) -> Result<Option<Followed>> {
-        if self.job.pipelines.is_some() {
-            let copy = PartCopy::from_bytes(bytes).filter(|copy| copy.step() == step);
-            let parts = |copy| {
-                let device = self.job.device(0, self.threads)?;
-                ReplayedParts::new((self.job, self.comm), &device, &copy)
-            };
-            return Ok(copy.map(parts).transpose()?.map(Followed::Parts));
-        }
-        let snapshot = Snapshot::from_bytes(bytes).filter(|snapshot| snapshot.step() == step);
-        snapshot.map(|snapshot| self.with(&snapshot)).transpose()
-    }
-
-    fn with(&self, snapshot: &Snapshot) -> Result<Followed> {
-        let each = self.job.plan.microbatches.first().copied().unwrap_or(1);
-        let machines = vec![format!("member.{}", self.slot)];
-        let plan = self.job.plan.with_replicas(&[Replica::New { machines, microbatches: each }])?;
-        let job = Job { failure: None, departure: None, fault: None, ..self.job.with_plan(plan)? };
-        let comm = links::view_communicator(&job, job.stop.with_stop(self.comm.clone()), self.simulated)?;
-        let mut trainer = Trainer::new(&job, comm, self.threads)?;
-        trainer.take_snapshot(snapshot, None)?;
-        Ok(Followed::whole(trainer, snapshot))
+    fn take(&self, bytes: &[u8], step: u64) -> Result<Option<ReplayedParts>> {
+        let Some(copy) = RunState::from_bytes(bytes).filter(|copy| copy.step() == step) else {
+            return Ok(None);
+        };
+        let device = self.job.device(0, self.threads)?;
+        ReplayedParts::new((self.job, self.comm), &device, &copy).map(Some)
     }
 }
 
@@ -101,7 +82,7 @@ pub(super) struct Follower<'a> {
     phase: Phase,
     /// Chunks received so far.
     pub(super) store: ChunkStore,
-    followed: Option<Followed>,
+    followed: Option<ReplayedParts>,
     tries: u32,
     laps: Laps,
     /// Number of times that a round ended before the optimizer was received.
@@ -161,11 +142,11 @@ impl<'a> Follower<'a> {
 
     /// Returns the number of steps done in the state that it has; `None` without one.
     pub(super) fn step(&self) -> Option<u64> {
-        self.followed.as_ref().map(Followed::step)
+        self.followed.as_ref().map(ReplayedParts::step)
     }
 
     /// Returns the state that it has, and the chunks of what it was fetching.
-    pub(super) fn into_followed(self) -> (Option<Followed>, ChunkStore) {
+    pub(super) fn into_followed(self) -> (Option<ReplayedParts>, ChunkStore) {
         (self.followed, self.store)
     }
 
@@ -202,11 +183,11 @@ impl<'a> Follower<'a> {
 
     /// Returns whether the newcomer has the optimizer that it needs, or one that is older by less than
     /// [`NEAR`]: rounds may be so short that it always lacks the newest one.
-    fn has_optimizer(&self, followed: &Followed, offers: &Offers) -> bool {
+    fn has_optimizer(&self, followed: &ReplayedParts, offers: &Offers) -> bool {
         let every = offers.growth().and_then(|growth| growth.every);
         let age = followed.optimizer_age().zip(every);
         let is_recent = age.is_some_and(|(rounds, every)| every.0.saturating_mul(rounds.into()) <= NEAR.0);
-        is_recent || followed.has_optimizer(self.replayer.job.averages_each_step(), offers)
+        is_recent || has_optimizer(followed, self.replayer.job.averages_each_step(), offers)
     }
 
     /// Returns whether the newcomer lacks so little that the members may wait for it: the records of `lap` are
@@ -296,7 +277,7 @@ impl<'a> Follower<'a> {
                     return Vec::new();
                 }
                 let lacks =
-                    followed.lacks_optimizer(offers).filter(|_| !self.replayer.job.averages_each_step());
+                    lacked_optimizer(followed, offers).filter(|_| !self.replayer.job.averages_each_step());
                 if let Some(optimizer) = lacks.filter(|_| count == 0) {
                     let holder = optimizer.holders.first().and_then(|id| ready.rate(id)).unwrap_or(0);
                     let growth =
@@ -426,6 +407,7 @@ mod tests {
 
     use super::super::blobs::label_of;
     use super::*;
+    use crate::train::trainer::Trainer;
     use crate::{Stop, TrainConfig};
 
     /// Returns the job of one worker with rounds of two steps.
@@ -459,18 +441,17 @@ mod tests {
             for _ in 0..2 {
                 self.trainer.step(false).unwrap();
             }
-            let (step, record) =
-                (self.trainer.agreed_step(), self.trainer.encoded_record(job, None).unwrap());
+            let (step, record) = (self.trainer.agreed_step(), self.trainer.record(job).unwrap().to_bytes());
             assert_eq!((after + 2, self.trainer.steps_done()), (step, step));
             self.offers.log(Self::ID, &[Logged { after, step, label: label_of(&record) }]);
-            self.offer_optimizer(job);
+            self.offer_optimizer();
             record
         }
 
         /// Offers the optimizer, and returns it.
-        fn offer_optimizer(&mut self, job: &Job) -> Vec<u8> {
+        fn offer_optimizer(&mut self) -> Vec<u8> {
             self.trainer.mark_round().unwrap();
-            let optimizer = self.trainer.encoded_optimizer(job).unwrap().unwrap();
+            let optimizer = self.trainer.marked_optimizer().unwrap().unwrap().to_bytes();
             let step = self.trainer.agreed_step();
             self.offers.offer_optimizer(Self::ID, Offer { step, label: label_of(&optimizer) });
             optimizer
@@ -487,8 +468,8 @@ mod tests {
         let (job, comm) = (job(), || Communicator::new(memory::cluster(1).remove(0)));
         let trainer = Trainer::new(&job, comm(), 1).unwrap();
         let alone = comm();
-        let replayer = Replayer { job: &job, comm: &alone, slot: 1, threads: 1, simulated: false };
-        let copy = trainer.encoded_copy(&job).unwrap();
+        let replayer = Replayer { job: &job, comm: &alone, threads: 1 };
+        let copy = trainer.shared_state(&job).unwrap().to_bytes();
         let followed = replayer.take(&copy, 0).unwrap();
         assert!(followed.is_some());
         let follower = Follower {
@@ -521,12 +502,15 @@ mod tests {
     #[test]
     fn an_optimizer_that_is_older_by_a_moment_only_is_enough() {
         follow(|job, mut donor, mut follower| {
-            let (optimizer, record) = (donor.offer_optimizer(job), donor.round(job));
+            let (optimizer, record) = (donor.offer_optimizer(), donor.round(job));
             let followed = follower.followed.as_mut().unwrap();
             followed.take_optimizer(&optimizer).unwrap();
             followed.replay(&record).unwrap();
             assert_eq!((followed.step(), followed.optimizer_age()), (2, Some(1)));
-            assert_eq!(followed.lacks_optimizer(&donor.offers).unwrap().holders, BTreeSet::from([Donor::ID]));
+            assert_eq!(
+                lacked_optimizer(followed, &donor.offers).unwrap().holders,
+                BTreeSet::from([Donor::ID])
+            );
             let mut says = |every| {
                 donor.offer_copy(b"", every);
                 follower.says(&donor.offers, 0)
@@ -545,7 +529,7 @@ mod tests {
                 follower.says(&donor.offers, 0)
             };
             donor.offer_copy(b"", Nanos::from_millis(1_000));
-            let optimizer = donor.offer_optimizer(job);
+            let optimizer = donor.offer_optimizer();
             follower.followed.as_mut().unwrap().take_optimizer(&optimizer).unwrap();
             // Two rounds behind, it is not ready.
             donor.round(job);

@@ -15,14 +15,15 @@ use super::fetching::{ChunkStore, Wanted};
 use super::offers::Logged;
 use super::step_records::{StepRecords, bytes_of, records_between};
 use crate::Result;
-use crate::train::trainer::{NamedTensors, PartCopy, ReplayedParts};
+use crate::train::run_state::RunState;
+use crate::train::trainer::ReplayedParts;
 
 /// What a member of a view has before newcomers catch up.
 pub(super) struct BeforeCatchUp<'a> {
     /// For each member, the number of steps after which it has followed parts; `None` if it has not.
     pub(super) at: &'a [Option<u64>],
     /// The member's own parts; `None` on a newcomer.
-    pub(super) own: Option<&'a PartCopy>,
+    pub(super) own: Option<&'a RunState>,
     /// Records of the member's last steps.
     pub(super) lent: StepRecords,
     /// The parts that a newcomer has followed.
@@ -34,7 +35,7 @@ pub(super) struct BeforeCatchUp<'a> {
 pub(super) struct CaughtUp {
     /// The tensors of the parts that this newcomer has followed, after the members' last step. `None` on
     /// others, and if the newcomer must receive its parts as a whole.
-    pub(super) tensors: Option<NamedTensors>,
+    pub(super) tensors: Option<RunState>,
     /// Bytes of the records of all newcomers, and number of members that sent them.
     pub(super) taken: (u64, usize),
 }
@@ -71,9 +72,9 @@ pub(super) fn catch_up(
     let copy = own.filter(|_| !records.is_empty()).map(|own| label_of(&own.to_bytes()));
     // A spare may still have the parts that it held before it was one.
     let own = own.filter(|_| followed.is_none());
-    let layers = followed.as_ref().map(|parts| parts.layers()).or_else(|| own.map(PartCopy::layers));
+    let layers = followed.as_ref().map(|parts| parts.layers()).or_else(|| own.map(|own| &own.layers[..]));
     let layers = layers.unwrap_or_default().to_vec();
-    let step = own.map(PartCopy::step);
+    let step = own.map(RunState::step);
     let told: Vec<RecordsOffer> = all_gather(all, &RecordsOffer { step, layers, records, copy })?;
     let until = told.iter().filter_map(|told| told.step).max().unwrap_or(0);
     let lacks = |rank: &Rank| {
@@ -112,7 +113,7 @@ fn replayed(
     wanted: &[Wanted],
     store: &mut ChunkStore,
     (until, told): (u64, &[RecordsOffer]),
-) -> Result<Option<NamedTensors>> {
+) -> Result<Option<RunState>> {
     for record in wanted {
         let bytes = store.take(&record.label).unwrap_or_default();
         if let Err(error) = followed.replay(&bytes) {
@@ -120,11 +121,11 @@ fn replayed(
             return Ok(None);
         }
     }
-    let copy = followed.copy()?;
+    let copy = followed.shared_state()?;
     let own = label_of(&copy.to_bytes());
     if copy.step() != until || told.iter().all(|told| told.copy != Some(own)) {
         tracing::warn!("this newcomer's parts are not those of the members: it takes them as a whole");
         return Ok(None);
     }
-    Ok(Some(followed.with_optimizer(copy.into_pieces())?))
+    Ok(Some(followed.with_optimizer(copy)?))
 }

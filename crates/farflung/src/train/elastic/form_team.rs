@@ -24,6 +24,7 @@ use super::broken_round::{BrokenRound, RoundPosition};
 use super::fetching::ChunkStore;
 use super::held_tensors::HeldTensors;
 use super::layers::ranges;
+use super::needed_tensors::needs;
 use super::pieces::{exchange, moved_bytes, offered};
 use super::pool_speeds::{self, Moving, PoolSpeeds};
 use super::saved::{self, Whole};
@@ -38,8 +39,8 @@ use crate::train::job::Job;
 use crate::train::pieces::StateKind;
 use crate::train::plan_start::PlanStart;
 use crate::train::planned;
+use crate::train::run_state::{RunCounters, RunState};
 use crate::train::steps::LastDone;
-use crate::train::trainer::{NamedTensors, RunCounters, needs};
 use crate::{Error, Result, TrainConfig};
 /// Description that each member of a new view sends to the others.
 #[derive(Debug, Serialize, Deserialize)]
@@ -73,7 +74,7 @@ pub(super) struct EnteringMember<'a> {
     /// Its team so far, if it has one.
     pub(super) team: Option<&'a Team>,
     /// Its tensors: copies of earlier steps, and the newest last.
-    pub(super) held: Vec<NamedTensors>,
+    pub(super) held: Vec<RunState>,
     /// How far it is, if steps are local and it takes any.
     pub(super) round: Option<RoundPosition>,
     /// Folder of its checkpoints.
@@ -166,7 +167,7 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
     let holdings: Vec<Holding> = told.iter().enumerate().flat_map(holding).collect();
     let by_position = needs(&next)?;
     let all_counted = || told.iter().flat_map(|told| &told.held).map(|held| &held.counted);
-    let most = all_counted().max_by_key(|counted| (counted.states, counted.kinds.len()));
+    let most = all_counted().max_by_key(|counted| counted.kinds.len());
     let needed = |tensors: &BTreeMap<String, usize>| most.map_or_else(Vec::new, |most| most.needed(tensors));
     let by_position: Vec<Vec<Needed>> = by_position.iter().map(needed).collect();
     let whole: Vec<Needed> = by_position.concat();
@@ -197,9 +198,9 @@ pub(super) fn form_team(view: &View, all: &Communicator, brings: EnteringMember<
         && !job.averages_each_step()
     {
         // It keeps its optimizer.
-        counted.updates = own.counted.updates;
+        counted.optimizer.updates = own.counted.optimizer.updates;
     }
-    let (mut blobs, held) = offered(all, own.as_ref(), &moving)?;
+    let (mut blobs, held) = offered(all, own.as_ref(), &moving, job.averages_each_step())?;
     let bytes = moved_bytes(&held, &moving);
     blobs.fault = chunk_fault(job, all.rank(), step);
     let came = exchange(all, (blobs, &held), &moving, store)?;
@@ -345,13 +346,13 @@ fn finished_round(
 fn in_memory_at(
     step: u64,
     told: &[MemberDescription],
-    (holdings, held): (Vec<Holding>, Vec<NamedTensors>),
+    (holdings, held): (Vec<Holding>, Vec<RunState>),
 ) -> Result<Whole> {
     // With local steps, those that have followed their parts do not count updates.
     let at_step = told.iter().flat_map(|told| &told.held).filter(|held| held.counted.step == step);
-    let at_step = at_step.rev().max_by_key(|held| held.counted.updates);
+    let at_step = at_step.rev().max_by_key(|held| held.counted.optimizer.updates);
     let at_step = at_step.ok_or_else(|| wrong("is lost: no member is at the step to continue from"))?.clone();
-    let own = NamedTensors::merge(held.into_iter().filter(|held| held.counted.step == step));
+    let own = RunState::merge(held.into_iter().filter(|held| held.counted.step == step));
     Ok(Whole { holdings, held: at_step, own })
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use farflung_parallel::plan::Holding;
 use serde::{Deserialize, Serialize};
 
-use crate::train::trainer::{NamedTensors, RunCounters};
+use crate::train::run_state::{RunCounters, RunState};
 
 /// Names of the tensors that a member holds, and the run's counters when they had these values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -15,8 +15,8 @@ pub(super) struct HeldTensors {
 }
 
 impl HeldTensors {
-    pub(super) fn of(pieces: &NamedTensors) -> Self {
-        Self { counted: pieces.counted.clone(), names: pieces.names() }
+    pub(super) fn of(state: &RunState) -> Self {
+        Self { counted: state.counted.clone(), names: state.names() }
     }
 
     /// Returns whether it holds tensors of all these names.

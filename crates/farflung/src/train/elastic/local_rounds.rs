@@ -38,7 +38,7 @@ impl Member<'_> {
             return Ok(None);
         }
         if gives_optimizer {
-            let words = self.log.keep_optimizer(&mut self.place.offered_blobs(), (trainer, job))?;
+            let words = self.log.keep_optimizer(&mut self.place.offered_blobs(), trainer)?;
             if let Some(words) = words {
                 self.tell_followers(&words);
             }

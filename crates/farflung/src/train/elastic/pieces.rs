@@ -12,7 +12,7 @@ use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
 use crate::train::floats::floats;
 use crate::train::pieces::StateKind;
-use crate::train::trainer::NamedTensors;
+use crate::train::run_state::RunState;
 use crate::{Error, Result};
 
 /// Tensors that move, by name: the blob with the values, and the ranks that have it.
@@ -34,21 +34,22 @@ pub(super) fn moved_bytes(held: &Holders, moving: &[Move]) -> u64 {
 }
 
 /// Offers the moving tensors that this member has. Returns the offered blobs, and which ranks hold each
-/// tensor. With local steps, the members of a part have different optimizers: of each tensor, newcomers receive
-/// the states of the first member by rank that has it. All members call it.
+/// tensor. Unless gradients are averaged at `each_step`, the members of a part have different optimizers: of
+/// each tensor, newcomers receive the states of the first member by rank that has it. All members call it.
 ///
 /// Errors: [`Error::Message`] if members have different values of the same tensor.
 pub(super) fn offered(
     all: &Communicator,
-    own: Option<&NamedTensors>,
+    own: Option<&RunState>,
     moving: &[Move],
+    each_step: bool,
 ) -> Result<(OfferedBlobs, Holders)> {
     let (mut blobs, mut mine) = (OfferedBlobs::default(), BTreeMap::new());
     if moving.is_empty() {
         return Ok((blobs, Holders::new()));
     }
     for name in moving.iter().map(|moving| &moving.name) {
-        if let Some(values) = own.and_then(|own| own.tensors.get(name))
+        if let Some(values) = own.and_then(|own| own.get(name))
             && !mine.contains_key(name)
         {
             mine.insert(name.clone(), blobs.put(bytes_of(values)));
@@ -61,7 +62,7 @@ pub(super) fn offered(
             let new = || Wanted { label, holders: BTreeSet::new() };
             let wanted = held.entry(name.clone()).or_insert_with(new);
             if wanted.label != label {
-                if StateKind::is_optimizer(&name) {
+                if !each_step && StateKind::is_optimizer(&name) {
                     continue;
                 }
                 tracing::error!(name, "members have different values of this tensor");

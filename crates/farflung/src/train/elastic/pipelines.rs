@@ -14,7 +14,6 @@ use super::changed::Changed;
 use super::decide::PAUSE;
 use super::fetching::ChunkStore;
 use super::follow::{Follower, Replayer};
-use super::followed::Followed;
 use super::followed_parts::{BeforeCatchUp, CaughtUp, catch_up};
 use super::form_team::{EnteringMember, FormedTeam, form_team};
 use super::leaving::{Leaving, left_to_others};
@@ -27,8 +26,9 @@ use crate::config::member_name::MemberName;
 use crate::events::LostSequences;
 use crate::train::job::Job;
 use crate::train::links;
+use crate::train::run_state::{RunCounters, RunState};
 use crate::train::steps::LastDone;
-use crate::train::trainer::{Committed, NamedTensors, RunCounters, Trainer};
+use crate::train::trainer::{Committed, Trainer};
 use crate::{Error, Result};
 
 /// What a member of a view tells the others first.
@@ -217,7 +217,7 @@ impl Member<'_> {
         let (slot, threads, simulated) = (self.place.transport().me().0, self.threads, self.simulated);
         let speed = measured_speed(job, (alone, slot), threads, simulated);
         self.pools.known.extend(speed.map(|speed| (slot, speed)));
-        let replayer = Replayer { job, comm: alone, slot, threads, simulated };
+        let replayer = Replayer { job, comm: alone, threads };
         let mut follower = (!job.barrier).then(|| Follower::new(replayer));
         let view = self.place.wait_for_view((expects, &job.stop), follower.as_mut(), tell)?;
         self.put_others_checkpoints_aside(tell)?;
@@ -282,10 +282,9 @@ impl Member<'_> {
         }
         self.publisher.publish_as_spare(self.place);
         let own = self.growing.iter().find(|future| future.member == team.all.rank().index());
-        let slot = self.place.transport().me().0;
-        let (threads, simulated) = (self.threads, self.simulated);
+        let threads = self.threads;
         let alone = self.place.own_communicator()?;
-        let replayer = Replayer { job, comm: &alone, slot, threads, simulated };
+        let replayer = Replayer { job, comm: &alone, threads };
         // If it has measured no link from a member that holds its part, it receives the part while all wait.
         let measured = self.place.measured.as_ref();
         let is_measured = |id: &MemberId| measured.is_some_and(|links| links.rate(id).is_some());
@@ -328,10 +327,7 @@ impl Member<'_> {
             // If one member has committed the step, all that voted on it must commit it, too.
             let made = self.team.as_ref().filter(|team| team.rank().is_some()).map(|team| team.epoch);
             let round = |trainer: &Trainer| RoundPosition::new(trainer, job, made?);
-            let followed = match &mut self.followed {
-                Some(Followed::Parts(parts)) => Some(parts),
-                _ => None,
-            };
+            let followed = self.followed.as_mut();
             let follows = followed.as_ref().map(|parts| parts.step());
             let (committed, at) =
                 (trainer.as_deref().map(Trainer::committed), trainer.as_deref().and_then(round));
@@ -346,17 +342,18 @@ impl Member<'_> {
                 trainer.resolve_average(rounds.filter(|r| Some(r.made) == made).map(|round| round.agreed))?;
             }
             let lent = trainer.as_deref().map(|trainer| self.log.lend(&self.place.offered_blobs(), trainer));
-            let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
+            let live = trainer.as_deref().map(|trainer| trainer.state(job)).transpose()?;
             // Only those that have followed their parts compare them.
             let compares = told.iter().any(|told| told.follows.is_some());
             let compared = if compares { live.clone() } else { None };
-            let copy = trainer.as_deref().zip(compared).map(|(trainer, live)| trainer.copy_of(live));
+            let each_step = job.averages_each_step();
+            let copy = compared.map(|live| if each_step { live } else { live.without_optimizer() });
             let at: Vec<Option<u64>> = told.iter().map(|told| told.follows).collect();
             let (own, lent) = (copy.as_ref(), lent.unwrap_or_default());
             let before = BeforeCatchUp { at: &at, own, lent, followed };
             let CaughtUp { tensors, taken } = catch_up(&all, before, &mut self.store)?;
             let live = live.into_iter().chain(tensors);
-            let held: Vec<NamedTensors> = self.copies.kept().cloned().chain(live).collect();
+            let held: Vec<RunState> = self.copies.kept().cloned().chain(live).collect();
             let round = trainer.as_deref().and_then(round);
             let folder = self.folder.as_deref();
             let (team, pools, store) = (self.team.as_ref(), &self.pools, &mut self.store);
@@ -398,7 +395,7 @@ impl Member<'_> {
                 return Ok(Some((trainer.moved_to((&next, resumed.as_ref()), comm, &counted, &get)?, kept)));
             }
             let mut trainer = Trainer::resumed(&next, comm, self.threads, resumed.as_ref())?;
-            trainer.take_pieces(&counted, &get)?;
+            trainer.take_state((&counted, Some(&counted.optimizer)), &get)?;
             Ok(Some((trainer, kept)))
         })();
         // Until all of this has succeeded, the former team and plan are in force.

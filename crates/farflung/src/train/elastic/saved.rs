@@ -17,7 +17,7 @@ use crate::Result;
 use crate::events::causes;
 use crate::train::checkpoint::{Saved, beside, saved, saved_steps};
 use crate::train::job::Job;
-use crate::train::trainer::NamedTensors;
+use crate::train::run_state::RunState;
 
 /// The slowest disk for which the others wait while a member reads a checkpoint: 20 MB a second.
 const SLOWEST: Link = Link { bandwidth: Bandwidth(160_000_000), latency: Nanos::ZERO };
@@ -29,7 +29,7 @@ pub(super) struct Whole {
     /// The run's counters at that step, and names of the tensors that one member has.
     pub(super) held: HeldTensors,
     /// The tensors of this step that this member has.
-    pub(super) own: Option<NamedTensors>,
+    pub(super) own: Option<RunState>,
 }
 
 /// Description of a readable checkpoint, for the other members.
@@ -59,7 +59,7 @@ pub(super) fn newest(
     for (step, bytes) in largest.into_iter().rev().filter(|(step, _)| *step <= newest) {
         let here: Vec<Saved> =
             steps.get(&step).into_iter().flatten().filter_map(|path| read(path, job)).collect();
-        let readable = |saved: &Saved| Readable { view: saved.view, held: HeldTensors::of(&saved.pieces) };
+        let readable = |saved: &Saved| Readable { view: saved.view, held: HeldTensors::of(&saved.state) };
         let mine: Vec<Readable> = here.iter().map(readable).collect();
         let patience = job.deadline().saturating_add(SLOWEST.time(Bytes(bytes)));
         let told: Vec<Vec<Readable>> = all_gather(&all.clone().with_deadline(patience), &mine)?;
@@ -71,11 +71,12 @@ pub(super) fn newest(
                 all.filter(|(_, readable)| readable.view == view && readable.held.counted.step == step)
             };
             let holdings: Vec<Holding> = of_view().map(|(member, r)| r.held.holding(member)).collect();
-            // Take the checkpoint with the most optimizer states: one with fewer is not complete.
-            let most = of_view().map(|(_, readable)| &readable.held).max_by_key(|held| held.counted.states);
+            // Take the checkpoint with the most kinds of states: one with fewer is not complete.
+            let most =
+                of_view().map(|(_, readable)| &readable.held).max_by_key(|held| held.counted.kinds.len());
             let Some(held) = most.filter(|_| newest_whole(&holdings, needed) == Ok(step)) else { continue };
-            let own = here.into_iter().filter(|saved| saved.view == view).map(|saved| saved.pieces);
-            return Ok(Some(Whole { holdings, held: held.clone(), own: NamedTensors::merge(own) }));
+            let own = here.into_iter().filter(|saved| saved.view == view).map(|saved| saved.state);
+            return Ok(Some(Whole { holdings, held: held.clone(), own: RunState::merge(own) }));
         }
     }
     Ok(None)

@@ -11,12 +11,13 @@ use super::all_gather::all_gather;
 use super::blobs::{Label, OfferedBlobs, label_of};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
-use super::followed::WholeState;
 use super::offers::Logged;
 use super::step_records::{StepRecords, bytes_of, records_between};
 use crate::train::fault::{Fault, FaultyValue};
 use crate::train::job::Job;
-use crate::train::trainer::{OptimizerCounters, Progress, Snapshot, Trainer};
+use crate::train::pieces::StateKind;
+use crate::train::run_state::{OptimizerCounters, RunState};
+use crate::train::trainer::{Progress, ReplayedParts, Trainer};
 use crate::{Error, Result};
 
 /// Which ranks send the state, and which receive it.
@@ -64,9 +65,26 @@ pub(super) struct TransferStats {
 #[derive(Debug)]
 pub(super) struct ReceivedState {
     /// The part of the state that is the same on all replicas.
-    pub(super) shared: Snapshot,
+    shared: RunState,
     /// The first donor's own optimizer state, for a newcomer in a run with local steps.
-    pub(super) own: Option<Snapshot>,
+    own: Option<RunState>,
+}
+
+impl ReceivedState {
+    /// Gives it to a trainer. Where optimizers differ between replicas, a member keeps its own.
+    ///
+    /// Errors: those of [`Trainer::take_state`].
+    pub(super) fn give(&self, trainer: &mut Trainer, job: &Job) -> Result<()> {
+        let from = self.own.as_ref().or_else(|| job.averages_each_step().then_some(&self.shared));
+        let optimizer = from.map(|from| &from.counted.optimizer);
+        // All donors have the same shared state, so no donor's optimizer may replace a tensor of it.
+        let own = self.own.as_ref();
+        let get = |name: &str| match own.filter(|_| StateKind::is_optimizer(name)) {
+            Some(own) => own.get(name),
+            None => self.shared.get(name),
+        };
+        trainer.take_state((&self.shared.counted, optimizer), &get)
+    }
 }
 
 /// Labels of the state that a donor offers.
@@ -88,7 +106,7 @@ struct OwnOptimizer {
 
 /// Returns the optimizer that newcomers take from the first donor. Its state is that after the synchronisation
 /// before the last one, if the donor has kept it: newcomers that follow the run have fetched it meanwhile.
-fn optimizer_for_newcomers(trainer: &Trainer, lent: &StepRecords) -> Result<Snapshot> {
+fn optimizer_for_newcomers(trainer: &Trainer, lent: &StepRecords) -> Result<RunState> {
     match lent.optimizer() {
         Some(earlier) => trainer.with_averaged_states(earlier),
         None => trainer.optimizer(),
@@ -109,7 +127,7 @@ pub(super) enum LocalState<'a> {
     /// A member's state, and records of its newest steps.
     Member(&'a Trainer, StepRecords),
     /// A newcomer's state, if it has followed the run.
-    Newcomer(Option<&'a mut WholeState>),
+    Newcomer(Option<&'a mut ReplayedParts>),
 }
 
 /// Transfers the run's state from the donors to the takers. Takers fetch chunks of the shared state from all
@@ -178,9 +196,9 @@ pub(super) fn transfer_state(
             followed.replay(&store.take(&record.label).ok_or_else(|| wrong("lacks a record"))?)?;
         }
         let mut more = Vec::new();
-        let snapshot = followed.snapshot()?;
-        if label_of(&snapshot.to_bytes()) == first.shared {
-            caught = Some(snapshot);
+        let state = followed.shared_state()?;
+        if label_of(&state.to_bytes()) == first.shared {
+            caught = Some(state);
         } else {
             tracing::warn!(
                 "this newcomer's state differs from the members' after the same steps: it takes theirs"
@@ -209,17 +227,19 @@ pub(super) fn transfer_state(
     if !is_taker {
         return Ok((shared, None));
     }
-    let mut read = |label: &Label, caught: Option<Snapshot>| {
+    let mut read = |label: &Label, caught: Option<RunState>| {
         if let Some(caught) = caught {
             return Ok(caught);
         }
         let bytes = store.take(label).ok_or_else(|| wrong("does not have the reported length"))?;
-        Snapshot::from_bytes(&bytes).ok_or_else(|| wrong("cannot be parsed"))
+        RunState::from_bytes(&bytes).ok_or_else(|| wrong("cannot be parsed"))
     };
     let state = read(&first.shared, caught)?;
     let own = match own {
         Some(OwnOptimizer { label, counters }) => {
-            Some(read(&label, caught_optimizer)?.with_optimizer_counters(counters))
+            let mut own = read(&label, caught_optimizer)?;
+            own.counted.optimizer = counters;
+            Some(own)
         }
         None => None,
     };
@@ -235,7 +255,7 @@ fn offer(
     lent: StepRecords,
     blobs: &mut OfferedBlobs,
 ) -> Result<StateLabels> {
-    let shared = blobs.put(trainer.shared_snapshot()?.to_bytes());
+    let shared = blobs.put(trainer.shared_state(job)?.to_bytes());
     // If ranks agree at each step, the shared state already contains the optimizer's.
     let gives_own = first && !job.averages_each_step();
     let optimizer = gives_own.then(|| optimizer_for_newcomers(trainer, &lent)).transpose()?;

@@ -81,7 +81,7 @@ impl StepLog {
     ) -> Result<()> {
         self.drop_log(blobs);
         let (last, step) = (trainer.agreements(), trainer.agreed_step());
-        let label = blobs.put(trainer.encoded_copy(job)?);
+        let label = blobs.put(trainer.shared_state(job)?.to_bytes());
         blobs.fault = fault;
         let most = MOST.saturating_mul(label.len).max(LEAST);
         let offer = Offer { step, label };
@@ -125,7 +125,11 @@ impl StepLog {
         };
         let rank = trainer.comm().rank().0;
         let fault = job.fault.filter(|fault| fault.is_in(rank, step, FaultyValue::Record));
-        let label = blobs.put(trainer.encoded_record(job, fault)?);
+        let mut record = trainer.record(job)?;
+        if let Some(fault) = fault {
+            record.inject_fault(fault);
+        }
+        let label = blobs.put(record.to_bytes());
         log.records.push(Logged { after: log.last_step, step, label });
         (log.last, log.last_step, log.bytes) = (count, step, log.bytes + label.len);
         if log.bytes > log.most {
@@ -179,14 +183,14 @@ impl StepLog {
     pub(super) fn keep_optimizer(
         &mut self,
         blobs: &mut OfferedBlobs,
-        (trainer, job): (&Trainer, &Job),
+        trainer: &Trainer,
     ) -> Result<Option<Vec<u8>>> {
         let round = trainer.agreements();
         if self.optimizers.last().is_some_and(|kept| kept.round == round) {
             return Ok(None);
         }
-        let Some(optimizer) = trainer.encoded_optimizer(job)? else { return Ok(None) };
-        let offer = Offer { step: trainer.agreed_step(), label: blobs.put(optimizer) };
+        let Some(optimizer) = trainer.marked_optimizer()? else { return Ok(None) };
+        let offer = Offer { step: trainer.agreed_step(), label: blobs.put(optimizer.to_bytes()) };
         self.optimizers.push(KeptOptimizer { offer, round });
         if self.optimizers.len() > OPTIMIZERS {
             let old = self.optimizers.remove(0).offer.label;

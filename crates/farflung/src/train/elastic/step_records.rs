@@ -7,7 +7,7 @@ use farflung_base::Rank;
 use super::blobs::{Blob, Label, OfferedBlobs};
 use super::fetching::Wanted;
 use super::offers::Logged;
-use crate::train::trainer::Snapshot;
+use crate::train::run_state::RunState;
 
 /// Records of steps that a member can send to others, with their bytes, and with local steps its optimizer
 /// after the synchronisation before the last one.
@@ -31,8 +31,8 @@ impl StepRecords {
     }
 
     /// Returns the optimizer.
-    pub(super) fn optimizer(&self) -> Option<Snapshot> {
-        Snapshot::from_bytes(self.optimizer.as_ref()?.bytes())
+    pub(super) fn optimizer(&self) -> Option<RunState> {
+        RunState::from_bytes(self.optimizer.as_ref()?.bytes())
     }
 
     /// Offers the records in another set of blobs, too.

@@ -148,7 +148,9 @@ impl<'a> Operations<'a> {
             Key::Vote(vote, voters) => {
                 let numbers = match vote {
                     Vote::Whole => 2 + depth as usize,
-                    Vote::Losses => 2,
+                    // In pipelines also the number of the attempt.
+                    Vote::Losses => 2 + usize::from(depth > 1),
+                    Vote::Norm => depth as usize,
                     Vote::Window => self.plan.outermost().every as usize + 1,
                 };
                 match voters {

@@ -199,7 +199,11 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
 
     /// Returns the replica whose ranks take a vote; `None` if all ranks take it.
     fn voters(&self, vote: Vote) -> Option<u32> {
-        let all = vote == Vote::Window || self.each_step;
+        let all = match vote {
+            Vote::Window => true,
+            Vote::Norm => false,
+            Vote::Whole | Vote::Losses => self.each_step,
+        };
         (!all).then_some(self.replica)
     }
 

@@ -1,13 +1,14 @@
-//! The vote at the end of a pass: one small all-reduce over losses, squares of gradients, requests (to stop, or
-//! to change the members) and step times.
+//! The votes at the end of a pass: small all-reduces over losses, requests (to stop, or to change the members)
+//! and step times, and over the squares of gradients, which may be a vote of its own among the ranks of one
+//! pipeline.
 
 use farflung_base::{Pending, Rank};
 use farflung_comm::{CommError, ReduceOp};
 use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
-use super::Trainer;
 use super::speed::{Measures, Speedometer};
+use super::{TRIES, Trainer};
 use crate::Result;
 use crate::train::fault::FaultyValue;
 
@@ -18,11 +19,13 @@ pub(super) struct Vote {
     pub(super) loss: f64,
     /// Union of the requests of all voters.
     pub(super) requests: StepRequests,
-    /// Sum of the squares of the gradients of all parts; `None` if the model has only one part.
+    /// Sum of the squares of the gradients of all parts; `None` if no vote has them.
     pub(super) squares: Option<f64>,
     /// Measured step times of each replica (of each rank in pools); empty if not all of them vote or if they
     /// are not measured.
     pub(super) speeds: Vec<Measured>,
+    /// Whether all voters are at the same attempt of the same step.
+    pub(super) is_of_one_attempt: bool,
 }
 
 /// What a rank may request with its vote, from the highest weight in the sum of all requests to the lowest.
@@ -109,7 +112,7 @@ impl<T> Voting<T> {
 impl Trainer {
     /// Starts the vote of a pass. `loss` is the mean loss of this replica if this rank has the last part (or
     /// its share, if several ranks have it), else 0. `squares` are sums of squared gradients by part: each is
-    /// sent by one of the voting ranks, and the others send 0. If the model has one part, `squares` is empty.
+    /// sent by one of the voting ranks, and the others send 0. If this vote has no norm, `squares` is empty.
     ///
     /// Errors: those of the sampler.
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Result<Voting<Vote>> {
@@ -119,21 +122,36 @@ impl Trainer {
         let weight = if self.each_step { self.part_of(self.step + 1)? } else { 1.0 };
         let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
+        // If each pipeline votes on the norm alone, one of them may repeat a step that the others apply: a
+        // value that is not finite may be in a copy of one rank only.
+        let attempt = self.norm_voters.as_ref().map(|_| (self.step * u64::from(TRIES + 1)) as f64);
+        let attempt = attempt.map(|steps| steps + f64::from(self.tries));
+        mine.extend(attempt);
         mine.extend(squares);
         let told = if self.each_step { self.own_speeds(self.step + 1) } else { Vec::new() };
         mine.extend(&told);
         let told = told.len();
-        let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
+        let (sums, voters) = (self.voters.start_all_reduce(mine, ReduceOp::Sum), self.voters.size());
         let read = move |sums: Vec<f64>| {
             let (sums, speeds) = sums.split_at(sums.len() - told);
+            let squares = &sums[2 + usize::from(attempt.is_some())..];
             Vote {
                 loss: sums[0] / f64::from(replicas),
                 requests: StepRequests::of_sum(sums[1]),
-                squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
+                squares: (!squares.is_empty()).then(|| squares.iter().sum()),
                 speeds: Speedometer::read(speeds),
+                is_of_one_attempt: attempt
+                    .is_none_or(|own| sums[2].to_bits() == (own * voters as f64).to_bits()),
             }
         };
         Ok(Voting { sums, read: Box::new(read) })
+    }
+
+    /// Starts the vote of a pipeline's ranks on the sum of its squared gradients, which are given by part.
+    pub(super) fn start_norm_vote(&self, squares: Vec<f64>) -> Voting<f64> {
+        let voters = self.norm_voters.as_ref().expect("a list with this vote has its voters");
+        let sums = voters.start_all_reduce(squares, ReduceOp::Sum);
+        Voting { sums, read: Box::new(|sums: Vec<f64>| sums.iter().sum()) }
     }
 
     const fn wish(&self, stop: bool) -> StepRequests {

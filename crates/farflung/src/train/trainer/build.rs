@@ -8,6 +8,7 @@ use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
+use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::{ActivationPolicy, ModelSpec, Stage};
 
@@ -72,6 +73,9 @@ impl Trainer {
         let holders = groups(job, &comm, &placement, position)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
+        let list = schedule.step(position, plan)?;
+        let has_norm_vote = list.at(Moment::Reduce).contains(&StepOp::StartVote(Vote::Norm));
+        let norm_voters = has_norm_vote.then(|| comm.split(replica, rank.0)).transpose()?;
         let copies = !holders.is_empty() || schedule.is_tied_across();
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
@@ -121,6 +125,7 @@ impl Trainer {
             executor,
             plain,
             voters,
+            norm_voters,
             each_step,
             window: Vec::new(),
             voting: None,
@@ -143,7 +148,7 @@ impl Trainer {
             speed: job.follows_speed().then(|| Speedometer::new(Measures::of(plan))),
             undecided: Undecided::default(),
             kept: None,
-            list: schedule.step(position, plan)?,
+            list,
             schedule,
         })
     }

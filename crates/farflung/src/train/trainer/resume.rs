@@ -7,11 +7,12 @@ use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, KeptCell, ResumedStep};
 use farflung_tensor::Tensor;
 
-use super::{RunCounters, Trainer};
+use super::Trainer;
 use crate::train::executor::Pass;
 use crate::train::job::Job;
 use crate::train::kept_pass::{KeptMessage, WorkRecord};
 use crate::train::part::SavedMicrobatch;
+use crate::train::run_state::RunCounters;
 
 /// What a rank has computed of a step that failed.
 #[derive(Debug)]
@@ -111,7 +112,7 @@ impl Trainer {
         let same = part == Some(kept.part)
             && compute_alike(&job.plan, &next.plan)
             && (kept.step, kept.microbatches) == (counted.step, counted.microbatches)
-            && kept.scale == counted.scale;
+            && kept.scale == counted.optimizer.scale;
         if same { kept.cells() } else { Vec::new() }
     }
 

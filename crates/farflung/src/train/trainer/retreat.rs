@@ -1,7 +1,7 @@
 //! Handling of a stop within a step: the step in flight is dropped, or committed if another rank has committed
 //! it. The ranks that answer then form a new communicator.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_optim::Average;
@@ -14,6 +14,8 @@ use crate::train::executor::Pass;
 use crate::train::exit_listener::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
+use crate::train::pieces::{FlatState, StateKind};
+use crate::train::run_state::OptimizerCounters;
 use crate::train::stop_in_step::missing;
 use crate::{Error, Result};
 
@@ -31,31 +33,24 @@ impl RollbackPoint {
         self.step
     }
 
-    /// Returns the saved loss scale.
-    pub(super) fn scale(&self) -> &[f32] {
-        &self.scale
+    /// Returns the optimizer's counters.
+    pub(super) fn counters(&self) -> OptimizerCounters {
+        let updates = self.parts.values().map(|part| part.updates).max().unwrap_or(0);
+        OptimizerCounters { updates, scale: self.scale.clone() }
     }
 
-    /// Returns the number of updates of the optimizer.
-    pub(super) fn updates(&self) -> u64 {
-        self.parts.values().map(|part| part.updates).max().unwrap_or(0)
-    }
-
-    /// Returns the states of the optimizer by part and name.
-    pub(super) fn states(&self) -> impl Iterator<Item = (StageId, &str, &Tensor)> {
-        self.parts.iter().flat_map(|(&stage, part)| {
-            part.states.iter().map(move |(name, state)| (stage, name.as_str(), state))
-        })
+    /// Returns a state of a part; `None` if it is not among the copies.
+    pub(super) fn state(&self, stage: StageId, kind: &StateKind) -> Option<&Tensor> {
+        self.parts.get(&stage)?.states.get(kind)
     }
 }
 
 /// Copy of the state of one part.
 #[derive(Debug)]
 struct PartSnapshot {
-    /// `None` if the part's method of synchronisation keeps these parameters itself.
-    params: Option<Tensor>,
     updates: u64,
-    states: BTreeMap<String, Tensor>,
+    /// The optimizer's states, and the parameters unless the method of synchronisation keeps them itself.
+    states: BTreeMap<StateKind, Tensor>,
     /// Number of rounds and the codec state of the average of gradients. `None` for other averages: they change
     /// only when replicas meet, and need no copy.
     gradients: Option<(u64, BTreeMap<String, Vec<f32>>)>,
@@ -65,39 +60,42 @@ impl PartSnapshot {
     /// Copies the state of a part: to `host` if it is given (for copies that are rare), else on the part's
     /// device (for copies at each step).
     fn new(part: &Part, each_step: bool, host: Option<&Device>) -> Result<Self> {
-        let kept = |x: &Tensor| match host {
-            Some(host) => Ok(host.tensor(&x.to_vec::<f32>()?, x.shape())?),
-            None => copy(x),
+        let keeps = agreed(part).is_none();
+        let is_kept = |state: &FlatState<'_>| match state.kind {
+            StateKind::Parameters => keeps,
+            StateKind::Optimizer(_) => true,
+            _ => false,
         };
-        let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), kept(state)?)));
-        let states = states.collect::<Result<_>>()?;
-        let params = if agreed(part).is_some() { None } else { Some(kept(&part.params)?) };
+        let kept = |state: FlatState<'_>| {
+            let values = match host {
+                Some(host) => host.tensor(&state.values.to_vec::<f32>()?, state.values.shape())?,
+                None => copy(state.values)?,
+            };
+            Ok((state.kind, values))
+        };
+        let states = part.states(each_step).into_iter().filter(is_kept).map(kept).collect::<Result<_>>()?;
         let average = part.sync.as_ref().filter(|sync| each_step || sync.averages_gradients());
         let average = average.map(|sync| sync.average());
         let saved =
             |average: &Average| Ok::<_, Error>((average.round(), average.save("")?.into_iter().collect()));
         let gradients = average.map(saved).transpose()?;
-        Ok(Self { params, updates: part.chain.step(), states, gradients })
+        Ok(Self { updates: part.chain.step(), states, gradients })
     }
 
     fn restore(self, part: &mut Part) -> Result<()> {
-        let Self { params, updates, states, gradients } = self;
+        let Self { updates, states, gradients } = self;
         if let (Some((rounds, saved)), Some(sync)) = (gradients, &mut part.sync) {
             let get = |name: &str| saved.get(name).map(Vec::as_slice);
             sync.average_mut().restore("", rounds, get)?;
         }
-        match params {
-            Some(params) => part.params.write(&params.to_vec::<f32>()?)?,
-            None => {
-                if let Some(agreed) = agreed(part) {
-                    let values = agreed.to_vec::<f32>()?;
-                    part.params.write(&values)?;
-                }
-            }
+        if let Some(params) = states.get(&StateKind::Parameters).or_else(|| agreed(part)) {
+            let values = params.to_vec::<f32>()?;
+            part.params.write(&values)?;
         }
-        let values = states.into_iter().map(|(name, state)| Ok((name, state.to_vec::<f32>()?)));
+        let values = states.into_iter().map(|(kind, state)| Ok((kind, state.to_vec::<f32>()?)));
         let values = values.collect::<Result<BTreeMap<_, _>>>()?;
-        Ok(part.chain.restore(updates, |name| values.get(name).map(Vec::as_slice))?)
+        let get = |name: &str| values.get(&StateKind::Optimizer(name.to_owned())).map(Vec::as_slice);
+        Ok(part.chain.restore(updates, get)?)
     }
 }
 
@@ -180,13 +178,12 @@ impl Trainer {
         let own = StopPosition { rank: self.rank(), open, committed: self.committed() };
         let told = comm.all_gather_bytes(own.to_bytes())?;
         let mut standing: Vec<_> = told.iter().filter_map(|bytes| StopPosition::of_bytes(bytes)).collect();
-        let all = standing.iter().map(|other| other.committed);
-        let newest = all.max_by_key(|committed| committed.step).unwrap_or(own.committed);
-        for other in &mut standing {
-            other.commit_newest(newest);
-        }
+        settle(&mut standing, |rank| job.plan.at(rank).data);
+        let newest = standing.iter().map(|other| other.committed).max_by_key(|committed| committed.step);
+        let newest = newest.unwrap_or(own.committed);
         if open {
-            if own.can_commit(newest) {
+            let settled = standing.iter().find(|other| other.rank == own.rank);
+            if settled.is_some_and(|settled| settled.committed.step > own.committed.step) {
                 self.resolve_vote(newest)?;
                 self.set_rollback_point()?;
             }
@@ -233,19 +230,10 @@ struct StopPosition {
 impl StopPosition {
     const BYTES: usize = 29;
 
-    /// Returns whether the newest step that any rank has committed is the one on which this rank has voted.
-    ///
-    /// A rank commits a step only after it has received every rank's vote, and a rank votes only once its
-    /// gradients are averaged. So every rank can still commit that step.
+    /// Returns whether the newest step that any rank has committed is the one on which this rank has voted. Its
+    /// gradients are then averaged, and it can still commit that step.
     fn can_commit(&self, newest: Committed) -> bool {
         self.open && newest.step == self.committed.step + 1 && newest.squares.is_some()
-    }
-
-    /// Moves to the newest step, if this rank has voted on that step.
-    fn commit_newest(&mut self, newest: Committed) {
-        if self.can_commit(newest) {
-            *self = Self { open: false, committed: newest, ..*self };
-        }
     }
 
     fn to_bytes(self) -> Vec<u8> {
@@ -278,6 +266,22 @@ impl StopPosition {
     }
 }
 
+/// Moves ranks that have voted on the newest step that any rank has committed to that step: all ranks of a
+/// pipeline that answer, or none. If no rank commits a step before all have voted, all can. With an early vote
+/// ([`StepSettings::early_vote`](farflung_parallel::step::StepSettings::early_vote)), a pipeline may have
+/// committed a step while a rank of another lacks an average: that pipeline stays whole at the step before.
+fn settle(standing: &mut [StopPosition], pipeline_of: impl Fn(Rank) -> u32) {
+    let newest = standing.iter().map(|other| other.committed).max_by_key(|committed| committed.step);
+    let Some(newest) = newest else { return };
+    let stays = |other: &&StopPosition| other.committed.step < newest.step && !other.can_commit(newest);
+    let staying: BTreeSet<u32> = standing.iter().filter(stays).map(|other| pipeline_of(other.rank)).collect();
+    for other in standing.iter_mut().filter(|other| !staying.contains(&pipeline_of(other.rank))) {
+        if other.can_commit(newest) {
+            *other = StopPosition { open: false, committed: newest, ..*other };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -303,12 +307,37 @@ mod tests {
             (committed(8, Some(4.0)), 6),
             (committed(7, None), 6),
         ] {
-            let mut settled = voted;
-            settled.commit_newest(newest);
-            assert_eq!(settled.committed.step, expected);
-            let mut closed = StopPosition { open: false, ..voted };
-            closed.commit_newest(newest);
-            assert_eq!(closed.committed.step, 6);
+            let told = StopPosition { rank: Rank(1), open: false, committed: newest };
+            // In one pipeline, and in two.
+            for pipeline_of in [|_| 0, |rank: Rank| rank.0] {
+                let mut standing = [voted, told];
+                settle(&mut standing, pipeline_of);
+                assert_eq!(standing[0].committed.step, expected);
+                let mut standing = [StopPosition { open: false, ..voted }, told];
+                settle(&mut standing, pipeline_of);
+                assert_eq!(standing[0].committed.step, 6);
+            }
         }
+    }
+
+    #[test]
+    fn a_pipeline_moves_to_the_newest_step_as_a_whole_or_not_at_all() {
+        let at = |rank, open, step| StopPosition {
+            rank: Rank(rank),
+            open,
+            committed: Committed { step, loss: 5.0, squares: Some(1.0) },
+        };
+        let settled = |mut standing: Vec<StopPosition>| {
+            settle(&mut standing, |rank| rank.0 / 2);
+            standing.into_iter().map(|other| other.committed.step).collect::<Vec<_>>()
+        };
+        let others = [at(2, false, 7), at(3, true, 6)];
+        let with = |first, second| settled([vec![first, second], others.to_vec()].concat());
+        assert_eq!(with(at(0, true, 6), at(1, true, 6)), [7, 7, 7, 7]);
+        assert_eq!(with(at(0, true, 6), at(1, false, 7)), [7, 7, 7, 7]);
+        // One has not voted: its average may be missing.
+        assert_eq!(with(at(0, true, 6), at(1, false, 6)), [6, 6, 7, 7]);
+        // One does not answer.
+        assert_eq!(settled(vec![at(0, true, 6), others[0], others[1]]), [7, 7, 7]);
     }
 }

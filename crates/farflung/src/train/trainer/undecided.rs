@@ -1,9 +1,10 @@
 //! Handling of a pipeline's step on which this rank has voted without receiving the result.
 //!
-//! A rank commits a step only after it has received every rank's vote, and a rank of a pipeline votes only once
-//! its gradients are averaged. So if another rank reports that the step was committed, this rank commits it
-//! too, and all ranks are at the same step. If each rank has the whole model, ranks vote before the averages
-//! are complete, and such a vote never counts as open here.
+//! The last vote of a pipeline's ranks comes after their averages, and a rank commits a step only after it has
+//! received the vote of each of them. So if another rank of its pipeline reports that the step was committed,
+//! this rank commits it too. Where members may leave, all pipelines take that vote together, and all ranks are
+//! at the same step then. Elsewhere pipelines may be one step apart (`retreat.rs`). If each rank has the whole
+//! model, ranks vote before the averages are complete, and such a vote never counts as open here.
 //!
 //! With local steps, the ranks of one pipeline vote on a step. In pipelines of several stages, the average
 //! after a round is handled in the same way: each rank tells all others whether it can apply the average, and

@@ -10,9 +10,13 @@ use crate::train::record::Clock;
 use crate::train::stop_in_step::{self, RunProgress};
 use crate::{Existing, RunDir, Signal, metrics};
 
-/// Trains two steps and a third one, which the rank `lacking` does not commit: it throws the result of the vote
-/// away. Then all ranks handle a stop.
-fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> Vec<(Error, Values)> {
+/// Trains two steps and a third one, which the ranks `lacking` do not commit: they throw the result of the vote
+/// away. Those without `true` have not even voted. Then all ranks handle a stop.
+fn stopped_in_the_third_step(
+    job: &Job,
+    out: &std::path::Path,
+    lacking: &[(u32, bool)],
+) -> Vec<(Error, Values)> {
     on_all(job, |mut rank| {
         let mut done = None;
         for _ in 0..2 {
@@ -24,10 +28,12 @@ fn stopped_in_the_third_step(job: &Job, out: &std::path::Path, lacking: u32) -> 
             run.metrics(0).unwrap();
         }
         let clock = Clock::new(rank.comm(), Totals::default(), Stats::default());
-        if rank.rank() == Rank(lacking) {
+        if let Some((_, voted)) = lacking.iter().find(|(lacking, _)| rank.rank() == Rank(*lacking)) {
             rank.undecided.begin();
             rank.pass(false).unwrap();
-            rank.undecided.voted();
+            if *voted {
+                rank.undecided.voted();
+            }
         } else {
             let third = rank.step(false).unwrap();
             assert_ne!(third.loss.to_bits(), done.unwrap().loss.to_bits());
@@ -52,7 +58,7 @@ fn a_step_that_another_rank_has_committed_is_committed_saved_and_recorded() {
         });
         let out = tempfile::tempdir().unwrap();
         let job = Job { out: Some(out.path().to_owned()), ..job };
-        let stopped = stopped_in_the_third_step(&job, out.path(), lacking);
+        let stopped = stopped_in_the_third_step(&job, out.path(), &[(lacking, true)]);
         for ((error, values), (_, expected)) in stopped.into_iter().zip(&whole) {
             let Error::StoppedAt { left, .. } = error else { panic!("{error}") };
             assert_eq!((left.step, left.dropped, left.problem), (3, 0, None), "{schedule} {lacking}");
@@ -64,5 +70,43 @@ fn a_step_that_another_rank_has_committed_is_committed_saved_and_recorded() {
         // A rank that has the result records the step after `Trainer::step`, which this test leaves out.
         let expected = if lacking == 0 { vec![(3, whole[0].0)] } else { Vec::new() };
         assert_eq!(rows, expected, "{schedule} {lacking}");
+    }
+}
+
+#[test]
+fn a_pipeline_that_cannot_commit_what_another_has_committed_saves_the_step_before() {
+    let job = job(Method::OneFOneB, 2, 4);
+    let whole = on_all(&job, |mut rank| {
+        (0..2).for_each(|_| drop(rank.step(false).unwrap()));
+        values(&rank)
+    });
+    let out = tempfile::tempdir().unwrap();
+    let job = Job { out: Some(out.path().to_owned()), ..job };
+    // Rank 0 has voted, and rank 1 lacks an average; the other pipeline has committed the step.
+    let stopped = stopped_in_the_third_step(&job, out.path(), &[(0, true), (1, false)]);
+    for (rank, ((error, values), expected)) in stopped.into_iter().zip(&whole).enumerate() {
+        let Error::StoppedAt { left, .. } = error else { panic!("{error}") };
+        if rank < 2 {
+            assert_eq!((left.step, left.problem), (2, None), "{rank}");
+            assert_eq!(left.saved.unwrap().0, 2);
+            assert_eq!(&values, expected, "{rank}");
+        } else {
+            assert_eq!(left.step, 3);
+            assert!(left.problem.unwrap().contains("is at another step"));
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_that_repeats_a_step_alone_is_noticed_by_all() {
+    let job = job(Method::OneFOneB, 2, 4);
+    let ended = on_all(&job, |mut rank| {
+        rank.step(false).unwrap();
+        rank.tries = u32::from(rank.replica == 0);
+        rank.pass(false).map(drop).unwrap_err().to_string()
+    });
+    assert_eq!(ended.len(), 4);
+    for error in ended {
+        assert!(error.contains("the vote on step 2 has pipelines that repeat"), "{error}");
     }
 }
