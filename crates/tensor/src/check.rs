@@ -168,7 +168,7 @@ impl Op<'_> {
                 match fuse {
                     Fuse::None => Ok(()),
                     Fuse::Bias(bias) => c.flat(bias, DType::F32, n),
-                    Fuse::BiasGelu { bias, slope } => {
+                    Fuse::BiasGelu { bias, slope, .. } => {
                         c.flat(bias, DType::F32, n)?;
                         slope.as_ref().map_or(Ok(()), |slope| c.matrix(slope, m, n))
                     }
@@ -226,28 +226,28 @@ impl Op<'_> {
                 c.flat(up, DType::F32, shape)?;
                 c.flat(dy, DType::F32, shape)
             }
-            Self::Attention { heads, documents, qkv, y, lse } => {
+            Self::Attention { heads, mask, qkv, y, lse } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.documents(documents.as_ref(), [b, t])?;
+                c.documents(mask.documents.as_ref(), [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])
             }
-            Self::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
+            Self::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.documents(documents.as_ref(), [b, t])?;
+                c.documents(mask.documents.as_ref(), [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
-            Self::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
+            Self::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.documents(documents.as_ref(), [b, t])?;
+                c.documents(mask.documents.as_ref(), [b, t])?;
                 c.caches([keys, values], [b, past.saturating_add(t), heads.kv.saturating_mul(d)])?;
                 lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, heads.query, t]))
             }
             Self::AttentionCachedGrad {
                 heads,
                 past,
-                documents,
+                mask,
                 qkv,
                 keys,
                 values,
@@ -259,7 +259,7 @@ impl Op<'_> {
                 d_values,
             } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.documents(documents.as_ref(), [b, t])?;
+                c.documents(mask.documents.as_ref(), [b, t])?;
                 let width = heads.kv.saturating_mul(d);
                 c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;

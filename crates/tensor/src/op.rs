@@ -22,10 +22,11 @@ pub enum Fuse<'a> {
     None,
     /// `c += bias`. The bias has one value per column.
     Bias(View<'a>),
-    /// `x = c + bias; c = gelu(x)`, with the tanh form of GELU. The backward pass multiplies by
-    /// `slope = gelu'(x)` ([`Fuse::Times`]). Computing the slope here is cheap, and it is stored instead of
-    /// `x`.
+    /// `x = c + bias; c = gelu(x)`. The backward pass multiplies by `slope = gelu'(x)` ([`Fuse::Times`]).
+    /// Computing the slope here is cheap, and it is stored instead of `x`.
     BiasGelu {
+        /// The form of GELU.
+        gelu: Gelu,
         /// Bias with one value per column.
         bias: View<'a>,
         /// Output `slope`, with the shape of `c`; `None` if no backward pass follows.
@@ -48,6 +49,24 @@ pub enum Fuse<'a> {
         /// Factor, with the shape of `c`.
         factor: View<'a>,
     },
+}
+
+/// Which keys a query of causal attention attends to, of those up to its own.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Mask<'a> {
+    /// Where documents begin: a query attends only to keys of its own document.
+    pub documents: Option<View<'a>>,
+    /// Number of keys, its own included, that it attends to at most (Beltagy et al. 2020). `None` for all.
+    pub window: Option<usize>,
+}
+
+/// Forms of GELU (Hendrycks and Gimpel 2016). They differ by at most 5e-4.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Gelu {
+    /// `x Phi(x)`, with the distribution function of the normal distribution.
+    Erf,
+    /// Its approximation `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
+    Tanh,
 }
 
 /// Number of heads of an attention. `query` must be a multiple of `kv`: each head of keys and values serves
@@ -259,8 +278,8 @@ pub enum Op<'a> {
     Attention {
         /// Number of heads.
         heads: Heads,
-        /// Where documents begin: a query attends only to keys of its own document.
-        documents: Option<View<'a>>,
+        /// Which keys a query attends to, of those up to its own.
+        mask: Mask<'a>,
         /// Input: `[B, T, W]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
         /// Output: `[B, T, C]`.
@@ -272,8 +291,8 @@ pub enum Op<'a> {
     AttentionGrad {
         /// Number of heads.
         heads: Heads,
-        /// `documents` of the forward pass.
-        documents: Option<View<'a>>,
+        /// `mask` of the forward pass.
+        mask: Mask<'a>,
         /// Input of the forward pass: `[B, T, W]`.
         qkv: View<'a>,
         /// Output of the forward pass: `[B, T, C]`.
@@ -292,8 +311,9 @@ pub enum Op<'a> {
         heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
-        /// Where the documents of the new tokens begin; it may be at a cached token.
-        documents: Option<View<'a>>,
+        /// Which keys a query attends to, of those up to its own. Documents may begin at a cached
+        /// token.
+        mask: Mask<'a>,
         /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
         /// Cache of keys: `[B, capacity, kv D]`.
@@ -313,8 +333,8 @@ pub enum Op<'a> {
         heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
-        /// `documents` of the forward pass.
-        documents: Option<View<'a>>,
+        /// `mask` of the forward pass.
+        mask: Mask<'a>,
         /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,
         /// Cache of keys: `[B, capacity, kv D]`.

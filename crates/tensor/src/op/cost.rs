@@ -1,6 +1,6 @@
 //! What an op costs: floating-point operations and bytes of memory traffic.
 
-use super::{Fuse, Heads, Op, Rotary};
+use super::{Fuse, Heads, Mask, Op, Rotary};
 use crate::{Shape, View, ViewMut, Work};
 
 impl Op<'_> {
@@ -18,16 +18,23 @@ impl Op<'_> {
     }
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
-    /// function as one. Attention counts only the pairs of query and key that the causal mask allows, as if
-    /// each sequence were one document, and a matrix product does not count its [`Fuse`].
+    /// function as one. Attention counts only the pairs of query and key that the mask allows, as if each
+    /// sequence were one document, and a matrix product does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
-        let causal = |y: Shape, past: usize| {
+        let causal = |y: Shape, past: usize, mask: &Mask<'_>| {
             // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
-            // tokens, and T * past pairs with the cached tokens.
-            let t = length(y) as u128;
-            n(y) * (2 * past as u128 + t + 1)
+            // tokens, and T * past pairs with the cached tokens. A window of w keys leaves out the k (k + 1) / 2
+            // pairs of the last k = past + T - w queries, less those of queries that are not new.
+            let (t, past) = (length(y) as u128, past as u128);
+            let window = mask.window.map_or(u128::MAX, |window| window.max(1) as u128);
+            let left_out = |end: u128| {
+                let late = end.saturating_sub(window);
+                late * (late + 1)
+            };
+            let rows = n(y).checked_div(t).unwrap_or(0);
+            rows * (t * (2 * past + t + 1) - (left_out(past + t) - left_out(past)))
         };
         let flops = match self {
             Self::Fill { .. } | Self::Cast { .. } => 0,
@@ -45,10 +52,10 @@ impl Op<'_> {
             }
             Self::SwiGlu { y, .. } => 5 * n(y.shape()),
             Self::SwiGluGrad { dy, .. } => 11 * n(dy.shape()),
-            Self::Attention { y, .. } => 2 * causal(y.shape(), 0),
-            Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), 0),
-            Self::AttentionCached { y, past, .. } => 2 * causal(y.shape(), *past),
-            Self::AttentionCachedGrad { y, past, .. } => 5 * causal(y.shape(), *past),
+            Self::Attention { y, mask, .. } => 2 * causal(y.shape(), 0, mask),
+            Self::AttentionGrad { y, mask, .. } => 5 * causal(y.shape(), 0, mask),
+            Self::AttentionCached { y, past, mask, .. } => 2 * causal(y.shape(), *past, mask),
+            Self::AttentionCachedGrad { y, past, mask, .. } => 5 * causal(y.shape(), *past, mask),
             Self::Embed { y, .. } => n(y.shape()),
             Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
             Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
@@ -68,10 +75,11 @@ impl Op<'_> {
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
         let ids = |documents: &Option<View<'_>>| documents.as_ref().map_or(0, r);
         // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
-        let seen = |y: Shape, past: usize, heads: &Heads| {
+        let seen = |y: Shape, past: usize, heads: &Heads, mask: &Mask<'_>| {
             let batch = y.rows().checked_div(length(y)).unwrap_or(0);
             let width = y.cols() / heads.query.max(1) * heads.kv;
-            (past + length(y)) as u128 * (width * batch * size_of::<f32>()) as u128
+            let cached = past.min(mask.window.map_or(past, |window| window.saturating_sub(1)));
+            (cached + length(y)) as u128 * (width * batch * size_of::<f32>()) as u128
         };
         let bytes = match self {
             Self::Fill { y, .. } => w(y),
@@ -80,7 +88,7 @@ impl Op<'_> {
                 let fused = match fuse {
                     Fuse::None => 0,
                     Fuse::Bias(bias) => r(bias),
-                    Fuse::BiasGelu { bias, slope } => r(bias) + slope.as_ref().map_or(0, w),
+                    Fuse::BiasGelu { bias, slope, .. } => r(bias) + slope.as_ref().map_or(0, w),
                     Fuse::Add { residual } => r(residual),
                     Fuse::BiasAdd { bias, residual } => r(bias) + r(residual),
                     Fuse::Times { factor } => r(factor),
@@ -102,17 +110,17 @@ impl Op<'_> {
             Self::SplitHeads { rotary, d_qkv, .. } => 2 * r(d_qkv) + angles(rotary.as_ref(), d_qkv.shape()),
             Self::SwiGlu { gate, up, y } => r(gate) + r(up) + w(y),
             Self::SwiGluGrad { gate, up, dy } => 2 * (w(gate) + w(up) + w(dy)),
-            Self::Attention { documents, qkv, y, lse, .. } => r(qkv) + w(y) + w(lse) + ids(documents),
-            Self::AttentionGrad { documents, qkv, y, lse, dy, d_qkv, .. } => {
-                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + ids(documents)
+            Self::Attention { mask, qkv, y, lse, .. } => r(qkv) + w(y) + w(lse) + ids(&mask.documents),
+            Self::AttentionGrad { mask, qkv, y, lse, dy, d_qkv, .. } => {
+                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + ids(&mask.documents)
             }
-            Self::AttentionCached { heads, documents, qkv, y, past, lse, .. } => {
+            Self::AttentionCached { heads, mask, qkv, y, past, lse, .. } => {
                 let lse = lse.as_ref().map_or(0, w);
-                r(qkv) + w(y) + lse + 2 * seen(y.shape(), *past, heads) + ids(documents)
+                r(qkv) + w(y) + lse + 2 * seen(y.shape(), *past, heads, mask) + ids(&mask.documents)
             }
-            Self::AttentionCachedGrad { heads, past, documents, qkv, y, lse, dy, d_qkv, .. } => {
-                let read = r(qkv) + r(y) + r(lse) + r(dy) + ids(documents);
-                read + w(d_qkv) + 6 * seen(y.shape(), *past, heads)
+            Self::AttentionCachedGrad { heads, past, mask, qkv, y, lse, dy, d_qkv, .. } => {
+                let read = r(qkv) + r(y) + r(lse) + r(dy) + ids(&mask.documents);
+                read + w(d_qkv) + 6 * seen(y.shape(), *past, heads, mask)
             }
             Self::Embed { tokens, documents, positions_table, y, .. } => {
                 r(tokens) + ids(documents) + (2 + u128::from(positions_table.is_some())) * w(y)

@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung_tensor::{
-    DType, Device, Fuse, Heads, Norm, NormKind, Op, Result, Rotary, Shape, Tensor, TensorError,
+    DType, Device, Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Result, Rotary, Shape, Tensor, TensorError,
 };
 
 fn z(cpu: &Device, dims: &[usize]) -> Tensor {
@@ -104,7 +104,7 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
         let fuse = match bad {
             4 => Fuse::Add { residual: long.view() },
             0 => Fuse::Bias(short.view()),
-            1 => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
+            1 => Fuse::BiasGelu { gelu: Gelu::Tanh, bias: bias.view(), slope: Some(slope.view_mut()) },
             2 => Fuse::BiasAdd { bias: bias.view(), residual: long.view() },
             _ => Fuse::Times { factor: long.view() },
         };
@@ -165,21 +165,31 @@ fn attention_that_does_not_fit_is_refused() {
     let (qkv, mut y, mut lse) = (z(&cpu, &[2, 3, 12]), z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 3]));
     for (query, kv) in [(0, 0), (3, 3), (4, 0), (4, 3), (0, 1), (usize::MAX, 1), (1, usize::MAX)] {
         let heads = Heads { query, kv };
-        let op =
-            Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
+        let op = Op::Attention {
+            heads,
+            mask: Mask::default(),
+            qkv: qkv.view(),
+            y: y.view_mut(),
+            lse: lse.view_mut(),
+        };
         assert_eq!(op.flops(), 2 * 2 * 6 * 4 * 2);
         refused(cpu.run(op), &["attention", &format!("{query} heads"), &format!("{kv} heads"), "width of 4"]);
     }
     for (query, kv) in [(4, 4), (2, 1), (1, 1)] {
         let heads = Heads { query, kv };
-        let op =
-            Op::Attention { heads, documents: None, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() };
+        let op = Op::Attention {
+            heads,
+            mask: Mask::default(),
+            qkv: qkv.view(),
+            y: y.view_mut(),
+            lse: lse.view_mut(),
+        };
         refused(cpu.run(op), &["attention", if query == 2 { "[2, 3, 8]" } else { "[2, 2, 3]" }]);
     }
     let flat = z(&cpu, &[6, 12]);
     let op = Op::Attention {
         heads: Heads::equal(2),
-        documents: None,
+        mask: Mask::default(),
         qkv: flat.view(),
         y: y.view_mut(),
         lse: lse.view_mut(),
@@ -189,7 +199,7 @@ fn attention_that_does_not_fit_is_refused() {
     let mut vector = z(&cpu, &[24]);
     let op = Op::Attention {
         heads: Heads::equal(2),
-        documents: None,
+        mask: Mask::default(),
         qkv: flat.view(),
         y: vector.view_mut(),
         lse: lse.view_mut(),
@@ -201,7 +211,7 @@ fn attention_that_does_not_fit_is_refused() {
     let (q, l) = (qkv.view(), lse.view());
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
-        documents: None,
+        mask: Mask::default(),
         qkv: q,
         y: y_.view(),
         lse: l,
@@ -211,7 +221,7 @@ fn attention_that_does_not_fit_is_refused() {
     refused(cpu.run(op), &["attention_grad", "[2, 2, 4]", "[6, 4]"]);
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
-        documents: None,
+        mask: Mask::default(),
         qkv: q,
         y: y_.view(),
         lse: short.view(),
@@ -225,7 +235,7 @@ fn attention_that_does_not_fit_is_refused() {
         let op = Op::AttentionCached {
             heads: Heads::equal(2),
             past,
-            documents: None,
+            mask: Mask::default(),
             qkv: q,
             keys,
             values,
@@ -237,7 +247,7 @@ fn attention_that_does_not_fit_is_refused() {
         let op = Op::AttentionCachedGrad {
             heads: Heads::equal(2),
             past: 2,
-            documents: None,
+            mask: Mask::default(),
             qkv: q,
             keys: y_.view(),
             values: y_.view(),
@@ -263,7 +273,7 @@ fn caches_of_grouped_queries_have_the_width_of_the_keys() {
         let op = Op::AttentionCached {
             heads,
             past: 0,
-            documents: None,
+            mask: Mask::default(),
             qkv: qkv.view(),
             keys,
             values,
@@ -447,13 +457,14 @@ fn documents_that_are_not_contiguous_are_refused() {
     let (ids, words) = (cpu.tensor(&[0_u32; 6], [2, 3]).unwrap(), z(&cpu, &[3, 4]));
     let mut run = |starts: &Tensor, past: usize| {
         let documents = Some(starts.view());
+        let mask = Mask { documents, window: None };
         let (y_, lse_) = (y.view_mut(), lse.view_mut());
-        let whole = cpu.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y_, lse: lse_ });
+        let whole = cpu.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y_, lse: lse_ });
         let (keys, values, q) = (keys.view_mut(), values.view_mut(), qkv.view());
         let cached = cpu.run(Op::AttentionCached {
             heads,
             past,
-            documents,
+            mask,
             qkv: q,
             keys,
             values,
@@ -521,7 +532,7 @@ fn costs() {
     let (q, l) = (qkv.view(), lse.view());
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
-        documents: None,
+        mask: Mask::default(),
         qkv: q,
         y: dy.view(),
         lse: l,
@@ -534,7 +545,7 @@ fn costs() {
     let starts = cpu.tensor(&[0_u32; 8], [2, 4]).unwrap();
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
-        documents: Some(starts.view()),
+        mask: Mask { documents: Some(starts.view()), window: None },
         qkv: q,
         y: dy.view(),
         lse: l,
@@ -542,6 +553,17 @@ fn costs() {
         d_qkv: d_qkv.view_mut(),
     };
     assert_eq!((op.flops(), op.bytes()), (5 * 2 * 10 * 8 * 2, 4 * (192 + 64 + 16 + 64 + 192 + 8)));
+    // Windows of two keys leave 7 of the 10 pairs.
+    let op = Op::AttentionGrad {
+        heads: Heads::equal(2),
+        mask: Mask { documents: None, window: Some(2) },
+        qkv: q,
+        y: dy.view(),
+        lse: l,
+        dy: dy.view(),
+        d_qkv: d_qkv.view_mut(),
+    };
+    assert_eq!(op.flops(), 5 * 2 * 7 * 8 * 2);
     // Decoding token by token has the same total cost as the whole pass.
     let (mut k, mut v) = (z(&cpu, &[2, 4, 8]), z(&cpu, &[2, 4, 8]));
     let mut total = 0;
@@ -550,7 +572,7 @@ fn costs() {
         total += Op::AttentionCached {
             heads: Heads::equal(2),
             past,
-            documents: None,
+            mask: Mask::default(),
             qkv: q,
             keys: k.view_mut(),
             values: v.view_mut(),
@@ -571,7 +593,7 @@ fn costs() {
         total,
         Op::Attention {
             heads: Heads::equal(2),
-            documents: None,
+            mask: Mask::default(),
             qkv: q,
             y: y.view_mut(),
             lse: lse.view_mut()

@@ -1,7 +1,7 @@
 //! Attention, its gradient and its cache, and the joining of heads with their rotation, against f64.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use farflung_tensor::{Device, Heads, Op, Rotary, Tensor, View};
+use farflung_tensor::{Device, Heads, Mask, Op, Rotary, Tensor, View};
 
 use super::expect::{close, dot, noise, same_bits, wide};
 
@@ -32,6 +32,32 @@ impl Sizes {
     }
 }
 
+/// What queries attend to, of the keys up to their own.
+#[derive(Debug, Clone, Copy, Default)]
+struct Seen<'a> {
+    /// Where the document of each token begins.
+    starts: Option<&'a [u32]>,
+    window: Option<usize>,
+}
+
+impl<'a> Seen<'a> {
+    const ALL: Self = Self { starts: None, window: None };
+
+    fn of(starts: &'a [u32]) -> Self {
+        Self { starts: Some(starts), window: None }
+    }
+
+    fn within(self, window: usize) -> Self {
+        Self { window: Some(window), ..self }
+    }
+
+    /// Returns the first key of token `at` of all sequences, which is token `t` of its own.
+    fn first(self, at: usize, t: usize) -> usize {
+        let begins = self.starts.map_or(0, |starts| starts[at] as usize);
+        begins.max((t + 1).saturating_sub(self.window.unwrap_or(usize::MAX)))
+    }
+}
+
 /// Returns the softmax weights of one head's query `t` over keys `first..=t`, and the log-sum-exp of its
 /// scores.
 fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), first: usize) -> (Vec<f64>, f64) {
@@ -42,8 +68,8 @@ fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), first: usize
     (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
 }
 
-/// Returns `y`, `lse` and `d_qkv` by the definition. The document of each token begins at `starts`.
-fn reference(s: Sizes, starts: Option<&[u32]>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
+/// Returns `y`, `lse` and `d_qkv` by the definition.
+fn reference(s: Sizes, seen: Seen<'_>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3] {
     let Sizes { batch, len, heads, d } = s;
     let c = s.widths()[0];
     let (mut y, mut lse) = (vec![0.0; batch * len * c], vec![0.0; batch * heads.query * len]);
@@ -51,7 +77,7 @@ fn reference(s: Sizes, starts: Option<&[u32]>, qkv: &[f64], dy: &[f64]) -> [Vec<
     for (b, h) in (0..batch).flat_map(|b| (0..heads.query).map(move |h| (b, h))) {
         let place = |t: usize, part: usize| s.place((b, h, t), part);
         for t in 0..len {
-            let first = starts.map_or(0, |starts| starts[b * len + t] as usize);
+            let first = seen.first(b * len + t, t);
             let (p, sum) = weights(s, qkv, (b, h, t), first);
             lse[(b * heads.query + h) * len + t] = sum;
             let out = (b * len + t) * c + h * d;
@@ -77,27 +103,27 @@ fn reference(s: Sizes, starts: Option<&[u32]>, qkv: &[f64], dy: &[f64]) -> [Vec<
 }
 
 /// Runs attention and its gradient: returns `y`, `lse` and `d_qkv`.
-fn attention(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
+fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
     let Sizes { batch, len, heads, .. } = s;
-    let starts = starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
-    let documents = starts.as_ref().map(Tensor::view);
+    let starts = seen.starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
+    let mask = Mask { documents: starts.as_ref().map(Tensor::view), window: seen.window };
     let [c, _, w] = s.widths();
     let qkv = cpu.tensor(qkv, [batch, len, w]).unwrap();
     let dy = cpu.tensor(dy, [batch, len, c]).unwrap();
     let (mut y, mut lse) =
         (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads.query, len]).unwrap());
     let mut d_qkv = cpu.zeros([batch, len, w]).unwrap();
-    cpu.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })
-        .unwrap();
+    cpu.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
     let (qkv, out, sums, dy, d) = (qkv.view(), y.view(), lse.view(), dy.view(), d_qkv.view_mut());
-    cpu.run(Op::AttentionGrad { heads, documents, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
+    cpu.run(Op::AttentionGrad { heads, mask, qkv, y: out, lse: sums, dy, d_qkv: d }).unwrap();
     [y, lse, d_qkv]
 }
 
 /// Runs the same sequences through a cache with spare room, each in two parts, and the gradient of the parts
 /// from the last to the first. Returns `y` and `d_qkv`.
-fn in_parts(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
+fn in_parts(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
     let Sizes { batch, len, heads, .. } = s;
+    let (window, starts) = (seen.window, seen.starts);
     let starts = starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
     let documents =
         |start: usize, new: usize| starts.as_ref().map(|starts| starts.view().part(start, [1, new]).unwrap());
@@ -115,7 +141,7 @@ fn in_parts(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f
             cpu.run(Op::AttentionCached {
                 heads,
                 past,
-                documents: documents(start, new),
+                mask: Mask { documents: documents(start, new), window },
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),
@@ -129,7 +155,7 @@ fn in_parts(cpu: &Device, s: Sizes, starts: Option<&[u32]>, qkv: &[f32], dy: &[f
             cpu.run(Op::AttentionCachedGrad {
                 heads,
                 past,
-                documents: documents(start, new),
+                mask: Mask { documents: documents(start, new), window },
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view(),
                 values: values.view(),
@@ -167,10 +193,10 @@ fn attention_its_gradient_and_its_cache() {
         let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
         let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
             let ([y, lse, d_qkv], [cached, d_cached]) =
-                (attention(cpu, s, None, &qkv, &dy), in_parts(cpu, s, None, &qkv, &dy));
+                (attention(cpu, s, Seen::ALL, &qkv, &dy), in_parts(cpu, s, Seen::ALL, &qkv, &dy));
             [y, lse, d_qkv, cached, d_cached]
         });
-        let [want_y, want_lse, want_d] = reference(s, None, &wide(&qkv), &wide(&dy));
+        let [want_y, want_lse, want_d] = reference(s, Seen::ALL, &wide(&qkv), &wide(&dy));
         close(&y, &want_y, 3e-6);
         close(&lse, &want_lse, 3e-6);
         close(&d_qkv, &want_d, 5e-6);
@@ -207,17 +233,17 @@ fn queries_attend_to_their_own_documents() {
         let starts = starts_of(s.batch, lengths);
         let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
         let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
-            let [y, lse, d_qkv] = attention(cpu, s, Some(&starts), &qkv, &dy);
-            let [cached, d_cached] = in_parts(cpu, s, Some(&starts), &qkv, &dy);
+            let [y, lse, d_qkv] = attention(cpu, s, Seen::of(&starts), &qkv, &dy);
+            let [cached, d_cached] = in_parts(cpu, s, Seen::of(&starts), &qkv, &dy);
             [y, lse, d_qkv, cached, d_cached]
         });
-        let [want_y, want_lse, want_d] = reference(s, Some(&starts), &wide(&qkv), &wide(&dy));
+        let [want_y, want_lse, want_d] = reference(s, Seen::of(&starts), &wide(&qkv), &wide(&dy));
         close(&y, &want_y, 3e-6);
         close(&lse, &want_lse, 3e-6);
         close(&d_qkv, &want_d, 5e-6);
         close(&d_cached, &want_d, 5e-6);
         assert!(y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits()), "{lengths:?}: with a cache");
-        let [joined, ..] = reference(s, None, &wide(&qkv), &wide(&dy));
+        let [joined, ..] = reference(s, Seen::ALL, &wide(&qkv), &wide(&dy));
         let off = joined.iter().zip(&want_y).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         assert_eq!(off > 1e-2, lengths.len() > 1, "{lengths:?}: without documents");
 
@@ -228,17 +254,91 @@ fn queries_attend_to_their_own_documents() {
         let mut spoilt = qkv.clone();
         spoilt[..(s.len - last) * w].fill(f32::NAN);
         let (of_qkv, of_dy) = (&qkv[(s.len - last) * w..s.len * w], &dy[(s.len - last) * c..s.len * c]);
-        let [y, _, d_qkv] = attention(&cpu, alone, None, of_qkv, of_dy).map(|t| t.to_vec::<f32>().unwrap());
+        let [y, _, d_qkv] =
+            attention(&cpu, alone, Seen::ALL, of_qkv, of_dy).map(|t| t.to_vec::<f32>().unwrap());
         for packed in [&qkv, &spoilt] {
             let [packed_y, _, packed_d] =
-                attention(&cpu, s, Some(&starts), packed, &dy).map(|t| t.to_vec::<f32>().unwrap());
+                attention(&cpu, s, Seen::of(&starts), packed, &dy).map(|t| t.to_vec::<f32>().unwrap());
             assert_eq!(packed_y[(s.len - last) * c..s.len * c], y, "{lengths:?}");
             assert_eq!(packed_d[(s.len - last) * w..s.len * w], d_qkv, "{lengths:?}");
         }
         let [cached, d_cached] =
-            in_parts(&cpu, s, Some(&starts), &spoilt, &dy).map(|t| t.to_vec::<f32>().unwrap());
+            in_parts(&cpu, s, Seen::of(&starts), &spoilt, &dy).map(|t| t.to_vec::<f32>().unwrap());
         assert_eq!(cached[(s.len - last) * c..s.len * c], y, "{lengths:?} {kv}");
         assert!(d_cached[(s.len - last) * w..s.len * w].iter().all(|x| x.is_finite()), "{lengths:?}");
+    }
+}
+
+/// Windows of one key, shorter and longer than register tiles, next to the ends of tiles, as long as the
+/// sequence and longer.
+#[test]
+fn queries_attend_to_the_keys_of_their_window() {
+    for (s, window) in [
+        (Sizes::new(1, 1, (1, 1), 4), 1),
+        (Sizes::new(2, 9, (6, 2), 3), 1),
+        (Sizes::new(2, 9, (6, 2), 3), 4),
+        (Sizes::new(2, 70, (4, 2), 16), 6),
+        (Sizes::new(1, 70, (2, 1), 16), 69),
+        (Sizes::new(1, 70, (2, 1), 16), 70),
+        (Sizes::new(1, 70, (2, 1), 16), 500),
+        (Sizes::new(1, 301, (3, 1), 12), 7),
+        (Sizes::new(1, 301, (2, 2), 12), 45),
+        (Sizes::new(1, 600, (1, 1), 5), 128),
+        (Sizes::new(1, 600, (2, 1), 8), 144),
+        (Sizes::new(1, 600, (2, 2), 8), 255),
+        (Sizes::new(1, 800, (1, 1), 24), 257),
+    ] {
+        let [c, _, w] = s.widths();
+        let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
+        let border = s.len / 2 + 1;
+        let starts = starts_of(s.batch, &[border, s.len - border]);
+        for seen in [Seen::ALL, Seen::of(&starts)].map(|seen| seen.within(window)) {
+            let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
+                let [y, lse, d_qkv] = attention(cpu, s, seen, &qkv, &dy);
+                let [cached, d_cached] = in_parts(cpu, s, seen, &qkv, &dy);
+                [y, lse, d_qkv, cached, d_cached]
+            });
+            let [want_y, want_lse, want_d] = reference(s, seen, &wide(&qkv), &wide(&dy));
+            close(&y, &want_y, 3e-6);
+            close(&lse, &want_lse, 3e-6);
+            close(&d_qkv, &want_d, 5e-6);
+            close(&d_cached, &want_d, 5e-6);
+            let same = y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{s:?} {window}: with a cache");
+        }
+    }
+}
+
+/// Token by token, as text is generated: queries that share keys are computed together.
+#[test]
+fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {
+    let cpu = Device::cpu(1).unwrap();
+    for (s, window) in [
+        (Sizes::new(1, 40, (4, 1), 12), None),
+        (Sizes::new(1, 40, (4, 1), 12), Some(6)),
+        (Sizes::new(1, 600, (3, 1), 8), Some(200)),
+        (Sizes::new(1, 300, (2, 2), 8), Some(17)),
+    ] {
+        let [c, kv, w] = s.widths();
+        let (qkv, dy) = (noise(s.len * w, 1), vec![0.0; s.len * c]);
+        let whole = attention(&cpu, s, Seen { starts: None, window }, &qkv, &dy)[0].to_vec::<f32>().unwrap();
+        let all = cpu.tensor(&qkv, [1, s.len, w]).unwrap();
+        let [mut keys, mut values] = [cpu.zeros([1, s.len, kv]).unwrap(), cpu.zeros([1, s.len, kv]).unwrap()];
+        for past in 0..s.len {
+            let mut y = cpu.zeros([1, 1, c]).unwrap();
+            cpu.run(Op::AttentionCached {
+                heads: s.heads,
+                past,
+                mask: Mask { documents: None, window },
+                qkv: all.view().part(past * w, [1, 1, w]).unwrap(),
+                keys: keys.view_mut(),
+                values: values.view_mut(),
+                y: y.view_mut(),
+                lse: None,
+            })
+            .unwrap();
+            assert_eq!(y.to_vec::<f32>().unwrap(), whole[past * c..][..c], "{s:?} {window:?} {past}");
+        }
     }
 }
 
@@ -255,8 +355,8 @@ fn grouped_queries_have_the_bits_of_separate_heads() {
         .collect();
     let cpu = Device::cpu(2).unwrap();
     let floats = |t: Tensor| t.to_vec::<f32>().unwrap();
-    let [y, lse, d_qkv] = attention(&cpu, s, None, &qkv, &dy).map(floats);
-    let [want_y, want_lse, d_spread] = attention(&cpu, separate, None, &spread, &dy).map(floats);
+    let [y, lse, d_qkv] = attention(&cpu, s, Seen::ALL, &qkv, &dy).map(floats);
+    let [want_y, want_lse, d_spread] = attention(&cpu, separate, Seen::ALL, &spread, &dy).map(floats);
     assert_eq!((y, lse), (want_y, want_lse));
     let mut want_d = Vec::new();
     for row in wide(&d_spread).chunks_exact(3 * c) {

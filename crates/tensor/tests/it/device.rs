@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
 use crate::parity::{cases, distance, same};
-use farflung_tensor::{Device, Fuse, Op, Precision, TensorError};
+use farflung_tensor::{Device, Fuse, Gelu, Op, Precision, TensorError};
 
 /// Runs one test at a time: threads that wait for the same device spin, and a software device needs their
 /// cores.
@@ -167,7 +167,7 @@ fn gelu_and_its_slope_are_at_their_limits_far_from_zero() {
         c: c.view_mut(),
         accumulate: false,
         scales: [1.0, 1.0],
-        fuse: Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
+        fuse: Fuse::BiasGelu { gelu: Gelu::Tanh, bias: bias.view(), slope: Some(slope.view_mut()) },
     })
     .unwrap();
     let (c, slope) = (c.to_vec::<f32>().unwrap(), slope.to_vec::<f32>().unwrap());

@@ -1,6 +1,6 @@
 //! Ops against a plain f64 computation, most with equal bits on 1, 2 and 3 threads.
 
-use farflung_tensor::{DType, Device, Fuse, Op, Tensor};
+use farflung_tensor::{DType, Device, Fuse, Gelu, Op, Tensor};
 use half::{bf16, f16};
 
 use super::expect::{close, noise, same_bits, wide};
@@ -128,7 +128,9 @@ fn matmul_in_all_forms() {
                 let fuse = match fuse {
                     0 => Fuse::None,
                     1 => Fuse::Bias(bias.view()),
-                    2 => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
+                    2 => {
+                        Fuse::BiasGelu { gelu: Gelu::Tanh, bias: bias.view(), slope: Some(slope.view_mut()) }
+                    }
                     3 => Fuse::BiasAdd { bias: bias.view(), residual: other.view() },
                     4 => Fuse::Add { residual: other.view() },
                     _ => Fuse::Times { factor: other.view() },

@@ -66,19 +66,72 @@ unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
     }
 }
 
+/// Returns GELU, `x Phi(x)`, and its derivative `Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)`.
+///
+/// Error: as for [`gelu`]. The normal distribution's function is that of `-|x|`, which has no cancellation.
+///
+/// Source: Abramowitz and Stegun 1964, 7.1.26, for `erfc`.
+///
+/// # Safety
+/// As for [`Vector`].
+#[inline(always)]
+unsafe fn gelu_erf<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
+    /// 0.3275911 / sqrt(2).
+    const RATE: f32 = 0.231_641_9;
+    /// Coefficients, halved: `Phi(-|x|) = exp(-x^2 / 2) erfc / 2`.
+    const COEFFICIENTS: [f32; 5] = [0.530_702_7, -0.726_576, 0.710_706_87, -0.142_248_37, 0.127_414_8];
+    /// 1 / sqrt(2 pi).
+    const DENSITY: f32 = 0.398_942_3;
+    /// Where `|x|` is greater, both have reached their limits.
+    const FAR: f32 = 1e6;
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let (one, zero) = (L::splat(1.0), L::splat(0.0));
+        let (mut above, mut near, mut size, mut z) = (x, x, x, x);
+        for i in 0..SIDE {
+            // This order of operands propagates NaN; so below.
+            above[i] = L::max(L::splat(-FAR), x[i]);
+            near[i] = L::min(L::splat(FAR), above[i]);
+            size[i] = L::by_sign(near[i], L::sub(zero, near[i]), near[i]);
+            z[i] = L::mul(L::mul(L::splat(-0.5 * LOG2_E), near[i]), near[i]);
+        }
+        L::in_step(&mut z);
+        let e = exp2::<L, SIDE>(z);
+        let (mut t, mut sum, mut value, mut slope) = (x, x, x, x);
+        for i in 0..SIDE {
+            t[i] = L::div(one, L::fma(L::splat(RATE), size[i], one));
+            sum[i] = L::splat(COEFFICIENTS[0]);
+        }
+        L::in_step(&mut t);
+        for c in &COEFFICIENTS[1..] {
+            for i in 0..SIDE {
+                sum[i] = L::fma(sum[i], t[i], L::splat(*c));
+            }
+            L::in_step(&mut sum);
+        }
+        for i in 0..SIDE {
+            let tail = L::mul(L::mul(sum[i], t[i]), e[i]);
+            let share = L::by_sign(near[i], tail, L::sub(one, tail));
+            value[i] = L::mul(above[i], share);
+            slope[i] = L::fma(L::mul(near[i], L::splat(DENSITY)), e[i], share);
+        }
+        (value, slope)
+    }
+}
+
 /// Computes one group of [`bias_gelu`].
 ///
 /// # Safety
 /// As for [`Vector`]. The pointers must be valid for [`GROUP`] elements.
 #[inline(always)]
-unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32>) {
+unsafe fn group<L: Vector, const ERF: bool>(x: *mut f32, bias: *const f32, slope: Option<*mut f32>) {
     // SAFETY: guaranteed by the caller.
     unsafe {
         let mut v = [L::splat(0.0); SIDE];
         for (i, v) in v.iter_mut().enumerate() {
             *v = L::add(L::load(x.add(i * LANES)), L::load(bias.add(i * LANES)));
         }
-        let (value, slopes) = gelu::<L>(v);
+        let (value, slopes) = if ERF { gelu_erf::<L>(v) } else { gelu::<L>(v) };
         for i in 0..SIDE {
             L::store(x.add(i * LANES), value[i]);
             if let Some(slope) = slope {
@@ -88,12 +141,17 @@ unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32
     }
 }
 
-/// Computes `x = gelu(x + bias)`. If `slope` is given, it receives the derivative at `x + bias`.
+/// Computes `x = gelu(x + bias)`, in its form with erf or with tanh. If `slope` is given, it receives the
+/// derivative at `x + bias`.
 ///
 /// # Safety
 /// As for [`Vector`].
 #[inline(always)]
-pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope: Option<&mut [f32]>) {
+pub(super) unsafe fn bias_gelu<L: Vector, const ERF: bool>(
+    x: &mut [f32],
+    bias: &[f32],
+    mut slope: Option<&mut [f32]>,
+) {
     let bias = &bias[..x.len()];
     if let Some(slope) = &slope {
         assert_eq!(slope.len(), x.len(), "there must be a slope for each value");
@@ -102,7 +160,7 @@ pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope
     for at in (0..whole).step_by(GROUP) {
         let slope = slope.as_mut().map(|slope| slope[at..].as_mut_ptr());
         // SAFETY: guaranteed by the caller; at least a group of elements follows `at`.
-        unsafe { group::<L>(x[at..].as_mut_ptr(), bias[at..].as_ptr(), slope) };
+        unsafe { group::<L, ERF>(x[at..].as_mut_ptr(), bias[at..].as_ptr(), slope) };
     }
     // The rest is padded to a whole group, so that a result does not depend on the element's position.
     let rest = x.len() - whole;
@@ -111,7 +169,7 @@ pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope
         values[..rest].copy_from_slice(&x[whole..]);
         biases[..rest].copy_from_slice(&bias[whole..]);
         // SAFETY: guaranteed by the caller; the arrays are whole groups.
-        unsafe { group::<L>(values.as_mut_ptr(), biases.as_ptr(), Some(slopes.as_mut_ptr())) };
+        unsafe { group::<L, ERF>(values.as_mut_ptr(), biases.as_ptr(), Some(slopes.as_mut_ptr())) };
         x[whole..].copy_from_slice(&values[..rest]);
         if let Some(slope) = slope {
             slope[whole..].copy_from_slice(&slopes[..rest]);
@@ -128,7 +186,60 @@ mod tests {
         fn gelus<L: Level + Vector>(x: &mut [f32], slope: &mut [f32]) {
             let bias = vec![0.0; x.len()];
             // SAFETY: this function is compiled for the level.
-            unsafe { super::bias_gelu::<L>(x, &bias, Some(slope)) }
+            unsafe { super::bias_gelu::<L, false>(x, &bias, Some(slope)) }
+        }
+    }
+
+    simd! {
+        fn erf_gelus<L: Level + Vector>(x: &mut [f32], slope: &mut [f32]) {
+            let bias = vec![0.0; x.len()];
+            // SAFETY: this function is compiled for the level.
+            unsafe { super::bias_gelu::<L, true>(x, &bias, Some(slope)) }
+        }
+    }
+
+    /// Returns `erfc(x)` for `x >= 0`: by its Taylor series near 0, else by its continued fraction.
+    fn erfc(x: f64) -> f64 {
+        let root = std::f64::consts::PI.sqrt();
+        if x < 2.5 {
+            let (mut term, mut sum) = (x, x);
+            for n in 1..60 {
+                term *= -x * x / f64::from(n);
+                sum += term / f64::from(2 * n + 1);
+            }
+            return 1.0 - 2.0 / root * sum;
+        }
+        let fraction = (1..80).rev().fold(x, |below, n| x + f64::from(n) / 2.0 / below);
+        (-x * x).exp() / root / fraction
+    }
+
+    #[test]
+    fn the_form_with_erf_is_close_everywhere() {
+        for isa in ISAS {
+            let mut worst = (0.0_f64, 0.0_f64);
+            for bits in (1e-30_f32.to_bits()..1e10_f32.to_bits()).step_by(2999) {
+                for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                    let (mut value, mut slope) = ([x], [0.0]);
+                    erf_gelus(isa(), &mut value, &mut slope);
+                    let x = f64::from(x);
+                    let tail = erfc(x.abs() / 2.0_f64.sqrt()) / 2.0;
+                    let share = if x < 0.0 { tail } else { 1.0 - tail };
+                    let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
+                    let error = |got: f32, want: f64| (f64::from(got) - want).abs() / want.abs().max(1.0);
+                    worst.0 = worst.0.max(error(value[0], x * share));
+                    worst.1 = worst.1.max(error(slope[0], share + x * density));
+                }
+            }
+            assert!(worst.0 < 4e-7 && worst.1 < 4e-7, "{:?}: {worst:?}", isa());
+            let far = f32::MAX;
+            let (mut values, mut slopes) =
+                ([f32::NAN, f32::INFINITY, far, f32::NEG_INFINITY, -far, 0.0], [0.0; 6]);
+            erf_gelus(isa(), &mut values, &mut slopes);
+            assert!(values[0].is_nan() && slopes[0].is_nan());
+            assert_eq!((values[1], values[2], values[5]), (f32::INFINITY, far, 0.0));
+            assert_eq!(slopes[1..3], [1.0, 1.0]);
+            assert!(values[3..5].iter().chain(&slopes[3..5]).all(|x| x.abs() < 1e-30), "{values:?}");
+            assert!((slopes[5] - 0.5).abs() < 1e-6);
         }
     }
 

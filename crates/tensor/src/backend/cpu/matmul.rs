@@ -6,13 +6,14 @@ use super::gelu::bias_gelu;
 use super::gemm::{Epilogue, Init, Mat, MatMut, NoEpilogue, gemm};
 use super::pool::Pool;
 use super::vector::Vector;
+use crate::Gelu;
 
 /// Elementwise operation on finished rows. Its operands have as many columns as the result.
 pub(super) enum Fused<'a> {
     None,
     Bias(&'a [f32]),
     Add(&'a [f32]),
-    BiasGelu(&'a [f32], Option<&'a mut [f32]>),
+    BiasGelu(Gelu, &'a [f32], Option<&'a mut [f32]>),
     BiasAdd(&'a [f32], &'a [f32]),
     Times(&'a [f32]),
 }
@@ -89,22 +90,22 @@ impl Epilogue for Times<'_> {
     }
 }
 
-struct BiasGelu<'a> {
+struct BiasGelu<'a, const ERF: bool> {
     bias: &'a [f32],
 }
 
-impl Epilogue for BiasGelu<'_> {
+impl<const ERF: bool> Epilogue for BiasGelu<'_, ERF> {
     #[inline(always)]
     fn row<L: Vector>(&self, _: usize, col: usize, c: &mut [f32]) {
         #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
         // SAFETY: inlined into the function that enables these vectors.
         unsafe {
-            bias_gelu::<L>(c, &self.bias[col..], None);
+            bias_gelu::<L, ERF>(c, &self.bias[col..], None);
         }
     }
 }
 
-struct BiasGeluSlope<'a> {
+struct BiasGeluSlope<'a, const ERF: bool> {
     bias: &'a [f32],
     slope: *mut f32,
     len: usize,
@@ -113,9 +114,9 @@ struct BiasGeluSlope<'a> {
 
 #[expect(unsafe_code, reason = "tasks of one product write disjoint segments of a second matrix")]
 // SAFETY: `slope` is borrowed exclusively for the product, and the epilogue runs once per element.
-unsafe impl Sync for BiasGeluSlope<'_> {}
+unsafe impl<const ERF: bool> Sync for BiasGeluSlope<'_, ERF> {}
 
-impl Epilogue for BiasGeluSlope<'_> {
+impl<const ERF: bool> Epilogue for BiasGeluSlope<'_, ERF> {
     #[inline(always)]
     fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         let start = row * self.cols + col;
@@ -126,7 +127,7 @@ impl Epilogue for BiasGeluSlope<'_> {
         #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
         // SAFETY: inlined into the function that enables these vectors.
         unsafe {
-            bias_gelu::<L>(c, &self.bias[col..], Some(slope));
+            bias_gelu::<L, ERF>(c, &self.bias[col..], Some(slope));
         }
     }
 
@@ -156,10 +157,23 @@ pub(super) fn matmul(
             gemm(pool, a, b, c, init, &BiasAdd { bias, residual, cols: n });
         }
         Fused::Times(factor) => gemm(pool, a, b, c, init, &Times { factor, cols: n }),
-        Fused::BiasGelu(bias, None) => gemm(pool, a, b, c, init, &BiasGelu { bias }),
-        Fused::BiasGelu(bias, Some(slope)) => {
+        Fused::BiasGelu(Gelu::Tanh, bias, slope) => gelu::<false>(pool, (a, b, c, init), n, bias, slope),
+        Fused::BiasGelu(Gelu::Erf, bias, slope) => gelu::<true>(pool, (a, b, c, init), n, bias, slope),
+    }
+}
+
+fn gelu<const ERF: bool>(
+    pool: &Pool,
+    (a, b, c, init): (Mat<'_>, Mat<'_>, MatMut<'_>, Init),
+    cols: usize,
+    bias: &[f32],
+    slope: Option<&mut [f32]>,
+) {
+    match slope {
+        None => gemm(pool, a, b, c, init, &BiasGelu::<ERF> { bias }),
+        Some(slope) => {
             let (len, slope) = (slope.len(), slope.as_mut_ptr());
-            gemm(pool, a, b, c, init, &BiasGeluSlope { bias, slope, len, cols: n });
+            gemm(pool, a, b, c, init, &BiasGeluSlope::<ERF> { bias, slope, len, cols });
         }
     }
 }

@@ -119,7 +119,9 @@ impl Backend for Cpu {
                 let fused = match fuse {
                     Fuse::None => Fused::None,
                     Fuse::Bias(bias) => Fused::Bias(floats(&bias)),
-                    Fuse::BiasGelu { bias, slope } => Fused::BiasGelu(floats(&bias), slope.map(floats_mut)),
+                    Fuse::BiasGelu { gelu, bias, slope } => {
+                        Fused::BiasGelu(gelu, floats(&bias), slope.map(floats_mut))
+                    }
                     Fuse::Add { residual } => Fused::Add(floats(&residual)),
                     Fuse::BiasAdd { bias, residual } => Fused::BiasAdd(floats(&bias), floats(&residual)),
                     Fuse::Times { factor } => Fused::Times(floats(&factor)),
@@ -173,22 +175,22 @@ impl Backend for Cpu {
             Op::SwiGluGrad { gate, up, dy } => {
                 swiglu::backward(pool, floats_mut(gate), floats_mut(up), floats_mut(dy));
             }
-            Op::Attention { heads, documents, qkv, y, lse } => {
-                let l = Layout::packed(y.shape(), heads);
-                let documents = Documents::of_tokens(name, documents.as_ref(), 0, y.shape())?;
+            Op::Attention { heads, mask, qkv, y, lse } => {
+                let l = Layout::packed(y.shape(), heads, mask.window);
+                let documents = Documents::of_tokens(name, mask.documents.as_ref(), 0, y.shape())?;
                 let (y, lse) = (floats_mut(y), floats_mut(lse));
                 attention::train_forward(pool, l, documents.as_ref(), floats(&qkv), y, lse);
             }
-            Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
-                let l = Layout::packed(y.shape(), heads);
-                let documents = Documents::of_tokens(name, documents.as_ref(), 0, y.shape())?;
+            Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
+                let l = Layout::packed(y.shape(), heads, mask.window);
+                let documents = Documents::of_tokens(name, mask.documents.as_ref(), 0, y.shape())?;
                 let read = [&qkv, &y, &lse, &dy].map(floats);
                 attention::train_backward(pool, l, documents.as_ref(), read, floats_mut(d_qkv));
             }
-            Op::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
+            Op::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let layout = Layout::packed(y.shape(), heads);
-                let documents = Documents::of_tokens(name, documents.as_ref(), past, y.shape())?;
+                let layout = Layout::packed(y.shape(), heads, mask.window);
+                let documents = Documents::of_tokens(name, mask.documents.as_ref(), past, y.shape())?;
                 let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let (keys, values, lse) = (floats_mut(keys), floats_mut(values), lse.map(floats_mut));
                 attention::cached_forward(pool, tokens, floats(&qkv), [keys, values], floats_mut(y), lse);
@@ -196,7 +198,7 @@ impl Backend for Cpu {
             Op::AttentionCachedGrad {
                 heads,
                 past,
-                documents,
+                mask,
                 qkv,
                 keys,
                 values,
@@ -208,8 +210,8 @@ impl Backend for Cpu {
                 d_values,
             } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
-                let layout = Layout::packed(y.shape(), heads);
-                let documents = Documents::of_tokens(name, documents.as_ref(), past, y.shape())?;
+                let layout = Layout::packed(y.shape(), heads, mask.window);
+                let documents = Documents::of_tokens(name, mask.documents.as_ref(), past, y.shape())?;
                 let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);

@@ -80,6 +80,7 @@ pub(super) struct KeysValues<'a> {
     values: &'a Operand,
     /// Where the document of each query begins.
     documents: Option<&'a Operand>,
+    window: Option<usize>,
     at: [[usize; 3]; 2],
     past: usize,
 }
@@ -88,7 +89,7 @@ impl<'a> KeysValues<'a> {
     /// Those of the queries' own tokens, beside the queries.
     pub(super) fn packed(sizes: Sizes, qkv: &'a Operand, documents: Option<&'a Operand>) -> Self {
         let [_, keys, values] = sizes.packed();
-        Self { keys: qkv, values: qkv, documents, at: [keys, values], past: 0 }
+        Self { keys: qkv, values: qkv, documents, window: None, at: [keys, values], past: 0 }
     }
 
     /// Those of caches `[B, capacity, kv D]`.
@@ -99,7 +100,19 @@ impl<'a> KeysValues<'a> {
         past: usize,
         capacity: usize,
     ) -> Self {
-        Self { keys, values, documents, at: [sizes.plain(sizes.heads.kv, capacity); 2], past }
+        let at = [sizes.plain(sizes.heads.kv, capacity); 2];
+        Self { keys, values, documents, window: None, at, past }
+    }
+
+    /// The same with a window of keys.
+    pub(super) fn within(self, window: Option<usize>) -> Self {
+        Self { window, ..self }
+    }
+
+    /// Returns the argument for the window: at most the number of all keys.
+    fn window(&self, sizes: Sizes) -> u32 {
+        let all = self.past + sizes.tokens;
+        u32_of(self.window.map_or(all, |window| window.clamp(1, all)))
     }
 
     /// Returns the argument for the documents. Kernels of sequences that are not divided do not read it.
@@ -136,6 +149,7 @@ impl Cube {
             h.group(),
             u32_of(h.tokens),
             u32_of(kv.past),
+            kv.window(h),
             scale_of(h.dim),
             lse.is_some(),
             kv.documents.is_some(),
@@ -197,6 +211,7 @@ impl Cube {
             h.group(),
             tokens,
             u32_of(kv.past),
+            kv.window(h),
             scale_of(h.dim),
             kv.documents.is_some(),
             h.vectors(),
@@ -224,6 +239,7 @@ impl Cube {
             h.group(),
             tokens,
             u32_of(kv.past),
+            kv.window(h),
             scale_of(h.dim),
             accumulate,
             kv.documents.is_some(),

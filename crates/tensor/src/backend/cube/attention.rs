@@ -60,12 +60,14 @@ const MASKED: f32 = -1e30;
 /// Number of keys per block. The running sum is rescaled once per block.
 const BLOCK: u32 = 8;
 
-/// Returns the position at which the document of a token begins. Never after the token.
+/// Returns the first key that a token attends to: where its document begins, or `window - 1` keys before it.
+/// Never after the token.
 #[cube]
-fn first_key(documents: &[u32], at: u32, position: u32, #[comptime] divided: bool) -> u32 {
-    let mut first = 0u32;
+fn first_key(documents: &[u32], at: u32, position: u32, window: u32, #[comptime] divided: bool) -> u32 {
+    let end = position + 1;
+    let mut first = end - u32::min(window, end);
     if comptime!(divided) {
-        first = u32::min(documents[at as usize], position);
+        first = u32::max(first, u32::min(documents[at as usize], position));
     }
     first
 }
@@ -162,6 +164,7 @@ pub(super) fn forward<N: Size>(
     group: u32,
     tokens: u32,
     past: u32,
+    window: u32,
     scale: f32,
     #[comptime] keep: bool,
     #[comptime] divided: bool,
@@ -178,7 +181,7 @@ pub(super) fn forward<N: Size>(
         let mut top = f32::new(MASKED);
         let mut total = 0.0f32;
         let end = past + row + 1;
-        let mut first = first_key(documents, batch * tokens + row, past + row, divided);
+        let mut first = first_key(documents, batch * tokens + row, past + row, window, divided);
         while first < end {
             let mut larger = top;
             #[unroll]
@@ -263,6 +266,7 @@ pub(super) fn queries<N: Size>(
     group: u32,
     tokens: u32,
     past: u32,
+    window: u32,
     scale: f32,
     #[comptime] divided: bool,
     #[comptime] dim: u32,
@@ -276,7 +280,7 @@ pub(super) fn queries<N: Size>(
         let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
         let mut sum = zeros::<N>(dim);
         let stat = ((batch * heads + head) * tokens + row) as usize;
-        let first = first_key(documents, batch * tokens + row, past + row, divided);
+        let first = first_key(documents, batch * tokens + row, past + row, window, divided);
         for token in first..past + row + 1 {
             let key = k_rows.at(batch, token, shared);
             let score = dot(&query, k, key, dim);
@@ -309,6 +313,7 @@ pub(super) fn keys_values<N: Size>(
     group: u32,
     tokens: u32,
     past: u32,
+    window: u32,
     scale: f32,
     #[comptime] accumulate: bool,
     #[comptime] divided: bool,
@@ -325,11 +330,13 @@ pub(super) fn keys_values<N: Size>(
         let mut d_value = zeros::<N>(dim);
         // Queries before the key do not attend to it, nor do those of later documents.
         let begin = u32::max(row, past) - past;
-        let mut end = tokens;
+        // Nor do those whose window begins later.
+        let mut end = u32::min(tokens, u32::max(row + window, past) - past);
         if comptime!(divided) {
+            let last = end;
             end = begin;
-            for token in begin..tokens {
-                if first_key(documents, batch * tokens + token, past + token, divided) <= row {
+            for token in begin..last {
+                if first_key(documents, batch * tokens + token, past + token, window, divided) <= row {
                     end = token + 1;
                 }
             }

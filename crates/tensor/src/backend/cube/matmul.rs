@@ -36,6 +36,22 @@ fn gelu_slope(x: f32, s: f32) -> f32 {
     s + finite(x) * s * (1.0 - s) * f32::min(steepness, f32::new(STEEPEST))
 }
 
+/// Returns `exp(-x^2 / 2)`, for finite `x`.
+#[cube]
+fn bell(x: f32) -> f32 {
+    f32::exp(-(0.5 * f32::min(x * x, f32::new(GREATEST))))
+}
+
+/// Returns the distribution function of the normal distribution, given `bell(x)`: Abramowitz and Stegun 1964,
+/// 7.1.26. Of `-|x|` it has no cancellation.
+#[cube]
+fn normal_share(x: f32, bell: f32) -> f32 {
+    let t = 1.0 / (1.0 + 0.231_641_9 * f32::abs(x));
+    let sum = (((0.530_702_7 * t - 0.726_576) * t + 0.710_706_87) * t - 0.142_248_37) * t + 0.127_414_8;
+    let tail = sum * t * bell;
+    select(x < 0.0, tail, 1.0 - tail)
+}
+
 /// Computes `c += bias`.
 #[cube(launch)]
 pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
@@ -44,7 +60,8 @@ pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
     }
 }
 
-/// Computes `c = gelu(c + bias)`, and `slope = gelu'(c + bias)` if `keep`.
+/// Computes `c = gelu(c + bias)`, and `slope = gelu'(c + bias)` if `keep`, in the form with `erf` or with
+/// tanh.
 #[cube(launch)]
 pub(super) fn add_bias_gelu(
     c: &mut [f32],
@@ -53,13 +70,24 @@ pub(super) fn add_bias_gelu(
     len: u32,
     cols: u32,
     #[comptime] keep: bool,
+    #[comptime] erf: bool,
 ) {
     if ABSOLUTE_POS < len as usize {
         let x = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
-        let s = gelu_sigmoid(x);
-        c[ABSOLUTE_POS] = gelu_value(x, s);
-        if comptime!(keep) {
-            slope[ABSOLUTE_POS] = gelu_slope(x, s);
+        if comptime!(erf) {
+            let near = finite(x);
+            let e = bell(near);
+            let s = normal_share(near, e);
+            c[ABSOLUTE_POS] = gelu_value(x, s);
+            if comptime!(keep) {
+                slope[ABSOLUTE_POS] = s + near * e * 0.398_942_3;
+            }
+        } else {
+            let s = gelu_sigmoid(x);
+            c[ABSOLUTE_POS] = gelu_value(x, s);
+            if comptime!(keep) {
+                slope[ABSOLUTE_POS] = gelu_slope(x, s);
+            }
         }
     }
 }

@@ -15,7 +15,7 @@ use half::{bf16, f16};
 use super::operand::Operand;
 use super::storage::Buffer;
 use super::{Cube, bytes, matmul, u32_of};
-use crate::op::Fuse;
+use crate::op::{Fuse, Gelu};
 use crate::{Precision, Result, View, ViewMut};
 
 /// A row-major matrix in memory, possibly read transposed.
@@ -148,7 +148,7 @@ impl Cube {
                 matmul::add_bias::launch(&self.client, count, dim, out.arg(), bias.arg(), len, cols);
                 self.write_back([bias]);
             }
-            Fuse::BiasGelu { bias, slope } => {
+            Fuse::BiasGelu { gelu, bias, slope } => {
                 let bias = self.read(&bias)?;
                 let keep = slope.is_some();
                 let slope = slope.map(|s| self.write(&s)).transpose()?;
@@ -163,6 +163,7 @@ impl Cube {
                     len,
                     cols,
                     keep,
+                    gelu == Gelu::Erf,
                 );
                 self.write_back([bias].into_iter().chain(slope));
             }

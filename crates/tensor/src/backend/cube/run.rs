@@ -317,30 +317,30 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             swiglu::backward::launch(client, count, dim, gate.arg(), up.arg(), dy.arg(), u32_of(len));
             cube.write_back([gate, up, dy]);
         }
-        Op::Attention { heads, documents, qkv, y, lse } => {
+        Op::Attention { heads, mask, qkv, y, lse } => {
             if y.is_empty() {
                 return Ok(());
             }
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            let kv = KeysValues::packed(h, &qkv, documents.as_ref());
+            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
+            let kv = KeysValues::packed(h, &qkv, documents.as_ref()).within(mask.window);
             cube.attend(h, &qkv, &kv, &y, Some(&lse));
             cube.write_back([qkv, y, lse].into_iter().chain(documents));
         }
-        Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv } => {
+        Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
             if y.is_empty() {
                 return Ok(());
             }
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse, dy) = (cube.read(&qkv)?, cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let d = cube.write(&d_qkv)?;
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            let kv = KeysValues::packed(h, &qkv, documents.as_ref());
+            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
+            let kv = KeysValues::packed(h, &qkv, documents.as_ref()).within(mask.window);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
             cube.write_back([qkv, y, lse, dy, d].into_iter().chain(documents));
         }
-        Op::AttentionCached { heads, past, documents, qkv, keys, values, y, lse } => {
+        Op::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
             if y.is_empty() {
                 return Ok(());
             }
@@ -349,16 +349,17 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values, y) =
                 (cube.read(&qkv)?, cube.write(&keys)?, cube.write(&values)?, cube.write(&y)?);
             let lse = lse.map(|l| cube.write(&l)).transpose()?;
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
             let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
+            let kv = kv.within(mask.window);
             cube.attend(h, &qkv, &kv, &y, lse.as_ref());
             cube.write_back([qkv, keys, values, y].into_iter().chain(lse).chain(documents));
         }
         Op::AttentionCachedGrad {
             heads,
             past,
-            documents,
+            mask,
             qkv,
             keys,
             values,
@@ -377,8 +378,9 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values) = (cube.read(&qkv)?, cube.read(&keys)?, cube.read(&values)?);
             let (y, lse, dy) = (cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let (d, d_keys, d_values) = (cube.write(&d_qkv)?, cube.write(&d_keys)?, cube.write(&d_values)?);
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
+            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
             let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
+            let kv = kv.within(mask.window);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
             cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
             let operands = [qkv, keys, values, y, lse, dy, d, d_keys, d_values];

@@ -6,7 +6,8 @@ use half::{bf16, f16};
 
 use super::base::Philox;
 use super::tensor::{
-    DType, Device, Fuse, Heads, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary, Shape, Tensor,
+    DType, Device, Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary,
+    Shape, Tensor,
 };
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
@@ -196,17 +197,22 @@ fn norms(
     Ok(vec![y, stats, dx, d_gain, d_bias])
 }
 
-fn attention(d: &Device, seed: u64, s: Sizes, divided: bool) -> Result<Vec<Tensor>> {
+fn attention(
+    d: &Device,
+    seed: u64,
+    s: Sizes,
+    (divided, window): (bool, Option<usize>),
+) -> Result<Vec<Tensor>> {
     let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
     let documents = documents(d, seed + 6, [b, t], 0, divided)?;
-    let documents = documents.as_ref().map(Tensor::view);
+    let mask = Mask { documents: documents.as_ref().map(Tensor::view), window };
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
     let mut d_qkv = d.zeros([b, t, w])?;
-    d.run(Op::Attention { heads, documents, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
+    d.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
     d.run(Op::AttentionGrad {
         heads,
-        documents,
+        mask,
         qkv: qkv.view(),
         y: y.view(),
         lse: lse.view(),
@@ -216,10 +222,16 @@ fn attention(d: &Device, seed: u64, s: Sizes, divided: bool) -> Result<Vec<Tenso
     Ok(vec![y, lse, d_qkv])
 }
 
-fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize, divided: bool) -> Result<Vec<Tensor>> {
+fn attention_cached(
+    d: &Device,
+    seed: u64,
+    s: Sizes,
+    past: usize,
+    (divided, window): (bool, Option<usize>),
+) -> Result<Vec<Tensor>> {
     let (Sizes { b, t, heads, .. }, [c, kv, w], capacity) = (s, s.widths(), 120);
     let documents = documents(d, seed + 6, [b, t], past, divided)?;
-    let documents = documents.as_ref().map(Tensor::view);
+    let mask = Mask { documents: documents.as_ref().map(Tensor::view), window };
     let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
     let mut keys = noise(d, seed + 2, 1.0, [b, capacity, kv])?;
     let mut values = noise(d, seed + 3, 1.0, [b, capacity, kv])?;
@@ -227,7 +239,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize, divided: bool)
     d.run(Op::AttentionCached {
         heads,
         past,
-        documents,
+        mask,
         qkv: qkv.view(),
         keys: keys.view_mut(),
         values: values.view_mut(),
@@ -240,7 +252,7 @@ fn attention_cached(d: &Device, seed: u64, s: Sizes, past: usize, divided: bool)
     d.run(Op::AttentionCachedGrad {
         heads,
         past,
-        documents,
+        mask,
         qkv: qkv.view(),
         keys: keys.view(),
         values: values.view(),
@@ -359,11 +371,19 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         );
     }
 
-    for form in 0..14_u64 {
+    for form in 0..16_u64 {
         let (a_t, b_t, accumulate) = (form & 1 == 1, form & 2 == 2, draw.coin());
         let (m, k, n) = (draw.size(1, 70), draw.size(1, 70), draw.size(1, 70));
-        let fuse = ["none", "bias", "gelu", "gelu for inference", "bias and residual", "times", "residual"]
-            [(form % 7) as usize];
+        let fuse = [
+            "none",
+            "bias",
+            "gelu",
+            "gelu for inference",
+            "bias and residual",
+            "times",
+            "residual",
+            "gelu with erf",
+        ][(form % 8) as usize];
         let what =
             format!("[{m}, {k}] x [{k}, {n}], transposed {a_t} {b_t}, adding {accumulate}, then {fuse}");
         add(
@@ -377,8 +397,15 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                 let (mut c, mut slope) = (noise(d, seed + 5, 1.0, [m, n])?, d.zeros([m, n])?);
                 let fuse = match fuse {
                     "bias" => Fuse::Bias(bias.view()),
-                    "gelu" => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
-                    "gelu for inference" => Fuse::BiasGelu { bias: bias.view(), slope: None },
+                    "gelu" => {
+                        Fuse::BiasGelu { gelu: Gelu::Tanh, bias: bias.view(), slope: Some(slope.view_mut()) }
+                    }
+                    "gelu with erf" => {
+                        Fuse::BiasGelu { gelu: Gelu::Erf, bias: bias.view(), slope: Some(slope.view_mut()) }
+                    }
+                    "gelu for inference" => {
+                        Fuse::BiasGelu { gelu: Gelu::Tanh, bias: bias.view(), slope: None }
+                    }
                     "residual" => Fuse::Add { residual: extra.view() },
                     "bias and residual" => Fuse::BiasAdd { bias: bias.view(), residual: extra.view() },
                     "times" => Fuse::Times { factor: extra.view() },
@@ -430,12 +457,16 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         let past = draw.size(0, 40);
         let (start, pairs) = (draw.size(0, 20), draw.size(1, dim / 2));
         let rotated = rotates.then_some(2 * pairs);
-        for divided in [false, true] {
-            let what = format!("{s:?} and gradient, documents {divided}");
-            add("attention", what, false, Box::new(move |d| attention(d, seed, s, divided)));
-            let what = format!("{s:?} after {past}, and gradient, documents {divided}");
-            let run = move |d: &Device| attention_cached(d, seed, s, past, divided);
+        let narrow = draw.size(1, 30);
+        for (divided, window) in [(false, None), (true, None), (false, Some(narrow)), (true, Some(narrow))] {
+            let seen = (divided, window);
+            let what = format!("{s:?} and gradient, documents {divided}, window {window:?}");
+            add("attention", what, false, Box::new(move |d| attention(d, seed, s, seen)));
+            let what = format!("{s:?} after {past}, and gradient, documents {divided}, window {window:?}");
+            let run = move |d: &Device| attention_cached(d, seed, s, past, seen);
             add("attention_cached", what, false, Box::new(run));
+        }
+        for divided in [false, true] {
             let what =
                 format!("{s:?} from {start}, {rotated:?} values rotated, and gradient, documents {divided}");
             let run = move |d: &Device| joined_heads(d, seed, s, start, rotated, divided);

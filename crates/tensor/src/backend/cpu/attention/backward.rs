@@ -98,15 +98,22 @@ impl Head {
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { isa, queries, keys, .. } = self.head;
+        let Head { isa, queries, keys, width, .. } = self.head;
         let (past, rows) = (keys - queries, isa.tile().rows);
         self.pack_queries();
+        if self.head.is_windowed() {
+            self.gradients.q.clear(queries, width);
+        }
         for tile in pieces(0..keys, KEYS) {
+            let meets = self.head.first_query(tile.start)..self.head.end_of_queries(tile.end - 1);
+            if meets.is_empty() {
+                continue;
+            }
             self.pack_keys(&tile);
             // End of the cached keys, which all queries attend to. After it, blocks of keys begin where blocks
             // of queries do.
             let common = past.clamp(tile.start, tile.end);
-            for queries in pieces(self.head.first_query(tile.start)..queries, QUERIES) {
+            for queries in pieces(meets, QUERIES) {
                 for block in pieces(queries.clone(), rows) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
@@ -165,17 +172,28 @@ impl Pass<'_> {
         let size = Size { rows, depth: meeting.all, columns: width };
         let shares = [RowFactors { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
         let dq = self.gradients.q.from(block.start);
-        multiply(isa, size, weights, keys, dq, Update::shares(&shares, tile.start == 0));
+        multiply(
+            isa,
+            size,
+            weights,
+            keys,
+            dq,
+            Update::shares(&shares, tile.start == 0 && !self.head.is_windowed()),
+        );
     }
 
     /// Adds the contribution of a tile of queries to the gradients of a block of keys and their values.
     fn block_of_keys(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
         let from = self.head.first_query(block.start).max(queries.start);
+        let to = self.head.end_of_queries(block.end - 1).min(queries.end);
+        if from >= to {
+            return;
+        }
         let at = (from - queries.start) * self.pitch + block.start - tile.start;
         let wide = isa.tile().columns;
         let panel = self.head.queries * wide;
-        let size = Size { rows: block.len(), depth: queries.end - from, columns: width };
+        let size = Size { rows: block.len(), depth: to - from, columns: width };
         let products = [
             (&*self.p, &*self.outputs, &mut self.gradients.v, 1.0),
             (&*self.ds, &*self.queries, &mut self.gradients.k, self.head.score_scale()),

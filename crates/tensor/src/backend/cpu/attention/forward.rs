@@ -68,10 +68,19 @@ impl Head {
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { isa, queries, keys, .. } = self.head;
+        let Head { isa, queries, keys, width, .. } = self.head;
+        if self.head.is_windowed() {
+            self.running.tops.fill(f32::NEG_INFINITY);
+            self.running.sums.fill(0.0);
+            self.y.clear(queries, width);
+        }
         for tile in pieces(0..keys, KEYS) {
+            let queries = self.head.first_query(tile.start)..self.head.end_of_queries(tile.end - 1);
+            if queries.is_empty() {
+                continue;
+            }
             self.pack(&tile);
-            for block in pieces(self.head.first_query(tile.start)..queries, isa.tile().rows) {
+            for block in pieces(queries, isa.tile().rows) {
                 self.block(&block, &tile);
             }
         }
@@ -93,7 +102,8 @@ impl Pass<'_> {
         if tile.start == 0 {
             self.next.iter().flatten().for_each(|next| next.fetch(block));
         }
-        let (rows, first, pitch) = (block.len(), tile.start == 0, self.pitch);
+        let (rows, pitch) = (block.len(), self.pitch);
+        let first = tile.start == 0 && !self.head.is_windowed();
         let meeting = self.head.meeting(block, tile);
 
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };

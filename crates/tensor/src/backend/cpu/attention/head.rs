@@ -15,6 +15,10 @@ pub(super) struct Head {
     pub(super) keys: usize,
     /// Number of keys that the first query attends to. Each later query attends to one more, if there is one.
     pub(super) seen_first: usize,
+    /// Number of keys up to its own that a query attends to at most.
+    pub(super) window: usize,
+    /// Whether all queries are of the same token.
+    pub(super) is_shared: bool,
     /// Number of floats of a row.
     pub(super) width: usize,
 }
@@ -35,12 +39,30 @@ impl Head {
         key.saturating_sub(self.seen_first - 1)
     }
 
+    /// Returns whether some query does not attend to an earlier key.
+    pub(super) fn is_windowed(&self) -> bool {
+        self.window < self.keys
+    }
+
+    /// Returns the end of the queries that attend to `key`, or to a later one.
+    pub(super) fn end_of_queries(&self, key: usize) -> usize {
+        if !self.is_windowed() {
+            return self.queries;
+        }
+        // A query's window begins at `seen_first + query - window`.
+        let end = (key + self.window + 1).saturating_sub(self.seen_first);
+        if self.is_shared && end > 0 { self.queries } else { end.min(self.queries) }
+    }
+
     /// Returns which keys of a tile some queries attend to.
     pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> CausalMask {
         let first = (queries.start + self.seen_first).cast_signed() - keys.start.cast_signed();
-        let mut meeting = CausalMask { first, keys: keys.len(), all: 0, whole: 0, padded: 0 };
+        let hidden = if self.is_windowed() { first.saturating_sub_unsigned(self.window) } else { isize::MIN };
+        let step = isize::from(!self.is_shared);
+        let mut meeting = CausalMask { first, keys: keys.len(), hidden, step, all: 0, whole: 0, padded: 0 };
         meeting.all = meeting.seen(queries.len() - 1);
-        meeting.whole = meeting.seen(0) / LANES * LANES;
+        let is_whole = meeting.hidden(queries.len() - 1) == 0;
+        meeting.whole = if is_whole { meeting.seen(0) / LANES * LANES } else { 0 };
         meeting.padded = meeting.all.next_multiple_of(LANES);
         meeting
     }
@@ -54,7 +76,11 @@ pub(super) struct CausalMask {
     first: isize,
     /// Number of keys of the tile.
     keys: usize,
-    /// Number of keys that the last query attends to.
+    /// Number of keys of the tile before the first query's window, not yet clamped, and how many more there are
+    /// for each later query.
+    hidden: isize,
+    step: isize,
+    /// End of the keys that the last query attends to.
     pub(super) all: usize,
     /// Number of keys that all queries attend to, rounded down to whole vectors.
     pub(super) whole: usize,
@@ -67,9 +93,24 @@ impl CausalMask {
         (self.first + row.cast_signed()).clamp(0, self.keys.cast_signed()).cast_unsigned()
     }
 
-    /// Returns how many keys query `row` attends to, of the vector of keys that begins at `key`.
+    fn hidden(self, row: usize) -> usize {
+        let hidden = self.hidden.saturating_add(row.cast_signed() * self.step);
+        hidden.clamp(0, self.keys.cast_signed()).cast_unsigned()
+    }
+
+    /// Returns whether query `row` attends to a key of the tile.
+    pub(super) fn sees_any(self, row: usize) -> bool {
+        self.hidden(row) < self.seen(row)
+    }
+
+    /// Returns the end of the keys that query `row` attends to, of the vector of keys that begins at `key`.
     pub(super) fn seen_of_vector(self, row: usize, key: usize) -> usize {
         self.seen(row).saturating_sub(key).min(LANES)
+    }
+
+    /// Returns how many keys at the start of that vector are before the query's window.
+    pub(super) fn hidden_of_vector(self, row: usize, key: usize) -> usize {
+        self.hidden(row).saturating_sub(key).min(LANES)
     }
 }
 

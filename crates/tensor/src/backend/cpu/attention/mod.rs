@@ -43,11 +43,13 @@ pub(super) struct Layout {
     tokens: usize,
     heads: Heads,
     head_dim: usize,
+    /// Number of keys up to its own that a query attends to at most.
+    window: usize,
 }
 
 impl Layout {
     /// Creates the layout of an output of shape `[B, T, C]`. The number of heads of queries must divide `C`.
-    pub(super) fn packed(y: Shape, heads: Heads) -> Self {
+    pub(super) fn packed(y: Shape, heads: Heads, window: Option<usize>) -> Self {
         let (rows, cols) = (y.rows(), y.cols());
         let tokens = *y.dims().get(1).expect("the output has shape [B, T, C]");
         Self {
@@ -55,6 +57,7 @@ impl Layout {
             tokens,
             heads,
             head_dim: cols.checked_div(heads.query).unwrap_or(0),
+            window: window.unwrap_or(usize::MAX).max(1),
         }
     }
 
@@ -100,6 +103,8 @@ impl Layout {
             queries: tokens * shared,
             keys: before + tokens,
             seen_first: before + 1,
+            window: self.window,
+            is_shared: shared > 1,
             width: self.head_dim,
         }
     }

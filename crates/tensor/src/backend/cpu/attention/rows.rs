@@ -85,6 +85,21 @@ impl<'a> RowsMut<'a> {
         RowsMut { data: self.data.wrapping_add(skip), len, stride: self.stride, owner: PhantomData }
     }
 
+    /// Sets `rows` rows of `width` floats to 0.
+    pub(super) fn clear(&mut self, rows: usize, width: usize) {
+        if rows == 0 {
+            return;
+        }
+        let (data, stride) = self.span(rows, width);
+        for row in 0..rows {
+            #[expect(unsafe_code, reason = "the rows are strided in a buffer that other tasks use, too")]
+            // SAFETY: in bounds, as `span` has checked, and no other code uses these columns.
+            unsafe {
+                std::slice::from_raw_parts_mut(data.add(row * stride), width).fill(0.0);
+            }
+        }
+    }
+
     /// Returns a pointer to the first row, and the stride. Panics unless `rows` rows of `width` floats are in
     /// bounds.
     pub(super) fn span(&mut self, rows: usize, width: usize) -> (*mut f32, usize) {

@@ -52,7 +52,7 @@ unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V
 simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
     /// the factors with which the weighted sums of values are updated. If this tile is the `first`, the
-    /// contents of `running` are not read.
+    /// contents of `running` are not read. With a window no tile is: `running` begins as that of no keys.
     pub(super) fn softmax<L: Level + Vector>(
         block: Block<'_>,
         running: Running<'_>,
@@ -74,10 +74,14 @@ simd! {
                     *lanes = L::max(L::load(s.add(j)), *lanes);
                 }
                 for j in (meeting.whole..meeting.padded).step_by(LANES) {
-                    *lanes = L::max(L::first(meeting.seen_of_vector(r, j), L::load(s.add(j)), masked), *lanes);
+                    let seen = L::first(meeting.seen_of_vector(r, j), L::load(s.add(j)), masked);
+                    *lanes = L::max(L::first(meeting.hidden_of_vector(r, j), masked, seen), *lanes);
                 }
             }
             for r in 0..rows {
+                if !meeting.sees_any(r) {
+                    continue;
+                }
                 let before = tops[r];
                 tops[r] = greatest::<L>(lanes[r]);
                 if !first {
@@ -96,11 +100,17 @@ simd! {
                 for j in (meeting.whole..meeting.padded).step_by(LANES) {
                     let e = exponentials::<L>(s.add(j), scale, shift);
                     let e = L::first(meeting.seen_of_vector(r, j), e, L::splat(0.0));
+                    let e = L::first(meeting.hidden_of_vector(r, j), L::splat(0.0), e);
                     L::store(s.add(j), e);
                     *lanes = L::add(*lanes, e);
                 }
             }
             for r in 0..rows {
+                if !meeting.sees_any(r) {
+                    // The tile is before the query's window, and leaves its sum as it is.
+                    shares[r] = RowFactors { old: 1.0, new: 0.0 };
+                    continue;
+                }
                 sums[r] = shares[r].old + sum::<L>(lanes[r]);
                 let new = 1.0 / sums[r];
                 shares[r] = RowFactors { old: shares[r].old * new, new };
@@ -141,8 +151,9 @@ simd! {
                     let (seen, zero) = (meeting.seen_of_vector(r, j), L::splat(0.0));
                     let x = exponentials::<L>(p.add(j), scale, shift);
                     let d = L::mul(x, L::sub(L::load(dp.add(j)), mean));
-                    L::store(p.add(j), L::first(seen, x, zero));
-                    L::store(dp.add(j), L::first(seen, d, zero));
+                    let hidden = meeting.hidden_of_vector(r, j);
+                    L::store(p.add(j), L::first(hidden, zero, L::first(seen, x, zero)));
+                    L::store(dp.add(j), L::first(hidden, zero, L::first(seen, d, zero)));
                 }
             }
         }

@@ -15,7 +15,7 @@ fn noise(len: usize, seed: u64) -> Vec<f32> {
 }
 
 fn layout(batch: usize, (query, kv): (usize, usize), tokens: usize, head_dim: usize) -> Layout {
-    Layout { batch, tokens, heads: Heads { query, kv }, head_dim }
+    Layout { batch, tokens, heads: Heads { query, kv }, head_dim, window: usize::MAX }
 }
 
 /// Returns the number of floats of one token's queries, keys and values.
