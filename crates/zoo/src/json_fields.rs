@@ -25,6 +25,11 @@ impl<'a> Fields<'a> {
         self.json.get(field).filter(|value| !value.is_null())
     }
 
+    /// Returns whether a field is there and null.
+    pub(crate) fn is_null(&self, field: &str) -> bool {
+        self.json.get(field).is_some_and(Value::is_null)
+    }
+
     /// Returns the fields of a field that is an object. `within` is its name with a dot behind it.
     pub(crate) fn object(&self, field: &str, within: &'a str) -> Result<Option<Self>, ZooError> {
         let Some(value) = self.get(field) else { return Ok(None) };

@@ -13,6 +13,8 @@ pub enum Slot {
     Query,
     Key,
     Value,
+    QueryNorm,
+    KeyNorm,
     AttentionOut,
     MlpNorm,
     Gate,
@@ -35,6 +37,20 @@ pub struct Names {
     pub slot: fn(Slot) -> &'static str,
     /// Whether files have matrices as `[outputs, inputs]`.
     pub outputs_first: bool,
+    /// The order of the heads' values in files.
+    pub heads: HeadsInFiles,
+}
+
+/// The order in which files have the values of heads. In memory, pairs that are rotated together are half of
+/// the rotated width apart, and a fused matrix has all queries first, then all keys, then all values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadsInFiles {
+    /// That of memory.
+    AsInMemory,
+    /// Values that are rotated together are neighbours (GPT-J, and LLaMA as Meta published it).
+    Interleaved,
+    /// A fused matrix has the query, key and value of each head side by side (GPT-NeoX).
+    ByHead,
 }
 
 /// Parts of names that wrappers insert anywhere: torch.compile, FSDP, activation checkpointing, Lightning and

@@ -59,17 +59,32 @@ pub enum HeadSpec {
     Tied,
     /// One of its own.
     Own,
+    /// One of its own, with a bias for each token.
+    OwnWithBias,
 }
 
-/// A pre-norm block: `x + attention(norm x)`, then `x + mlp(norm x)`.
+/// A pre-norm block.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
-    /// Both norms.
+    /// Its norms.
     pub norm: NormSpec,
+    /// How attention and the feed-forward network are added.
+    pub residual: Residual,
     /// The attention.
     pub attention: AttentionSpec,
     /// The feed-forward network.
     pub mlp: MlpSpec,
+}
+
+/// How attention `A` and the feed-forward network `M` are added to the hidden states `x`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residual {
+    /// `x + A(norm x)`, then `x + M(norm x)` of the result.
+    Sequential,
+    /// `x + A(norm x) + M(norm' x)`, with two norms (Black et al. 2022, "GPT-NeoX-20B").
+    Parallel,
+    /// `x + A(n) + M(n)` with `n = norm x` (Wang and Komatsuzaki 2021, "GPT-J-6B").
+    ParallelOneNorm,
 }
 
 /// A norm over the last dimension.
@@ -92,8 +107,23 @@ pub struct AttentionSpec {
     pub fused: bool,
     /// Rotation of queries and keys by position.
     pub rotary: Option<RotarySpec>,
-    /// Whether its matrices have biases.
-    pub bias: bool,
+    /// Which of its matrices have biases.
+    pub bias: AttentionBias,
+    /// Norm of each head of queries and of keys, before their rotation; without a bias.
+    pub head_norm: Option<Norm>,
+    /// Number of tokens up to its own that a token attends to at most; `None` for all.
+    pub window: Option<usize>,
+}
+
+/// Which matrices of an attention have biases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionBias {
+    /// None.
+    None,
+    /// Those that make queries, keys and values.
+    Inputs,
+    /// Those, and the last one.
+    All,
 }
 
 /// Angles of a rotary position embedding (Su et al. 2021). With `width` values rotated, pair `i` turns by
@@ -147,7 +177,9 @@ pub struct MlpSpec {
 /// Activations of feed-forward networks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// GELU in its tanh form; without a gate.
+    /// GELU; without a gate, and with biases.
+    Gelu,
+    /// GELU in its tanh form; without a gate, and with biases.
     GeluTanh,
     /// SiLU; with a gate, which makes it SwiGLU (Shazeer 2020).
     Silu,
@@ -173,7 +205,7 @@ impl ModelSpec {
     pub fn shared_table_bytes(&self) -> u64 {
         match self.head {
             HeadSpec::Tied => size_of::<f32>() as u64 * self.vocab as u64 * self.dim as u64,
-            HeadSpec::Own => 0,
+            HeadSpec::Own | HeadSpec::OwnWithBias => 0,
         }
     }
 

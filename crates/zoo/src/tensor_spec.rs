@@ -28,6 +28,76 @@ pub enum TensorKind {
     Bias,
 }
 
+/// The order in which files have the last dimension of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ColumnOrder {
+    /// That of memory.
+    AsInMemory,
+    /// Of each head of `head_dim` values, the first `rotated` are pairs of values that are rotated together. In
+    /// memory, the second values follow all first ones.
+    Interleaved {
+        /// Values per head.
+        head_dim: usize,
+        /// Number of values that are rotated.
+        rotated: usize,
+    },
+    /// The query, key and value of each of `heads` heads. In memory, all queries come first, then all keys.
+    ByHead {
+        /// Number of heads.
+        heads: usize,
+        /// Values per head.
+        head_dim: usize,
+    },
+}
+
+impl ColumnOrder {
+    /// Returns the place in files of a column in memory.
+    #[must_use]
+    pub const fn in_file(self, column: usize) -> usize {
+        match self {
+            Self::AsInMemory => column,
+            Self::Interleaved { head_dim, rotated } => {
+                let (head, within) = (column / head_dim, column % head_dim);
+                let half = rotated / 2;
+                head * head_dim
+                    + if within >= rotated {
+                        within
+                    } else if within < half {
+                        2 * within
+                    } else {
+                        2 * (within - half) + 1
+                    }
+            }
+            Self::ByHead { heads, head_dim } => {
+                let (section, within) = (column / (heads * head_dim), column % (heads * head_dim));
+                let (head, value) = (within / head_dim, within % head_dim);
+                (3 * head + section) * head_dim + value
+            }
+        }
+    }
+
+    /// Converts rows of `width` values from the order of memory to that of files.
+    pub(crate) fn to_file(self, width: usize, values: &mut [f32]) {
+        self.reorder(width, values, |row, column, before| row[self.in_file(column)] = before[column]);
+    }
+
+    /// Converts rows of `width` values from the order of files to that of memory.
+    pub(crate) fn to_memory(self, width: usize, values: &mut [f32]) {
+        self.reorder(width, values, |row, column, before| row[column] = before[self.in_file(column)]);
+    }
+
+    fn reorder(self, width: usize, values: &mut [f32], set: impl Fn(&mut [f32], usize, &[f32])) {
+        if self == Self::AsInMemory || width == 0 {
+            return;
+        }
+        let mut before = vec![0.0; width];
+        for row in values.chunks_exact_mut(width) {
+            before.copy_from_slice(row);
+            (0..width).for_each(|column| set(row, column, &before));
+        }
+    }
+}
+
 /// One parameter tensor of the model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorSpec {
@@ -39,6 +109,8 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// How ranks divide it.
     pub cut: Cut,
+    /// The order of its last dimension in files.
+    pub columns: ColumnOrder,
     /// Initial values.
     pub init: Init,
 }
@@ -82,6 +154,36 @@ impl TensorSpec {
             Init::Normal(std) => Philox::new(seed, index as u64).fill_normal(std, out),
             Init::Zeros => out.fill(0.0),
             Init::Ones => out.fill(1.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_come_back() {
+        for order in [
+            ColumnOrder::AsInMemory,
+            ColumnOrder::Interleaved { head_dim: 6, rotated: 4 },
+            ColumnOrder::ByHead { heads: 2, head_dim: 4 },
+        ] {
+            let memory: Vec<f32> = (0..48_u8).map(f32::from).collect();
+            let mut values = memory.clone();
+            order.to_file(24, &mut values);
+            if let ColumnOrder::Interleaved { .. } = order {
+                assert_eq!(values[..8], [0.0, 2.0, 1.0, 3.0, 4.0, 5.0, 6.0, 8.0]);
+            }
+            if let ColumnOrder::ByHead { .. } = order {
+                // A head's query, key and value.
+                assert_eq!(
+                    values[..12],
+                    [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19].map(|x: u8| f32::from(x))
+                );
+            }
+            order.to_memory(24, &mut values);
+            assert_eq!(values, memory);
         }
     }
 }

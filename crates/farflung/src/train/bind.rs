@@ -167,7 +167,7 @@ impl ReplicaSchedule {
         // A head of its own shares nothing with the embedding.
         let tie = match model.head {
             HeadSpec::Tied => order.placement().tie(),
-            HeadSpec::Own => TiedWeights::Whole,
+            HeadSpec::Own | HeadSpec::OwnWithBias => TiedWeights::Whole,
         };
         let lowering = Lowering {
             replicas: plan.replicas() > 1 && plan.averages_each_step(),

@@ -133,7 +133,7 @@ impl Piece<'_> {
         stored: &StoredLayout,
         work: impl FnOnce(&[f32]) -> T,
     ) -> Result<T> {
-        let work = |values: &[f32]| work(&stored.values(&self.name, &self.shape, values));
+        let work = |values: &[f32]| work(&stored.values(&self.name, values));
         match &self.values {
             PieceValues::Host(values) => Ok(work(values)),
             PieceValues::Elsewhere(_) => Ok(work(&[])),

@@ -25,7 +25,7 @@ impl Op<'_> {
         let n = |v: Shape| v.len() as u128;
         let causal = |y: Shape, past: usize, mask: &Mask<'_>| {
             // y is [B, T, C]. Each of B sequences has T (T + 1) / 2 pairs of query and key among the new
-            // tokens, and T * past pairs with the cached tokens. A window of w keys leaves out the k (k + 1) / 2
+            // tokens, and T * past pairs with the cached tokens. A window of w keys leaves out k (k + 1) / 2
             // pairs of the last k = past + T - w queries, less those of queries that are not new.
             let (t, past) = (length(y) as u128, past as u128);
             let window = mask.window.map_or(u128::MAX, |window| window.max(1) as u128);

@@ -309,6 +309,19 @@ fn queries_attend_to_the_keys_of_their_window() {
     }
 }
 
+#[test]
+fn windows_leave_out_pairs_of_query_and_key() {
+    let cpu = Device::cpu(1).unwrap();
+    let zeros = |width| cpu.zeros([2, 4, width]).unwrap();
+    let (qkv, mut y, mut lse) = (zeros(24), zeros(8), cpu.zeros([2, 2, 4]).unwrap());
+    for (window, pairs) in [(None, 10), (Some(4), 10), (Some(2), 7), (Some(1), 4)] {
+        let mask = Mask { documents: None, window };
+        let (heads, lse) = (Heads::equal(2), lse.view_mut());
+        let op = Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse };
+        assert_eq!(op.flops(), 2 * 2 * pairs * 8 * 2, "{window:?}");
+    }
+}
+
 /// Token by token, as text is generated: queries that share keys are computed together.
 #[test]
 fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {

@@ -7,9 +7,10 @@ use serde_json::{Map, Value, json};
 use super::{Family, Preset};
 use crate::ZooError;
 use crate::json_fields::{Fields, shortest};
-use crate::naming::{Names, Slot};
+use crate::naming::{HeadsInFiles, Names, Slot};
 use crate::spec::{
-    Activation, AttentionSpec, BlockSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec, Positions, Run,
+    Activation, AttentionBias, AttentionSpec, BlockSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec, Positions,
+    Residual, Run,
 };
 
 /// GPT-2's family. Presets: two small ones, then those of GPT-2 and of GPT-3 (its table 2.1: the XL row has 24
@@ -38,7 +39,14 @@ pub(super) static FAMILY: Family = Family {
     write,
 };
 
-static NAMES: Names = Names { family: "gpt2", prefix: "", block: "h", slot, outputs_first: false };
+static NAMES: Names = Names {
+    family: "gpt2",
+    prefix: "",
+    block: "h",
+    slot,
+    outputs_first: false,
+    heads: HeadsInFiles::AsInMemory,
+};
 
 const fn slot(slot: Slot) -> &'static str {
     match slot {
@@ -49,6 +57,8 @@ const fn slot(slot: Slot) -> &'static str {
         Slot::Query => "attn.q_attn",
         Slot::Key => "attn.k_attn",
         Slot::Value => "attn.v_attn",
+        Slot::QueryNorm => "attn.q_norm",
+        Slot::KeyNorm => "attn.k_norm",
         Slot::AttentionOut => "attn.c_proj",
         Slot::MlpNorm => "ln_2",
         Slot::Gate => "mlp.c_gate",
@@ -69,7 +79,9 @@ fn shape(layers: usize, heads: usize, dim: usize, context: usize, vocab: usize) 
         head_dim: dim / heads.max(1),
         fused: true,
         rotary: None,
-        bias: true,
+        bias: AttentionBias::All,
+        head_norm: None,
+        window: None,
     };
     let width = dim.saturating_mul(4);
     let mlp = MlpSpec { width, activation: Activation::GeluTanh, gated: false, bias: true };
@@ -79,7 +91,10 @@ fn shape(layers: usize, heads: usize, dim: usize, context: usize, vocab: usize) 
         context,
         dim,
         positions: Positions::Learned,
-        blocks: vec![Run { count: layers, block: BlockSpec { norm, attention, mlp } }],
+        blocks: vec![Run {
+            count: layers,
+            block: BlockSpec { norm, residual: Residual::Sequential, attention, mlp },
+        }],
         norm,
         head: HeadSpec::Tied,
     }

@@ -23,6 +23,14 @@ pub enum Kept {
     AttentionNormed,
     /// Queries, keys and values.
     Qkv,
+    /// Queries before their norm.
+    Queries,
+    /// Statistics of that norm.
+    QueryStats,
+    /// Keys before their norm.
+    Keys,
+    /// Statistics of that norm.
+    KeyStats,
     /// Log-sum-exps of the scores.
     LogSumExp,
     /// Output of attention, before its last matrix.
@@ -57,6 +65,10 @@ pub enum Kept {
     KeyGrad,
     /// Gradient of the values.
     ValueGrad,
+    /// Gradient of the queries after their norm.
+    QueryNormedGrad,
+    /// Gradient of the keys after their norm.
+    KeyNormedGrad,
     /// Gradient of [`Kept::AttentionNormed`].
     AttentionNormedGrad,
 }

@@ -1,4 +1,5 @@
-//! Causal attention with its matrices: queries, keys and values of one matrix or of three, rotated or not.
+//! Causal attention with its matrices: queries, keys and values of one matrix or of three, rotated or not, each
+//! head normed before or not.
 
 use std::sync::Arc;
 
@@ -6,9 +7,10 @@ use farflung_tensor::{Heads, Op, Rotary, Tensor};
 
 use super::builder::Builder;
 use super::linear::{Side, Units};
-use super::{Activations, Grads, Kept, Linear, Result, StageContext, Then, dims};
-use crate::naming::Slot;
-use crate::spec::AttentionSpec;
+use super::{Activations, Grads, Kept, Linear, NormLayer, Result, StageContext, Then, dims};
+use crate::naming::{HeadsInFiles, Slot};
+use crate::spec::{AttentionBias, AttentionSpec, NormSpec};
+use crate::tensor_spec::ColumnOrder;
 
 /// An attention layer.
 #[derive(Debug, Clone)]
@@ -16,8 +18,11 @@ pub struct Attention {
     heads: Heads,
     head_dim: usize,
     inputs: Inputs,
+    /// Norms of each head of queries and of keys.
+    head_norms: Option<[NormLayer; 2]>,
     out: Linear,
     rotary: Option<Arc<Tensor>>,
+    window: Option<usize>,
 }
 
 /// The matrices that make queries, keys and values.
@@ -89,26 +94,44 @@ impl Later<'_> {
 
 impl Attention {
     pub(super) fn new(builder: &mut Builder, dim: usize, spec: &AttentionSpec) -> Result<Self> {
-        let AttentionSpec { heads, head_dim, bias, .. } = *spec;
+        let AttentionSpec { heads, head_dim, bias, window, .. } = *spec;
         let (queries, keys) = (heads.query * head_dim, heads.kv * head_dim);
         // Ranks divide key-value heads, each with its query heads.
-        let linear = |builder: &mut Builder, slot, side, sections: &[usize]| {
-            Linear::new(builder, slot, dim, Units { side, count: heads.kv, sections }, bias)
+        let linear = |builder: &mut Builder, slot, side, sections: &[usize], columns| {
+            let has_bias = match side {
+                Side::Outputs => bias != AttentionBias::None,
+                Side::Inputs => bias == AttentionBias::All,
+            };
+            Linear::new(builder, slot, dim, Units { side, count: heads.kv, sections, columns }, has_bias)
         };
+        let plain = ColumnOrder::AsInMemory;
+        let rotated = spec.rotary.map_or(0, |rotary| rotary.width);
         let inputs = if spec.fused {
-            Inputs::Fused(linear(builder, Slot::Qkv, Side::Outputs, &[queries, keys, keys]))
+            let columns = match builder.heads_in_files() {
+                HeadsInFiles::ByHead => ColumnOrder::ByHead { heads: heads.kv, head_dim },
+                HeadsInFiles::AsInMemory | HeadsInFiles::Interleaved => plain,
+            };
+            Inputs::Fused(linear(builder, Slot::Qkv, Side::Outputs, &[queries, keys, keys], columns))
         } else {
+            let columns = match builder.heads_in_files() {
+                HeadsInFiles::Interleaved => ColumnOrder::Interleaved { head_dim, rotated },
+                HeadsInFiles::AsInMemory | HeadsInFiles::ByHead => plain,
+            };
             Inputs::Separate {
-                query: linear(builder, Slot::Query, Side::Outputs, &[queries]),
-                key: linear(builder, Slot::Key, Side::Outputs, &[keys]),
-                value: linear(builder, Slot::Value, Side::Outputs, &[keys]),
+                query: linear(builder, Slot::Query, Side::Outputs, &[queries], columns),
+                key: linear(builder, Slot::Key, Side::Outputs, &[keys], columns),
+                value: linear(builder, Slot::Value, Side::Outputs, &[keys], plain),
             }
         };
-        let out = linear(builder, Slot::AttentionOut, Side::Inputs, &[queries]);
+        let head_norms = spec.head_norm.map(|norm| {
+            let norm = NormSpec { norm, bias: false };
+            [Slot::QueryNorm, Slot::KeyNorm].map(|slot| NormLayer::new(builder, slot, head_dim, &norm))
+        });
+        let out = linear(builder, Slot::AttentionOut, Side::Inputs, &[queries], plain);
         let own = builder.units(heads.kv).len();
         let heads = Heads { query: heads.query / heads.kv * own, kv: own };
         let rotary = spec.rotary.map(|rotary| builder.rotary(&rotary)).transpose()?.flatten();
-        Ok(Self { heads, head_dim, inputs, out, rotary })
+        Ok(Self { heads, head_dim, inputs, head_norms, out, rotary, window })
     }
 
     /// Returns the width of a token's keys, and of its values.
@@ -122,26 +145,64 @@ impl Attention {
     }
 
     /// Returns queries, keys and values side by side.
-    fn qkv(&self, cx: &StageContext<'_>, x: &Tensor, start: usize) -> Result<Tensor> {
-        let [b, t, _] = dims(x)?;
+    fn qkv(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        start: usize,
+        saved: &mut Activations,
+    ) -> Result<Tensor> {
         match &self.inputs {
-            Inputs::Fused(linear) => linear.forward(cx, x, Then::Nothing),
+            Inputs::Fused(linear) => {
+                let qkv = linear.forward(cx, x, Then::Nothing)?;
+                if self.rotary.is_none() {
+                    return Ok(qkv);
+                }
+                let parts = self.split(cx, &qkv, None)?;
+                drop(qkv);
+                self.join(cx, &parts, self.rotary(cx, start))
+            }
             Inputs::Separate { query, key, value } => {
-                let q = query.forward(cx, x, Then::Nothing)?;
-                let k = key.forward(cx, x, Then::Nothing)?;
+                let mut q = query.forward(cx, x, Then::Nothing)?;
+                let mut k = key.forward(cx, x, Then::Nothing)?;
                 let v = value.forward(cx, x, Then::Nothing)?;
-                let mut qkv = cx.empty([b, t, self.heads.width() * self.head_dim])?;
-                cx.device.run(Op::JoinHeads {
-                    heads: self.heads,
-                    rotary: self.rotary(cx, start),
-                    q: q.view(),
-                    k: k.view(),
-                    v: v.view(),
-                    qkv: qkv.view_mut(),
-                })?;
-                Ok(qkv)
+                if let Some([of_queries, of_keys]) = &self.head_norms {
+                    for (norm, x, [before, stats]) in [
+                        (of_queries, &mut q, [Kept::Queries, Kept::QueryStats]),
+                        (of_keys, &mut k, [Kept::Keys, Kept::KeyStats]),
+                    ] {
+                        let (normed, statistics) = norm.forward_heads(cx, x)?;
+                        saved.put(before, std::mem::replace(x, normed));
+                        saved.put(stats, statistics);
+                    }
+                }
+                self.join(cx, &[q, k, v], self.rotary(cx, start))
             }
         }
+    }
+
+    /// Puts queries, keys and values side by side.
+    fn join(
+        &self,
+        cx: &StageContext<'_>,
+        [q, k, v]: &[Tensor; 3],
+        rotary: Option<Rotary<'_>>,
+    ) -> Result<Tensor> {
+        let [b, t, _] = dims(q)?;
+        let mut qkv = cx.empty([b, t, self.heads.width() * self.head_dim])?;
+        let (q, k, v) = (q.view(), k.view(), v.view());
+        cx.device.run(Op::JoinHeads { heads: self.heads, rotary, q, k, v, qkv: qkv.view_mut() })?;
+        Ok(qkv)
+    }
+
+    /// Takes queries, keys and values apart, and undoes the rotation.
+    fn split(&self, cx: &StageContext<'_>, qkv: &Tensor, rotary: Option<Rotary<'_>>) -> Result<[Tensor; 3]> {
+        let [b, t, _] = dims(qkv)?;
+        let mut q = cx.empty([b, t, self.heads.query * self.head_dim])?;
+        let [mut k, mut v] = [cx.empty([b, t, self.cached_width()])?, cx.empty([b, t, self.cached_width()])?];
+        let (dq, dk, dv) = (q.view_mut(), k.view_mut(), v.view_mut());
+        cx.device.run(Op::SplitHeads { heads: self.heads, rotary, d_qkv: qkv.view(), dq, dk, dv })?;
+        Ok([q, k, v])
     }
 
     /// Returns the output for `x`, plus `residual`.
@@ -155,14 +216,14 @@ impl Attention {
     ) -> Result<Tensor> {
         let [b, t, _] = dims(x)?;
         let heads = self.heads;
-        let qkv = self.qkv(cx, x, before.past())?;
+        let qkv = self.qkv(cx, x, before.past(), saved)?;
         let mut attended = cx.empty([b, t, heads.query * self.head_dim])?;
         let scores = || cx.empty([b, heads.query, t]);
         match before {
             Before::Nothing => {
                 let mut lse = scores()?;
                 let (qkv, y, lse_) = (qkv.view(), attended.view_mut(), lse.view_mut());
-                cx.device.run(Op::Attention { heads, documents: cx.documents(), qkv, y, lse: lse_ })?;
+                cx.device.run(Op::Attention { heads, mask: cx.mask(self.window), qkv, y, lse: lse_ })?;
                 saved.put(Kept::LogSumExp, lse);
             }
             Before::Cached { past, seen } => {
@@ -170,7 +231,7 @@ impl Attention {
                 cx.device.run(Op::AttentionCached {
                     heads,
                     past: *past,
-                    documents: cx.documents(),
+                    mask: cx.mask(self.window),
                     qkv: qkv.view(),
                     keys: seen.keys.view_mut(),
                     values: seen.values.view_mut(),
@@ -188,13 +249,15 @@ impl Attention {
         Ok(y)
     }
 
-    /// Returns the gradient of the input, given that of the output.
+    /// Returns the gradient of the input, given that of the output, plus `beside`: another gradient of the same
+    /// input, of which this rank has its part of the sum.
     pub fn backward_input(
         &self,
         cx: &StageContext<'_>,
         saved: &mut Activations,
         later: &mut Later<'_>,
         dy: &Tensor,
+        beside: Option<Tensor>,
     ) -> Result<Tensor> {
         let heads = self.heads;
         let d_attended = self.out.backward_input(cx, dy, None)?;
@@ -204,13 +267,13 @@ impl Attention {
         let (qkv, dy) = (qkv.view(), d_attended.view());
         match later {
             Later::Nothing => {
-                let (documents, d_qkv) = (cx.documents(), d_qkv.view_mut());
-                cx.device.run(Op::AttentionGrad { heads, documents, qkv, y, lse, dy, d_qkv })?;
+                let (mask, d_qkv) = (cx.mask(self.window), d_qkv.view_mut());
+                cx.device.run(Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv })?;
             }
             Later::Slices { past, seen, gradients } => cx.device.run(Op::AttentionCachedGrad {
                 heads,
                 past: *past,
-                documents: cx.documents(),
+                mask: cx.mask(self.window),
                 qkv,
                 keys: seen.keys.view(),
                 values: seen.values.view(),
@@ -223,37 +286,43 @@ impl Attention {
             })?,
         }
         drop(d_attended);
-        match &self.inputs {
+        let input_gradient = |linear: &Linear, dy: &Tensor, beside: Option<Tensor>| match beside {
+            Some(mut dx) => linear.add_backward_input(cx, dy, &mut dx).map(|()| dx),
+            None => linear.backward_input(cx, dy, None),
+        };
+        let mut dx = match &self.inputs {
             Inputs::Fused(linear) => {
-                let mut dx = linear.backward_input(cx, &d_qkv, None)?;
-                cx.sum(&mut dx)?;
+                if self.rotary.is_some() {
+                    let parts = self.split(cx, &d_qkv, self.rotary(cx, later.past()))?;
+                    d_qkv = self.join(cx, &parts, None)?;
+                }
+                let dx = input_gradient(linear, &d_qkv, beside)?;
                 saved.put(Kept::QkvGrad, d_qkv);
-                Ok(dx)
+                dx
             }
             Inputs::Separate { query, key, value } => {
-                let [b, t, _] = dims(&d_qkv)?;
-                let mut dq = cx.empty([b, t, heads.query * self.head_dim])?;
-                let [mut dk, mut dv] =
-                    [cx.empty([b, t, self.cached_width()])?, cx.empty([b, t, self.cached_width()])?];
-                cx.device.run(Op::SplitHeads {
-                    heads,
-                    rotary: self.rotary(cx, later.past()),
-                    d_qkv: d_qkv.view(),
-                    dq: dq.view_mut(),
-                    dk: dk.view_mut(),
-                    dv: dv.view_mut(),
-                })?;
+                let [mut dq, mut dk, dv] = self.split(cx, &d_qkv, self.rotary(cx, later.past()))?;
                 drop(d_qkv);
-                let mut dx = query.backward_input(cx, &dq, None)?;
+                if let Some([of_queries, of_keys]) = &self.head_norms {
+                    for (norm, d, [before, stats, normed]) in [
+                        (of_queries, &mut dq, [Kept::Queries, Kept::QueryStats, Kept::QueryNormedGrad]),
+                        (of_keys, &mut dk, [Kept::Keys, Kept::KeyStats, Kept::KeyNormedGrad]),
+                    ] {
+                        let dx = norm.backward_heads(cx, saved.get(before), saved.get(stats), d)?;
+                        saved.put(normed, std::mem::replace(d, dx));
+                    }
+                }
+                let mut dx = input_gradient(query, &dq, beside)?;
                 key.add_backward_input(cx, &dk, &mut dx)?;
                 value.add_backward_input(cx, &dv, &mut dx)?;
-                cx.sum(&mut dx)?;
                 saved.put(Kept::QueryGrad, dq);
                 saved.put(Kept::KeyGrad, dk);
                 saved.put(Kept::ValueGrad, dv);
-                Ok(dx)
+                dx
             }
-        }
+        };
+        cx.sum(&mut dx)?;
+        Ok(dx)
     }
 
     /// Computes the weight gradients, given the input `x` and the gradient of the output.
@@ -266,6 +335,14 @@ impl Attention {
         grads: &mut Grads<'_>,
     ) -> Result<()> {
         self.out.backward_weight(cx, saved.get(Kept::Attended), dy, grads)?;
+        if let Some([of_queries, of_keys]) = &self.head_norms {
+            for (norm, x, stats, dy) in [
+                (of_queries, Kept::Queries, Kept::QueryStats, Kept::QueryNormedGrad),
+                (of_keys, Kept::Keys, Kept::KeyStats, Kept::KeyNormedGrad),
+            ] {
+                norm.backward_weight_heads(cx, saved.get(x), saved.get(stats), saved.get(dy), grads)?;
+            }
+        }
         match &self.inputs {
             Inputs::Fused(linear) => linear.backward_weight(cx, x, saved.get(Kept::QkvGrad), grads),
             Inputs::Separate { query, key, value } => {

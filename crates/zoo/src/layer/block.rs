@@ -1,4 +1,4 @@
-//! A pre-norm transformer block: `x + attention(norm x)`, then `x + mlp(norm x)`.
+//! A pre-norm transformer block: `x + attention(norm x)`, then `x + mlp(norm x)`; or both of the same `x`.
 
 use std::ops::Range;
 
@@ -7,15 +7,17 @@ use farflung_tensor::Tensor;
 use super::builder::Builder;
 use super::{Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, Result, StageContext};
 use crate::naming::Slot;
-use crate::spec::BlockSpec;
+use crate::spec::{BlockSpec, Residual};
 
 /// A block.
 #[derive(Debug, Clone)]
 pub struct Block {
     attention_norm: NormLayer,
     attention: Attention,
-    mlp_norm: NormLayer,
+    /// `None` if the feed-forward network takes the other norm's output.
+    mlp_norm: Option<NormLayer>,
     mlp: Mlp,
+    residual: Residual,
 }
 
 impl Block {
@@ -23,8 +25,10 @@ impl Block {
         Ok(Self {
             attention_norm: NormLayer::new(builder, Slot::AttentionNorm, dim, &spec.norm),
             attention: Attention::new(builder, dim, &spec.attention)?,
-            mlp_norm: NormLayer::new(builder, Slot::MlpNorm, dim, &spec.norm),
+            mlp_norm: (spec.residual != Residual::ParallelOneNorm)
+                .then(|| NormLayer::new(builder, Slot::MlpNorm, dim, &spec.norm)),
             mlp: Mlp::new(builder, dim, &spec.mlp),
+            residual: spec.residual,
         })
     }
 
@@ -36,6 +40,10 @@ impl Block {
     /// Returns the width of a token's keys, and of its values.
     pub(crate) const fn cached_width(&self) -> usize {
         self.attention.cached_width()
+    }
+
+    fn is_sequential(&self) -> bool {
+        self.residual == Residual::Sequential
     }
 
     /// Runs the forward pass, from `[B, T, C]` to `[B, T, C]`.
@@ -50,15 +58,43 @@ impl Block {
         let (normed, stats) = self.attention_norm.forward(cx, &x)?;
         saved.put(Kept::AttentionStats, stats);
         let middle = self.attention.forward(cx, &normed, &x, &mut before, &mut saved)?;
-        saved.put(Kept::AttentionNormed, normed);
-        saved.put(Kept::Input, x);
-
-        let (normed, stats) = self.mlp_norm.forward(cx, &middle)?;
-        saved.put(Kept::MlpStats, stats);
-        let y = self.mlp.forward(cx, &normed, &middle, &mut saved)?;
-        saved.put(Kept::MlpNormed, normed);
-        saved.put(Kept::Middle, middle);
+        let y = match &self.mlp_norm {
+            Some(norm) if self.is_sequential() => {
+                saved.put(Kept::AttentionNormed, normed);
+                saved.put(Kept::Input, x);
+                let y = self.mlp_of_normed(cx, (norm, &middle), &middle, &mut saved)?;
+                saved.put(Kept::Middle, middle);
+                y
+            }
+            Some(norm) => {
+                saved.put(Kept::AttentionNormed, normed);
+                let y = self.mlp_of_normed(cx, (norm, &x), &middle, &mut saved)?;
+                saved.put(Kept::Input, x);
+                y
+            }
+            None => {
+                let y = self.mlp.forward(cx, &normed, &middle, &mut saved)?;
+                saved.put(Kept::AttentionNormed, normed);
+                saved.put(Kept::Input, x);
+                y
+            }
+        };
         Ok((y, saved))
+    }
+
+    /// Returns the output of the feed-forward network for the norm of `x`, plus `residual`.
+    fn mlp_of_normed(
+        &self,
+        cx: &StageContext<'_>,
+        (norm, x): (&NormLayer, &Tensor),
+        residual: &Tensor,
+        saved: &mut Activations,
+    ) -> Result<Tensor> {
+        let (normed, stats) = norm.forward(cx, x)?;
+        saved.put(Kept::MlpStats, stats);
+        let y = self.mlp.forward(cx, &normed, residual, saved)?;
+        saved.put(Kept::MlpNormed, normed);
+        Ok(y)
     }
 
     /// Returns the gradient of the input, given that of the output. `saved` keeps what the weight gradients
@@ -70,18 +106,44 @@ impl Block {
         dy: Tensor,
         mut later: Later<'_>,
     ) -> Result<Tensor> {
-        let d_normed = self.mlp.backward_input(cx, saved, &dy)?;
-        let (x, stats) = (saved.get(Kept::Middle), saved.get(Kept::MlpStats));
-        let d_middle = self.mlp_norm.backward_input(cx, x, stats, &d_normed, Some(&dy))?;
-        saved.put(Kept::OutputGrad, dy);
+        let mut d_normed = self.mlp.backward_input(cx, saved, &dy)?;
+        let Some(norm) = &self.mlp_norm else {
+            // The two gradients of the norm's output are added up before the norm, also over ranks.
+            let d_normed = self.attention.backward_input(cx, saved, &mut later, &dy, Some(d_normed))?;
+            let dx = self.through_attention_norm(cx, saved, d_normed, &dy)?;
+            saved.put(Kept::OutputGrad, dy);
+            return Ok(dx);
+        };
+        cx.sum(&mut d_normed)?;
+        let (x, stats) = (saved.get(self.mlp_norm_input()), saved.get(Kept::MlpStats));
+        let d_middle = norm.backward_input(cx, x, stats, &d_normed, Some(&dy))?;
         saved.put(Kept::MlpNormedGrad, d_normed);
+        let d_attention = if self.is_sequential() { &d_middle } else { &dy };
+        let d_normed = self.attention.backward_input(cx, saved, &mut later, d_attention, None)?;
+        let dx = self.through_attention_norm(cx, saved, d_normed, &d_middle)?;
+        saved.put(Kept::OutputGrad, dy);
+        if self.is_sequential() {
+            saved.put(Kept::MiddleGrad, d_middle);
+        }
+        Ok(dx)
+    }
 
-        let d_normed = self.attention.backward_input(cx, saved, &mut later, &d_middle)?;
+    fn through_attention_norm(
+        &self,
+        cx: &StageContext<'_>,
+        saved: &mut Activations,
+        d_normed: Tensor,
+        beside: &Tensor,
+    ) -> Result<Tensor> {
         let (x, stats) = (saved.get(Kept::Input), saved.get(Kept::AttentionStats));
-        let dx = self.attention_norm.backward_input(cx, x, stats, &d_normed, Some(&d_middle))?;
-        saved.put(Kept::MiddleGrad, d_middle);
+        let dx = self.attention_norm.backward_input(cx, x, stats, &d_normed, Some(beside))?;
         saved.put(Kept::AttentionNormedGrad, d_normed);
         Ok(dx)
+    }
+
+    /// Returns what the norm before the feed-forward network takes.
+    fn mlp_norm_input(&self) -> Kept {
+        if self.is_sequential() { Kept::Middle } else { Kept::Input }
     }
 
     /// Computes the weight gradients.
@@ -95,15 +157,16 @@ impl Block {
         grads: &mut Grads<'_>,
     ) -> Result<()> {
         let get = |name| saved.get(name);
-        self.mlp.backward_weight(cx, saved, get(Kept::MlpNormed), get(Kept::OutputGrad), grads)?;
-        let (x, dy) = (get(Kept::AttentionNormed), get(Kept::MiddleGrad));
-        self.attention.backward_weight(cx, saved, x, dy, grads)?;
-        for (norm, x, stats, dy) in [
-            (&self.mlp_norm, Kept::Middle, Kept::MlpStats, Kept::MlpNormedGrad),
-            (&self.attention_norm, Kept::Input, Kept::AttentionStats, Kept::AttentionNormedGrad),
-        ] {
-            norm.backward_weight(cx, get(x), get(stats), get(dy), grads)?;
+        let mlp_input = if self.mlp_norm.is_some() { Kept::MlpNormed } else { Kept::AttentionNormed };
+        self.mlp.backward_weight(cx, saved, get(mlp_input), get(Kept::OutputGrad), grads)?;
+        let d_attention = if self.is_sequential() { Kept::MiddleGrad } else { Kept::OutputGrad };
+        let x = get(Kept::AttentionNormed);
+        self.attention.backward_weight(cx, saved, x, get(d_attention), grads)?;
+        if let Some(norm) = &self.mlp_norm {
+            let (x, stats) = (get(self.mlp_norm_input()), get(Kept::MlpStats));
+            norm.backward_weight(cx, x, stats, get(Kept::MlpNormedGrad), grads)?;
         }
-        Ok(())
+        let (x, stats) = (get(Kept::Input), get(Kept::AttentionStats));
+        self.attention_norm.backward_weight(cx, x, stats, get(Kept::AttentionNormedGrad), grads)
     }
 }

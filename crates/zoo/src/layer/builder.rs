@@ -7,9 +7,9 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 use super::rotary;
 use super::{Block, Embedding, Head, Result};
 use crate::cut::{AxisShare, Cut};
-use crate::naming::Slot;
+use crate::naming::{HeadsInFiles, Slot};
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec, RotarySpec};
-use crate::tensor_spec::{Init, TensorKind, TensorSpec};
+use crate::tensor_spec::{ColumnOrder, Init, TensorKind, TensorSpec};
 
 /// A layer of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,6 +75,11 @@ impl Builder {
         Self { share, ..self }
     }
 
+    /// Returns the order of heads in files.
+    pub(super) const fn heads_in_files(&self) -> HeadsInFiles {
+        self.spec.names.heads
+    }
+
     /// Returns which of `units` units of a layer the rank has.
     pub(super) fn units(&self, units: usize) -> std::ops::Range<usize> {
         self.share.of(units)
@@ -101,12 +106,18 @@ impl Builder {
 
     /// Adds a tensor that every rank has whole, and returns its index among those of the wanted layers.
     pub(super) fn tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize]) -> usize {
-        self.cut_tensor(slot, kind, shape, Cut::Whole)
+        self.cut_tensor((slot, kind), shape, Cut::Whole, ColumnOrder::AsInMemory)
     }
 
     /// Adds a tensor and returns its index among those of the wanted layers. `shape` is that of the whole
-    /// tensor.
-    pub(super) fn cut_tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize], cut: Cut) -> usize {
+    /// tensor, `columns` the order of its last dimension in files.
+    pub(super) fn cut_tensor(
+        &mut self,
+        (slot, kind): (Slot, TensorKind),
+        shape: &[usize],
+        cut: Cut,
+        columns: ColumnOrder,
+    ) -> usize {
         let index = self.specs.len();
         if self.wanted {
             let name = self.spec.names.of(self.block, slot, kind);
@@ -121,7 +132,8 @@ impl Builder {
                     _ => INIT_STD,
                 }),
             };
-            self.specs.push((self.next, TensorSpec { name, kind, shape: shape.to_vec(), cut, init }));
+            self.specs
+                .push((self.next, TensorSpec { name, kind, shape: shape.to_vec(), cut, columns, init }));
         }
         self.next += 1;
         index

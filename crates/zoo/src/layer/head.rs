@@ -1,5 +1,5 @@
-//! The last layer: final norm, logits by the token table or a matrix of its own, and the loss. There is one
-//! buffer of logits; in training it is overwritten with the gradient of the logits.
+//! The last layer: final norm, logits by the token table or a matrix of its own, perhaps with a bias, and the
+//! loss. There is one buffer of logits; in training it is overwritten with the gradient of the logits.
 
 use farflung_tensor::{Fuse, Op, Tensor};
 
@@ -13,9 +13,9 @@ use crate::tensor_spec::TensorKind;
 #[derive(Debug, Clone, Copy)]
 pub struct Head {
     norm: NormLayer,
-    /// Index of the table `[V, C]` in the layout.
+    /// Index of the table `[V, C]` in the layout; the bias follows if there is one.
     table: usize,
-    tied: bool,
+    kind: HeadSpec,
     vocab: usize,
 }
 
@@ -66,20 +66,34 @@ impl Head {
         let norm = NormLayer::new(builder, Slot::FinalNorm, spec.dim, &spec.norm);
         let table = match spec.head {
             HeadSpec::Tied => tied.unwrap_or(0),
-            HeadSpec::Own => builder.tensor(Slot::Head, TensorKind::Table, &[spec.vocab, spec.dim]),
+            HeadSpec::Own | HeadSpec::OwnWithBias => {
+                builder.tensor(Slot::Head, TensorKind::Table, &[spec.vocab, spec.dim])
+            }
         };
-        Self { norm, table, tied: spec.head == HeadSpec::Tied, vocab: spec.vocab }
+        if spec.head == HeadSpec::OwnWithBias {
+            builder.tensor(Slot::Head, TensorKind::Bias, &[spec.vocab]);
+        }
+        Self { norm, table, kind: spec.head, vocab: spec.vocab }
     }
 
     /// Returns the index of the first parameter, and their number, without a tied table.
     pub(crate) const fn params(&self) -> (usize, usize) {
         let (first, count) = self.norm.params();
-        (first, count + !self.tied as usize)
+        let own = match self.kind {
+            HeadSpec::Tied => 0,
+            HeadSpec::Own => 1,
+            HeadSpec::OwnWithBias => 2,
+        };
+        (first, count + own)
     }
 
     /// Returns whether the head uses the token table.
-    pub(crate) const fn is_tied(&self) -> bool {
-        self.tied
+    pub(crate) fn is_tied(&self) -> bool {
+        self.kind == HeadSpec::Tied
+    }
+
+    fn has_bias(&self) -> bool {
+        self.kind == HeadSpec::OwnWithBias
     }
 
     /// Returns the logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
@@ -87,6 +101,7 @@ impl Head {
         let [b, t, _] = dims(x)?;
         let (norm, stats) = self.norm.forward(cx, x)?;
         let mut logits = cx.empty([b, t, self.vocab])?;
+        let bias = self.has_bias().then(|| cx.layout.view(cx.params, self.table + 1)).transpose()?;
         cx.device.run(Op::MatMul {
             a: norm.view(),
             a_t: false,
@@ -95,7 +110,7 @@ impl Head {
             c: logits.view_mut(),
             accumulate: false,
             scales: [1.0; 2],
-            fuse: Fuse::None,
+            fuse: bias.map_or(Fuse::None, Fuse::Bias),
         })?;
         Ok((logits, norm, stats))
     }
@@ -157,7 +172,7 @@ impl Head {
         Ok(dx)
     }
 
-    /// Computes the gradients of the final norm and of the table.
+    /// Computes the gradients of the final norm, of the table and of its bias.
     ///
     /// # Panics
     /// If [`Head::backward_input`] was not called before.
@@ -179,6 +194,11 @@ impl Head {
             scales: [cx.gradient_scale, 1.0],
             fuse: Fuse::None,
         })?;
+        if self.has_bias() {
+            let accumulate = grads.accumulate;
+            let [bias] = cx.layout.views_mut(grads.flat, self.table + 1)?;
+            cx.device.run(Op::SumRows { x: saved.d_logits.view(), y: bias, accumulate })?;
+        }
         self.norm.backward_weight(cx, &saved.x, &saved.stats, &d_norm, grads)
     }
 }

@@ -2,13 +2,13 @@
 //! or its inputs: then each has a part of the sum, and the bias and what follows are added by one of them.
 
 use farflung_base::Axis;
-use farflung_tensor::{Fuse, Op, Tensor};
+use farflung_tensor::{Fuse, Gelu, Op, Tensor};
 
 use super::builder::Builder;
 use super::{Grads, Result, StageContext, dims};
 use crate::cut::Cut;
 use crate::naming::Slot;
-use crate::tensor_spec::TensorKind;
+use crate::tensor_spec::{ColumnOrder, TensorKind};
 
 /// A linear layer with weights `[inputs, outputs]`.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +28,8 @@ pub(super) struct Units<'a> {
     pub(super) side: Side,
     pub(super) count: usize,
     pub(super) sections: &'a [usize],
+    /// The order of the outputs in files.
+    pub(super) columns: ColumnOrder,
 }
 
 /// The dimension of a linear layer that ranks divide.
@@ -44,23 +46,24 @@ pub enum Then<'a> {
     Nothing,
     /// A residual is added.
     Add(&'a Tensor),
-    /// GELU is applied; its derivative is written if a backward pass follows. The layer must have a bias.
-    Gelu(Option<&'a mut Tensor>),
+    /// GELU is applied, in this form; its derivative is written if a backward pass follows. The layer must have
+    /// a bias.
+    Gelu(Gelu, Option<&'a mut Tensor>),
 }
 
 impl Linear {
     /// Adds a layer that maps `width` values to or from the sections that ranks divide.
     pub(super) fn new(builder: &mut Builder, slot: Slot, width: usize, cut: Units<'_>, bias: bool) -> Self {
-        let Units { side, count, sections } = cut;
+        let Units { side, count, sections, columns } = cut;
         let along = |dim| Cut::Along { axis: Axis::Tensor, dim, units: count, sections: sections.to_vec() };
         let all: usize = sections.iter().sum();
         let own = all / count * builder.units(count).len();
         let partial = side == Side::Inputs;
         let (shape, dim, bias_cut) =
             if partial { ([all, width], 0, Cut::Whole) } else { ([width, all], 1, along(0)) };
-        let weight = builder.cut_tensor(slot, TensorKind::Matrix, &shape, along(dim));
+        let weight = builder.cut_tensor((slot, TensorKind::Matrix), &shape, along(dim), columns);
         if bias {
-            builder.cut_tensor(slot, TensorKind::Bias, &shape[1..], bias_cut);
+            builder.cut_tensor((slot, TensorKind::Bias), &shape[1..], bias_cut, columns);
         }
         let (inputs, outputs) = if partial { (own, width) } else { (width, own) };
         Self { weight, bias, inputs, outputs, partial }
@@ -83,7 +86,8 @@ impl Linear {
             (Then::Nothing, Some(bias)) => Fuse::Bias(bias),
             (Then::Add(residual), None) => Fuse::Add { residual: residual.view() },
             (Then::Add(residual), Some(bias)) => Fuse::BiasAdd { bias, residual: residual.view() },
-            (Then::Gelu(slope), bias) => Fuse::BiasGelu {
+            (Then::Gelu(gelu, slope), bias) => Fuse::BiasGelu {
+                gelu,
                 bias: bias.expect("a layer before GELU has a bias"),
                 slope: slope.map(Tensor::view_mut),
             },

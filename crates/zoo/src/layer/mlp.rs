@@ -1,12 +1,13 @@
 //! Feed-forward networks: `down(gelu(up x))`, or `down(silu(gate x) * up x)`.
 
-use farflung_tensor::{Op, Tensor};
+use farflung_tensor::{Gelu, Op, Tensor};
 
 use super::builder::Builder;
 use super::linear::{Side, Units};
 use super::{Activations, Grads, Kept, Linear, Result, StageContext, Then, dims};
 use crate::naming::Slot;
-use crate::spec::MlpSpec;
+use crate::spec::{Activation, MlpSpec};
+use crate::tensor_spec::ColumnOrder;
 
 /// A feed-forward network.
 #[derive(Debug, Clone, Copy)]
@@ -15,19 +16,23 @@ pub struct Mlp {
     up: Linear,
     down: Linear,
     width: usize,
+    /// The form of GELU, without a gate.
+    gelu: Gelu,
 }
 
 impl Mlp {
     pub(super) fn new(builder: &mut Builder, dim: usize, spec: &MlpSpec) -> Self {
         let MlpSpec { width, bias, .. } = *spec;
         // Ranks divide the inner columns.
+        let columns = ColumnOrder::AsInMemory;
         let mut linear = |slot, side| {
-            Linear::new(builder, slot, dim, Units { side, count: width, sections: &[width] }, bias)
+            Linear::new(builder, slot, dim, Units { side, count: width, sections: &[width], columns }, bias)
         };
         let gate = spec.gated.then(|| linear(Slot::Gate, Side::Outputs));
         let up = linear(Slot::Up, Side::Outputs);
         let down = linear(Slot::Down, Side::Inputs);
-        Self { gate, up, down, width: builder.units(width).len() }
+        let gelu = if spec.activation == Activation::Gelu { Gelu::Erf } else { Gelu::Tanh };
+        Self { gate, up, down, width: builder.units(width).len(), gelu }
     }
 
     /// Returns the index of the last parameter of the network, plus one.
@@ -47,7 +52,7 @@ impl Mlp {
         let [b, t, _] = dims(x)?;
         let Some(gate) = &self.gate else {
             let mut slope = saved.keeps().then(|| cx.empty([b, t, self.width])).transpose()?;
-            let activated = self.up.forward(cx, x, Then::Gelu(slope.as_mut()))?;
+            let activated = self.up.forward(cx, x, Then::Gelu(self.gelu, slope.as_mut()))?;
             let y = self.down.forward(cx, &activated, Then::Add(residual))?;
             if let Some(slope) = slope {
                 saved.put(Kept::Slope, slope);
@@ -64,7 +69,8 @@ impl Mlp {
         self.down.forward(cx, &product, Then::Add(residual))
     }
 
-    /// Returns the gradient of the input, given that of the output.
+    /// Returns the gradient of the input, given that of the output. If ranks divide the network, it is this
+    /// rank's part of the sum.
     pub fn backward_input(
         &self,
         cx: &StageContext<'_>,
@@ -73,8 +79,7 @@ impl Mlp {
     ) -> Result<Tensor> {
         let Some(gate) = &self.gate else {
             let d_up = self.down.backward_input(cx, dy, Some(saved.get(Kept::Slope)))?;
-            let mut dx = self.up.backward_input(cx, &d_up, None)?;
-            cx.sum(&mut dx)?;
+            let dx = self.up.backward_input(cx, &d_up, None)?;
             saved.put(Kept::UpGrad, d_up);
             return Ok(dx);
         };
@@ -84,7 +89,6 @@ impl Mlp {
         cx.device.run(Op::SwiGluGrad { gate: gates, up: ups, dy: product.view_mut() })?;
         let mut dx = gate.backward_input(cx, &d_gate, None)?;
         self.up.add_backward_input(cx, &d_up, &mut dx)?;
-        cx.sum(&mut dx)?;
         saved.put(Kept::Gate, d_gate);
         saved.put(Kept::Up, d_up);
         saved.put(Kept::Activated, product);

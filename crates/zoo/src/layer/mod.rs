@@ -36,7 +36,7 @@ pub use norm::NormLayer;
 pub use rotary::table as rotary_table;
 
 use farflung_base::Axis;
-use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError, View};
+use farflung_tensor::{DType, Device, Mask, ParamLayout, Shape, Tensor, TensorError, View};
 
 use crate::ZooError;
 use crate::exchange::Exchange;
@@ -62,6 +62,11 @@ pub struct StageContext<'a> {
 }
 
 impl<'a> StageContext<'a> {
+    /// Returns which keys a query attends to, as ops take it.
+    pub(crate) fn mask(&self, window: Option<usize>) -> Mask<'a> {
+        Mask { documents: self.documents(), window }
+    }
+
     /// Returns where documents begin, as ops take it.
     pub(crate) fn documents(&self) -> Option<View<'a>> {
         self.documents.map(Tensor::view)

@@ -34,14 +34,34 @@ impl NormLayer {
     /// Returns the output, and the statistics `[B T, 2]` that the backward pass needs.
     pub fn forward(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let [b, t, c] = dims(x)?;
-        let (mut y, mut stats) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
+        self.forward_rows(cx, x, [b * t, c])
+    }
+
+    /// Returns the output for each head of `x`, and the statistics.
+    pub(super) fn forward_heads(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        self.forward_rows(cx, x, self.rows_of_heads(cx, x)?)
+    }
+
+    /// Returns the number of heads of all tokens, and their width.
+    fn rows_of_heads(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<[usize; 2]> {
+        let width = cx.layout.view(cx.params, self.gain)?.len();
+        Ok([x.shape().len().checked_div(width).unwrap_or(0), width])
+    }
+
+    fn forward_rows(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        [rows, width]: [usize; 2],
+    ) -> Result<(Tensor, Tensor)> {
+        let (mut y, mut stats) = (cx.empty(x.shape())?, cx.empty([rows, 2])?);
         let bias = self.bias.then(|| cx.layout.view(cx.params, self.gain + 1)).transpose()?;
         cx.device.run(Op::Norm {
             norm: self.norm,
-            x: x.view(),
+            x: x.view().reshape([rows, width])?,
             gain: cx.layout.view(cx.params, self.gain)?,
             bias,
-            y: y.view_mut(),
+            y: y.view_mut().reshape([rows, width])?,
             stats: stats.view_mut(),
         })?;
         Ok((y, stats))
@@ -67,6 +87,55 @@ impl NormLayer {
             dx: dx.view_mut(),
         })?;
         Ok(dx)
+    }
+
+    /// Returns the gradient of the input `x` of [`NormLayer::forward_heads`].
+    pub(super) fn backward_heads(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+    ) -> Result<Tensor> {
+        let rows = self.rows_of_heads(cx, x)?;
+        let mut dx = cx.empty(x.shape())?;
+        cx.device.run(Op::NormInput {
+            norm: self.norm,
+            x: x.view().reshape(rows)?,
+            gain: cx.layout.view(cx.params, self.gain)?,
+            stats: stats.view(),
+            dy: dy.view().reshape(rows)?,
+            residual: None,
+            dx: dx.view_mut().reshape(rows)?,
+        })?;
+        Ok(dx)
+    }
+
+    /// Computes the gradient of the gain of [`NormLayer::forward_heads`]. Ranks that divide the heads have the
+    /// same gain: its gradient is summed over them.
+    pub(super) fn backward_weight_heads(
+        &self,
+        cx: &StageContext<'_>,
+        x: &Tensor,
+        stats: &Tensor,
+        dy: &Tensor,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
+        let [rows, width] = self.rows_of_heads(cx, x)?;
+        let mut sum = cx.empty([1, width])?;
+        cx.device.run(Op::NormWeight {
+            x: x.view().reshape([rows, width])?,
+            stats: stats.view(),
+            dy: dy.view().reshape([rows, width])?,
+            d_gain: sum.view_mut().reshape(width)?,
+            d_bias: None,
+            accumulate: false,
+        })?;
+        cx.sum(&mut sum)?;
+        let accumulate = grads.accumulate;
+        let [gain] = cx.layout.views_mut(grads.flat, self.gain)?;
+        cx.device.run(Op::SumRows { x: sum.view(), y: gain, accumulate })?;
+        Ok(())
     }
 
     /// Computes the gradients of gain and bias.

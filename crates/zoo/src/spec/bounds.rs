@@ -90,12 +90,19 @@ impl BlockSpec {
         if let Some(rotary) = &attention.rotary {
             rotary.validate(head_dim)?;
         }
+        if let Some(norm) = attention.head_norm {
+            NormSpec { norm, bias: false }.validate()?;
+            ensure(!attention.fused, "head norm", 1, "separate matrices of queries and keys")?;
+        }
+        if let Some(window) = attention.window {
+            within("window", window, CONTEXT, "1 to 16777216")?;
+        }
         within("mlp width", self.mlp.width, MLP_WIDTH, "1 to 1048576")?;
         let known = match self.mlp.activation {
-            Activation::GeluTanh => !self.mlp.gated,
+            Activation::Gelu | Activation::GeluTanh => !self.mlp.gated && self.mlp.bias,
             Activation::Silu => self.mlp.gated,
         };
-        ensure(known, "gated", usize::from(self.mlp.gated), "a gate for SiLU, and none for GELU")
+        ensure(known, "gated", usize::from(self.mlp.gated), "a gate for SiLU, and none but biases for GELU")
     }
 }
 

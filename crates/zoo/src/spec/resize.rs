@@ -52,8 +52,10 @@ impl ModelSpec {
                 }
                 let (head_dim, old) = (all / (before * heads), attention.head_dim);
                 if let Some(rotary) = &mut attention.rotary {
-                    // An odd width is refused by the check below.
-                    rotary.width = rotary.width * head_dim / old.max(1);
+                    // Where a head is rotated as a whole, an odd width is refused by the check below.
+                    let is_whole = rotary.width == old;
+                    let width = rotary.width * head_dim / old.max(1);
+                    rotary.width = if is_whole { width } else { (width / 2 * 2).max(2) };
                 }
                 attention.head_dim = head_dim;
             }

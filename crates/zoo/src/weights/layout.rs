@@ -1,11 +1,12 @@
-//! How matrices are stored in files: `[inputs, outputs]` as in memory, or transposed.
+//! How tensors are stored in files: matrices `[inputs, outputs]` as in memory or transposed, and the values of
+//! heads in the family's order.
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use crate::naming::Names;
 use crate::spec::ModelSpec;
-use crate::tensor_spec::{TensorKind, TensorSpec};
+use crate::tensor_spec::{ColumnOrder, TensorKind, TensorSpec};
 
 /// How the matrices of a model are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,55 +48,97 @@ pub(super) fn transpose(values: &[f32], rows: usize) -> Vec<f32> {
     out
 }
 
+/// How the values of one tensor are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StoredForm {
+    is_transposed: bool,
+    columns: ColumnOrder,
+    /// Length of the last dimension in memory.
+    width: usize,
+}
+
+impl StoredForm {
+    pub(super) fn new(layout: Layout, spec: &TensorSpec) -> Self {
+        let width = spec.shape.last().copied().unwrap_or(0);
+        Self { is_transposed: layout.transposes(spec), columns: spec.columns, width }
+    }
+
+    fn is_that_of_memory(self) -> bool {
+        !self.is_transposed && self.columns == ColumnOrder::AsInMemory
+    }
+
+    /// Converts values of a whole tensor to the order of files.
+    fn values(self, values: &[f32]) -> Cow<'_, [f32]> {
+        if self.is_that_of_memory() {
+            return Cow::Borrowed(values);
+        }
+        let mut ordered = Cow::Borrowed(values);
+        if self.columns != ColumnOrder::AsInMemory {
+            self.columns.to_file(self.width, ordered.to_mut());
+        }
+        if !self.is_transposed {
+            return ordered;
+        }
+        let rows = values.len().checked_div(self.width).unwrap_or(0);
+        Cow::Owned(transpose(&ordered, rows))
+    }
+
+    /// Converts values of a whole tensor from the order of files.
+    pub(super) fn to_memory(self, values: &mut [f32]) {
+        if self.is_transposed {
+            values.copy_from_slice(&transpose(values, self.width));
+        }
+        self.columns.to_memory(self.width, values);
+    }
+}
+
 /// Returns the shape and the values of a tensor as the family's files have them.
 #[must_use]
 pub fn to_stored<'a>(names: &Names, spec: &TensorSpec, values: &'a [f32]) -> (Vec<usize>, Cow<'a, [f32]>) {
     let layout = Layout::of(names);
-    let values = if layout.transposes(spec) {
-        Cow::Owned(transpose(values, spec.shape[0]))
-    } else {
-        Cow::Borrowed(values)
-    };
-    (layout.shape(spec), values)
+    (layout.shape(spec), StoredForm::new(layout, spec).values(values))
 }
 
-/// Which tensors of a model its family's files have transposed.
+/// Which tensors of a model its family's files have in another order than memory.
 #[derive(Debug)]
-pub struct StoredLayout(BTreeSet<String>);
+pub struct StoredLayout(BTreeMap<String, StoredForm>);
 
 impl StoredLayout {
     /// Returns the layout of a model's files.
     #[must_use]
     pub fn of(model: &ModelSpec) -> Self {
         let layout = Layout::of(model.names);
-        let transposed = model.tensors().into_iter().filter(|tensor| layout.transposes(tensor));
-        Self(transposed.map(|tensor| tensor.name).collect())
+        let forms = model.tensors().into_iter().map(|tensor| {
+            let form = StoredForm::new(layout, &tensor);
+            (tensor.name, form)
+        });
+        Self(forms.filter(|(_, form)| !form.is_that_of_memory()).collect())
     }
 
     /// Returns the shape in files of a tensor that has `shape` in memory.
     #[must_use]
     pub fn shape(&self, name: &str, mut shape: Vec<usize>) -> Vec<usize> {
-        if self.0.contains(name) {
+        if self.0.get(name).is_some_and(|form| form.is_transposed) {
             shape.reverse();
         }
         shape
     }
 
-    /// Returns the values in files of a tensor that has `shape` in memory.
+    /// Returns the values in files of a tensor.
     #[must_use]
-    pub fn values<'a>(&self, name: &str, shape: &[usize], values: &'a [f32]) -> Cow<'a, [f32]> {
-        if self.0.contains(name) {
-            Cow::Owned(transpose(values, shape.first().copied().unwrap_or(0)))
-        } else {
-            Cow::Borrowed(values)
-        }
+    pub fn values<'a>(&self, name: &str, values: &'a [f32]) -> Cow<'a, [f32]> {
+        self.0.get(name).map_or(Cow::Borrowed(values), |form| form.values(values))
     }
 
-    /// Converts a tensor from the layout of files to that in memory. Other tensors stay as they are.
-    pub fn from_file(&self, name: &str, shape: &mut [usize], values: &mut Vec<f32>) {
-        if self.0.contains(name) {
-            *values = transpose(values, shape.first().copied().unwrap_or(0));
+    /// Converts a tensor from the layout of files to that in memory. Other tensors stay as they are, and so do
+    /// those that do not have the model's width.
+    pub fn from_file(&self, name: &str, shape: &mut [usize], values: &mut [f32]) {
+        let Some(form) = self.0.get(name) else { return };
+        if form.is_transposed {
             shape.reverse();
+        }
+        if shape.last() == Some(&form.width) && shape.iter().product::<usize>() == values.len() {
+            form.to_memory(values);
         }
     }
 }

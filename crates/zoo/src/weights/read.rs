@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::config_json::{config_from_bytes, read_config};
 use super::files;
-use super::layout::{Layout, transpose};
+use super::layout::{Layout, StoredForm};
 use super::tensors::TensorFile;
 use crate::ZooError;
 use crate::naming::Names;
@@ -29,7 +29,7 @@ pub struct Weights {
 #[derive(Debug)]
 struct Stored {
     shape: Vec<usize>,
-    is_transposed: bool,
+    form: StoredForm,
     /// `None` for a bias that is zero.
     place: Option<Place>,
 }
@@ -117,8 +117,8 @@ impl Weights {
                 }
             }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
-            let is_transposed = layout.transposes(&spec);
-            tensors.insert(spec.name, Stored { shape, is_transposed, place: first });
+            let form = StoredForm::new(layout, &spec);
+            tensors.insert(spec.name, Stored { shape, form, place: first });
         }
         if let Some((_, stored)) = found.pop_first() {
             let (file, tensor) = stored.into_iter().next().expect("each name has a place");
@@ -148,7 +148,7 @@ impl Weights {
     /// Errors: [`ZooError::NoTensor`]; [`ZooError::TensorShape`] if `out` has another length;
     /// [`ZooError::Io`].
     pub fn tensor(&mut self, name: &str, out: &mut [f32]) -> Result<(), ZooError> {
-        let Some(Stored { shape, is_transposed, place }) = self.tensors.get(name) else {
+        let Some(Stored { shape, form, place }) = self.tensors.get(name) else {
             let path = self.files.first().map_or_else(PathBuf::new, |f| f.path().to_owned());
             return Err(ZooError::NoTensor { path, tensor: name.to_owned() });
         };
@@ -157,9 +157,7 @@ impl Weights {
             return Ok(());
         };
         self.files[*file].read_f32(stored, shape, out)?;
-        if *is_transposed {
-            out.copy_from_slice(&transpose(out, shape[0]));
-        }
+        form.to_memory(out);
         Ok(())
     }
 

@@ -7,8 +7,9 @@ use farflung_base::Axis;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::exchange::{Alone, Exchange};
 use farflung_zoo::layer::Grads;
+use farflung_zoo::spec::{AttentionBias, HeadSpec, Residual};
 use farflung_zoo::weights::WriteOptions;
-use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, ZooError, gpt2};
+use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Resize, Stage, Targets, ZooError, gpt2};
 
 /// Threads that add up in the order of ranks.
 #[derive(Debug)]
@@ -66,7 +67,8 @@ impl Exchange for Threads {
     }
 }
 
-/// GPT-2 with fused queries, keys and values and biases, and LLaMA with grouped queries.
+/// GPT-2 with fused queries, keys and values and biases; LLaMA with grouped queries, and with norms of heads
+/// and a window; GPT-NeoX with two norms and with one.
 fn models() -> Vec<ModelSpec> {
     let mut llama = ModelSpec::preset("llama-nano").unwrap();
     (llama.dim, llama.context, llama.vocab, llama.blocks[0].count) = (24, 10, 19, 2);
@@ -74,7 +76,18 @@ fn models() -> Vec<ModelSpec> {
     (block.attention.heads.query, block.attention.heads.kv, block.attention.head_dim) = (6, 3, 10);
     block.attention.rotary.as_mut().unwrap().width = 10;
     block.mlp.width = 40;
-    vec![gpt2(2, 4, 24, 10, 19).unwrap(), llama]
+    let mut normed = llama.clone();
+    let attention = &mut normed.blocks[0].block.attention;
+    (attention.bias, attention.window) = (AttentionBias::Inputs, Some(4));
+    attention.head_norm = Some(normed.norm.norm);
+    let size = Resize { layers: Some(2), heads: Some(4), dim: Some(24), context: Some(10), vocab: Some(19) };
+    let of = |preset: &str| ModelSpec::preset(preset).unwrap().resized(size).unwrap();
+    let mut neox = of("pythia-70m");
+    neox.blocks[0].block.attention.rotary.as_mut().unwrap().width = 4;
+    let mut one_norm = neox.clone();
+    one_norm.blocks[0].block.residual = Residual::ParallelOneNorm;
+    one_norm.head = HeadSpec::OwnWithBias;
+    vec![gpt2(2, 4, 24, 10, 19).unwrap(), llama, normed, neox, one_norm]
 }
 
 /// The losses and gradients of a stage, and the logits of its sequences.

@@ -126,7 +126,7 @@ fn what_changes_the_result_and_is_not_known_is_refused_by_name() {
         (&["num_hidden_layers"], 1_u64.checked_shl(40).into(), "`num_hidden_layers` is 1099511627776"),
         (&["rope_theta"], 0.into(), "`rope_theta` is 0"),
         (&["rms_norm_eps"], (-1).into(), "`rms_norm_eps` is -1"),
-        (&["model_type"], "mamba".into(), "`model_type` is \"mamba\", expected \"gpt2\" or \"llama\""),
+        (&["model_type"], "mamba".into(), "`model_type` is \"mamba\", expected \"gpt2\" or \"gptj\" or"),
     ] {
         let message = with(pointer, value);
         assert!(message.contains(said), "{message}");

@@ -5,10 +5,10 @@
 use std::ops::Range;
 
 use farflung_base::Philox;
-use farflung_tensor::{Device, Heads, ParamLayout, Shape, Tensor};
+use farflung_tensor::{Device, Heads, Norm, NormKind, ParamLayout, Shape, Tensor};
 use farflung_zoo::layer::{Before, Builder, Grads, Keep, Later, StageContext};
-use farflung_zoo::spec::HeadSpec;
-use farflung_zoo::{Input, ModelSpec, Output, Stage, Targets, ZooError, gpt2, stage};
+use farflung_zoo::spec::{AttentionBias, HeadSpec, Residual};
+use farflung_zoo::{Input, ModelSpec, Output, Resize, Stage, Targets, ZooError, gpt2, stage};
 
 const CONTEXT: usize = 10;
 const VOCAB: usize = 19;
@@ -417,8 +417,9 @@ fn dot(y: &Tensor, dy: &[f32]) -> f64 {
     y.to_vec::<f32>().unwrap().iter().zip(dy).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// A model of each kind of layer: GPT-2's, and LLaMA's with grouped queries, a head of another width than the
-/// model's, part of it rotated, and a head of its own.
+/// A model of each kind of layer: GPT-2's; LLaMA's with grouped queries, a head of another width than the
+/// model's, part of it rotated, and a head of its own; the same with norms of heads and a window; and
+/// GPT-NeoX's with one norm or two.
 fn kinds() -> Vec<ModelSpec> {
     let mut llama = ModelSpec::preset("llama-nano").unwrap();
     (llama.dim, llama.context, llama.vocab, llama.head) = (DIM, CONTEXT, VOCAB, HeadSpec::Own);
@@ -429,8 +430,25 @@ fn kinds() -> Vec<ModelSpec> {
     block.mlp.width = 40;
     let mut biased = llama.clone();
     let block = &mut biased.blocks[0].block;
-    (block.attention.bias, block.mlp.bias, biased.head) = (true, true, HeadSpec::Tied);
-    vec![config(), llama, biased]
+    (block.attention.bias, block.mlp.bias) = (AttentionBias::All, true);
+    biased.head = HeadSpec::Tied;
+    let mut normed = llama.clone();
+    let attention = &mut normed.blocks[0].block.attention;
+    (attention.bias, attention.window) = (AttentionBias::Inputs, Some(3));
+    attention.head_norm = Some(Norm { kind: NormKind::Rms, eps: 1e-4 });
+    let size = Resize {
+        layers: Some(3),
+        heads: Some(2),
+        dim: Some(DIM),
+        context: Some(CONTEXT),
+        vocab: Some(VOCAB),
+    };
+    let of = |preset: &str| ModelSpec::preset(preset).unwrap().resized(size).unwrap();
+    let (mut one_norm, mut two_norms) = (of("pythia-70m"), of("pythia-70m"));
+    one_norm.blocks[0].block.residual = Residual::ParallelOneNorm;
+    one_norm.head = HeadSpec::OwnWithBias;
+    two_norms.blocks[0].block.attention.rotary.as_mut().unwrap().width = 8;
+    vec![config(), llama, biased, normed, one_norm, two_norms]
 }
 
 #[test]

@@ -8,7 +8,7 @@ use farflung_zoo as zoo;
 #[test]
 fn they_equal_the_closed_forms_exactly() {
     let shapes = shapes().unwrap();
-    assert!(shapes.len() >= 20, "{}", shapes.len());
+    assert!(shapes.len() >= 70, "{}", shapes.len());
     for (shape, spec) in shapes {
         for figure in figures(&spec).unwrap() {
             assert_eq!(figure.profile, figure.closed_form, "{shape}: {}", figure.name);

@@ -79,7 +79,7 @@ unsafe fn gelu_erf<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
     /// 0.3275911 / sqrt(2).
     const RATE: f32 = 0.231_641_9;
     /// Coefficients, halved: `Phi(-|x|) = exp(-x^2 / 2) erfc / 2`.
-    const COEFFICIENTS: [f32; 5] = [0.530_702_7, -0.726_576, 0.710_706_87, -0.142_248_37, 0.127_414_8];
+    const COEFFICIENTS: [f32; 5] = [0.530_702_7, -0.726_576, 0.710_706_9, -0.142_248_37, 0.127_414_8];
     /// 1 / sqrt(2 pi).
     const DENSITY: f32 = 0.398_942_3;
     /// Where `|x|` is greater, both have reached their limits.

@@ -13,7 +13,17 @@ use super::zoo::weights::{TensorFile, Weights, to_stored};
 use super::zoo::{Input, Output, Sampling, Stage, Targets, generate, stage};
 
 /// The folders of models with expected values.
-pub(crate) const FAMILIES: [&str; 3] = ["llama-mha", "llama-gqa-tied", "llama3-rope-bf16"];
+pub(crate) const FAMILIES: [&str; 9] = [
+    "gptj",
+    "llama-gqa-tied",
+    "llama-mha",
+    "llama3-rope-bf16",
+    "mistral-window",
+    "neox-parallel",
+    "neox-sequential",
+    "qwen2",
+    "qwen3",
+];
 
 /// Result with an error of any kind: of files, of JSON, of the model.
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;

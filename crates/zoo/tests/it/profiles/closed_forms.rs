@@ -4,9 +4,10 @@
 use super::zoo::exchange::Axis;
 use super::zoo::family::presets;
 use super::zoo::profile::ModelProfile;
+use super::zoo::spec::{AttentionBias, Residual};
 use super::zoo::{AxisShare, ModelSpec, Resize, ZooError};
 
-/// Shapes of both families, with names: the presets, and some in other sizes.
+/// Shapes of all families, with names: the presets, and some in other sizes.
 pub(crate) fn shapes() -> Result<Vec<(String, ModelSpec)>, ZooError> {
     let mut all: Vec<_> = presets().map(|preset| (preset.name.to_owned(), preset.spec())).collect();
     for (layers, heads, dim, context) in [(1, 1, 2, 1), (3, 2, 24, 10), (2, 4, 64, 33), (5, 8, 128, 128)] {
@@ -17,9 +18,14 @@ pub(crate) fn shapes() -> Result<Vec<(String, ModelSpec)>, ZooError> {
             context: Some(context),
             vocab: Some(19),
         };
-        for preset in ["nano", "llama-nano"] {
+        for preset in ["nano", "llama-nano", "gpt-j-6b", "pythia-70m", "qwen3-0.6b", "mistral-7b"] {
             let name = format!("{preset} with {layers} x {dim}, context {context}");
-            all.push((name, ModelSpec::preset(preset)?.resized(sizes)?));
+            let fits = |spec: ModelSpec| spec.resized(sizes).ok();
+            let Some(mut spec) = fits(ModelSpec::preset(preset)?) else { continue };
+            if let Some(window) = &mut spec.blocks[0].block.attention.window {
+                *window = 9;
+            }
+            all.push((name, spec));
         }
     }
     Ok(all)
@@ -64,24 +70,46 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
     let gated = of.mlp.gated;
     let (stats, hidden) = (2 * t, t * c);
     let qkv = q + 2 * kv;
-    // Matrices of a block, and its vectors: biases of all matrices and of both norms, or gains alone.
+    let is_sequential = of.residual == Residual::Sequential;
+    let norms = if of.residual == Residual::ParallelOneNorm { 1 } else { 2 };
+    let second_norm = norms - 1;
+    let head_norm = u64::from(of.attention.head_norm.is_some());
+    // Matrices of a block, and its vectors: gains of norms and of heads' norms, and biases.
     let matrices = c * qkv + q * c + if gated { 3 } else { 2 } * c * f;
-    let vectors = if gated { 2 * c } else { 4 * c + qkv + c + f + c };
+    let of_attention = match of.attention.bias {
+        AttentionBias::None => 0,
+        AttentionBias::Inputs => qkv,
+        AttentionBias::All => qkv + c,
+    };
+    let of_mlp = u64::from(of.mlp.bias) * (f + c);
+    let vectors = norms * c * (1 + u64::from(of.norm.bias)) + of_attention + of_mlp + head_norm * 2 * d;
     // Products of forward pass, gradient of input and gradient of weights are equal.
     let products = 2 * t * matrices;
-    // Kept: input, both norms and their statistics, q k v, log-sum-exps, attention's output, the middle, and
-    // two buffers of the feed-forward network.
-    let kept = 4 * hidden + 2 * stats + t * qkv + h * t + t * q + 2 * t * f;
-    // Between the halves: the gradients of output, middle and both norms, and those of the matrices' outputs
-    // that are not in the place of what was kept.
-    let between = 4 * hidden + t * qkv + t * f;
+    // Kept: input, norms and their statistics, q k v, log-sum-exps, attention's output, the middle if there is
+    // one, two buffers of the feed-forward network, and queries and keys before their norms with statistics.
+    let middle = u64::from(is_sequential);
+    let kept = (1 + norms + middle) * hidden
+        + norms * stats
+        + t * qkv
+        + h * t
+        + t * q
+        + 2 * t * f
+        + head_norm * (t * (q + kv) + 2 * t * (h + g));
+    // Between the halves: the gradients of output, middle and norms, and those of the matrices' outputs that
+    // are not in the place of what was kept.
+    let between = (1 + norms + middle) * hidden + t * qkv + t * f + head_norm * t * (q + kv);
     // Backward: the gradients of output, the two norms, middle and input, of the inner width and of q k v;
     // either the last two hidden states at the end, or before them the gradient of attention's output, or q k v
     // twice while they are taken apart.
     let most = (2 * c).max(if gated { qkv } else { q });
     let head = profile.head;
     let head_products = 2 * t * v * c;
-    let sent = 4 * (4 * hidden * (ranks - 1) / ranks);
+    let sent = |sums: u64| 4 * (2 * sums * hidden * (ranks - 1) / ranks);
+    // Causal attention over T (T + 1) / 2 pairs per head, without those before a window.
+    let outside = of.attention.window.map_or(0, |window| t.saturating_sub(window as u64));
+    let pairs = t * (t + 1) - outside * (outside + 1);
+    // Blocks whose temporary buffers the forms below describe.
+    let is_plain = is_sequential && head_norm == 0 && !(of.attention.fused && of.attention.rotary.is_some());
     let of_layers = profile.embedding.parameters + spec.layers() as u64 * block.parameters;
     let all = [
         ("parameters of a block", block.parameters, matrices + vectors),
@@ -90,29 +118,18 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
             if ranks == 1 { spec.parameters() } else { of_layers + head.parameters },
             of_layers + head.parameters,
         ),
-        // Each pass sums hidden states twice: behind attention and behind the feed-forward network.
-        ("bytes that a block sends forward", block.sent_forward.along(Axis::Tensor), sent),
-        ("bytes that a block sends backward", block.sent_backward.along(Axis::Tensor), sent),
+        // Each pass sums hidden states twice: behind attention and behind the feed-forward network. With one
+        // norm, their gradients are added before the sum.
+        ("bytes that a block sends forward", block.sent_forward.along(Axis::Tensor), sent(2)),
         ("products of a block's forward pass", block.forward.products, products),
         ("products for a block's input", block.input.products, products),
         ("products for a block's weights", block.weight.products, products),
-        // Causal attention: two products forward, five backward, over T (T + 1) / 2 pairs per head.
-        ("attention of a block's forward pass", block.forward.attention, 2 * q * t * (t + 1)),
-        ("attention for a block's input", block.input.attention, 5 * q * t * (t + 1)),
+        // Two products forward, five backward.
+        ("attention of a block's forward pass", block.forward.attention, 2 * q * pairs),
+        ("attention for a block's input", block.input.attention, 5 * q * pairs),
         ("attention for a block's weights", block.weight.attention, 0),
         ("bytes that a block keeps", block.saved, 4 * kept),
         ("bytes between the halves of a block's backward pass", block.between, 4 * between),
-        // The gated product; all else is kept.
-        (
-            "temporary bytes of a block's forward pass",
-            block.forward_temporary,
-            if gated { 4 * t * f } else { 0 },
-        ),
-        (
-            "temporary bytes of a block's backward pass",
-            block.backward_temporary,
-            4 * t * (3 * c + f + qkv + most),
-        ),
         ("products of the head's forward pass", head.forward.products, head_products),
         ("products for the head's input", head.input.products, head_products),
         ("products for the head's weights", head.weight.products, head_products),
@@ -123,6 +140,19 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
         ("bytes of hidden states", profile.hidden, 4 * hidden),
         ("values of the token table", profile.table, v * c),
     ];
+    let mut all = all.to_vec();
+    if head_norm == 0 {
+        // Norms of heads sum the gradients of their gains, too.
+        let sums = 1 + second_norm;
+        all.push(("bytes that a block sends backward", block.sent_backward.along(Axis::Tensor), sent(sums)));
+    }
+    if is_plain {
+        // The gated product; all else is kept.
+        let forward = if gated { 4 * t * f } else { 0 };
+        all.push(("temporary bytes of a block's forward pass", block.forward_temporary, forward));
+        let backward = 4 * t * (3 * c + f + qkv + most);
+        all.push(("temporary bytes of a block's backward pass", block.backward_temporary, backward));
+    }
     let figure = |(name, profile, closed_form)| Figure { name, profile, closed_form };
     Ok(all.into_iter().map(figure).collect())
 }

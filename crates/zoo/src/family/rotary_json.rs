@@ -1,0 +1,73 @@
+//! The rotary embedding in a `config.json`.
+
+use serde_json::{Value, json};
+
+use crate::ZooError;
+use crate::json_fields::Fields;
+use crate::spec::{RotaryScaling, RotarySpec};
+
+/// What a family's files do not say, or say in fields of their own.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Defaults {
+    pub(super) base: f64,
+    /// Share of a head's values that are rotated.
+    pub(super) share: f64,
+}
+
+impl Defaults {
+    /// Those of most families: all values are rotated.
+    pub(super) const ALL: Self = Self { base: 10_000.0, share: 1.0 };
+}
+
+/// Reads the rotary embedding: `rope_parameters` of transformers 5, else `rope_theta` and `rope_scaling` of 4.
+pub(super) fn read(
+    fields: &Fields<'_>,
+    (head_dim, context): (usize, usize),
+    defaults: Defaults,
+) -> Result<RotarySpec, ZooError> {
+    let new = fields.object("rope_parameters", "rope_parameters.")?;
+    let scaling = match new {
+        Some(new) => Some(new),
+        None => fields.object("rope_scaling", "rope_scaling.")?,
+    };
+    let base = match new {
+        Some(new) if new.get("rope_theta").is_some() => new.real("rope_theta")?,
+        _ => fields.real_or("rope_theta", defaults.base)?,
+    };
+    let mut share = fields.real_or("partial_rotary_factor", defaults.share)?;
+    if let Some(scaling) = &scaling {
+        share = scaling.real_or("partial_rotary_factor", share)?;
+    }
+    let width = (head_dim as f64 * share) as usize;
+    let plain = RotarySpec { width, base, scaling: RotaryScaling::None };
+    let Some(scaling) = scaling else { return Ok(plain) };
+    let kind = if scaling.get("rope_type").is_some() { "rope_type" } else { "type" };
+    let scaling = match scaling.get(kind).and_then(Value::as_str) {
+        None if scaling.get(kind).is_none() => RotaryScaling::None,
+        Some("default") => RotaryScaling::None,
+        Some("linear") => RotaryScaling::Linear { factor: scaling.real("factor")? },
+        Some("llama3") => RotaryScaling::Llama3 {
+            factor: scaling.real("factor")?,
+            low_turns: scaling.real("low_freq_factor")?,
+            high_turns: scaling.real("high_freq_factor")?,
+            original_context: scaling.number_or("original_max_position_embeddings", context)?,
+        },
+        _ => return Err(scaling.wrong(kind, "\"default\", \"linear\" or \"llama3\"".to_owned())),
+    };
+    Ok(RotarySpec { scaling, ..plain })
+}
+
+/// Returns the value of `rope_scaling`, as transformers 4 has it.
+pub(super) fn scaling(rotary: Option<RotarySpec>) -> Value {
+    match rotary.map_or(RotaryScaling::None, |rotary| rotary.scaling) {
+        RotaryScaling::None => Value::Null,
+        RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+        RotaryScaling::Llama3 { factor, low_turns, high_turns, original_context } => json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low_turns,
+            "high_freq_factor": high_turns,
+            "original_max_position_embeddings": original_context,
+        }),
+    }
+}
