@@ -8,4 +8,4 @@ mod transformer;
 
 pub use activations::ActivationMethod;
 pub use state::{BytesPerParameter, StateBytes, ZeroStage};
-pub use transformer::{Degrees, Footprint, Transformer};
+pub use transformer::{Degrees, Footprint, Transformer, fewest_devices};

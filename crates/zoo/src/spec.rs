@@ -159,6 +159,30 @@ pub enum RotaryScaling {
         /// Context of the training before.
         original_context: usize,
     },
+    /// As without scaling up to a number of tokens. Longer texts change the base as they grow ("dynamic NTK"):
+    /// they are refused, since the angles of keys in a cache would be others.
+    Dynamic {
+        /// Factor of the base of longer texts.
+        factor: f64,
+        /// Most tokens without a change.
+        original_context: usize,
+    },
+    /// High frequencies as they are, low ones divided, those between interpolated; cosines and sines are
+    /// multiplied (Peng et al. 2023, "`YaRN`").
+    Yarn {
+        /// Divisor of the low frequencies.
+        factor: f64,
+        /// Turns within `original_context` from which on a frequency is high.
+        fast_turns: f64,
+        /// Turns within `original_context` up to which a frequency is low.
+        slow_turns: f64,
+        /// Context of the training before.
+        original_context: usize,
+        /// Factor of cosines and sines.
+        amplitude: f64,
+        /// Whether the first and the last interpolated pair are rounded outwards to whole ones.
+        rounds: bool,
+    },
 }
 
 /// A feed-forward network: `down(act(up x))`, or `down(act(gate x) * up x)` if it is gated.

@@ -1,4 +1,5 @@
-//! Compares models of each family with `transformers`, in one process's part and in two stages.
+//! Compares models of each family with `transformers`: whole, in two stages, and on two ranks that divide their
+//! width.
 
 use std::path::Path;
 
@@ -13,7 +14,7 @@ mod comparison;
 pub(crate) const BENCH: Bench = Bench {
     name: "families",
     claim: "models of each family have the logits, losses, gradients, AdamW steps and greedy text of \
-            transformers, whole and in 2 stages",
+            transformers, whole, in 2 stages and on 2 ranks that divide their width",
     source: "transformers 5.24 with torch 2.15, on tiny models with random weights",
     seed: 0,
     run,
@@ -24,8 +25,15 @@ const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/zoo/te
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     for name in comparison::FAMILIES {
-        for (stages, cuts) in [("one process", &[][..]), ("2 stages", &[1])] {
-            let found = comparison::distances(&Path::new(FIXTURES).join(name), cuts);
+        let folder = Path::new(FIXTURES).join(name);
+        let mut compared = vec![
+            ("one process", comparison::distances(&folder, &[])),
+            ("2 stages", comparison::distances(&folder, &[1])),
+        ];
+        if name != comparison::UNDIVIDED {
+            compared.push(("2 ranks of a tensor axis", comparison::distances_of_pieces(&folder)));
+        }
+        for (stages, found) in compared {
             for comparison::Distance { what, at, off, mark } in found.map_err(|error| anyhow!(error))? {
                 let at = if off > 0.0 { format!(", farthest at {at}") } else { String::new() };
                 let metric = format!("{name}, {stages}: {what}{at}");

@@ -73,8 +73,9 @@ const LR_OVER_MIN_LR: f64 = 10.0;
 
 settings! {
     "Model" {
-        /// Model: a preset (nano, baby, the sizes of GPT-2 and GPT-3, llama-nano, llama-baby, llama-124m,
-        /// smollm2-135m and larger ones), or the path of a config.json of one of these families.
+        /// Model: a preset (nano, baby, llama-nano, llama-baby, the published sizes of GPT-2, GPT-3, GPT-J,
+        /// GPT-NeoX, Pythia, LLaMA, SmolLM2, Mistral and Qwen), or the path of a config.json of one of these
+        /// families.
         model: String, "NAME", "nano";
         /// Number of transformer blocks; overrides the preset.
         layers: usize, "N";

@@ -51,7 +51,17 @@ fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
 #[test]
 fn trajectories_are_those_of_transformers_however_the_rows_are_divided() {
     let run = Run::new();
-    for model in ["llama-mha", "llama-gqa-tied", "llama3-rope-bf16"] {
+    for model in [
+        "gptj",
+        "llama-gqa-tied",
+        "llama-mha",
+        "llama3-rope-bf16",
+        "mistral-window",
+        "neox-parallel",
+        "neox-sequential",
+        "qwen2",
+        "qwen3",
+    ] {
         let expected = read(fixture(model).join("expected.json"));
         fs::write(run.at("rows.json"), expected.to_string()).unwrap();
         let want: Vec<f64> = serde_json::from_value(expected["losses"].clone()).unwrap();
@@ -62,8 +72,10 @@ fn trajectories_are_those_of_transformers_however_the_rows_are_divided() {
             "--workers 1 --accumulate 2",
             "--workers 2 --stages 2 --schedule zb-h1",
             "--workers 4 --stages 2 --microbatches 1",
+            "--workers 2 --stages 2 --schedule terapipe --slice-grain 4",
         ] {
-            near(&losses(&run, model, "rows.json", &format!("--steps 5 {more}")), &want, 1e-4, more);
+            let what = format!("{model} {more}");
+            near(&losses(&run, model, "rows.json", &format!("--steps 5 {more}")), &want, 1e-4, &what);
         }
     }
 }
@@ -103,7 +115,8 @@ fn the_mean_is_over_all_targets_of_all_microbatches() {
 #[test]
 fn an_evaluation_has_a_number_for_each_target() {
     let run = Run::new();
-    for model in ["llama-mha", "llama-gqa-tied"] {
+    for model in ["llama-mha", "llama-gqa-tied", "gptj", "neox-parallel", "qwen2", "qwen3", "mistral-window"]
+    {
         let path = fixture(model).join("expected.json");
         let expected = read(path.clone());
         for batch in ["1", "2", "12"] {

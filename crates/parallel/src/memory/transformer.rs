@@ -144,27 +144,35 @@ impl Transformer {
         each: BytesPerParameter,
         method: ActivationMethod,
     ) -> Option<Degrees> {
-        let tensors =
-            (0..7).map(|power| 1 << power).filter(|&t| t <= most_tensor && self.heads.is_multiple_of(t));
-        let tensors: Vec<u64> = tensors.collect();
-        let stages: Vec<u64> = (1..=self.layers).filter(|&p| self.layers.is_multiple_of(p)).collect();
-        let mut best: Option<Degrees> = None;
-        let size = |degrees: &Degrees| degrees.tensor * degrees.pipeline * degrees.data;
-        for (&tensor, &pipeline) in tensors.iter().flat_map(|t| stages.iter().map(move |p| (t, p))) {
-            // Without ZeRO, more replicas do not reduce the memory of each.
-            let datas = (0..17).map(|power| 1 << power).take(if zero == ZeroStage::None { 1 } else { 17 });
-            let fits = |data: &u64| {
-                let degrees = Degrees { tensor, pipeline, data: *data };
-                self.footprint(degrees, zero, each, method, 1, u64::MAX).total() <= memory
-            };
-            let Some(data) = datas.into_iter().find(fits) else { continue };
-            let found = Degrees { tensor, pipeline, data };
-            if size(&found) <= 65_536 && best.is_none_or(|best| size(&found) < size(&best)) {
-                best = Some(found);
-            }
-        }
-        best
+        fewest_devices((self.layers, self.heads.min(most_tensor)), self.heads, zero, |degrees| {
+            self.footprint(degrees, zero, each, method, 1, u64::MAX).total() <= memory
+        })
     }
+}
+
+/// Returns the degrees with the fewest devices for which `fits` holds, as [`Transformer::fewest_devices`] does.
+/// `units` are what tensor ranks divide evenly: heads, or heads of keys and values.
+pub fn fewest_devices(
+    (layers, most_tensor): (u64, u64),
+    units: u64,
+    zero: ZeroStage,
+    fits: impl Fn(Degrees) -> bool,
+) -> Option<Degrees> {
+    let tensors = (0..7).map(|power| 1 << power).filter(|&t| t <= most_tensor && units.is_multiple_of(t));
+    let tensors: Vec<u64> = tensors.collect();
+    let stages: Vec<u64> = (1..=layers).filter(|&p| layers.is_multiple_of(p)).collect();
+    let mut best: Option<Degrees> = None;
+    let size = |degrees: &Degrees| degrees.tensor * degrees.pipeline * degrees.data;
+    for (&tensor, &pipeline) in tensors.iter().flat_map(|t| stages.iter().map(move |p| (t, p))) {
+        // Without ZeRO, more replicas do not reduce the memory of each.
+        let datas = (0..17).map(|power| 1 << power).take(if zero == ZeroStage::None { 1 } else { 17 });
+        let found = datas.map(|data| Degrees { tensor, pipeline, data }).find(|degrees| fits(*degrees));
+        let Some(found) = found else { continue };
+        if size(&found) <= 65_536 && best.is_none_or(|best| size(&found) < size(&best)) {
+            best = Some(found);
+        }
+    }
+    best
 }
 
 impl ActivationMethod {

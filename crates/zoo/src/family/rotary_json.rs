@@ -52,9 +52,38 @@ pub(super) fn read(
             high_turns: scaling.real("high_freq_factor")?,
             original_context: scaling.number_or("original_max_position_embeddings", context)?,
         },
-        _ => return Err(scaling.wrong(kind, "\"default\", \"linear\" or \"llama3\"".to_owned())),
+        Some("dynamic") => {
+            RotaryScaling::Dynamic { factor: scaling.real("factor")?, original_context: context }
+        }
+        Some("yarn") => yarn(&scaling, context)?,
+        _ => {
+            let known = "\"default\", \"linear\", \"dynamic\", \"yarn\" or \"llama3\"";
+            return Err(scaling.wrong(kind, known.to_owned()));
+        }
     };
     Ok(RotarySpec { scaling, ..plain })
+}
+
+/// Reads `YaRN`'s scaling. The factor of cosines and sines is given, or follows from the others.
+fn yarn(scaling: &Fields<'_>, context: usize) -> Result<RotaryScaling, ZooError> {
+    let original_context = scaling.number_or("original_max_position_embeddings", context)?;
+    let factor = scaling.real_or("factor", context as f64 / original_context.max(1) as f64)?;
+    // Peng et al. 2023, section 3.4; with other weights in DeepSeek-V2.
+    let magnitude = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let weights = (scaling.real_or("mscale", 0.0)?, scaling.real_or("mscale_all_dim", 0.0)?);
+    let amplitude = match weights {
+        _ if scaling.get("attention_factor").is_some() => scaling.real("attention_factor")?,
+        (one, all) if one != 0.0 && all != 0.0 => magnitude(one) / magnitude(all),
+        _ => magnitude(1.0),
+    };
+    Ok(RotaryScaling::Yarn {
+        factor,
+        fast_turns: scaling.real_or("beta_fast", 32.0)?,
+        slow_turns: scaling.real_or("beta_slow", 1.0)?,
+        original_context,
+        amplitude,
+        rounds: scaling.flag_or("truncate", true)?,
+    })
 }
 
 /// Returns the value of `rope_scaling`, as transformers 4 has it.
@@ -62,6 +91,18 @@ pub(super) fn scaling(rotary: Option<RotarySpec>) -> Value {
     match rotary.map_or(RotaryScaling::None, |rotary| rotary.scaling) {
         RotaryScaling::None => Value::Null,
         RotaryScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+        RotaryScaling::Dynamic { factor, .. } => json!({ "rope_type": "dynamic", "factor": factor }),
+        RotaryScaling::Yarn { factor, fast_turns, slow_turns, original_context, amplitude, rounds } => {
+            json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "attention_factor": amplitude,
+                "beta_fast": fast_turns,
+                "beta_slow": slow_turns,
+                "original_max_position_embeddings": original_context,
+                "truncate": rounds,
+            })
+        }
         RotaryScaling::Llama3 { factor, low_turns, high_turns, original_context } => json!({
             "rope_type": "llama3",
             "factor": factor,

@@ -15,6 +15,7 @@ pub struct NormLayer {
     /// Index of the gain in the layout; the bias follows if there is one.
     gain: usize,
     bias: bool,
+    width: usize,
 }
 
 impl NormLayer {
@@ -23,7 +24,7 @@ impl NormLayer {
         if spec.bias {
             builder.tensor(slot, TensorKind::Bias, &[dim]);
         }
-        Self { norm: spec.norm, gain, bias: spec.bias }
+        Self { norm: spec.norm, gain, bias: spec.bias, width: dim }
     }
 
     /// Returns the index of the first parameter, and their number.
@@ -39,13 +40,12 @@ impl NormLayer {
 
     /// Returns the output for each head of `x`, and the statistics.
     pub(super) fn forward_heads(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
-        self.forward_rows(cx, x, self.rows_of_heads(cx, x)?)
+        self.forward_rows(cx, x, self.rows_of_heads(x))
     }
 
     /// Returns the number of heads of all tokens, and their width.
-    fn rows_of_heads(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<[usize; 2]> {
-        let width = cx.layout.view(cx.params, self.gain)?.len();
-        Ok([x.shape().len().checked_div(width).unwrap_or(0), width])
+    fn rows_of_heads(&self, x: &Tensor) -> [usize; 2] {
+        [x.shape().len().checked_div(self.width).unwrap_or(0), self.width]
     }
 
     fn forward_rows(
@@ -97,7 +97,7 @@ impl NormLayer {
         stats: &Tensor,
         dy: &Tensor,
     ) -> Result<Tensor> {
-        let rows = self.rows_of_heads(cx, x)?;
+        let rows = self.rows_of_heads(x);
         let mut dx = cx.empty(x.shape())?;
         cx.device.run(Op::NormInput {
             norm: self.norm,
@@ -121,7 +121,7 @@ impl NormLayer {
         dy: &Tensor,
         grads: &mut Grads<'_>,
     ) -> Result<()> {
-        let [rows, width] = self.rows_of_heads(cx, x)?;
+        let [rows, width] = self.rows_of_heads(x);
         let mut sum = cx.empty([1, width])?;
         cx.device.run(Op::NormWeight {
             x: x.view().reshape([rows, width])?,

@@ -44,6 +44,12 @@ impl ModelSpec {
             let rotates = run.block.attention.rotary.is_some();
             let told = rotates != (self.positions == Positions::Learned);
             ensure(told, "positions", 0, "either a table of positions or a rotation in each block")?;
+            if let Some(RotarySpec { scaling: RotaryScaling::Dynamic { original_context, .. }, .. }) =
+                run.block.attention.rotary
+            {
+                let expected = "at most that without a change of the dynamic rotary base";
+                ensure(self.context <= original_context, "context", self.context, expected)?;
+            }
         }
         Ok(())
     }
@@ -119,6 +125,17 @@ impl RotarySpec {
                 real("low frequency factor", low_turns, low_turns > 0.0, "above 0")?;
                 let higher = high_turns > low_turns;
                 real("high frequency factor", high_turns, higher, "above the low frequency factor")?;
+                within("original context", original_context, CONTEXT, "1 to 16777216")
+            }
+            RotaryScaling::Dynamic { factor, original_context } => {
+                real("rotary factor", factor, factor > 0.0, "above 0")?;
+                within("original context", original_context, CONTEXT, "1 to 16777216")
+            }
+            RotaryScaling::Yarn { factor, fast_turns, slow_turns, original_context, amplitude, .. } => {
+                real("rotary factor", factor, factor > 0.0, "above 0")?;
+                real("slow turns", slow_turns, slow_turns > 0.0, "above 0")?;
+                real("fast turns", fast_turns, fast_turns > slow_turns, "above the slow turns")?;
+                real("rotary amplitude", amplitude, amplitude > 0.0, "above 0")?;
                 within("original context", original_context, CONTEXT, "1 to 16777216")
             }
         }

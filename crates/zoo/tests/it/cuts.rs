@@ -1,71 +1,16 @@
 //! Pieces of models on several ranks, which divide the width of blocks, against whole models.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::Arc;
 
-use farflung_base::Axis;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::exchange::{Alone, Exchange};
 use farflung_zoo::layer::Grads;
 use farflung_zoo::spec::{AttentionBias, HeadSpec, Residual};
 use farflung_zoo::weights::WriteOptions;
-use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Resize, Stage, Targets, ZooError, gpt2};
+use farflung_zoo::{AxisShare, Input, ModelSpec, Output, Resize, Stage, Targets, gpt2};
 
-/// Threads that add up in the order of ranks.
-#[derive(Debug)]
-struct Threads {
-    rank: usize,
-    all: Arc<Meeting>,
-}
-
-#[derive(Debug)]
-struct Meeting {
-    values: Mutex<Vec<Vec<f32>>>,
-    barrier: Barrier,
-}
-
-impl Threads {
-    fn group(ranks: usize) -> Vec<Self> {
-        let values = Mutex::new(vec![Vec::new(); ranks]);
-        let all = Arc::new(Meeting { values, barrier: Barrier::new(ranks) });
-        (0..ranks).map(|rank| Self { rank, all: Arc::clone(&all) }).collect()
-    }
-}
-
-impl Exchange for Threads {
-    fn size(&self, axis: Axis) -> usize {
-        if axis == Axis::Tensor { self.all.values.lock().unwrap().len() } else { 1 }
-    }
-
-    fn rank(&self, axis: Axis) -> usize {
-        if axis == Axis::Tensor { self.rank } else { 0 }
-    }
-
-    fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
-        assert_eq!(axis, Axis::Tensor);
-        self.all.values.lock().unwrap()[self.rank] = values.to_vec().unwrap();
-        self.all.barrier.wait();
-        let sum = {
-            let all = self.all.values.lock().unwrap();
-            (0..all[0].len()).map(|at| all.iter().map(|of_rank| of_rank[at]).sum::<f32>()).collect::<Vec<_>>()
-        };
-        values.write(&sum)?;
-        self.all.barrier.wait();
-        Ok(())
-    }
-
-    fn gather(&self, _: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
-        Alone.gather(Axis::Tensor, piece, dim, lengths)
-    }
-
-    fn scatter(&self, _: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
-        Alone.scatter(Axis::Tensor, whole, dim, lengths)
-    }
-
-    fn all_to_all(&self, _: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
-        Alone.all_to_all(Axis::Tensor, values, split, join)
-    }
-}
+use crate::families::comparison::threads::Threads;
 
 /// GPT-2 with fused queries, keys and values and biases; LLaMA with grouped queries, and with norms of heads
 /// and a window; GPT-NeoX with two norms and with one.

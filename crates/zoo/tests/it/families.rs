@@ -1,18 +1,17 @@
 //! Families against `transformers`: logits, losses, all gradients, five steps of AdamW and greedy text, of
 //! models in one part and in two. The expected values, and how they were made, are in `fixtures/families/`.
 
-mod comparison;
+pub(crate) mod comparison;
 
 use std::fs;
 use std::path::PathBuf;
 
-use comparison::{FAMILIES, distances, expected, parts};
+use comparison::{FAMILIES, UNDIVIDED, distances, distances_of_pieces, expected, parts};
 use farflung_tensor as tensor;
 use farflung_zoo as zoo;
 use serde_json::Value;
 use zoo::layer::rotary_table;
-use zoo::spec::{RotaryScaling, RotarySpec};
-use zoo::weights::{Dtype, TensorFile, Weights, WriteOptions};
+use zoo::weights::{Dtype, TensorFile, Weights, WriteOptions, config_from_text, config_text};
 use zoo::{ModelSpec, Resize};
 
 fn folder(name: &str) -> PathBuf {
@@ -30,6 +29,24 @@ fn models_in_one_part_and_in_two_are_those_of_transformers() {
                 let comparison::Distance { what, at, off, mark } = distance;
                 assert!(off <= mark, "{name} {cuts:?}: {what}: {off} at {at}, expected at most {mark}");
             }
+        }
+    }
+}
+
+/// Logits, loss, gradients and losses of five steps.
+#[test]
+fn models_on_two_ranks_that_divide_their_width_are_those_of_transformers() {
+    for name in FAMILIES {
+        let found = distances_of_pieces(&folder(name));
+        if name == UNDIVIDED {
+            let refused = found.err().unwrap().to_string();
+            assert!(refused.contains("enough key-value heads for each rank"), "{refused}");
+            continue;
+        }
+        let found = found.unwrap();
+        assert_eq!(found.len(), 4, "{name}");
+        for comparison::Distance { what, at, off, mark } in found {
+            assert!(off <= mark, "{name}: {what}: {off} at {at}, expected at most {mark}");
         }
     }
 }
@@ -65,22 +82,34 @@ fn angles_of_rotary_embeddings_are_those_of_transformers() {
     let mut compared = 0;
     for case in &cases {
         let rope = &case["rope_parameters"];
-        let real = |field: &str| rope[field].as_f64().unwrap();
-        let scaling = match rope["rope_type"].as_str().unwrap() {
-            "default" => RotaryScaling::None,
-            "linear" => RotaryScaling::Linear { factor: real("factor") },
-            "llama3" => RotaryScaling::Llama3 {
-                factor: real("factor"),
-                low_turns: real("low_freq_factor"),
-                high_turns: real("high_freq_factor"),
-                original_context: real("original_max_position_embeddings") as usize,
-            },
-            _ => continue,
-        };
+        let [context, length] =
+            ["max_position_embeddings", "sequence_length"].map(|field| case[field].as_u64());
+        if length > context {
+            // A dynamic base changes with the text: such texts are refused.
+            continue;
+        }
+        // As a model's file has them.
+        let config = serde_json::json!({
+            "model_type": "gpt_neox",
+            "hidden_size": case["head_dim"],
+            "intermediate_size": 8,
+            "max_position_embeddings": context,
+            "num_attention_heads": 1,
+            "num_hidden_layers": 1,
+            "rope_parameters": rope,
+            "rotary_pct": 1.0,
+            "vocab_size": 8,
+        });
+        let spec = config_from_text("config.json".as_ref(), &config.to_string()).unwrap();
+        let rotary = spec.blocks[0].block.attention.rotary.unwrap();
+        // What is written is read as the same.
+        let written = config_text(&spec, Dtype::F32);
+        assert_eq!(config_from_text("config.json".as_ref(), &written).unwrap(), spec, "{}", case["title"]);
         let numbers = |json: &Value| -> Vec<f64> { serde_json::from_value(json.clone()).unwrap() };
         let width = 2 * numbers(&case["inv_freq"]).len();
+        assert_eq!(rotary.width, width, "{}", case["title"]);
         let last = numbers(&case["positions"]).into_iter().fold(0.0, f64::max) as usize;
-        let table = rotary_table(&RotarySpec { width, base: real("rope_theta"), scaling }, last + 1);
+        let table = rotary_table(&rotary, last + 1);
         for (i, position) in numbers(&case["positions"]).into_iter().enumerate() {
             let row = &table[position as usize * width..][..width];
             let half = width / 2;
@@ -92,7 +121,7 @@ fn angles_of_rotary_embeddings_are_those_of_transformers() {
         }
         compared += 1;
     }
-    assert!(compared >= 4, "{compared} of {} cases", cases.len());
+    assert_eq!((compared, cases.len()), (8, 9));
 }
 
 #[test]
@@ -111,7 +140,7 @@ fn what_changes_the_result_and_is_not_known_is_refused_by_name() {
         Weights::open(dir.path()).unwrap_err().to_string()
     };
     for (pointer, value, said) in [
-        (&["rope_scaling", "rope_type"][..], "yarn".into(), "`rope_scaling.rope_type` is \"yarn\""),
+        (&["rope_scaling", "rope_type"][..], "longrope".into(), "`rope_scaling.rope_type` is \"longrope\""),
         (&["rope_scaling", "factor"], Value::Null, "`rope_scaling.factor` is missing"),
         (&["rope_scaling"], "yes".into(), "`rope_scaling` is \"yes\""),
         (&["hidden_act"], "gelu".into(), "`hidden_act` is \"gelu\""),

@@ -1,4 +1,7 @@
-//! `farflung plan memory`: estimates whether a model fits into memory, by published closed forms.
+//! `farflung plan memory`: estimates whether a model fits into memory: GPT-2's family by published closed
+//! forms, other families by what their layers keep.
+
+mod profiled;
 
 use std::fmt::Write as _;
 
@@ -9,22 +12,25 @@ use farflung::parallel::memory::{
     ActivationMethod, BytesPerParameter, Degrees, Footprint, Transformer, ZeroStage,
 };
 use farflung::terminal::print;
+use farflung::zoo::ModelSpec;
 use farflung::{Error, Result};
 
 /// Estimate the memory that training a model needs: weights, gradients, optimizer state and activations of the
 /// rank that holds the most, for each ZeRO stage and each kind of recomputation, and the fewest devices into
 /// which it fits.
 ///
-/// The formulas are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline
-/// under 1F1B. Our trainer supports data and pipeline parallelism; tensor parallelism and ZeRO are only
-/// estimated here.
+/// For GPT-2's family the formulas are those of Megatron and DeepSpeed: activations in 16 bits, the first stage
+/// of a pipeline under 1F1B. For other families, parameters are counted exactly, and activations are those that
+/// our layers keep, in f32. Our trainer supports data and pipeline parallelism; tensor parallelism and ZeRO are
+/// only estimated here.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan memory --model gpt3-175b
+  farflung plan memory --model llama-70b --pipeline 8
   farflung plan memory --model gpt3-xl --tensor 2 --pipeline 4 --data 8 --device-memory 24GB
   farflung plan memory --model gpt2 --precision f32 --batch 8 --json")]
 pub(crate) struct MemoryCommand {
-    /// Model preset.
+    /// Model preset, or the path of a config.json.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
     /// Tokens per sequence; overrides the preset.
@@ -92,58 +98,65 @@ fn memory(text: &str) -> std::result::Result<Bytes, String> {
 /// Result for a ZeRO stage and a kind of recomputation.
 struct Row {
     zero: ZeroStage,
-    method: ActivationMethod,
+    /// Which activations are kept.
+    method: &'static str,
+    /// Operations that are repeated, as a fraction of all operations of a step.
+    repeated: f64,
     held: Footprint,
     fewest: Option<Degrees>,
 }
 
+/// What is asked of a model.
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    degrees: Degrees,
+    each: BytesPerParameter,
+    batch: u64,
+    microbatches: u64,
+    /// Memory of a device.
+    memory: Bytes,
+    most_tensor: u64,
+}
+
 impl MemoryCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let preset = model_shape(&self.model)?;
-        if preset.names.family != "gpt2" {
-            let expected = "a model of GPT-2's family, which these published formulas describe";
-            let (field, value) = ("model", self.model);
-            return Err(Error::Setting { field, value, expected: expected.to_owned() });
-        }
-        let model = Transformer {
-            layers: preset.layers() as u64,
-            hidden: preset.dim as u64,
-            heads: preset.blocks.first().map_or(0, |run| run.block.attention.heads.query as u64),
-            sequence: self.context.map_or(preset.context as u64, u64::from),
-            vocabulary: preset.vocab as u64,
+        let mut spec = model_shape(&self.model)?;
+        spec.context = self.context.map_or(spec.context, |context| context as usize);
+        spec.validate().map_err(Error::from)?;
+        let heads = spec.blocks.iter().map(|run| run.block.attention.heads);
+        let is_gpt2 = spec.names.family == "gpt2";
+        // Ranks of a tensor axis divide heads of keys and values.
+        let units = heads.map(|heads| if is_gpt2 { heads.query } else { heads.kv }).min().unwrap_or(1) as u64;
+        let asked = Asked {
+            degrees: self.degrees(spec.layers() as u64, units)?,
+            each: match self.precision {
+                Kind::Deepspeed => BytesPerParameter::DEEPSPEED,
+                Kind::Megatron => BytesPerParameter::MEGATRON,
+                Kind::F32 => BytesPerParameter::F32,
+            },
+            batch: u64::from(self.batch),
+            microbatches: u64::from(self.microbatches),
+            memory: self.device_memory,
+            most_tensor: u64::from(self.most_tensor),
         };
-        let degrees = self.degrees(&model)?;
-        let each = match self.precision {
-            Kind::Deepspeed => BytesPerParameter::DEEPSPEED,
-            Kind::Megatron => BytesPerParameter::MEGATRON,
-            Kind::F32 => BytesPerParameter::F32,
-        };
-        let (batch, microbatches) = (u64::from(self.batch), u64::from(self.microbatches));
-        let mut rows = Vec::new();
-        for zero in ZeroStage::ALL {
-            for method in ActivationMethod::ALL {
-                let held = model.footprint(degrees, zero, each, method, batch, microbatches);
-                let memory = self.device_memory.0 as f64;
-                let fewest = model.fewest_devices(memory, u64::from(self.most_tensor), zero, each, method);
-                rows.push(Row { zero, method, held, fewest });
-            }
-        }
+        let rows = if is_gpt2 { published(&spec, asked) } else { profiled::rows(&spec, asked)? };
+        let parameters = spec.parameters();
         print(&if self.json {
-            format!("{}\n", json(&model, &rows))
+            format!("{}\n", json(parameters, &rows))
         } else {
-            text(&model, &rows, self.device_memory)
+            text(parameters, &rows, self.device_memory)
         })
     }
 
-    fn degrees(&self, model: &Transformer) -> Result<Degrees> {
+    fn degrees(&self, layers: u64, units: u64) -> Result<Degrees> {
         let wrong = |field: &'static str, value: u32, expected: String| {
             Err(Error::Setting { field, value: value.to_string(), expected })
         };
-        if !model.heads.is_multiple_of(u64::from(self.tensor)) {
-            return wrong("tensor", self.tensor, format!("a divisor of the {} heads", model.heads));
+        if !units.is_multiple_of(u64::from(self.tensor)) {
+            return wrong("tensor", self.tensor, format!("a divisor of the {units} heads"));
         }
-        if u64::from(self.pipeline) > model.layers {
-            return wrong("pipeline", self.pipeline, format!("at most the {} layers", model.layers));
+        if u64::from(self.pipeline) > layers {
+            return wrong("pipeline", self.pipeline, format!("at most the {layers} layers"));
         }
         Ok(Degrees {
             tensor: u64::from(self.tensor),
@@ -153,11 +166,34 @@ impl MemoryCommand {
     }
 }
 
+/// Returns the estimates by the published forms.
+fn published(spec: &ModelSpec, asked: Asked) -> Vec<Row> {
+    let model = Transformer {
+        layers: spec.layers() as u64,
+        hidden: spec.dim as u64,
+        heads: spec.blocks.first().map_or(0, |run| run.block.attention.heads.query as u64),
+        sequence: spec.context as u64,
+        vocabulary: spec.vocab as u64,
+    };
+    let Asked { degrees, each, batch, microbatches, memory, most_tensor } = asked;
+    let row = |zero, method: ActivationMethod| Row {
+        zero,
+        method: method.name(),
+        repeated: method.repeated(&model),
+        held: model.footprint(degrees, zero, each, method, batch, microbatches),
+        fewest: model.fewest_devices(memory.0 as f64, most_tensor, zero, each, method),
+    };
+    ZeroStage::ALL
+        .into_iter()
+        .flat_map(|zero| ActivationMethod::ALL.map(|method| row(zero, method)))
+        .collect()
+}
+
 fn devices(degrees: Degrees) -> u64 {
     degrees.tensor * degrees.pipeline * degrees.data
 }
 
-fn json(model: &Transformer, rows: &[Row]) -> serde_json::Value {
+fn json(parameters: u64, rows: &[Row]) -> serde_json::Value {
     let rows = rows.iter().map(|row| {
         let fewest = row.fewest.map(|degrees| {
             serde_json::json!({
@@ -166,13 +202,13 @@ fn json(model: &Transformer, rows: &[Row]) -> serde_json::Value {
             })
         });
         serde_json::json!({
-            "zero": row.zero.number(), "activations_kept": row.method.name(),
+            "zero": row.zero.number(), "activations_kept": row.method,
             "weights": row.held.state.weights, "gradients": row.held.state.gradients,
             "optimizer": row.held.state.optimizer, "activations": row.held.activations,
-            "total": row.held.total(), "repeated": row.method.repeated(model), "fewest": fewest,
+            "total": row.held.total(), "repeated": row.repeated, "fewest": fewest,
         })
     });
-    serde_json::json!({ "parameters": model.parameters(), "rows": rows.collect::<Vec<_>>() })
+    serde_json::json!({ "parameters": parameters, "rows": rows.collect::<Vec<_>>() })
 }
 
 /// Formats a number of bytes with a unit.
@@ -180,8 +216,8 @@ fn size(bytes: f64) -> String {
     Bytes(bytes as u64).to_string()
 }
 
-fn text(model: &Transformer, rows: &[Row], memory: Bytes) -> String {
-    let mut text = format!("{} parameters\n\n", model.parameters());
+fn text(parameters: u64, rows: &[Row], memory: Bytes) -> String {
+    let mut text = format!("{parameters} parameters\n\n");
     let _ = writeln!(
         text,
         "{:>4} {:<29} {:>10} {:>10} {:>10} {:>11} {:>10} {:>8}  fewest of {memory} (tensor x pipeline x data)",
@@ -197,13 +233,13 @@ fn text(model: &Transformer, rows: &[Row], memory: Bytes) -> String {
             text,
             "{:>4} {:<29} {:>10} {:>10} {:>10} {:>11} {:>10} {:>7.1}%  {fewest}",
             row.zero.number(),
-            row.method.name(),
+            row.method,
             size(state.weights),
             size(state.gradients),
             size(state.optimizer),
             size(row.held.activations),
             size(row.held.total()),
-            100.0 * row.method.repeated(model)
+            100.0 * row.repeated
         );
     }
     text.push_str(

@@ -2,15 +2,21 @@
 //! a model in one part or in two. The bench `families` includes this file too, by `#[path]`: the parent module
 //! must import the crates under the names `tensor` and `zoo`.
 
+#[path = "threads.rs"]
+pub(crate) mod threads;
+
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::tensor::{Device, Tensor};
+use super::tensor::{self, Device, Tensor};
+use super::zoo::exchange::Exchange;
 use super::zoo::layer::Grads;
-use super::zoo::weights::{TensorFile, Weights, to_stored};
-use super::zoo::{Input, Output, Sampling, Stage, Targets, generate, stage};
+use super::zoo::weights::{StoredLayout, TensorFile, Weights, to_stored};
+use super::zoo::{self, AxisShare, Input, Output, Sampling, Stage, Targets, generate, stage};
+use threads::Threads;
 
 /// The folders of models with expected values.
 pub(crate) const FAMILIES: [&str; 9] = [
@@ -24,6 +30,9 @@ pub(crate) const FAMILIES: [&str; 9] = [
     "qwen2",
     "qwen3",
 ];
+
+/// The folder of a model with one head of keys and values, which ranks cannot divide.
+pub(crate) const UNDIVIDED: &str = "llama-gqa-tied";
 
 /// Result with an error of any kind: of files, of JSON, of the model.
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -83,6 +92,67 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
     all.push(gradients(&parts, &grads, |name| read(&format!("grad.{name}")))?);
     let losses = want["losses"].as_array().ok_or("no losses")?;
     all.push(five_steps(&mut parts, &batch, losses)?);
+    Ok(all)
+}
+
+/// Returns the distances of the model in `folder` whose blocks are divided between two ranks: of each result,
+/// that of the rank that is farther off.
+pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
+    let shares: Vec<AxisShare> = AxisShare::new(0, vec![1, 1])?.all().collect();
+    let of_rank = |(share, exchange): (AxisShare, Threads)| -> Outcome<Vec<Distance>> {
+        let want = expected(folder)?;
+        let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
+        let mut weights = Weights::open(folder)?;
+        let (spec, cpu) = (weights.spec().clone(), Device::cpu(1)?);
+        let axis: (AxisShare, Arc<dyn Exchange>) = (share.clone(), Arc::new(exchange));
+        let piece = Stage::piece(&spec, 0..spec.layers(), &cpu, axis)?;
+        let params = piece.load(&mut weights)?;
+        let (batch, mut parts) = (Batch::of(&want)?, vec![(piece, params)]);
+        let mut logits_file = vec![0.0; batch.ids.len() * spec.vocab];
+        let shape = [batch.ids.len() / batch.len, batch.len, spec.vocab];
+        file.read_f32("logits", &shape, &mut logits_file)?;
+        let mut all = vec![logits(&parts[0].0, &parts[0].1, &batch, &logits_file)?];
+        let (loss, grads) = step(&parts, &batch)?;
+        let mut found = Distance::new("loss", 1e-5);
+        found.add((loss - number(&want["loss"])?).abs(), || format!("the value {loss}"));
+        all.push(found);
+        let mut found = Distance::new("gradients, relative to their norms", 1e-4);
+        let grads = grads[0].to_vec::<f32>()?;
+        for (param, tensor) in parts[0].0.layout().params().iter().zip(spec.tensors()) {
+            // The whole tensor as the file has it, this rank's piece of which is compared.
+            let mut whole = vec![0.0; tensor.count()];
+            let (stored_shape, _) = to_stored(spec.names, &tensor, &whole);
+            file.read_f32(&format!("grad.{}", tensor.name), &stored_shape, &mut whole)?;
+            let mut shape = stored_shape;
+            StoredLayout::of(&spec).from_file(&tensor.name, &mut shape, &mut whole);
+            let mut own = vec![0.0; param.shape.len()];
+            tensor.cut.take(&tensor.shape, &share, &whole, &mut own);
+            let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+            let all = norm(&mut whole.iter().map(|&x| f64::from(x)));
+            let pairs = grads[param.range()].iter().zip(&own);
+            let off = norm(&mut pairs.map(|(a, b)| f64::from(*a) - f64::from(*b)));
+            found.add(off / all.max(1e-2), || tensor.name.clone());
+        }
+        all.push(found);
+        all.push(five_steps(&mut parts, &batch, want["losses"].as_array().ok_or("no losses")?)?);
+        Ok(all)
+    };
+    let ranks: Vec<Outcome<Vec<Distance>>> = std::thread::scope(|scope| {
+        let pairs = shares.into_iter().zip(Threads::group(2));
+        let ranks: Vec<_> = pairs.map(|pair| scope.spawn(|| of_rank(pair))).collect();
+        let ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| "a rank panicked".into()));
+        ended.map(|ended| ended.and_then(|distances| distances)).collect()
+    });
+    let mut all = Vec::new();
+    for rank in ranks {
+        for found in rank? {
+            match all.iter_mut().find(|other: &&mut Distance| other.what == found.what) {
+                Some(other) if other.off < found.off => *other = found,
+                Some(_) => {}
+                None => all.push(found),
+            }
+        }
+    }
     Ok(all)
 }
 
