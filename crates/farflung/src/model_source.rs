@@ -55,6 +55,7 @@ impl ModelSource {
     /// Finds the model that a user means by a path.
     ///
     /// - A folder with `config.json`, or a file of weights in it.
+    /// - A GGUF file.
     /// - A checkpoint; a run's folder, of which it is the newest good checkpoint.
     /// - The folder of a model in the cache of Hugging Face's programs (`models--ORGANISATION--NAME`).
     ///
@@ -113,6 +114,11 @@ impl ModelSource {
     fn of_file(path: &Path) -> Result<Self> {
         let folder = folder_of(path);
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let kind = FileKind::of_file(path);
+        if kind == Some(FileKind::Gguf) {
+            let reading = RunReading::default();
+            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None, reading });
+        }
         let is_weights = name.ends_with(".safetensors");
         let has_config = folder.join(CONFIG).is_file();
         // A file of another name may be one of several in its folder.
@@ -124,7 +130,7 @@ impl ModelSource {
         if is_part && let Some(found) = Self::of_folder(&folder)? {
             return Ok(found);
         }
-        let (found, what_to_do) = match FileKind::of_file(path) {
+        let (found, what_to_do) = match kind {
             _ if is_weights => {
                 ("is a file of weights without config.json beside it".to_owned(), advice::FOR_NO_CONFIG)
             }
@@ -140,7 +146,7 @@ impl ModelSource {
         Err(ModelError::NotAModel { path: path.to_owned(), found, advice: Some(advice) }.into())
     }
 
-    /// Returns the path of the weights: a folder, or a `.safetensors` file.
+    /// Returns the path of the weights: a folder, a `.safetensors` or a GGUF file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -268,6 +274,10 @@ impl ModelSource {
     }
 
     fn tokenizer_files(&self) -> Result<TokenizerFiles> {
+        if self.path.is_file() && FileKind::of_file(&self.path) == Some(FileKind::Gguf) {
+            let difference = "a tokenizer in a GGUF file is not read".to_owned();
+            return Ok(TokenizerFiles::Other { file: "that of the GGUF file", difference });
+        }
         Ok(TokenizerFiles::of(&self.folder())?)
     }
 

@@ -241,6 +241,14 @@ pub enum ZooError {
         /// Description of the problem.
         problem: String,
     },
+    /// The description in a GGUF file is invalid.
+    #[error("GGUF file `{}` {problem}", path.display())]
+    Gguf {
+        /// Path of the file.
+        path: PathBuf,
+        /// Description of the problem.
+        problem: String,
+    },
     /// A tensor's entry in a header is inconsistent with itself, another entry or the file, or the tensor is
     /// not one of the model.
     #[error("`{}`: tensor `{tensor}` {problem}", path.display())]
@@ -333,7 +341,8 @@ fn of_another_format(name: &str) -> &'static str {
         "bin" | "pt" | "pth" | "ckpt" => FileKind::Pickle.advice(),
         "gz" | "zst" => FileKind::Compressed(Compression::Gzip).advice(),
         "safetensors" => "all parts of the model are needed; download the folder again",
-        _ => FileKind::Gguf.advice(),
+        "gguf" => FileKind::Gguf.advice(),
+        _ => FileKind::Numpy.advice(),
     }
 }
 

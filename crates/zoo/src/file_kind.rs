@@ -200,7 +200,11 @@ impl FileKind {
                  `python -c \"from transformers \
                  import AutoModelForCausalLM as M; M.from_pretrained('FOLDER').save_pretrained('NEW')\"`"
             }
-            Self::Gguf | Self::Hdf5 | Self::Numpy | Self::Other(_) => {
+            Self::Gguf => {
+                "give the path of the file, if it is of LLaMA, Mistral or Qwen and not of K-quants; else convert it \
+                 to safetensors with Hugging Face's names"
+            }
+            Self::Hdf5 | Self::Numpy | Self::Other(_) => {
                 "convert it to safetensors with Hugging Face's names, or download the model in that format"
             }
             Self::Compressed(_) => "unpack it first",

@@ -15,9 +15,9 @@ use farflung::{Error, ModelSource, Result, finite, terminal};
 /// Which model to load, and how to run it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ModelArgs {
-    /// A run's folder (its newest checkpoint is used), a checkpoint, or a folder with config.json and
-    /// model.safetensors of a GPT-2 or a LLaMA, as Hugging Face's programs write it; or the file of weights in
-    /// such a folder.
+    /// A run's folder (its newest checkpoint is used), a checkpoint, a folder with config.json and
+    /// model.safetensors as Hugging Face's programs write it, the file of weights in such a folder, or a GGUF
+    /// file.
     #[arg(value_name = "PATH")]
     model: PathBuf,
     /// How text is split into tokens: byte or gpt2. Default: the model's own, if it is one of these; byte for a

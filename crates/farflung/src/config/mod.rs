@@ -89,9 +89,9 @@ settings! {
         vocab: usize, "N";
         /// How text is split into tokens: byte or gpt2. With --init-from, the default is the model's own.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
-        /// Weights to start from: a folder with config.json and model.safetensors of a GPT-2 or a LLaMA
-        /// (Hugging Face's layout), a checkpoint, or a run's folder (its newest checkpoint). Shape and
-        /// vocabulary are theirs.
+        /// Weights to start from: a folder with config.json and model.safetensors (Hugging Face's layout; which
+        /// families: docs/models.md), a GGUF file, a checkpoint, or a run's folder (its newest checkpoint).
+        /// Shape and vocabulary are theirs.
         init_from: PathBuf, "PATH" => "the path may differ; the weights are compared";
     }
     "Data and output" {

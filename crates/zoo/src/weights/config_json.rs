@@ -15,14 +15,14 @@ use crate::{ZooError, json_file};
 /// Errors: [`ZooError::Io`], [`ZooError::Json`]; [`ZooError::JsonField`] for a field that is missing or changes
 /// what the model computes in a way that is not supported.
 pub fn read_config(path: &Path) -> Result<ModelSpec, ZooError> {
-    read(path, &json_file::read(path)?)
+    config_of(path, &json_file::read(path)?)
 }
 
 /// Like [`read_config`], from the bytes of the file. `path` is for messages.
 ///
 /// Errors: as [`read_config`].
 pub(super) fn config_from_bytes(path: &Path, bytes: &[u8]) -> Result<ModelSpec, ZooError> {
-    read(path, &json_file::from_bytes(path, bytes)?)
+    config_of(path, &json_file::from_bytes(path, bytes)?)
 }
 
 /// Like [`read_config`], from the text of the file. `path` is for messages.
@@ -32,7 +32,10 @@ pub fn config_from_text(path: &Path, text: &str) -> Result<ModelSpec, ZooError> 
     config_from_bytes(path, text.as_bytes())
 }
 
-fn read(path: &Path, json: &Map<String, Value>) -> Result<ModelSpec, ZooError> {
+/// Like [`read_config`], from the fields of the file.
+///
+/// Errors: as [`read_config`].
+pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelSpec, ZooError> {
     let fields = Fields::new(path, json);
     // Files without the field are GPT-2's: early ones have none.
     let model_type = fields.get("model_type");

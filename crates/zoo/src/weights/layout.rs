@@ -63,6 +63,11 @@ impl StoredForm {
         Self { is_transposed: layout.transposes(spec), columns: spec.columns, width }
     }
 
+    /// Returns the form with another order of the columns, if one is given.
+    pub(super) fn with_columns(self, columns: Option<ColumnOrder>) -> Self {
+        Self { columns: columns.unwrap_or(self.columns), ..self }
+    }
+
     fn is_that_of_memory(self) -> bool {
         !self.is_transposed && self.columns == ColumnOrder::AsInMemory
     }

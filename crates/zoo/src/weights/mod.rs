@@ -1,5 +1,5 @@
 //! Parameters on disk: Hugging Face's layout (`config.json`, and `model.safetensors` as one file or in shards),
-//! and named tensors for the other data of a checkpoint.
+//! GGUF files, which are read, and named tensors for the other data of a checkpoint.
 //!
 //! Files are untrusted: lengths are checked against the file's size before memory is allocated, and errors name
 //! the file, tensor or field. Files are written to a temporary name, synced, and then renamed.
@@ -8,8 +8,11 @@ mod atomic;
 mod dtype;
 mod config_json;
 mod files;
+mod gguf;
 mod layout;
+mod quantized;
 mod read;
+mod source_file;
 mod tensors;
 mod write;
 

@@ -1,16 +1,19 @@
-//! Reads a model folder in Hugging Face's layout.
+//! Reads a model: a folder in Hugging Face's layout, or a GGUF file.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::config_json::{config_from_bytes, read_config};
+use super::config_json::{config_from_bytes, config_of, read_config};
 use super::files;
+use super::gguf::GgufFile;
 use super::layout::{Layout, StoredForm};
+use super::source_file::SourceFile;
 use super::tensors::TensorFile;
 use crate::ZooError;
-use crate::naming::Names;
+use crate::file_kind::FileKind;
+use crate::naming::{Names, Slot};
 use crate::spec::{HeadSpec, ModelSpec};
-use crate::tensor_spec::{TensorKind, TensorSpec};
+use crate::tensor_spec::{ColumnOrder, TensorKind, TensorSpec};
 
 /// A place where a tensor is stored: the index of the file, and the name in it.
 type Place = (usize, String);
@@ -19,7 +22,7 @@ type Place = (usize, String);
 #[derive(Debug)]
 pub struct Weights {
     spec: ModelSpec,
-    files: Vec<TensorFile>,
+    files: Vec<SourceFile>,
     /// For each tensor of the model: how it is stored.
     tensors: BTreeMap<String, Stored>,
     lacks_biases: bool,
@@ -46,7 +49,8 @@ pub enum Holds {
 impl Weights {
     /// Opens a folder with `config.json`, and `model.safetensors` or shards listed in
     /// `model.safetensors.index.json`. Other names of a single file or of shards without an index are found,
-    /// too. `path` may also be a `.safetensors` file with `config.json` beside it.
+    /// too. `path` may also be a `.safetensors` file with `config.json` beside it, or a GGUF file (F32, F16,
+    /// BF16, `Q8_0`, `Q4_0`, `Q4_1`) of LLaMA or Qwen.
     ///
     /// Names may have the prefixes of wrappers, such as `transformer.`, `model.`, `module.` and `_orig_mod.`,
     /// in any combination. Constant buffers, such as `attn.bias` and `rotary_emb.inv_freq`, are ignored. With a
@@ -67,10 +71,15 @@ impl Weights {
     ///
     /// Errors: as [`Weights::open`].
     pub fn open_holding(path: &Path, holds: Holds) -> Result<Self, ZooError> {
+        if path.is_file() && FileKind::of_file(path) == Some(FileKind::Gguf) {
+            let file = GgufFile::open(path)?;
+            let spec = config_of(path, file.config())?;
+            return Self::of(path, spec, vec![SourceFile::Gguf(file)], holds);
+        }
         let file = path.is_file().then(|| path.parent().unwrap_or(Path::new("")));
         let spec = read_config(&file.unwrap_or(path).join("config.json"))?;
         let files = if file.is_some() { vec![TensorFile::open(path)?] } else { files::open(path)? };
-        Self::of(path, spec, files, holds)
+        Self::of(path, spec, files.into_iter().map(SourceFile::Safetensors).collect(), holds)
     }
 
     /// Reads the same from the bytes of `config.json` and of `model.safetensors`. `folder` is for messages.
@@ -84,10 +93,10 @@ impl Weights {
     ) -> Result<Self, ZooError> {
         let spec = config_from_bytes(&folder.join("config.json"), config)?;
         let file = TensorFile::from_bytes(&folder.join("model.safetensors"), tensors)?;
-        Self::of(folder, spec, vec![file], holds)
+        Self::of(folder, spec, vec![SourceFile::Safetensors(file)], holds)
     }
 
-    fn of(path: &Path, spec: ModelSpec, files: Vec<TensorFile>, holds: Holds) -> Result<Self, ZooError> {
+    fn of(path: &Path, spec: ModelSpec, files: Vec<SourceFile>, holds: Holds) -> Result<Self, ZooError> {
         let all = spec.tensors();
         let mut found = places(spec.names, &files);
         let layout = layout(spec.names, &all, &files, &found);
@@ -96,6 +105,7 @@ impl Weights {
         let lacks_biases = !has_biases && all.iter().any(|tensor| is_bias(&tensor));
         let [table, head] = spec.names.table_and_head();
         let tied = spec.head == HeadSpec::Tied;
+        let columns = columns(&spec, &files);
         let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
         for spec in all {
             let mut stored = found.remove(&spec.name).unwrap_or_default();
@@ -117,13 +127,13 @@ impl Weights {
                 }
             }
             copies.extend(stored.map(|copy| (spec.name.clone(), copy)));
-            let form = StoredForm::new(layout, &spec);
+            let form = StoredForm::new(layout, &spec).with_columns(columns(&spec));
             tensors.insert(spec.name, Stored { shape, form, place: first });
         }
         if let Some((_, stored)) = found.pop_first() {
             let (file, tensor) = stored.into_iter().next().expect("each name has a place");
             let path = files[file].path().to_owned();
-            let problem = "is not part of the model in config.json".to_owned();
+            let problem = "is not part of the model that is described".to_owned();
             return Err(ZooError::TensorEntry { path, tensor, problem });
         }
         let mut this = Self { spec, files, tensors, lacks_biases };
@@ -184,18 +194,31 @@ impl Weights {
     }
 }
 
+/// Returns the order of each tensor's columns in the files, where it is not the family's: GGUF files of LLaMA
+/// have values of queries and keys that are rotated together as neighbours.
+fn columns(spec: &ModelSpec, files: &[SourceFile]) -> impl Fn(&TensorSpec) -> Option<ColumnOrder> + use<> {
+    let interleaves = |file: &SourceFile| matches!(file, SourceFile::Gguf(file) if file.interleaves_heads);
+    let attention = spec.blocks.first().map(|run| run.block.attention);
+    let order = attention.filter(|_| files.iter().any(interleaves)).map(|attention| {
+        let (head_dim, rotary) = (attention.head_dim, attention.rotary);
+        ColumnOrder::Interleaved { head_dim, rotated: rotary.map_or(0, |rotary| rotary.width) }
+    });
+    let of = [Slot::Query, Slot::Key].map(|slot| format!(".{}.", (spec.names.slot)(slot)));
+    move |tensor| order.filter(|_| of.iter().any(|name| tensor.name.contains(name)))
+}
+
 /// Returns how matrices are stored, by the shape of the first one that is not square; else as the family's
 /// files have them.
 fn layout(
     names: &Names,
     all: &[TensorSpec],
-    files: &[TensorFile],
+    files: &[SourceFile],
     found: &BTreeMap<String, Vec<Place>>,
 ) -> Layout {
     let is_oblong = |t: &&TensorSpec| t.kind == TensorKind::Matrix && t.shape[0] != t.shape[1];
     let stored = |t: &TensorSpec| {
         let (file, name) = found.get(&t.name)?.first()?;
-        Some(files[*file].tensors().get(name)?.shape.clone())
+        Some(files[*file].shape(name)?.to_vec())
     };
     let first = all.iter().filter(is_oblong).find_map(|t| Some((t, stored(t)?)));
     match first {
@@ -213,7 +236,7 @@ fn is_buffer(name: &str) -> bool {
 }
 
 /// Returns the places of all tensors by their names in the model, without constant buffers.
-fn places(names: &Names, files: &[TensorFile]) -> BTreeMap<String, Vec<Place>> {
+fn places(names: &Names, files: &[SourceFile]) -> BTreeMap<String, Vec<Place>> {
     let mut found: BTreeMap<String, Vec<Place>> = BTreeMap::new();
     let mut add = |name: &str, place: Place| {
         let name = names.in_model(name);
@@ -223,13 +246,13 @@ fn places(names: &Names, files: &[TensorFile]) -> BTreeMap<String, Vec<Place>> {
         }
     };
     for (file, tensors) in files.iter().enumerate() {
-        for stored in tensors.tensors().keys() {
+        for stored in tensors.names() {
             add(stored, (file, stored.clone()));
         }
         // `safetensors.torch.save_model` writes tensors that share their values once, and notes for each other
         // name the one that it wrote.
-        for (dropped, kept) in tensors.metadata() {
-            if tensors.tensors().contains_key(kept) && !tensors.tensors().contains_key(dropped) {
+        for (dropped, kept) in tensors.other_names() {
+            if tensors.shape(kept).is_some() && tensors.shape(dropped).is_none() {
                 add(dropped, (file, kept.clone()));
             }
         }

@@ -286,7 +286,7 @@ fn files_of_other_names_are_found_or_named() {
     rename("pytorch_model.bin", "model.safetensors.gz");
     refused(dir.path(), &["no model.safetensors, but `model.safetensors.gz`", "unpack it first"]);
     rename("model.safetensors.gz", "gpt2.Q4_1.gguf");
-    refused(dir.path(), &["no model.safetensors, but `gpt2.Q4_1.gguf`", "convert it to safetensors"]);
+    refused(dir.path(), &["no model.safetensors, but `gpt2.Q4_1.gguf`", "give the path of the file"]);
     // A link to a file that was not copied with it.
     #[cfg(unix)]
     {

@@ -5,6 +5,7 @@ mod data;
 mod documents;
 mod families;
 mod found_weights;
+mod gguf;
 mod keeping;
 mod model;
 mod profiles;

@@ -1,0 +1,481 @@
+//! GGUF files, as llama.cpp writes them: a description of the model and its tensors in one file. The
+//! description becomes the fields of a `config.json`, and tensors get the names of Hugging Face's models.
+//!
+//! Files come from anywhere: each length is checked against the file before anything is allocated by it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value, json};
+
+use super::quantized::Encoding;
+use crate::ZooError;
+
+/// The first bytes of a file.
+pub(super) const MAGIC: &[u8; 4] = b"GGUF";
+/// Most bytes of a name, and of a text that is kept.
+const LONGEST_TEXT: u64 = 1 << 16;
+/// Fewest bytes of a tensor's entry, and of a value of the description.
+const LEAST_TENSOR: u64 = 32;
+const LEAST_VALUE: u64 = 13;
+/// Values decoded at a time: whole blocks of every encoding.
+const CHUNK: usize = 1 << 16;
+
+/// An open file whose description is read and whose tensors lie within it.
+#[derive(Debug)]
+pub(super) struct GgufFile {
+    path: PathBuf,
+    file: File,
+    /// The fields of a `config.json`.
+    config: Map<String, Value>,
+    /// Whether queries and keys have values that are rotated together as neighbours.
+    pub(super) interleaves_heads: bool,
+    /// The tensors by the names of Hugging Face's models.
+    tensors: BTreeMap<String, Entry>,
+}
+
+/// A tensor.
+#[derive(Debug)]
+struct Entry {
+    /// The dimensions, the slowest first.
+    shape: Vec<usize>,
+    /// Number of its type.
+    kind: u32,
+    /// Where its data begins in the file.
+    start: u64,
+}
+
+/// A value of the description.
+#[derive(Debug, Clone, PartialEq)]
+enum Field {
+    Number(f64),
+    Flag(bool),
+    Text(String),
+    /// A list, or a text that is too long to be kept.
+    Other,
+}
+
+/// Reads a file from its start on.
+struct Reader<'a> {
+    path: &'a Path,
+    from: BufReader<&'a File>,
+    at: u64,
+    length: u64,
+}
+
+impl Reader<'_> {
+    fn wrong(&self, problem: impl Into<String>) -> ZooError {
+        ZooError::Gguf { path: self.path.to_owned(), problem: problem.into() }
+    }
+
+    /// Checks that so many bytes follow.
+    fn expect(&self, bytes: u64, what: &str) -> Result<(), ZooError> {
+        if bytes > self.length - self.at {
+            let left = self.length - self.at;
+            return Err(
+                self.wrong(format!("claims {bytes} bytes of {what}, and {left} are left in the file"))
+            );
+        }
+        Ok(())
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], ZooError> {
+        self.expect(N as u64, "its description")?;
+        let mut bytes = [0; N];
+        self.from.read_exact(&mut bytes).map_err(ZooError::io("read", self.path))?;
+        self.at += N as u64;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, ZooError> {
+        Ok(u32::from_le_bytes(self.bytes()?))
+    }
+
+    fn u64(&mut self) -> Result<u64, ZooError> {
+        Ok(u64::from_le_bytes(self.bytes()?))
+    }
+
+    fn skip(&mut self, bytes: u64, what: &str) -> Result<(), ZooError> {
+        self.expect(bytes, what)?;
+        let by = i64::try_from(bytes).map_err(|_| self.wrong("is longer than a file can be"))?;
+        self.from.seek_relative(by).map_err(ZooError::io("read", self.path))?;
+        self.at += bytes;
+        Ok(())
+    }
+
+    /// Returns a text; `None`, and skips it, if it is too long to be kept.
+    fn text(&mut self, what: &str) -> Result<Option<String>, ZooError> {
+        let length = self.u64()?;
+        self.expect(length, what)?;
+        if length > LONGEST_TEXT {
+            return self.skip(length, what).map(|()| None);
+        }
+        let mut bytes = vec![0; length as usize];
+        self.from.read_exact(&mut bytes).map_err(ZooError::io("read", self.path))?;
+        self.at += length;
+        String::from_utf8(bytes).map(Some).map_err(|_| self.wrong(format!("has {what} that is no text")))
+    }
+
+    fn name(&mut self, what: &str) -> Result<String, ZooError> {
+        self.text(what)?.ok_or_else(|| self.wrong(format!("has {what} of more than {LONGEST_TEXT} bytes")))
+    }
+
+    /// Returns a value of a type.
+    fn field(&mut self, kind: u32) -> Result<Field, ZooError> {
+        Ok(match kind {
+            0 => Field::Number(self.bytes::<1>()?[0].into()),
+            1 => Field::Number(i8::from_le_bytes(self.bytes()?).into()),
+            2 => Field::Number(u16::from_le_bytes(self.bytes()?).into()),
+            3 => Field::Number(i16::from_le_bytes(self.bytes()?).into()),
+            4 => Field::Number(self.u32()?.into()),
+            5 => Field::Number(i32::from_le_bytes(self.bytes()?).into()),
+            6 => Field::Number(f32::from_le_bytes(self.bytes()?).into()),
+            7 => Field::Flag(self.bytes::<1>()?[0] != 0),
+            8 => self.text("a text")?.map_or(Field::Other, Field::Text),
+            9 => {
+                self.list()?;
+                Field::Other
+            }
+            10 => Field::Number(self.u64()? as f64),
+            11 => Field::Number(i64::from_le_bytes(self.bytes()?) as f64),
+            12 => Field::Number(f64::from_le_bytes(self.bytes()?)),
+            other => return Err(self.wrong(format!("has a value of the unknown type {other}"))),
+        })
+    }
+
+    /// Skips a list.
+    fn list(&mut self) -> Result<(), ZooError> {
+        let (kind, count) = (self.u32()?, self.u64()?);
+        let each = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            10..=12 => 8,
+            8 => {
+                self.expect(count.saturating_mul(8), "a list of texts")?;
+                for _ in 0..count {
+                    let length = self.u64()?;
+                    self.skip(length, "a text")?;
+                }
+                return Ok(());
+            }
+            other => return Err(self.wrong(format!("has a list of the type {other}"))),
+        };
+        self.skip(count.saturating_mul(each), "a list")
+    }
+}
+
+impl GgufFile {
+    /// Opens a file and checks its description and its tensors' places.
+    ///
+    /// Errors: [`ZooError::Io`], [`ZooError::Gguf`], [`ZooError::TensorEntry`]; [`ZooError::JsonField`] for an
+    /// architecture that is not read.
+    pub(super) fn open(path: &Path) -> Result<Self, ZooError> {
+        let file = File::open(path).map_err(ZooError::open(path))?;
+        let length = file.metadata().map_err(ZooError::open(path))?.len();
+        let mut reader = Reader { path, from: BufReader::new(&file), at: 0, length };
+        if &reader.bytes::<4>()? != MAGIC {
+            return Err(reader.wrong("does not begin as a GGUF file"));
+        }
+        let version = reader.u32()?;
+        if !(2..=3).contains(&version) {
+            return Err(reader.wrong(format!("is of version {version}, expected 2 or 3")));
+        }
+        let (tensors, fields) = (reader.u64()?, reader.u64()?);
+        reader.expect(fields.saturating_mul(LEAST_VALUE), "values")?;
+        let mut described = BTreeMap::new();
+        for _ in 0..fields {
+            let (key, kind) = (reader.name("a key")?, reader.u32()?);
+            let value = reader.field(kind)?;
+            if described.insert(key.clone(), value).is_some() {
+                return Err(reader.wrong(format!("has the key `{key}` twice")));
+            }
+        }
+        reader.expect(tensors.saturating_mul(LEAST_TENSOR), "tensors")?;
+        let mut found = BTreeMap::new();
+        for _ in 0..tensors {
+            let (name, entry) = entry(&mut reader)?;
+            if found.insert(name.clone(), entry).is_some() {
+                return Err(reader.wrong(format!("has the tensor `{name}` twice")));
+            }
+        }
+        let alignment = match described.get("general.alignment") {
+            None => 32,
+            Some(Field::Number(n)) if *n >= 1.0 && *n <= 65536.0 && (*n as u64).is_power_of_two() => {
+                *n as u64
+            }
+            Some(_) => return Err(reader.wrong("has a `general.alignment` that is no power of two")),
+        };
+        let data = reader.at.next_multiple_of(alignment);
+        check_places(path, &mut found, (data, length))?;
+        let (config, interleaves_heads) = config(path, &described, &found)?;
+        let tensors = found.into_iter().map(|(name, entry)| (renamed(&name), entry)).collect();
+        Ok(Self { path: path.to_owned(), file, config, interleaves_heads, tensors })
+    }
+
+    pub(super) const fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn names(&self) -> impl Iterator<Item = &String> {
+        self.tensors.keys()
+    }
+
+    pub(super) fn shape(&self, name: &str) -> Option<&[usize]> {
+        Some(&self.tensors.get(name)?.shape)
+    }
+
+    /// Checks that a tensor has this shape and a type that is read.
+    ///
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`], [`ZooError::TensorDtype`].
+    pub(super) fn expect(&self, name: &str, shape: &[usize]) -> Result<Encoding, ZooError> {
+        let (path, tensor) = (self.path.clone(), name.to_owned());
+        let Some(entry) = self.tensors.get(name) else { return Err(ZooError::NoTensor { path, tensor }) };
+        if entry.shape != shape {
+            let (found, expected) = (entry.shape.clone(), shape.to_vec());
+            return Err(ZooError::TensorShape { path, tensor, found, expected });
+        }
+        Encoding::of(entry.kind).ok_or_else(|| ZooError::TensorDtype {
+            path,
+            tensor,
+            found: Encoding::name_of(entry.kind),
+            expected: "F32, F16, BF16, Q8_0, Q4_0 or Q4_1",
+        })
+    }
+
+    /// Reads a tensor as `f32`.
+    ///
+    /// Errors: as [`GgufFile::expect`]; [`ZooError::Io`].
+    pub(super) fn read(&mut self, name: &str, shape: &[usize], out: &mut [f32]) -> Result<(), ZooError> {
+        let encoding = self.expect(name, shape)?;
+        if out.len() != shape.iter().product::<usize>() {
+            let (path, tensor) = (self.path.clone(), name.to_owned());
+            let (found, expected) = (shape.to_vec(), vec![out.len()]);
+            return Err(ZooError::TensorShape { path, tensor, found, expected });
+        }
+        let mut at = self.tensors[name].start;
+        let mut buffer = Vec::new();
+        for part in out.chunks_mut(CHUNK) {
+            buffer.resize(encoding.bytes(part.len() as u64).unwrap_or(0) as usize, 0);
+            let read = self.file.seek(SeekFrom::Start(at)).and_then(|_| self.file.read_exact(&mut buffer));
+            read.map_err(ZooError::io("read", &self.path))?;
+            at += buffer.len() as u64;
+            encoding.decode(&buffer, part);
+        }
+        Ok(())
+    }
+}
+
+/// Reads a tensor's entry. Its start is relative to the data.
+fn entry(reader: &mut Reader<'_>) -> Result<(String, Entry), ZooError> {
+    let (name, dimensions) = (reader.name("the name of a tensor")?, reader.u32()?);
+    let wrong = |problem: String, path: &Path| ZooError::TensorEntry {
+        path: path.to_owned(),
+        tensor: name.clone(),
+        problem,
+    };
+    if !(1..=4).contains(&dimensions) {
+        return Err(wrong(format!("has {dimensions} dimensions, expected 1 to 4"), reader.path));
+    }
+    let mut shape = Vec::new();
+    for _ in 0..dimensions {
+        let length = reader.u64()?;
+        shape.push(
+            usize::try_from(length)
+                .map_err(|_| wrong(format!("has a dimension of {length}"), reader.path))?,
+        );
+    }
+    // The fastest dimension comes first.
+    shape.reverse();
+    let (kind, start) = (reader.u32()?, reader.u64()?);
+    Ok((name, Entry { shape, kind, start }))
+}
+
+/// Checks that tensors lie within the file and do not overlap, and makes their starts those in the file.
+fn check_places(
+    path: &Path,
+    tensors: &mut BTreeMap<String, Entry>,
+    (data, length): (u64, u64),
+) -> Result<(), ZooError> {
+    let mut by_place: Vec<(&String, &mut Entry)> = tensors.iter_mut().collect();
+    by_place.sort_by_key(|(_, entry)| entry.start);
+    let mut end = data;
+    for (name, entry) in by_place {
+        let wrong = |problem: String| {
+            Err(ZooError::TensorEntry { path: path.to_owned(), tensor: name.clone(), problem })
+        };
+        let count = entry.shape.iter().try_fold(1_u64, |all, &length| all.checked_mul(length as u64));
+        let Some(count) = count else { return wrong(format!("has the shape {:?}", entry.shape)) };
+        let Some(start) = data.checked_add(entry.start) else {
+            return wrong(format!("begins at byte {}", entry.start));
+        };
+        if start < end {
+            return wrong("overlaps the one before it".to_owned());
+        }
+        entry.start = start;
+        // Of types that are not read, the length is not known.
+        let Some(encoding) = Encoding::of(entry.kind) else { continue };
+        let row = entry.shape.last().copied().unwrap_or(0) as u64;
+        let Some(bytes) = encoding.bytes(count).filter(|_| encoding.bytes(row).is_some()) else {
+            return wrong(format!("has rows of {row} values, which are no whole blocks of its type"));
+        };
+        end = start.saturating_add(bytes);
+        if end > length {
+            return wrong(format!("ends at byte {end} of {length}: the file is not complete"));
+        }
+    }
+    Ok(())
+}
+
+/// The names of tensors of a block.
+const BLOCK: [(&str, &str); 13] = [
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+    ("attn_qkv", "self_attn.qkv_proj"),
+    ("ffn_gate_inp", "block_sparse_moe.gate"),
+];
+
+/// The names of tensors outside of blocks.
+const OUTSIDE: [(&str, &str); 3] = [
+    ("token_embd.weight", "model.embed_tokens.weight"),
+    ("output_norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+];
+
+/// Returns the name that Hugging Face's models of LLaMA's kind have for a tensor. A name of no such tensor is
+/// returned as it is.
+fn renamed(name: &str) -> String {
+    if let Some((_, known)) = OUTSIDE.iter().find(|(gguf, _)| *gguf == name) {
+        return (*known).to_owned();
+    }
+    let block = || {
+        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+        let (tensor, part) = rest.rsplit_once('.')?;
+        let (_, known) = BLOCK.iter().find(|(gguf, _)| *gguf == tensor)?;
+        Some(format!("model.layers.{layer}.{known}.{part}"))
+    };
+    block().unwrap_or_else(|| name.to_owned())
+}
+
+/// Returns the fields of a `config.json`, and whether heads are interleaved.
+fn config(
+    path: &Path,
+    described: &BTreeMap<String, Field>,
+    tensors: &BTreeMap<String, Entry>,
+) -> Result<(Map<String, Value>, bool), ZooError> {
+    let wrong = |field: &str, found: String, expected: &str| ZooError::JsonField {
+        path: path.to_owned(),
+        field: field.to_owned(),
+        found,
+        expected: expected.to_owned(),
+    };
+    let architecture = match described.get("general.architecture") {
+        Some(Field::Text(found)) => found.as_str(),
+        _ => return Err(wrong("general.architecture", "missing".to_owned(), "a name")),
+    };
+    let known = ["llama", "qwen2", "qwen3"];
+    if !known.contains(&architecture) {
+        let expected = "\"llama\", \"qwen2\" or \"qwen3\"";
+        return Err(wrong("general.architecture", format!("{architecture:?}"), expected));
+    }
+    let field = |name: &str| described.get(&format!("{architecture}.{name}"));
+    let number = |name: &str| match field(name) {
+        None => Ok(None),
+        Some(Field::Number(found)) => Ok(Some(*found)),
+        Some(_) => Err(wrong(&format!("{architecture}.{name}"), "not one number".to_owned(), "one number")),
+    };
+    let whole = |name: &str| -> Result<Value, ZooError> {
+        let found = number(name)?;
+        // Numbers that are not whole are refused where they are read.
+        Ok(found.map_or(Value::Null, |n| {
+            if n.fract() == 0.0 && (0.0..9e15).contains(&n) { json!(n as u64) } else { json!(n) }
+        }))
+    };
+    if number("expert_count")?.is_some_and(|count| count > 0.0) {
+        return Err(wrong(
+            &format!("{architecture}.expert_count"),
+            "above 0".to_owned(),
+            "0: experts are not read",
+        ));
+    }
+    // Frequencies as a tensor: LLaMA 3.1's scaling, whose factors cannot be told from it.
+    if tensors.contains_key("rope_freqs.weight") {
+        let problem = "scales rotary frequencies, which is not read from a GGUF file".to_owned();
+        let tensor = "rope_freqs.weight".to_owned();
+        return Err(ZooError::TensorEntry { path: path.to_owned(), tensor, problem });
+    }
+    let scaling = match field("rope.scaling.type") {
+        None => Value::Null,
+        Some(Field::Text(kind)) if kind == "none" => Value::Null,
+        Some(Field::Text(kind)) => {
+            let mut scaling = Map::new();
+            scaling.insert("rope_type".to_owned(), kind.as_str().into());
+            for (ours, theirs) in [
+                ("factor", "rope.scaling.factor"),
+                ("original_max_position_embeddings", "rope.scaling.original_context_length"),
+                ("attention_factor", "rope.scaling.attn_factor"),
+            ] {
+                if let Some(found) = number(theirs)? {
+                    let value = if ours.starts_with("original") { json!(found as u64) } else { json!(found) };
+                    scaling.insert(ours.to_owned(), value);
+                }
+            }
+            Value::Object(scaling)
+        }
+        Some(_) => return Err(wrong("rope.scaling.type", "no text".to_owned(), "a name")),
+    };
+    let (query, dim) = (number("attention.head_count")?, number("embedding_length")?);
+    let head_dim = match (number("attention.key_length")?, query, dim) {
+        (Some(given), ..) => Some(given),
+        (None, Some(heads), Some(dim)) if heads >= 1.0 => Some((dim / heads).floor()),
+        _ => None,
+    };
+    if let (Some(rotated), Some(head_dim)) = (number("rope.dimension_count")?, head_dim)
+        && (rotated - head_dim).abs() > 0.0
+    {
+        let name = format!("{architecture}.rope.dimension_count");
+        return Err(wrong(&name, rotated.to_string(), "the width of a head"));
+    }
+    let window = whole("attention.sliding_window")?;
+    let vocab = tensors.get("token_embd.weight").and_then(|table| table.shape.first().copied());
+    let mut all = Map::new();
+    for (name, value) in [
+        ("model_type", json!(architecture)),
+        ("hidden_size", whole("embedding_length")?),
+        ("num_hidden_layers", whole("block_count")?),
+        ("intermediate_size", whole("feed_forward_length")?),
+        ("num_attention_heads", whole("attention.head_count")?),
+        ("num_key_value_heads", whole("attention.head_count_kv")?),
+        ("head_dim", head_dim.map_or(Value::Null, |n| json!(n as u64))),
+        ("max_position_embeddings", whole("context_length")?),
+        ("rms_norm_eps", json!(number("attention.layer_norm_rms_epsilon")?)),
+        ("rope_theta", json!(number("rope.freq_base")?)),
+        ("rope_scaling", scaling),
+        ("vocab_size", json!(vocab)),
+        ("tie_word_embeddings", json!(!tensors.contains_key("output.weight"))),
+        ("attention_bias", json!(architecture == "llama" && tensors.contains_key("blk.0.attn_q.bias"))),
+    ] {
+        all.insert(name.to_owned(), value);
+    }
+    if architecture == "llama" && !window.is_null() {
+        all.insert("model_type".to_owned(), json!("mistral"));
+        all.insert("sliding_window".to_owned(), window);
+    }
+    // llama.cpp rotates neighbours in models of this architecture, and halves in the others.
+    Ok((all, architecture == "llama"))
+}

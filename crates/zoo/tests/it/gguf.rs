@@ -1,0 +1,413 @@
+//! GGUF files: models written here as llama.cpp's converter writes them are those of their folders, in every
+//! type of tensor that is read; files that are cut or lie are refused.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use farflung_zoo as zoo;
+use half::{bf16, f16};
+use serde_json::{Map, Value};
+use zoo::weights::{TensorFile, Weights};
+
+/// Folders of models, each with the architecture of its file.
+const MODELS: [(&str, &str); 5] = [
+    ("llama-mha", "llama"),
+    ("llama-gqa-tied", "llama"),
+    ("mistral-window", "llama"),
+    ("qwen2", "qwen2"),
+    ("qwen3", "qwen3"),
+];
+/// Names in a block: those of the file, and those of the folder.
+const BLOCK: [(&str, &str); 11] = [
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
+
+fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families").join(name)
+}
+
+/// A tensor's name, shape and values.
+type Named = (String, Vec<usize>, Vec<f32>);
+
+/// A file in the making.
+#[derive(Default)]
+struct Gguf {
+    fields: Vec<(String, u32, Vec<u8>)>,
+    tensors: Vec<(String, Vec<usize>, u32, Vec<u8>)>,
+}
+
+fn text(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
+}
+
+impl Gguf {
+    fn text(&mut self, key: &str, value: &str) {
+        self.fields.push((key.to_owned(), 8, text(value)));
+    }
+
+    fn u32(&mut self, key: &str, value: &Value) {
+        let value = u32::try_from(value.as_u64().unwrap()).unwrap();
+        self.fields.push((key.to_owned(), 4, value.to_le_bytes().to_vec()));
+    }
+
+    fn f32(&mut self, key: &str, value: &Value) {
+        self.fields.push((key.to_owned(), 6, (value.as_f64().unwrap() as f32).to_le_bytes().to_vec()));
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut out = b"GGUF".to_vec();
+        out.extend(3_u32.to_le_bytes());
+        out.extend((self.tensors.len() as u64).to_le_bytes());
+        out.extend((self.fields.len() as u64).to_le_bytes());
+        for (key, kind, value) in &self.fields {
+            out.extend(text(key));
+            out.extend(kind.to_le_bytes());
+            out.extend(value);
+        }
+        let mut start = 0_u64;
+        for (name, shape, kind, data) in &self.tensors {
+            out.extend(text(name));
+            out.extend((shape.len() as u32).to_le_bytes());
+            shape.iter().rev().for_each(|&length| out.extend((length as u64).to_le_bytes()));
+            out.extend(kind.to_le_bytes());
+            out.extend(start.to_le_bytes());
+            start += (data.len() as u64).next_multiple_of(32);
+        }
+        for (.., data) in &self.tensors {
+            out.resize(out.len().next_multiple_of(32), 0);
+            out.extend(data);
+        }
+        out
+    }
+}
+
+/// Encodes values as a type: its number, the bytes, and what they stand for.
+type Encode = fn(&[f32]) -> (u32, Vec<u8>, Vec<f32>);
+
+fn plain(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    (0, values.iter().flat_map(|x| x.to_le_bytes()).collect(), values.to_vec())
+}
+
+fn f16s(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
+    let bytes = halves.iter().flat_map(|x| x.to_le_bytes()).collect();
+    (1, bytes, halves.into_iter().map(f16::to_f32).collect())
+}
+
+fn bf16s(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    let halves: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+    let bytes = halves.iter().flat_map(|x| x.to_le_bytes()).collect();
+    (30, bytes, halves.into_iter().map(bf16::to_f32).collect())
+}
+
+fn largest(block: &[f32]) -> f32 {
+    block.iter().fold(0.0_f32, |most, x| most.max(x.abs()))
+}
+
+fn q8(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    let (mut bytes, mut meant) = (Vec::new(), Vec::new());
+    for block in values.chunks_exact(32) {
+        let scale = f16::from_f32(largest(block) / 127.0);
+        bytes.extend(scale.to_le_bytes());
+        for x in block {
+            let q =
+                if scale == f16::ZERO { 0 } else { (x / scale.to_f32()).round().clamp(-127.0, 127.0) as i8 };
+            bytes.extend(q.to_le_bytes());
+            meant.push(scale.to_f32() * f32::from(q));
+        }
+    }
+    (8, bytes, meant)
+}
+
+/// Packs 32 numbers of 4 bits: number i is in the low half of byte i, number 16 + i in its high half.
+fn pack(q: &[u8]) -> Vec<u8> {
+    (0..16).map(|i| q[i] | q[16 + i] << 4).collect()
+}
+
+fn four_bits(x: f32) -> u8 {
+    x.round().clamp(0.0, 15.0) as u8
+}
+
+fn q4_0(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    let (mut bytes, mut meant) = (Vec::new(), Vec::new());
+    for block in values.chunks_exact(32) {
+        let scale = f16::from_f32(largest(block) / 7.0);
+        let q: Vec<u8> = block.iter().map(|x| four_bits(x / scale.to_f32() + 8.0)).collect();
+        bytes.extend(scale.to_le_bytes());
+        bytes.extend(pack(&q));
+        meant.extend(q.iter().map(|&q| scale.to_f32() * (f32::from(q) - 8.0)));
+    }
+    (2, bytes, meant)
+}
+
+fn q4_1(values: &[f32]) -> (u32, Vec<u8>, Vec<f32>) {
+    let (mut bytes, mut meant) = (Vec::new(), Vec::new());
+    for block in values.chunks_exact(32) {
+        let least = block.iter().copied().fold(f32::INFINITY, f32::min);
+        let most = block.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let (scale, least) = (f16::from_f32((most - least) / 15.0), f16::from_f32(least));
+        let q: Vec<u8> = block.iter().map(|x| four_bits((x - least.to_f32()) / scale.to_f32())).collect();
+        bytes.extend(scale.to_le_bytes());
+        bytes.extend(least.to_le_bytes());
+        bytes.extend(pack(&q));
+        meant.extend(q.iter().map(|&q| scale.to_f32() * f32::from(q) + least.to_f32()));
+    }
+    (3, bytes, meant)
+}
+
+/// Returns the names, shapes and values of a folder's tensors.
+fn stored(folder: &Path) -> Vec<Named> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if !name.starts_with("model") || !name.ends_with(".safetensors") {
+            continue;
+        }
+        let mut file = TensorFile::open(&path).unwrap();
+        for (name, info) in file.tensors().clone() {
+            let mut values = vec![0.0; info.shape.iter().product()];
+            file.read_f32(&name, &info.shape, &mut values).unwrap();
+            all.push((name, info.shape, values));
+        }
+    }
+    all
+}
+
+/// The order of rows of queries and keys that llama.cpp's converter makes: of each head, row 2i is the one at
+/// i, and row 2i + 1 the one at half + i.
+fn order(rows: usize, heads: usize) -> Vec<usize> {
+    let width = rows / heads;
+    (0..rows).map(|at| at / width * width + at % width / 2 + at % 2 * (width / 2)).collect()
+}
+
+/// Makes the file of a folder. Returns it, and what each tensor is expected to be, by its name in the folder.
+fn written(name: &str, architecture: &str, encode: Encode) -> (Gguf, Vec<Named>) {
+    let folder = folder(name);
+    let config: Map<String, Value> =
+        serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
+    let mut out = Gguf::default();
+    out.text("general.architecture", architecture);
+    let key = |name: &str| format!("{architecture}.{name}");
+    for (gguf, known) in [
+        ("block_count", "num_hidden_layers"),
+        ("embedding_length", "hidden_size"),
+        ("feed_forward_length", "intermediate_size"),
+        ("attention.head_count", "num_attention_heads"),
+        ("attention.head_count_kv", "num_key_value_heads"),
+        ("context_length", "max_position_embeddings"),
+    ] {
+        out.u32(&key(gguf), &config[known]);
+    }
+    if let Some(width) = config.get("head_dim") {
+        out.u32(&key("attention.key_length"), width);
+        out.u32(&key("rope.dimension_count"), width);
+    }
+    if let Some(window) = config.get("sliding_window").filter(|window| !window.is_null()) {
+        out.u32(&key("attention.sliding_window"), window);
+    }
+    out.f32(&key("attention.layer_norm_rms_epsilon"), &config["rms_norm_eps"]);
+    let theta = config.get("rope_theta").or_else(|| config["rope_parameters"].get("rope_theta"));
+    out.f32(&key("rope.freq_base"), theta.unwrap());
+    // A list of texts, as that of a tokenizer, is passed over.
+    let list = [&8_u32.to_le_bytes()[..], &2_u64.to_le_bytes(), &text("a"), &text("bc")].concat();
+    out.fields.push(("tokenizer.ggml.tokens".to_owned(), 9, list));
+    let mut expected = Vec::new();
+    for (known, shape, values) in stored(&folder) {
+        let gguf = match known.as_str() {
+            "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
+            "model.norm.weight" => "output_norm.weight".to_owned(),
+            "lm_head.weight" => "output.weight".to_owned(),
+            inner => {
+                let (layer, rest) = inner.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
+                let (tensor, part) = rest.rsplit_once('.').unwrap();
+                let (gguf, _) = BLOCK.iter().find(|(_, known)| *known == tensor).unwrap();
+                format!("blk.{layer}.{gguf}.{part}")
+            }
+        };
+        let heads = match () {
+            () if architecture != "llama" => None,
+            () if known.contains("q_proj") => config["num_attention_heads"].as_u64(),
+            () if known.contains("k_proj") => config["num_key_value_heads"].as_u64(),
+            () => None,
+        };
+        let width = values.len() / shape[0];
+        let order = order(shape[0], heads.unwrap_or(1) as usize);
+        let order = if heads.is_some() { order } else { (0..shape[0]).collect() };
+        let rows: Vec<f32> =
+            order.iter().flat_map(|row| values[row * width..][..width].iter().copied()).collect();
+        // As there, vectors and rows that are no whole blocks are of the widest type.
+        let is_whole = shape.len() == 2 && width % 32 == 0;
+        let (kind, bytes, meant) = if is_whole { encode(&rows) } else { plain(&rows) };
+        let mut back = vec![0.0; values.len()];
+        for (at, row) in order.into_iter().enumerate() {
+            back[row * width..][..width].copy_from_slice(&meant[at * width..][..width]);
+        }
+        out.tensors.push((gguf, shape.clone(), kind, bytes));
+        expected.push((known, shape, back));
+    }
+    (out, expected)
+}
+
+/// Reads all tensors.
+fn all(path: &Path) -> Vec<(String, Vec<f32>)> {
+    let mut weights = Weights::open(path).unwrap();
+    let tensors = weights.spec().tensors();
+    let read = |spec: zoo::TensorSpec| {
+        let mut values = vec![0.0; spec.count()];
+        weights.tensor(&spec.name, &mut values).unwrap();
+        (spec.name, values)
+    };
+    tensors.into_iter().map(read).collect()
+}
+
+#[test]
+fn a_model_is_that_of_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    for (name, architecture) in MODELS {
+        let (file, _) = written(name, architecture, plain);
+        fs::write(&path, file.bytes()).unwrap();
+        let (found, expected) = (Weights::open(&path).unwrap(), Weights::open(&folder(name)).unwrap());
+        assert_eq!(found.spec(), expected.spec(), "{name}");
+        assert_eq!(all(&path), all(&folder(name)), "{name}");
+    }
+}
+
+#[test]
+fn values_are_those_that_each_type_of_tensor_stands_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, copy) = (dir.path().join("model.gguf"), dir.path().join("copy"));
+    fs::create_dir(&copy).unwrap();
+    for encode in [f16s, bf16s, q8, q4_0, q4_1] as [Encode; 5] {
+        for (name, architecture) in MODELS {
+            let (file, expected) = written(name, architecture, encode);
+            fs::write(&path, file.bytes()).unwrap();
+            // The same values in a folder.
+            let views = expected.iter().map(|(name, shape, values)| {
+                let data = zoo::weights::TensorData::F32(values);
+                zoo::weights::TensorView { name, shape, data }
+            });
+            fs::copy(folder(name).join("config.json"), copy.join("config.json")).unwrap();
+            zoo::weights::write_tensors(
+                &copy.join("model.safetensors"),
+                &views.collect::<Vec<_>>(),
+                &BTreeMap::new(),
+            )
+            .unwrap();
+            assert!(file.tensors.iter().any(|(_, _, kind, _)| *kind != 0), "{name}");
+            assert_eq!(all(&path), all(&copy), "{name}");
+        }
+    }
+}
+
+/// Returns why a file is refused.
+fn refused(bytes: &[u8]) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    fs::write(&path, bytes).unwrap();
+    Weights::open(&path).unwrap_err().to_string()
+}
+
+#[test]
+fn a_file_that_is_cut_anywhere_is_refused() {
+    let (file, _) = written("llama-mha", "llama", plain);
+    let whole = file.bytes();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let data: usize = file.tensors.iter().map(|tensor| tensor.3.len().next_multiple_of(32)).sum();
+    let head = whole.len() - data;
+    for length in (0..head).chain((head..whole.len()).step_by(997)).chain([whole.len() - 1]) {
+        fs::write(&path, &whole[..length]).unwrap();
+        assert!(Weights::open(&path).is_err(), "{length} of {} bytes", whole.len());
+    }
+}
+
+/// No byte of the description makes reading panic or take memory that the file does not have.
+#[test]
+fn a_file_with_a_changed_byte_is_read_or_refused() {
+    let (file, _) = written("qwen3", "qwen3", q8);
+    let whole = file.bytes();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let data: usize = file.tensors.iter().map(|tensor| tensor.3.len().next_multiple_of(32)).sum();
+    let mut refused = 0;
+    for at in 0..whole.len() - data {
+        for to in [0xFF, 0x00, 0x7F] {
+            let mut bytes = whole.clone();
+            bytes[at] = to;
+            fs::write(&path, &bytes).unwrap();
+            let Ok(mut weights) = Weights::open(&path) else {
+                refused += 1;
+                continue;
+            };
+            for spec in weights.spec().tensors() {
+                weights.tensor(&spec.name, &mut vec![0.0; spec.count()]).unwrap();
+            }
+        }
+    }
+    assert!(refused > 1000, "{refused}");
+}
+
+/// A tensor that no model has.
+fn sinks(file: &Gguf) -> (String, Vec<usize>, u32, Vec<u8>) {
+    let (_, shape, kind, data) = file.tensors[0].clone();
+    ("blk.0.attn_sinks".to_owned(), shape, kind, data)
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let make = |change: fn(&mut Gguf)| {
+        let (mut file, _) = written("llama-mha", "llama", plain);
+        change(&mut file);
+        refused(&file.bytes())
+    };
+    for (found, expected) in [
+        (
+            make(|file| file.fields[0].2 = text("gemma")),
+            "general.architecture` is \"gemma\", expected \"llama\"",
+        ),
+        (make(|file| drop(file.fields.remove(0))), "general.architecture` is missing"),
+        (make(|file| file.fields.push(file.fields[1].clone())), "has the key `llama.block_count` twice"),
+        (make(|file| file.fields[1].1 = 13), "unknown type 13"),
+        (make(|file| file.tensors.push(file.tensors[0].clone())), "twice"),
+        (make(|file| file.tensors[3].3.truncate(32)), "overlap"),
+        (make(|file| file.tensors[1].2 = 12), "Q4_K, expected F32, F16, BF16, Q8_0, Q4_0 or Q4_1"),
+        (make(|file| file.tensors[0].0 = "rope_freqs.weight".to_owned()), "scales rotary frequencies"),
+        (
+            make(|file| {
+                let more = sinks(file);
+                file.tensors.push(more);
+            }),
+            "`blk.0.attn_sinks` is not part of the model",
+        ),
+        (make(|file| file.tensors[0].1 = vec![usize::MAX, 9]), "has the shape"),
+        (make(|file| file.u32("llama.expert_count", &8.into())), "experts are not read"),
+        (make(|file| file.fields.remove(1).1 = 0), "num_hidden_layers` is missing"),
+    ] {
+        assert!(found.contains(expected), "{found}\n{expected}");
+    }
+    let (file, _) = written("llama-mha", "llama", plain);
+    let mut bytes = file.bytes();
+    bytes[4] = 1;
+    assert!(refused(&bytes).contains("is of version 1, expected 2 or 3"));
+    for (at, what) in [(8, "bytes of tensors"), (16, "bytes of values")] {
+        let mut bytes = file.bytes();
+        bytes[at..at + 8].copy_from_slice(&(u64::MAX / 2).to_le_bytes());
+        let found = refused(&bytes);
+        assert!(found.contains(what), "{found}");
+    }
+}
