@@ -87,7 +87,7 @@ pub(crate) fn main() -> ExitCode {
         }
         Err(wrong) if wrong.use_stderr() => {
             let text = if args::wants_json(std::env::args_os().skip(1)) {
-                json(&args::said(&wrong), &[], 2) + "\n"
+                json(&args::said(&wrong), &[], None, 2) + "\n"
             } else {
                 styled(&wrong.render(), terminal::stderr_is_terminal())
             };
@@ -156,16 +156,23 @@ fn print_error(error: &Error) {
 fn described(error: &Error, as_json: bool) -> String {
     let causes = error.causes();
     if as_json {
-        return json(&error.to_string(), &causes, error.exit_code().into()) + "\n";
+        return json(&error.to_string(), &causes, error.advice(), error.exit_code()) + "\n";
     }
     let mut lines = format!("error: {error}\n");
     for cause in &causes {
         lines.extend(["  cause: ", cause, "\n"]);
     }
+    if let Some(advice) = error.advice() {
+        lines.extend(["  advice: ", advice, "\n"]);
+    }
     lines
 }
 
 /// Returns an error as one line of JSON.
-fn json(error: &str, causes: &[String], exit_code: i32) -> String {
-    serde_json::json!({ "error": error, "causes": causes, "exit_code": exit_code }).to_string()
+fn json(error: &str, causes: &[String], advice: Option<&str>, exit_code: u8) -> String {
+    let mut object = serde_json::json!({ "error": error, "causes": causes, "exit_code": exit_code });
+    if let Some(advice) = advice {
+        object["advice"] = advice.into();
+    }
+    object.to_string()
 }

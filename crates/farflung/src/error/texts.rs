@@ -1,5 +1,7 @@
 //! Texts of errors, and parts of them.
 
+use farflung_comm::CommError;
+
 use super::Error;
 
 /// Returns a text on the ranks whose own gradients are not finite.
@@ -51,6 +53,15 @@ impl Error {
         }
         causes
     }
+
+    /// Returns what the user may do about the error, if its text and its causes do not say so.
+    #[must_use]
+    pub fn advice(&self) -> Option<&'static str> {
+        let Self::PeerLost { source, .. } = self else { return None };
+        let is_silent = matches!(source.downcast_ref(), Some(CommError::Deadline { .. }));
+        is_silent
+            .then_some("if it is alive, its message needs longer: give a longer --deadline or faster links")
+    }
 }
 
 /// Returns an error and its causes on one line.
@@ -68,15 +79,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_silent_peer_may_be_slow() {
+        let lost = |error: CommError| Error::from(error).advice();
+        let peer = farflung_base::PeerId(1);
+        let after = farflung_base::Nanos(1);
+        let advice = lost(CommError::Deadline { op: "recv", peer, after, cause: None }).unwrap();
+        assert!(advice.contains("--deadline"), "{advice}");
+        assert_eq!(lost(CommError::Deadlock { op: "recv", peer }), None);
+    }
+
+    #[test]
     fn each_cause_is_told_once() {
         let missing = Error::from(Weights::open(Path::new("no-such-folder")).unwrap_err());
         assert_eq!(missing.to_string(), "failed to read `no-such-folder/config.json`");
         assert_eq!((missing.causes().len(), causes(&missing).matches(&missing.causes()[0]).count()), (1, 1));
         // A message that contains its cause.
-        let coder = farflung_comm::CommError::Coder {
-            op: "send",
-            source: std::sync::Arc::new(io::Error::other("too long")),
-        };
+        let coder =
+            CommError::Coder { op: "send", source: std::sync::Arc::new(io::Error::other("too long")) };
         assert_eq!(causes(&Error::Comm(coder)).matches("too long").count(), 1);
     }
 }
