@@ -4,6 +4,7 @@
 pub mod access;
 pub mod checkpoint;
 pub mod config;
+pub mod convert;
 pub mod corpus;
 pub mod data_notes;
 pub mod diff;

@@ -273,8 +273,14 @@ impl ModelSource {
         }
     }
 
+    /// Returns whether the files beside the weights are the model's, and not those of others in the folder.
+    #[must_use]
+    pub fn has_own_folder(&self) -> bool {
+        !self.path.is_file() || FileKind::of_file(&self.path) != Some(FileKind::Gguf)
+    }
+
     fn tokenizer_files(&self) -> Result<TokenizerFiles> {
-        if self.path.is_file() && FileKind::of_file(&self.path) == Some(FileKind::Gguf) {
+        if !self.has_own_folder() {
             let difference = "a tokenizer in a GGUF file is not read".to_owned();
             return Ok(TokenizerFiles::Other { file: "that of the GGUF file", difference });
         }

@@ -88,6 +88,22 @@ impl Progress {
         }
     }
 
+    /// Shows that the part of this number is done, of work that is no training, after so many seconds. Lines
+    /// are shown only if it takes long.
+    pub fn part(&mut self, what: &str, done: u64, wall_s: f64) {
+        match &mut self.view {
+            View::Bar(bar) => {
+                bar.set_position(done);
+                bar.set_message(what.to_owned());
+            }
+            View::Lines { last } if wall_s - last.unwrap_or(0.0) >= LINE_EVERY_S => {
+                *last = Some(wall_s);
+                terminal::write_stderr(format!("{what} {done}/{}\n", self.total));
+            }
+            View::Lines { .. } | View::Nothing => {}
+        }
+    }
+
     /// Shows a line between steps, for example that a checkpoint was saved.
     pub fn note(&self, text: &str) {
         match &self.view {

@@ -4,6 +4,7 @@
 
 mod args;
 mod compress;
+mod convert;
 mod devices;
 mod diff;
 mod eval;
@@ -56,6 +57,7 @@ enum Command {
     Watch(watch::WatchCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
+    Convert(convert::ConvertCommand),
     Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
     Plan(plan::PlanCommand),
@@ -112,6 +114,7 @@ impl Cli {
             Command::Watch(command) => command.run(),
             Command::Generate(command) => command.run(),
             Command::Eval(command) => command.run(),
+            Command::Convert(command) => command.run(),
             Command::Compress(command) => command.run(),
             Command::Schedule(command) => command.run(),
             Command::Plan(command) => command.run(),

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 /// What a path of a model should be.
-const MODEL: &str = "a folder with config.json and model.safetensors, a checkpoint, or a run's folder";
+const MODEL: &str =
+    "a folder with config.json and model.safetensors, a GGUF file, a checkpoint, or a run's folder";
 /// What a path of `--resume` should be.
 const CHECKPOINT: &str = "a checkpoint such as runs/nano-1/step-00000100, or a run's folder";
 
@@ -48,6 +49,24 @@ pub enum ModelError {
         given: usize,
         /// The value of the weights.
         weights: usize,
+    },
+    /// The folder to which a model is to be written has something in it already.
+    #[error("`{}` exists already and is not an empty folder: give a new one", path.display())]
+    NotNew {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A value is too large for the type in which it is to be written.
+    #[error(
+        "tensor `{tensor}`: its element {index} is {value}, and f16 ends at 65504: give `--dtype bf16` or `--dtype f32`"
+    )]
+    TooLarge {
+        /// The tensor.
+        tensor: String,
+        /// Number of the element.
+        index: usize,
+        /// The element.
+        value: f32,
     },
     /// The model's own tokenizer cannot be used.
     #[error(

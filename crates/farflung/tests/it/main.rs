@@ -6,6 +6,7 @@ mod child;
 mod cli;
 mod clusters;
 mod combinations;
+mod convert;
 mod data_sources;
 mod device;
 mod disks;

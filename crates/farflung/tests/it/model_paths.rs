@@ -171,7 +171,7 @@ fn what_is_no_model_is_refused_with_what_to_do() {
         fs::write(at(file), "PK\x03\x04\0\0").unwrap();
     }
     fs::write(at("begun/config.toml"), "").unwrap();
-    let folder = "expected a folder with config.json and model.safetensors, a checkpoint, or a run's folder";
+    let folder = "expected a folder with config.json and model.safetensors, a GGUF file, a checkpoint, or a run's folder";
     fs::create_dir(at("adapter")).unwrap();
     fs::copy(at("lone/model.safetensors"), at("adapter/adapter_model.safetensors")).unwrap();
     let cases: [(&str, &[&str]); 16] = [

@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use super::dtype::Dtype;
+
 /// Values of a block.
 const BLOCK: usize = 32;
 
@@ -38,6 +40,15 @@ impl Encoding {
             "Q4_1" => Self::Q4One,
             _ => return None,
         })
+    }
+
+    /// Returns the type that has all values of this one.
+    pub(super) const fn exact(self) -> Dtype {
+        match self {
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::Bf16,
+            Self::F32 | Self::Q8Zero | Self::Q4Zero | Self::Q4One => Dtype::F32,
+        }
     }
 
     /// Returns the name of a type, read or not.

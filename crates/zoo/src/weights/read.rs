@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::config_json::{config_from_bytes, config_of, read_config};
+use super::dtype::Dtype;
 use super::files;
 use super::gguf::GgufFile;
 use super::layout::{Layout, StoredForm};
@@ -26,6 +27,7 @@ pub struct Weights {
     /// For each tensor of the model: how it is stored.
     tensors: BTreeMap<String, Stored>,
     lacks_biases: bool,
+    dtype: Dtype,
 }
 
 /// How a tensor of the model is stored.
@@ -106,7 +108,7 @@ impl Weights {
         let [table, head] = spec.names.table_and_head();
         let tied = spec.head == HeadSpec::Tied;
         let columns = columns(&spec, &files);
-        let (mut tensors, mut copies) = (BTreeMap::new(), Vec::new());
+        let (mut tensors, mut copies, mut dtypes) = (BTreeMap::new(), Vec::new(), Vec::new());
         for spec in all {
             let mut stored = found.remove(&spec.name).unwrap_or_default();
             if tied && spec.name == table {
@@ -114,7 +116,7 @@ impl Weights {
             }
             let shape = layout.shape(&spec);
             for (file, name) in &stored {
-                files[*file].expect_f32(name, &shape)?;
+                dtypes.push(files[*file].expect_f32(name, &shape)?);
             }
             let mut stored = stored.into_iter();
             let first = stored.next();
@@ -136,7 +138,9 @@ impl Weights {
             let problem = "is not part of the model that is described".to_owned();
             return Err(ZooError::TensorEntry { path, tensor, problem });
         }
-        let mut this = Self { spec, files, tensors, lacks_biases };
+        let first = dtypes.first().copied().unwrap_or_default();
+        let dtype = if dtypes.iter().all(|dtype| *dtype == first) { first } else { Dtype::F32 };
+        let mut this = Self { spec, files, tensors, lacks_biases, dtype };
         copies.iter().try_for_each(|(name, copy)| this.check_copy(name, copy))?;
         Ok(this)
     }
@@ -151,6 +155,12 @@ impl Weights {
     #[must_use]
     pub const fn lacks_biases(&self) -> bool {
         self.lacks_biases
+    }
+
+    /// Returns the narrowest type that has all values of all tensors.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
     }
 
     /// Reads the tensor of this name (from [`ModelSpec::tensors`]) as `f32`.

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use super::dtype::Dtype;
 use super::gguf::GgufFile;
+use super::quantized::Encoding;
 use super::tensors::TensorFile;
 use crate::ZooError;
 
@@ -47,13 +49,13 @@ impl SourceFile {
         }
     }
 
-    /// Checks that a tensor has this shape and a type that is read.
+    /// Checks that a tensor has this shape and a type that is read. Returns the type that has all its values.
     ///
     /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`], [`ZooError::TensorDtype`].
-    pub(super) fn expect_f32(&self, name: &str, shape: &[usize]) -> Result<(), ZooError> {
+    pub(super) fn expect_f32(&self, name: &str, shape: &[usize]) -> Result<Dtype, ZooError> {
         match self {
-            Self::Safetensors(file) => file.expect_f32(name, shape).map(drop),
-            Self::Gguf(file) => file.expect(name, shape).map(drop),
+            Self::Safetensors(file) => file.expect_f32(name, shape),
+            Self::Gguf(file) => file.expect(name, shape).map(Encoding::exact),
         }
     }
 

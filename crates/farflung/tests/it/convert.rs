@@ -1,0 +1,237 @@
+//! `farflung convert`: a run's checkpoint, a folder in shards and a GGUF file become folders of the same model;
+//! what cannot be written changes nothing.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+use farflung::zoo::ModelSpec;
+use farflung::zoo::weights::{Dtype, TensorFile, Weights, WriteOptions, write};
+use serde_json::{Value, json};
+
+use crate::tiny::{Run, farflung};
+
+fn output(run: &Run, args: &str) -> Output {
+    farflung().current_dir(run.at("")).args(args.split_whitespace()).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[track_caller]
+fn json_of(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", stderr(output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[track_caller]
+fn refused(output: &Output, expected: &str) {
+    let said = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains(expected), "{said} / {expected}");
+}
+
+fn llama() -> ModelSpec {
+    let text = json!({
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 8,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    });
+    farflung::zoo::weights::config_from_text(Path::new("config.json"), &text.to_string()).unwrap()
+}
+
+/// Writes a model to a folder; `change` may change a tensor.
+fn write_model(folder: &Path, options: WriteOptions, change: impl Fn(usize, &mut [f32])) {
+    write(folder, &llama(), options, |index, spec, out| {
+        spec.fill(5, index, out);
+        change(index, out);
+        Ok::<_, farflung::zoo::ZooError>(())
+    })
+    .unwrap();
+}
+
+/// Reads all tensors of a model.
+fn all(path: &Path) -> BTreeMap<String, Vec<f32>> {
+    let mut weights = Weights::open(path).unwrap();
+    let tensors = weights.spec().tensors();
+    let read = |spec: farflung::zoo::TensorSpec| {
+        let mut values = vec![0.0; spec.count()];
+        weights.tensor(&spec.name, &mut values).unwrap();
+        (spec.name, values)
+    };
+    tensors.into_iter().map(read).collect()
+}
+
+/// Returns the bytes of a GGUF file with the values of a folder, in their order there.
+fn gguf(folder: &Path) -> Vec<u8> {
+    const BLOCK: [(&str, &str); 9] = [
+        ("attn_norm", "input_layernorm"),
+        ("attn_q", "self_attn.q_proj"),
+        ("attn_k", "self_attn.k_proj"),
+        ("attn_v", "self_attn.v_proj"),
+        ("attn_output", "self_attn.o_proj"),
+        ("ffn_norm", "post_attention_layernorm"),
+        ("ffn_gate", "mlp.gate_proj"),
+        ("ffn_up", "mlp.up_proj"),
+        ("ffn_down", "mlp.down_proj"),
+    ];
+    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let mut fields = vec![("general.architecture".to_owned(), 8_u32, text("llama"))];
+    for (key, value) in [
+        ("block_count", 2_u32),
+        ("embedding_length", 16),
+        ("feed_forward_length", 24),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+        ("context_length", 8),
+    ] {
+        fields.push((format!("llama.{key}"), 4, value.to_le_bytes().to_vec()));
+    }
+    for (key, value) in [("attention.layer_norm_rms_epsilon", 1e-5_f32), ("rope.freq_base", 10000.0)] {
+        fields.push((format!("llama.{key}"), 6, value.to_le_bytes().to_vec()));
+    }
+    let mut file = TensorFile::open(&folder.join("model.safetensors")).unwrap();
+    let (mut entries, mut data, mut count) = (Vec::new(), Vec::new(), 0_u64);
+    for (known, info) in file.tensors().clone() {
+        let mut values = vec![0.0; info.shape.iter().product()];
+        file.read_f32(&known, &info.shape, &mut values).unwrap();
+        let name = match known.as_str() {
+            "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
+            "model.norm.weight" => "output_norm.weight".to_owned(),
+            inner => {
+                let (layer, rest) = inner.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
+                let tensor = rest.strip_suffix(".weight").unwrap();
+                let (gguf, _) = BLOCK.iter().find(|(_, known)| *known == tensor).unwrap();
+                format!("blk.{layer}.{gguf}.weight")
+            }
+        };
+        data.resize(data.len().next_multiple_of(32), 0);
+        entries.extend(text(&name));
+        entries.extend((info.shape.len() as u32).to_le_bytes());
+        info.shape.iter().rev().for_each(|&length| entries.extend((length as u64).to_le_bytes()));
+        entries.extend(0_u32.to_le_bytes());
+        entries.extend((data.len() as u64).to_le_bytes());
+        data.extend(values.iter().flat_map(|x| x.to_le_bytes()));
+        count += 1;
+    }
+    let mut out = b"GGUF\x03\0\0\0".to_vec();
+    out.extend(count.to_le_bytes());
+    out.extend((fields.len() as u64).to_le_bytes());
+    for (key, kind, value) in fields {
+        out.extend(text(&key));
+        out.extend(kind.to_le_bytes());
+        out.extend(value);
+    }
+    out.extend(entries);
+    out.resize(out.len().next_multiple_of(32), 0);
+    out.extend(data);
+    out
+}
+
+#[test]
+fn a_run_becomes_a_folder_that_training_starts_from() {
+    let run = Run::new();
+    let trained = farflung()
+        .args(run.args("--steps 2 --workers 1 --out out"))
+        .current_dir(run.at(""))
+        .output()
+        .unwrap();
+    assert!(trained.status.success(), "{}", stderr(&trained));
+    let written = json_of(&output(&run, "convert out model --json"));
+    assert_eq!((&written["dtype"], &written["copied"]), (&json!("f32"), &json!([])));
+    assert_eq!(all(&run.at("model")), all(&run.at("out/step-00000002")));
+    let eval = |path: &str| {
+        json_of(&output(&run, &format!("eval {path} --data text.txt --batches 1 --tokenizer byte --json")))["loss"]
+            .as_f64()
+            .unwrap()
+    };
+    assert_eq!(eval("model").to_bits(), eval("out").to_bits());
+    // Half precision is as near as it can be.
+    json_of(&output(&run, "convert model half --dtype bf16 --shard-mb 1 --json"));
+    let (exact, half) = (all(&run.at("model")), all(&run.at("half")));
+    for (name, values) in &exact {
+        let off = |(a, b): (&f32, &f32)| (a - b).abs() <= a.abs() / 256.0;
+        assert!(values.iter().zip(&half[name]).all(off), "{name}");
+    }
+    assert!((eval("half") / eval("model") - 1.0).abs() < 1e-2);
+}
+
+#[test]
+fn types_and_shards_are_the_sources_or_those_that_are_asked_for() {
+    let run = Run::new();
+    let half = WriteOptions { dtype: Dtype::Bf16, shard_bytes: Some(4000) };
+    write_model(&run.at("shards"), half, |_, _| ());
+    fs::write(run.at("shards/tokenizer_config.json"), "{}").unwrap();
+    fs::write(run.at("shards/notes.txt"), "mine").unwrap();
+    let said = output(&run, "convert shards one");
+    assert!(said.status.success(), "{}", stderr(&said));
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.starts_with("one: ") && said.ends_with("as bf16, with tokenizer_config.json\n"), "{said}");
+    assert!(run.at("one/tokenizer_config.json").exists() && !run.at("one/notes.txt").exists());
+    assert_eq!(all(&run.at("one")), all(&run.at("shards")));
+    let config = |name: &str| fs::read_to_string(run.at(name).join("config.json")).unwrap();
+    assert_eq!(config("one"), config("shards"));
+    // The same file as was written in one piece.
+    write_model(&run.at("expected"), WriteOptions { shard_bytes: None, ..half }, |_, _| ());
+    let bytes = |name: &str| fs::read(run.at(name).join("model.safetensors")).unwrap();
+    assert_eq!(bytes("one"), bytes("expected"));
+}
+
+#[test]
+fn a_gguf_file_becomes_a_folder_of_the_same_model() {
+    let run = Run::new();
+    write_model(&run.at("source"), WriteOptions::default(), |_, _| ());
+    fs::write(run.at("model.gguf"), gguf(&run.at("source"))).unwrap();
+    // Such a file in a folder with a tokenizer of others.
+    fs::write(run.at("tokenizer.json"), "{}").unwrap();
+    fs::write(run.at("rows.json"), r#"{"input_ids": [[1, 2, 3, 60, 5, 6, 7, 8]]}"#).unwrap();
+    let written = json_of(&output(&run, "convert model.gguf folder --json"));
+    assert_eq!((&written["dtype"], &written["copied"]), (&json!("f32"), &json!([])));
+    let eval = |path: &str| json_of(&output(&run, &format!("eval {path} --tokens rows.json --json")));
+    assert_eq!(eval("model.gguf"), eval("folder"));
+    // Only the order of queries and keys differs, which changes what the model computes.
+    assert_eq!(all(&run.at("folder")).len(), all(&run.at("source")).len());
+    assert_ne!(eval("folder"), eval("source"));
+    // It is trained in a pipeline.
+    let flags = "--stages 2 --workers 2 --batch 1 --steps 2 --warmup 0 --sample-tokens 0 --threads 1";
+    let tuned =
+        output(&run, &format!("train --init-from model.gguf --tokens rows.json --out tuned {flags} --json"));
+    assert!(json_of(&tuned)["val_loss"].as_f64().is_some());
+    assert!(stderr(&tuned).contains("that of the GGUF file"), "{}", stderr(&tuned));
+}
+
+#[test]
+fn what_cannot_be_written_changes_nothing() {
+    let run = Run::new();
+    write_model(&run.at("model"), WriteOptions::default(), |_, _| ());
+    refused(&output(&run, "convert nowhere new"), "there is no file or folder `nowhere`");
+    refused(&output(&run, "convert model model"), "`model` exists already and is not an empty folder");
+    refused(&output(&run, "convert model text.txt"), "`text.txt` exists already");
+    refused(&output(&run, "convert model new --dtype int8"), "int8");
+    refused(&output(&run, "convert model new --shard-mb 0"), "--shard-mb");
+    write_model(&run.at("large"), WriteOptions::default(), |index, out| {
+        if index == 3 {
+            out[7] = 70000.0;
+        }
+    });
+    refused(&output(&run, "convert large new --dtype f16"), "its element 7 is 70000, and f16 ends at 65504");
+    write_model(&run.at("broken"), WriteOptions::default(), |index, out| {
+        if index == 4 {
+            out[2] = f32::NAN;
+        }
+    });
+    let said = output(&run, "convert broken new");
+    assert!(!said.status.success() && stderr(&said).contains("its element 2 is NaN"), "{}", stderr(&said));
+    let left: Vec<_> = fs::read_dir(run.at("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| name != "new" && name != ".new.tmp"), "{left:?}");
+    // An empty folder is as good as none, and what an attempt that was killed left is removed.
+    fs::create_dir_all(run.at(".new.tmp/x")).unwrap();
+    fs::create_dir(run.at("new")).unwrap();
+    assert!(output(&run, "convert model new").status.success());
+    assert_eq!(all(&run.at("new")), all(&run.at("model")));
+    assert!(!run.at(".new.tmp").exists() && !run.at("new/x").exists());
+}
