@@ -5,6 +5,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use farflung_zoo::weights::{Dtype, WriteOptions, write};
+use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 use crate::model_source::ModelSource;
@@ -78,6 +79,7 @@ pub fn convert(
         wrote(index as u64 + 1, count);
         Ok(())
     });
+    let result = result.and_then(|()| keep_token_ids(&partial, weights.token_ids()));
     let copied = result.and_then(|()| copy_beside(from, &partial)).and_then(|copied| {
         fs::rename(&partial, to).map_err(Error::io("rename to", to))?;
         Ok(copied)
@@ -107,6 +109,16 @@ fn partial(to: &Path) -> Result<PathBuf> {
     }
     fs::create_dir_all(&partial).map_err(Error::io("create folder", &partial))?;
     Ok(partial)
+}
+
+/// Puts the source's ids of tokens into the configuration that was written.
+fn keep_token_ids(folder: &Path, ids: &Map<String, Value>) -> Result<()> {
+    let path = folder.join("config.json");
+    let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+    let mut config: Map<String, Value> =
+        serde_json::from_str(&text).expect("the configuration was just written");
+    config.extend(ids.clone());
+    fs::write(&path, format!("{:#}\n", Value::Object(config))).map_err(Error::io("write", &path))
 }
 
 /// Copies the files beside the weights. Returns their names.

@@ -91,6 +91,7 @@ fn gguf(folder: &Path) -> Vec<u8> {
     ] {
         fields.push((format!("llama.{key}"), 4, value.to_le_bytes().to_vec()));
     }
+    fields.push(("tokenizer.ggml.eos_token_id".to_owned(), 4, 9_u32.to_le_bytes().to_vec()));
     for (key, value) in [("attention.layer_norm_rms_epsilon", 1e-5_f32), ("rope.freq_base", 10000.0)] {
         fields.push((format!("llama.{key}"), 6, value.to_le_bytes().to_vec()));
     }
@@ -166,6 +167,9 @@ fn types_and_shards_are_the_sources_or_those_that_are_asked_for() {
     let half = WriteOptions { dtype: Dtype::Bf16, shard_bytes: Some(4000) };
     write_model(&run.at("shards"), half, |_, _| ());
     fs::write(run.at("shards/tokenizer_config.json"), "{}").unwrap();
+    let described = fs::read_to_string(run.at("shards/config.json")).unwrap();
+    let described = described.replacen('{', "{\"eos_token_id\": [2, 7], \"pad_token_id\": null,", 1);
+    fs::write(run.at("shards/config.json"), described).unwrap();
     fs::write(run.at("shards/notes.txt"), "mine").unwrap();
     let said = output(&run, "convert shards one");
     assert!(said.status.success(), "{}", stderr(&said));
@@ -173,7 +177,9 @@ fn types_and_shards_are_the_sources_or_those_that_are_asked_for() {
     assert!(said.starts_with("one: ") && said.ends_with("as bf16, with tokenizer_config.json\n"), "{said}");
     assert!(run.at("one/tokenizer_config.json").exists() && !run.at("one/notes.txt").exists());
     assert_eq!(all(&run.at("one")), all(&run.at("shards")));
-    let config = |name: &str| fs::read_to_string(run.at(name).join("config.json")).unwrap();
+    let config = |name: &str| -> Value {
+        serde_json::from_slice(&fs::read(run.at(name).join("config.json")).unwrap()).unwrap()
+    };
     assert_eq!(config("one"), config("shards"));
     // The same file as was written in one piece.
     write_model(&run.at("expected"), WriteOptions { shard_bytes: None, ..half }, |_, _| ());
@@ -191,6 +197,8 @@ fn a_gguf_file_becomes_a_folder_of_the_same_model() {
     fs::write(run.at("rows.json"), r#"{"input_ids": [[1, 2, 3, 60, 5, 6, 7, 8]]}"#).unwrap();
     let written = json_of(&output(&run, "convert model.gguf folder --json"));
     assert_eq!((&written["dtype"], &written["copied"]), (&json!("f32"), &json!([])));
+    let config: Value = serde_json::from_slice(&fs::read(run.at("folder/config.json")).unwrap()).unwrap();
+    assert_eq!(config["eos_token_id"], 9);
     let eval = |path: &str| json_of(&output(&run, &format!("eval {path} --tokens rows.json --json")));
     assert_eq!(eval("model.gguf"), eval("folder"));
     // Only the order of queries and keys differs, which changes what the model computes.

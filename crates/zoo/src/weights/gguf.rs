@@ -3,15 +3,18 @@
 //!
 //! Files come from anywhere: each length is checked against the file before anything is allocated by it.
 
+mod description;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::quantized::Encoding;
 use crate::ZooError;
+use description::{Description, Field, renamed};
 
 /// The first bytes of a file.
 pub(super) const MAGIC: &[u8; 4] = b"GGUF";
@@ -45,16 +48,6 @@ struct Entry {
     kind: u32,
     /// Where its data begins in the file.
     start: u64,
-}
-
-/// A value of the description.
-#[derive(Debug, Clone, PartialEq)]
-enum Field {
-    Number(f64),
-    Flag(bool),
-    Text(String),
-    /// A list, or a text that is too long to be kept.
-    Other,
 }
 
 /// Reads a file from its start on.
@@ -210,7 +203,9 @@ impl GgufFile {
         };
         let data = reader.at.next_multiple_of(alignment);
         check_places(path, &mut found, (data, length))?;
-        let (config, interleaves_heads) = config(path, &described, &found)?;
+        let rows = |name: &str| found.get(name).and_then(|entry| entry.shape.first().copied());
+        let description = Description::new(path, &described, &rows)?;
+        let (config, interleaves_heads) = (description.config()?, description.interleaves_heads());
         let tensors = found.into_iter().map(|(name, entry)| (renamed(&name), entry)).collect();
         Ok(Self { path: path.to_owned(), file, config, interleaves_heads, tensors })
     }
@@ -331,151 +326,4 @@ fn check_places(
         }
     }
     Ok(())
-}
-
-/// The names of tensors of a block.
-const BLOCK: [(&str, &str); 13] = [
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-    ("attn_qkv", "self_attn.qkv_proj"),
-    ("ffn_gate_inp", "block_sparse_moe.gate"),
-];
-
-/// The names of tensors outside of blocks.
-const OUTSIDE: [(&str, &str); 3] = [
-    ("token_embd.weight", "model.embed_tokens.weight"),
-    ("output_norm.weight", "model.norm.weight"),
-    ("output.weight", "lm_head.weight"),
-];
-
-/// Returns the name that Hugging Face's models of LLaMA's kind have for a tensor. A name of no such tensor is
-/// returned as it is.
-fn renamed(name: &str) -> String {
-    if let Some((_, known)) = OUTSIDE.iter().find(|(gguf, _)| *gguf == name) {
-        return (*known).to_owned();
-    }
-    let block = || {
-        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
-        let (tensor, part) = rest.rsplit_once('.')?;
-        let (_, known) = BLOCK.iter().find(|(gguf, _)| *gguf == tensor)?;
-        Some(format!("model.layers.{layer}.{known}.{part}"))
-    };
-    block().unwrap_or_else(|| name.to_owned())
-}
-
-/// Returns the fields of a `config.json`, and whether heads are interleaved.
-fn config(
-    path: &Path,
-    described: &BTreeMap<String, Field>,
-    tensors: &BTreeMap<String, Entry>,
-) -> Result<(Map<String, Value>, bool), ZooError> {
-    let wrong = |field: &str, found: String, expected: &str| ZooError::JsonField {
-        path: path.to_owned(),
-        field: field.to_owned(),
-        found,
-        expected: expected.to_owned(),
-    };
-    let architecture = match described.get("general.architecture") {
-        Some(Field::Text(found)) => found.as_str(),
-        _ => return Err(wrong("general.architecture", "missing".to_owned(), "a name")),
-    };
-    let known = ["llama", "qwen2", "qwen3"];
-    if !known.contains(&architecture) {
-        let expected = "\"llama\", \"qwen2\" or \"qwen3\"";
-        return Err(wrong("general.architecture", format!("{architecture:?}"), expected));
-    }
-    let field = |name: &str| described.get(&format!("{architecture}.{name}"));
-    let number = |name: &str| match field(name) {
-        None => Ok(None),
-        Some(Field::Number(found)) => Ok(Some(*found)),
-        Some(_) => Err(wrong(&format!("{architecture}.{name}"), "not one number".to_owned(), "one number")),
-    };
-    let whole = |name: &str| -> Result<Value, ZooError> {
-        let found = number(name)?;
-        // Numbers that are not whole are refused where they are read.
-        Ok(found.map_or(Value::Null, |n| {
-            if n.fract() == 0.0 && (0.0..9e15).contains(&n) { json!(n as u64) } else { json!(n) }
-        }))
-    };
-    if number("expert_count")?.is_some_and(|count| count > 0.0) {
-        return Err(wrong(
-            &format!("{architecture}.expert_count"),
-            "above 0".to_owned(),
-            "0: experts are not read",
-        ));
-    }
-    // Frequencies as a tensor: LLaMA 3.1's scaling, whose factors cannot be told from it.
-    if tensors.contains_key("rope_freqs.weight") {
-        let problem = "scales rotary frequencies, which is not read from a GGUF file".to_owned();
-        let tensor = "rope_freqs.weight".to_owned();
-        return Err(ZooError::TensorEntry { path: path.to_owned(), tensor, problem });
-    }
-    let scaling = match field("rope.scaling.type") {
-        None => Value::Null,
-        Some(Field::Text(kind)) if kind == "none" => Value::Null,
-        Some(Field::Text(kind)) => {
-            let mut scaling = Map::new();
-            scaling.insert("rope_type".to_owned(), kind.as_str().into());
-            for (ours, theirs) in [
-                ("factor", "rope.scaling.factor"),
-                ("original_max_position_embeddings", "rope.scaling.original_context_length"),
-                ("attention_factor", "rope.scaling.attn_factor"),
-            ] {
-                if let Some(found) = number(theirs)? {
-                    let value = if ours.starts_with("original") { json!(found as u64) } else { json!(found) };
-                    scaling.insert(ours.to_owned(), value);
-                }
-            }
-            Value::Object(scaling)
-        }
-        Some(_) => return Err(wrong("rope.scaling.type", "no text".to_owned(), "a name")),
-    };
-    let (query, dim) = (number("attention.head_count")?, number("embedding_length")?);
-    let head_dim = match (number("attention.key_length")?, query, dim) {
-        (Some(given), ..) => Some(given),
-        (None, Some(heads), Some(dim)) if heads >= 1.0 => Some((dim / heads).floor()),
-        _ => None,
-    };
-    if let (Some(rotated), Some(head_dim)) = (number("rope.dimension_count")?, head_dim)
-        && (rotated - head_dim).abs() > 0.0
-    {
-        let name = format!("{architecture}.rope.dimension_count");
-        return Err(wrong(&name, rotated.to_string(), "the width of a head"));
-    }
-    let window = whole("attention.sliding_window")?;
-    let vocab = tensors.get("token_embd.weight").and_then(|table| table.shape.first().copied());
-    let mut all = Map::new();
-    for (name, value) in [
-        ("model_type", json!(architecture)),
-        ("hidden_size", whole("embedding_length")?),
-        ("num_hidden_layers", whole("block_count")?),
-        ("intermediate_size", whole("feed_forward_length")?),
-        ("num_attention_heads", whole("attention.head_count")?),
-        ("num_key_value_heads", whole("attention.head_count_kv")?),
-        ("head_dim", head_dim.map_or(Value::Null, |n| json!(n as u64))),
-        ("max_position_embeddings", whole("context_length")?),
-        ("rms_norm_eps", json!(number("attention.layer_norm_rms_epsilon")?)),
-        ("rope_theta", json!(number("rope.freq_base")?)),
-        ("rope_scaling", scaling),
-        ("vocab_size", json!(vocab)),
-        ("tie_word_embeddings", json!(!tensors.contains_key("output.weight"))),
-        ("attention_bias", json!(architecture == "llama" && tensors.contains_key("blk.0.attn_q.bias"))),
-    ] {
-        all.insert(name.to_owned(), value);
-    }
-    if architecture == "llama" && !window.is_null() {
-        all.insert("model_type".to_owned(), json!("mistral"));
-        all.insert("sliding_window".to_owned(), window);
-    }
-    // llama.cpp rotates neighbours in models of this architecture, and halves in the others.
-    Ok((all, architecture == "llama"))
 }

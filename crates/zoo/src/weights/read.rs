@@ -3,18 +3,20 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::config_json::{config_from_bytes, config_of, read_config};
+use serde_json::{Map, Value};
+
+use super::config_json::config_of;
 use super::dtype::Dtype;
 use super::files;
 use super::gguf::GgufFile;
 use super::layout::{Layout, StoredForm};
 use super::source_file::SourceFile;
 use super::tensors::TensorFile;
-use crate::ZooError;
 use crate::file_kind::FileKind;
 use crate::naming::{Names, Slot};
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::{ColumnOrder, TensorKind, TensorSpec};
+use crate::{ZooError, json_file};
 
 /// A place where a tensor is stored: the index of the file, and the name in it.
 type Place = (usize, String);
@@ -28,6 +30,25 @@ pub struct Weights {
     tensors: BTreeMap<String, Stored>,
     lacks_biases: bool,
     dtype: Dtype,
+    token_ids: Map<String, Value>,
+}
+
+/// Fields of a `config.json` that change nothing that the model computes, but where a text ends.
+const TOKEN_IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
+/// What a configuration says.
+struct Config {
+    spec: ModelSpec,
+    token_ids: Map<String, Value>,
+}
+
+impl Config {
+    /// Takes it from the fields of a `config.json`; `path` is for messages.
+    fn of(path: &Path, fields: &Map<String, Value>) -> Result<Self, ZooError> {
+        let ids = TOKEN_IDS.iter().filter_map(|name| fields.get_key_value(*name));
+        let token_ids = ids.map(|(name, id)| (name.clone(), id.clone())).collect();
+        Ok(Self { spec: config_of(path, fields)?, token_ids })
+    }
 }
 
 /// How a tensor of the model is stored.
@@ -75,13 +96,14 @@ impl Weights {
     pub fn open_holding(path: &Path, holds: Holds) -> Result<Self, ZooError> {
         if path.is_file() && FileKind::of_file(path) == Some(FileKind::Gguf) {
             let file = GgufFile::open(path)?;
-            let spec = config_of(path, file.config())?;
-            return Self::of(path, spec, vec![SourceFile::Gguf(file)], holds);
+            let config = Config::of(path, file.config())?;
+            return Self::of(path, config, vec![SourceFile::Gguf(file)], holds);
         }
         let file = path.is_file().then(|| path.parent().unwrap_or(Path::new("")));
-        let spec = read_config(&file.unwrap_or(path).join("config.json"))?;
+        let config = file.unwrap_or(path).join("config.json");
+        let config = Config::of(&config, &json_file::read(&config)?)?;
         let files = if file.is_some() { vec![TensorFile::open(path)?] } else { files::open(path)? };
-        Self::of(path, spec, files.into_iter().map(SourceFile::Safetensors).collect(), holds)
+        Self::of(path, config, files.into_iter().map(SourceFile::Safetensors).collect(), holds)
     }
 
     /// Reads the same from the bytes of `config.json` and of `model.safetensors`. `folder` is for messages.
@@ -93,12 +115,18 @@ impl Weights {
         tensors: Vec<u8>,
         holds: Holds,
     ) -> Result<Self, ZooError> {
-        let spec = config_from_bytes(&folder.join("config.json"), config)?;
+        let path = folder.join("config.json");
+        let config = Config::of(&path, &json_file::from_bytes(&path, config)?)?;
         let file = TensorFile::from_bytes(&folder.join("model.safetensors"), tensors)?;
-        Self::of(folder, spec, vec![SourceFile::Safetensors(file)], holds)
+        Self::of(folder, config, vec![SourceFile::Safetensors(file)], holds)
     }
 
-    fn of(path: &Path, spec: ModelSpec, files: Vec<SourceFile>, holds: Holds) -> Result<Self, ZooError> {
+    fn of(
+        path: &Path,
+        Config { spec, token_ids }: Config,
+        files: Vec<SourceFile>,
+        holds: Holds,
+    ) -> Result<Self, ZooError> {
         let all = spec.tensors();
         let mut found = places(spec.names, &files);
         let layout = layout(spec.names, &all, &files, &found);
@@ -140,7 +168,7 @@ impl Weights {
         }
         let first = dtypes.first().copied().unwrap_or_default();
         let dtype = if dtypes.iter().all(|dtype| *dtype == first) { first } else { Dtype::F32 };
-        let mut this = Self { spec, files, tensors, lacks_biases, dtype };
+        let mut this = Self { spec, files, tensors, lacks_biases, dtype, token_ids };
         copies.iter().try_for_each(|(name, copy)| this.check_copy(name, copy))?;
         Ok(this)
     }
@@ -155,6 +183,13 @@ impl Weights {
     #[must_use]
     pub const fn lacks_biases(&self) -> bool {
         self.lacks_biases
+    }
+
+    /// Returns the fields of the configuration on the ids of tokens with which texts begin, end and are padded,
+    /// such as `eos_token_id`.
+    #[must_use]
+    pub const fn token_ids(&self) -> &Map<String, Value> {
+        &self.token_ids
     }
 
     /// Returns the narrowest type that has all values of all tensors.

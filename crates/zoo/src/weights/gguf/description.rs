@@ -1,0 +1,209 @@
+//! What a GGUF file says of its model, as the fields of a `config.json`, and the names of its tensors.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use crate::ZooError;
+
+/// Architectures that are read.
+const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
+
+/// The names of tensors of a block.
+const BLOCK: [(&str, &str); 11] = [
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+];
+
+/// The names of tensors outside of blocks.
+const OUTSIDE: [(&str, &str); 3] = [
+    ("token_embd.weight", "model.embed_tokens.weight"),
+    ("output_norm.weight", "model.norm.weight"),
+    ("output.weight", "lm_head.weight"),
+];
+
+/// Returns the name that Hugging Face's models of LLaMA's kind have for a tensor. A name of no such tensor is
+/// returned as it is.
+pub(super) fn renamed(name: &str) -> String {
+    if let Some((_, known)) = OUTSIDE.iter().find(|(gguf, _)| *gguf == name) {
+        return (*known).to_owned();
+    }
+    let block = || {
+        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+        let (tensor, part) = rest.rsplit_once('.')?;
+        let (_, known) = BLOCK.iter().find(|(gguf, _)| *gguf == tensor)?;
+        Some(format!("model.layers.{layer}.{known}.{part}"))
+    };
+    block().unwrap_or_else(|| name.to_owned())
+}
+
+/// A value of the description.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Field {
+    Number(f64),
+    Flag(bool),
+    Text(String),
+    /// A list, or a text that is too long to be kept.
+    Other,
+}
+
+/// The description of a model of a known architecture.
+pub(super) struct Description<'a> {
+    path: &'a Path,
+    architecture: &'a str,
+    fields: &'a BTreeMap<String, Field>,
+    /// Returns the rows of a tensor, by its name in the file, if it is there.
+    rows: &'a dyn Fn(&str) -> Option<usize>,
+}
+
+impl<'a> Description<'a> {
+    /// Errors: [`ZooError::JsonField`] for an architecture that is not read.
+    pub(super) fn new(
+        path: &'a Path,
+        fields: &'a BTreeMap<String, Field>,
+        rows: &'a dyn Fn(&str) -> Option<usize>,
+    ) -> Result<Self, ZooError> {
+        const NAME: &str = "general.architecture";
+        let this = |architecture| Self { path, architecture, fields, rows };
+        match fields.get(NAME) {
+            Some(Field::Text(found)) if ARCHITECTURES.contains(&found.as_str()) => Ok(this(found)),
+            Some(Field::Text(found)) => {
+                let expected = ARCHITECTURES.map(|name| format!("{name:?}")).join(" or ");
+                Err(this("").wrong(NAME.to_owned(), format!("{found:?}"), &expected))
+            }
+            _ => Err(this("").wrong(NAME.to_owned(), "missing".to_owned(), "a name")),
+        }
+    }
+
+    /// Returns whether values of queries and keys that are rotated together are neighbours: llama.cpp rotates
+    /// neighbours in models of this architecture, and halves in the others.
+    pub(super) fn interleaves_heads(&self) -> bool {
+        self.architecture == "llama"
+    }
+
+    fn wrong(&self, field: String, found: String, expected: &str) -> ZooError {
+        let (path, expected) = (self.path.to_owned(), expected.to_owned());
+        ZooError::JsonField { path, field, found, expected }
+    }
+
+    /// Returns the whole name of a field of the architecture.
+    fn name(&self, field: &str) -> String {
+        format!("{}.{field}", self.architecture)
+    }
+
+    fn number(&self, field: &str) -> Result<Option<f64>, ZooError> {
+        let name = self.name(field);
+        match self.fields.get(&name) {
+            None => Ok(None),
+            Some(Field::Number(found)) => Ok(Some(*found)),
+            Some(_) => Err(self.wrong(name, "not one number".to_owned(), "one number")),
+        }
+    }
+
+    /// Returns a number without a fraction if it has none; another one is refused where the fields are read.
+    fn whole(&self, field: &str) -> Result<Value, ZooError> {
+        let found = self.number(field)?;
+        let is_whole = |n: f64| n.fract() == 0.0 && (0.0..9e15).contains(&n);
+        Ok(found.map_or(Value::Null, |n| if is_whole(n) { json!(n as u64) } else { json!(n) }))
+    }
+
+    /// Returns `rope_scaling`.
+    fn scaling(&self) -> Result<Value, ZooError> {
+        // Frequencies as a tensor: LLaMA 3.1's scaling, whose factors cannot be told from it.
+        if (self.rows)("rope_freqs.weight").is_some() {
+            let problem = "scales rotary frequencies, which is not read from a GGUF file".to_owned();
+            let tensor = "rope_freqs.weight".to_owned();
+            return Err(ZooError::TensorEntry { path: self.path.to_owned(), tensor, problem });
+        }
+        let name = self.name("rope.scaling.type");
+        let kind = match self.fields.get(&name) {
+            None => return Ok(Value::Null),
+            Some(Field::Text(kind)) if kind == "none" => return Ok(Value::Null),
+            Some(Field::Text(kind)) => kind.as_str(),
+            Some(_) => return Err(self.wrong(name, "no text".to_owned(), "a name")),
+        };
+        let mut scaling = Map::from_iter([("rope_type".to_owned(), json!(kind))]);
+        for (known, found) in [
+            ("factor", json!(self.number("rope.scaling.factor")?)),
+            ("original_max_position_embeddings", self.whole("rope.scaling.original_context_length")?),
+            ("attention_factor", json!(self.number("rope.scaling.attn_factor")?)),
+        ] {
+            if !found.is_null() {
+                scaling.insert(known.to_owned(), found);
+            }
+        }
+        Ok(Value::Object(scaling))
+    }
+
+    /// Returns the width of a head, if the file tells it.
+    fn head_dim(&self) -> Result<Option<f64>, ZooError> {
+        let (heads, dim) = (self.number("attention.head_count")?, self.number("embedding_length")?);
+        let head_dim = match (self.number("attention.key_length")?, heads, dim) {
+            (Some(given), ..) => Some(given),
+            (None, Some(heads), Some(dim)) if heads >= 1.0 => Some((dim / heads).floor()),
+            _ => None,
+        };
+        if let (Some(rotated), Some(head_dim)) = (self.number("rope.dimension_count")?, head_dim)
+            && (rotated - head_dim).abs() > 0.0
+        {
+            let name = self.name("rope.dimension_count");
+            return Err(self.wrong(name, rotated.to_string(), "the width of a head"));
+        }
+        Ok(head_dim)
+    }
+
+    /// Returns the fields of a `config.json`.
+    ///
+    /// Errors: [`ZooError::JsonField`], [`ZooError::TensorEntry`] for what is not read.
+    pub(super) fn config(&self) -> Result<Map<String, Value>, ZooError> {
+        if self.number("expert_count")?.is_some_and(|count| count > 0.0) {
+            let name = self.name("expert_count");
+            return Err(self.wrong(name, "above 0".to_owned(), "0: experts are not read"));
+        }
+        let is_llama = self.architecture == "llama";
+        let mut all = Map::new();
+        for (name, value) in [
+            ("model_type", json!(self.architecture)),
+            ("hidden_size", self.whole("embedding_length")?),
+            ("num_hidden_layers", self.whole("block_count")?),
+            ("intermediate_size", self.whole("feed_forward_length")?),
+            ("num_attention_heads", self.whole("attention.head_count")?),
+            ("num_key_value_heads", self.whole("attention.head_count_kv")?),
+            ("head_dim", self.head_dim()?.map_or(Value::Null, |n| json!(n as u64))),
+            ("max_position_embeddings", self.whole("context_length")?),
+            ("rms_norm_eps", json!(self.number("attention.layer_norm_rms_epsilon")?)),
+            ("rope_theta", json!(self.number("rope.freq_base")?)),
+            ("rope_scaling", self.scaling()?),
+            ("vocab_size", json!((self.rows)("token_embd.weight"))),
+            ("tie_word_embeddings", json!((self.rows)("output.weight").is_none())),
+            ("attention_bias", json!(is_llama && (self.rows)("blk.0.attn_q.bias").is_some())),
+        ] {
+            all.insert(name.to_owned(), value);
+        }
+        for (name, known) in [
+            ("bos_token_id", "tokenizer.ggml.bos_token_id"),
+            ("eos_token_id", "tokenizer.ggml.eos_token_id"),
+            ("pad_token_id", "tokenizer.ggml.padding_token_id"),
+        ] {
+            if let Some(Field::Number(id)) = self.fields.get(known) {
+                all.insert(name.to_owned(), json!(*id as u64));
+            }
+        }
+        let window = self.whole("attention.sliding_window")?;
+        if is_llama && !window.is_null() {
+            all.insert("model_type".to_owned(), json!("mistral"));
+            all.insert("sliding_window".to_owned(), window);
+        }
+        Ok(all)
+    }
+}
