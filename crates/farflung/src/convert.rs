@@ -1,21 +1,23 @@
 //! Writes a model as a folder in Hugging Face's layout, whatever it is read from.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use farflung_zoo::weights::{Dtype, WriteOptions, write};
+use half::{bf16, f16};
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
-use crate::model_source::ModelSource;
+use crate::model_source::{ModelSource, folder_of};
 use crate::{Error, Result, finite};
 
 /// Files beside the weights that other programs read with a model: its tokenizer, and how it generates.
-const BESIDE: [&str; 10] = [
+const BESIDE: [&str; 11] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -24,13 +26,11 @@ const BESIDE: [&str; 10] = [
     "chat_template.jinja",
     "generation_config.json",
 ];
-/// Smallest number that half precision rounds to infinity.
-const INFINITE_F16: f32 = 65520.0;
 
 /// How a model is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Form {
-    /// Type of all tensors. `None` is the narrowest one that has all values of the source.
+    /// Type of all tensors. `None` is that of the source's tensors; F32 if they differ or are quantized.
     pub dtype: Option<Dtype>,
     /// Most bytes of tensors per file; `None` writes one file.
     pub shard_bytes: Option<u64>,
@@ -48,10 +48,11 @@ pub struct Written {
 }
 
 /// Writes a model to a new folder, with the files of its tokenizer if it has such. `wrote` is called after each
-/// tensor with its number, from 1 on, and the number of all. Only one tensor is in memory at a time.
+/// tensor with its number, from 1 on, and the number of all. Only one tensor is in memory at a time, and what a
+/// compressed checkpoint holds.
 ///
-/// All is written to `.NAME.tmp` beside the folder and renamed at the end, so that the folder is complete or
-/// not there.
+/// All is written to a folder `.NAME.PROCESS.tmp` beside it, synced and renamed at the end, so that the new
+/// folder is complete or not there.
 ///
 /// Errors: a source that cannot be read; a value that is not finite, or not in the type;
 /// [`ModelError::NotNew`]; [`Error::Io`].
@@ -62,53 +63,85 @@ pub fn convert(
     mut wrote: impl FnMut(u64, u64),
 ) -> Result<Written> {
     let mut weights = from.open()?;
-    let partial = partial(to)?;
     let spec = weights.spec().clone();
     let dtype = form.dtype.unwrap_or(weights.dtype());
-    let count = spec.tensors().len() as u64;
     let options = WriteOptions { dtype, shard_bytes: form.shard_bytes };
-    let result = write(&partial, &spec, options, |index, tensor, out| {
+    let count = spec.tensors().len() as u64;
+    let new = NewFolder::beside(to)?;
+    write(&new.partial, &spec, options, |index, tensor, out| {
         weights.tensor(&tensor.name, out)?;
         finite::check(&tensor.name, out)?;
-        if dtype == Dtype::F16
-            && let Some(index) = out.iter().position(|x| x.abs() >= INFINITE_F16)
-        {
-            let (tensor, value) = (tensor.name.clone(), out[index]);
-            return Err(Error::from(ModelError::TooLarge { tensor, index, value }));
+        if let Some(index) = out.iter().position(|&x| !rounded(x, dtype).is_finite()) {
+            let (tensor, value, dtype) = (tensor.name.clone(), out[index], dtype.name());
+            return Err(Error::from(ModelError::TooLarge { tensor, index, value, dtype }));
         }
         wrote(index as u64 + 1, count);
         Ok(())
-    });
-    let result = result.and_then(|()| keep_token_ids(&partial, weights.token_ids()));
-    let copied = result.and_then(|()| copy_beside(from, &partial)).and_then(|copied| {
-        fs::rename(&partial, to).map_err(Error::io("rename to", to))?;
-        Ok(copied)
-    });
-    if copied.is_err() {
-        // The first error is reported; what remains is removed by the next attempt.
-        let _ = fs::remove_dir_all(&partial);
-    }
-    Ok(Written { parameters: spec.parameters(), dtype, copied: copied? })
+    })?;
+    keep_token_ids(&new.partial, weights.token_ids())?;
+    let copied = copy_beside(from, &new.partial)?;
+    new.commit()?;
+    Ok(Written { parameters: spec.parameters(), dtype, copied })
 }
 
-/// Returns an empty folder beside the one that is asked for, which must be new.
-fn partial(to: &Path) -> Result<PathBuf> {
-    let is_new = match fs::read_dir(to) {
-        Ok(mut entries) => entries.next().is_none(),
-        Err(error) => error.kind() == ErrorKind::NotFound,
-    };
-    let Some(name) = to.file_name().filter(|_| is_new) else {
-        return Err(ModelError::NotNew { path: to.to_owned() }.into());
-    };
-    let partial = to.with_file_name(format!(".{}.tmp", name.to_string_lossy()));
-    match fs::remove_dir_all(&partial) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(Error::io("remove", &partial)(error));
-        }
-        _ => {}
+/// Returns a value as it is written.
+fn rounded(x: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F32 => x,
+        Dtype::F16 => f16::from_f32(x).to_f32(),
+        Dtype::Bf16 => bf16::from_f32(x).to_f32(),
     }
-    fs::create_dir_all(&partial).map_err(Error::io("create folder", &partial))?;
-    Ok(partial)
+}
+
+/// A folder in the making. It is removed if it is dropped before it is committed.
+struct NewFolder {
+    partial: PathBuf,
+    path: PathBuf,
+}
+
+impl NewFolder {
+    /// Makes one. A path at which there is an empty folder is as good as a new one.
+    fn beside(path: &Path) -> Result<Self> {
+        let not_new = || Error::from(ModelError::NotNew { path: path.to_owned() });
+        let name = path.file_name().ok_or_else(not_new)?;
+        let path = path.with_file_name(name);
+        match path.symlink_metadata() {
+            // What cannot be removed could not be replaced after all the work.
+            Ok(metadata) if metadata.is_dir() => {
+                fs::remove_dir(&path).map_err(|error| match error.kind() {
+                    ErrorKind::DirectoryNotEmpty => not_new(),
+                    _ => Error::io("replace", &path)(error),
+                })?;
+            }
+            Ok(_) => return Err(not_new()),
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::io("open", &path)(error)),
+        }
+        let process = std::process::id();
+        let partial = path.with_file_name(format!(".{}.{process}.tmp", name.to_string_lossy()));
+        let parent = folder_of(&path);
+        fs::create_dir_all(&parent).map_err(Error::io("create folder", &parent))?;
+        fs::create_dir(&partial).map_err(Error::io("create folder", &partial))?;
+        Ok(Self { partial, path })
+    }
+
+    fn commit(self) -> Result<()> {
+        sync(&self.partial)?;
+        fs::rename(&self.partial, &self.path).map_err(Error::io("rename to", &self.path))?;
+        sync(&folder_of(&self.path))
+    }
+}
+
+impl Drop for NewFolder {
+    fn drop(&mut self) {
+        // After a commit it is not there. The first error is the one that is reported.
+        let _ = fs::remove_dir_all(&self.partial);
+    }
+}
+
+/// Waits until a file or a folder is on the disk.
+fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io("sync", path))
 }
 
 /// Puts the source's ids of tokens into the configuration that was written.
@@ -118,7 +151,8 @@ fn keep_token_ids(folder: &Path, ids: &Map<String, Value>) -> Result<()> {
     let mut config: Map<String, Value> =
         serde_json::from_str(&text).expect("the configuration was just written");
     config.extend(ids.clone());
-    fs::write(&path, format!("{:#}\n", Value::Object(config))).map_err(Error::io("write", &path))
+    fs::write(&path, format!("{:#}\n", Value::Object(config))).map_err(Error::io("write", &path))?;
+    sync(&path)
 }
 
 /// Copies the files beside the weights. Returns their names.
@@ -129,6 +163,7 @@ fn copy_beside(from: &ModelSource, to: &Path) -> Result<Vec<&'static str>> {
         let path = folder.join(name);
         if from.has_own_folder() && path.is_file() {
             fs::copy(&path, to.join(name)).map_err(Error::io("copy", &path))?;
+            sync(&to.join(name))?;
             copied.push(name);
         }
     }

@@ -20,7 +20,8 @@ use crate::config::choice::TokenizerKind;
 use crate::config::value::Setting as _;
 use crate::error::{ModelError, causes};
 use crate::{Checkpoint, Error, Result, run_dir};
-use paths::{CONFIG, folder_of};
+use paths::CONFIG;
+pub(crate) use paths::folder_of;
 
 /// The file in a checkpoint with the settings of its run.
 pub(crate) const SETTINGS: &str = "settings.toml";

@@ -201,8 +201,7 @@ impl FileKind {
                  import AutoModelForCausalLM as M; M.from_pretrained('FOLDER').save_pretrained('NEW')\"`"
             }
             Self::Gguf => {
-                "give the path of the file, if it is of LLaMA, Mistral or Qwen and not of K-quants; else convert it \
-                 to safetensors with Hugging Face's names"
+                "give the path of the file, if it is of LLaMA, Mistral or Qwen; else convert it to safetensors with Hugging Face's names"
             }
             Self::Hdf5 | Self::Numpy | Self::Other(_) => {
                 "convert it to safetensors with Hugging Face's names, or download the model in that format"

@@ -23,7 +23,8 @@ pub(crate) struct ConvertCommand {
     /// The new folder.
     #[arg(value_name = "TO")]
     to: PathBuf,
-    /// Type of all tensors: f32, bf16 or f16. Default: the narrowest that has all values of FROM.
+    /// Type of all tensors: f32, bf16 or f16. Default: that of FROM; f32 if its tensors differ or are
+    /// quantized.
     #[arg(long, value_name = "TYPE")]
     dtype: Option<Precision>,
     /// Most megabytes of tensors per file; without it, there is one file.
@@ -54,14 +55,15 @@ impl ConvertCommand {
                 done,
                 begun.elapsed().as_secs_f64(),
             );
-        })?;
+        })
+        .map_err(Error::of_input)?;
         if let Some(progress) = progress {
             progress.finish();
         }
         let dtype = written.dtype.name().to_lowercase();
         super::print(&if self.json {
             let object = serde_json::json!({
-                "parameters": written.parameters, "dtype": dtype, "copied": written.copied, "folder": self.to,
+                "parameters": written.parameters, "dtype": dtype, "copied": written.copied, "folder": self.to.display().to_string(),
             });
             format!("{object}\n")
         } else {

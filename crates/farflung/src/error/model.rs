@@ -58,7 +58,7 @@ pub enum ModelError {
     },
     /// A value is too large for the type in which it is to be written.
     #[error(
-        "tensor `{tensor}`: its element {index} is {value}, and f16 ends at 65504: give `--dtype bf16` or `--dtype f32`"
+        "tensor `{tensor}`: its element {index} is {value}, which {dtype} does not have: give another `--dtype`"
     )]
     TooLarge {
         /// The tensor.
@@ -67,6 +67,8 @@ pub enum ModelError {
         index: usize,
         /// The element.
         value: f32,
+        /// The type.
+        dtype: &'static str,
     },
     /// The model's own tokenizer cannot be used.
     #[error(

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 pub(super) const CONFIG: &str = "config.json";
 
 /// Returns the folder of a file.
-pub(super) fn folder_of(file: &Path) -> PathBuf {
+pub(crate) fn folder_of(file: &Path) -> PathBuf {
     match file.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder.to_owned(),
         _ => PathBuf::from("."),

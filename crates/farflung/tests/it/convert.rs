@@ -226,7 +226,10 @@ fn what_cannot_be_written_changes_nothing() {
             out[7] = 70000.0;
         }
     });
-    refused(&output(&run, "convert large new --dtype f16"), "its element 7 is 70000, and f16 ends at 65504");
+    refused(
+        &output(&run, "convert large new --dtype f16"),
+        "its element 7 is 70000, which F16 does not have",
+    );
     write_model(&run.at("broken"), WriteOptions::default(), |index, out| {
         if index == 4 {
             out[2] = f32::NAN;
@@ -235,11 +238,19 @@ fn what_cannot_be_written_changes_nothing() {
     let said = output(&run, "convert broken new");
     assert!(!said.status.success() && stderr(&said).contains("its element 2 is NaN"), "{}", stderr(&said));
     let left: Vec<_> = fs::read_dir(run.at("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert!(left.iter().all(|name| name != "new" && name != ".new.tmp"), "{left:?}");
-    // An empty folder is as good as none, and what an attempt that was killed left is removed.
-    fs::create_dir_all(run.at(".new.tmp/x")).unwrap();
+    assert!(left.iter().all(|name| !name.to_string_lossy().contains("new")), "{left:?}");
+    // What another process or the user has beside it is left alone, also if it is the source.
+    fs::rename(run.at("model"), run.at(".new.tmp")).unwrap();
+    refused(&output(&run, "convert .new.tmp text.txt/x"), "text.txt/x");
     fs::create_dir(run.at("new")).unwrap();
-    assert!(output(&run, "convert model new").status.success());
-    assert_eq!(all(&run.at("new")), all(&run.at("model")));
-    assert!(!run.at(".new.tmp").exists() && !run.at("new/x").exists());
+    assert!(output(&run, "convert .new.tmp new/.").status.success());
+    assert_eq!(all(&run.at("new")), all(&run.at(".new.tmp")));
+    let hidden = |name: &str| name.starts_with('.') && name != ".new.tmp";
+    let left = fs::read_dir(run.at("")).unwrap().map(|entry| entry.unwrap().file_name());
+    assert!(left.into_iter().all(|name| !hidden(&name.to_string_lossy())));
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("elsewhere", run.at("link")).unwrap();
+        refused(&output(&run, "convert new link"), "`link` exists already");
+    }
 }

@@ -206,7 +206,15 @@ impl GgufFile {
         let rows = |name: &str| found.get(name).and_then(|entry| entry.shape.first().copied());
         let description = Description::new(path, &described, &rows)?;
         let (config, interleaves_heads) = (description.config()?, description.interleaves_heads());
-        let tensors = found.into_iter().map(|(name, entry)| (renamed(&name), entry)).collect();
+        let mut tensors = BTreeMap::new();
+        for (name, entry) in found {
+            if tensors.insert(renamed(&name), entry).is_some() {
+                return Err(ZooError::Gguf {
+                    path: path.to_owned(),
+                    problem: format!("has `{name}` under two names"),
+                });
+            }
+        }
         Ok(Self { path: path.to_owned(), file, config, interleaves_heads, tensors })
     }
 
@@ -240,7 +248,7 @@ impl GgufFile {
             path,
             tensor,
             found: Encoding::name_of(entry.kind),
-            expected: "F32, F16, BF16, Q8_0, Q4_0 or Q4_1",
+            expected: Encoding::READ,
         })
     }
 

@@ -1,11 +1,14 @@
-//! Types of tensors in GGUF files, some of which have blocks of 32 values with a common scale.
+//! Types of tensors in GGUF files, some of which have blocks of values with a common scale.
 
 use half::{bf16, f16};
 
 use super::dtype::Dtype;
 
-/// Values of a block.
+/// Values of a block, and of one of the types that have scales of scales.
 const BLOCK: usize = 32;
+const K_BLOCK: usize = 256;
+/// Values with one scale in such a block.
+const GROUP: usize = 16;
 
 /// A type that is read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +22,8 @@ pub(super) enum Encoding {
     Q4Zero,
     /// A scale, a least value and 32 numbers of 4 bits: `scale q + least`.
     Q4One,
+    /// 256 numbers of 6 bits, a scale of 8 bits for each 16 of them, and a scale of all: `scale s (q - 32)`.
+    Q6K,
 }
 
 /// Names of types by their numbers; those without one are not in use any more.
@@ -38,6 +43,7 @@ impl Encoding {
             "Q8_0" => Self::Q8Zero,
             "Q4_0" => Self::Q4Zero,
             "Q4_1" => Self::Q4One,
+            "Q6_K" => Self::Q6K,
             _ => return None,
         })
     }
@@ -47,7 +53,7 @@ impl Encoding {
         match self {
             Self::F16 => Dtype::F16,
             Self::Bf16 => Dtype::Bf16,
-            Self::F32 | Self::Q8Zero | Self::Q4Zero | Self::Q4One => Dtype::F32,
+            Self::F32 | Self::Q8Zero | Self::Q4Zero | Self::Q4One | Self::Q6K => Dtype::F32,
         }
     }
 
@@ -65,6 +71,7 @@ impl Encoding {
             Self::Q8Zero => (BLOCK, 2 + BLOCK),
             Self::Q4Zero => (BLOCK, 2 + BLOCK / 2),
             Self::Q4One => (BLOCK, 4 + BLOCK / 2),
+            Self::Q6K => (K_BLOCK, K_BLOCK / 2 + K_BLOCK / 4 + K_BLOCK / GROUP + 2),
         }
     }
 
@@ -73,6 +80,9 @@ impl Encoding {
         let (count, bytes) = self.block();
         values.is_multiple_of(count as u64).then(|| (values / count as u64).saturating_mul(bytes as u64))
     }
+
+    /// The names of the types that are read.
+    pub(super) const READ: &str = "F32, F16, BF16, Q8_0, Q4_0, Q4_1 or Q6_K";
 
     /// Decodes whole blocks.
     pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
@@ -101,6 +111,19 @@ impl Encoding {
                 Self::Q4One => {
                     let (scale, least) = (half(0), half(2));
                     out.iter_mut().zip(nibbles(4)).for_each(|(out, q)| *out = scale * q + least);
+                }
+                Self::Q6K => {
+                    let (low, rest) = block.split_at(K_BLOCK / 2);
+                    let (high, rest) = rest.split_at(K_BLOCK / 4);
+                    let scale = half(K_BLOCK / 2 + K_BLOCK / 4 + K_BLOCK / GROUP);
+                    for (at, out) in out.iter_mut().enumerate() {
+                        // Each half of the block has 64 bytes of low halves and 32 bytes of upper bits.
+                        let (part, at_part) = (at / 128, at % 128);
+                        let low = low[part * 64 + at_part % 64] >> (4 * (at_part / 64)) & 0xF;
+                        let high = high[part * 32 + at_part % 32] >> (2 * (at_part / 32)) & 3;
+                        let group = f32::from(rest[at / GROUP].cast_signed());
+                        *out = scale * group * (f32::from(high << 4 | low) - 32.0);
+                    }
                 }
             }
         }
@@ -132,6 +155,38 @@ mod tests {
         assert_eq!(decode(Encoding::Q4Zero, &four), q.iter().map(|q| 2.0 * (q - 8.0)).collect::<Vec<_>>());
         let one: Vec<u8> = half(2.0).into_iter().chain(half(-3.0)).chain(halves).collect();
         assert_eq!(decode(Encoding::Q4One, &one), q.iter().map(|q| 2.0 * q - 3.0).collect::<Vec<_>>());
+        // As ggml's reference has it: four values from one byte of upper bits.
+        let (low, high): (Vec<u8>, Vec<u8>) = (
+            (0..128_u8).map(|i| i.wrapping_mul(37)).collect(),
+            (0..64_u8).map(|i| i.wrapping_mul(91)).collect(),
+        );
+        let scales: Vec<i8> = (0..16).map(|i| 3 * i - 20).collect();
+        let six = low
+            .iter()
+            .chain(&high)
+            .copied()
+            .chain(scales.iter().map(|s| s.cast_unsigned()))
+            .chain(half(0.25));
+        let mut out = vec![0.0; K_BLOCK];
+        Encoding::Q6K.decode(&six.collect::<Vec<u8>>(), &mut out);
+        for part in 0..2 {
+            let (ql, qh, sc) = (&low[64 * part..], &high[32 * part..], &scales[8 * part..]);
+            for l in 0..32 {
+                for (quarter, q) in [
+                    (ql[l] & 0xF) | (qh[l] & 3) << 4,
+                    (ql[l + 32] & 0xF) | (qh[l] >> 2 & 3) << 4,
+                    (ql[l] >> 4) | (qh[l] >> 4 & 3) << 4,
+                    (ql[l + 32] >> 4) | (qh[l] >> 6 & 3) << 4,
+                ]
+                .into_iter()
+                .enumerate()
+                {
+                    let expected = 0.25 * f32::from(sc[l / 16 + 2 * quarter]) * (f32::from(q) - 32.0);
+                    assert_eq!(out[128 * part + 32 * quarter + l].to_bits(), expected.to_bits());
+                }
+            }
+        }
+        assert_eq!((Encoding::Q6K.bytes(512), Encoding::Q6K.bytes(32)), (Some(420), None));
         assert_eq!((Encoding::Q4One.bytes(31), Encoding::F16.bytes(31)), (None, Some(62)));
         assert_eq!(
             (Encoding::of(8), Encoding::of(12), Encoding::of(99)),

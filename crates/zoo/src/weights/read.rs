@@ -21,7 +21,7 @@ use crate::{ZooError, json_file};
 /// A place where a tensor is stored: the index of the file, and the name in it.
 type Place = (usize, String);
 
-/// An open model folder. Its `config.json` and the headers of its tensors agree, as checked on opening.
+/// An open model. Its configuration and the headers of its tensors agree, as checked on opening.
 #[derive(Debug)]
 pub struct Weights {
     spec: ModelSpec,
@@ -73,7 +73,7 @@ impl Weights {
     /// Opens a folder with `config.json`, and `model.safetensors` or shards listed in
     /// `model.safetensors.index.json`. Other names of a single file or of shards without an index are found,
     /// too. `path` may also be a `.safetensors` file with `config.json` beside it, or a GGUF file (F32, F16,
-    /// BF16, `Q8_0`, `Q4_0`, `Q4_1`) of LLaMA or Qwen.
+    /// BF16, `Q8_0`, `Q4_0`, `Q4_1`, `Q6_K`) of LLaMA or Qwen.
     ///
     /// Names may have the prefixes of wrappers, such as `transformer.`, `model.`, `module.` and `_orig_mod.`,
     /// in any combination. Constant buffers, such as `attn.bias` and `rotary_emb.inv_freq`, are ignored. With a
@@ -85,7 +85,7 @@ impl Weights {
     /// If no layer has biases, as in models that nanoGPT trains from scratch, they are zero.
     ///
     /// Errors: the first invalid file, field or tensor. A tensor of the model is invalid if its shape is not
-    /// the configuration's or its type is not F32, F16 or BF16.
+    /// the configuration's or its type is not one that is read.
     pub fn open(path: &Path) -> Result<Self, ZooError> {
         Self::open_holding(path, Holds::Whole)
     }
@@ -192,7 +192,7 @@ impl Weights {
         &self.token_ids
     }
 
-    /// Returns the narrowest type that has all values of all tensors.
+    /// Returns the type that all tensors have in the files; F32 if they differ or are quantized.
     #[must_use]
     pub const fn dtype(&self) -> Dtype {
         self.dtype
@@ -220,7 +220,7 @@ impl Weights {
     fn check_copy(&mut self, name: &str, (file, stored): &Place) -> Result<(), ZooError> {
         let Stored { shape, place, .. } = &self.tensors[name];
         let (first_file, first) = place.clone().expect("a tensor with copies is stored");
-        // Both tensors have data of this shape in the files, so the buffers are at most four times as large.
+        // Both tensors have data of this shape in the files, so the buffers are at most 8 times as large.
         let count = shape.iter().product();
         let (mut values, mut copy) = (vec![0.0; count], vec![0.0; count]);
         self.files[first_file].read_f32(&first, shape, &mut values)?;

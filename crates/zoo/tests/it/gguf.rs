@@ -368,6 +368,17 @@ fn sinks(file: &Gguf) -> (String, Vec<usize>, u32, Vec<u8>) {
     ("blk.0.attn_sinks".to_owned(), shape, kind, data)
 }
 
+fn field<'a>(file: &'a mut Gguf, name: &str) -> &'a mut (String, u32, Vec<u8>) {
+    file.fields.iter_mut().find(|field| field.0 == name).unwrap()
+}
+
+/// A tensor under the name that it has in folders.
+fn doubled(file: &Gguf) -> (String, Vec<usize>, u32, Vec<u8>) {
+    let (_, shape, kind, data) =
+        file.tensors.iter().find(|tensor| tensor.0 == "output.weight").unwrap().clone();
+    ("lm_head.weight".to_owned(), shape, kind, data)
+}
+
 #[test]
 fn what_is_wrong_is_named() {
     let make = |change: fn(&mut Gguf)| {
@@ -385,7 +396,7 @@ fn what_is_wrong_is_named() {
         (make(|file| file.fields[1].1 = 13), "unknown type 13"),
         (make(|file| file.tensors.push(file.tensors[0].clone())), "twice"),
         (make(|file| file.tensors[3].3.truncate(32)), "overlap"),
-        (make(|file| file.tensors[1].2 = 12), "Q4_K, expected F32, F16, BF16, Q8_0, Q4_0 or Q4_1"),
+        (make(|file| file.tensors[1].2 = 12), "Q4_K, expected F32, F16, BF16, Q8_0, Q4_0, Q4_1 or Q6_K"),
         (make(|file| file.tensors[0].0 = "rope_freqs.weight".to_owned()), "scales rotary frequencies"),
         (
             make(|file| {
@@ -395,6 +406,20 @@ fn what_is_wrong_is_named() {
             "`blk.0.attn_sinks` is not part of the model",
         ),
         (make(|file| file.tensors[0].1 = vec![usize::MAX, 9]), "has the shape"),
+        (make(|file| file.u32("split.count", &3.into())), "is one of 3 parts"),
+        (make(|file| file.f32("llama.rope.scaling.yarn_beta_fast", &8.into())), "yarn_beta_fast` is there"),
+        (make(|file| file.f32("llama.logit_scale", &2.into())), "llama.logit_scale` is there"),
+        (
+            make(|file| field(file, "llama.rope.freq_base").2 = f32::NAN.to_le_bytes().to_vec()),
+            "NaN, expected a finite number",
+        ),
+        (
+            make(|file| {
+                let more = doubled(file);
+                file.tensors.push(more);
+            }),
+            "under two names",
+        ),
         (make(|file| file.u32("llama.expert_count", &8.into())), "experts are not read"),
         (make(|file| file.fields.remove(1).1 = 0), "num_hidden_layers` is missing"),
     ] {

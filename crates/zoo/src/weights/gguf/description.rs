@@ -10,6 +10,35 @@ use crate::ZooError;
 /// Architectures that are read.
 const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
+/// Fields of an architecture that are read, or change nothing that a model computes.
+const KNOWN: [&str; 16] = [
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "context_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "vocab_size",
+];
+/// Fields of which one value is the one that a model has without them.
+const USUAL: [(&str, f64); 6] = [
+    ("rope.scaling.attn_factor", 1.0),
+    ("rope.scaling.yarn_attn_factor", 1.0),
+    ("rope.scaling.yarn_ext_factor", 1.0),
+    ("rope.scaling.yarn_beta_fast", 32.0),
+    ("rope.scaling.yarn_beta_slow", 1.0),
+    ("rope.scale_linear", 1.0),
+];
+
 /// The names of tensors of a block.
 const BLOCK: [(&str, &str); 11] = [
     ("attn_norm", "input_layernorm"),
@@ -105,7 +134,8 @@ impl<'a> Description<'a> {
         let name = self.name(field);
         match self.fields.get(&name) {
             None => Ok(None),
-            Some(Field::Number(found)) => Ok(Some(*found)),
+            Some(Field::Number(found)) if found.is_finite() => Ok(Some(*found)),
+            Some(Field::Number(found)) => Err(self.wrong(name, found.to_string(), "a finite number")),
             Some(_) => Err(self.wrong(name, "not one number".to_owned(), "one number")),
         }
     }
@@ -126,7 +156,9 @@ impl<'a> Description<'a> {
             return Err(ZooError::TensorEntry { path: self.path.to_owned(), tensor, problem });
         }
         let name = self.name("rope.scaling.type");
+        let factor = self.number("rope.scaling.factor")?;
         let kind = match self.fields.get(&name) {
+            None if factor.is_some_and(|factor| factor > 1.0) => "linear",
             None => return Ok(Value::Null),
             Some(Field::Text(kind)) if kind == "none" => return Ok(Value::Null),
             Some(Field::Text(kind)) => kind.as_str(),
@@ -134,15 +166,39 @@ impl<'a> Description<'a> {
         };
         let mut scaling = Map::from_iter([("rope_type".to_owned(), json!(kind))]);
         for (known, found) in [
-            ("factor", json!(self.number("rope.scaling.factor")?)),
+            ("factor", json!(factor)),
             ("original_max_position_embeddings", self.whole("rope.scaling.original_context_length")?),
-            ("attention_factor", json!(self.number("rope.scaling.attn_factor")?)),
         ] {
             if !found.is_null() {
                 scaling.insert(known.to_owned(), found);
             }
         }
         Ok(Value::Object(scaling))
+    }
+
+    /// Checks that no field says what is not read.
+    fn check_known(&self) -> Result<(), ZooError> {
+        let prefix = self.name("");
+        for (name, value) in self.fields {
+            let Some(field) = name.strip_prefix(&prefix) else { continue };
+            let is_usual = match value {
+                // Of no experts, and the like.
+                Field::Number(found) if *found == 0.0 => true,
+                Field::Number(found) => USUAL.contains(&(field, *found)),
+                Field::Flag(found) => field == "attention.causal" && *found,
+                _ => false,
+            };
+            let is_window = self.has_window() && field == "attention.sliding_window";
+            if !is_usual && !is_window && !KNOWN.contains(&field) {
+                return Err(self.wrong(name.clone(), "there".to_owned(), "nothing: it may change the model"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether a window in the file is one of all layers.
+    fn has_window(&self) -> bool {
+        self.architecture == "llama"
     }
 
     /// Returns the width of a head, if the file tells it.
@@ -159,6 +215,15 @@ impl<'a> Description<'a> {
             let name = self.name("rope.dimension_count");
             return Err(self.wrong(name, rotated.to_string(), "the width of a head"));
         }
+        if let (Some(value), Some(head_dim)) = (self.number("attention.value_length")?, head_dim)
+            && (value - head_dim).abs() > 0.0
+        {
+            return Err(self.wrong(self.name("attention.value_length"), value.to_string(), "that of keys"));
+        }
+        if head_dim.is_some_and(|width| width.fract() != 0.0 || !(0.0..9e15).contains(&width)) {
+            let name = self.name("attention.key_length");
+            return Err(self.wrong(name, format!("{head_dim:?}"), "a whole number"));
+        }
         Ok(head_dim)
     }
 
@@ -166,11 +231,24 @@ impl<'a> Description<'a> {
     ///
     /// Errors: [`ZooError::JsonField`], [`ZooError::TensorEntry`] for what is not read.
     pub(super) fn config(&self) -> Result<Map<String, Value>, ZooError> {
+        if let Some(Field::Number(parts)) = self.fields.get("split.count")
+            && *parts > 1.0
+        {
+            let problem = format!("is one of {parts} parts: join them with `llama-gguf-split --merge`");
+            return Err(ZooError::Gguf { path: self.path.to_owned(), problem });
+        }
         if self.number("expert_count")?.is_some_and(|count| count > 0.0) {
             let name = self.name("expert_count");
             return Err(self.wrong(name, "above 0".to_owned(), "0: experts are not read"));
         }
+        self.check_known()?;
         let is_llama = self.architecture == "llama";
+        let epsilon = self.number("attention.layer_norm_rms_epsilon")?;
+        if epsilon.is_none() {
+            let name = self.name("attention.layer_norm_rms_epsilon");
+            return Err(self.wrong(name, "missing".to_owned(), "a number"));
+        }
+        let vocab = (self.rows)("token_embd.weight");
         let mut all = Map::new();
         for (name, value) in [
             ("model_type", json!(self.architecture)),
@@ -181,12 +259,12 @@ impl<'a> Description<'a> {
             ("num_key_value_heads", self.whole("attention.head_count_kv")?),
             ("head_dim", self.head_dim()?.map_or(Value::Null, |n| json!(n as u64))),
             ("max_position_embeddings", self.whole("context_length")?),
-            ("rms_norm_eps", json!(self.number("attention.layer_norm_rms_epsilon")?)),
+            ("rms_norm_eps", json!(epsilon)),
             ("rope_theta", json!(self.number("rope.freq_base")?)),
             ("rope_scaling", self.scaling()?),
-            ("vocab_size", json!((self.rows)("token_embd.weight"))),
+            ("vocab_size", json!(vocab)),
             ("tie_word_embeddings", json!((self.rows)("output.weight").is_none())),
-            ("attention_bias", json!(is_llama && (self.rows)("blk.0.attn_q.bias").is_some())),
+            ("attention_bias", json!(is_llama && (self.rows)("blk.0.attn_output.bias").is_some())),
         ] {
             all.insert(name.to_owned(), value);
         }
@@ -195,12 +273,15 @@ impl<'a> Description<'a> {
             ("eos_token_id", "tokenizer.ggml.eos_token_id"),
             ("pad_token_id", "tokenizer.ggml.padding_token_id"),
         ] {
-            if let Some(Field::Number(id)) = self.fields.get(known) {
+            if let Some(Field::Number(id)) = self.fields.get(known)
+                && id.fract() == 0.0
+                && (0.0..vocab.unwrap_or(0) as f64).contains(id)
+            {
                 all.insert(name.to_owned(), json!(*id as u64));
             }
         }
         let window = self.whole("attention.sliding_window")?;
-        if is_llama && !window.is_null() {
+        if self.has_window() && !window.is_null() {
             all.insert("model_type".to_owned(), json!("mistral"));
             all.insert("sliding_window".to_owned(), window);
         }
