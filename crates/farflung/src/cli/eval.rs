@@ -10,6 +10,9 @@ use farflung::{Error, Result, corpus, terminal};
 
 use super::model::{Loaded, LoadedModel, ModelArgs};
 
+/// Longest sequences that are measured without `--context`.
+const USUAL_CONTEXT: usize = 1024;
+
 /// Measure a model's loss on the last tenth of a text, which training holds out.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -47,6 +50,9 @@ pub(crate) struct EvalCommand {
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
+    /// Tokens of each sequence. Default: the model's context, at most 1024.
+    #[arg(long, value_name = "N", conflicts_with = "tokens", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
     /// Sequences per batch.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
@@ -67,7 +73,7 @@ impl EvalCommand {
     fn on_rows(&self, path: &Path) -> Result<()> {
         let read = if self.document_mask == Some(true) { TokenRows::read_packed } else { TokenRows::read };
         let rows = read(path).map_err(|error| Error::from(error).of_input())?;
-        let model = self.model.load_for_ids()?;
+        let model = self.model.load_for_ids(rows.length())?;
         rows.check(model.stage.spec().vocab, model.stage.spec().context)
             .map_err(|error| Error::from(error).of_input())?;
         let length = rows.length();
@@ -96,7 +102,13 @@ impl EvalCommand {
 
     /// Measures held-out text.
     fn on_text(&self) -> Result<()> {
-        let Loaded { stage, params, tokenizer, reading } = self.model.load()?;
+        let longest = self.context.map_or(USUAL_CONTEXT, |context| context as usize);
+        let Loaded { stage, params, tokenizer, reading } = self.model.load(Some(longest))?;
+        let context = longest.min(stage.spec().context);
+        if self.context.is_some_and(|given| given as usize > context) {
+            let (value, expected) = (longest.to_string(), format!("at most {context}, the model's context"));
+            return Err(Error::Setting { field: "context", value, expected });
+        }
         let (tokenizer, model) = (&*tokenizer, LoadedModel { stage, params });
         let options = ReadOptions {
             encoding: self.encoding.or(reading.options.encoding),
@@ -119,7 +131,6 @@ impl EvalCommand {
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
-        let context = model.stage.spec().context;
         let windows = self.batches as usize * self.batch as usize;
         let sampler = Sampler::evaluation(held_out, Shard::whole(self.batch as usize), context, windows)?;
         let sampler = if document_mask { sampler.by_documents() } else { sampler };

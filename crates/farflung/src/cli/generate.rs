@@ -60,7 +60,7 @@ impl GenerateCommand {
         if self.staged.stages.get() > 1 {
             return self.staged.run(&self);
         }
-        let loaded = self.model.load()?;
+        let loaded = self.model.load(None)?;
         let sampling = self.sampling(&*loaded.tokenizer);
         let prompt = loaded.tokenizer.encode(&self.prompt);
         self.print(&*loaded.tokenizer, |emit| {

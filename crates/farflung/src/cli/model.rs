@@ -9,7 +9,8 @@ use farflung::config::value::Setting as _;
 use farflung::model_source::RunReading;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::train::OpenedPart;
-use farflung::zoo::{Stage, Tokenizer, tokenizer};
+use farflung::zoo::spec::Positions;
+use farflung::zoo::{Resize, Stage, Tokenizer, tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal};
 
 /// Which model to load, and how to run it.
@@ -51,17 +52,18 @@ pub(crate) struct LoadedModel {
 }
 
 impl ModelArgs {
-    /// Opens the model and its tokenizer. An error of its files is one of the input.
-    pub(crate) fn load(&self) -> Result<Loaded> {
+    /// Opens the model for sequences of this length, as in [`ModelArgs::open`], and its tokenizer. An error of
+    /// its files is one of the input.
+    pub(crate) fn load(&self, length: Option<usize>) -> Result<Loaded> {
         let more = |source: &ModelSource, vocab| Ok((self.tokenizer(source, vocab)?, source.run_reading()));
         let (LoadedModel { stage, params }, (tokenizer, reading)) =
-            self.open(more).map_err(Error::of_input)?;
+            self.open(length, more).map_err(Error::of_input)?;
         Ok(Loaded { stage, params, tokenizer, reading })
     }
 
-    /// Opens the model for ids of tokens. An error of its files is one of the input.
-    pub(crate) fn load_for_ids(&self) -> Result<LoadedModel> {
-        self.open(|_, _| Ok(())).map(|(model, ())| model).map_err(Error::of_input)
+    /// Opens the model for ids of tokens in rows of this length. An error of its files is one of the input.
+    pub(crate) fn load_for_ids(&self, length: usize) -> Result<LoadedModel> {
+        self.open(Some(length), |_, _| Ok(())).map(|(model, ())| model).map_err(Error::of_input)
     }
 
     /// Returns the device of one of the process's ranks, `sharers` of which share the cores.
@@ -93,12 +95,20 @@ impl ModelArgs {
     }
 
     /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.
-    fn open<T>(&self, more: impl FnOnce(&ModelSource, usize) -> Result<T>) -> Result<(LoadedModel, T)> {
+    /// If the model has no table of positions, its context is at most `length`, however long a file says it is.
+    fn open<T>(
+        &self,
+        length: Option<usize>,
+        more: impl FnOnce(&ModelSource, usize) -> Result<T>,
+    ) -> Result<(LoadedModel, T)> {
         let device = self.open_device(1)?;
         let source = ModelSource::find(&self.model)?;
         let mut weights = source.open()?;
         let more = more(&source, weights.spec().vocab)?;
-        let stage = Stage::whole(weights.spec(), &device)?;
+        let spec = weights.spec();
+        let context = length.filter(|_| spec.positions == Positions::None).map(|most| most.min(spec.context));
+        let spec = spec.resized(Resize { context, ..Resize::default() })?;
+        let stage = Stage::whole(&spec, &device)?;
         let params = stage.load(&mut weights)?;
         finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
         Ok((LoadedModel { stage, params }, more))

@@ -200,7 +200,12 @@ fn a_wrong_model_is_named() {
     refused(&train(&run, "--model missing/config.json --out no"), "missing/config.json");
     for (field, value, said) in [
         ("model_type", json!("mamba"), "`model_type` is \"mamba\", expected"),
-        ("rope_scaling", json!({"rope_type": "yarn"}), "`rope_scaling.rope_type` is \"yarn\", expected"),
+        ("rope_scaling", json!({"rope_type": "yarn"}), "`rope_scaling.factor` is missing, expected"),
+        (
+            "rope_scaling",
+            json!({"rope_type": "longrope"}),
+            "`rope_scaling.rope_type` is \"longrope\", expected",
+        ),
         ("hidden_act", json!("relu"), "`hidden_act` is \"relu\", expected"),
         ("num_key_value_heads", json!(3), "`num_key_value_heads` is 3, expected"),
         ("num_hidden_layers", json!(1_u64 << 40), "`num_hidden_layers` is 1099511627776, expected"),

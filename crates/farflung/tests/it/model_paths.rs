@@ -387,3 +387,40 @@ fn a_run_is_continued_without_the_weights_that_it_started_from() {
         assert!(stderr(&refused).contains("there is no file or folder `weights`"), "{}", stderr(&refused));
     }
 }
+
+/// Sequences are as long as is asked for, and never as long as a file claims.
+#[test]
+fn a_model_is_measured_on_sequences_of_a_given_length() {
+    let run = Run::new();
+    let describe = |context: usize| {
+        serde_json::json!({
+            "model_type": "llama", "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 24,
+            "max_position_embeddings": context, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0, "tie_word_embeddings": true,
+        })
+        .to_string()
+    };
+    let config = run.at("model/config.json");
+    let spec = farflung::zoo::weights::config_from_text(&config, &describe(16)).unwrap();
+    write(&run.at("model"), &spec, WriteOptions::default(), |index, spec, out| {
+        spec.fill(3, index, out);
+        Ok::<_, farflung::zoo::ZooError>(())
+    })
+    .unwrap();
+    fs::write(run.at("rows.json"), r#"{"input_ids": [[1, 2, 3, 4]]}"#).unwrap();
+    let rows = |run: &Run| {
+        let mut command = farflung();
+        command.args(["eval", "model", "--tokens", "rows.json", "--json"]);
+        json(&output(run, command))
+    };
+    let (of_rows, of_eight) = (rows(&run), json(&eval(&run, "model", &["--context", "8"])));
+    assert_eq!(of_eight["tokens"], 2 * 12 * 8);
+    let refused = eval(&run, "model", &["--context", "17"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(stderr(&refused).contains("at most 16, the model's context"), "{}", stderr(&refused));
+    // A table of 2^24 positions would take 8 GiB.
+    fs::write(&config, describe(1 << 24)).unwrap();
+    assert_eq!(rows(&run), of_rows);
+    assert_eq!(json(&eval(&run, "model", &["--context", "8"])), of_eight);
+}

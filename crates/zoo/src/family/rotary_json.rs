@@ -64,10 +64,14 @@ pub(super) fn read(
     Ok(RotarySpec { scaling, ..plain })
 }
 
-/// Reads `YaRN`'s scaling. The factor of cosines and sines is given, or follows from the others.
+/// Reads `YaRN`'s scaling. Its factor is given or follows from the two contexts, and that of cosines and sines
+/// is given or follows from it.
 fn yarn(scaling: &Fields<'_>, context: usize) -> Result<RotaryScaling, ZooError> {
     let original_context = scaling.number_or("original_max_position_embeddings", context)?;
-    let factor = scaling.real_or("factor", context as f64 / original_context.max(1) as f64)?;
+    let factor = match scaling.get("original_max_position_embeddings") {
+        Some(_) => scaling.real_or("factor", context as f64 / original_context.max(1) as f64)?,
+        None => scaling.real("factor")?,
+    };
     // Peng et al. 2023, section 3.4; with other weights in DeepSeek-V2.
     let magnitude = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     let weights = (scaling.real_or("mscale", 0.0)?, scaling.real_or("mscale_all_dim", 0.0)?);
