@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use farflung_zoo::family::{Preset, presets};
+use farflung_zoo::family::{preset, presets};
 use farflung_zoo::weights::{Dtype, config_from_text, config_text, read_config};
 use farflung_zoo::{ModelSpec, Resize};
 
@@ -32,10 +32,6 @@ pub fn model_shape(model: &str) -> Result<ModelSpec> {
     let expected = format!("one of {}, or the path of a config.json", names.join(", "));
     let expected = with_nearest(expected, model, &names);
     Err(Error::Setting { field: "model", value: model.to_owned(), expected })
-}
-
-fn preset(name: &str) -> Option<&'static Preset> {
-    presets().find(|preset| preset.name == name)
 }
 
 /// Returns whether a value of `--model` is the path of a file, or no value that is known.

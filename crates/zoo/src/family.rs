@@ -67,12 +67,23 @@ pub fn presets() -> impl Iterator<Item = &'static Preset> {
     FAMILIES.iter().flat_map(|family| family.presets)
 }
 
+/// Other names of presets.
+const ALIASES: [(&str, &str); 1] = [("llama-70b", "llama2-70b")];
+
+/// Returns the preset of this name, of any family. `llama-70b` is `llama2-70b`: the first LLaMA had no such
+/// size.
+#[must_use]
+pub fn preset(name: &str) -> Option<&'static Preset> {
+    let (_, name) = ALIASES.into_iter().find(|(alias, _)| *alias == name).unwrap_or((name, name));
+    presets().find(|preset| preset.name == name)
+}
+
 impl ModelSpec {
-    /// Returns the preset of this name, of any family.
+    /// Returns the shape of a preset ([`preset`]).
     ///
     /// Errors: [`ZooError::UnknownPreset`], whose message lists the presets.
     pub fn preset(name: &str) -> Result<Self, ZooError> {
-        presets().find(|preset| preset.name == name).map(Preset::spec).ok_or_else(|| {
+        preset(name).map(Preset::spec).ok_or_else(|| {
             let known = presets().map(|preset| preset.name).collect();
             ZooError::UnknownPreset { name: name.to_owned(), known }
         })
@@ -120,6 +131,7 @@ mod tests {
             ("llama2-7b", 6_738_415_616),
             ("llama2-13b", 13_015_864_320),
             ("llama2-70b", 68_976_648_192),
+            ("llama-70b", 68_976_648_192),
             ("llama3-8b", 8_030_261_248),
             ("llama3-70b", 70_553_706_496),
             ("llama3.1-405b", 405_853_388_800),

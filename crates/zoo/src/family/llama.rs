@@ -32,7 +32,6 @@ pub(super) static FAMILY: Family = Family {
         Preset { name: "llama2-7b", spec: || shape(&LLAMA, 32, (32, 32), 4096, 11008, 4096, 32000) },
         Preset { name: "llama2-13b", spec: || shape(&LLAMA, 40, (40, 40), 5120, 13824, 4096, 32000) },
         // Of the second version, as papers call it.
-        Preset { name: "llama-70b", spec: || shape(&LLAMA, 80, (64, 8), 8192, 28672, 4096, 32000) },
         Preset { name: "llama2-70b", spec: || shape(&LLAMA, 80, (64, 8), 8192, 28672, 4096, 32000) },
         Preset { name: "llama3-8b", spec: || shape(&LLAMA3, 32, (32, 8), 4096, 14336, 8192, 128_256) },
         Preset { name: "llama3-70b", spec: || shape(&LLAMA3, 80, (64, 8), 8192, 28672, 8192, 128_256) },
