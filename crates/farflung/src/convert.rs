@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 use crate::model_source::{ModelSource, folder_of};
-use crate::{Error, Result, finite};
+use crate::{Error, Result, finite, run_dir};
 
 /// Files beside the weights that other programs read with a model: its tokenizer, and how it generates.
 const BESIDE: [&str; 11] = [
@@ -151,17 +151,19 @@ fn keep_token_ids(folder: &Path, ids: &Map<String, Value>) -> Result<()> {
     let mut config: Map<String, Value> =
         serde_json::from_str(&text).expect("the configuration was just written");
     config.extend(ids.clone());
-    fs::write(&path, format!("{:#}\n", Value::Object(config))).map_err(Error::io("write", &path))?;
-    sync(&path)
+    run_dir::replace(&path, format!("{:#}\n", Value::Object(config)).as_bytes())
 }
 
 /// Copies the files beside the weights. Returns their names.
 fn copy_beside(from: &ModelSource, to: &Path) -> Result<Vec<&'static str>> {
-    let folder = from.folder();
     let mut copied = Vec::new();
+    if !from.has_own_folder() {
+        return Ok(copied);
+    }
+    let folder = from.folder();
     for name in BESIDE {
         let path = folder.join(name);
-        if from.has_own_folder() && path.is_file() {
+        if path.is_file() {
             fs::copy(&path, to.join(name)).map_err(Error::io("copy", &path))?;
             sync(&to.join(name))?;
             copied.push(name);

@@ -33,8 +33,9 @@ const INDEX: &str = "model.safetensors.index.json";
 /// A model on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelSource {
-    /// A folder with `config.json`, or a `.safetensors` file beside it.
+    /// A folder with `config.json`, a `.safetensors` file beside it, or a GGUF file.
     path: PathBuf,
+    is_gguf: bool,
     /// Whether it is a checkpoint whose files are compressed.
     is_packed: bool,
     /// The tokenizer of the run that wrote the checkpoint.
@@ -80,7 +81,7 @@ impl ModelSource {
         let whole = |path: &Path| {
             let settings = recorded(path).unwrap_or_default();
             let (recorded, reading) = (tokenizer_in(&settings), reading_in(&settings));
-            Self { path: path.to_owned(), is_packed: false, recorded, reading }
+            Self { path: path.to_owned(), is_gguf: false, is_packed: false, recorded, reading }
         };
         // A link may lead nowhere; then the error names it.
         if path.join(CONFIG).symlink_metadata().is_ok() {
@@ -108,7 +109,7 @@ impl ModelSource {
             String::new()
         };
         let (recorded, reading) = (tokenizer_in(&settings), reading_in(&settings));
-        Ok(Self { path, is_packed, recorded, reading })
+        Ok(Self { path, is_gguf: false, is_packed, recorded, reading })
     }
 
     /// Returns the model that a file is part of.
@@ -116,16 +117,18 @@ impl ModelSource {
         let folder = folder_of(path);
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let kind = FileKind::of_file(path);
-        if kind == Some(FileKind::Gguf) {
+        let alone = |is_gguf| {
             let reading = RunReading::default();
-            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None, reading });
+            Ok(Self { path: path.to_owned(), is_gguf, is_packed: false, recorded: None, reading })
+        };
+        if kind == Some(FileKind::Gguf) {
+            return alone(true);
         }
         let is_weights = name.ends_with(".safetensors");
         let has_config = folder.join(CONFIG).is_file();
         // A file of another name may be one of several in its folder.
         if is_weights && has_config && name != TENSORS && !name.contains("-of-") {
-            let reading = RunReading::default();
-            return Ok(Self { path: path.to_owned(), is_packed: false, recorded: None, reading });
+            return alone(false);
         }
         let is_part = is_weights || [CONFIG, INDEX, MANIFEST, LATEST].contains(&&*name);
         if is_part && let Some(found) = Self::of_folder(&folder)? {
@@ -276,8 +279,8 @@ impl ModelSource {
 
     /// Returns whether the files beside the weights are the model's, and not those of others in the folder.
     #[must_use]
-    pub fn has_own_folder(&self) -> bool {
-        !self.path.is_file() || FileKind::of_file(&self.path) != Some(FileKind::Gguf)
+    pub const fn has_own_folder(&self) -> bool {
+        !self.is_gguf
     }
 
     fn tokenizer_files(&self) -> Result<TokenizerFiles> {

@@ -2,6 +2,7 @@
 //! much of the vote on a step behind the averages, on the virtual clock.
 
 use std::fmt::Write as _;
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
@@ -102,6 +103,20 @@ fn one_step(job: &Job) -> Result<Step> {
     Ok(Step { took, parts: ranks.into_iter().take(half).map(|(_, part, times)| (part, times)).collect() })
 }
 
+/// Returns the settings of two pipelines of `depth` machines of the topology at `path`.
+fn pipelines(depth: usize, path: PathBuf, seed: u64) -> TrainConfig {
+    TrainConfig {
+        layers: Some(8),
+        batch: 2,
+        workers: 2 * depth,
+        stages: depth,
+        microbatches: Some(8),
+        schedule: Method::OneFOneB,
+        topology: Some(path),
+        ..plain_sgd(config(seed, false), 0.1)
+    }
+}
+
 /// Latency of each link where votes are measured, in milliseconds.
 const LATENCY: f64 = 5.0;
 
@@ -119,17 +134,7 @@ fn far_topology(stages: usize) -> String {
 fn early_vote(report: &mut Report<'_>, depth: usize, folder: &std::path::Path) -> Result<()> {
     let path = folder.join(format!("far-{depth}.toml"));
     std::fs::write(&path, far_topology(depth)).context("failed to write the topology")?;
-    let settings = TrainConfig {
-        layers: Some(8),
-        batch: 2,
-        workers: 2 * depth,
-        stages: depth,
-        microbatches: Some(8),
-        schedule: Method::OneFOneB,
-        topology: Some(path),
-        algorithm: Algorithm::Ring,
-        ..plain_sgd(config(report.seed(), false), 0.1)
-    };
+    let settings = TrainConfig { algorithm: Algorithm::Ring, ..pipelines(depth, path, report.seed()) };
     let over = JobTransport::Simulated(settings.link);
     let early = job(settings, over)?;
     let late = Job { late_vote: true, ..early.clone() };
@@ -151,17 +156,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let path = folder.path().join(format!("{depth}.toml"));
         std::fs::write(&path, topology(depth)).context("failed to write the topology")?;
         let base = TrainConfig {
-            layers: Some(8),
-            batch: 2,
-            workers: 2 * depth,
-            stages: depth,
-            microbatches: Some(8),
-            schedule: Method::OneFOneB,
-            topology: Some(path.clone()),
             // Many buckets, so that little of a layer waits for the next one's gradients.
             bucket_mb: 0.02,
             overlap: true,
-            ..plain_sgd(config(report.seed(), false), 0.1)
+            ..pipelines(depth, path, report.seed())
         };
         let over = JobTransport::Simulated(base.link);
         let overlapped = job(base.clone(), over)?;

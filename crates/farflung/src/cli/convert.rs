@@ -63,7 +63,10 @@ impl ConvertCommand {
         let dtype = written.dtype.name().to_lowercase();
         super::print(&if self.json {
             let object = serde_json::json!({
-                "parameters": written.parameters, "dtype": dtype, "copied": written.copied, "folder": self.to.display().to_string(),
+                "parameters": written.parameters,
+                "dtype": dtype,
+                "copied": written.copied,
+                "folder": self.to.display().to_string(),
             });
             format!("{object}\n")
         } else {

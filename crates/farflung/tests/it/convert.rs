@@ -3,37 +3,19 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "../../../zoo/tests/it/gguf/file.rs"]
+mod file;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use std::process::Output;
 
 use farflung::zoo::ModelSpec;
 use farflung::zoo::weights::{Dtype, TensorFile, Weights, WriteOptions, write};
 use serde_json::{Value, json};
 
-use crate::tiny::{Run, farflung};
-
-fn output(run: &Run, args: &str) -> Output {
-    farflung().current_dir(run.at("")).args(args.split_whitespace()).output().unwrap()
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-#[track_caller]
-fn json_of(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", stderr(output));
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
-#[track_caller]
-fn refused(output: &Output, expected: &str) {
-    let said = stderr(output);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains(expected), "{said} / {expected}");
-}
+use crate::tiny::{Run, farflung, json_of, output, refused, stderr};
+use file::{Gguf, name_in_file};
 
 fn llama() -> ModelSpec {
     let text = json!({
@@ -68,69 +50,17 @@ fn all(path: &Path) -> BTreeMap<String, Vec<f32>> {
 
 /// Returns the bytes of a GGUF file with the values of a folder, in their order there.
 fn gguf(folder: &Path) -> Vec<u8> {
-    const BLOCK: [(&str, &str); 9] = [
-        ("attn_norm", "input_layernorm"),
-        ("attn_q", "self_attn.q_proj"),
-        ("attn_k", "self_attn.k_proj"),
-        ("attn_v", "self_attn.v_proj"),
-        ("attn_output", "self_attn.o_proj"),
-        ("ffn_norm", "post_attention_layernorm"),
-        ("ffn_gate", "mlp.gate_proj"),
-        ("ffn_up", "mlp.up_proj"),
-        ("ffn_down", "mlp.down_proj"),
-    ];
-    let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
-    let mut fields = vec![("general.architecture".to_owned(), 8_u32, text("llama"))];
-    for (key, value) in [
-        ("block_count", 2_u32),
-        ("embedding_length", 16),
-        ("feed_forward_length", 24),
-        ("attention.head_count", 4),
-        ("attention.head_count_kv", 2),
-        ("context_length", 8),
-    ] {
-        fields.push((format!("llama.{key}"), 4, value.to_le_bytes().to_vec()));
-    }
-    fields.push(("tokenizer.ggml.eos_token_id".to_owned(), 4, 9_u32.to_le_bytes().to_vec()));
-    for (key, value) in [("attention.layer_norm_rms_epsilon", 1e-5_f32), ("rope.freq_base", 10000.0)] {
-        fields.push((format!("llama.{key}"), 6, value.to_le_bytes().to_vec()));
-    }
+    let config = fs::read(folder.join("config.json")).unwrap();
+    let mut out = Gguf::described("llama", &serde_json::from_slice(&config).unwrap());
+    out.u32("tokenizer.ggml.eos_token_id", &9.into());
     let mut file = TensorFile::open(&folder.join("model.safetensors")).unwrap();
-    let (mut entries, mut data, mut count) = (Vec::new(), Vec::new(), 0_u64);
     for (known, info) in file.tensors().clone() {
         let mut values = vec![0.0; info.shape.iter().product()];
         file.read_f32(&known, &info.shape, &mut values).unwrap();
-        let name = match known.as_str() {
-            "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
-            "model.norm.weight" => "output_norm.weight".to_owned(),
-            inner => {
-                let (layer, rest) = inner.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
-                let tensor = rest.strip_suffix(".weight").unwrap();
-                let (gguf, _) = BLOCK.iter().find(|(_, known)| *known == tensor).unwrap();
-                format!("blk.{layer}.{gguf}.weight")
-            }
-        };
-        data.resize(data.len().next_multiple_of(32), 0);
-        entries.extend(text(&name));
-        entries.extend((info.shape.len() as u32).to_le_bytes());
-        info.shape.iter().rev().for_each(|&length| entries.extend((length as u64).to_le_bytes()));
-        entries.extend(0_u32.to_le_bytes());
-        entries.extend((data.len() as u64).to_le_bytes());
-        data.extend(values.iter().flat_map(|x| x.to_le_bytes()));
-        count += 1;
+        let data = values.iter().flat_map(|x: &f32| x.to_le_bytes()).collect();
+        out.tensors.push((name_in_file(&known), info.shape, 0, data));
     }
-    let mut out = b"GGUF\x03\0\0\0".to_vec();
-    out.extend(count.to_le_bytes());
-    out.extend((fields.len() as u64).to_le_bytes());
-    for (key, kind, value) in fields {
-        out.extend(text(&key));
-        out.extend(kind.to_le_bytes());
-        out.extend(value);
-    }
-    out.extend(entries);
-    out.resize(out.len().next_multiple_of(32), 0);
-    out.extend(data);
-    out
+    out.bytes()
 }
 
 #[test]
@@ -146,9 +76,8 @@ fn a_run_becomes_a_folder_that_training_starts_from() {
     assert_eq!((&written["dtype"], &written["copied"]), (&json!("f32"), &json!([])));
     assert_eq!(all(&run.at("model")), all(&run.at("out/step-00000002")));
     let eval = |path: &str| {
-        json_of(&output(&run, &format!("eval {path} --data text.txt --batches 1 --tokenizer byte --json")))["loss"]
-            .as_f64()
-            .unwrap()
+        let args = format!("eval {path} --data text.txt --batches 1 --tokenizer byte --json");
+        json_of(&output(&run, &args))["loss"].as_f64().unwrap()
     };
     assert_eq!(eval("model").to_bits(), eval("out").to_bits());
     // Half precision is as near as it can be.

@@ -11,7 +11,7 @@ use farflung::parallel::pipeline::Method;
 use farflung::train::refusal;
 use serde_json::{Value, json};
 
-use crate::tiny::{Run, farflung};
+use crate::tiny::{Run, json_of, output, refused, stderr};
 
 /// Returns a folder with a text and a description of the model.
 fn llama() -> Run {
@@ -42,11 +42,6 @@ fn describe(run: &Run, name: &str, changes: &[(&str, Value)]) {
     fs::write(run.at(name), config.to_string()).unwrap();
 }
 
-/// Runs a command in the folder of `run`.
-fn output(run: &Run, args: &str) -> Output {
-    farflung().current_dir(run.at("")).args(args.split_whitespace()).output().unwrap()
-}
-
 /// Runs `train` with these arguments and the needed ones that they do not set.
 fn train(run: &Run, args: &str) -> Output {
     let given: Vec<&str> = args.split_whitespace().collect();
@@ -71,16 +66,6 @@ fn train(run: &Run, args: &str) -> Output {
     output(run, &format!("train --json {args} {needed}"))
 }
 
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-#[track_caller]
-fn json_of(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", stderr(output));
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
 /// Trains with these arguments and returns the steps.
 #[track_caller]
 fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
@@ -89,13 +74,6 @@ fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
     let steps = farflung::metrics::read(&run.at(out).join("metrics.jsonl")).unwrap();
     assert!(steps.iter().all(|step| step.train_loss.is_finite()), "{args}: {steps:?}");
     steps
-}
-
-#[track_caller]
-fn refused(output: &Output, expected: &str) {
-    let said = stderr(output);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    assert!(said.contains(expected), "{said} / {expected}");
 }
 
 /// Returns the largest relative difference between the losses of two runs of the same length.

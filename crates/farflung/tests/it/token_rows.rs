@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "../../../zoo/tests/it/families/folders.rs"]
+mod folders;
+
 use std::fs;
 use std::path::PathBuf;
 use std::process::Output;
@@ -9,6 +12,7 @@ use std::process::Output;
 use serde_json::{Value, json};
 
 use crate::tiny::{Run, farflung};
+use folders::FAMILIES;
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../zoo/tests/fixtures/families").join(name)
@@ -51,17 +55,7 @@ fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
 #[test]
 fn trajectories_are_those_of_transformers_however_the_rows_are_divided() {
     let run = Run::new();
-    for model in [
-        "gptj",
-        "llama-gqa-tied",
-        "llama-mha",
-        "llama3-rope-bf16",
-        "mistral-window",
-        "neox-parallel",
-        "neox-sequential",
-        "qwen2",
-        "qwen3",
-    ] {
+    for model in FAMILIES {
         let expected = read(fixture(model).join("expected.json"));
         fs::write(run.at("rows.json"), expected.to_string()).unwrap();
         let want: Vec<f64> = serde_json::from_value(expected["losses"].clone()).unwrap();

@@ -18,18 +18,11 @@ pub fn read_config(path: &Path) -> Result<ModelSpec, ZooError> {
     config_of(path, &json_file::read(path)?)
 }
 
-/// Like [`read_config`], from the bytes of the file. `path` is for messages.
-///
-/// Errors: as [`read_config`].
-pub(super) fn config_from_bytes(path: &Path, bytes: &[u8]) -> Result<ModelSpec, ZooError> {
-    config_of(path, &json_file::from_bytes(path, bytes)?)
-}
-
 /// Like [`read_config`], from the text of the file. `path` is for messages.
 ///
 /// Errors: as [`read_config`].
 pub fn config_from_text(path: &Path, text: &str) -> Result<ModelSpec, ZooError> {
-    config_from_bytes(path, text.as_bytes())
+    config_of(path, &json_file::from_bytes(path, text.as_bytes())?)
 }
 
 /// Like [`read_config`], from the fields of the file.

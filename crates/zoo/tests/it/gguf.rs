@@ -3,11 +3,14 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod file;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use farflung_zoo as zoo;
+use file::{Gguf, name_in_file, text};
 use half::{bf16, f16};
 use serde_json::{Map, Value};
 use zoo::weights::{TensorFile, Weights};
@@ -20,20 +23,6 @@ const MODELS: [(&str, &str); 5] = [
     ("qwen2", "qwen2"),
     ("qwen3", "qwen3"),
 ];
-/// Names in a block: those of the file, and those of the folder.
-const BLOCK: [(&str, &str); 11] = [
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-];
 
 fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families").join(name)
@@ -41,58 +30,6 @@ fn folder(name: &str) -> PathBuf {
 
 /// A tensor's name, shape and values.
 type Named = (String, Vec<usize>, Vec<f32>);
-
-/// A file in the making.
-#[derive(Default)]
-struct Gguf {
-    fields: Vec<(String, u32, Vec<u8>)>,
-    tensors: Vec<(String, Vec<usize>, u32, Vec<u8>)>,
-}
-
-fn text(text: &str) -> Vec<u8> {
-    [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
-}
-
-impl Gguf {
-    fn text(&mut self, key: &str, value: &str) {
-        self.fields.push((key.to_owned(), 8, text(value)));
-    }
-
-    fn u32(&mut self, key: &str, value: &Value) {
-        let value = u32::try_from(value.as_u64().unwrap()).unwrap();
-        self.fields.push((key.to_owned(), 4, value.to_le_bytes().to_vec()));
-    }
-
-    fn f32(&mut self, key: &str, value: &Value) {
-        self.fields.push((key.to_owned(), 6, (value.as_f64().unwrap() as f32).to_le_bytes().to_vec()));
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut out = b"GGUF".to_vec();
-        out.extend(3_u32.to_le_bytes());
-        out.extend((self.tensors.len() as u64).to_le_bytes());
-        out.extend((self.fields.len() as u64).to_le_bytes());
-        for (key, kind, value) in &self.fields {
-            out.extend(text(key));
-            out.extend(kind.to_le_bytes());
-            out.extend(value);
-        }
-        let mut start = 0_u64;
-        for (name, shape, kind, data) in &self.tensors {
-            out.extend(text(name));
-            out.extend((shape.len() as u32).to_le_bytes());
-            shape.iter().rev().for_each(|&length| out.extend((length as u64).to_le_bytes()));
-            out.extend(kind.to_le_bytes());
-            out.extend(start.to_le_bytes());
-            start += (data.len() as u64).next_multiple_of(32);
-        }
-        for (.., data) in &self.tensors {
-            out.resize(out.len().next_multiple_of(32), 0);
-            out.extend(data);
-        }
-        out
-    }
-}
 
 /// Encodes values as a type: its number, the bytes, and what they stand for.
 type Encode = fn(&[f32]) -> (u32, Vec<u8>, Vec<f32>);
@@ -199,45 +136,12 @@ fn written(name: &str, architecture: &str, encode: Encode) -> (Gguf, Vec<Named>)
     let folder = folder(name);
     let config: Map<String, Value> =
         serde_json::from_slice(&fs::read(folder.join("config.json")).unwrap()).unwrap();
-    let mut out = Gguf::default();
-    out.text("general.architecture", architecture);
-    let key = |name: &str| format!("{architecture}.{name}");
-    for (gguf, known) in [
-        ("block_count", "num_hidden_layers"),
-        ("embedding_length", "hidden_size"),
-        ("feed_forward_length", "intermediate_size"),
-        ("attention.head_count", "num_attention_heads"),
-        ("attention.head_count_kv", "num_key_value_heads"),
-        ("context_length", "max_position_embeddings"),
-    ] {
-        out.u32(&key(gguf), &config[known]);
-    }
-    if let Some(width) = config.get("head_dim") {
-        out.u32(&key("attention.key_length"), width);
-        out.u32(&key("rope.dimension_count"), width);
-    }
-    if let Some(window) = config.get("sliding_window").filter(|window| !window.is_null()) {
-        out.u32(&key("attention.sliding_window"), window);
-    }
-    out.f32(&key("attention.layer_norm_rms_epsilon"), &config["rms_norm_eps"]);
-    let theta = config.get("rope_theta").or_else(|| config["rope_parameters"].get("rope_theta"));
-    out.f32(&key("rope.freq_base"), theta.unwrap());
+    let mut out = Gguf::described(architecture, &config);
     // A list of texts, as that of a tokenizer, is passed over.
     let list = [&8_u32.to_le_bytes()[..], &2_u64.to_le_bytes(), &text("a"), &text("bc")].concat();
     out.fields.push(("tokenizer.ggml.tokens".to_owned(), 9, list));
     let mut expected = Vec::new();
     for (known, shape, values) in stored(&folder) {
-        let gguf = match known.as_str() {
-            "model.embed_tokens.weight" => "token_embd.weight".to_owned(),
-            "model.norm.weight" => "output_norm.weight".to_owned(),
-            "lm_head.weight" => "output.weight".to_owned(),
-            inner => {
-                let (layer, rest) = inner.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
-                let (tensor, part) = rest.rsplit_once('.').unwrap();
-                let (gguf, _) = BLOCK.iter().find(|(_, known)| *known == tensor).unwrap();
-                format!("blk.{layer}.{gguf}.{part}")
-            }
-        };
         let heads = match () {
             () if architecture != "llama" => None,
             () if known.contains("q_proj") => config["num_attention_heads"].as_u64(),
@@ -256,7 +160,7 @@ fn written(name: &str, architecture: &str, encode: Encode) -> (Gguf, Vec<Named>)
         for (at, row) in order.into_iter().enumerate() {
             back[row * width..][..width].copy_from_slice(&meant[at * width..][..width]);
         }
-        out.tensors.push((gguf, shape.clone(), kind, bytes));
+        out.tensors.push((name_in_file(&known), shape.clone(), kind, bytes));
         expected.push((known, shape, back));
     }
     (out, expected)

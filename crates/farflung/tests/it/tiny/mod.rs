@@ -3,7 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Output};
+
+use serde_json::Value;
 
 /// A folder with a text, for a run.
 pub(crate) struct Run(tempfile::TempDir);
@@ -52,4 +54,26 @@ impl Run {
 
 pub(crate) fn farflung() -> Command {
     Command::new(env!("CARGO_BIN_EXE_farflung"))
+}
+
+/// Runs a command in the folder of `run`.
+pub(crate) fn output(run: &Run, args: &str) -> Output {
+    farflung().current_dir(run.at("")).args(args.split_whitespace()).output().unwrap()
+}
+
+pub(crate) fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[track_caller]
+pub(crate) fn json_of(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", stderr(output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[track_caller]
+pub(crate) fn refused(output: &Output, expected: &str) {
+    let said = stderr(output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains(expected), "{said} / {expected}");
 }

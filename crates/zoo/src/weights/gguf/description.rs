@@ -117,6 +117,10 @@ impl<'a> Description<'a> {
     /// Returns whether values of queries and keys that are rotated together are neighbours: llama.cpp rotates
     /// neighbours in models of this architecture, and halves in the others.
     pub(super) fn interleaves_heads(&self) -> bool {
+        self.is_llama()
+    }
+
+    fn is_llama(&self) -> bool {
         self.architecture == "llama"
     }
 
@@ -188,17 +192,13 @@ impl<'a> Description<'a> {
                 Field::Flag(found) => field == "attention.causal" && *found,
                 _ => false,
             };
-            let is_window = self.has_window() && field == "attention.sliding_window";
+            // A window of all layers: Mistral's.
+            let is_window = self.is_llama() && field == "attention.sliding_window";
             if !is_usual && !is_window && !KNOWN.contains(&field) {
                 return Err(self.wrong(name.clone(), "there".to_owned(), "nothing: it may change the model"));
             }
         }
         Ok(())
-    }
-
-    /// Returns whether a window in the file is one of all layers.
-    fn has_window(&self) -> bool {
-        self.architecture == "llama"
     }
 
     /// Returns the width of a head, if the file tells it.
@@ -242,7 +242,6 @@ impl<'a> Description<'a> {
             return Err(self.wrong(name, "above 0".to_owned(), "0: experts are not read"));
         }
         self.check_known()?;
-        let is_llama = self.architecture == "llama";
         let epsilon = self.number("attention.layer_norm_rms_epsilon")?;
         if epsilon.is_none() {
             let name = self.name("attention.layer_norm_rms_epsilon");
@@ -264,7 +263,7 @@ impl<'a> Description<'a> {
             ("rope_scaling", self.scaling()?),
             ("vocab_size", json!(vocab)),
             ("tie_word_embeddings", json!((self.rows)("output.weight").is_none())),
-            ("attention_bias", json!(is_llama && (self.rows)("blk.0.attn_output.bias").is_some())),
+            ("attention_bias", json!(self.is_llama() && (self.rows)("blk.0.attn_output.bias").is_some())),
         ] {
             all.insert(name.to_owned(), value);
         }
@@ -281,7 +280,7 @@ impl<'a> Description<'a> {
             }
         }
         let window = self.whole("attention.sliding_window")?;
-        if self.has_window() && !window.is_null() {
+        if self.is_llama() && !window.is_null() {
             all.insert("model_type".to_owned(), json!("mistral"));
             all.insert("sliding_window".to_owned(), window);
         }

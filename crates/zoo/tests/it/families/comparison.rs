@@ -2,6 +2,8 @@
 //! a model in one part or in two. The bench `families` includes this file too, by `#[path]`: the parent module
 //! must import the crates under the names `tensor` and `zoo`.
 
+#[path = "folders.rs"]
+mod folders;
 #[path = "threads.rs"]
 pub(crate) mod threads;
 
@@ -16,20 +18,8 @@ use super::zoo::exchange::Exchange;
 use super::zoo::layer::Grads;
 use super::zoo::weights::{StoredLayout, TensorFile, Weights, to_stored};
 use super::zoo::{self, AxisShare, Input, Output, Sampling, Stage, Targets, generate, stage};
+pub(crate) use folders::FAMILIES;
 use threads::Threads;
-
-/// The folders of models with expected values.
-pub(crate) const FAMILIES: [&str; 9] = [
-    "gptj",
-    "llama-gqa-tied",
-    "llama-mha",
-    "llama3-rope-bf16",
-    "mistral-window",
-    "neox-parallel",
-    "neox-sequential",
-    "qwen2",
-    "qwen3",
-];
 
 /// The folder of a model with one head of keys and values, which ranks cannot divide.
 pub(crate) const UNDIVIDED: &str = "llama-gqa-tied";

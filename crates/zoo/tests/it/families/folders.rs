@@ -1,0 +1,14 @@
+//! Models with values that `transformers` computed.
+
+/// The folders of models with expected values.
+pub(crate) const FAMILIES: [&str; 9] = [
+    "gptj",
+    "llama-gqa-tied",
+    "llama-mha",
+    "llama3-rope-bf16",
+    "mistral-window",
+    "neox-parallel",
+    "neox-sequential",
+    "qwen2",
+    "qwen3",
+];
