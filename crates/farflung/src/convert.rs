@@ -1,16 +1,16 @@
 //! Writes a model as a folder in Hugging Face's layout, whatever it is read from.
 
-use std::fs::{self, File};
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 
 use farflung_zoo::weights::{Dtype, WriteOptions, write};
 use half::{bf16, f16};
-use serde_json::{Map, Value};
 
 use crate::error::ModelError;
-use crate::model_source::{ModelSource, folder_of};
-use crate::{Error, Result, finite, run_dir};
+use crate::error::causes;
+use crate::model_source::ModelSource;
+use crate::new_folder::{NewFolder, sync};
+use crate::{Error, Result, finite};
 
 /// Files beside the weights that other programs read with a model: its tokenizer, and how it generates.
 const BESIDE: [&str; 11] = [
@@ -43,13 +43,15 @@ pub struct Written {
     pub parameters: u64,
     /// Type of all tensors.
     pub dtype: Dtype,
-    /// Names of the files that were copied from beside the source.
+    /// Names of the files of the tokenizer, and others from beside the source.
     pub copied: Vec<&'static str>,
+    /// What the user should know.
+    pub note: Option<String>,
 }
 
-/// Writes a model to a new folder, with the files of its tokenizer if it has such. `wrote` is called after each
-/// tensor with its number, from 1 on, and the number of all. Only one tensor is in memory at a time, and what a
-/// compressed checkpoint holds.
+/// Writes a model to a new folder, with the files of its tokenizer if it has such. `wrote` is called after
+/// each tensor with its number, from 1 on, and the number of all; its error ends the work. Only one tensor is
+/// in memory at a time, and what a compressed checkpoint holds.
 ///
 /// All is written to a folder `.NAME.PROCESS.tmp` beside it, synced and renamed at the end, so that the new
 /// folder is complete or not there.
@@ -60,28 +62,27 @@ pub fn convert(
     from: &ModelSource,
     to: &Path,
     form: Form,
-    mut wrote: impl FnMut(u64, u64),
+    mut wrote: impl FnMut(u64, u64) -> Result<()>,
 ) -> Result<Written> {
     let mut weights = from.open()?;
     let spec = weights.spec().clone();
     let dtype = form.dtype.unwrap_or(weights.dtype());
-    let options = WriteOptions { dtype, shard_bytes: form.shard_bytes };
+    let token_ids = weights.token_ids().clone();
+    let options = WriteOptions { dtype, shard_bytes: form.shard_bytes, token_ids };
     let count = spec.tensors().len() as u64;
     let new = NewFolder::beside(to)?;
-    write(&new.partial, &spec, options, |index, tensor, out| {
+    write(new.partial(), &spec, options, |index, tensor, out| {
         weights.tensor(&tensor.name, out)?;
         finite::check(&tensor.name, out)?;
         if let Some(index) = out.iter().position(|&x| !rounded(x, dtype).is_finite()) {
             let (tensor, value, dtype) = (tensor.name.clone(), out[index], dtype.name());
             return Err(Error::from(ModelError::TooLarge { tensor, index, value, dtype }));
         }
-        wrote(index as u64 + 1, count);
-        Ok(())
+        wrote(index as u64 + 1, count)
     })?;
-    keep_token_ids(&new.partial, weights.token_ids())?;
-    let copied = copy_beside(from, &new.partial)?;
+    let (copied, note) = copy_beside(from, &new)?;
     new.commit()?;
-    Ok(Written { parameters: spec.parameters(), dtype, copied })
+    Ok(Written { parameters: spec.parameters(), dtype, copied, note })
 }
 
 /// Returns a value as it is written.
@@ -93,81 +94,31 @@ fn rounded(x: f32, dtype: Dtype) -> f32 {
     }
 }
 
-/// A folder in the making. It is removed if it is dropped before it is committed.
-struct NewFolder {
-    partial: PathBuf,
-    path: PathBuf,
-}
-
-impl NewFolder {
-    /// Makes one. A path at which there is an empty folder is as good as a new one.
-    fn beside(path: &Path) -> Result<Self> {
-        let not_new = || Error::from(ModelError::NotNew { path: path.to_owned() });
-        let name = path.file_name().ok_or_else(not_new)?;
-        let path = path.with_file_name(name);
-        match path.symlink_metadata() {
-            // What cannot be removed could not be replaced after all the work.
-            Ok(metadata) if metadata.is_dir() => {
-                fs::remove_dir(&path).map_err(|error| match error.kind() {
-                    ErrorKind::DirectoryNotEmpty => not_new(),
-                    _ => Error::io("replace", &path)(error),
-                })?;
-            }
-            Ok(_) => return Err(not_new()),
-            Err(error) if error.kind() == ErrorKind::NotFound => {}
-            Err(error) => return Err(Error::io("open", &path)(error)),
-        }
-        let process = std::process::id();
-        let partial = path.with_file_name(format!(".{}.{process}.tmp", name.to_string_lossy()));
-        let parent = folder_of(&path);
-        fs::create_dir_all(&parent).map_err(Error::io("create folder", &parent))?;
-        fs::create_dir(&partial).map_err(Error::io("create folder", &partial))?;
-        Ok(Self { partial, path })
-    }
-
-    fn commit(self) -> Result<()> {
-        sync(&self.partial)?;
-        fs::rename(&self.partial, &self.path).map_err(Error::io("rename to", &self.path))?;
-        sync(&folder_of(&self.path))
-    }
-}
-
-impl Drop for NewFolder {
-    fn drop(&mut self) {
-        // After a commit it is not there. The first error is the one that is reported.
-        let _ = fs::remove_dir_all(&self.partial);
-    }
-}
-
-/// Waits until a file or a folder is on the disk.
-fn sync(path: &Path) -> Result<()> {
-    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io("sync", path))
-}
-
-/// Puts the source's ids of tokens into the configuration that was written.
-fn keep_token_ids(folder: &Path, ids: &Map<String, Value>) -> Result<()> {
-    let path = folder.join("config.json");
-    let text = fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-    let mut config: Map<String, Value> =
-        serde_json::from_str(&text).expect("the configuration was just written");
-    config.extend(ids.clone());
-    run_dir::replace(&path, format!("{:#}\n", Value::Object(config)).as_bytes())
-}
-
-/// Copies the files beside the weights. Returns their names.
-fn copy_beside(from: &ModelSource, to: &Path) -> Result<Vec<&'static str>> {
+/// Copies the files beside the weights, or writes those of the tokenizer in a GGUF file or a compressed
+/// checkpoint. Returns their names, and a note about a tokenizer that is not read.
+fn copy_beside(from: &ModelSource, to: &NewFolder) -> Result<(Vec<&'static str>, Option<String>)> {
     let mut copied = Vec::new();
     if !from.has_own_folder() {
-        return Ok(copied);
+        return Ok(match from.own_tokenizer() {
+            Ok(tokenizer) => {
+                for (name, bytes) in tokenizer.files() {
+                    to.write(name, &bytes)?;
+                    copied.push(name);
+                }
+                (copied, None)
+            }
+            Err(error) => (copied, Some(format!("warning: its tokenizer is left out: {}", causes(&error)))),
+        });
     }
     let folder = from.folder();
     for name in BESIDE {
         let path = folder.join(name);
         if path.is_file() {
-            fs::copy(&path, to.join(name)).map_err(Error::io("copy", &path))?;
-            sync(&to.join(name))?;
+            let copy = to.partial().join(name);
+            fs::copy(&path, &copy).map_err(Error::io("copy", &path))?;
+            sync(&copy)?;
             copied.push(name);
         }
     }
-    Ok(copied)
+    Ok((copied, None))
 }

@@ -57,6 +57,12 @@ pub fn data_notes(reading: &Reading, training: &Split, held_out: &Split) -> Vec<
         0 => format!("data: {} bytes of the default text; {tokens}", reading.bytes),
         _ => format!("data: {reading}; {tokens}"),
     }];
+    if reading.lost > 0 {
+        lines.push(format!(
+            "data: warning: {} bytes of the text were left out: the tokenizer has no token for them",
+            reading.lost
+        ));
+    }
     lines.extend(plain_special_tokens(reading).map(|line| format!("data: {line}")));
     lines
 }
@@ -74,7 +80,7 @@ pub fn one_document(splits: [&Split; 2]) -> Option<String> {
 /// Returns a line for each special token that stands in the text and was read as plain text.
 pub(crate) fn plain_special_tokens(reading: &Reading) -> impl Iterator<Item = String> {
     reading.plain_special_tokens.iter().map(|plain| {
-        let (token, count) = (plain.token, plain.count);
+        let (token, count) = (&plain.token, plain.count);
         let advice = if plain.is_known {
             "`--special-tokens true` makes them tokens, which end documents"
         } else {

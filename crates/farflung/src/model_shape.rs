@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use farflung_zoo::family::{preset, presets};
-use farflung_zoo::weights::{Dtype, config_from_text, config_text, read_config};
+use farflung_zoo::weights::{Dtype, TokenIds, config_from_text, config_text, read_config};
 use farflung_zoo::{ModelSpec, Resize};
 
 use crate::config::nearest::with_nearest;
@@ -52,7 +52,7 @@ pub(crate) fn model_text(spec: &ModelSpec) -> Option<String> {
     let plain = ModelSpec::preset("nano").and_then(|nano| nano.resized(sizes));
     let is_plain = plain.is_ok_and(|plain| plain == *spec);
     (!is_plain).then(|| {
-        let text = config_text(spec, Dtype::F32);
+        let text = config_text(spec, Dtype::F32, &TokenIds::default());
         // On one line, as settings are.
         text.lines().map(str::trim_start).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     })

@@ -5,21 +5,23 @@
 mod advice;
 mod paths;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use farflung_base::Rank;
-use farflung_zoo::ZooError;
 use farflung_zoo::data::ReadOptions;
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::{Holds, Weights};
+use farflung_zoo::{Tokenizer, ZooError};
 
 use crate::checkpoint::{LATEST, MANIFEST, Packing};
 use crate::config::choice::TokenizerKind;
 use crate::config::value::Setting as _;
 use crate::error::{ModelError, causes};
-use crate::{Checkpoint, Error, Result, run_dir};
+use crate::{Checkpoint, Error, Result, run_dir, tokenizer_files};
 use paths::CONFIG;
 pub(crate) use paths::folder_of;
 
@@ -29,6 +31,23 @@ pub(crate) const SETTINGS: &str = "settings.toml";
 pub(crate) const TENSORS: &str = "model.safetensors";
 /// The list of the files of a model in shards.
 const INDEX: &str = "model.safetensors.index.json";
+
+/// The tokenizer that lies with a model.
+enum OwnTokenizer {
+    None,
+    /// GPT-2's, which is compiled in.
+    Gpt2 {
+        /// Tokens that were added to it, which it does not have, by their ids.
+        added: BTreeMap<u64, String>,
+    },
+    /// One that is read.
+    Read,
+    /// One that is not read.
+    Other {
+        file: &'static str,
+        difference: String,
+    },
+}
 
 /// A model on disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -215,19 +234,43 @@ impl ModelSource {
         self.reading
     }
 
-    /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none: that
-    /// of the run that wrote it, else GPT-2's if its tokenizer files are GPT-2's, else the one that fits the
-    /// vocabulary: bytes for 256 tokens, also if padded to less than 384, else GPT-2's.
+    /// Returns the tokenizer for this model, whose vocabulary has `vocab` tokens, if the user names none:
+    /// that of the run that wrote it, else its own, else the one that fits the vocabulary: bytes for 256
+    /// tokens, also if padded to less than 384, else GPT-2's.
     ///
     /// Errors: tokenizer files that cannot be read.
     pub fn tokenizer(&self, vocab: usize) -> Result<TokenizerKind> {
-        if let Some(recorded) = self.recorded {
-            return Ok(recorded);
+        let own = || TokenizerKind::File(self.path.clone());
+        match &self.recorded {
+            Some(TokenizerKind::File(_)) => return Ok(own()),
+            Some(recorded) => return Ok(recorded.clone()),
+            None => {}
         }
         Ok(match self.tokenizer_files()? {
-            TokenizerFiles::Gpt2 { .. } => TokenizerKind::Gpt2,
+            OwnTokenizer::Gpt2 { .. } => TokenizerKind::Gpt2,
+            OwnTokenizer::Read => own(),
             _ if (256..384).contains(&vocab) => TokenizerKind::Byte,
             _ => TokenizerKind::Gpt2,
+        })
+    }
+
+    /// Returns the tokenizer of the run that wrote the checkpoint.
+    #[must_use]
+    pub const fn recorded_tokenizer(&self) -> Option<&TokenizerKind> {
+        self.recorded.as_ref()
+    }
+
+    /// Opens the tokenizer that lies with the weights.
+    ///
+    /// Errors: [`ZooError::Tokenizer`] if there is none, or for one that is not read.
+    pub fn own_tokenizer(&self) -> Result<Arc<dyn Tokenizer>> {
+        if !self.is_packed {
+            let path = if self.is_gguf { self.path.clone() } else { self.folder() };
+            return tokenizer_files::of_file(&path);
+        }
+        let checkpoint = Checkpoint::open(&self.path)?;
+        tokenizer_files::of_files(&self.path, |name| {
+            checkpoint.names().contains(&name).then(|| checkpoint.read(name)).transpose()
         })
     }
 
@@ -237,7 +280,7 @@ impl ModelSource {
     /// Errors: [`ModelError::Tokenizer`].
     pub fn check_tokenizer(&self) -> Result<()> {
         match self.tokenizer_files()? {
-            TokenizerFiles::Other { file, difference } if self.recorded.is_none() => {
+            OwnTokenizer::Other { file, difference } if self.recorded.is_none() => {
                 Err(ModelError::Tokenizer { folder: self.folder(), file, difference }.into())
             }
             _ => Ok(()),
@@ -246,19 +289,24 @@ impl ModelSource {
 
     /// Returns a note for the user if the model has another tokenizer than the one that is used.
     #[must_use]
-    pub fn tokenizer_note(&self, used: TokenizerKind) -> Option<String> {
-        if let Some(recorded) = self.recorded.filter(|recorded| *recorded != used) {
-            return Some(format!(
-                "warning: the model was trained with the tokenizer {recorded}, and {used} is used"
-            ));
+    pub fn tokenizer_note(&self, used: &TokenizerKind, opened: &dyn Tokenizer) -> Option<String> {
+        let is_file = matches!(used, TokenizerKind::File(_));
+        match &self.recorded {
+            Some(TokenizerKind::File(_)) => return self.note_of_other(used, opened),
+            Some(recorded) if recorded != used => {
+                return Some(format!(
+                    "warning: the model was trained with the tokenizer {recorded}, and {used} is used"
+                ));
+            }
+            _ => {}
         }
         let folder = self.folder();
         match self.tokenizer_files() {
-            Ok(TokenizerFiles::Gpt2 { .. }) if used != TokenizerKind::Gpt2 => Some(format!(
+            Ok(OwnTokenizer::Gpt2 { .. }) if *used == TokenizerKind::Byte => Some(format!(
                 "warning: the tokenizer files in {} are GPT-2's, and {used} is used",
                 folder.display()
             )),
-            Ok(TokenizerFiles::Gpt2 { added }) if !added.is_empty() => {
+            Ok(OwnTokenizer::Gpt2 { added }) if !added.is_empty() && !is_file => {
                 let shown: Vec<String> = added.values().take(3).map(|token| format!("{token:?}")).collect();
                 Some(format!(
                     "{} tokens that {} adds to GPT-2's are not used, such as {}",
@@ -267,8 +315,9 @@ impl ModelSource {
                     shown.join(", ")
                 ))
             }
-            Ok(TokenizerFiles::Other { file, difference }) if self.recorded.is_none() => Some(format!(
-                "warning: the model's own tokenizer, {file} in {}, is not used, since it is not GPT-2's \
+            Ok(OwnTokenizer::Read) if self.recorded.is_none() => self.note_of_other(used, opened),
+            Ok(OwnTokenizer::Other { file, difference }) if self.recorded.is_none() => Some(format!(
+                "warning: the model's own tokenizer, {file} in {}, is not used, since it cannot be read \
                  ({difference}); text is split by the tokenizer {used}",
                 folder.display()
             )),
@@ -277,18 +326,40 @@ impl ModelSource {
         }
     }
 
-    /// Returns whether the files beside the weights are the model's, and not those of others in the folder.
-    #[must_use]
-    pub const fn has_own_folder(&self) -> bool {
-        !self.is_gguf
+    /// Returns a note if the tokenizer that lies with the weights is another one than the one that is used.
+    fn note_of_other(&self, used: &TokenizerKind, opened: &dyn Tokenizer) -> Option<String> {
+        let is_own = self.own_tokenizer().is_ok_and(|own| own.name() == opened.name());
+        (!is_own)
+            .then(|| format!("warning: the model was trained with its own tokenizer, and {used} is used"))
     }
 
-    fn tokenizer_files(&self) -> Result<TokenizerFiles> {
-        if !self.has_own_folder() {
-            let difference = "a tokenizer in a GGUF file is not read".to_owned();
-            return Ok(TokenizerFiles::Other { file: "that of the GGUF file", difference });
+    /// Returns whether the files beside the weights are the model's, and not those of others in the folder, and
+    /// can be copied as they are.
+    #[must_use]
+    pub const fn has_own_folder(&self) -> bool {
+        !self.is_gguf && !self.is_packed
+    }
+
+    fn tokenizer_files(&self) -> Result<OwnTokenizer> {
+        let file = if self.is_gguf {
+            "that of the GGUF file"
+        } else {
+            match TokenizerFiles::of(&self.folder())? {
+                TokenizerFiles::None => return Ok(OwnTokenizer::None),
+                TokenizerFiles::Gpt2 { added } => return Ok(OwnTokenizer::Gpt2 { added }),
+                TokenizerFiles::Other { file, difference } => {
+                    return Ok(OwnTokenizer::Other { file, difference });
+                }
+                TokenizerFiles::Described { .. } => "tokenizer.json",
+            }
+        };
+        match self.own_tokenizer() {
+            Ok(_) => Ok(OwnTokenizer::Read),
+            Err(error) => match tokenizer_files::problem(&error) {
+                Some(difference) => Ok(OwnTokenizer::Other { file, difference }),
+                None => Err(error),
+            },
         }
-        Ok(TokenizerFiles::of(&self.folder())?)
     }
 
     /// Returns the folder of the weights.

@@ -69,6 +69,32 @@ pub enum ZooError {
         /// The name requested.
         name: String,
     },
+    /// The description of a tokenizer is wrong, or it cannot encode a text.
+    #[error("tokenizer `{name}`: {problem}")]
+    Tokenizer {
+        /// Path of its file or folder.
+        name: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// An option for the training of a tokenizer is out of bounds.
+    #[error("`{field}` is {value}, expected {expected}")]
+    TokenizerOption {
+        /// The option.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: String,
+    },
+    /// A conversation or its template cannot be used.
+    #[error("{what}: {problem}")]
+    Chat {
+        /// The template, or a part of a conversation.
+        what: String,
+        /// What is wrong.
+        problem: String,
+    },
     /// A token id is not in the vocabulary.
     #[error(
         "token {token} at position {position}{} is not below the vocabulary size {vocab}",

@@ -18,10 +18,17 @@ const LONGEST: u64 = 1 << 28;
 ///
 /// Errors: [`ZooError::Io`]; [`ZooError::WrongFile`] if it is another kind of file; [`ZooError::Json`].
 pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ZooError> {
+    from_bytes(path, &bytes(path)?)
+}
+
+/// Reads the bytes of a file, up to those of the longest one that is read.
+///
+/// Errors: [`ZooError::Io`].
+pub(crate) fn bytes(path: &Path) -> Result<Vec<u8>, ZooError> {
     let mut bytes = Vec::new();
     let file = File::open(path).map_err(ZooError::open(path))?;
     file.take(LONGEST).read_to_end(&mut bytes).map_err(ZooError::io("read", path))?;
-    from_bytes(path, &bytes)
+    Ok(bytes)
 }
 
 /// Reads the bytes of a file. `path` is for messages.

@@ -5,6 +5,8 @@ pub mod naming;
 pub mod spec;
 pub mod family;
 pub mod tokenizer;
+#[cfg(feature = "chat")]
+pub mod chat;
 
 pub mod data;
 pub mod weights;

@@ -144,7 +144,7 @@ fn worker(endpoint: Arc<memory::Memory>) -> Result<Trained> {
 }
 
 fn sample(model: &Stage, params: &Tensor, bytes: &dyn Tokenizer) -> Result<String> {
-    let mut tokens = bytes.encode("it was the ");
+    let mut tokens = bytes.encode("it was the ")?;
     let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
     generate(model, params, &tokens.clone(), 60, &greedy, |token| {
         tokens.push(token);

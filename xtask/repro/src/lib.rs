@@ -136,6 +136,7 @@ mod transports;
 mod tune;
 mod simulate_scale;
 mod slow_link;
+mod smollm2;
 mod soak;
 mod split_brain;
 mod strangers;
@@ -240,6 +241,7 @@ pub const BENCHES: &[Bench] = &[
     schedule_vectors::BENCH,
     schedule_laws::BENCH,
     slow_link::BENCH,
+    smollm2::BENCH,
     pacing::BENCH,
     pipeline_exact::BENCH,
     predict_vs_run::BENCH,

@@ -66,6 +66,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("sim-scale", "its marks depend on the clock"),
     ("simulate-scale", "its marks depend on the clock"),
     ("wan-step", "its marks depend on the clock"),
+    ("smollm2", "needs a file that `cargo xtask setup smollm2` fetches, and the `farflung` binary"),
 ];
 
 /// Runs a bench. All conditions on its results must be met.

@@ -7,7 +7,7 @@ use farflung::base::Precision;
 use farflung::convert::{Form, convert};
 use farflung::progress::{Progress, Show};
 use farflung::zoo::weights::Dtype;
-use farflung::{Error, ModelSource, Result};
+use farflung::{Error, ModelSource, Result, Stop, terminal};
 
 /// Write a model as a folder in Hugging Face's layout: config.json, model.safetensors and tokenizer files.
 #[derive(Debug, clap::Args)]
@@ -47,7 +47,7 @@ impl ConvertCommand {
             }),
             shard_bytes: self.shard_mb.map(|mb| mb * 1_000_000),
         };
-        let begun = Instant::now();
+        let (begun, stop) = (Instant::now(), Stop::install()?);
         let mut progress = None;
         let written = convert(&source, &self.to, form, |done, all| {
             progress.get_or_insert_with(|| Progress::new(all, 0, Show::Auto)).part(
@@ -55,10 +55,14 @@ impl ConvertCommand {
                 done,
                 begun.elapsed().as_secs_f64(),
             );
+            stop.requested().map_or(Ok(()), |signal| Err(Error::Stopped(signal)))
         })
         .map_err(Error::of_input)?;
         if let Some(progress) = progress {
             progress.finish();
+        }
+        if let Some(note) = &written.note {
+            terminal::write_stderr(format!("{note}\n"));
         }
         let dtype = written.dtype.name().to_lowercase();
         super::print(&if self.json {
@@ -71,7 +75,7 @@ impl ConvertCommand {
             format!("{object}\n")
         } else {
             let beside = match &written.copied[..] {
-                [] => ", without tokenizer files".to_owned(),
+                [] => ", without tokenizer files: it needs `--tokenizer` then".to_owned(),
                 names => format!(", with {}", names.join(", ")),
             };
             format!("{}: {} parameters as {dtype}{beside}\n", self.to.display(), written.parameters)

@@ -9,7 +9,7 @@ use farflung::comm::Communicator;
 use farflung::config::choice::TransportKind;
 use farflung::config::value::Setting as _;
 use farflung::train::{StagedModel, join};
-use farflung::zoo::tokenizer::Byte;
+use farflung::zoo::tokenizer::{Byte, TextStream};
 use farflung::zoo::{Sampling, Tokenizer, generate};
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
@@ -20,6 +20,8 @@ use super::model::ModelArgs;
 #[command(after_help = "Examples:
   farflung generate runs/nano-1 --prompt 'fn main'
   farflung generate ./gpt2 --prompt 'Once upon a time' --tokens 50 --temperature 0.7 --top-k 40
+  farflung generate SmolLM2-135M-Instruct.Q4_1.gguf --chat --prompt 'What is the capital of France?' \
+    --temperature 0
 A model that one machine has no room for, on four; each reads only its own layers:
   farflung launch --hosts a,b,c,d -- generate runs/large --stages 4 --prompt 'Once upon a time'
 A model of the Hugging Face Hub must be downloaded first:
@@ -29,10 +31,19 @@ module., _orig_mod.). Ids of a padded vocabulary, which have no text, are never 
 pub(crate) struct GenerateCommand {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text to continue.
+    /// The text to continue; with --chat, the message to answer.
     #[arg(long, value_name = "TEXT", default_value = "")]
     prompt: String,
-    /// Number of tokens to generate.
+    /// Write the prompt as a message, by the model's own template of conversations, and print the answer alone.
+    #[arg(long)]
+    chat: bool,
+    /// A message before it that says how the answer shall be.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+    /// Go on after tokens that end a text or a message.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Most tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 200)]
     tokens: usize,
     /// Sampling temperature; 0 takes the likeliest token.
@@ -62,7 +73,7 @@ impl GenerateCommand {
         }
         let loaded = self.model.load(None)?;
         let sampling = self.sampling(&*loaded.tokenizer);
-        let prompt = loaded.tokenizer.encode(&self.prompt);
+        let prompt = self.prompt_ids(&*loaded.tokenizer)?;
         self.print(&*loaded.tokenizer, |emit| {
             generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, emit)?;
             Ok(())
@@ -80,6 +91,35 @@ impl GenerateCommand {
         }
     }
 
+    /// Returns the ids of what the model is given.
+    fn prompt_ids(&self, tokenizer: &dyn Tokenizer) -> Result<Vec<u32>> {
+        if self.chat {
+            return self.conversation_ids(tokenizer).map_err(Error::of_input);
+        }
+        let mut ids = tokenizer.affixes().before;
+        ids.extend(tokenizer.encode(&self.prompt)?);
+        Ok(ids)
+    }
+
+    /// Returns the ids of a conversation that asks for an answer.
+    #[cfg(feature = "tokenizers")]
+    fn conversation_ids(&self, tokenizer: &dyn Tokenizer) -> Result<Vec<u32>> {
+        use farflung::zoo::chat::{ChatTemplate, Conversation, Date, Message};
+
+        let Some(template) = tokenizer.chat_template() else { return Err(no_template()) };
+        let system = self.system.iter().map(Message::system);
+        let messages: Vec<Message> = system.chain([Message::user(&self.prompt)]).collect();
+        let mut conversation = Conversation::of(&messages).asking();
+        conversation.marks = tokenizer.marks();
+        conversation.date = Some(Date::today());
+        Ok(tokenizer.encode_marked(&ChatTemplate::new(template)?.render(&conversation)?)?)
+    }
+
+    #[cfg(not(feature = "tokenizers"))]
+    fn conversation_ids(&self, _: &dyn Tokenizer) -> Result<Vec<u32>> {
+        Err(no_template())
+    }
+
     /// Prints the tokens that `work` generates: it is called with what takes each one.
     fn print<T>(
         &self,
@@ -92,20 +132,35 @@ impl GenerateCommand {
             failure = terminal::print_bytes(bytes).err();
             failure.is_none()
         };
-        if !self.json {
+        if !self.json && !self.chat {
             put(self.prompt.as_bytes());
         }
+        let ends = if self.ignore_eos { Vec::new() } else { tokenizer.ends() };
+        let mut stream = TextStream::new(tokenizer);
+        let mut show = |bytes: Vec<u8>| {
+            let goes_on = self.json || put(&bytes);
+            all.extend(bytes);
+            goes_on
+        };
         let done = work(&mut |token| {
-            let bytes = tokenizer.decode(&[token]).expect("only ids of the tokenizer are drawn");
-            all.extend_from_slice(&bytes);
-            self.json || put(&bytes)
+            !ends.contains(&token) && show(stream.push(token).expect("only ids of the tokenizer are drawn"))
         })?;
+        show(stream.finish()?);
         if self.json {
             let text = String::from_utf8_lossy(&all);
             put(serde_json::json!({"prompt": self.prompt, "text": text}).to_string().as_bytes());
         }
         put(b"\n");
         failure.map_or(Ok(done), Err)
+    }
+}
+
+/// Returns the error of a model that was not made for conversations.
+fn no_template() -> Error {
+    Error::Setting {
+        field: "chat",
+        value: "given, and the model's tokenizer has no template of conversations".to_owned(),
+        expected: "a model that was made for conversations, or no --chat".to_owned(),
     }
 }
 
@@ -183,7 +238,9 @@ impl StagedArgs {
         };
         let model = StagedModel::load(opened, connection, self.compute_rate)?;
         let Some(tokenizer) = tokenizer else { return model.follow() };
-        let (sampling, prompt) = (command.sampling(&*tokenizer), tokenizer.encode(&command.prompt));
+        let (sampling, prompt) = (command.sampling(&*tokenizer), command.prompt_ids(&*tokenizer));
+        // The other ranks wait for a prompt; an error ends them.
+        let prompt = prompt?;
         let generated = command.print(&*tokenizer, |emit| {
             model.generate(&prompt, command.tokens, &sampling, |token| {
                 emit(token) && stop.requested().is_none()

@@ -10,7 +10,7 @@ use super::own_address;
 use farflung::access::{self, Home, KeyClaim, RUN_TICKET, SiteMemberArgs};
 use farflung::comm::secure::{ADDRESSES, Identity, Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{GateConfig, GrowingNetwork};
-use farflung::config::choice::TransportKind;
+use farflung::config::choice::{TokenizerKind, TransportKind};
 use farflung::config::member_name::MemberName;
 use farflung::config::value::Setting as _;
 use farflung::observe::Observed;
@@ -287,6 +287,10 @@ pub(crate) struct JoinCommand {
     /// text.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
+    /// The run's tokenizer on this machine, if the run has that of a file: the path of a tokenizer.json, a
+    /// model or a run.
+    #[arg(long, value_name = "PATH", value_parser = TokenizerKind::from_flag)]
+    tokenizer: Option<TokenizerKind>,
     /// Encoding of this machine's text, if it is not UTF-8 and has no byte-order mark.
     #[arg(long, value_name = "NAME")]
     encoding: Option<TextEncoding>,
@@ -349,6 +353,7 @@ impl JoinCommand {
                 .map_err(Error::of_input)?;
         let mut given = TrainArgs {
             data: self.data.clone(),
+            tokenizer: self.tokenizer.clone(),
             encoding: self.encoding,
             token_type: self.token_type,
             out: self.out.clone(),

@@ -22,6 +22,7 @@ mod relay;
 mod relay_server;
 mod schedule;
 mod ticket;
+mod tokenizer;
 mod train;
 mod watch;
 
@@ -58,6 +59,7 @@ enum Command {
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
     Convert(convert::ConvertCommand),
+    Tokenizer(tokenizer::TokenizerCommand),
     Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
     Plan(plan::PlanCommand),
@@ -115,6 +117,7 @@ impl Cli {
             Command::Generate(command) => command.run(),
             Command::Eval(command) => command.run(),
             Command::Convert(command) => command.run(),
+            Command::Tokenizer(command) => command.run(),
             Command::Compress(command) => command.run(),
             Command::Schedule(command) => command.run(),
             Command::Plan(command) => command.run(),

@@ -10,8 +10,8 @@ use farflung::model_source::RunReading;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::train::OpenedPart;
 use farflung::zoo::spec::Positions;
-use farflung::zoo::{Resize, Stage, Tokenizer, tokenizer};
-use farflung::{Error, ModelSource, Result, finite, terminal};
+use farflung::zoo::{Resize, Stage, Tokenizer};
+use farflung::{Error, ModelSource, Result, finite, terminal, tokenizers};
 
 /// Which model to load, and how to run it.
 #[derive(Debug, clap::Args)]
@@ -21,10 +21,10 @@ pub(crate) struct ModelArgs {
     /// file.
     #[arg(value_name = "PATH")]
     model: PathBuf,
-    /// How text is split into tokens: byte or gpt2. Default: the model's own, if it is one of these; byte for a
-    /// vocabulary of 256 (or padded to less than 384), else gpt2.
-    #[arg(long, value_name = "KIND")]
-    tokenizer: Option<String>,
+    /// How text is split into tokens: byte, gpt2, or the path of a tokenizer.json, a model or a run. Default:
+    /// the model's own; without one, byte for a vocabulary of 256 (or padded to less than 384), else gpt2.
+    #[arg(long, value_name = "KIND", value_parser = TokenizerKind::from_flag)]
+    tokenizer: Option<TokenizerKind>,
     /// Number of threads; 0 takes all cores.
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
@@ -116,21 +116,26 @@ impl ModelArgs {
 
     /// Returns the tokenizer for a model with a vocabulary of `vocab` tokens. Notes go to stderr.
     fn tokenizer(&self, source: &ModelSource, vocab: usize) -> Result<Arc<dyn Tokenizer>> {
-        let name = if let Some(name) = &self.tokenizer {
-            name.clone()
+        let kind = if let Some(kind) = &self.tokenizer {
+            kind.clone()
         } else {
             source.check_tokenizer()?;
-            source.tokenizer(vocab)?.to_string()
+            source.tokenizer(vocab)?
         };
-        let tokenizer = tokenizer::by_name(&name)?;
+        let tokenizer = match kind {
+            TokenizerKind::File(_) if self.tokenizer.is_none() => source.own_tokenizer()?,
+            _ => tokenizers::open(&kind)?,
+        };
         if tokenizer.vocab_size() > vocab {
-            return Err(Error::Setting {
-                field: "tokenizer",
-                value: format!("{} with {} tokens", tokenizer.name(), tokenizer.vocab_size()),
-                expected: format!("a tokenizer with at most {vocab} tokens, the model's vocabulary"),
-            });
+            let (name, size) = (tokenizer.name(), tokenizer.vocab_size());
+            let value = match &self.tokenizer {
+                Some(_) => format!("{name} with {size} tokens"),
+                None => format!("not given, the model has no tokenizer files, and {name} has {size} tokens"),
+            };
+            let expected = format!("a tokenizer with at most {vocab} tokens, the model's vocabulary");
+            return Err(Error::Setting { field: "tokenizer", value, expected });
         }
-        if let Some(note) = TokenizerKind::parse(&name).and_then(|kind| source.tokenizer_note(kind)) {
+        if let Some(note) = source.tokenizer_note(&kind, &*tokenizer) {
             terminal::write_stderr(format!("{note}\n"));
         }
         Ok(tokenizer)

@@ -53,15 +53,50 @@ macro_rules! choice {
     };
 }
 
-choice!(
-    /// Method that splits text into tokens.
-    TokenizerKind {
-        /// One token per byte; vocabulary 256.
-        Byte = "byte",
-        /// GPT-2's byte-pair encoding; vocabulary 50257.
-        Gpt2 = "gpt2",
+/// Method that splits text into tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenizerKind {
+    /// One token per byte; vocabulary 256.
+    Byte,
+    /// GPT-2's byte-pair encoding; vocabulary 50257.
+    Gpt2,
+    /// That of a `tokenizer.json`, a folder with it, a GGUF file, a checkpoint or a run's folder.
+    File(PathBuf),
+}
+
+impl fmt::Display for TokenizerKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Byte => f.write_str("byte"),
+            Self::Gpt2 => f.write_str("gpt2"),
+            Self::File(path) => path.display().fmt(f),
+        }
     }
-);
+}
+
+impl Setting for TokenizerKind {
+    fn expected() -> String {
+        "byte, gpt2, or the path of a tokenizer.json, a model or a run".to_owned()
+    }
+    fn names() -> Vec<String> {
+        vec!["byte".to_owned(), "gpt2".to_owned()]
+    }
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "" => None,
+            "byte" => Some(Self::Byte),
+            "gpt2" => Some(Self::Gpt2),
+            path => Some(Self::File(path.into())),
+        }
+    }
+    fn value(&self) -> Value {
+        match self {
+            Self::File(path) => path.value(),
+            word => Value::String(word.to_string()),
+        }
+    }
+}
+
 choice!(
     /// Method that distributes the microbatches of a step among members that may join and leave.
     BalanceKind {

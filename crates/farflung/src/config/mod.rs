@@ -87,8 +87,10 @@ settings! {
         context: usize, "N";
         /// Rows of the token table, if more than the tokenizer has tokens: the others are never drawn.
         vocab: usize, "N";
-        /// How text is split into tokens: byte or gpt2. With --init-from, the default is the model's own.
-        tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
+        /// How text is split into tokens: byte, gpt2, or the path of a tokenizer.json, a model or a run. With
+        /// --init-from, the default is the model's own.
+        tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte
+            => "the path of its file may differ; the tokenizers are compared";
         /// Weights to start from: a folder with config.json and model.safetensors (Hugging Face's layout; which
         /// families: docs/models.md), a GGUF file, a checkpoint, or a run's folder (its newest checkpoint).
         /// Shape and vocabulary are theirs.

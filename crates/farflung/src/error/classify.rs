@@ -56,6 +56,9 @@ impl Error {
             | Self::Zoo(
                 ZooError::UnknownPreset { .. }
                 | ZooError::UnknownTokenizer { .. }
+                | ZooError::Tokenizer { .. }
+                | ZooError::TokenizerOption { .. }
+                | ZooError::Chat { .. }
                 | ZooError::Source(_)
                 | ZooError::TooShort { .. },
             ) => 2,

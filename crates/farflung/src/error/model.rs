@@ -72,8 +72,8 @@ pub enum ModelError {
     },
     /// The model's own tokenizer cannot be used.
     #[error(
-        "the model's own tokenizer, {file} in `{}`, is not GPT-2's and cannot be used ({difference}): with another \
-         one, text would be nonsense; to use one nevertheless, give `--tokenizer byte` or `--tokenizer gpt2`",
+        "the model's own tokenizer, {file} in `{}`, cannot be used ({difference}): with another one, text would be \
+         nonsense; to use one nevertheless, give `--tokenizer byte` or `--tokenizer gpt2`",
         folder.display()
     )]
     Tokenizer {
@@ -81,7 +81,7 @@ pub enum ModelError {
         folder: PathBuf,
         /// The file.
         file: &'static str,
-        /// How it differs from GPT-2's.
+        /// What is wrong with it, or how it differs from GPT-2's.
         difference: String,
     },
 }

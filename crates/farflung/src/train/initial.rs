@@ -1,19 +1,20 @@
 //! The weights that a run starts from (`--init-from`), and the settings that follow from them.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use farflung_tensor::Device;
-use farflung_zoo::Stage;
 use farflung_zoo::spec::Positions;
 use farflung_zoo::weights::Weights;
+use farflung_zoo::{Stage, Tokenizer};
 
 use super::fingerprint::digest;
 use crate::checkpoint::MANIFEST;
-use crate::config::choice::Resume;
+use crate::config::choice::{Resume, TokenizerKind};
 use crate::error::ModelError;
 use crate::model_shape::{is_model_path, model_shape, model_text};
 use crate::run_dir::{CONFIG, RANKS};
-use crate::{ModelSource, Result, TrainArgs, TrainConfig, finite};
+use crate::{ModelSource, Result, TrainArgs, TrainConfig, finite, tokenizers};
 
 /// The weights that a run starts from.
 #[derive(Debug, Clone)]
@@ -42,7 +43,9 @@ impl InitialWeights {
         let biases = weights.lacks_biases().then(|| {
             "the weights have no biases: those of the model start at zero, and are trained".to_owned()
         });
-        let notes = found.into_iter().chain(biases).chain(source.tokenizer_note(config.tokenizer)).collect();
+        let used = config.open_tokenizer()?;
+        let note = source.tokenizer_note(&config.tokenizer, &*used);
+        let notes = found.into_iter().chain(biases).chain(note).collect();
         Ok(Some(Self { source, hash, notes }))
     }
 }
@@ -110,22 +113,50 @@ impl TrainConfig {
         Ok(this)
     }
 
-    /// Returns the settings with the model of the run that is continued, if no setting describes a model.
-    /// Without readable settings of that run they are returned as they are: its checkpoint is compared later.
-    fn with_model_of_run(mut self) -> Self {
-        let describes = ["model", "layers", "heads", "dim", "context", "vocab", "tokenizer", "init-from"];
-        if describes.iter().any(|name| self.was_given(name)) {
-            return self;
-        }
-        let run = match &self.resume {
+    /// Returns the folder of the run that is continued.
+    fn continued_run(&self) -> Option<PathBuf> {
+        match &self.resume {
             Resume::No => None,
             Resume::Auto => self.out.clone(),
             Resume::Path(checkpoint) if checkpoint.join(MANIFEST).exists() => {
                 checkpoint.parent().map(Path::to_owned)
             }
             Resume::Path(run) => Some(run.clone()),
-        };
-        let Some(of_run) = run.and_then(|run| settings_of(&run)) else { return self };
+        }
+    }
+
+    /// Opens the tokenizer. If a run is continued and there is nothing at its path any more, it is that of the
+    /// run's checkpoint.
+    ///
+    /// Errors: as [`tokenizers::open`].
+    pub(super) fn open_tokenizer(&self) -> Result<Arc<dyn Tokenizer>> {
+        let opened = tokenizers::open(&self.tokenizer);
+        match (&self.tokenizer, self.continued_run()) {
+            (TokenizerKind::File(path), Some(run)) if !path.exists() => {
+                let own = ModelSource::find(&run).and_then(|source| source.own_tokenizer());
+                if own.is_ok() && self.was_given("tokenizer") {
+                    tracing::warn!("there is nothing at {}: the run's own tokenizer is used", path.display());
+                }
+                own.or(opened)
+            }
+            _ => opened,
+        }
+    }
+
+    /// Returns the settings with the tokenizer of the run that is continued, and with its model, if no setting
+    /// describes one.
+    /// Without readable settings of that run they are returned as they are: its checkpoint is compared later.
+    fn with_model_of_run(mut self) -> Self {
+        let given = |names: &[&str]| names.iter().any(|name| self.was_given(name));
+        if given(&["tokenizer", "init-from"]) {
+            return self;
+        }
+        let describes_model = given(&["model", "layers", "heads", "dim", "context", "vocab"]);
+        let Some(of_run) = self.continued_run().and_then(|run| settings_of(&run)) else { return self };
+        if describes_model {
+            self.tokenizer = of_run.tokenizer.unwrap_or(self.tokenizer);
+            return self;
+        }
         let TrainArgs { model, layers, heads, dim, context, vocab, tokenizer, .. } = of_run;
         self.model = model.unwrap_or(self.model);
         self.tokenizer = tokenizer.unwrap_or(self.tokenizer);

@@ -12,7 +12,6 @@ use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
     Corpus, HoldOut, ModelSpec, Resize, Sampler, Shard, Sharding, Shards, Split, Tokenizer, ZooError,
-    tokenizer,
 };
 
 use super::bound_plan::BoundPlan;
@@ -23,7 +22,7 @@ use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::token_rows::fits;
 use super::{averages, combination, costs, links, planned};
-use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
+use crate::config::choice::{BalanceKind, SamplingKind};
 use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
 use crate::{Error, Result, RunSettings, TrainConfig, corpus, model_shape};
@@ -115,7 +114,7 @@ impl Job {
     fn read(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
         let mut config = config.with_own_model()?;
-        let tokenizer = tokenizer_of(&config)?;
+        let tokenizer = config.open_tokenizer()?;
         let mut model = shape(&config, tokenizer.vocab_size())?;
         let rows = config.token_rows()?;
         if let Some(rows) = &rows {
@@ -476,7 +475,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
 pub fn plan_of(config: TrainConfig, world: usize) -> Result<BoundPlan> {
     config.validate()?;
     let config = config.with_own_model()?;
-    let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
+    let model = shape(&config, config.open_tokenizer()?.vocab_size())?;
     Ok(Decided::of(config, &model, world)?.plan)
 }
 
@@ -487,13 +486,6 @@ pub(super) const fn read_options(config: &TrainConfig) -> ReadOptions {
         special_tokens: config.special_tokens,
         token_type: config.token_type,
     }
-}
-
-fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {
-    tokenizer::by_name(match config.tokenizer {
-        TokenizerKind::Byte => "byte",
-        TokenizerKind::Gpt2 => "gpt2",
-    })
 }
 
 /// Values that follow from the settings and the plan, for a model.

@@ -7,7 +7,7 @@ use farflung_base::{Nanos, Rank, StageId, Topology};
 use farflung_comm::Communicator;
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::weights::{Dtype, Weights, config_text};
+use farflung_zoo::weights::{Dtype, TokenIds, Weights, config_text};
 use farflung_zoo::{Continuation, ModelSpec, Sampling, Stage};
 
 use super::all_succeed::all_succeed;
@@ -102,7 +102,7 @@ impl StagedModel {
         let spec = weights.spec().clone();
         let step = step.map_or_else(|| "none".to_owned(), |step| step.to_string());
         let facts = [
-            NamedValue::new("config.json", config_text(&spec, Dtype::F32)),
+            NamedValue::new("config.json", config_text(&spec, Dtype::F32, &TokenIds::default())),
             NamedValue::new("step of the checkpoint", step),
         ];
         same_facts("model", &facts, &comm, |_| false)?;

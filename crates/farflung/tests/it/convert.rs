@@ -93,8 +93,8 @@ fn a_run_becomes_a_folder_that_training_starts_from() {
 #[test]
 fn types_and_shards_are_the_sources_or_those_that_are_asked_for() {
     let run = Run::new();
-    let half = WriteOptions { dtype: Dtype::Bf16, shard_bytes: Some(4000) };
-    write_model(&run.at("shards"), half, |_, _| ());
+    let half = WriteOptions { dtype: Dtype::Bf16, shard_bytes: Some(4000), ..WriteOptions::default() };
+    write_model(&run.at("shards"), half.clone(), |_, _| ());
     fs::write(run.at("shards/tokenizer_config.json"), "{}").unwrap();
     let described = fs::read_to_string(run.at("shards/config.json")).unwrap();
     let described = described.replacen('{', "{\"eos_token_id\": [2, 7], \"pad_token_id\": null,", 1);

@@ -75,6 +75,7 @@ mod stops;
 mod tensorboard;
 mod tiny;
 mod token_rows;
+mod tokenizers;
 mod usage_errors;
 mod virtual_members;
 mod watch;

@@ -6,7 +6,7 @@
 use std::net::TcpListener;
 use std::process::{Output, Stdio};
 
-use crate::tiny::{Run, farflung};
+use crate::tiny::{Run, farflung, output};
 
 const RANKS: usize = 3;
 
@@ -150,4 +150,19 @@ fn a_rank_of_another_job_is_turned_away() {
     assert_eq!(codes, [Some(75), Some(2), Some(75)], "{outputs:?}");
     assert!(stderr(&outputs[1]).contains("job"), "{}", stderr(&outputs[1]));
     assert!(stderr(&outputs[0]).contains("rank 1"), "{}", stderr(&outputs[0]));
+}
+
+#[cfg(feature = "tokenizers")]
+#[test]
+fn tokenizers_may_have_other_paths_but_not_other_tokens() {
+    let run = Run::new();
+    std::fs::write(run.at("other.txt"), "another text of other words ".repeat(99)).unwrap();
+    for (text, out) in [("text.txt", "one"), ("text.txt", "same"), ("other.txt", "other")] {
+        let args = format!("tokenizer train {text} --vocab 270 --out {out}");
+        assert!(output(&run, &args).status.success());
+    }
+    let path = |name: &str| format!("--tokenizer {}", run.at(name).display());
+    refused(&run, &path("one"), &path("other"), &["tokenizer", "tokenizer.json-", "on rank 1"]);
+    let same = job(&run, &format!("{} --steps 1", path("one")), &path("same"));
+    assert!(same.iter().all(|output| output.status.success()), "{}", stderr(&same[1]));
 }

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::encode::encode;
+use super::encode::{EncodeError, encode};
 use super::source::{
     Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
     no_text, refused, text_of, unpack, wrong_at,
@@ -100,11 +100,16 @@ impl<'a> Builder<'a> {
         let mut no_text = no_text(bytes);
         no_text.first = no_text.first.map(|at| at + mark);
         self.reading.add_text(path, bytes.len(), no_text);
-        let encoded = encode(self.tokenizer, bytes, self.options.special_tokens).map_err(|error| {
-            let at = error.valid_up_to();
-            let byte = bytes.get(at).copied();
-            wrong_at(path, "UTF-8", at + mark, byte, self.options.encoding.is_some())
-        })?;
+        let encoded = match encode(self.tokenizer, bytes, self.options.special_tokens) {
+            Ok(encoded) => encoded,
+            Err(EncodeError::Tokenizer(error)) => return Err(error),
+            Err(EncodeError::NotText(error)) => {
+                let at = error.valid_up_to();
+                let (byte, is_said) = (bytes.get(at).copied(), self.options.encoding.is_some());
+                return Err(wrong_at(path, "UTF-8", at + mark, byte, is_said).into());
+            }
+        };
+        self.reading.lost += self.tokenizer.lost_bytes(bytes);
         for (token, count, is_known) in encoded.plain {
             self.reading.add_plain(token, count, is_known);
         }

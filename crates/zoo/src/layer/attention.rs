@@ -205,8 +205,9 @@ impl Attention {
         Ok([q, k, v])
     }
 
-    /// Returns the output for `x`, plus `residual`.
-    pub fn forward(
+    /// Returns the output for `x`, plus `residual`; if ranks divide the heads, it is this rank's part of the
+    /// sum.
+    pub fn forward_part(
         &self,
         cx: &StageContext<'_>,
         x: &Tensor,
@@ -244,7 +245,7 @@ impl Attention {
             }
         }
         saved.put(Kept::Qkv, qkv);
-        let y = self.out.forward(cx, &attended, Then::Add(residual))?;
+        let y = self.out.forward_part(cx, &attended, Then::Add(residual))?;
         saved.put(Kept::Attended, attended);
         Ok(y)
     }

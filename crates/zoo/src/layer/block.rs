@@ -5,7 +5,9 @@ use std::ops::Range;
 use farflung_tensor::Tensor;
 
 use super::builder::Builder;
-use super::{Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, Result, StageContext};
+use super::{
+    Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, Result, StageContext, Then,
+};
 use crate::naming::Slot;
 use crate::spec::{BlockSpec, Residual};
 
@@ -57,23 +59,25 @@ impl Block {
         let mut saved = Activations::new(keep);
         let (normed, stats) = self.attention_norm.forward(cx, &x)?;
         saved.put(Kept::AttentionStats, stats);
-        let middle = self.attention.forward(cx, &normed, &x, &mut before, &mut saved)?;
+        let mut middle = self.attention.forward_part(cx, &normed, &x, &mut before, &mut saved)?;
         let y = match &self.mlp_norm {
             Some(norm) if self.is_sequential() => {
                 saved.put(Kept::AttentionNormed, normed);
                 saved.put(Kept::Input, x);
-                let y = self.mlp_of_normed(cx, (norm, &middle), &middle, &mut saved)?;
+                cx.sum(&mut middle)?;
+                let y = self.mlp_of_normed(cx, (norm, &middle), Then::Add(&middle), &mut saved)?;
                 saved.put(Kept::Middle, middle);
                 y
             }
             Some(norm) => {
                 saved.put(Kept::AttentionNormed, normed);
-                let y = self.mlp_of_normed(cx, (norm, &x), &middle, &mut saved)?;
+                // What ranks have parts of is summed once, with the other network's.
+                let y = self.mlp_of_normed(cx, (norm, &x), Then::AddPart(&middle), &mut saved)?;
                 saved.put(Kept::Input, x);
                 y
             }
             None => {
-                let y = self.mlp.forward(cx, &normed, &middle, &mut saved)?;
+                let y = self.mlp.forward(cx, &normed, Then::AddPart(&middle), &mut saved)?;
                 saved.put(Kept::AttentionNormed, normed);
                 saved.put(Kept::Input, x);
                 y
@@ -82,17 +86,17 @@ impl Block {
         Ok((y, saved))
     }
 
-    /// Returns the output of the feed-forward network for the norm of `x`, plus `residual`.
+    /// Returns the output of the feed-forward network for the norm of `x`, and `then` what is added to it.
     fn mlp_of_normed(
         &self,
         cx: &StageContext<'_>,
         (norm, x): (&NormLayer, &Tensor),
-        residual: &Tensor,
+        then: Then<'_>,
         saved: &mut Activations,
     ) -> Result<Tensor> {
         let (normed, stats) = norm.forward(cx, x)?;
         saved.put(Kept::MlpStats, stats);
-        let y = self.mlp.forward(cx, &normed, residual, saved)?;
+        let y = self.mlp.forward(cx, &normed, then, saved)?;
         saved.put(Kept::MlpNormed, normed);
         Ok(y)
     }

@@ -46,6 +46,8 @@ pub enum Then<'a> {
     Nothing,
     /// A residual is added.
     Add(&'a Tensor),
+    /// The output of another layer is added, of which each rank has a part as of this one.
+    AddPart(&'a Tensor),
     /// GELU is applied, in this form; its derivative is written if a backward pass follows. The layer must have
     /// a bias.
     Gelu(Gelu, Option<&'a mut Tensor>),
@@ -76,16 +78,30 @@ impl Linear {
 
     /// Returns `[B, T, outputs]` of `[B, T, inputs]`.
     pub fn forward(&self, cx: &StageContext<'_>, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+        let mut y = self.forward_part(cx, x, then)?;
+        if self.partial {
+            cx.sum(&mut y)?;
+        }
+        Ok(y)
+    }
+
+    /// As [`Linear::forward`]; if ranks divide the inputs, it is this rank's part of the sum.
+    pub fn forward_part(&self, cx: &StageContext<'_>, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
         let [b, t, _] = dims(x)?;
         let mut y = cx.empty([b, t, self.outputs])?;
         let adds = !self.partial || cx.exchange.rank(Axis::Tensor) == 0;
         let bias = (self.bias && adds).then(|| cx.layout.view(cx.params, self.weight + 1)).transpose()?;
-        let then = if adds { then } else { Then::Nothing };
+        let then = match then {
+            Then::Add(_) if !adds => Then::Nothing,
+            then => then,
+        };
         let fuse = match (then, bias) {
             (Then::Nothing, None) => Fuse::None,
             (Then::Nothing, Some(bias)) => Fuse::Bias(bias),
-            (Then::Add(residual), None) => Fuse::Add { residual: residual.view() },
-            (Then::Add(residual), Some(bias)) => Fuse::BiasAdd { bias, residual: residual.view() },
+            (Then::Add(residual) | Then::AddPart(residual), None) => Fuse::Add { residual: residual.view() },
+            (Then::Add(residual) | Then::AddPart(residual), Some(bias)) => {
+                Fuse::BiasAdd { bias, residual: residual.view() }
+            }
             (Then::Gelu(gelu, slope), bias) => Fuse::BiasGelu {
                 gelu,
                 bias: bias.expect("a layer before GELU has a bias"),
@@ -102,9 +118,6 @@ impl Linear {
             scales: [1.0; 2],
             fuse,
         })?;
-        if self.partial {
-            cx.sum(&mut y)?;
-        }
         Ok(y)
     }
 

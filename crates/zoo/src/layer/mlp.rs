@@ -41,19 +41,19 @@ impl Mlp {
         first + count
     }
 
-    /// Returns the output for `x`, plus `residual`.
+    /// Returns the output for `x`, and `then` what is added to it.
     pub fn forward(
         &self,
         cx: &StageContext<'_>,
         x: &Tensor,
-        residual: &Tensor,
+        then: Then<'_>,
         saved: &mut Activations,
     ) -> Result<Tensor> {
         let [b, t, _] = dims(x)?;
         let Some(gate) = &self.gate else {
             let mut slope = saved.keeps().then(|| cx.empty([b, t, self.width])).transpose()?;
             let activated = self.up.forward(cx, x, Then::Gelu(self.gelu, slope.as_mut()))?;
-            let y = self.down.forward(cx, &activated, Then::Add(residual))?;
+            let y = self.down.forward(cx, &activated, then)?;
             if let Some(slope) = slope {
                 saved.put(Kept::Slope, slope);
             }
@@ -66,7 +66,7 @@ impl Mlp {
         cx.device.run(Op::SwiGlu { gate: gate.view(), up: up.view(), y: product.view_mut() })?;
         saved.put(Kept::Gate, gate);
         saved.put(Kept::Up, up);
-        self.down.forward(cx, &product, Then::Add(residual))
+        self.down.forward(cx, &product, then)
     }
 
     /// Returns the gradient of the input, given that of the output. If ranks divide the network, it is this

@@ -1,7 +1,5 @@
 //! A tokenizer whose tokens are bytes. It needs no vocabulary, and any file is valid data.
 
-use std::str::Utf8Error;
-
 use super::Tokenizer;
 use crate::ZooError;
 
@@ -18,12 +16,12 @@ impl Tokenizer for Byte {
         256
     }
 
-    fn encode(&self, text: &str) -> Vec<u32> {
-        text.bytes().map(u32::from).collect()
+    fn encode(&self, text: &str) -> Result<Vec<u32>, ZooError> {
+        Ok(text.bytes().map(u32::from).collect())
     }
 
-    fn encode_bytes(&self, bytes: &[u8]) -> Result<Vec<u32>, Utf8Error> {
-        Ok(bytes.iter().copied().map(u32::from).collect())
+    fn encode_bytes(&self, bytes: &[u8]) -> Option<Vec<u32>> {
+        Some(bytes.iter().copied().map(u32::from).collect())
     }
 
     fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>, ZooError> {
@@ -49,7 +47,7 @@ mod tests {
         let tokens = Byte.encode_bytes(&all).unwrap();
         assert_eq!(tokens[200], 200);
         assert_eq!(Byte.decode(&tokens).unwrap(), all);
-        assert_eq!(Byte.encode("é"), [0xC3, 0xA9]);
+        assert_eq!(Byte.encode("é").unwrap(), [0xC3, 0xA9]);
         let message = Byte.decode(&[1, 256]).unwrap_err().to_string();
         assert!(message.contains("256 at position 1"), "{message}");
     }

@@ -1,4 +1,5 @@
-//! The tokenizer that lies beside a model's weights: whether it is GPT-2's, which is compiled in.
+//! The tokenizer that lies beside a model's weights: whether it is GPT-2's, which is compiled in, or
+//! described by a file.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,6 +18,11 @@ pub enum TokenizerFiles {
     Gpt2 {
         /// Tokens that were added to GPT-2's, which its tokenizer here does not have, by their ids.
         added: BTreeMap<u64, String>,
+    },
+    /// There is a `tokenizer.json`, which is not GPT-2's.
+    Described {
+        /// How it differs from GPT-2's.
+        difference: String,
     },
     /// They are another tokenizer, which is not read.
     Other {
@@ -48,7 +54,16 @@ impl TokenizerFiles {
     pub fn of(folder: &Path) -> Result<Self, ZooError> {
         let is_there = |name: &str| folder.join(name).is_file();
         if is_there("tokenizer.json") {
-            return of_tokenizer_json(&folder.join("tokenizer.json"));
+            return Ok(match of_tokenizer_json(&folder.join("tokenizer.json"))? {
+                Self::Gpt2 { added } if added.is_empty() => Self::Gpt2 { added },
+                Self::Gpt2 { added } if cfg!(feature = "tokenizers") => {
+                    Self::Described { difference: format!("it adds {} tokens", added.len()) }
+                }
+                Self::Other { difference, .. } if cfg!(feature = "tokenizers") => {
+                    Self::Described { difference }
+                }
+                other => other,
+            });
         }
         for (vocab, merges) in PAIRS {
             if is_there(vocab) && !is_there(merges) {
@@ -134,7 +149,7 @@ fn compared(file: &'static str, bpe: &Bpe, mut added: BTreeMap<u64, String>) -> 
     let words = super::gpt2::VOCAB;
     // The last word may be listed with the added tokens only.
     let (found, merges) = (bpe.vocab.len(), bpe.merges.len());
-    let expected = (super::gpt2::BYTES as u64..words as u64 - 1).filter_map(|id| own.get(id));
+    let expected = (super::byte_chars::BYTES as u64..words as u64 - 1).filter_map(|id| own.get(id));
     let joined = bpe.merges.iter().map(|pair| pair.replacen(' ', "", 1));
     let difference = if found + 1 < words {
         format!("it has {found} tokens, GPT-2's has {words}")

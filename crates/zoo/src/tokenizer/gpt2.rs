@@ -1,8 +1,11 @@
 //! GPT-2's byte-pair encoding. The vocabulary is compiled in (crate `tiktoken-rs`).
 
+use std::borrow::Cow;
+
 use tiktoken_rs::{CoreBPE, r50k_base_singleton};
 
-use super::Tokenizer;
+use super::byte_chars::{BYTES, byte_chars};
+use super::{SpecialToken, Tokenizer};
 use crate::ZooError;
 
 /// GPT-2's tokenizer with 50257 tokens; the last one, 50256, is `<|endoftext|>`.
@@ -15,9 +18,6 @@ pub struct Gpt2;
 
 /// Number of ids.
 pub(super) const VOCAB: usize = 50257;
-/// Number of ids of single bytes, which are the first. Each later id is made by the next merge, except the last
-/// one.
-pub(super) const BYTES: usize = 256;
 const END_OF_TEXT: u32 = 50256;
 
 /// Maximum length of a run of white space that is encoded at once. The regular expression that splits words
@@ -35,19 +35,8 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Creates the table of characters: printable bytes are themselves, and the others are numbered from U+0100
-    /// on.
-    ///
-    /// Source: `bytes_to_unicode` of the code published with GPT-2.
     pub(super) fn new() -> Self {
-        let mut others = (0x100_u32..).filter_map(char::from_u32);
-        let char = |byte| match byte {
-            0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF => char::from(byte),
-            _ => others.next().expect("there are more characters than bytes"),
-        };
-        let mut chars = ['\0'; BYTES];
-        chars.iter_mut().zip((0..=255).map(char)).for_each(|(to, char)| *to = char);
-        Self { chars }
+        Self { chars: byte_chars() }
     }
 
     /// Returns the word of an id; `None` if the vocabulary has no such id.
@@ -84,13 +73,13 @@ impl Tokenizer for Gpt2 {
         Some(END_OF_TEXT)
     }
 
-    fn special_tokens(&self) -> &'static [(&'static str, u32)] {
-        &[("<|endoftext|>", END_OF_TEXT)]
+    fn special_tokens(&self) -> &[SpecialToken] {
+        const { &[SpecialToken { text: Cow::Borrowed("<|endoftext|>"), id: END_OF_TEXT }] }
     }
 
     /// Encodes as the original, except that runs of more than 131072 white-space characters are encoded in
     /// pieces.
-    fn encode(&self, text: &str) -> Vec<u32> {
+    fn encode(&self, text: &str) -> Result<Vec<u32>, ZooError> {
         let mut tokens = Vec::new();
         let mut rest = text;
         while !rest.is_empty() {
@@ -98,7 +87,7 @@ impl Tokenizer for Gpt2 {
             tokens.extend(bpe().encode_ordinary(head));
             rest = tail;
         }
-        tokens
+        Ok(tokens)
     }
 
     fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>, ZooError> {
@@ -133,7 +122,7 @@ mod tests {
             ("<|endoftext|>", &[27, 91, 437, 1659, 5239, 91, 29]),
         ];
         for (text, tokens) in vectors {
-            assert_eq!(Gpt2.encode(text), tokens, "{text:?}");
+            assert_eq!(Gpt2.encode(text).unwrap(), tokens, "{text:?}");
             assert_eq!(Gpt2.decode(tokens).unwrap(), text.as_bytes());
         }
         assert_eq!(Gpt2.decode(&[50256]).unwrap(), b"<|endoftext|>");
@@ -152,7 +141,7 @@ mod tests {
     fn long_runs_neither_panic_nor_take_for_ever() {
         for unit in [" ", "\n", "a", "1", "!", "\u{3000}", "é"] {
             let text = format!("{}x", unit.repeat(1_500_000));
-            let tokens = Gpt2.encode(&text);
+            let tokens = Gpt2.encode(&text).unwrap();
             assert_eq!(Gpt2.decode(&tokens).unwrap(), text.as_bytes(), "{unit:?}");
         }
     }
@@ -160,7 +149,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_comes_back(text in "\\PC{0,60}[ \\n\\t]{0,5}.{0,40}") {
-            prop_assert_eq!(Gpt2.decode(&Gpt2.encode(&text)).unwrap(), text.as_bytes());
+            prop_assert_eq!(Gpt2.decode(&Gpt2.encode(&text).unwrap()).unwrap(), text.as_bytes());
         }
     }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::dtype::Dtype;
+use super::token_ids::TokenIds;
 use crate::family::{FAMILIES, Family};
 use crate::json_fields::Fields;
 use crate::spec::{HeadSpec, ModelSpec};
@@ -43,9 +44,9 @@ pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelS
     (family.read)(&fields)
 }
 
-/// Returns the `config.json` of a model whose weights have this type.
+/// Returns the `config.json` of a model whose weights have this type, and whose texts have these ids of tokens.
 #[must_use]
-pub fn config_text(spec: &ModelSpec, dtype: Dtype) -> String {
+pub fn config_text(spec: &ModelSpec, dtype: Dtype, ids: &TokenIds) -> String {
     let torch = match dtype {
         Dtype::F32 => "float32",
         Dtype::F16 => "float16",
@@ -57,5 +58,6 @@ pub fn config_text(spec: &ModelSpec, dtype: Dtype) -> String {
     fields.insert("tie_word_embeddings".to_owned(), (spec.head == HeadSpec::Tied).into());
     fields.insert("torch_dtype".to_owned(), torch.into());
     fields.insert("vocab_size".to_owned(), spec.vocab.into());
+    ids.write(&mut fields);
     format!("{:#}\n", Value::Object(fields))
 }

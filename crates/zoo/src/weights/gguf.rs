@@ -4,25 +4,28 @@
 //! Files come from anywhere: each length is checked against the file before anything is allocated by it.
 
 mod description;
+mod reader;
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::dtype::Dtype;
 use super::quantized::Encoding;
 use crate::ZooError;
-use description::{Description, Field, renamed};
+use description::{DIVISORS, Description, renamed};
+pub(crate) use reader::{Field, Lists, fields};
+use reader::{Opened, Reader};
 
 /// The first bytes of a file.
 pub(super) const MAGIC: &[u8; 4] = b"GGUF";
-/// Most bytes of a name, and of a text that is kept.
-const LONGEST_TEXT: u64 = 1 << 16;
-/// Fewest bytes of a tensor's entry, and of a value of the description.
+/// Fewest bytes of a tensor's entry.
 const LEAST_TENSOR: u64 = 32;
-const LEAST_VALUE: u64 = 13;
+/// Most divisors of rotary frequencies: heads are narrower than twice that.
+const MOST_DIVISORS: usize = 1 << 12;
 /// Values decoded at a time: whole blocks of every encoding.
 const CHUNK: usize = 1 << 16;
 
@@ -50,116 +53,6 @@ struct Entry {
     start: u64,
 }
 
-/// Reads a file from its start on.
-struct Reader<'a> {
-    path: &'a Path,
-    from: BufReader<&'a File>,
-    at: u64,
-    length: u64,
-}
-
-impl Reader<'_> {
-    fn wrong(&self, problem: impl Into<String>) -> ZooError {
-        ZooError::Gguf { path: self.path.to_owned(), problem: problem.into() }
-    }
-
-    /// Checks that so many bytes follow.
-    fn expect(&self, bytes: u64, what: &str) -> Result<(), ZooError> {
-        if bytes > self.length - self.at {
-            let left = self.length - self.at;
-            return Err(
-                self.wrong(format!("claims {bytes} bytes of {what}, and {left} are left in the file"))
-            );
-        }
-        Ok(())
-    }
-
-    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], ZooError> {
-        self.expect(N as u64, "its description")?;
-        let mut bytes = [0; N];
-        self.from.read_exact(&mut bytes).map_err(ZooError::io("read", self.path))?;
-        self.at += N as u64;
-        Ok(bytes)
-    }
-
-    fn u32(&mut self) -> Result<u32, ZooError> {
-        Ok(u32::from_le_bytes(self.bytes()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, ZooError> {
-        Ok(u64::from_le_bytes(self.bytes()?))
-    }
-
-    fn skip(&mut self, bytes: u64, what: &str) -> Result<(), ZooError> {
-        self.expect(bytes, what)?;
-        let by = i64::try_from(bytes).map_err(|_| self.wrong("is longer than a file can be"))?;
-        self.from.seek_relative(by).map_err(ZooError::io("read", self.path))?;
-        self.at += bytes;
-        Ok(())
-    }
-
-    /// Returns a text; `None`, and skips it, if it is too long to be kept.
-    fn text(&mut self, what: &str) -> Result<Option<String>, ZooError> {
-        let length = self.u64()?;
-        self.expect(length, what)?;
-        if length > LONGEST_TEXT {
-            return self.skip(length, what).map(|()| None);
-        }
-        let mut bytes = vec![0; length as usize];
-        self.from.read_exact(&mut bytes).map_err(ZooError::io("read", self.path))?;
-        self.at += length;
-        String::from_utf8(bytes).map(Some).map_err(|_| self.wrong(format!("has {what} that is no text")))
-    }
-
-    fn name(&mut self, what: &str) -> Result<String, ZooError> {
-        self.text(what)?.ok_or_else(|| self.wrong(format!("has {what} of more than {LONGEST_TEXT} bytes")))
-    }
-
-    /// Returns a value of a type.
-    fn field(&mut self, kind: u32) -> Result<Field, ZooError> {
-        Ok(match kind {
-            0 => Field::Number(self.bytes::<1>()?[0].into()),
-            1 => Field::Number(i8::from_le_bytes(self.bytes()?).into()),
-            2 => Field::Number(u16::from_le_bytes(self.bytes()?).into()),
-            3 => Field::Number(i16::from_le_bytes(self.bytes()?).into()),
-            4 => Field::Number(self.u32()?.into()),
-            5 => Field::Number(i32::from_le_bytes(self.bytes()?).into()),
-            6 => Field::Number(f32::from_le_bytes(self.bytes()?).into()),
-            7 => Field::Flag(self.bytes::<1>()?[0] != 0),
-            8 => self.text("a text")?.map_or(Field::Other, Field::Text),
-            9 => {
-                self.list()?;
-                Field::Other
-            }
-            10 => Field::Number(self.u64()? as f64),
-            11 => Field::Number(i64::from_le_bytes(self.bytes()?) as f64),
-            12 => Field::Number(f64::from_le_bytes(self.bytes()?)),
-            other => return Err(self.wrong(format!("has a value of the unknown type {other}"))),
-        })
-    }
-
-    /// Skips a list.
-    fn list(&mut self) -> Result<(), ZooError> {
-        let (kind, count) = (self.u32()?, self.u64()?);
-        let each = match kind {
-            0 | 1 | 7 => 1,
-            2 | 3 => 2,
-            4..=6 => 4,
-            10..=12 => 8,
-            8 => {
-                self.expect(count.saturating_mul(8), "a list of texts")?;
-                for _ in 0..count {
-                    let length = self.u64()?;
-                    self.skip(length, "a text")?;
-                }
-                return Ok(());
-            }
-            other => return Err(self.wrong(format!("has a list of the type {other}"))),
-        };
-        self.skip(count.saturating_mul(each), "a list")
-    }
-}
-
 impl GgufFile {
     /// Opens a file and checks its description and its tensors' places.
     ///
@@ -168,24 +61,7 @@ impl GgufFile {
     pub(super) fn open(path: &Path) -> Result<Self, ZooError> {
         let file = File::open(path).map_err(ZooError::open(path))?;
         let length = file.metadata().map_err(ZooError::open(path))?.len();
-        let mut reader = Reader { path, from: BufReader::new(&file), at: 0, length };
-        if &reader.bytes::<4>()? != MAGIC {
-            return Err(reader.wrong("does not begin as a GGUF file"));
-        }
-        let version = reader.u32()?;
-        if !(2..=3).contains(&version) {
-            return Err(reader.wrong(format!("is of version {version}, expected 2 or 3")));
-        }
-        let (tensors, fields) = (reader.u64()?, reader.u64()?);
-        reader.expect(fields.saturating_mul(LEAST_VALUE), "values")?;
-        let mut described = BTreeMap::new();
-        for _ in 0..fields {
-            let (key, kind) = (reader.name("a key")?, reader.u32()?);
-            let value = reader.field(kind)?;
-            if described.insert(key.clone(), value).is_some() {
-                return Err(reader.wrong(format!("has the key `{key}` twice")));
-            }
-        }
+        let Opened { mut reader, tensors, fields } = Reader::open(path, &file, Lists::Skip)?;
         reader.expect(tensors.saturating_mul(LEAST_TENSOR), "tensors")?;
         let mut found = BTreeMap::new();
         for _ in 0..tensors {
@@ -194,7 +70,7 @@ impl GgufFile {
                 return Err(reader.wrong(format!("has the tensor `{name}` twice")));
             }
         }
-        let alignment = match described.get("general.alignment") {
+        let alignment = match fields.get("general.alignment") {
             None => 32,
             Some(Field::Number(n)) if *n >= 1.0 && *n <= 65536.0 && (*n as u64).is_power_of_two() => {
                 *n as u64
@@ -203,8 +79,9 @@ impl GgufFile {
         };
         let data = reader.at.next_multiple_of(alignment);
         check_places(path, &mut found, (data, length))?;
+        let divisors = divisors(path, &file, found.remove(DIVISORS))?;
         let rows = |name: &str| found.get(name).and_then(|entry| entry.shape.first().copied());
-        let description = Description::new(path, &described, &rows)?;
+        let description = Description::new(path, &fields, &rows, &divisors)?;
         let (config, interleaves_heads) = (description.config()?, description.interleaves_heads());
         let mut tensors = BTreeMap::new();
         for (name, entry) in found {
@@ -273,6 +150,21 @@ impl GgufFile {
         }
         Ok(())
     }
+}
+
+/// Reads the divisors of rotary frequencies, if they are there.
+fn divisors(path: &Path, mut file: &File, entry: Option<Entry>) -> Result<Vec<f32>, ZooError> {
+    let Some(Entry { shape, kind, start }) = entry else { return Ok(Vec::new()) };
+    if Encoding::of(kind) != Some(Encoding::F32) || shape.len() != 1 || shape[0] > MOST_DIVISORS {
+        let (path, tensor) = (path.to_owned(), DIVISORS.to_owned());
+        let problem = format!("has the shape {shape:?} and the type {}", Encoding::name_of(kind));
+        return Err(ZooError::TensorEntry { path, tensor, problem });
+    }
+    let (mut bytes, mut values) = (vec![0; 4 * shape[0]], vec![0.0; shape[0]]);
+    let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes));
+    read.map_err(ZooError::io("read", path))?;
+    Dtype::F32.decode(&bytes, &mut values);
+    Ok(values)
 }
 
 /// Reads a tensor's entry. Its start is relative to the data.

@@ -8,12 +8,13 @@ mod atomic;
 mod dtype;
 mod config_json;
 mod files;
-mod gguf;
+pub(crate) mod gguf;
 mod layout;
 mod quantized;
 mod read;
 mod source_file;
 mod tensors;
+mod token_ids;
 mod write;
 
 pub use config_json::{config_from_text, config_text, read_config};
@@ -24,4 +25,5 @@ pub use tensors::{
     TensorData, TensorFile, TensorInfo, TensorView, write_f32_tensors, write_tensors, write_tensors_to,
     write_values,
 };
+pub use token_ids::TokenIds;
 pub use write::{WriteOptions, write};

@@ -12,6 +12,7 @@ use super::gguf::GgufFile;
 use super::layout::{Layout, StoredForm};
 use super::source_file::SourceFile;
 use super::tensors::TensorFile;
+use super::token_ids::TokenIds;
 use crate::file_kind::FileKind;
 use crate::naming::{Names, Slot};
 use crate::spec::{HeadSpec, ModelSpec};
@@ -30,23 +31,19 @@ pub struct Weights {
     tensors: BTreeMap<String, Stored>,
     lacks_biases: bool,
     dtype: Dtype,
-    token_ids: Map<String, Value>,
+    token_ids: TokenIds,
 }
-
-/// Fields of a `config.json` that change nothing that the model computes, but where a text ends.
-const TOKEN_IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
 
 /// What a configuration says.
 struct Config {
     spec: ModelSpec,
-    token_ids: Map<String, Value>,
+    token_ids: TokenIds,
 }
 
 impl Config {
     /// Takes it from the fields of a `config.json`; `path` is for messages.
     fn of(path: &Path, fields: &Map<String, Value>) -> Result<Self, ZooError> {
-        let ids = TOKEN_IDS.iter().filter_map(|name| fields.get_key_value(*name));
-        let token_ids = ids.map(|(name, id)| (name.clone(), id.clone())).collect();
+        let token_ids = TokenIds::in_config(fields);
         Ok(Self { spec: config_of(path, fields)?, token_ids })
     }
 }
@@ -188,7 +185,7 @@ impl Weights {
     /// Returns the fields of the configuration on the ids of tokens with which texts begin, end and are padded,
     /// such as `eos_token_id`.
     #[must_use]
-    pub const fn token_ids(&self) -> &Map<String, Value> {
+    pub const fn token_ids(&self) -> &TokenIds {
         &self.token_ids
     }
 

@@ -11,17 +11,20 @@ use super::config_json::config_text;
 use super::dtype::Dtype;
 use super::layout::{Layout, to_stored};
 use super::tensors::{header, write_f32};
+use super::token_ids::TokenIds;
 use crate::naming::Names;
 use crate::spec::ModelSpec;
 use crate::{TensorSpec, ZooError};
 
 /// Options for writing a model folder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct WriteOptions {
     /// Element type of all tensors.
     pub dtype: Dtype,
     /// Maximum bytes of tensors per file; a larger tensor gets its own file. `None` writes one file.
     pub shard_bytes: Option<u64>,
+    /// Ids of tokens in `config.json`.
+    pub token_ids: TokenIds,
 }
 
 /// Writes `config.json` and the tensors of a model to `folder`, creating it if necessary.
@@ -32,6 +35,7 @@ pub struct WriteOptions {
 /// readers could use it instead of the new one.
 ///
 /// Errors: [`ZooError::Config`], [`ZooError::Io`], and those of `fill`.
+#[expect(clippy::needless_pass_by_value, reason = "options are made for one call")]
 pub fn write<E: From<ZooError>>(
     folder: &Path,
     model: &ModelSpec,
@@ -41,7 +45,7 @@ pub fn write<E: From<ZooError>>(
     model.validate()?;
     fs::create_dir_all(folder).map_err(ZooError::io("create folder", folder))?;
     let specs = model.tensors();
-    let shards = cut(&specs, options);
+    let shards = cut(&specs, &options);
     let single = folder.join("model.safetensors");
     let index = folder.join("model.safetensors.index.json");
     let mut weight_map = BTreeMap::new();
@@ -69,13 +73,13 @@ pub fn write<E: From<ZooError>>(
         fs::remove_file(stale).map_err(ZooError::io("remove", stale))?;
     }
     let path = folder.join("config.json");
-    let text = config_text(model, options.dtype);
+    let text = config_text(model, options.dtype, &options.token_ids);
     write_file(&path, |out| out.write_all(text.as_bytes()).map_err(ZooError::io("write", &path)))?;
     Ok(())
 }
 
 /// Returns the end index of each shard in `specs`.
-fn cut(specs: &[TensorSpec], options: WriteOptions) -> Vec<usize> {
+fn cut(specs: &[TensorSpec], options: &WriteOptions) -> Vec<usize> {
     let most = options.shard_bytes.unwrap_or(u64::MAX);
     let (mut ends, mut held) = (Vec::new(), 0_u64);
     for (index, spec) in specs.iter().enumerate() {

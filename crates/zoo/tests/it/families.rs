@@ -11,7 +11,7 @@ use farflung_tensor as tensor;
 use farflung_zoo as zoo;
 use serde_json::Value;
 use zoo::layer::rotary_table;
-use zoo::weights::{Dtype, TensorFile, Weights, WriteOptions, config_from_text, config_text};
+use zoo::weights::{Dtype, TensorFile, TokenIds, Weights, WriteOptions, config_from_text, config_text};
 use zoo::{ModelSpec, Resize};
 
 fn folder(name: &str) -> PathBuf {
@@ -103,7 +103,7 @@ fn angles_of_rotary_embeddings_are_those_of_transformers() {
         let spec = config_from_text("config.json".as_ref(), &config.to_string()).unwrap();
         let rotary = spec.blocks[0].block.attention.rotary.unwrap();
         // What is written is read as the same.
-        let written = config_text(&spec, Dtype::F32);
+        let written = config_text(&spec, Dtype::F32, &TokenIds::default());
         assert_eq!(config_from_text("config.json".as_ref(), &written).unwrap(), spec, "{}", case["title"]);
         let numbers = |json: &Value| -> Vec<f64> { serde_json::from_value(json.clone()).unwrap() };
         let width = 2 * numbers(&case["inv_freq"]).len();

@@ -3,7 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-mod file;
+pub(crate) mod file;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -284,6 +284,55 @@ fn doubled(file: &Gguf) -> (String, Vec<usize>, u32, Vec<u8>) {
 }
 
 #[test]
+fn the_scaled_positions_of_llama_3_are_told_from_the_divisors_of_their_frequencies() {
+    use zoo::spec::RotaryScaling;
+
+    let (mut file, _) = written("llama-mha", "llama", plain);
+    field(&mut file, "llama.rope.freq_base").2 = 500_000_f32.to_le_bytes().to_vec();
+    let width = field(&mut file, "llama.rope.dimension_count").2.clone();
+    let width = u32::from_le_bytes(width.try_into().unwrap()) as usize;
+    // As transformers computes them, by wavelengths.
+    let divisors = |factor: f64, low: f64| -> Vec<u8> {
+        let divisor = |pair: usize| {
+            let length = 2.0 * std::f64::consts::PI * 500_000_f64.powf(2.0 * pair as f64 / width as f64);
+            let smooth = (8192.0 / length - low) / (4.0 - low);
+            if length < 8192.0 / 4.0 {
+                1.0
+            } else if length > 8192.0 / low {
+                factor
+            } else {
+                1.0 / ((1.0 - smooth) / factor + smooth)
+            }
+        };
+        (0..width / 2).flat_map(|pair| (divisor(pair) as f32).to_le_bytes()).collect()
+    };
+    let with = |divisors: Vec<u8>| {
+        let count = divisors.len() / 4;
+        let mut file = Gguf { fields: file.fields.clone(), tensors: file.tensors.clone() };
+        file.tensors.insert(0, ("rope_freqs.weight".to_owned(), vec![count], 0, divisors));
+        file.bytes()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    for factor in [8.0, 32.0] {
+        let path = folder.path().join("model.gguf");
+        fs::write(&path, with(divisors(factor, 1.0))).unwrap();
+        let scaling = Weights::open(&path).unwrap().spec().blocks[0].block.attention.rotary.unwrap().scaling;
+        let expected =
+            RotaryScaling::Llama3 { factor, low_turns: 1.0, high_turns: 4.0, original_context: 8192 };
+        assert_eq!(scaling, expected);
+    }
+    for (wrong, expected) in [
+        (divisors(8.0, 2.0), "another way than LLaMA 3.1"),
+        (vec![0; 2 * width], "another way"),
+        (vec![0; 4], "no divisor for each pair"),
+        ([f32::NAN.to_le_bytes(); 2].concat().repeat(width / 4), "another way"),
+    ] {
+        let error = refused(&with(wrong));
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
 fn what_is_wrong_is_named() {
     let make = |change: fn(&mut Gguf)| {
         let (mut file, _) = written("llama-mha", "llama", plain);
@@ -301,7 +350,10 @@ fn what_is_wrong_is_named() {
         (make(|file| file.tensors.push(file.tensors[0].clone())), "twice"),
         (make(|file| file.tensors[3].3.truncate(32)), "overlap"),
         (make(|file| file.tensors[1].2 = 12), "Q4_K, expected F32, F16, BF16, Q8_0, Q4_0, Q4_1 or Q6_K"),
-        (make(|file| file.tensors[0].0 = "rope_freqs.weight".to_owned()), "scales rotary frequencies"),
+        (
+            make(|file| file.tensors[0].0 = "rope_freqs.weight".to_owned()),
+            "`rope_freqs.weight` has no divisor for each pair",
+        ),
         (
             make(|file| {
                 let more = sinks(file);

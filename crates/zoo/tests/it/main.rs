@@ -1,5 +1,6 @@
 //! Integration tests of this crate. They are one program, because each test program links all crates again.
 
+mod chat;
 mod cuts;
 mod data;
 mod documents;
@@ -13,5 +14,6 @@ mod pytorch;
 mod slices;
 mod sources;
 mod tokenizer_files;
+mod tokenizers;
 mod transformers;
 mod weights;

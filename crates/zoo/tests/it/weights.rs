@@ -138,7 +138,7 @@ fn a_header_with_five_dimensions_is_an_error_and_no_panic() {
 fn half_precision_rounds_to_nearest() {
     for (dtype, most) in [(Dtype::F16, 1.0 / 2048.0), (Dtype::Bf16, 1.0 / 256.0)] {
         let dir = tempfile::tempdir().unwrap();
-        write_tiny(dir.path(), WriteOptions { dtype, shard_bytes: None });
+        write_tiny(dir.path(), WriteOptions { dtype, ..WriteOptions::default() });
         let read = read_all(&mut Weights::open(dir.path()).unwrap());
         for (a, b) in read.iter().zip(started()) {
             assert!((a - b).abs() <= b.abs() * most + 1e-7, "{dtype:?}: {a} {b}");
@@ -322,7 +322,8 @@ fn headers_that_lie_are_named() {
 fn tensors_of_unknown_types_are_refused_before_anything_is_allocated() {
     let dir = tempfile::tempdir().unwrap();
     let config = gpt2(1, 1, 1 << 18, 1, 1 << 24).unwrap();
-    let text = farflung_zoo::weights::config_text(&config, Dtype::F32);
+    let text =
+        farflung_zoo::weights::config_text(&config, Dtype::F32, &farflung_zoo::weights::TokenIds::default());
     fs::write(dir.path().join("config.json"), text).unwrap();
     let open = |head: &str, others: &str| {
         let tensors = config.tensors().into_iter().map(|spec| (spec.name, spec.shape, others));

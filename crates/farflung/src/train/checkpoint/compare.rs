@@ -54,6 +54,11 @@ fn same_model(was: &[NamedValue], now: &[NamedValue]) -> Result<()> {
         let field = TrainArgs::KEYS.iter().find(|key| dashed(key) == fact.name).unwrap_or(&"model");
         let before = was.iter().find(|other| other.name == fact.name);
         let before = before.map_or("missing", |other| other.value.as_str());
+        if *field == "tokenizer" && fact.value != before {
+            let expected =
+                format!("{before}, as when the checkpoint was written: `--tokenizer RUN` takes the run's");
+            return Err(Error::Setting { field, value: fact.value.clone(), expected });
+        }
         same(field, fact.value.clone(), before)?;
     }
     let alike = now.iter().all(|fact| was.contains(fact)) && was.iter().all(|fact| now.contains(fact));

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use farflung_base::Rank;
-use farflung_zoo::weights::{Dtype, StoredLayout, config_text, write_f32_tensors, write_values};
+use farflung_zoo::weights::{Dtype, StoredLayout, TokenIds, config_text, write_f32_tensors, write_values};
 
 use super::super::job::Job;
 use super::super::meet::model_facts;
@@ -129,10 +129,12 @@ impl<'a> Contents<'a> {
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let text = |text: String| Content::Bytes(text.into_bytes());
         let mut files = vec![
-            ("config.json", text(config_text(&job.model, Dtype::F32))),
+            ("config.json", text(config_text(&job.model, Dtype::F32, &TokenIds::of(&*job.tokenizer)))),
             (MODEL, Content::Tensors(trainer.weights(gathered)?, metadata)),
             (OPTIMIZER, Content::Tensors(trainer.states()?, BTreeMap::new())),
         ];
+        let tokenizer = job.tokenizer.files();
+        files.extend(tokenizer.into_iter().map(|(name, bytes)| (name, Content::Bytes(bytes.into_owned()))));
         let held = samples::held(trainer)?;
         if !held.is_empty() {
             files.push((SAMPLES, Content::Samples(held)));

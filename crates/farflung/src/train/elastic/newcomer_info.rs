@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::run_id::RunId;
 use super::status::Status;
+use crate::config::choice::TokenizerKind;
 use crate::config::shared::{NamedValue, is_own};
 use crate::train::job::Job;
 use crate::train::meet::{data_fact, model_facts};
@@ -32,6 +33,8 @@ pub(super) struct NewcomerInfo {
 /// Setting that is shared although it is one of the settings that may differ between ranks: all members must
 /// give up a silent member after the same time.
 const DEADLINE: &str = "deadline";
+/// Setting that is shared unless it is the path of a file.
+const TOKENIZER: &str = "tokenizer";
 
 /// Settings that are not shared because they name files on one machine: the contents are compared instead, or a
 /// newcomer does not need them.
@@ -41,9 +44,11 @@ impl NewcomerInfo {
     pub(super) fn of(job: &Job) -> Self {
         // `job.config` is for the current plan only; newcomers need the settings from which every plan is made.
         let settings = job.settings().to_toml();
+        let has_name = !matches!(job.given.tokenizer, TokenizerKind::File(_));
         let shared = |line: &&str| {
             let key = line.split(" = ").next().unwrap_or_default();
-            key == DEADLINE || !is_own(key) && !FILES.contains(&key)
+            let is_shared = key == DEADLINE || key == TOKENIZER && has_name;
+            is_shared || !is_own(key) && !FILES.contains(&key)
         };
         let settings = settings.lines().filter(shared).collect::<Vec<_>>().join("\n");
         Self { version: VERSION.to_owned(), run: None, settings, facts: facts(job), status: None }
@@ -75,6 +80,16 @@ impl NewcomerInfo {
             };
             settings.lines().map(value).collect::<Vec<_>>()
         };
+        let is = |fact: &&NamedValue| fact.name == TOKENIZER;
+        if let (Some(own), Some(theirs)) = (model_facts(job).iter().find(is), self.facts.iter().find(is))
+            && theirs.value.starts_with("tokenizer.json")
+            && own.value != theirs.value
+        {
+            let (field, value) = (TOKENIZER, own.value.clone());
+            let expected =
+                format!("{}, the members': give the path of that file by --tokenizer", theirs.value);
+            return Err(Error::Setting { field, value, expected });
+        }
         differs("setting", &values(&Self::of(job).settings), &values(&self.settings))?;
         differs("setting", &facts(job), &self.facts)
     }
@@ -146,6 +161,44 @@ mod tests {
     fn refused(members: &NewcomerInfo, newcomer: &Job) -> Option<String> {
         let read = NewcomerInfo::read(&members.to_bytes()).unwrap();
         read.check_version().and_then(|()| read.check_job(newcomer)).err().map(|error| error.to_string())
+    }
+
+    #[cfg(feature = "tokenizers")]
+    #[test]
+    fn the_path_of_a_tokenizer_may_differ_but_not_the_tokenizer() {
+        use farflung_zoo::Tokenizer as _;
+        use farflung_zoo::tokenizer::{FileTokenizer, TrainOptions};
+
+        let folder = tempfile::tempdir().unwrap();
+        let with = |name: &str, text: &str| {
+            let options = TrainOptions { vocab: 270, ..TrainOptions::default() };
+            let trained = FileTokenizer::train([text].into_iter(), &options, |_| ()).unwrap();
+            let path = folder.path().join(name);
+            for (_, bytes) in trained.files().into_iter().take(1) {
+                std::fs::write(&path, bytes).unwrap();
+            }
+            let config = TrainConfig {
+                tokenizer: TokenizerKind::File(path),
+                workers: 1,
+                context: Some(8),
+                ..TrainConfig::default()
+            };
+            Job::new(config, 1, Stop::manual()).unwrap()
+        };
+        let (a, same) = (with("a.json", "slow slow links"), with("same.json", "slow slow links"));
+        let members = NewcomerInfo::of(&a);
+        assert!(!members.settings.contains("a.json"), "{}", members.settings);
+        assert_eq!(refused(&members, &same), None);
+        let other = refused(&members, &with("b.json", "other texts texts")).unwrap();
+        let byte = Job::new(
+            TrainConfig { workers: 1, context: Some(8), ..TrainConfig::default() },
+            1,
+            Stop::manual(),
+        );
+        let byte = refused(&members, &byte.unwrap()).unwrap();
+        for refused in [other, byte] {
+            assert!(refused.contains("--tokenizer") && refused.contains(a.tokenizer.name()), "{refused}");
+        }
     }
 
     #[test]

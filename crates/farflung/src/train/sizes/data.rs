@@ -48,19 +48,27 @@ pub(super) fn data(config: &TrainConfig) -> Data {
         Some(path) => files(path, &read_options(config)),
     };
     let byte = config.tokenizer == TokenizerKind::Byte;
+    let width = token_bytes(config);
     let times = u64::saturating_mul;
     let id_bytes = config.token_type.unwrap_or(TokenType::U16).bytes() as u64;
     let (tokens, beside) = match (files.tokens, byte) {
-        // With a vocabulary of 256, tokens are stored in one byte, else in two.
-        (true, true) => (files.sum / id_bytes, files.largest),
-        (true, false) => (times(files.sum / id_bytes, 2), files.largest),
+        (true, _) => (times(files.sum / id_bytes, width), files.largest),
         // While text is read, memory holds the text and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
-        // A token is about four bytes of text, and is stored in two bytes. While text is read, it has an id of
-        // four bytes.
-        (false, false) => (files.sum / 2, times(files.largest, 3)),
+        // A token is about four bytes of text. While text is read, it has an id of four bytes.
+        (false, false) => (times(files.sum / 4, width), times(files.largest, 3)),
     };
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }
+}
+
+/// Returns the bytes in which a token is stored: with a vocabulary of 256 one, up to 65536 two, else four.
+pub(super) fn token_bytes(config: &TrainConfig) -> u64 {
+    match config.tokenizer {
+        TokenizerKind::Byte => 1,
+        TokenizerKind::Gpt2 => 2,
+        TokenizerKind::File(_) if config.vocab.is_some_and(|vocab| vocab <= 1 << 16) => 2,
+        TokenizerKind::File(_) => 4,
+    }
 }
 
 /// Returns the sizes of the files that the corpus reads.

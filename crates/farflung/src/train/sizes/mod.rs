@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use farflung_parallel::Cluster;
-use farflung_zoo::{ModelSpec, tokenizer};
+use farflung_zoo::ModelSpec;
 
 use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
@@ -152,7 +152,7 @@ impl Case {
             return Err(Error::Setting { field, value: world.to_string(), expected });
         }
         threads::check(config.threads, env.map_or(world, |_| 1))?;
-        let vocab = tokenizer::by_name(&config.tokenizer.to_string())?.vocab_size();
+        let vocab = config.open_tokenizer()?.vocab_size();
         let model = shape(config, vocab)?;
         let pipeline = (config.stages > 1).then(|| Pipeline::new(config, &model, world)).transpose()?;
         let data = data::data(config);

@@ -18,9 +18,9 @@ use super::super::boundary::held_bytes;
 use super::super::links::shared_memory;
 use super::super::pieces::{CHUNK_LEN, CHUNK_WINDOW};
 use super::buckets::averaging;
-use super::data::Data;
+use super::data::{Data, token_bytes};
 use super::rank_memory::RankMemory;
-use crate::config::choice::{Resume, StoreKind, TokenizerKind};
+use crate::config::choice::{Resume, StoreKind};
 use crate::{RunSettings, TrainConfig};
 
 /// Bytes of an f32.
@@ -323,7 +323,7 @@ impl RankGroup<'_> {
         let of_one = held_bytes(config.boundary, config.boundary_backward, shape);
         let chunks = config.chunks.unwrap_or(config.schedule.default_chunks() as usize) as u128;
         let boundaries = (sharers * chunks).saturating_sub(1);
-        let width = if config.tokenizer == TokenizerKind::Byte { 1 } else { 2 };
+        let width = token_bytes(config);
         let windows = u128::from(self.data.tokens / width) / (self.model.context.max(1) * replicas) as u128;
         let microbatches = super::super::planned::microbatches(config) as u128;
         let seen = (config.batch as u128).saturating_mul(microbatches).saturating_mul(config.steps.into());

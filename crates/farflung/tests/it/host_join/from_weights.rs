@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use farflung::zoo::weights::{Dtype, Weights, WriteOptions, config_text, write};
+use farflung::zoo::weights::{Dtype, TokenIds, Weights, WriteOptions, config_text, write};
 use farflung::zoo::{ModelSpec, Resize, gpt2};
 
 use super::{Run, host, join, members, said, trains};
@@ -105,7 +105,7 @@ fn a_member_of_a_pipeline_takes_its_part_of_the_weights() {
 fn a_newcomer_needs_no_file_of_the_model() {
     let run = Run::new();
     let file = run.at("config.json");
-    fs::write(&file, config_text(&llama(), Dtype::F32)).unwrap();
+    fs::write(&file, config_text(&llama(), Dtype::F32, &TokenIds::default())).unwrap();
     let args = "--steps 12 --min-members 2 --stages 2 --microbatches 2 --vocab 304 --out host";
     let host = host(&run, &format!("{args} --model {} {}", file.display(), flags(&llama())));
     fs::remove_file(&file).unwrap();

@@ -11,7 +11,7 @@ use super::skipped::{Skipped, grouped, shown};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlainSpecialTokens {
     /// The token's text.
-    pub token: &'static str,
+    pub token: String,
     /// How often it occurs.
     pub count: u64,
     /// Whether the tokenizer has such a token.
@@ -39,6 +39,8 @@ pub struct Reading {
     pub first_no_text: Option<(PathBuf, usize)>,
     /// The file that says which texts the ids of a file of tokens are, if one does.
     pub decoded_by: Option<PathBuf>,
+    /// Bytes of text for which the tokenizer has no token, and which were left out.
+    pub lost: u64,
     /// Special tokens that stand in the text and were not made tokens.
     pub plain_special_tokens: Vec<PlainSpecialTokens>,
 }
@@ -54,9 +56,8 @@ impl Reading {
     }
 
     /// Adds special tokens that were read as plain text.
-    pub(in crate::data) fn add_plain(&mut self, token: &'static str, count: u64, is_known: bool) {
+    pub(in crate::data) fn add_plain(&mut self, token: String, count: u64, is_known: bool) {
         match self.plain_special_tokens.iter_mut().find(|known| known.token == token) {
-            _ if count == 0 => {}
             Some(known) => known.count += count,
             None => self.plain_special_tokens.push(PlainSpecialTokens { token, count, is_known }),
         }

@@ -223,7 +223,7 @@ impl<'a> Ids<'a> {
                 text.len()
             )));
         }
-        let again = tokenizer.encode(&String::from_utf8_lossy(&text)).len();
+        let again = tokenizer.encode(&String::from_utf8_lossy(&text))?.len();
         if again * 2 < sample.len() {
             return Ok(Some(format!(
                 "`{name}` writes the text of the first {} ids with {again}, so they are ids of another \
@@ -325,7 +325,7 @@ mod tests {
         use crate::tokenizer::Gpt2;
 
         let text = "The quick brown fox jumps over the lazy dog. ".repeat(20);
-        check(&u16s(Gpt2.encode(&text)), None, &Gpt2).unwrap();
+        check(&u16s(Gpt2.encode(&text).unwrap()), None, &Gpt2).unwrap();
         let error = check(&u16s(text.bytes().map(u32::from)), None, &Gpt2).unwrap_err().to_string();
         assert!(error.contains("another vocabulary"), "{error}");
         // Its bytes as GPT-2 numbers them: `!` is 0.

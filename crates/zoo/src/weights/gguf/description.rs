@@ -1,10 +1,12 @@
 //! What a GGUF file says of its model, as the fields of a `config.json`, and the names of its tensors.
 
 use std::collections::BTreeMap;
+use std::f64::consts::PI;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::reader::Field;
 use crate::ZooError;
 
 /// Architectures that are read.
@@ -38,6 +40,11 @@ const USUAL: [(&str, f64); 6] = [
     ("rope.scaling.yarn_beta_slow", 1.0),
     ("rope.scale_linear", 1.0),
 ];
+
+/// The tensor with divisors of rotary frequencies.
+pub(super) const DIVISORS: &str = "rope_freqs.weight";
+/// They are computed in f32.
+const DIVISOR_ROUNDING: f64 = 1e-4;
 
 /// The names of tensors of a block.
 const BLOCK: [(&str, &str); 11] = [
@@ -76,16 +83,6 @@ pub(super) fn renamed(name: &str) -> String {
     block().unwrap_or_else(|| name.to_owned())
 }
 
-/// A value of the description.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) enum Field {
-    Number(f64),
-    Flag(bool),
-    Text(String),
-    /// A list, or a text that is too long to be kept.
-    Other,
-}
-
 /// The description of a model of a known architecture.
 pub(super) struct Description<'a> {
     path: &'a Path,
@@ -93,6 +90,8 @@ pub(super) struct Description<'a> {
     fields: &'a BTreeMap<String, Field>,
     /// Returns the rows of a tensor, by its name in the file, if it is there.
     rows: &'a dyn Fn(&str) -> Option<usize>,
+    /// Divisors of the rotary frequencies, the highest frequency first; empty if there are none.
+    divisors: &'a [f32],
 }
 
 impl<'a> Description<'a> {
@@ -101,9 +100,10 @@ impl<'a> Description<'a> {
         path: &'a Path,
         fields: &'a BTreeMap<String, Field>,
         rows: &'a dyn Fn(&str) -> Option<usize>,
+        divisors: &'a [f32],
     ) -> Result<Self, ZooError> {
         const NAME: &str = "general.architecture";
-        let this = |architecture| Self { path, architecture, fields, rows };
+        let this = |architecture| Self { path, architecture, fields, rows, divisors };
         match fields.get(NAME) {
             Some(Field::Text(found)) if ARCHITECTURES.contains(&found.as_str()) => Ok(this(found)),
             Some(Field::Text(found)) => {
@@ -153,11 +153,8 @@ impl<'a> Description<'a> {
 
     /// Returns `rope_scaling`.
     fn scaling(&self) -> Result<Value, ZooError> {
-        // Frequencies as a tensor: LLaMA 3.1's scaling, whose factors cannot be told from it.
-        if (self.rows)("rope_freqs.weight").is_some() {
-            let problem = "scales rotary frequencies, which is not read from a GGUF file".to_owned();
-            let tensor = "rope_freqs.weight".to_owned();
-            return Err(ZooError::TensorEntry { path: self.path.to_owned(), tensor, problem });
+        if !self.divisors.is_empty() {
+            return self.llama3_scaling();
         }
         let name = self.name("rope.scaling.type");
         let factor = self.number("rope.scaling.factor")?;
@@ -178,6 +175,40 @@ impl<'a> Description<'a> {
             }
         }
         Ok(Value::Object(scaling))
+    }
+
+    /// Returns LLaMA 3.1's scaling, of which a file has only the divisors of the frequencies. They must be
+    /// those of the published models: between 1 and 4 turns within 8192 tokens, interpolated.
+    fn llama3_scaling(&self) -> Result<Value, ZooError> {
+        const ORIGINAL: f64 = 8192.0;
+        const TURNS: (f64, f64) = (1.0, 4.0);
+        let wrong = |problem: &str| {
+            let (path, tensor) = (self.path.to_owned(), DIVISORS.to_owned());
+            Err(ZooError::TensorEntry { path, tensor, problem: problem.to_owned() })
+        };
+        let width = self.head_dim()?.unwrap_or(0.0);
+        if width as usize != 2 * self.divisors.len() {
+            return wrong("has no divisor for each pair of a head");
+        }
+        let base = self.number("rope.freq_base")?.unwrap_or(10000.0);
+        let factor = f64::from(self.divisors.last().copied().unwrap_or(1.0));
+        let expected = |pair: usize| {
+            let turns = ORIGINAL * base.powf(-2.0 * pair as f64 / width) / (2.0 * PI);
+            let kept = ((turns - TURNS.0) / (TURNS.1 - TURNS.0)).clamp(0.0, 1.0);
+            1.0 / (kept + (1.0 - kept) / factor)
+        };
+        let is_known = |(pair, divisor): (usize, &f32)| {
+            (f64::from(*divisor) / expected(pair) - 1.0).abs() < DIVISOR_ROUNDING
+        };
+        if !self.divisors.iter().enumerate().all(is_known) {
+            return wrong(
+                "scales rotary frequencies in another way than LLaMA 3.1 to 3.3, which is not read",
+            );
+        }
+        Ok(json!({
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": TURNS.0, "high_freq_factor": TURNS.1,
+            "original_max_position_embeddings": ORIGINAL as u64,
+        }))
     }
 
     /// Checks that no field says what is not read.

@@ -118,9 +118,13 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
             if ranks == 1 { spec.parameters() } else { of_layers + head.parameters },
             of_layers + head.parameters,
         ),
-        // Each pass sums hidden states twice: behind attention and behind the feed-forward network. With one
-        // norm, their gradients are added before the sum.
-        ("bytes that a block sends forward", block.sent_forward.along(Axis::Tensor), sent(2)),
+        // A pass sums hidden states behind attention and behind the feed-forward network; once where both have
+        // the same input. With one norm, their gradients are added before the sum.
+        (
+            "bytes that a block sends forward",
+            block.sent_forward.along(Axis::Tensor),
+            sent(if is_sequential { 2 } else { 1 }),
+        ),
         ("products of a block's forward pass", block.forward.products, products),
         ("products for a block's input", block.input.products, products),
         ("products for a block's weights", block.weight.products, products),
