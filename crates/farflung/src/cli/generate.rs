@@ -74,7 +74,7 @@ impl GenerateCommand {
         let loaded = self.model.load(None)?;
         let sampling = self.sampling(&*loaded.tokenizer);
         let prompt = self.prompt_ids(&*loaded.tokenizer)?;
-        self.print(&*loaded.tokenizer, |emit| {
+        self.print(&*loaded.tokenizer, &prompt, |emit| {
             generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, emit)?;
             Ok(())
         })
@@ -120,10 +120,11 @@ impl GenerateCommand {
         Err(no_template())
     }
 
-    /// Prints the tokens that `work` generates: it is called with what takes each one.
+    /// Prints the tokens that `work` generates after the prompt: it is called with what takes each one.
     fn print<T>(
         &self,
         tokenizer: &dyn Tokenizer,
+        prompt: &[u32],
         work: impl FnOnce(&mut dyn FnMut(u32) -> bool) -> Result<T>,
     ) -> Result<T> {
         let mut all = Vec::new();
@@ -136,15 +137,26 @@ impl GenerateCommand {
             put(self.prompt.as_bytes());
         }
         let ends = if self.ignore_eos { Vec::new() } else { tokenizer.ends() };
-        let mut stream = TextStream::new(tokenizer);
+        let mut stream = TextStream::after(tokenizer, prompt);
         let mut show = |bytes: Vec<u8>| {
             let goes_on = self.json || put(&bytes);
             all.extend(bytes);
             goes_on
         };
+        let mut wrong = None;
         let done = work(&mut |token| {
-            !ends.contains(&token) && show(stream.push(token).expect("only ids of the tokenizer are drawn"))
+            !ends.contains(&token)
+                && match stream.push(token) {
+                    Ok(bytes) => show(bytes),
+                    Err(error) => {
+                        wrong = Some(error);
+                        false
+                    }
+                }
         })?;
+        if let Some(error) = wrong {
+            return Err(error.into());
+        }
         show(stream.finish()?);
         if self.json {
             let text = String::from_utf8_lossy(&all);
@@ -241,7 +253,7 @@ impl StagedArgs {
         let (sampling, prompt) = (command.sampling(&*tokenizer), command.prompt_ids(&*tokenizer));
         // The other ranks wait for a prompt; an error ends them.
         let prompt = prompt?;
-        let generated = command.print(&*tokenizer, |emit| {
+        let generated = command.print(&*tokenizer, &prompt, |emit| {
             model.generate(&prompt, command.tokens, &sampling, |token| {
                 emit(token) && stop.requested().is_none()
             })

@@ -7,6 +7,7 @@ use std::num::NonZeroUsize;
 use farflung_base::{Bytes, Link, Nanos, Topology};
 use farflung_parallel::{Answer, WhatIf};
 use farflung_zoo::Sampling;
+use farflung_zoo::tokenizer::TextStream;
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Totals;
@@ -118,7 +119,13 @@ pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<Samp
     if count == 0 {
         return Ok(None);
     }
-    let text = String::from_utf8_lossy(&job.tokenizer.decode(&tokens)?).into_owned();
+    let mut stream = TextStream::after(&*job.tokenizer, &prompt);
+    let mut text = Vec::new();
+    for token in tokens {
+        text.extend(stream.push(token)?);
+    }
+    text.extend(stream.finish()?);
+    let text = String::from_utf8_lossy(&text).into_owned();
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }
 

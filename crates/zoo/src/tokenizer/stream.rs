@@ -28,6 +28,16 @@ impl<'a> TextStream<'a> {
         Self { tokenizer, ids: Vec::new(), returned: 0 }
     }
 
+    /// Continues a text of these ids, which is not returned. Some tokenizers write a space before an id only if
+    /// others are before it.
+    #[must_use]
+    pub fn after(tokenizer: &'a dyn Tokenizer, before: &[u32]) -> Self {
+        let is_text = |id: &u32| tokenizer.special_tokens().iter().all(|token| token.id != *id);
+        let last = &before[before.len().saturating_sub(WINDOW)..];
+        let ids: Vec<u32> = last.iter().copied().filter(is_text).collect();
+        Self { tokenizer, returned: ids.len(), ids }
+    }
+
     /// Returns the text that an id adds. It is empty while the id is a part of a character, whose text follows
     /// with the rest of it.
     ///

@@ -218,6 +218,11 @@ fn sentence_piece_models_in_gguf_files_join_by_score() {
     }
     assert_eq!(tokenizer.encode_marked("a</s>").unwrap().last(), Some(&2));
     assert!(!tokenizer.encode("a<s></s>").unwrap().iter().any(|id| *id < 3), "as plain text");
+    // What continues a text keeps its space.
+    let (prompt, more) = (tokenizer.encode("hello").unwrap(), tokenizer.encode("water the").unwrap());
+    let mut stream = TextStream::after(&tokenizer, &prompt);
+    let all: Vec<u8> = more.iter().flat_map(|&id| stream.push(id).unwrap()).collect();
+    assert_eq!(all, b" water the");
     // A run of bytes that is longer than what a stream looks back to.
     let bytes = "鿕鿖鿗鿘鿙鿚鿛鿜鿝鿞鿟鿠 the 🦀🦀🦀🦀🦀";
     assert_eq!(streamed(&tokenizer, &tokenizer.encode(bytes).unwrap()), bytes);

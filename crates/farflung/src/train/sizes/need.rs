@@ -167,9 +167,9 @@ pub(super) struct RankGroup<'a> {
 
 /// Bytes per action of a schedule, over all of a rank's lists. Measured with 1f1b and zb-h1.
 const ACTION: u128 = 80;
-/// Bytes of the process before it reads data, without the pages of its binary. Measured; a GPU backend takes 2
-/// MB more.
-const PROGRAM: u128 = 2 << 20;
+/// Bytes of the process before it reads data, without the pages of its binary that the system can drop.
+/// Measured; a GPU backend takes 2 MB more.
+const PROGRAM: u128 = 5 << 19;
 /// Bytes of a worker besides model and data: mainly the 2 MiB page in which its buffers begin. Measured.
 const WORKER: u128 = 5 << 19;
 /// Bytes of a worker for each other worker: queues and codecs.
