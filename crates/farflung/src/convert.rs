@@ -6,8 +6,7 @@ use std::path::Path;
 use farflung_zoo::weights::{Dtype, WriteOptions, write};
 use half::{bf16, f16};
 
-use crate::error::ModelError;
-use crate::error::causes;
+use crate::error::{ModelError, causes};
 use crate::model_source::ModelSource;
 use crate::new_folder::{NewFolder, sync};
 use crate::{Error, Result, finite};

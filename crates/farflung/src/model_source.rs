@@ -254,12 +254,6 @@ impl ModelSource {
         })
     }
 
-    /// Returns the tokenizer of the run that wrote the checkpoint.
-    #[must_use]
-    pub const fn recorded_tokenizer(&self) -> Option<&TokenizerKind> {
-        self.recorded.as_ref()
-    }
-
     /// Opens the tokenizer that lies with the weights.
     ///
     /// Errors: [`ZooError::Tokenizer`] if there is none, or for one that is not read.

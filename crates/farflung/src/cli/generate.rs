@@ -96,9 +96,7 @@ impl GenerateCommand {
         if self.chat {
             return self.conversation_ids(tokenizer).map_err(Error::of_input);
         }
-        let mut ids = tokenizer.affixes().before;
-        ids.extend(tokenizer.encode(&self.prompt)?);
-        Ok(ids)
+        Ok(tokenizer.encode_prompt(&self.prompt)?)
     }
 
     /// Returns the ids of a conversation that asks for an answer.
@@ -250,9 +248,7 @@ impl StagedArgs {
         };
         let model = StagedModel::load(opened, connection, self.compute_rate)?;
         let Some(tokenizer) = tokenizer else { return model.follow() };
-        let (sampling, prompt) = (command.sampling(&*tokenizer), command.prompt_ids(&*tokenizer));
-        // The other ranks wait for a prompt; an error ends them.
-        let prompt = prompt?;
+        let (sampling, prompt) = (command.sampling(&*tokenizer), command.prompt_ids(&*tokenizer)?);
         let generated = command.print(&*tokenizer, &prompt, |emit| {
             model.generate(&prompt, command.tokens, &sampling, |token| {
                 emit(token) && stop.requested().is_none()

@@ -122,10 +122,8 @@ impl ModelArgs {
             source.check_tokenizer()?;
             source.tokenizer(vocab)?
         };
-        let tokenizer = match kind {
-            TokenizerKind::File(_) if self.tokenizer.is_none() => source.own_tokenizer()?,
-            _ => tokenizers::open(&kind)?,
-        };
+        let is_own = self.tokenizer.is_none() && matches!(kind, TokenizerKind::File(_));
+        let tokenizer = if is_own { source.own_tokenizer()? } else { tokenizers::open(&kind)? };
         if tokenizer.vocab_size() > vocab {
             let (name, size) = (tokenizer.name(), tokenizer.vocab_size());
             let value = match &self.tokenizer {
@@ -135,7 +133,9 @@ impl ModelArgs {
             let expected = format!("a tokenizer with at most {vocab} tokens, the model's vocabulary");
             return Err(Error::Setting { field: "tokenizer", value, expected });
         }
-        if let Some(note) = source.tokenizer_note(&kind, &*tokenizer) {
+        // The model's own is not compared with itself, for which it would be read again.
+        let note = if is_own { None } else { source.tokenizer_note(&kind, &*tokenizer) };
+        if let Some(note) = note {
             terminal::write_stderr(format!("{note}\n"));
         }
         Ok(tokenizer)

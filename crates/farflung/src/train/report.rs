@@ -107,8 +107,7 @@ pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<Samp
         seed: config.seed,
         vocab: NonZeroUsize::new(job.tokenizer.vocab_size()),
     };
-    let mut prompt = job.tokenizer.affixes().before;
-    prompt.extend(job.tokenizer.encode(&config.prompt)?);
+    let prompt = job.tokenizer.encode_prompt(&config.prompt)?;
     let has_text = job.model.vocab >= job.tokenizer.vocab_size();
     let (prompt, count) = if has_text { (prompt, config.sample_tokens) } else { (Vec::new(), 0) };
     let mut tokens = Vec::new();

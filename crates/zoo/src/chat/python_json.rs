@@ -22,6 +22,31 @@ fn text(text: &str) -> String {
     serde_json::to_string(text).expect("a text can be written as JSON")
 }
 
+/// Writes items between brackets, each by `item`.
+fn list(
+    [open, close]: [char; 2],
+    (indent, depth): (Option<usize>, usize),
+    items: impl Iterator<Item = Value>,
+    out: &mut String,
+    item: impl Fn(&Value, &mut String) -> Option<()>,
+) -> Option<()> {
+    out.push(open);
+    let mut is_empty = true;
+    for value in items {
+        if !is_empty {
+            out.push_str(if indent.is_some() { "," } else { ", " });
+        }
+        is_empty = false;
+        line(indent, depth + 1, out);
+        item(&value, out)?;
+    }
+    if !is_empty {
+        line(indent, depth, out);
+    }
+    out.push(close);
+    Some(())
+}
+
 /// Writes a value at a depth, unless the text becomes too long.
 fn write(
     value: &Value,
@@ -32,44 +57,17 @@ fn write(
     if out.len() > longest {
         return None;
     }
-    let between = if indent.is_some() { "," } else { ", " };
+    let items = || value.try_iter().into_iter().flatten();
+    let inner = |value: &Value, out: &mut String| write(value, indent, (depth + 1, longest), out);
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-        ValueKind::Map => {
-            out.push('{');
-            let mut is_empty = true;
-            for key in value.try_iter().into_iter().flatten() {
-                if !is_empty {
-                    out.push_str(between);
-                }
-                is_empty = false;
-                line(indent, depth + 1, out);
-                out.push_str(&text(&key.to_string()));
-                out.push_str(": ");
-                write(&value.get_item(&key).unwrap_or_default(), indent, (depth + 1, longest), out)?;
-            }
-            if !is_empty {
-                line(indent, depth, out);
-            }
-            out.push('}');
-        }
-        ValueKind::Seq | ValueKind::Iterable => {
-            out.push('[');
-            let mut is_empty = true;
-            for item in value.try_iter().into_iter().flatten() {
-                if !is_empty {
-                    out.push_str(between);
-                }
-                is_empty = false;
-                line(indent, depth + 1, out);
-                write(&item, indent, (depth + 1, longest), out)?;
-            }
-            if !is_empty {
-                line(indent, depth, out);
-            }
-            out.push(']');
-        }
+        ValueKind::Map => list(['{', '}'], (indent, depth), items(), out, |key, out| {
+            out.push_str(&text(&key.to_string()));
+            out.push_str(": ");
+            inner(&value.get_item(key).unwrap_or_default(), out)
+        })?,
+        ValueKind::Seq | ValueKind::Iterable => list(['[', ']'], (indent, depth), items(), out, inner)?,
         ValueKind::Number => out.push_str(&value.to_string()),
         _ => out.push_str(&text(&value.to_string())),
     }

@@ -244,7 +244,9 @@ impl Tokenizer for FileTokenizer {
         if self.lost.is_empty() {
             return 0;
         }
-        text.iter().filter(|byte| self.lost.contains(byte)).count() as u64
+        let mut is_lost = [false; 256];
+        self.lost.iter().for_each(|&byte| is_lost[usize::from(byte)] = true);
+        text.iter().filter(|&&byte| is_lost[usize::from(byte)]).count() as u64
     }
 
     /// Bytes that are no character become U+FFFD.

@@ -64,6 +64,16 @@ pub trait Tokenizer: Debug + Send + Sync {
     /// Errors: [`ZooError::Tokenizer`] for a text that the tokenizer cannot encode.
     fn encode(&self, text: &str) -> Result<Vec<u32>, ZooError>;
 
+    /// Encodes a text that a model is to continue: as [`Tokenizer::encode`], after the special tokens that
+    /// belong before it.
+    ///
+    /// Errors: as [`Tokenizer::encode`].
+    fn encode_prompt(&self, text: &str) -> Result<Vec<u32>, ZooError> {
+        let mut ids = self.affixes().before;
+        ids.extend(self.encode(text)?);
+        Ok(ids)
+    }
+
     /// Encodes a text. Special tokens that are written in it become tokens, and none is added.
     ///
     /// Errors: as [`Tokenizer::encode`].
