@@ -40,10 +40,32 @@ pub struct StepMetrics {
     /// (`--digest-every`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
+    /// What the routers of mixtures of experts chose in the step, by layer: on all replicas if they average
+    /// gradients in each step, else on the one that writes the row.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<MixtureMetrics>,
     /// Counters of what the rank that writes the row and each of its peers have exchanged since they met, with
     /// measurements of the paths between them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerCounters>,
+}
+
+/// What the router of a mixture of experts chose in a step. The losses are without their factors, and are not
+/// part of `train_loss`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct MixtureMetrics {
+    /// Number of the layer, from 0.
+    pub layer: u64,
+    /// Number of tokens that chose each expert.
+    pub counts: Vec<u64>,
+    /// Number of choices that found no place in their expert.
+    pub dropped: u64,
+    /// The balancing loss of the layer, each sequence by itself: 1 if all experts are used alike.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub balance_loss: f64,
+    /// The mean of the squared log-sum-exps of the router's logits.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub z_loss: f64,
 }
 
 fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {

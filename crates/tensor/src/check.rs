@@ -286,6 +286,19 @@ impl Op<'_> {
                     .as_ref()
                     .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
             }
+            Self::CombineRows { x, rows, factors, add, y } => {
+                let (n, cols) = (y.shape().rows(), c.typed(x, DType::F32)?.cols());
+                let numbers = c.typed(rows, DType::U32)?;
+                c.matrix(y, numbers.rows(), cols)?;
+                factors.as_ref().map_or(Ok(()), |factors| c.flat(factors, DType::F32, numbers))?;
+                add.as_ref().map_or(Ok(()), |add| c.matrix(add, n, cols))
+            }
+            Self::RowDots { a, b, rows, y } => {
+                let shape = c.typed(a, DType::F32)?;
+                c.matrix(b, b.shape().rows(), shape.cols())?;
+                c.flat(rows, DType::U32, shape.rows())?;
+                c.flat(y, DType::F32, shape.rows())
+            }
             Self::CrossEntropy { logits, targets, weights, losses, .. } => {
                 let s = c.typed(logits, DType::F32)?;
                 c.flat(targets, DType::U32, s.rows())?;

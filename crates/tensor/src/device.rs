@@ -99,6 +99,12 @@ impl Device {
         self.backend.operands()
     }
 
+    /// Returns whether the device only counts: its tensors have no values.
+    #[must_use]
+    pub fn is_counting(&self) -> bool {
+        self.backend.is_counting()
+    }
+
     /// Returns the sum of the costs of all ops run so far. Only [`Device::sizes`] counts it; it is zero on
     /// every other device.
     #[must_use]

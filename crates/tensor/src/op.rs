@@ -386,6 +386,33 @@ pub enum Op<'a> {
         /// Gradient of the position table, `[positions, C]`, if there is one. The op adds to it.
         d_positions_table: Option<ViewMut<'a>>,
     },
+    /// Weighted sums of rows that are found by number: `y[n] = add[n] + sum over j of factors[n, j] x[rows[n,
+    /// j]]`, in this order. A number that is not below the number of rows of `x` adds nothing. With one row for
+    /// each it takes rows out; it is its own gradient, with the numbers the other way round.
+    CombineRows {
+        /// Input: `[M, C]`.
+        x: View<'a>,
+        /// Numbers of rows of `x`: u32 `[N, K]`.
+        rows: View<'a>,
+        /// Factors: `[N, K]`; `None` for 1.
+        factors: Option<View<'a>>,
+        /// What is added: `[N, C]`; `None` to add nothing.
+        add: Option<View<'a>>,
+        /// Output: `[N, C]`.
+        y: ViewMut<'a>,
+    },
+    /// Products of rows with rows that are found by number: `y[i] = a[i] . b[rows[i]]`, or 0 if `b` has no such
+    /// row. This is the gradient of the factors of [`Op::CombineRows`].
+    RowDots {
+        /// First factors: `[M, C]`.
+        a: View<'a>,
+        /// Second factors: `[N, C]`.
+        b: View<'a>,
+        /// Numbers of rows of `b`: u32 `[M]`.
+        rows: View<'a>,
+        /// Output: `[M]`.
+        y: ViewMut<'a>,
+    },
     /// Softmax cross-entropy of each row against its target, times the row's weight. With `grad_scale`, the
     /// logits are overwritten by their gradient, `(softmax - onehot) * weight * grad_scale`, which avoids a
     /// second buffer of that size.
@@ -447,6 +474,8 @@ impl Op<'_> {
             Self::AttentionCachedGrad { .. } => "attention_cached_grad",
             Self::Embed { .. } => "embed",
             Self::EmbedGrad { .. } => "embed_grad",
+            Self::CombineRows { .. } => "combine_rows",
+            Self::RowDots { .. } => "row_dots",
             Self::CrossEntropy { .. } => "cross_entropy",
             Self::SumSquares { .. } => "sum_squares",
             Self::Map { .. } => "map",

@@ -6,9 +6,12 @@ mod gpt2;
 mod gptj;
 mod llama;
 mod mistral;
+mod mixtral;
 mod neox;
 mod qwen;
 mod rotary_json;
+mod router_json;
+mod switch;
 
 use serde_json::{Map, Value};
 
@@ -18,6 +21,7 @@ use crate::naming::Names;
 use crate::spec::ModelSpec;
 
 pub use gpt2::gpt2;
+pub use switch::published_count as published_switch_count;
 
 /// A family of models.
 #[derive(Debug)]
@@ -52,14 +56,16 @@ impl Preset {
 }
 
 /// All families.
-pub static FAMILIES: [&Family; 7] = [
+pub static FAMILIES: [&Family; 9] = [
     &gpt2::FAMILY,
     &gptj::FAMILY,
     &neox::FAMILY,
     &llama::FAMILY,
     &mistral::FAMILY,
+    &mixtral::FAMILY,
     &qwen::QWEN2,
     &qwen::QWEN3,
+    &switch::FAMILY,
 ];
 
 /// Returns the presets of all families.
@@ -104,54 +110,8 @@ impl ModelSpec {
 mod tests {
     use super::*;
 
-    /// Exact counts of published models.
     #[test]
-    fn parameter_counts_are_the_published_ones() {
-        for (name, count) in [
-            ("gpt2", 124_439_808),
-            ("gpt2-xl", 1_557_611_200),
-            ("gpt-j-6b", 6_050_882_784),
-            ("gpt-neox-20b", 20_554_567_680),
-            ("pythia-70m", 70_426_624),
-            ("pythia-160m", 162_322_944),
-            ("pythia-410m", 405_334_016),
-            ("pythia-1b", 1_011_781_632),
-            ("pythia-1.4b", 1_414_647_808),
-            ("pythia-2.8b", 2_775_208_960),
-            ("pythia-6.9b", 6_857_302_016),
-            ("pythia-12b", 11_846_072_320),
-            ("smollm2-135m", 134_515_008),
-            ("smollm2-360m", 361_821_120),
-            ("smollm2-1.7b", 1_711_376_384),
-            ("tinyllama-1.1b", 1_100_048_384),
-            ("llama-7b", 6_738_415_616),
-            ("llama-13b", 13_015_864_320),
-            ("llama-33b", 32_528_943_616),
-            ("llama-65b", 65_285_660_672),
-            ("llama2-7b", 6_738_415_616),
-            ("llama2-13b", 13_015_864_320),
-            ("llama2-70b", 68_976_648_192),
-            ("llama-70b", 68_976_648_192),
-            ("llama3-8b", 8_030_261_248),
-            ("llama3-70b", 70_553_706_496),
-            ("llama3.1-405b", 405_853_388_800),
-            ("llama3.2-1b", 1_235_814_400),
-            ("llama3.2-3b", 3_212_749_824),
-            ("mistral-7b", 7_241_732_096),
-            ("qwen2.5-0.5b", 494_032_768),
-            ("qwen2.5-1.5b", 1_543_714_304),
-            ("qwen2.5-3b", 3_085_938_688),
-            ("qwen2.5-7b", 7_615_616_512),
-            ("qwen2.5-14b", 14_770_033_664),
-            ("qwen2.5-32b", 32_763_876_352),
-            ("qwen2.5-72b", 72_706_203_648),
-            ("qwen3-0.6b", 596_049_920),
-            ("qwen3-1.7b", 1_720_574_976),
-            ("qwen3-4b", 4_022_468_096),
-            ("qwen3-8b", 8_190_735_360),
-        ] {
-            assert_eq!(ModelSpec::preset(name).unwrap().parameters(), count, "{name}");
-        }
+    fn every_preset_is_valid_and_its_tensors_add_up_to_its_parameters() {
         for preset in presets() {
             let spec = preset.spec();
             spec.validate().unwrap();

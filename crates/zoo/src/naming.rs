@@ -1,8 +1,11 @@
 //! How a family names the tensors of its models.
 
+use std::borrow::Cow;
+
 use crate::tensor_spec::TensorKind;
 
-/// The place of a tensor in a model, which a family gives a name.
+/// The place of a tensor in a model, which a family gives a name. Those of experts have the number of the
+/// expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
 pub enum Slot {
@@ -20,6 +23,10 @@ pub enum Slot {
     Gate,
     Up,
     Down,
+    Router,
+    ExpertGate(usize),
+    ExpertUp(usize),
+    ExpertDown(usize),
     FinalNorm,
     Head,
 }
@@ -33,9 +40,10 @@ pub struct Names {
     pub prefix: &'static str,
     /// Name of the list of blocks.
     pub block: &'static str,
-    /// Name of a tensor within its block or the model, without `.weight` and `.bias`.
+    /// Name of a tensor within its block or the model, without `.weight` and `.bias`, and with `{}` for the
+    /// number of an expert.
     pub slot: fn(Slot) -> &'static str,
-    /// Whether files have matrices as `[outputs, inputs]`.
+    /// Whether files have matrices as `[outputs, inputs]`. Those of routers and experts always are.
     pub outputs_first: bool,
     /// The order of the heads' values in files.
     pub heads: HeadsInFiles,
@@ -70,7 +78,10 @@ impl Names {
     /// Returns the name of a tensor.
     #[must_use]
     pub fn of(&self, block: Option<usize>, slot: Slot, kind: TensorKind) -> String {
-        let (prefix, name) = (self.prefix, (self.slot)(slot));
+        let (prefix, mut name) = (self.prefix, Cow::Borrowed((self.slot)(slot)));
+        if let Slot::ExpertGate(expert) | Slot::ExpertUp(expert) | Slot::ExpertDown(expert) = slot {
+            name = name.replace("{}", &expert.to_string()).into();
+        }
         let part = if kind == TensorKind::Bias { "bias" } else { "weight" };
         match block {
             Some(layer) => format!("{prefix}{}.{layer}.{name}.{part}", self.block),

@@ -7,7 +7,7 @@ use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 use crate::AxisShare;
 use crate::exchange::{AxisBytes, Counted};
 use crate::layer::{
-    Activations, Before, Builder, Grads, Keep, Later, LayerKind, Result, StageContext, Targets,
+    Activations, Before, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, StageContext, Targets,
 };
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 
@@ -170,7 +170,8 @@ impl Bench {
 
     fn cx(&self) -> StageContext<'_> {
         let Self { device, layout, params, exchange } = self;
-        StageContext { device, layout, params, exchange, gradient_scale: 1.0, documents: None }
+        let router = RouterPass::NONE;
+        StageContext { device, layout, params, exchange, gradient_scale: 1.0, router, documents: None }
     }
 
     fn meter(&self) -> Meter<'_> {

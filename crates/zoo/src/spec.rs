@@ -2,12 +2,14 @@
 //! follow from it by making or running the layers.
 
 mod bounds;
+mod experts;
 mod resize;
 
 use farflung_tensor::{Heads, Norm};
 
 use crate::naming::Names;
 
+pub use experts::{BalanceOver, Capacity, ExpertWeights, ExpertsSpec, RouterLosses};
 pub use resize::Resize;
 
 /// A decoder-only transformer: token embeddings, blocks, a final norm and a head.
@@ -72,8 +74,10 @@ pub struct BlockSpec {
     pub residual: Residual,
     /// The attention.
     pub attention: AttentionSpec,
-    /// The feed-forward network.
+    /// The feed-forward network, or each of the experts.
     pub mlp: MlpSpec,
+    /// The mixture of which it is an expert; `None` if it is the only one.
+    pub experts: Option<ExpertsSpec>,
 }
 
 /// How attention `A` and the feed-forward network `M` are added to the hidden states `x`.
@@ -207,6 +211,8 @@ pub enum Activation {
     GeluTanh,
     /// SiLU; with a gate, which makes it SwiGLU (Shazeer 2020).
     Silu,
+    /// `ReLU`; of experts, without a gate and without biases.
+    Relu,
 }
 
 impl ModelSpec {
@@ -233,8 +239,36 @@ impl ModelSpec {
         }
     }
 
+    /// Returns the mixtures of experts, in order, each with the number of its block.
+    pub fn mixtures(&self) -> impl Iterator<Item = (usize, &ExpertsSpec)> {
+        self.each_block().enumerate().filter_map(|(at, block)| Some((at, block.experts.as_ref()?)))
+    }
+
+    /// Returns whether gradients of a router depend on the choices in other layers
+    /// ([`RouterLosses::joins_layers`]).
+    #[must_use]
+    pub fn joins_routers(&self) -> bool {
+        self.mixtures().any(|(_, experts)| experts.losses.joins_layers())
+    }
+
+    /// Returns whether what a router does with a token depends on other tokens of the sequence.
+    #[must_use]
+    pub fn routes_by_sequence(&self) -> bool {
+        let depends =
+            |experts: &ExpertsSpec| experts.capacity != Capacity::None || experts.losses.balance != 0.0;
+        self.mixtures().any(|(_, experts)| depends(experts))
+    }
+
+    /// Returns the model with other losses of its routers, in all blocks that have one.
+    #[must_use]
+    pub fn with_router_losses(mut self, losses: RouterLosses) -> Self {
+        let experts = self.blocks.iter_mut().filter_map(|run| run.block.experts.as_mut());
+        experts.for_each(|experts| experts.losses = losses);
+        self
+    }
+
     /// Returns the blocks in order.
-    pub fn each_block(&self) -> impl Iterator<Item = &BlockSpec> {
+    pub fn each_block(&self) -> impl Iterator<Item = &BlockSpec> + Clone {
         self.blocks.iter().flat_map(|run| std::iter::repeat_n(&run.block, run.count))
     }
 }

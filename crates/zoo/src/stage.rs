@@ -5,6 +5,7 @@ mod activation_policy;
 mod cache;
 mod packed;
 mod parameters;
+mod routed;
 mod slices;
 
 use std::ops::Range;
@@ -17,8 +18,8 @@ use crate::ZooError;
 use crate::cut::AxisShare;
 use crate::exchange::{Alone, Exchange};
 use crate::layer::{
-    Activations, Before, Builder, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, StageContext,
-    Targets, dims,
+    Activations, Before, Builder, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
+    StageContext, Targets, dims,
 };
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorSpec;
@@ -29,6 +30,7 @@ pub use packed::Packed;
 pub use slices::Slices;
 
 use activation_policy::{Chain, StoredActivations, restore_last};
+use routed::RoutedPass;
 
 /// A range of a model's layers. The first stage also has the embeddings, the last one the head. An empty range
 /// between two layers has no parameters and returns its input.
@@ -46,6 +48,8 @@ pub struct Stage {
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
     activation_policy: ActivationPolicy,
+    /// Number of the first block in the model.
+    first_block: usize,
 }
 
 /// Input of a stage: tokens `[B, T]` (u32) for the first stage, hidden states `[B, T, C]` for the others.
@@ -82,6 +86,8 @@ pub struct Saved {
     head: Option<HeadSaved>,
     /// Gradient of the embedding's output, between the two halves of the backward pass.
     dx: Option<Tensor>,
+    /// What the routers chose.
+    routed: RoutedPass,
 }
 
 impl Saved {
@@ -154,6 +160,7 @@ impl Stage {
             layers: made,
             gradient_scale: 1.0,
             activation_policy: ActivationPolicy::default(),
+            first_block: layers.start,
         })
     }
 
@@ -235,6 +242,7 @@ impl Stage {
             params,
             exchange: &*self.exchange,
             gradient_scale: self.gradient_scale,
+            router: RouterPass::NONE,
             documents,
         }
     }
@@ -269,7 +277,7 @@ impl Stage {
     fn forward_by(
         &self,
         params: &Tensor,
-        Packed { input, documents }: Packed,
+        Packed { input, documents, sequence_weight }: Packed,
         targets: Option<Targets<'_>>,
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
@@ -279,8 +287,13 @@ impl Stage {
         let (mut x, tokens) = self.enter(&cx, input, start)?;
         let positions = start..start + dims(&x)?[1];
         let mut blocks = Vec::with_capacity(self.layers.blocks.len());
+        let mut routed = RoutedPass { sequence_weight, ..RoutedPass::default() };
         for i in 0..self.layers.blocks.len() {
-            let (y, saved) = self.layers.blocks[i].forward(&cx, x, Seen::before(&mut seen, i), Keep::All)?;
+            let before = Seen::before(&mut seen, i);
+            let (y, mut saved) = self.layers.blocks[i].forward(&cx, x, before, Keep::All)?;
+            routed
+                .layers
+                .extend(saved.routed.take().map(|routed| Routed { block: self.first_block + i, ..routed }));
             blocks.push(keeping.store(i, saved));
             x = y;
         }
@@ -304,6 +317,7 @@ impl Stage {
                 chain: Chain::after_forward(keeping),
                 head,
                 dx: None,
+                routed,
             },
         ))
     }
@@ -322,7 +336,9 @@ impl Stage {
         mut ready: impl FnMut(Range<usize>, &Tensor),
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
-        let cx = self.cx(params, saved.documents.as_ref());
+        let mut routed = saved.routed;
+        let router = self.router_pass(&mut routed)?;
+        let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
@@ -398,7 +414,8 @@ impl Stage {
         mut later: impl FnMut(usize) -> Later<'l>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
-        let cx = self.cx(params, saved.documents.as_ref());
+        let router = self.router_pass(&mut saved.routed)?;
+        let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
             (None, None, Some(dy)) => dy,
@@ -531,7 +548,7 @@ impl Stage {
     fn evaluate(
         &self,
         params: &Tensor,
-        Packed { input, documents }: Packed,
+        Packed { input, documents, .. }: Packed,
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {

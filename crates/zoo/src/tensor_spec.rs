@@ -22,6 +22,10 @@ pub enum TensorKind {
     Table,
     /// A matrix `[inputs, outputs]`: `y = x W + b`. Files may have it transposed.
     Matrix,
+    /// The matrix of a router, as [`TensorKind::Matrix`].
+    Router,
+    /// A matrix of an expert, as [`TensorKind::Matrix`].
+    Expert,
     /// A gain.
     Gain,
     /// A bias.

@@ -58,6 +58,7 @@ mod cocktail_ratio;
 mod codec_bytes;
 mod codec_laws;
 mod codec_speed;
+mod counts;
 mod ddp_exact;
 mod default_run;
 #[cfg(feature = "wgpu")]
@@ -98,6 +99,7 @@ mod methods;
 mod members;
 mod memory_table;
 mod mismatch;
+mod moe;
 mod morphing;
 mod namespaces;
 #[cfg(feature = "iroh")]
@@ -160,6 +162,7 @@ pub const BENCHES: &[Bench] = &[
     families::BENCH,
     profile::BENCH,
     gemm::BENCH,
+    counts::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
     diloco::BENCH,
@@ -197,6 +200,7 @@ pub const BENCHES: &[Bench] = &[
     signals::BENCH,
     disk::BENCH,
     mismatch::BENCH,
+    moe::BENCH,
     morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,

@@ -141,6 +141,17 @@ choice!(
     }
 );
 choice!(
+    /// What the losses that balance experts take together.
+    BalanceOverKind {
+        /// Each layer and each sequence is balanced by itself.
+        Layer = "layer",
+        /// All layers together.
+        Model = "model",
+        /// All layers and all sequences of a microbatch together.
+        Batch = "batch",
+    }
+);
+choice!(
     /// Place in which stateful boundary codecs store their samples.
     StoreKind {
         /// Samples are in memory; checkpoints contain them.

@@ -11,6 +11,7 @@ mod declare;
 mod evaluation;
 
 pub mod choice;
+mod experts;
 pub mod file;
 pub mod flags;
 pub mod given;
@@ -49,8 +50,8 @@ use farflung_zoo::data::{TextEncoding, TokenType};
 
 use crate::Result;
 use choice::{
-    BalanceKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume,
-    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
+    BalanceKind, BalanceOverKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind,
+    RecipeKind, Resume, SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
 };
 use given::Given;
 use local_steps::LocalStepsKind;
@@ -74,8 +75,8 @@ const LR_OVER_MIN_LR: f64 = 10.0;
 settings! {
     "Model" {
         /// Model: a preset (nano, baby, llama-nano, llama-baby, the published sizes of GPT-2, GPT-3, GPT-J,
-        /// GPT-NeoX, Pythia, LLaMA, SmolLM2, Mistral and Qwen), or the path of a config.json of one of these
-        /// families.
+        /// GPT-NeoX, Pythia, LLaMA, SmolLM2, Mistral, Mixtral and Qwen; mixtral-nano and switch-nano have
+        /// experts), or the path of a config.json of one of these families.
         model: String, "NAME", "nano";
         /// Number of transformer blocks; overrides the preset.
         layers: usize, "N";
@@ -87,6 +88,17 @@ settings! {
         context: usize, "N";
         /// Rows of the token table, if more than the tokenizer has tokens: the others are never drawn.
         vocab: usize, "N";
+        /// Factor of the loss that balances the experts of a model that has some; overrides the model's.
+        balance_loss: f64, "FACTOR";
+        /// What the balancing loss takes together: layer (nothing: each layer and each sequence is balanced by
+        /// itself, so that no plan changes it), model (all layers) or batch (all layers and the sequences of a
+        /// microbatch, as transformers does for Mixtral); overrides the model's.
+        balance_over: BalanceOverKind, "KIND";
+        /// Factor of the loss on the squared log-sum-exp of routers' logits; overrides the model's.
+        z_loss: f64, "FACTOR";
+        /// Most tokens that an expert takes of a sequence, as a factor of an equal share; overrides the model's
+        /// capacity.
+        capacity_factor: f64, "FACTOR";
         /// How text is split into tokens: byte, gpt2, or the path of a tokenizer.json, a model or a run. With
         /// --init-from, the default is the model's own.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte

@@ -13,8 +13,10 @@ use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
 use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
 use farflung_compress::{State as _, StateMap};
 use farflung_parallel::pipeline::{Content, Message, Placement};
+use farflung_zoo::ModelSpec;
 
 use super::bound_plan::BoundPlan;
+use super::executor::trailing_bytes;
 use super::job::Job;
 use crate::{Error, Result};
 pub(super) use memory::{SamplesSeen, coded_bytes};
@@ -35,10 +37,12 @@ pub(super) fn bytes(
     boundary: usize,
     content: Content,
     slices: &[Range<usize>],
-    channels: usize,
+    model: &ModelSpec,
 ) -> Result<Bytes> {
     let (spec, samples) = (plan.links()[boundary].of(content), plan.batch as usize);
-    let mut sum = 0;
+    let channels = model.dim;
+    // What goes with the hidden states.
+    let mut sum = trailing_bytes(model, samples);
     for slice in slices {
         let shape = SampleShape { positions: slice.len(), channels };
         sum += if spec.is_plain() {

@@ -6,6 +6,7 @@
 //! ([`Source::Counted`]) and without links ([`Wires::Counted`]).
 
 mod components;
+mod routers;
 mod sequences;
 mod source;
 mod wires;
@@ -32,6 +33,7 @@ use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
 use crate::{Error, Result};
 pub(super) use components::Components;
+pub(super) use routers::{Routers, trailing_bytes};
 pub(super) use source::Source;
 pub(super) use wires::{Awaited, Wires};
 
@@ -96,6 +98,8 @@ pub(super) struct Executor {
     /// Factor of each token's loss, so that the mean of gradients over ranks is the mean over all tokens that
     /// count; by microbatch.
     pub(super) token_weights: Vec<f32>,
+    /// The routers of experts.
+    pub(super) routers: Routers,
     /// The positions of each slice of a training sequence's tokens.
     pub(super) slices: Vec<Range<usize>>,
     /// The forward passes that are recomputed, sorted.
@@ -134,6 +138,7 @@ impl Executor {
         self.losses.clear();
         if !self.kept.begin(pass != Pass::Evaluation) {
             self.held.clear();
+            self.routers.begin();
             self.parts.values_mut().for_each(Part::begin);
         }
     }
@@ -182,7 +187,7 @@ impl Executor {
         };
         part.forward(
             version,
-            input.with_documents(documents),
+            input.with_documents(documents).with_sequence_weight(self.routers.sequence_weight),
             start,
             targets.as_ref().map(|(ids, weights)| {
                 // In an evaluation, no gradient follows.
@@ -217,6 +222,7 @@ impl Executor {
         if self.pass == Pass::Evaluation {
             return Ok(output);
         }
+        self.routers.add(microbatch, &saved);
         let part = &self.parts[&self.placement.storage_stage(stage)];
         let saved = match part.recompute {
             Recompute::Full if again => None,
@@ -266,6 +272,7 @@ impl Executor {
         }
         let mut held = self.take(action);
         let mut saved = held.saved.take().expect("it was recomputed before");
+        self.routers.join(microbatch, &mut saved);
         if kind == ComputeKind::Backward && self.slices.len() == 1 {
             let (part, passing) = self.passing(stage, self.cost(action).backward());
             return part.backward(held.version, saved, dy, passing);

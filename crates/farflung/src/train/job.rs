@@ -465,6 +465,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
         context: config.context,
         vocab: Some(config.vocab.unwrap_or(vocab)),
     })?;
+    let model = config.with_experts(model)?;
     config.check_groups(&model)?;
     Ok(model)
 }

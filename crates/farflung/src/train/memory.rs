@@ -21,7 +21,7 @@ use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
-use super::executor::{Components, Executor, Pass, Source, Wires};
+use super::executor::{Components, Executor, Pass, Routers, Source, Wires};
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
@@ -213,6 +213,7 @@ fn counting(
             },
             dim: model.dim,
             token_weights: Vec::new(),
+            routers: Routers::new(model, plan.batch as usize, 0.0),
             kept: KeptPass::new(false, None),
             boundaries: Boundaries::default(),
         },

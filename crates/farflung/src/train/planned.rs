@@ -116,6 +116,7 @@ pub(super) fn divided(
         }
         (None, _) => Vec::new(),
     };
+    check_slices(&slices, model)?;
     let plan = Plan {
         model: planned_model(&model_name(model), model),
         mesh: Plan::mesh_of(replicas, stages)?,
@@ -351,6 +352,7 @@ pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<
             return Err(refuse("plan", shown(), expected));
         }
     }
+    check_slices(&plan.pipeline.slices, model)?;
     let tokens: u64 = plan.pipeline.slices.iter().map(|&n| u64::from(n)).sum();
     if tokens > 0 && tokens != model.context as u64 {
         let expected =
@@ -363,6 +365,15 @@ pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<
         return Err(refuse("plan", shown(), expected));
     }
     Ok(plan)
+}
+
+/// Checks that sequences are whole where experts need them.
+fn check_slices(slices: &[u32], model: &ModelSpec) -> Result<()> {
+    if slices.len() > 1 && model.routes_by_sequence() {
+        let expected = "1, since the experts of the model have a capacity, or a balancing loss, by sequence";
+        return Err(refuse("slices", slices.len(), expected));
+    }
+    Ok(())
 }
 
 /// Reads a plan and checks its fields and names.

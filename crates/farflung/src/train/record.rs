@@ -81,6 +81,7 @@ impl RunRecorder<'_, '_> {
             tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
             digest,
+            experts: done.experts.clone(),
             peers,
         };
         self.time_s = totals.time_s;

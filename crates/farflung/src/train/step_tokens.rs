@@ -72,6 +72,16 @@ impl StepTokens {
         0..self.replicas.len() as u32
     }
 
+    /// Returns the number of microbatches of a step, of all replicas.
+    pub(super) fn microbatches(&self) -> u64 {
+        self.replicas.iter().map(|share| share.count).sum()
+    }
+
+    /// Returns the number of sequences of a microbatch.
+    pub(super) const fn batch(&self) -> u64 {
+        self.batch
+    }
+
     /// Returns the number of a replica's first microbatch within a step.
     pub(super) fn first_microbatch(&self, replica: u32) -> u64 {
         self.replicas[replica as usize].first

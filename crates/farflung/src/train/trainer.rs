@@ -339,7 +339,7 @@ impl Trainer {
         } else {
             self.local_step(vote.loss, stop || vote.requests.has(Request::Stop))?
         };
-        self.compared(StepDone { skipped, ..done })
+        self.compared(StepDone { skipped, experts: vote.experts, ..done })
     }
 
     /// Counts a step that only faster replicas train; this replica may still meet them.

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::curve::Curve;
+use crate::metrics::MixtureMetrics;
 
 /// State of a run, as far as its files tell.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -33,6 +34,8 @@ pub struct Summary {
     pub links: Vec<LinkFacts>,
     /// Times of the newest steps on each rank, oldest first.
     pub timeline: Vec<StepFacts>,
+    /// What routers of experts chose in the newest step, by layer.
+    pub experts: Vec<MixtureMetrics>,
     /// Events, oldest first.
     pub events: Vec<EventFacts>,
     /// Number of older events that are left out.

@@ -23,6 +23,9 @@ const RECENT: usize = 32;
 const MOST_PROBLEMS: usize = 20;
 /// Highest number of ranks listed with an event.
 const MOST_NAMED: usize = 64;
+/// Most layers with experts, and experts of a layer, that are shown.
+const MOST_LAYERS: usize = 128;
+const MOST_EXPERTS: usize = 256;
 
 /// A file of lines in a run's folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -237,7 +240,7 @@ impl State {
     }
 
     fn metrics(&mut self, line: &[u8]) -> Result<(), String> {
-        let row: StepMetrics = serde_json::from_slice(line).map_err(|error| error.to_string())?;
+        let mut row: StepMetrics = serde_json::from_slice(line).map_err(|error| error.to_string())?;
         if [row.time_s, row.wall_s].iter().any(|time| !(0.0..1e12).contains(time)) {
             return Err("its times are negative or too large".to_owned());
         }
@@ -259,6 +262,8 @@ impl State {
         }
         self.curve.push(&row);
         self.val_loss = row.val_loss.filter(|loss| loss.is_finite()).or(self.val_loss);
+        row.experts.truncate(MOST_LAYERS);
+        row.experts.iter_mut().for_each(|mixture| mixture.counts.truncate(MOST_EXPERTS));
         self.latest = Some(row);
         Ok(())
     }
@@ -341,6 +346,7 @@ impl State {
             members,
             more_members,
             timeline: self.timeline.facts(self.who.ranks()),
+            experts: self.latest.as_ref().map_or_else(Vec::new, |row| row.experts.clone()),
             events: self.events.clone(),
             more_events: self.more_events,
             problems: self.problems.values().cloned().collect(),

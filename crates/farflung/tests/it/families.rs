@@ -43,7 +43,7 @@ fn describe(run: &Run, name: &str, changes: &[(&str, Value)]) {
 }
 
 /// Runs `train` with these arguments and the needed ones that they do not set.
-fn train(run: &Run, args: &str) -> Output {
+pub(crate) fn train(run: &Run, args: &str) -> Output {
     let given: Vec<&str> = args.split_whitespace().collect();
     let model = if given.contains(&"--init-from") { "" } else { "--model config.json" };
     let needed = [
@@ -68,7 +68,7 @@ fn train(run: &Run, args: &str) -> Output {
 
 /// Trains with these arguments and returns the steps.
 #[track_caller]
-fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
+pub(crate) fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
     let output = train(run, &format!("{args} --out {out}"));
     assert!(output.status.success(), "{args}: {}", stderr(&output));
     let steps = farflung::metrics::read(&run.at(out).join("metrics.jsonl")).unwrap();
@@ -78,7 +78,7 @@ fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
 
 /// Returns the largest relative difference between the losses of two runs of the same length.
 #[track_caller]
-fn farthest(a: &[StepMetrics], b: &[StepMetrics]) -> f64 {
+pub(crate) fn farthest(a: &[StepMetrics], b: &[StepMetrics]) -> f64 {
     assert_eq!(a.len(), b.len());
     let off = |(a, b): (&StepMetrics, &StepMetrics)| (a.train_loss / b.train_loss - 1.0).abs();
     a.iter().zip(b).map(off).fold(0.0, f64::max)

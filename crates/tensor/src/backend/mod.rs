@@ -78,6 +78,11 @@ pub(crate) trait Backend: Debug + Send + Sync {
         MatMulScratchBytes::default()
     }
 
+    /// Returns whether buffers have no contents.
+    fn is_counting(&self) -> bool {
+        false
+    }
+
     /// Returns the sum of the costs of all ops so far. Zero if the backend does not count it.
     fn work(&self) -> Work {
         Work::default()

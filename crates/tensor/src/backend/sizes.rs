@@ -121,6 +121,10 @@ impl Backend for CountingBackend {
         MatMulScratchBytes { packed: count.packed, rounded: count.rounded.iter().sum() }
     }
 
+    fn is_counting(&self) -> bool {
+        true
+    }
+
     fn work(&self) -> Work {
         self.count().work
     }

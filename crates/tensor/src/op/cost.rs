@@ -58,6 +58,8 @@ impl Op<'_> {
             Self::AttentionCachedGrad { y, past, mask, .. } => 5 * causal(y.shape(), *past, mask),
             Self::Embed { y, .. } => n(y.shape()),
             Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
+            Self::CombineRows { rows, y, .. } => 2 * (rows.len() * y.shape().cols()) as u128,
+            Self::RowDots { a, .. } => 2 * n(a.shape()),
             Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
             Self::SumSquares { x, .. } => 2 * n(x.shape()),
             Self::Map { program, writes, .. } => {
@@ -128,6 +130,11 @@ impl Op<'_> {
             Self::EmbedGrad { tokens, documents, dy, d_positions_table, .. } => {
                 r(tokens) + ids(documents) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
             }
+            Self::CombineRows { rows, factors, add, y, .. } => {
+                let taken = rows.len() as u128 * (y.shape().cols() * y.dtype().size()) as u128;
+                taken + r(rows) + factors.as_ref().map_or(0, r) + add.as_ref().map_or(0, r) + w(y)
+            }
+            Self::RowDots { a, rows, y, .. } => 2 * r(a) + r(rows) + w(y),
             Self::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let weights = weights.as_ref().map_or(0, r);
                 rw(logits, grad_scale.is_some()) + r(targets) + weights + w(losses)

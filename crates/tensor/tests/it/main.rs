@@ -11,6 +11,7 @@ mod ops;
 #[cfg(feature = "wgpu")]
 mod parity;
 mod precision;
+mod rows;
 mod swiglu;
 
 #[cfg(feature = "wgpu")]

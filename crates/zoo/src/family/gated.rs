@@ -41,6 +41,10 @@ const fn slot(slot: Slot) -> &'static str {
         Slot::Gate => "mlp.gate_proj",
         Slot::Up => "mlp.up_proj",
         Slot::Down => "mlp.down_proj",
+        Slot::Router => "block_sparse_moe.gate",
+        Slot::ExpertGate(_) => "block_sparse_moe.experts.{}.w1",
+        Slot::ExpertUp(_) => "block_sparse_moe.experts.{}.w3",
+        Slot::ExpertDown(_) => "block_sparse_moe.experts.{}.w2",
         Slot::FinalNorm => "norm",
         Slot::Head => "lm_head",
     }
@@ -105,7 +109,7 @@ impl Generation {
         };
         let mlp = MlpSpec { width, activation: Activation::Silu, gated: true, bias: false };
         let norm = NormSpec { norm, bias: false };
-        let block = BlockSpec { norm, residual: Residual::Sequential, attention, mlp };
+        let block = BlockSpec { norm, residual: Residual::Sequential, attention, mlp, experts: None };
         ModelSpec {
             names: self.names,
             vocab,
@@ -199,7 +203,7 @@ pub(super) fn read(
         bias: fields.flag_or("mlp_bias", false)?,
     };
     let norm = NormSpec { norm, bias: false };
-    let block = BlockSpec { norm, residual: Residual::Sequential, attention, mlp };
+    let block = BlockSpec { norm, residual: Residual::Sequential, attention, mlp, experts: None };
     let tied = fields.flag_or("tie_word_embeddings", false)?;
     let mut spec = ModelSpec {
         names: reading.names,

@@ -50,6 +50,10 @@ const fn slot(slot: Slot) -> &'static str {
         Slot::Gate => "mlp.fc_gate",
         Slot::Up => "mlp.fc_in",
         Slot::Down => "mlp.fc_out",
+        Slot::Router => "mlp.router.classifier",
+        Slot::ExpertGate(_) => "mlp.experts.expert_{}.wi_0",
+        Slot::ExpertUp(_) => "mlp.experts.expert_{}.wi",
+        Slot::ExpertDown(_) => "mlp.experts.expert_{}.wo",
         Slot::FinalNorm => "ln_f",
         Slot::Head => "lm_head",
     }
@@ -82,7 +86,7 @@ fn shape(sizes: Sizes) -> ModelSpec {
     };
     let width = dim.saturating_mul(4);
     let mlp = MlpSpec { width, activation: Activation::GeluTanh, gated: false, bias: true };
-    let block = BlockSpec { norm, residual: Residual::ParallelOneNorm, attention, mlp };
+    let block = BlockSpec { norm, residual: Residual::ParallelOneNorm, attention, mlp, experts: None };
     ModelSpec {
         names: &NAMES,
         vocab,

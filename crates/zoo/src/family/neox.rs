@@ -59,6 +59,10 @@ const fn slot(slot: Slot) -> &'static str {
         Slot::Gate => "mlp.dense_gate",
         Slot::Up => "mlp.dense_h_to_4h",
         Slot::Down => "mlp.dense_4h_to_h",
+        Slot::Router => "mlp.router.classifier",
+        Slot::ExpertGate(_) => "mlp.experts.expert_{}.wi_0",
+        Slot::ExpertUp(_) => "mlp.experts.expert_{}.wi",
+        Slot::ExpertDown(_) => "mlp.experts.expert_{}.wo",
         Slot::FinalNorm => "final_layer_norm",
         Slot::Head => "embed_out",
     }
@@ -86,7 +90,7 @@ fn shape(layers: usize, heads: usize, dim: usize, vocab: usize, activation: Acti
         window: None,
     };
     let mlp = MlpSpec { width: dim.saturating_mul(4), activation, gated: false, bias: true };
-    let block = BlockSpec { norm, residual: Residual::Parallel, attention, mlp };
+    let block = BlockSpec { norm, residual: Residual::Parallel, attention, mlp, experts: None };
     ModelSpec {
         names: &NAMES,
         vocab,

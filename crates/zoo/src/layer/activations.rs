@@ -3,6 +3,8 @@
 
 use farflung_tensor::Tensor;
 
+use super::routing::Routed;
+
 /// Whether a forward pass keeps what a backward pass needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keep {
@@ -71,6 +73,14 @@ pub enum Kept {
     KeyNormedGrad,
     /// Gradient of [`Kept::AttentionNormed`].
     AttentionNormedGrad,
+    /// Logits of the router of experts.
+    RouterLogits,
+    /// Outputs of experts, before their sum.
+    ExpertOutputs,
+    /// Gradient of [`Kept::RouterLogits`].
+    RouterGrad,
+    /// Gradient of [`Kept::ExpertOutputs`].
+    ExpertOutputGrad,
 }
 
 const KEPT: &str = "an earlier pass of the block kept the tensor";
@@ -80,13 +90,15 @@ const KEPT: &str = "an earlier pass of the block kept the tensor";
 pub struct Activations {
     keep: Keep,
     tensors: Vec<(Kept, Tensor)>,
+    /// What the forward pass told of its router.
+    pub(crate) routed: Option<Routed>,
 }
 
 impl Activations {
     /// An empty set.
     #[must_use]
     pub const fn new(keep: Keep) -> Self {
-        Self { keep, tensors: Vec::new() }
+        Self { keep, tensors: Vec::new(), routed: None }
     }
 
     /// Returns whether tensors are kept.
@@ -121,6 +133,12 @@ impl Activations {
         self.tensors.swap_remove(at.expect(KEPT)).1
     }
 
+    /// Returns what the router of the block chose, if it has one and this is a forward pass that was just run.
+    #[must_use]
+    pub const fn routed(&self) -> Option<&Routed> {
+        self.routed.as_ref()
+    }
+
     /// Returns the names and tensors.
     pub fn iter(&self) -> impl Iterator<Item = (Kept, &Tensor)> {
         self.tensors.iter().map(|(name, tensor)| (*name, tensor))
@@ -138,6 +156,6 @@ impl IntoIterator for Activations {
 
 impl FromIterator<(Kept, Tensor)> for Activations {
     fn from_iter<I: IntoIterator<Item = (Kept, Tensor)>>(tensors: I) -> Self {
-        Self { keep: Keep::All, tensors: tensors.into_iter().collect() }
+        Self { keep: Keep::All, tensors: tensors.into_iter().collect(), routed: None }
     }
 }

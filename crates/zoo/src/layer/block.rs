@@ -5,8 +5,9 @@ use std::ops::Range;
 use farflung_tensor::Tensor;
 
 use super::builder::Builder;
+use super::feed_forward::FeedForward;
 use super::{
-    Activations, Attention, Before, Grads, Keep, Kept, Later, Mlp, NormLayer, Result, StageContext, Then,
+    Activations, Attention, Before, Grads, Keep, Kept, Later, NormLayer, Result, StageContext, Then,
 };
 use crate::naming::Slot;
 use crate::spec::{BlockSpec, Residual};
@@ -18,7 +19,7 @@ pub struct Block {
     attention: Attention,
     /// `None` if the feed-forward network takes the other norm's output.
     mlp_norm: Option<NormLayer>,
-    mlp: Mlp,
+    mlp: FeedForward,
     residual: Residual,
 }
 
@@ -29,13 +30,13 @@ impl Block {
             attention: Attention::new(builder, dim, &spec.attention)?,
             mlp_norm: (spec.residual != Residual::ParallelOneNorm)
                 .then(|| NormLayer::new(builder, Slot::MlpNorm, dim, &spec.norm)),
-            mlp: Mlp::new(builder, dim, &spec.mlp),
+            mlp: FeedForward::new(builder, dim, spec),
             residual: spec.residual,
         })
     }
 
     /// Returns the indices of the block's parameters in the layout.
-    pub(crate) const fn params(&self) -> Range<usize> {
+    pub(crate) fn params(&self) -> Range<usize> {
         self.attention_norm.params().0..self.mlp.end()
     }
 

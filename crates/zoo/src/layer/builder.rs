@@ -5,10 +5,10 @@ use std::sync::Arc;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 use super::rotary;
-use super::{Block, Embedding, Head, Result};
+use super::{Block, Embedding, Experts, Head, Result};
 use crate::cut::{AxisShare, Cut};
 use crate::naming::{HeadsInFiles, Slot};
-use crate::spec::{BlockSpec, HeadSpec, ModelSpec, RotarySpec};
+use crate::spec::{BlockSpec, ExpertsSpec, HeadSpec, MlpSpec, ModelSpec, RotarySpec, Run};
 use crate::tensor_spec::{ColumnOrder, Init, TensorKind, TensorSpec};
 
 /// A layer of a model.
@@ -125,8 +125,8 @@ impl Builder {
                 TensorKind::Bias => Init::Zeros,
                 TensorKind::Gain => Init::Ones,
                 TensorKind::Table => Init::Normal(INIT_STD),
-                TensorKind::Matrix => Init::Normal(match slot {
-                    Slot::AttentionOut | Slot::Down => {
+                TensorKind::Matrix | TensorKind::Router | TensorKind::Expert => Init::Normal(match slot {
+                    Slot::AttentionOut | Slot::Down | Slot::ExpertDown(_) => {
                         (f64::from(INIT_STD) / (2.0 * self.spec.layers() as f64).sqrt()) as f32
                     }
                     _ => INIT_STD,
@@ -172,6 +172,12 @@ impl Builder {
     pub fn block(&mut self, spec: &ModelSpec, block: &BlockSpec) -> Result<Block> {
         self.block = Some(0);
         Block::new(self, spec.dim, block)
+    }
+
+    /// Makes a mixture of experts by itself.
+    pub fn experts(&mut self, dim: usize, mlp: &MlpSpec, experts: &ExpertsSpec) -> Experts {
+        self.block = Some(0);
+        Experts::new(self, dim, mlp, experts)
     }
 
     /// Makes the head by itself, with the token table if it is tied.
@@ -228,6 +234,22 @@ impl ModelSpec {
         let mut builder = Builder::new(self);
         builder.layer(self, layer).expect("without a device, no tensor is made");
         builder.into_specs().iter().map(|(_, spec)| spec.count() as u64).sum()
+    }
+
+    /// Returns the number of parameters that a token meets: of each mixture of experts only as many experts as
+    /// a token has.
+    #[must_use]
+    pub fn active_parameters(&self) -> u64 {
+        let unused = |run: &Run| {
+            let Some(experts) = &run.block.experts else { return 0 };
+            let mut builder = Builder::new(self);
+            builder.layer(self, LayerKind::Block(&run.block)).expect("without a device, no tensor is made");
+            let all = builder.into_specs().into_iter().filter(|(_, spec)| spec.kind == TensorKind::Expert);
+            let all: u64 = all.map(|(_, spec)| spec.count() as u64).sum();
+            let (count, used) = (experts.count as u64, experts.per_token as u64);
+            run.count as u64 * (all / count * (count - used))
+        };
+        self.parameters() - self.blocks.iter().map(unused).sum::<u64>()
     }
 
     /// Returns the exact number of parameters, with a tied head counted once.

@@ -2,7 +2,7 @@
 //! or its inputs: then each has a part of the sum, and the bias and what follows are added by one of them.
 
 use farflung_base::Axis;
-use farflung_tensor::{Fuse, Gelu, Op, Tensor};
+use farflung_tensor::{Fuse, Gelu, Op, Tensor, View, ViewMut};
 
 use super::builder::Builder;
 use super::{Grads, Result, StageContext, dims};
@@ -56,6 +56,17 @@ pub enum Then<'a> {
 impl Linear {
     /// Adds a layer that maps `width` values to or from the sections that ranks divide.
     pub(super) fn new(builder: &mut Builder, slot: Slot, width: usize, cut: Units<'_>, bias: bool) -> Self {
+        Self::of_kind(builder, (slot, TensorKind::Matrix), width, cut, bias)
+    }
+
+    /// As [`Linear::new`], of a matrix of another kind.
+    pub(super) fn of_kind(
+        builder: &mut Builder,
+        (slot, kind): (Slot, TensorKind),
+        width: usize,
+        cut: Units<'_>,
+        bias: bool,
+    ) -> Self {
         let Units { side, count, sections, columns } = cut;
         let along = |dim| Cut::Along { axis: Axis::Tensor, dim, units: count, sections: sections.to_vec() };
         let all: usize = sections.iter().sum();
@@ -63,7 +74,7 @@ impl Linear {
         let partial = side == Side::Inputs;
         let (shape, dim, bias_cut) =
             if partial { ([all, width], 0, Cut::Whole) } else { ([width, all], 1, along(0)) };
-        let weight = builder.cut_tensor((slot, TensorKind::Matrix), &shape, along(dim), columns);
+        let weight = builder.cut_tensor((slot, kind), &shape, along(dim), columns);
         if bias {
             builder.cut_tensor((slot, TensorKind::Bias), &shape[1..], bias_cut, columns);
         }
@@ -108,17 +119,49 @@ impl Linear {
                 slope: slope.map(Tensor::view_mut),
             },
         };
-        cx.device.run(Op::MatMul {
-            a: x.view(),
-            a_t: false,
-            b: cx.layout.view(cx.params, self.weight)?,
-            b_t: false,
-            c: y.view_mut(),
-            accumulate: false,
-            scales: [1.0; 2],
-            fuse,
-        })?;
+        self.product(cx, x.view(), y.view_mut(), fuse)?;
         Ok(y)
+    }
+
+    fn product(&self, cx: &StageContext<'_>, x: View<'_>, y: ViewMut<'_>, fuse: Fuse<'_>) -> Result<()> {
+        let b = cx.layout.view(cx.params, self.weight)?;
+        let (scales, accumulate) = ([1.0; 2], false);
+        Ok(cx.device.run(Op::MatMul { a: x, a_t: false, b, b_t: false, c: y, accumulate, scales, fuse })?)
+    }
+
+    /// Writes the output for some rows `x`, without a bias. If ranks divide the inputs, it is this rank's part
+    /// of the sum.
+    pub(super) fn rows_forward(&self, cx: &StageContext<'_>, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        self.product(cx, x, y, Fuse::None)
+    }
+
+    /// Writes the gradient of the input for some rows, or adds it.
+    pub(super) fn rows_backward(
+        &self,
+        cx: &StageContext<'_>,
+        dy: View<'_>,
+        dx: ViewMut<'_>,
+        accumulate: bool,
+    ) -> Result<()> {
+        self.input_gradient(cx, dy, dx, accumulate, Fuse::None)
+    }
+
+    /// Computes the gradient of the weights for some rows; without rows it is 0.
+    pub(super) fn rows_weight(
+        &self,
+        cx: &StageContext<'_>,
+        x: View<'_>,
+        dy: View<'_>,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
+        if !x.is_empty() {
+            return self.weight_gradient(cx, x, dy, grads);
+        }
+        if !grads.accumulate {
+            let [y] = cx.layout.views_mut(grads.flat, self.weight)?;
+            cx.device.run(Op::Fill { value: 0.0, y })?;
+        }
+        Ok(())
     }
 
     /// Returns the gradient of the input, multiplied by `factor` if there is one. If ranks divide the outputs,
@@ -132,29 +175,29 @@ impl Linear {
         let [b, t, _] = dims(dy)?;
         let mut dx = cx.empty([b, t, self.inputs])?;
         let fuse = factor.map_or(Fuse::None, |factor| Fuse::Times { factor: factor.view() });
-        self.input_gradient(cx, dy, &mut dx, false, fuse)?;
+        self.input_gradient(cx, dy.view(), dx.view_mut(), false, fuse)?;
         Ok(dx)
     }
 
     /// Adds the gradient of the input to `dx`.
     pub fn add_backward_input(&self, cx: &StageContext<'_>, dy: &Tensor, dx: &mut Tensor) -> Result<()> {
-        self.input_gradient(cx, dy, dx, true, Fuse::None)
+        self.input_gradient(cx, dy.view(), dx.view_mut(), true, Fuse::None)
     }
 
     fn input_gradient(
         &self,
         cx: &StageContext<'_>,
-        dy: &Tensor,
-        dx: &mut Tensor,
+        dy: View<'_>,
+        dx: ViewMut<'_>,
         accumulate: bool,
         fuse: Fuse<'_>,
     ) -> Result<()> {
         cx.device.run(Op::MatMul {
-            a: dy.view(),
+            a: dy,
             a_t: false,
             b: cx.layout.view(cx.params, self.weight)?,
             b_t: true,
-            c: dx.view_mut(),
+            c: dx,
             accumulate,
             scales: [cx.gradient_scale, 1.0],
             fuse,
@@ -170,22 +213,33 @@ impl Linear {
         dy: &Tensor,
         grads: &mut Grads<'_>,
     ) -> Result<()> {
+        self.weight_gradient(cx, x.view(), dy.view(), grads)?;
+        if self.bias {
+            let [db] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
+            cx.device.run(Op::SumRows { x: dy.view(), y: db, accumulate: grads.accumulate })?;
+        }
+        Ok(())
+    }
+
+    fn weight_gradient(
+        &self,
+        cx: &StageContext<'_>,
+        x: View<'_>,
+        dy: View<'_>,
+        grads: &mut Grads<'_>,
+    ) -> Result<()> {
         let accumulate = grads.accumulate;
         let [dw] = cx.layout.views_mut(grads.flat, self.weight)?;
         cx.device.run(Op::MatMul {
-            a: x.view(),
+            a: x,
             a_t: true,
-            b: dy.view(),
+            b: dy,
             b_t: false,
             c: dw,
             accumulate,
             scales: [1.0, cx.gradient_scale],
             fuse: Fuse::None,
         })?;
-        if self.bias {
-            let [db] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
-            cx.device.run(Op::SumRows { x: dy.view(), y: db, accumulate })?;
-        }
         Ok(())
     }
 }

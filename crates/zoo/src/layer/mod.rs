@@ -17,11 +17,14 @@ mod attention;
 mod block;
 mod builder;
 mod embedding;
+mod experts;
+mod feed_forward;
 mod head;
 mod linear;
 mod mlp;
 mod norm;
 mod rotary;
+mod routing;
 
 pub use activations::{Activations, Keep, Kept};
 pub use attention::{Attention, Before, KeyValues, Later};
@@ -29,11 +32,13 @@ pub use block::Block;
 pub(crate) use builder::Layers;
 pub use builder::{Builder, LayerKind};
 pub use embedding::Embedding;
+pub use experts::Experts;
 pub use head::{Head, HeadSaved, Targets};
 pub use linear::{Linear, Then};
 pub use mlp::Mlp;
 pub use norm::NormLayer;
 pub use rotary::table as rotary_table;
+pub use routing::{Routed, RouterLossValues, RouterPass};
 
 use farflung_base::Axis;
 use farflung_tensor::{DType, Device, Mask, ParamLayout, Shape, Tensor, TensorError, View};
@@ -56,6 +61,8 @@ pub struct StageContext<'a> {
     pub exchange: &'a dyn Exchange,
     /// Factor of gradients before a matrix product rounds them; the product is divided by it. A power of two.
     pub gradient_scale: f32,
+    /// What gradients of routers depend on beyond their layers.
+    pub router: RouterPass<'a>,
     /// Where the documents of the pass's tokens begin, u32 `[B, T]` ([`Batch::documents`](crate::Batch));
     /// `None` if each sequence is one document.
     pub documents: Option<&'a Tensor>,

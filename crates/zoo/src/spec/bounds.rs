@@ -1,15 +1,19 @@
 //! Checks of a model's description.
 
-use super::{Activation, BlockSpec, ModelSpec, NormSpec, Positions, RotaryScaling, RotarySpec};
+use super::{
+    Activation, BlockSpec, Capacity, ExpertsSpec, MlpSpec, ModelSpec, NormSpec, Positions, RotaryScaling,
+    RotarySpec,
+};
 use crate::{AxisShare, ZooError};
 
 /// Bounds that keep all counts of a model within 64 bits.
-const LAYERS: usize = 1 << 14;
+pub(super) const LAYERS: usize = 1 << 14;
 const HEADS: usize = 1 << 14;
 const DIM: usize = 1 << 18;
 const MLP_WIDTH: usize = 1 << 20;
 const CONTEXT: usize = 1 << 24;
 const VOCAB: usize = 1 << 24;
+const EXPERTS: usize = 1 << 12;
 
 fn within(field: &'static str, value: usize, most: usize, expected: &'static str) -> Result<(), ZooError> {
     if value == 0 || value > most {
@@ -38,6 +42,12 @@ impl ModelSpec {
         within("context", self.context, CONTEXT, "1 to 16777216")?;
         within("vocab", self.vocab, VOCAB, "1 to 16777216")?;
         self.norm.validate()?;
+        let experts: Vec<usize> = self.mixtures().map(|(_, experts)| experts.count).collect();
+        if let Some(&first) = experts.first().filter(|_| self.joins_routers()) {
+            let expected = "as many in each block, if they are balanced over blocks";
+            let other = experts.into_iter().find(|&count| count != first);
+            ensure(other.is_none(), "experts", other.unwrap_or(first), expected)?;
+        }
         for run in &self.blocks {
             ensure(run.count > 0, "layers", run.count, "runs of at least one block")?;
             run.block.validate()?;
@@ -104,11 +114,38 @@ impl BlockSpec {
             within("window", window, CONTEXT, "1 to 16777216")?;
         }
         within("mlp width", self.mlp.width, MLP_WIDTH, "1 to 1048576")?;
+        if let Some(experts) = &self.experts {
+            experts.validate()?;
+            let MlpSpec { activation, gated, bias, .. } = self.mlp;
+            let known = !bias
+                && match activation {
+                    Activation::Silu => gated,
+                    Activation::Relu => !gated,
+                    Activation::Gelu | Activation::GeluTanh => false,
+                };
+            let expected = "SiLU with a gate or ReLU without, and no biases in experts";
+            return ensure(known, "gated", usize::from(gated), expected);
+        }
         let known = match self.mlp.activation {
             Activation::Gelu | Activation::GeluTanh => !self.mlp.gated && self.mlp.bias,
             Activation::Silu => self.mlp.gated,
+            Activation::Relu => false,
         };
         ensure(known, "gated", usize::from(self.mlp.gated), "a gate for SiLU, and none but biases for GELU")
+    }
+}
+
+impl ExpertsSpec {
+    fn validate(&self) -> Result<(), ZooError> {
+        within("experts", self.count, EXPERTS, "1 to 4096")?;
+        within("experts per token", self.per_token, self.count, "1 to `experts`")?;
+        match self.capacity {
+            Capacity::None => {}
+            Capacity::Tokens(most) => within("expert capacity", most, CONTEXT, "1 to 16777216")?,
+            Capacity::Factor(factor) => real("capacity factor", factor, factor > 0.0, "above 0")?,
+        }
+        real("balance loss", self.losses.balance, self.losses.balance >= 0.0, "at least 0")?;
+        real("z loss", self.losses.z, self.losses.z >= 0.0, "at least 0")
     }
 }
 

@@ -2,13 +2,14 @@
 
 use farflung_tensor::Heads;
 
-use super::ModelSpec;
+use super::bounds::LAYERS as MOST_LAYERS;
+use super::{ModelSpec, Run};
 use crate::ZooError;
 
 /// New sizes of a model; `None` leaves a size as it is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Resize {
-    /// Number of blocks. Blocks must be equal.
+    /// Number of blocks. Blocks that differ are repeated in their order.
     pub layers: Option<usize>,
     /// Heads of queries of each block. Heads of keys and values keep their share of them.
     pub heads: Option<usize>,
@@ -31,10 +32,13 @@ impl ModelSpec {
         spec.vocab = to.vocab.unwrap_or(self.vocab);
         spec.dim = to.dim.unwrap_or(self.dim);
         if let Some(layers) = to.layers {
-            let [run] = spec.blocks.as_mut_slice() else {
-                return Err(wrong("layers", layers, "no number, since the model's blocks differ"));
+            spec.blocks = match spec.blocks.as_slice() {
+                [run] => vec![Run { count: layers, ..*run }],
+                _ if !(1..=MOST_LAYERS).contains(&layers) => {
+                    return Err(wrong("layers", layers, "1 to 16384"));
+                }
+                _ => self.each_block().cycle().take(layers).map(|&block| Run { count: 1, block }).collect(),
             };
-            run.count = layers;
         }
         // Products of sizes below are of sizes within bounds.
         let bounded = |field, value: usize| match value {

@@ -1,26 +1,38 @@
-//! Sequences that hold several documents: what a stage's pass is told about them.
+//! What each stage's pass is told of its sequences, besides their tokens or hidden states.
 
 use farflung_tensor::Tensor;
 
 use super::{Input, Stage};
 use crate::{Batch, ZooError};
 
-/// Input of a stage, and where the documents of its sequences begin. Tokens attend only to their own document,
-/// and positions are counted from its first token.
+/// Input of a stage, and what it is told of the sequences.
 #[derive(Debug)]
 pub struct Packed {
     /// Tokens or hidden states.
     pub input: Input,
     /// For each token of the pass, the position in its sequence at which its document begins: u32 `[B, T]`, as
-    /// in [`Batch::documents`]. `None` if each sequence is one document.
+    /// in [`Batch::documents`]. Tokens attend only to their own document, and positions are counted from its
+    /// first token. `None` if each sequence is one document.
     pub documents: Option<Tensor>,
+    /// Weight of each sequence in the means of the losses of routers
+    /// ([`RouterLosses`](crate::spec::RouterLosses)): one over the number of sequences of a step. 0, the
+    /// default, for no such losses.
+    pub sequence_weight: f32,
 }
 
 impl Input {
     /// Adds where documents begin.
     #[must_use]
     pub const fn with_documents(self, documents: Option<Tensor>) -> Packed {
-        Packed { input: self, documents }
+        Packed { input: self, documents, sequence_weight: 0.0 }
+    }
+}
+
+impl Packed {
+    /// Sets the weight of each sequence in the means of the losses of routers.
+    #[must_use]
+    pub fn with_sequence_weight(self, sequence_weight: f32) -> Self {
+        Self { sequence_weight, ..self }
     }
 }
 

@@ -72,6 +72,11 @@ impl Stage {
         targets: Option<Targets<'_>>,
         slices: &mut Slices,
     ) -> Result<(Output, Saved), ZooError> {
+        if self.spec.routes_by_sequence() {
+            return Err(ZooError::StageInput {
+                expected: "whole sequences, of which experts have a capacity or are balanced",
+            });
+        }
         let seen = slices.seen_before(start)?;
         let before = Seen { past: start, layers: &mut seen.layers };
         let (output, saved) =

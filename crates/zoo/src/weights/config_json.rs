@@ -31,9 +31,11 @@ pub fn config_from_text(path: &Path, text: &str) -> Result<ModelSpec, ZooError> 
 /// Errors: as [`read_config`].
 pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelSpec, ZooError> {
     let fields = Fields::new(path, json);
-    // Files without the field are GPT-2's: early ones have none.
-    let model_type = fields.get("model_type");
-    let of_type = |family: &&&Family| model_type.is_none_or(|found| found == family.model_type);
+    // Files without the field are GPT-2's: early ones have none. With experts, they are those of our own kind.
+    let without = if fields.get("num_experts").is_some() { "gpt2-switch" } else { "gpt2" };
+    let without = Value::from(without);
+    let model_type = fields.get("model_type").unwrap_or(&without);
+    let of_type = |family: &&&Family| model_type == family.model_type;
     let Some(family) = FAMILIES.iter().find(of_type) else {
         let known = FAMILIES.map(|family| format!("{:?}", family.model_type)).join(" or ");
         return Err(fields.wrong("model_type", known));

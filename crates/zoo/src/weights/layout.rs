@@ -34,7 +34,11 @@ impl Layout {
 
     /// Returns whether a tensor is stored transposed. Its shape does not tell: it may be square.
     pub(super) fn transposes(self, spec: &TensorSpec) -> bool {
-        self == Self::OutputsFirst && spec.kind == TensorKind::Matrix
+        match spec.kind {
+            TensorKind::Matrix => self == Self::OutputsFirst,
+            TensorKind::Router | TensorKind::Expert => true,
+            TensorKind::Table | TensorKind::Gain | TensorKind::Bias => false,
+        }
     }
 }
 

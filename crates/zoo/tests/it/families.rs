@@ -24,7 +24,9 @@ fn models_in_one_part_and_in_two_are_those_of_transformers() {
     for name in FAMILIES {
         for cuts in [&[][..], &[1]] {
             let found = distances(&folder(name), cuts).unwrap();
-            assert_eq!(found.len(), if cuts.is_empty() { 6 } else { 3 }, "{name} {cuts:?}");
+            // There is no greedy text of a model without a published family.
+            let of_whole = if name == "switch-gpt2" { 5 } else { 6 };
+            assert_eq!(found.len(), if cuts.is_empty() { of_whole } else { 3 }, "{name} {cuts:?}");
             for distance in found {
                 let comparison::Distance { what, at, off, mark } = distance;
                 assert!(off <= mark, "{name} {cuts:?}: {what}: {off} at {at}, expected at most {mark}");
@@ -68,7 +70,7 @@ fn what_is_written_is_what_was_read() {
                 && shard.extension().unwrap() != "json"
             {
                 for (tensor, info) in TensorFile::open(&shard).unwrap().tensors() {
-                    let same = &written.tensors()[tensor];
+                    let same = &written.tensors()[&stage.spec().names.in_model(tensor)];
                     assert_eq!((&same.shape, &same.dtype), (&info.shape, &info.dtype), "{name}: {tensor}");
                 }
             }

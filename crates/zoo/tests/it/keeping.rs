@@ -5,7 +5,8 @@
 use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
 use farflung_tensor::Device;
 use farflung_zoo::layer::Grads;
-use farflung_zoo::{ActivationPolicy, Input, Output, Saved, Stage, Targets, gpt2, stage};
+use farflung_zoo::spec::{BalanceOver, RouterLosses};
+use farflung_zoo::{ActivationPolicy, Input, ModelSpec, Output, Resize, Saved, Stage, Targets, gpt2, stage};
 
 const LAYERS: usize = 6;
 
@@ -47,17 +48,18 @@ const NESTED: [ChainStep; 31] = [
 
 /// Returns the loss and the gradients of a step, and the maximum bytes on the device.
 fn step(
+    config: &ModelSpec,
     device: &Device,
     keeping: ActivationPolicy,
     halves: bool,
     after: impl Fn(&mut Saved),
 ) -> (f64, Vec<f32>, usize) {
-    let config = gpt2(LAYERS, 4, 32, 64, 20).unwrap();
-    let mut stage = Stage::whole(&config, device).unwrap();
+    let mut stage = Stage::whole(config, device).unwrap();
     stage.set_activation_policy(keeping);
     let (params, mut grads) = (stage.init(3).unwrap(), stage.zeros().unwrap());
     let ids = |shift| (0..128_u32).map(|i| (i * 7 + shift) % 20).collect::<Vec<_>>();
-    let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap());
+    let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap()).with_documents(None);
+    let tokens = tokens.with_sequence_weight(0.5);
     let targets = stage.tokens(&ids(7), 64).unwrap();
     let (output, mut saved) =
         stage.forward(&params, tokens, Some(Targets::all(&targets, 1.0 / 128.0))).unwrap();
@@ -73,14 +75,29 @@ fn step(
     (stage::total(&losses).unwrap(), grads.to_vec().unwrap(), device.memory().1)
 }
 
+/// A model with feed-forward networks, and one with experts whose choices gradients depend on in each way.
+fn models() -> Vec<ModelSpec> {
+    let size = Resize { layers: Some(LAYERS), dim: Some(32), vocab: Some(20), ..Resize::default() };
+    let experts = ModelSpec::preset("mixtral-nano").unwrap().resized(size).unwrap();
+    let losses = |over| RouterLosses { balance: 0.5, over, z: 0.1 };
+    let over = BalanceOver::ALL.map(|over| experts.clone().with_router_losses(losses(over)));
+    [gpt2(LAYERS, 4, 32, 64, 20).unwrap()].into_iter().chain(over).collect()
+}
+
 /// Tests all settings on devices created by `open`. `apart` says whether device memory is separate from host
 /// memory.
 fn ways(open: impl Fn() -> Device, apart: bool) {
-    let (loss, grads, most) = step(&open(), ActivationPolicy::default(), false, |_| {});
+    for config in models() {
+        ways_of(&config, &open, apart);
+    }
+}
+
+fn ways_of(config: &ModelSpec, open: &impl Fn() -> Device, apart: bool) {
+    let (loss, grads, most) = step(config, &open(), ActivationPolicy::default(), false, |_| {});
     for (recompute, offload) in [(2, 0), (LAYERS, 0), (usize::MAX, 1), (0, 2), (0, LAYERS), (2, 2)] {
         for halves in [false, true] {
             let keeping = ActivationPolicy { recompute, offload, steps: None };
-            let (same_loss, same_grads, held) = step(&open(), keeping.clone(), halves, |_| {});
+            let (same_loss, same_grads, held) = step(config, &open(), keeping.clone(), halves, |_| {});
             assert_eq!(same_loss.to_bits(), loss.to_bits(), "{keeping:?}");
             assert!(same_grads == grads, "{keeping:?}");
             // A recomputed block keeps only its input, about a sixteenth of what a block saves.
@@ -92,13 +109,13 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
     }
     for halves in [false, true] {
         let keeping = ActivationPolicy { steps: Some(NESTED.into()), ..ActivationPolicy::default() };
-        let (same_loss, same_grads, held) = step(&open(), keeping, halves, |_| {});
+        let (same_loss, same_grads, held) = step(config, &open(), keeping, halves, |_| {});
         assert_eq!(same_loss.to_bits(), loss.to_bits());
         assert!(same_grads == grads);
         assert!(halves || held < most * 7 / 10, "{held} of {most} bytes");
     }
     let (same_loss, same_grads, _) =
-        step(&open(), ActivationPolicy::default(), false, |saved| saved.offload(4));
+        step(config, &open(), ActivationPolicy::default(), false, |saved| saved.offload(4));
     assert!(same_loss.to_bits() == loss.to_bits() && same_grads == grads);
 }
 

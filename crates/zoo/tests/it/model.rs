@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Heads, Norm, NormKind, ParamLayout, Shape, Tensor};
-use farflung_zoo::layer::{Before, Builder, Grads, Keep, Later, StageContext};
-use farflung_zoo::spec::{AttentionBias, HeadSpec, Residual};
+use farflung_zoo::layer::{Before, Builder, Grads, Keep, Later, RouterPass, StageContext};
+use farflung_zoo::spec::{AttentionBias, Capacity, ExpertsSpec, HeadSpec, Residual};
 use farflung_zoo::{Input, ModelSpec, Output, Resize, Stage, Targets, ZooError, gpt2, stage};
 
 const CONTEXT: usize = 10;
@@ -396,6 +396,7 @@ impl Alone {
             params,
             exchange: &farflung_zoo::exchange::Alone,
             gradient_scale: 1.0,
+            router: RouterPass::NONE,
             documents: None,
         }
     }
@@ -419,7 +420,7 @@ fn dot(y: &Tensor, dy: &[f32]) -> f64 {
 
 /// A model of each kind of layer: GPT-2's; LLaMA's with grouped queries, a head of another width than the
 /// model's, part of it rotated, and a head of its own; the same with norms of heads and a window; and
-/// GPT-NeoX's with one norm or two.
+/// GPT-NeoX's with one norm or two; and two experts for each token, of a mixture that drops tokens.
 fn kinds() -> Vec<ModelSpec> {
     let mut llama = ModelSpec::preset("llama-nano").unwrap();
     (llama.dim, llama.context, llama.vocab, llama.head) = (DIM, CONTEXT, VOCAB, HeadSpec::Own);
@@ -448,7 +449,10 @@ fn kinds() -> Vec<ModelSpec> {
     one_norm.blocks[0].block.residual = Residual::ParallelOneNorm;
     one_norm.head = HeadSpec::OwnWithBias;
     two_norms.blocks[0].block.attention.rotary.as_mut().unwrap().width = 8;
-    vec![config(), llama, biased, normed, one_norm, two_norms]
+    let mut experts = llama.clone();
+    let mixture = ModelSpec::preset("mixtral-nano").unwrap().blocks[0].block.experts.unwrap();
+    experts.blocks[0].block.experts = Some(ExpertsSpec { capacity: Capacity::Tokens(4), ..mixture });
+    vec![config(), llama, biased, normed, one_norm, two_norms, experts]
 }
 
 #[test]

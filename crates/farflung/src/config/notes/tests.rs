@@ -5,13 +5,17 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 43] = [
+const ALWAYS: [&str; 47] = [
     "plan",
     "layers",
     "heads",
     "dim",
     "context",
     "vocab",
+    "balance-loss",
+    "balance-over",
+    "z-loss",
+    "capacity-factor",
     "tokenizer",
     "init-from",
     "data",

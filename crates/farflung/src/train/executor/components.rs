@@ -6,7 +6,7 @@ use farflung_base::{Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, Interrupt};
 
-use super::{Executor, Pass, Source, Wires, recomputed};
+use super::{Executor, Pass, Routers, Source, Wires, recomputed};
 use crate::train::bind::ReplicaSchedule;
 use crate::train::boundary::Boundaries;
 use crate::train::kept_pass::KeptPass;
@@ -27,6 +27,7 @@ pub(in crate::train) struct Components {
     pub(in crate::train) source: Source,
     pub(in crate::train) dim: usize,
     pub(in crate::train) token_weights: Vec<f32>,
+    pub(in crate::train) routers: Routers,
     pub(in crate::train) kept: KeptPass,
     pub(in crate::train) boundaries: Boundaries,
 }
@@ -46,6 +47,7 @@ impl Executor {
             source,
             dim,
             token_weights: made_of.token_weights,
+            routers: made_of.routers,
             kept: made_of.kept,
             boundaries: made_of.boundaries,
             placement: schedule.placement().clone(),

@@ -64,7 +64,10 @@ impl Executor {
             }
             None => None,
         };
-        let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
+        let mut bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
+        if self.pass != Pass::Evaluation {
+            self.routers.append(message.microbatch, &mut bytes);
+        }
         let Message { microbatch, content, .. } = message;
         self.kept.keep(KeptMessage { microbatch, content }, &bytes);
         Ok(bytes)
@@ -137,19 +140,24 @@ impl Executor {
         let begun = self.comm.now();
         let bytes = pending.wait()?;
         add_since(begun, &self.comm, &mut self.spent.wait);
+        let too_short = || Error::Message {
+            message: message.to_string(),
+            problem: "does not have the length of a microbatch's hidden states",
+        };
+        let bytes = match self.pass {
+            Pass::Training { .. } => self.routers.take(message.microbatch, &bytes).ok_or_else(too_short)?,
+            Pass::Evaluation => &bytes,
+        };
         let count = shape.iter().product();
         let coded = match self.boundary_message(message) {
             Some((microbatch, samples)) => self.boundaries.decode(
                 BoundaryMessage { message, samples: &samples, microbatch },
-                &bytes,
+                bytes,
                 count,
             )?,
             None => None,
         };
-        let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {
-            message: message.to_string(),
-            problem: "does not have the length of a microbatch's hidden states",
-        })?;
+        let values = coded.or_else(|| floats(bytes, count)).ok_or_else(too_short)?;
         Ok(Flow::Values(self.device.tensor(&values, shape)?))
     }
 }

@@ -127,7 +127,7 @@ impl<'a> Operations<'a> {
                 let part = schedule.placement().part(message.from);
                 let boundary = if message.content == Content::Activation { part } else { part - 1 };
                 let bytes =
-                    boundary::bytes(self.plan, boundary as usize, message.content, slice, self.model.dim)?;
+                    boundary::bytes(self.plan, boundary as usize, message.content, slice, self.model)?;
                 let rank = |stage| self.rank(schedule, replica, stage);
                 message_operation(rank(message.from), rank(message.to()), bytes)
             }

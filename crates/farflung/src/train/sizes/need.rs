@@ -287,7 +287,8 @@ impl RankGroup<'_> {
     fn checkpoint(&self, rank: usize, model: u128, here: bool) -> u128 {
         let sizes = self.model.tensors().into_iter().map(|tensor| tensor.shape.iter().product::<usize>());
         let largest = F32.saturating_mul(sizes.max().unwrap_or(0) as u128).min(model);
-        let copies = u128::from(!here) + u128::from(self.model.names.outputs_first);
+        let copies = u128::from(!here)
+            + u128::from(self.model.names.outputs_first || self.model.mixtures().next().is_some());
         // Chunks of weights that are on their way to rank 0.
         let senders =
             if rank == 0 { self.positions.len() - 1 } else { usize::from(self.positions.len() > 1) };

@@ -10,6 +10,8 @@ use farflung_parallel::plan::Measured;
 use super::speed::{Measures, Speedometer};
 use super::{TRIES, Trainer};
 use crate::Result;
+use crate::metrics::MixtureMetrics;
+use crate::train::executor::Routers;
 use crate::train::fault::FaultyValue;
 
 /// Result of the vote after a pass, the same on all ranks that voted.
@@ -26,6 +28,8 @@ pub(super) struct Vote {
     pub(super) speeds: Vec<Measured>,
     /// Whether all voters are at the same attempt of the same step.
     pub(super) is_of_one_attempt: bool,
+    /// What the routers of experts chose on all voters.
+    pub(super) experts: Vec<MixtureMetrics>,
 }
 
 /// What a rank may request with its vote, from the highest weight in the sum of all requests to the lowest.
@@ -131,8 +135,12 @@ impl Trainer {
         let told = if self.each_step { self.own_speeds(self.step + 1) } else { Vec::new() };
         mine.extend(&told);
         let told = told.len();
+        let routers = &self.executor.routers;
+        mine.extend(routers.told());
+        let (routed, mixtures) = (routers.told().len(), routers.mixtures().to_vec());
         let (sums, voters) = (self.voters.start_all_reduce(mine, ReduceOp::Sum), self.voters.size());
         let read = move |sums: Vec<f64>| {
+            let (sums, routed) = sums.split_at(sums.len() - routed);
             let (sums, speeds) = sums.split_at(sums.len() - told);
             let squares = &sums[2 + usize::from(attempt.is_some())..];
             Vote {
@@ -142,6 +150,7 @@ impl Trainer {
                 speeds: Speedometer::read(speeds),
                 is_of_one_attempt: attempt
                     .is_none_or(|own| sums[2].to_bits() == (own * voters as f64).to_bits()),
+                experts: Routers::read(&mixtures, routed),
             }
         };
         Ok(Voting { sums, read: Box::new(read) })

@@ -23,7 +23,7 @@ use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::executor::{Components, Executor, Source, Wires};
+use crate::train::executor::{Components, Executor, Routers, Source, Wires};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
@@ -110,6 +110,7 @@ impl Trainer {
                 source: Source::Text { training: sampler, evaluation },
                 dim: job.model.dim,
                 token_weights,
+                routers: Routers::new(&job.model, plan.batch as usize, weights.of_sequence()),
                 kept: KeptPass::new(job.keeps_work(), resumed.cloned()),
                 boundaries,
             },

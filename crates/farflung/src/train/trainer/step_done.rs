@@ -1,5 +1,6 @@
 //! Result of a training step.
 
+use crate::metrics::MixtureMetrics;
 use crate::train::resync::Drift;
 
 /// Whether all replicas have the same parameters after a step.
@@ -31,13 +32,16 @@ pub struct StepDone {
     pub drift: Option<Drift>,
     /// Number of times that the step was computed again because its gradients were not finite.
     pub skipped: u32,
+    /// What the routers of experts chose in this step: on all replicas if each step averages gradients, else on
+    /// this one.
+    pub experts: Vec<MixtureMetrics>,
 }
 
 impl StepDone {
     /// Returns the result of a local step after which replicas do not meet.
     pub(super) fn local(step: u64, loss: f64) -> Self {
         let (stop, change, losses, drift, skipped) = (false, false, Vec::new(), None, 0);
-        Self { step, loss, losses, synced: Synced::No, stop, change, drift, skipped }
+        Self { step, loss, losses, synced: Synced::No, stop, change, drift, skipped, experts: Vec::new() }
     }
 
     /// Returns the result of a step that all replicas have taken together, without requests.
@@ -51,6 +55,7 @@ impl StepDone {
             change: false,
             drift: None,
             skipped: 0,
+            experts: Vec::new(),
         }
     }
 }

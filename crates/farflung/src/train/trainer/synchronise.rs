@@ -82,6 +82,7 @@ impl Trainer {
             change: vote.requests.has(Request::Change),
             drift: None,
             skipped: 0,
+            experts: Vec::new(),
         })
     }
 

@@ -48,6 +48,17 @@ impl TokenWeights {
         StepTokens::vary(job).then_some(self)
     }
 
+    /// Returns the weight of each sequence, so that the mean over the ranks that average gradients is the mean
+    /// over the sequences of an update.
+    pub(super) fn of_sequence(&self) -> f32 {
+        let microbatches = match (self.updates, self.each_step) {
+            (Updates::Flush, true) => self.tokens.microbatches(),
+            (Updates::Flush, false) => self.own,
+            _ => self.per_update * self.tokens.replicas().len() as u64,
+        };
+        token_weight(self.group as usize, microbatches * self.tokens.batch())
+    }
+
     /// Returns the factor of each token's loss by microbatch, so that the mean over the ranks that average
     /// gradients is the mean over the tokens of an update that count. `first` is the number of the replica's
     /// first microbatch in the step, counted over all replicas and steps.

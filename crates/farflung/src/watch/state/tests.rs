@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::metrics::MixtureMetrics;
 use crate::watch::curve::MOST_POINTS;
 use crate::watch::snapshot::Presence;
 use crate::{Event, EventKind};
@@ -261,4 +262,19 @@ fn memory_is_bounded_whatever_is_told() {
     assert!(summary.timeline.len() <= crate::watch::MOST_STEPS && state.recent.len() <= RECENT + 1);
     assert!(summary.members.len() <= crate::watch::MOST_MEMBERS && summary.problems.len() <= MOST_PROBLEMS);
     assert!(serde_json::to_vec(&state.snapshot()).unwrap().len() < 1 << 20);
+}
+
+#[test]
+fn the_choices_of_the_newest_step_are_shown_up_to_a_bound() {
+    let mut state = State::new("run");
+    metrics(&mut state, 1..=2);
+    assert!(state.snapshot().summary.experts.is_empty());
+    let mixture = |experts: usize| MixtureMetrics { counts: vec![7; experts], ..MixtureMetrics::default() };
+    for (layers, experts) in [(MOST_LAYERS + 5, MOST_EXPERTS + 5), (2, 4)] {
+        let row = StepMetrics { experts: vec![mixture(experts); layers], ..row(3) };
+        state.line(Lines::Metrics, &serde_json::to_vec(&row).unwrap());
+        let shown = state.snapshot().summary.experts;
+        let bounded = (shown.len(), shown[0].counts.len());
+        assert_eq!(bounded, (layers.min(MOST_LAYERS), experts.min(MOST_EXPERTS)));
+    }
 }

@@ -15,6 +15,7 @@ mod parts;
 mod pool;
 mod reduce;
 mod round;
+mod rows;
 mod simd;
 mod storage;
 mod swiglu;
@@ -232,6 +233,15 @@ impl Backend for Cpu {
                 let at = embed::Positions { start, len, documents };
                 let (table, positions) = (floats_mut(d_tokens_table), d_positions_table.map(floats_mut));
                 embed::backward(pool, ids, at, floats(&dy), table, positions);
+            }
+            Op::CombineRows { x, rows, factors, add, y } => {
+                let (factors, add) = (factors.as_ref().map(floats), add.as_ref().map(floats));
+                let numbers = (rows.host().expect(IN_HOST), rows.shape().cols());
+                rows::combine(pool, floats(&x), numbers, factors, add, floats_mut(y));
+            }
+            Op::RowDots { a, b, rows, y } => {
+                let numbers: &[u32] = rows.host().expect(IN_HOST);
+                rows::dots(pool, floats(&a), floats(&b), numbers, floats_mut(y));
             }
             Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let ids = ids(name, &targets, logits.shape().cols())?;

@@ -21,6 +21,7 @@ pub(crate) mod open;
 mod operand;
 mod product;
 mod reduce;
+mod rows;
 mod run;
 mod storage;
 mod swiglu;

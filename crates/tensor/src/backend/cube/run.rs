@@ -44,7 +44,7 @@ impl Cube {
         bytes::fill::launch(&self.client, count, dim, y.arg(), value);
     }
 
-    fn cast(&self, x: &View<'_>, y: &ViewMut<'_>) -> Result<()> {
+    pub(super) fn cast(&self, x: &View<'_>, y: &ViewMut<'_>) -> Result<()> {
         if x.dtype() == y.dtype() {
             let view = y.as_view();
             let (a, b) = (x.raw(), view.raw());
@@ -458,6 +458,16 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 (None, _) => {}
             }
             cube.write_back([ids, dy, table].into_iter().chain(positions).chain(documents));
+        }
+        Op::CombineRows { x, rows, factors, add, y } => {
+            if !y.is_empty() {
+                cube.combine_rows([&x, &rows], [factors.as_ref(), add.as_ref()], &y)?;
+            }
+        }
+        Op::RowDots { a, b, rows, y } => {
+            if !y.is_empty() {
+                cube.row_dots([&a, &b, &rows], &y)?;
+            }
         }
         Op::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
             let (rows, cols) = (logits.shape().rows(), logits.shape().cols());

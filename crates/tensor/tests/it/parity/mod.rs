@@ -506,6 +506,32 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         add("embed", what, false, Box::new(move |d| embedding(d, seed, size, start, positioned, divided)));
     }
 
+    for (each, weighted, adds) in [(1, false, false), (1, true, false), (2, true, true), (3, false, true)] {
+        let (rows, taken, cols) = (draw.size(1, 40), draw.size(1, 60), draw.size(1, 90));
+        add(
+            "combine_rows",
+            format!("{each} of {rows} for {taken}, {cols} wide, factors {weighted}, added {adds}"),
+            false,
+            Box::new(move |d| {
+                let (x, b) = (noise(d, seed, 1.0, [rows, cols])?, noise(d, seed + 1, 1.0, [taken, cols])?);
+                // Some numbers are of no row.
+                let (of_x, of_b) =
+                    (ids(d, seed + 2, rows + 3, [taken, each])?, ids(d, seed + 3, taken + 3, rows)?);
+                let factors = noise(d, seed + 4, 1.0, [taken, each])?;
+                let (mut y, mut dots) = (d.zeros([taken, cols])?, d.zeros(rows)?);
+                d.run(Op::CombineRows {
+                    x: x.view(),
+                    rows: of_x.view(),
+                    factors: weighted.then(|| factors.view()),
+                    add: adds.then(|| b.view()),
+                    y: y.view_mut(),
+                })?;
+                d.run(Op::RowDots { a: x.view(), b: b.view(), rows: of_b.view(), y: dots.view_mut() })?;
+                Ok(vec![y, dots])
+            }),
+        );
+    }
+
     for (grad_scale, weighted) in [(None, false), (Some(0.25), false), (None, true), (Some(0.25), true)] {
         let (rows, cols) = (draw.size(1, 40), draw.size(1, 300));
         add(

@@ -15,9 +15,13 @@ use serde_json::Value;
 
 use super::tensor::{self, Device, Tensor};
 use super::zoo::exchange::Exchange;
-use super::zoo::layer::Grads;
+use super::zoo::layer::{Grads, Routed};
+use super::zoo::naming::Names;
+use super::zoo::spec::{BalanceOver, RouterLosses};
 use super::zoo::weights::{StoredLayout, TensorFile, Weights, to_stored};
-use super::zoo::{self, AxisShare, Input, Output, Sampling, Stage, Targets, generate, stage};
+use super::zoo::{
+    self, AxisShare, Input, ModelSpec, Output, Sampling, Saved, Stage, Targets, generate, stage,
+};
 pub(crate) use folders::FAMILIES;
 use threads::Threads;
 
@@ -58,13 +62,15 @@ impl Distance {
 pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>> {
     let want = expected(folder)?;
     let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
+    let (batch, mut parts) = (Batch::of(&want)?, parts(folder, cuts)?);
+    let names = parts[0].0.spec().names;
     let mut read = |name: &str| -> Outcome<(Vec<usize>, Vec<f32>)> {
+        let name = &stored_name(&file, names, name);
         let shape = file.tensors().get(name).ok_or_else(|| format!("no tensor {name}"))?.shape.clone();
         let mut values = vec![0.0; shape.iter().product()];
         file.read_f32(name, &shape, &mut values)?;
         Ok((shape, values))
     };
-    let (batch, mut parts) = (Batch::of(&want)?, parts(folder, cuts)?);
     let mut all = Vec::new();
     if let [(whole, params)] = &parts[..] {
         let mut found = Distance::new("number of parameters", 0.0);
@@ -72,7 +78,9 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
         found.add((own as f64 - theirs).abs(), || format!("{own} instead of {theirs}"));
         all.push(found);
         all.push(logits(whole, params, &batch, &read("logits")?.1)?);
-        all.push(greedy(whole, params, &want["greedy"])?);
+        if want["greedy"].is_object() {
+            all.push(greedy(whole, params, &want["greedy"])?);
+        }
     }
     let (loss, mut grads) = step(&parts, &batch)?;
     let mut found = Distance::new("loss", 1e-5);
@@ -93,7 +101,7 @@ pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
         let want = expected(folder)?;
         let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
         let mut weights = Weights::open(folder)?;
-        let (spec, cpu) = (weights.spec().clone(), Device::cpu(1)?);
+        let (spec, cpu) = (described(&weights, &want)?, Device::cpu(1)?);
         let axis: (AxisShare, Arc<dyn Exchange>) = (share.clone(), Arc::new(exchange));
         let piece = Stage::piece(&spec, 0..spec.layers(), &cpu, axis)?;
         let params = piece.load(&mut weights)?;
@@ -112,7 +120,8 @@ pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
             // The whole tensor as the file has it, this rank's piece of which is compared.
             let mut whole = vec![0.0; tensor.count()];
             let (stored_shape, _) = to_stored(spec.names, &tensor, &whole);
-            file.read_f32(&format!("grad.{}", tensor.name), &stored_shape, &mut whole)?;
+            let name = stored_name(&file, spec.names, &format!("grad.{}", tensor.name));
+            file.read_f32(&name, &stored_shape, &mut whole)?;
             let mut shape = stored_shape;
             StoredLayout::of(&spec).from_file(&tensor.name, &mut shape, &mut whole);
             let mut own = vec![0.0; param.shape.len()];
@@ -146,6 +155,15 @@ pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
     Ok(all)
 }
 
+/// Returns the name that a file has for a tensor of the model, or for its gradient.
+fn stored_name(file: &TensorFile, names: &Names, name: &str) -> String {
+    let in_model = |stored: &&String| match stored.strip_prefix("grad.") {
+        Some(of) => format!("grad.{}", names.in_model(of)) == name,
+        None => *stored == name,
+    };
+    file.tensors().keys().find(in_model).map_or(name, |found| found).to_owned()
+}
+
 /// Returns the expected values of a folder that are no tensors.
 pub(crate) fn expected(folder: &Path) -> Outcome<Value> {
     Ok(serde_json::from_slice(&fs::read(folder.join("expected.json"))?)?)
@@ -154,7 +172,7 @@ pub(crate) fn expected(folder: &Path) -> Outcome<Value> {
 /// Returns the parts of a model that is cut before the layers `cuts`.
 pub(crate) fn parts(folder: &Path, cuts: &[usize]) -> Outcome<Vec<(Stage, Tensor)>> {
     let mut weights = Weights::open(folder)?;
-    let (spec, cpu) = (weights.spec().clone(), Device::cpu(2)?);
+    let (spec, cpu) = (described(&weights, &expected(folder)?)?, Device::cpu(2)?);
     let bounds: Vec<usize> = [0].iter().chain(cuts).chain([&spec.layers()]).copied().collect();
     let part = |bounds: &[usize]| {
         let stage = Stage::new(&spec, bounds[0]..bounds[1], &cpu)?;
@@ -162,6 +180,18 @@ pub(crate) fn parts(folder: &Path, cuts: &[usize]) -> Outcome<Vec<(Stage, Tensor
         Ok((stage, params))
     };
     bounds.windows(2).map(part).collect()
+}
+
+/// Returns the description of a model, with the losses of routers that `transformers` added: layers together,
+/// and for Mixtral the sequences too. Its balancing loss is larger than ours by the number of experts per
+/// token.
+pub(crate) fn described(weights: &Weights, want: &Value) -> Outcome<ModelSpec> {
+    let spec = weights.spec().clone();
+    let Some((_, experts)) = spec.mixtures().next() else { return Ok(spec) };
+    let over = if want["z_coefficient"].is_null() { BalanceOver::Batch } else { BalanceOver::Model };
+    let balance = number(&want["aux_coefficient"])? * experts.per_token as f64;
+    let z = want["z_coefficient"].as_f64().unwrap_or(0.0);
+    Ok(spec.with_router_losses(RouterLosses { balance, over, z }))
 }
 
 fn number(json: &Value) -> Outcome<f64> {
@@ -228,11 +258,22 @@ fn step(parts: &[(Stage, Tensor)], batch: &Batch) -> Outcome<(f64, Vec<Tensor>)>
     let (mut kept, mut loss) = (Vec::new(), None);
     for (stage, params) in parts {
         let targets = stage.gives_losses().then_some(targets);
-        let (output, saved) = stage.forward(params, input.take().ok_or("a part has no input")?, targets)?;
+        let packed = input.take().ok_or("a part has no input")?.with_documents(None);
+        let packed = packed.with_sequence_weight(1.0 / shape[0] as f32);
+        let (output, saved) = stage.forward(params, packed, targets)?;
         kept.push(saved);
         match output {
             Output::Hidden(x) => input = Some(Input::Hidden(x)),
             Output::Losses(losses) => loss = Some(stage::total(&losses)? / f64::from(batch.count())),
+        }
+    }
+    let routed: Vec<Routed> = kept.iter().flat_map(Saved::routed).cloned().collect();
+    if let Some((_, experts)) = parts[0].0.spec().mixtures().next() {
+        let of_routers = Routed::losses(experts, &routed);
+        let factors = experts.losses;
+        loss = loss.map(|loss| loss + factors.balance * of_routers.balance + factors.z * of_routers.z);
+        for saved in &mut kept {
+            saved.join_routed(Routed::join(&routed));
         }
     }
     let (mut grads, mut dy) = (Vec::new(), None);
@@ -311,10 +352,14 @@ fn five_steps(parts: &mut [(Stage, Tensor)], batch: &Batch, losses: &[Value]) ->
     Ok(found)
 }
 
-/// AdamW with decoupled decay on tensors of two or more dimensions, in f64.
+/// AdamW with decoupled decay on tensors of two or more dimensions, in f64. As in torch, a tensor without a
+/// gradient stays as it is: that of an expert that no token had.
 fn adamw(part: &(Stage, Tensor), params: &mut [f64], state: &mut [[f64; 2]], grads: &[f32], step: i32) {
     let (rate, betas, eps, decay) = (0.01, [0.9, 0.95], 1e-8, 0.1);
     for param in part.0.layout().params() {
+        if grads[param.range()].iter().all(|&g| g == 0.0) {
+            continue;
+        }
         let decay = if param.shape.dims().len() > 1 { decay } else { 0.0 };
         for i in param.range() {
             let g = f64::from(grads[i]);

@@ -7,9 +7,10 @@ use super::zoo::profile::ModelProfile;
 use super::zoo::spec::{AttentionBias, Residual};
 use super::zoo::{AxisShare, ModelSpec, Resize, ZooError};
 
-/// Shapes of all families, with names: the presets, and some in other sizes.
+/// Shapes of all families without experts, with names: the presets, and some in other sizes.
 pub(crate) fn shapes() -> Result<Vec<(String, ModelSpec)>, ZooError> {
     let mut all: Vec<_> = presets().map(|preset| (preset.name.to_owned(), preset.spec())).collect();
+    all.retain(|(_, spec)| spec.mixtures().next().is_none());
     for (layers, heads, dim, context) in [(1, 1, 2, 1), (3, 2, 24, 10), (2, 4, 64, 33), (5, 8, 128, 128)] {
         let sizes = Resize {
             layers: Some(layers),

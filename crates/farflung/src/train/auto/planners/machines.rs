@@ -205,10 +205,12 @@ pub(super) fn divisors(n: u32) -> Vec<u32> {
     (1..=n).filter(|d| n.is_multiple_of(*d)).collect()
 }
 
-/// Returns the sizes of a model's first block, for planners that divide its operators.
+/// Returns the sizes of a model's first block, for planners that divide its operators. A token's experts count
+/// as one network.
 fn block_shape(model: &ModelSpec, batch: u32) -> BlockShape {
     let block = model.blocks[0].block;
     let (attention, mlp) = (block.attention, block.mlp);
+    let networks = block.experts.map_or(1, |experts| experts.per_token) as u64;
     BlockShape {
         tokens: u64::from(batch) * model.context as u64,
         context: model.context as u64,
@@ -217,7 +219,7 @@ fn block_shape(model: &ModelSpec, batch: u32) -> BlockShape {
         heads: attention.heads.kv as u64,
         qkv: (attention.heads.width() * attention.head_dim) as u64,
         attended: (attention.heads.query * attention.head_dim) as u64,
-        inner: mlp.width as u64,
+        inner: networks * mlp.width as u64,
         gated: mlp.gated,
         vectors: if block.norm.bias { 2 } else { 1 },
     }

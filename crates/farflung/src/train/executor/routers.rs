@@ -1,0 +1,157 @@
+//! The routers of mixtures of experts in a rank's passes. Losses that take layers together need the choices in
+//! all of them: how often each expert was chosen in the layers before goes with the hidden states, and how
+//! often in all layers goes back with the gradients. What the routers chose is counted for the metrics.
+
+use std::collections::BTreeMap;
+
+use farflung_zoo::layer::Routed;
+use farflung_zoo::{ModelSpec, Saved};
+
+use crate::metrics::MixtureMetrics;
+
+/// The routers of a rank's parts.
+#[derive(Debug)]
+pub(in crate::train) struct Routers {
+    /// Weight of each sequence in the means of the routers' losses.
+    pub(in crate::train) sequence_weight: f32,
+    /// Number of counts that a message has behind its values: sequences times experts, or 0.
+    counts: usize,
+    /// How often each expert was chosen so far, by microbatch: in the layers before, in the end in all.
+    chosen: BTreeMap<u32, Vec<u32>>,
+    tally: Tally,
+}
+
+/// The sums over a pass of what the routers chose, by layer.
+#[derive(Debug)]
+struct Tally {
+    /// The blocks that have a router, and the number of its experts.
+    mixtures: Vec<(usize, usize)>,
+    /// For each of them one number for each expert, and [`OTHERS`] more.
+    sums: Vec<f64>,
+}
+
+/// Numbers of a router beside its choices: dropped ones, the losses times the tokens, and the tokens.
+const OTHERS: usize = 4;
+
+/// Returns the number of bytes that a message of `batch` sequences has behind its values.
+pub(in crate::train) fn trailing_bytes(model: &ModelSpec, batch: usize) -> usize {
+    size_of::<u32>() * trailing_counts(model, batch)
+}
+
+fn trailing_counts(model: &ModelSpec, batch: usize) -> usize {
+    let experts = model.mixtures().filter(|_| model.joins_routers()).map(|(_, experts)| experts.count);
+    batch * experts.max().unwrap_or(0)
+}
+
+impl Routers {
+    /// Makes the routers of a rank's parts of a model, for microbatches of `batch` sequences.
+    pub(in crate::train) fn new(model: &ModelSpec, batch: usize, sequence_weight: f32) -> Self {
+        let counts = trailing_counts(model, batch);
+        Self { sequence_weight, counts, chosen: BTreeMap::new(), tally: Tally::new(model) }
+    }
+
+    /// Begins a pass without any choices.
+    pub(super) fn begin(&mut self) {
+        self.chosen.clear();
+        self.tally.sums.fill(0.0);
+    }
+
+    /// Adds what the routers of a stage chose in a microbatch's forward pass.
+    pub(super) fn add(&mut self, microbatch: u32, saved: &Saved) {
+        let routed = saved.routed();
+        for of_layer in routed {
+            self.tally.add(of_layer);
+        }
+        if self.counts > 0 {
+            let chosen = self.chosen.entry(microbatch).or_insert_with(|| vec![0; self.counts]);
+            for (sum, count) in chosen.iter_mut().zip(Routed::join(routed)) {
+                *sum = sum.saturating_add(count);
+            }
+        }
+    }
+
+    /// Tells a backward pass how often each expert was chosen in all layers.
+    pub(super) fn join(&self, microbatch: u32, saved: &mut Saved) {
+        if let Some(chosen) = self.chosen.get(&microbatch) {
+            saved.join_routed(chosen.clone());
+        }
+    }
+
+    /// Adds the counts of a microbatch to a message.
+    pub(super) fn append(&self, microbatch: u32, message: &mut Vec<u8>) {
+        if self.counts > 0 {
+            let chosen = self.chosen.get(&microbatch).cloned().unwrap_or_else(|| vec![0; self.counts]);
+            message.extend(chosen.into_iter().flat_map(u32::to_le_bytes));
+        }
+    }
+
+    /// Takes the counts of a microbatch off a message. Returns the rest; `None` if the message is too short.
+    pub(super) fn take<'a>(&mut self, microbatch: u32, message: &'a [u8]) -> Option<&'a [u8]> {
+        let at = message.len().checked_sub(size_of::<u32>() * self.counts)?;
+        let (values, counts) = message.split_at(at);
+        if self.counts > 0 {
+            let (counts, _) = counts.as_chunks();
+            self.chosen.insert(microbatch, counts.iter().map(|&count| u32::from_le_bytes(count)).collect());
+        }
+        Some(values)
+    }
+
+    /// Returns what the routers chose in the pass, as numbers to be summed over ranks; empty without experts.
+    pub(in crate::train) fn told(&self) -> &[f64] {
+        &self.tally.sums
+    }
+
+    /// Reads the sums of [`Routers::told`] over ranks.
+    pub(in crate::train) fn read(mixtures: &[(usize, usize)], sums: &[f64]) -> Vec<MixtureMetrics> {
+        let mut rest = sums;
+        let mut all = Vec::new();
+        for &(layer, experts) in mixtures {
+            let Some((of_one, behind)) = rest.split_at_checked(experts + OTHERS) else { break };
+            let (counts, others) = of_one.split_at(experts);
+            let mean = |sum: f64| if others[3] > 0.0 { sum / others[3] } else { 0.0 };
+            all.push(MixtureMetrics {
+                layer: layer as u64,
+                counts: counts.iter().map(|&count| count as u64).collect(),
+                dropped: others[0] as u64,
+                balance_loss: mean(others[1]),
+                z_loss: mean(others[2]),
+            });
+            rest = behind;
+        }
+        all
+    }
+
+    /// Returns the blocks that have a router, and the number of its experts.
+    pub(in crate::train) fn mixtures(&self) -> &[(usize, usize)] {
+        &self.tally.mixtures
+    }
+}
+
+impl Tally {
+    fn new(model: &ModelSpec) -> Self {
+        let mixtures: Vec<_> = model.mixtures().map(|(at, experts)| (at, experts.count)).collect();
+        let sums = mixtures.iter().map(|(_, experts)| experts + OTHERS).sum();
+        Self { mixtures, sums: vec![0.0; sums] }
+    }
+
+    fn add(&mut self, routed: &Routed) {
+        let mut start = 0;
+        for &(block, experts) in &self.mixtures {
+            if block != routed.block {
+                start += experts + OTHERS;
+                continue;
+            }
+            let sums = &mut self.sums[start..][..experts + OTHERS];
+            for (i, &count) in routed.chosen.iter().enumerate() {
+                sums[i % experts] += f64::from(count);
+            }
+            let others = [
+                routed.dropped as f64,
+                routed.balance_by_sequence(experts) * routed.tokens as f64,
+                routed.squared_log_sums,
+                routed.tokens as f64,
+            ];
+            sums[experts..].iter_mut().zip(others).for_each(|(sum, value)| *sum += value);
+        }
+    }
+}

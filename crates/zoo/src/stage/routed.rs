@@ -1,0 +1,58 @@
+//! What the routers of a pass chose: for metrics, and for losses that take layers together. Then each stage of
+//! a pipeline needs the choices of all others: their sums go forward with the hidden states and back with the
+//! gradients.
+
+use super::{Saved, Stage};
+use crate::ZooError;
+use crate::layer::{Routed, RouterPass};
+
+/// The choices of routers in a pass.
+#[derive(Debug, Default)]
+pub(super) struct RoutedPass {
+    /// Of this stage's layers.
+    pub(super) layers: Vec<Routed>,
+    /// Weight of each sequence in the means of losses.
+    pub(super) sequence_weight: f32,
+    /// How often each expert was chosen in the whole model, `[B, E]`.
+    pub(super) joined: Option<Vec<u32>>,
+}
+
+impl Saved {
+    /// Returns what each router of the stage chose in the pass.
+    #[must_use]
+    pub fn routed(&self) -> &[Routed] {
+        &self.routed.layers
+    }
+
+    /// Sets how often each expert was chosen in all stages together, `[B, E]`: the sum of [`Routed::join`] of
+    /// each stage's [`Saved::routed`]. It must be set before the backward pass of a stage that is not the whole
+    /// model, if [`ModelSpec::joins_routers`](crate::ModelSpec::joins_routers).
+    pub fn join_routed(&mut self, chosen: Vec<u32>) {
+        self.routed.joined = Some(chosen);
+    }
+}
+
+impl Stage {
+    /// Returns what gradients of routers depend on.
+    ///
+    /// Errors: [`ZooError::StageInput`] if the choices in other stages are not known.
+    pub(super) fn router_pass<'a>(&self, saved: &'a mut RoutedPass) -> Result<RouterPass<'a>, ZooError> {
+        if !self.spec.joins_routers() {
+            return Ok(RouterPass { sequence_weight: saved.sequence_weight, joined: None });
+        }
+        let is_whole = self.layers.blocks.len() == self.spec.layers();
+        if saved.joined.is_none() && is_whole {
+            saved.joined = Some(Routed::join(&saved.layers));
+        }
+        let expected = "the choices of the routers of all stages (`Saved::join_routed`)";
+        let (layers, joined) = (self.spec.mixtures().count(), saved.joined.as_deref());
+        let joined = joined.ok_or(ZooError::StageInput { expected })?;
+        let own = saved.layers.first().map_or(joined.len(), |own| own.chosen.len());
+        if joined.len() != own {
+            return Err(ZooError::StageInput {
+                expected: "as many choices of routers as sequences and experts",
+            });
+        }
+        Ok(RouterPass { sequence_weight: saved.sequence_weight, joined: Some((layers, joined)) })
+    }
+}
