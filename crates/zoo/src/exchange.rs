@@ -7,7 +7,7 @@ use std::ops::Add;
 use std::sync::{Mutex, PoisonError};
 
 pub use farflung_base::Axis;
-use farflung_tensor::{Shape, Tensor, TensorError};
+use farflung_tensor::{Op, Shape, Tensor, TensorError};
 
 use crate::{AxisShare, ZooError};
 
@@ -41,6 +41,41 @@ pub trait Exchange: fmt::Debug + Send + Sync {
     ///
     /// Errors: as [`Exchange::gather`].
     fn all_to_all(&self, axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError>;
+
+    /// Sends rows to each rank: of `rows`, `[M, C]`, the first ones to the first rank, and so on. `counts` has
+    /// for each rank the numbers of rows that it gets, as many numbers as it likes, such as one for each expert
+    /// there; rows behind them are not sent. Ranks need not know how many rows others send.
+    ///
+    /// Errors: as [`Exchange::gather`]; [`ZooError::Config`] for more rows than there are.
+    fn all_to_all_rows(
+        &self,
+        axis: Axis,
+        rows: &Tensor,
+        counts: &[Vec<u32>],
+    ) -> Result<ArrivedRows, ZooError>;
+}
+
+/// The rows that a rank receives ([`Exchange::all_to_all_rows`]).
+#[derive(Debug)]
+pub struct ArrivedRows {
+    /// The rows `[M, C]` by sender.
+    pub rows: Tensor,
+    /// The numbers that each sender gave for them.
+    pub counts: Vec<Vec<u32>>,
+}
+
+/// Returns how many rows each rank gets.
+///
+/// Errors: [`ZooError::Config`] if there are not so many, or `counts` are not for all ranks.
+pub fn rows_for(rows: Shape, counts: &[Vec<u32>], ranks: usize) -> Result<Vec<usize>, ZooError> {
+    check_pieces_of(counts.len(), ranks)?;
+    let each: Vec<usize> = counts.iter().map(|of_rank| of_rank.iter().map(|&n| n as usize).sum()).collect();
+    let all: usize = each.iter().sum();
+    if all > rows.rows() {
+        let expected = "at most as many rows as there are";
+        return Err(ZooError::Config { field: "rows", value: all, expected });
+    }
+    Ok(each)
 }
 
 /// Returns `shape` with another length along one dimension.
@@ -65,11 +100,15 @@ pub fn check_length(shape: Shape, dim: usize, length: usize) -> Result<(), ZooEr
 ///
 /// Errors: [`ZooError::Config`].
 pub const fn check_pieces(lengths: &[usize], ranks: usize) -> Result<(), ZooError> {
-    if lengths.len() == ranks {
+    check_pieces_of(lengths.len(), ranks)
+}
+
+const fn check_pieces_of(pieces: usize, ranks: usize) -> Result<(), ZooError> {
+    if pieces == ranks {
         return Ok(());
     }
     let expected = "one length for each rank along the axis";
-    Err(ZooError::Config { field: "pieces", value: lengths.len(), expected })
+    Err(ZooError::Config { field: "pieces", value: pieces, expected })
 }
 
 fn mismatch(lhs: Shape, rhs: Shape) -> ZooError {
@@ -106,6 +145,18 @@ impl Exchange for Alone {
     fn all_to_all(&self, _axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
         with_length(values.shape(), split.max(join), 1)?;
         Ok(values)
+    }
+
+    fn all_to_all_rows(
+        &self,
+        _axis: Axis,
+        rows: &Tensor,
+        counts: &[Vec<u32>],
+    ) -> Result<ArrivedRows, ZooError> {
+        let own = [rows_for(rows.shape(), counts, 1)?[0], rows.shape().cols()];
+        let mut same = rows.device().empty(rows.dtype(), own)?;
+        rows.device().run(Op::Cast { x: rows.view().part(0, own)?, y: same.view_mut() })?;
+        Ok(ArrivedRows { rows: same, counts: counts.to_vec() })
     }
 }
 
@@ -212,6 +263,30 @@ impl Exchange for Counted {
         self.add(axis, self.others(axis, bytes(&values)));
         Ok(values.device().empty(values.dtype(), shape)?)
     }
+
+    fn all_to_all_rows(
+        &self,
+        axis: Axis,
+        rows: &Tensor,
+        counts: &[Vec<u32>],
+    ) -> Result<ArrivedRows, ZooError> {
+        let (rank, cols) = (self.rank(axis), rows.shape().cols());
+        let each = rows_for(rows.shape(), counts, self.size(axis))?;
+        let messages = each.iter().zip(counts).enumerate().filter(|(to, _)| *to != rank);
+        let sent = messages.map(|(_, (&rows, counts))| row_message_bytes(rows, cols, counts.len()) as u64);
+        self.add(axis, sent.sum());
+        // Others send as many as this rank keeps.
+        let arrived = [each[rank] * self.size(axis), cols];
+        let rows = rows.device().empty(rows.dtype(), arrived)?;
+        Ok(ArrivedRows { rows, counts: vec![counts[rank].clone(); self.size(axis)] })
+    }
+}
+
+/// Returns the bytes of a message of [`Exchange::all_to_all_rows`]: the number of counts, the counts, and the
+/// rows in f32.
+#[must_use]
+pub const fn row_message_bytes(rows: usize, cols: usize, counts: usize) -> usize {
+    size_of::<u32>() * (1 + counts) + size_of::<f32>() * rows * cols
 }
 
 /// Returns the shape of the result of [`Exchange::all_to_all`] between `ranks` ranks.

@@ -3,6 +3,7 @@
 
 mod activation_policy;
 mod cache;
+mod made;
 mod packed;
 mod parameters;
 mod routed;
@@ -11,14 +12,14 @@ mod slices;
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::{Axis, Pending};
+use farflung_base::Pending;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::ZooError;
 use crate::cut::AxisShare;
-use crate::exchange::{Alone, Exchange};
+use crate::exchange::Exchange;
 use crate::layer::{
-    Activations, Before, Builder, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
+    Activations, Before, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
     StageContext, Targets, dims,
 };
 use crate::spec::{HeadSpec, ModelSpec};
@@ -41,8 +42,10 @@ pub struct Stage {
     layout: ParamLayout,
     /// For each of this stage's tensors, its index among those of the whole model, and its spec.
     specs: Vec<(usize, TensorSpec)>,
-    /// What this rank has of the layers' width, and how it exchanges with the ranks that have the rest.
+    /// What this rank has of the layers' width and of the experts, and how it exchanges with the ranks that
+    /// have the rest.
     share: AxisShare,
+    experts: AxisShare,
     exchange: Arc<dyn Exchange>,
     layers: Layers,
     /// Factor of gradients before matrix products round them.
@@ -109,61 +112,6 @@ impl Saved {
 }
 
 impl Stage {
-    /// Creates the stage of a whole model.
-    pub fn whole(spec: &ModelSpec, device: &Device) -> Result<Self, ZooError> {
-        Self::new(spec, 0..spec.layers(), device)
-    }
-
-    /// Creates a stage of the given layers.
-    ///
-    /// Errors: those of [`ModelSpec::validate`]; [`ZooError::Config`] if the range is not within the model's
-    /// layers. The range may be empty only between two layers.
-    pub fn new(spec: &ModelSpec, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
-        Self::piece(spec, layers, device, (AxisShare::whole(), Arc::new(Alone)))
-    }
-
-    /// Creates one rank's piece of a stage, among the ranks that divide the width of its blocks along
-    /// [`Axis::Tensor`]: see [`TensorSpec::cut`].
-    ///
-    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block, or the
-    /// exchange is that of another rank.
-    pub fn piece(
-        spec: &ModelSpec,
-        layers: Range<usize>,
-        device: &Device,
-        (share, exchange): (AxisShare, Arc<dyn Exchange>),
-    ) -> Result<Self, ZooError> {
-        spec.validate()?;
-        spec.check_cut(&share)?;
-        let along = Axis::Tensor;
-        if (share.rank(), share.ranks()) != (exchange.rank(along), exchange.size(along)) {
-            let expected = "the rank and the number of ranks of the exchange along the tensor axis";
-            return Err(ZooError::Config { field: "share", value: share.rank(), expected });
-        }
-        let between = layers.start == layers.end && layers.start > 0 && layers.end < spec.layers();
-        if (layers.is_empty() && !between) || layers.end > spec.layers() {
-            return Err(ZooError::Config {
-                field: "layers",
-                value: layers.end,
-                expected: "a range within the model's layers, empty only between two layers",
-            });
-        }
-        let mut builder = Builder::new(spec).share(share.clone()).on(device);
-        let made = builder.model(spec, |block| layers.contains(&block))?;
-        Ok(Self {
-            spec: spec.clone(),
-            device: device.clone(),
-            layout: builder.layout()?,
-            specs: builder.into_specs(),
-            share,
-            exchange,
-            layers: made,
-            gradient_scale: 1.0,
-            activation_policy: ActivationPolicy::default(),
-            first_block: layers.start,
-        })
-    }
-
     /// Returns the model's description.
     #[must_use]
     pub const fn spec(&self) -> &ModelSpec {

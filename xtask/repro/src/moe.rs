@@ -1,20 +1,27 @@
 //! Mixtures of experts: routing against a reference, plans against one process, and a mixture against a dense
 //! model of its active size.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
+use farflung::base::Axis;
+use farflung::comm::{Communicator, memory};
 use farflung::compress::AverageSpec;
 use farflung::config::choice::{LrScheduleKind, OptimizerKind, SyncKind};
 use farflung::optim::local::ADAMW;
 use farflung::optim::sync::DDP;
+use farflung::tensor::{Device, Param};
 use farflung::train::Job;
-use farflung::zoo::ModelSpec;
+use farflung::zoo::layer::{Grads, Routed};
 use farflung::zoo::weights::{Dtype, TokenIds, config_text};
-use farflung::{TrainConfig, tensor, zoo};
+use farflung::zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, stage};
+use farflung::{OverRanks, TrainConfig, tensor, zoo};
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::workers::{JobTransport, again, farthest, job, on_all};
+use crate::workers::{JobTransport, again, farthest, job, on_all, relative_l2};
 
 #[path = "../../../crates/zoo/tests/it/experts/alone.rs"]
 mod alone;
@@ -22,7 +29,7 @@ mod alone;
 pub(crate) const BENCH: Bench = Bench {
     name: "moe",
     claim: "the layer of Switch Transformers is that of transformers; models with experts train under every plan \
-            as in one process; at equal compute, a mixture ends below the dense model of its active size",
+            as in one process, also where ranks divide the experts; at equal compute, a mixture ends below the dense model of its active size",
     source: "Fedus et al. 2021, Switch Transformers; Jiang et al. 2024, Mixtral; transformers 5.24",
     seed: 1337,
     run,
@@ -33,7 +40,7 @@ const LAYER: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/zoo/tests/fixtures/experts/switch-layer");
 
 /// Learning rates of which each model takes its own best.
-const RATES: [f64; 3] = [5e-4, 1e-3, 2e-3];
+const RATES: [f64; 4] = [2.5e-4, 5e-4, 1e-3, 2e-3];
 /// Experts of the mixture that is compared with a dense model, of which each token has two.
 const EXPERTS: usize = 8;
 
@@ -43,7 +50,120 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("layer of Switch Transformers: {what}"), off, "", Threshold::AtMost(most))?;
     }
     plans(report)?;
+    meshes(report)?;
     against_dense(report, options)
+}
+
+/// What a rank has of a step: its part of the loss, its gradients by name, the bytes that it sent, and the
+/// choices of its routers.
+struct OfRank {
+    loss: f64,
+    grads: BTreeMap<String, Vec<f32>>,
+    sent: u64,
+    routed: Vec<Routed>,
+}
+
+/// Runs a step of some of `all` sequences.
+fn step(stage: &Stage, own: Range<usize>, all: usize, sent: impl Fn() -> u64) -> Result<OfRank> {
+    let (context, vocab) = (stage.spec().context, stage.spec().vocab as u64);
+    let tokens = (own.start * context..own.end * context).map(|i| ((i * i + 7 * i) as u64 % vocab) as u32);
+    let ids: Vec<u32> = tokens.collect();
+    let (scale, weight) = (1.0 / (all * context) as f32, 1.0 / all as f32);
+    let params = stage.init(5)?;
+    let targets = stage.tokens(&ids, context)?;
+    let input = Input::Tokens(stage.tokens(&ids, context)?).with_documents(None).with_sequence_weight(weight);
+    let before = sent();
+    let (output, saved) = stage.forward(&params, input, Some(Targets::all(&targets, scale)))?;
+    let Output::Losses(losses) = output else { bail!("the whole model gives losses") };
+    let routed = saved.routed().to_vec();
+    let mut flat = stage.zeros()?;
+    let grads = &mut Grads { flat: &mut flat, accumulate: false };
+    stage.backward(&params, saved, None, grads, |_, _| {})?;
+    let sent = sent() - before;
+    let values = flat.to_vec::<f32>()?;
+    let by_name = |param: &Param| (param.name.clone(), values[param.range()].to_vec());
+    let grads = stage.layout().params().iter().map(by_name).collect();
+    Ok(OfRank { loss: stage::total(&losses)? * f64::from(scale), grads, sent, routed })
+}
+
+/// Compares ranks that divide the experts with one process, and the bytes that they send with a closed form.
+fn meshes(report: &mut Report<'_>) -> Result<()> {
+    const ROWS: usize = 4;
+    let mut model = ModelSpec::preset("mixtral-nano")?;
+    model.context = 32;
+    let device = Device::cpu(1)?;
+    let alone = step(&Stage::whole(&model, &device)?, 0..ROWS, ROWS, || 0)?;
+    for weights in [vec![1, 1], vec![3, 1], vec![1; 4]] {
+        let ranks = weights.len();
+        let shares: Vec<AxisShare> = AxisShare::new(0, weights.clone())?.all().collect();
+        let each = ROWS / ranks;
+        let all: Vec<OfRank> = std::thread::scope(|scope| {
+            let ends = memory::cluster(ranks).into_iter().zip(&shares).enumerate();
+            let (model, device) = (&model, &device);
+            let threads = ends.map(|(rank, (end, share))| {
+                scope.spawn(move || {
+                    let comm = Communicator::new(end);
+                    let over = Arc::new(OverRanks::new([(Axis::Expert, comm.clone())]));
+                    let shares = [AxisShare::whole(), share.clone()];
+                    let stage = Stage::shared(model, 0..model.layers(), device, shares, over)?;
+                    let own = rank * each..(rank + 1) * each;
+                    step(&stage, own, ROWS, || comm.stats().sent.payload.0)
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads
+                .into_iter()
+                .map(|t| t.join().map_err(|_| anyhow!("a rank panicked"))?)
+                .collect::<Result<_>>()
+        })?;
+        let name =
+            format!("experts divided {}", weights.iter().map(u32::to_string).collect::<Vec<_>>().join(":"));
+        let loss: f64 = all.iter().map(|of| of.loss).sum();
+        let metric = format!("{name}: difference of the loss from one process");
+        report.row(&metric, (loss - alone.loss).abs(), "nats", Threshold::AtMost(1e-5))?;
+        let mut farthest = 0.0_f64;
+        for (tensor, want) in &alone.grads {
+            let parts: Vec<_> = all.iter().filter_map(|of| of.grads.get(tensor)).collect();
+            let sum: Vec<f32> = (0..want.len()).map(|i| parts.iter().map(|part| part[i]).sum()).collect();
+            farthest = farthest.max(relative_l2(&sum, want));
+        }
+        let metric = format!("{name}: gradients, relative to their norms");
+        report.row(&metric, farthest, "", Threshold::AtMost(1e-5))?;
+        let sent: u64 = all.iter().map(|of| of.sent).sum();
+        let off = sent.abs_diff(closed_form(&shares, &all, [model.context, model.dim])) as f64;
+        report.row(
+            &format!("{name}: {sent} bytes sent, off the closed form by"),
+            off,
+            "",
+            Threshold::AtMost(0.0),
+        )?;
+        let tokens = (ROWS * model.context * model.layers()) as f64;
+        let published = 4.0 * 2.0 * model.dim as f64 * 4.0 * (ranks as f64 - 1.0) / ranks as f64;
+        let metric = format!("{name}: bytes of a token and layer, to those of even routing");
+        report.row(&metric, sent as f64 / tokens / published, "", Threshold::None)?;
+    }
+    Ok(())
+}
+
+/// Returns the bytes of all ranks: each choice of another rank's expert is sent there and back, forward and
+/// backward, as `dim` floats; each message has its numbers of rows in front.
+fn closed_form(shares: &[AxisShare], all: &[OfRank], [context, dim]: [usize; 2]) -> u64 {
+    let mut bytes = 0;
+    for (from, of) in all.iter().enumerate() {
+        for routed in &of.routed {
+            let experts = routed.chosen.len() / (routed.tokens / context);
+            for (_, share) in shares.iter().enumerate().filter(|(to, _)| *to != from) {
+                let theirs = share.of(experts);
+                let chosen =
+                    routed.chosen.iter().enumerate().filter(|(i, _)| theirs.contains(&(i % experts)));
+                let rows: u64 = chosen.map(|(_, &count)| u64::from(count)).sum();
+                // There and back, in both passes. The numbers are for the receiver's experts, and those back
+                // for the same.
+                bytes += 4 * (rows * dim as u64 * 4 + 4 * (1 + theirs.len() as u64));
+            }
+        }
+    }
+    bytes
 }
 
 fn settings(seed: u64, model: &ModelSpec) -> TrainConfig {
@@ -101,9 +221,9 @@ fn against_dense(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let mut dense = ModelSpec { names: ModelSpec::preset("llama-nano")?.names, ..mixture.clone() };
     for run in &mut dense.blocks {
-        let per_token = run.block.experts.take().map_or(1, |experts| experts.per_token);
-        // Wider by what the router has.
-        run.block.mlp.width = per_token * run.block.mlp.width + 2;
+        // Wider by what the router has: three matrices have a column for each.
+        let experts = run.block.experts.take().map_or((1, 0), |experts| (experts.per_token, experts.count));
+        run.block.mlp.width = experts.0 * run.block.mlp.width + experts.1.div_ceil(3);
     }
     let [active, all] = [dense.parameters(), mixture.active_parameters()].map(|count| count as f64);
     report.row(
@@ -114,7 +234,11 @@ fn against_dense(report: &mut Report<'_>, options: &Options) -> Result<()> {
     )?;
     let total = mixture.parameters() as f64 / dense.parameters() as f64;
     report.row("all parameters, mixture to dense", total, "", Threshold::None)?;
-    let (steps, seeds, rates) = if options.quick { (10, 1, &RATES[..1]) } else { (1000, 3, &RATES[..]) };
+    let (steps, seeds, rates) = match (options.quick, options.long) {
+        (true, _) => (10, 1, &RATES[..1]),
+        (false, false) => (600, 3, &RATES[..]),
+        (false, true) => (2000, 3, &RATES[..]),
+    };
     let first_seed = report.seed();
     let loss = |model: &ModelSpec, lr: f64, seed: u64| -> Result<f64> {
         let config = TrainConfig { lr, min_lr: lr, steps, threads: 0, ..settings(seed, model) };

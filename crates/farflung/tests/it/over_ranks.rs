@@ -8,7 +8,7 @@ use farflung_base::{Axis, Bytes, PeerId, Rank};
 use farflung_comm::{Communicator, Transport, memory};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::AxisShare;
-use farflung_zoo::exchange::{Counted, Exchange};
+use farflung_zoo::exchange::{Counted, Exchange, row_message_bytes};
 
 const SHAPE: [usize; 3] = [2, 6, 4];
 
@@ -113,6 +113,53 @@ fn a_dry_run_counts_the_bytes_that_ranks_send() {
             for ((dims, _, bytes), (dry_dims, _, dry_bytes)) in results.iter().zip(&dry) {
                 assert_eq!((dims, Bytes(*bytes)), (dry_dims, Bytes(*dry_bytes)), "rank {rank} of {ranks}");
             }
+        }
+    }
+}
+
+/// Rank `from` sends `from + 2 to + expert` rows for expert `expert` of rank `to`.
+#[test]
+fn rows_reach_the_ranks_for_which_they_are_counted() {
+    const COLS: usize = 3;
+    for ranks in [1, 2, 3] {
+        let experts = |rank: usize| 1 + rank % 2;
+        let count = |from: usize, to: usize, expert: usize| (from + 2 * to + expert) as u32;
+        let counts = |from: usize| -> Vec<Vec<u32>> {
+            (0..ranks).map(|to| (0..experts(to)).map(|expert| count(from, to, expert)).collect()).collect()
+        };
+        let all = on_ranks(ranks, |comm| {
+            let rank = comm.rank().index();
+            let over = OverRanks::new([(Axis::Expert, comm.clone())]);
+            let counts = counts(rank);
+            let rows: u32 = counts.iter().flatten().sum();
+            // Two more rows than are sent.
+            let values: Vec<f32> =
+                (0..(rows as usize + 2) * COLS).map(|i| (1000 * rank + i) as f32).collect();
+            let rows = Device::cpu(1).unwrap().tensor(&values, [rows as usize + 2, COLS]).unwrap();
+            let before = comm.stats().sent.payload.0;
+            let came = over.all_to_all_rows(Axis::Expert, &rows, &counts).unwrap();
+            let sent = comm.stats().sent.payload.0 - before;
+            let more = vec![vec![1 << 20]; ranks];
+            let refused = over.all_to_all_rows(Axis::Expert, &rows, &more).unwrap_err().to_string();
+            assert!(refused.contains("at most as many rows"), "{refused}");
+            (came.rows.to_vec::<f32>().unwrap(), came.counts, sent)
+        });
+        for (to, (rows, received, sent)) in all.iter().enumerate() {
+            assert_eq!(received.len(), ranks);
+            let mut want = Vec::new();
+            for (from, received) in received.iter().enumerate() {
+                let before: u32 = counts(from)[..to].concat().iter().sum();
+                let own: u32 = counts(from)[to].iter().sum();
+                let values = before as usize * COLS..(before + own) as usize * COLS;
+                want.extend(values.map(|i| (1000 * from + i) as f32));
+                assert_eq!(received, &counts(from)[to]);
+            }
+            assert_eq!(rows, &want, "rank {to} of {ranks}");
+            let message = |(of, counts): (usize, &Vec<u32>)| {
+                let rows: u32 = counts.iter().sum();
+                if of == to { 0 } else { row_message_bytes(rows as usize, COLS, counts.len()) as u64 }
+            };
+            assert_eq!(*sent, counts(to).iter().enumerate().map(message).sum::<u64>());
         }
     }
 }

@@ -77,6 +77,10 @@ pub enum Kept {
     RouterLogits,
     /// Outputs of experts, before their sum.
     ExpertOutputs,
+    /// Tokens of this rank's experts, by expert, where ranks divide the experts.
+    ExpertInputs,
+    /// Number of tokens that each rank has sent to each of this rank's experts.
+    ArrivedCounts,
     /// Gradient of [`Kept::RouterLogits`].
     RouterGrad,
     /// Gradient of [`Kept::ExpertOutputs`].

@@ -32,6 +32,8 @@ pub struct Builder {
     spec: ModelSpec,
     /// What this rank has of what is cut.
     share: AxisShare,
+    /// What it has of the experts.
+    experts: AxisShare,
     /// The block whose tensors are added; `None` outside of blocks.
     block: Option<usize>,
     /// Number of tensors so far.
@@ -60,6 +62,7 @@ impl Builder {
         Self {
             spec,
             share,
+            experts: AxisShare::whole(),
             block: None,
             next: 0,
             wanted: true,
@@ -73,6 +76,26 @@ impl Builder {
     #[must_use]
     pub fn share(self, share: AxisShare) -> Self {
         Self { share, ..self }
+    }
+
+    /// Makes one rank's part of the experts, among the ranks that divide them.
+    #[must_use]
+    pub fn experts_of(self, experts: AxisShare) -> Self {
+        Self { experts, ..self }
+    }
+
+    /// Returns which of `count` experts each rank has, and this rank's number among them.
+    pub(super) fn expert_ranges(&self, count: usize) -> (Vec<std::ops::Range<usize>>, usize) {
+        (self.experts.all().map(|rank| rank.of(count)).collect(), self.experts.rank())
+    }
+
+    /// Runs `add` with tensors that are not this rank's if `own` is false: they are counted alone.
+    pub(super) fn only_if<T>(&mut self, own: bool, add: impl FnOnce(&mut Self) -> T) -> T {
+        let wanted = self.wanted;
+        self.wanted &= own;
+        let added = add(self);
+        self.wanted = wanted;
+        added
     }
 
     /// Returns the order of heads in files.

@@ -10,6 +10,7 @@ use std::ops::Range;
 use farflung_tensor::{Fuse, Op, Precision, ProgramBuilder, Tensor, TensorError, View, ViewMut};
 
 use super::builder::Builder;
+use super::dispatch::{Arrived, Dispatch};
 use super::linear::{Side, Units};
 use super::routing::{PassShape, Routing};
 use super::{Activations, Grads, Kept, Linear, Result, StageContext, Then, dims};
@@ -25,7 +26,10 @@ pub struct Experts {
     spec: ExpertsSpec,
     /// Index of the router's matrix `[C, E]` in the layout.
     router: usize,
-    all: Vec<Expert>,
+    /// This rank's experts.
+    own: Vec<Expert>,
+    /// The experts of each rank along the view of experts.
+    ranges: Vec<Range<usize>>,
     /// Width of a token, and this rank's part of the inner width.
     dim: usize,
     width: usize,
@@ -51,35 +55,42 @@ struct Routes {
 impl Experts {
     pub(super) fn new(builder: &mut Builder, dim: usize, mlp: &MlpSpec, spec: &ExpertsSpec) -> Self {
         let plain = ColumnOrder::AsInMemory;
+        let (ranges, rank) = builder.expert_ranges(spec.count);
         let router =
             builder.cut_tensor((Slot::Router, TensorKind::Router), &[dim, spec.count], Cut::Whole, plain);
         let width = mlp.width;
-        let mut linear = |slot, side| {
-            let units = Units { side, count: width, sections: &[width], columns: plain };
-            Linear::of_kind(builder, (slot, TensorKind::Expert), dim, units, false)
-        };
-        let experts = (0..spec.count).map(|expert| Expert {
-            gate: mlp.gated.then(|| linear(Slot::ExpertGate(expert), Side::Outputs)),
-            up: linear(Slot::ExpertUp(expert), Side::Outputs),
-            down: linear(Slot::ExpertDown(expert), Side::Inputs),
-        });
-        let all = experts.collect();
-        Self { spec: *spec, router, all, dim, width: builder.units(width).len() }
+        let mut own = Vec::new();
+        for expert in 0..spec.count {
+            let is_own = ranges[rank].contains(&expert);
+            let made = builder.only_if(is_own, |builder| {
+                let mut linear = |slot, side| {
+                    let units = Units { side, count: width, sections: &[width], columns: plain };
+                    Linear::of_kind(builder, (slot, TensorKind::Expert), dim, units, false)
+                };
+                Expert {
+                    gate: mlp.gated.then(|| linear(Slot::ExpertGate(expert), Side::Outputs)),
+                    up: linear(Slot::ExpertUp(expert), Side::Outputs),
+                    down: linear(Slot::ExpertDown(expert), Side::Inputs),
+                }
+            });
+            own.extend(is_own.then_some(made));
+        }
+        Self { spec: *spec, router, own, ranges, dim, width: builder.units(width).len() }
     }
 
     /// Returns the index of the last parameter of the mixture, plus one.
     pub(super) fn end(&self) -> usize {
-        let last = self.all.last().map(|expert| expert.down.params());
+        let last = self.own.last().map(|expert| expert.down.params());
         last.map_or(self.router + 1, |(first, count)| first + count)
     }
 
     fn is_gated(&self) -> bool {
-        self.all.iter().any(|expert| expert.gate.is_some())
+        self.own.iter().any(|expert| expert.gate.is_some())
     }
 
-    /// Returns the experts with the rows of their tokens, without those that have none.
-    fn busy<'a>(&'a self, routing: &'a Routing) -> impl Iterator<Item = (&'a Expert, Range<usize>)> {
-        let all = self.all.iter().enumerate().map(|(i, expert)| (expert, routing.rows_of(i)));
+    /// Returns this rank's experts with the rows of their tokens, without those that have none.
+    fn busy<'a>(&'a self, arrived: &'a Arrived) -> impl Iterator<Item = (&'a Expert, Range<usize>)> {
+        let all = self.own.iter().zip(arrived.groups.iter().cloned());
         all.filter(|(_, rows)| !rows.is_empty())
     }
 
@@ -142,18 +153,25 @@ impl Experts {
         Self::router_product(cx, (x, false), (router, false), (logits.view_mut(), false))?;
         let routes = self.routes(cx, &logits)?;
         let routing = &routes.routing;
-        let of_rows = Self::at_rows(cx, x, &routes, None)?;
-        let mut up = cx.empty([routing.rows.len(), self.width])?;
+        let dispatch = Dispatch::new(cx, &self.ranges, routing);
+        let (inputs, arrived) = dispatch.send(Self::at_rows(cx, x, &routes, None)?)?;
+        let mut up = cx.empty([arrived.room, self.width])?;
         let mut gate = self.is_gated().then(|| cx.empty(up.shape())).transpose()?;
-        for (expert, rows) in self.busy(routing) {
-            let x = part(&of_rows, &rows, self.dim)?;
+        for (expert, rows) in self.busy(&arrived) {
+            let x = part(&inputs, &rows, self.dim)?;
             expert.up.rows_forward(cx, x, part_mut(&mut up, &rows, self.width)?)?;
             if let (Some(linear), Some(gate)) = (&expert.gate, &mut gate) {
                 linear.rows_forward(cx, x, part_mut(gate, &rows, self.width)?)?;
             }
         }
-        drop(of_rows);
-        let used = 0..routing.used();
+        match arrived.counts(cx)? {
+            Some(counts) => {
+                saved.put(Kept::ExpertInputs, inputs);
+                saved.put(Kept::ArrivedCounts, counts);
+            }
+            None => drop(inputs),
+        }
+        let used = arrived.used();
         let activated = if let Some(gate) = &gate {
             let mut product = cx.empty(up.shape())?;
             cx.device.run(Op::SwiGlu {
@@ -167,8 +185,8 @@ impl Experts {
             relu(cx, part_mut(&mut up, &used, self.width)?)?;
             up
         };
-        let mut outputs = cx.empty([routing.rows.len(), c])?;
-        for (expert, rows) in self.busy(routing) {
+        let mut outputs = cx.empty([arrived.room, c])?;
+        for (expert, rows) in self.busy(&arrived) {
             let x = part(&activated, &rows, self.width)?;
             expert.down.rows_forward(cx, x, part_mut(&mut outputs, &rows, c)?)?;
         }
@@ -176,6 +194,7 @@ impl Experts {
             Some(gate) => saved.put(Kept::Gate, gate),
             None => saved.put(Kept::Activated, activated),
         }
+        let outputs = dispatch.back(outputs, &arrived)?;
         let adds = cx.exchange.rank(Axis::Tensor) == 0;
         let add = match then {
             Then::Nothing => None,
@@ -215,14 +234,15 @@ impl Experts {
         let count = routing.rows.len();
         let d_logits = self.d_logits(cx, &routes, &saved.take(Kept::ExpertOutputs), dy)?;
         let weights = cx.device.tensor(&routing.weights_of_rows(), [count, 1])?;
-        let d_outputs = Self::at_rows(cx, dy, &routes, Some(&weights))?;
-        let mut d_activated = cx.empty([count, self.width])?;
-        for (expert, rows) in self.busy(routing) {
+        let dispatch = Dispatch::new(cx, &self.ranges, routing);
+        let (d_outputs, arrived) = dispatch.send(Self::at_rows(cx, dy, &routes, Some(&weights))?)?;
+        let mut d_activated = cx.empty([arrived.room, self.width])?;
+        for (expert, rows) in self.busy(&arrived) {
             let (dy, dx) = (part(&d_outputs, &rows, c)?, part_mut(&mut d_activated, &rows, self.width)?);
             expert.down.rows_backward(cx, dy, dx, false)?;
         }
-        let used = 0..routing.used();
-        let mut d_rows = cx.empty([count, c])?;
+        let used = arrived.used();
+        let mut d_rows = cx.empty([arrived.room, c])?;
         if self.is_gated() {
             let (mut d_gate, mut d_up) = (saved.take(Kept::Gate), saved.take(Kept::Up));
             cx.device.run(Op::SwiGluGrad {
@@ -230,7 +250,7 @@ impl Experts {
                 up: part_mut(&mut d_up, &used, self.width)?,
                 dy: part_mut(&mut d_activated, &used, self.width)?,
             })?;
-            for (expert, rows) in self.busy(routing) {
+            for (expert, rows) in self.busy(&arrived) {
                 let [of_gate, of_up] = [&d_gate, &d_up].map(|d| part(d, &rows, self.width));
                 expert.up.rows_backward(cx, of_up?, part_mut(&mut d_rows, &rows, c)?, false)?;
                 if let Some(gate) = &expert.gate {
@@ -244,12 +264,13 @@ impl Experts {
         } else {
             let activated = part(saved.get(Kept::Activated), &used, self.width)?;
             relu_grad(cx, activated, part_mut(&mut d_activated, &used, self.width)?)?;
-            for (expert, rows) in self.busy(routing) {
+            for (expert, rows) in self.busy(&arrived) {
                 let (dy, dx) = (part(&d_activated, &rows, self.width)?, part_mut(&mut d_rows, &rows, c)?);
                 expert.up.rows_backward(cx, dy, dx, false)?;
             }
             saved.put(Kept::UpGrad, d_activated);
         }
+        let d_rows = dispatch.back(d_rows, &arrived)?;
         // Each rank has the whole router; one of them adds its part.
         let mut dx = cx.empty([b, t, c])?;
         let adds = cx.exchange.rank(Axis::Tensor) == 0;
@@ -305,18 +326,25 @@ impl Experts {
         let [d_router] = cx.layout.views_mut(grads.flat, self.router)?;
         Self::router_product(cx, (x, true), (d_logits.view(), false), (d_router, accumulate))?;
         let routes = self.routes(cx, saved.get(Kept::RouterLogits))?;
-        let of_rows = Self::at_rows(cx, x, &routes, None)?;
+        let counts = (self.ranges.len() > 1).then(|| saved.get(Kept::ArrivedCounts));
+        let arrived = Dispatch::new(cx, &self.ranges, &routes.routing).again(counts)?;
+        let gathered;
+        let inputs = if counts.is_some() {
+            saved.get(Kept::ExpertInputs)
+        } else {
+            gathered = Self::at_rows(cx, x, &routes, None)?;
+            &gathered
+        };
         let d_outputs = saved.get(Kept::ExpertOutputGrad);
         let (activated, d_up) =
             (saved.get(Kept::Activated), saved.get(if self.is_gated() { Kept::Up } else { Kept::UpGrad }));
-        for (i, expert) in self.all.iter().enumerate() {
-            let rows = routes.routing.rows_of(i);
-            let x = part(&of_rows, &rows, self.dim)?;
-            let (inner, dy) = (part(activated, &rows, self.width)?, part(d_outputs, &rows, self.dim)?);
+        for (expert, rows) in self.own.iter().zip(&arrived.groups) {
+            let x = part(inputs, rows, self.dim)?;
+            let (inner, dy) = (part(activated, rows, self.width)?, part(d_outputs, rows, self.dim)?);
             expert.down.rows_weight(cx, inner, dy, grads)?;
-            expert.up.rows_weight(cx, x, part(d_up, &rows, self.width)?, grads)?;
+            expert.up.rows_weight(cx, x, part(d_up, rows, self.width)?, grads)?;
             if let Some(gate) = &expert.gate {
-                gate.rows_weight(cx, x, part(saved.get(Kept::Gate), &rows, self.width)?, grads)?;
+                gate.rows_weight(cx, x, part(saved.get(Kept::Gate), rows, self.width)?, grads)?;
             }
         }
         Ok(())

@@ -16,6 +16,7 @@ mod activations;
 mod attention;
 mod block;
 mod builder;
+mod dispatch;
 mod embedding;
 mod experts;
 mod feed_forward;

@@ -64,6 +64,17 @@ impl ModelSpec {
         Ok(())
     }
 
+    /// Checks that each rank of those that divide the experts has one in each mixture.
+    ///
+    /// Errors: [`ZooError::Config`].
+    pub(crate) fn check_experts(&self, share: &AxisShare) -> Result<(), ZooError> {
+        for (_, experts) in self.mixtures() {
+            let has_one = share.all().all(|rank| !rank.of(experts.count).is_empty());
+            ensure(has_one, "experts", experts.count, "one for each rank along the expert view")?;
+        }
+        Ok(())
+    }
+
     /// Checks that each rank of those that divide the width of blocks has a piece of each block.
     ///
     /// Errors: [`ZooError::Config`] with the field that cannot be cut so.

@@ -52,11 +52,15 @@ impl Stage {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn store(&self, params: &Tensor, folder: &Path, options: WriteOptions) -> Result<(), ZooError> {
-        if !(self.takes_tokens() && self.gives_losses() && self.share.ranks() == 1) {
+        if !(self.takes_tokens()
+            && self.gives_losses()
+            && self.share.ranks() == 1
+            && self.experts.ranks() == 1)
+        {
             return Err(ZooError::Config {
                 field: "layers",
                 value: self.layers.blocks.len(),
-                expected: "all layers of the model in their whole width, because a folder of weights contains a whole model",
+                expected: "all layers of the model in their whole width and with all experts, because a folder of weights contains a whole model",
             });
         }
         let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));

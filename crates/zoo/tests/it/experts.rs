@@ -4,18 +4,23 @@
 
 mod alone;
 
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use alone::{Mixture, SWITCH, switch, switch_layer};
 use farflung_base::Philox;
 use farflung_tensor::{self as tensor, Device, Tensor};
 use farflung_zoo as zoo;
 use serde_json::{Value, json};
+use zoo::exchange::Axis;
 use zoo::layer::{Activations, Grads, Keep, Routed, RouterPass, Then};
 use zoo::profile::ModelProfile;
 use zoo::spec::{Activation, BalanceOver, Capacity, ExpertWeights, ExpertsSpec, MlpSpec, RouterLosses};
 use zoo::weights::{TokenIds, config_from_text, config_text};
-use zoo::{Input, ModelSpec, Output, Stage, Targets, stage};
+use zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, stage};
+
+use crate::families::comparison::threads::Threads;
 
 fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut out = vec![0.0; len];
@@ -122,19 +127,24 @@ fn tiny(over: BalanceOver) -> ModelSpec {
 
 /// Returns the loss with those of the routers, and the gradients.
 fn step(whole: &Stage, params: &Tensor, rows: usize) -> (f64, Vec<f32>) {
-    let ids: Vec<u32> = (0..8 * rows as u32).map(|i| (i * i + 3 * i) % 13).collect();
+    step_of(whole, params, 0..rows, rows)
+}
+
+/// As [`step`], the part of some of the `rows` sequences.
+fn step_of(whole: &Stage, params: &Tensor, own: Range<usize>, rows: usize) -> (f64, Vec<f32>) {
+    let ids: Vec<u32> = (8 * own.start as u32..8 * own.end as u32).map(|i| (i * i + 3 * i) % 13).collect();
     let tokens = Input::Tokens(whole.tokens(&ids, 8).unwrap()).with_documents(None);
     let targets = whole.tokens(&ids, 8).unwrap();
-    let (scale, weight) = (1.0 / ids.len() as f32, 1.0 / rows as f32);
+    let (scale, weight) = (1.0 / (8 * rows) as f32, 1.0 / rows as f32);
     let (output, saved) = whole
         .forward(params, tokens.with_sequence_weight(weight), Some(Targets::all(&targets, scale)))
         .unwrap();
     let Output::Losses(losses) = output else { unreachable!("a whole model gives losses") };
     let (_, experts) = whole.spec().mixtures().next().unwrap();
     let routers = Routed::losses(experts, saved.routed());
-    let loss = stage::total(&losses).unwrap() * f64::from(scale)
-        + experts.losses.balance * routers.balance
-        + experts.losses.z * routers.z;
+    let of_routers = experts.losses.balance * routers.balance + experts.losses.z * routers.z;
+    let loss =
+        stage::total(&losses).unwrap() * f64::from(scale) + of_routers * own.len() as f64 / rows as f64;
     let mut flat = whole.zeros().unwrap();
     let grads = &mut Grads { flat: &mut flat, accumulate: false };
     whole.backward(params, saved, None, grads, |_, _| {}).unwrap();
@@ -292,4 +302,63 @@ fn files_that_describe_no_mixture_are_refused_by_field() {
         let error = with(field, value).unwrap_err().to_string();
         assert!(error.contains("config.json") && !error.contains('\n'), "{field}: {error}");
     }
+}
+
+/// Each rank has two of six sequences, and some of the experts.
+#[test]
+fn ranks_that_divide_the_experts_have_the_losses_and_gradients_of_one_process() {
+    const ROWS: usize = 6;
+    let mut dropping = tiny(BalanceOver::Layer);
+    dropping.blocks[0].block.experts.as_mut().unwrap().capacity = Capacity::Factor(1.0);
+    let switch = ModelSpec::preset("switch-nano").unwrap();
+    let small =
+        zoo::Resize { dim: Some(16), heads: Some(2), context: Some(8), vocab: Some(13), layers: Some(4) };
+    for spec in [tiny(BalanceOver::Layer), dropping, switch.resized(small).unwrap()] {
+        let cpu = Device::cpu(1).unwrap();
+        let whole = Stage::whole(&spec, &cpu).unwrap();
+        let (loss, grads) = step(&whole, &whole.init(4).unwrap(), ROWS);
+        for weights in [vec![1, 1], vec![2, 1], vec![1, 1, 1], vec![1, 2, 1]] {
+            let shares: Vec<_> = AxisShare::new(0, weights).unwrap().all().collect();
+            let each = ROWS / shares.len();
+            let results: Vec<(Stage, f64, Vec<f32>)> = std::thread::scope(|scope| {
+                let ranks = shares.iter().zip(Threads::along(Axis::Expert, shares.len())).enumerate();
+                let ranks: Vec<_> = ranks
+                    .map(|(rank, (share, exchange))| {
+                        let (spec, shares) = (&spec, [AxisShare::whole(), share.clone()]);
+                        scope.spawn(move || {
+                            let (cpu, exchange) = (Device::cpu(1).unwrap(), Arc::new(exchange));
+                            let part = Stage::shared(spec, 0..spec.layers(), &cpu, shares, exchange).unwrap();
+                            let params = part.init(4).unwrap();
+                            let own = rank * each..(rank + 1) * each;
+                            let (loss, grads) = step_of(&part, &params, own, ROWS);
+                            (part, loss, grads)
+                        })
+                    })
+                    .collect();
+                ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+            });
+            let sum: f64 = results.iter().map(|(_, loss, _)| loss).sum();
+            assert!((sum - loss).abs() < 1e-5, "{sum} {loss}");
+            for param in whole.layout().params() {
+                let of = |(part, _, grads): &(Stage, f64, Vec<f32>)| {
+                    let found = part.layout().params().iter().find(|own| own.name == param.name)?;
+                    Some(grads[found.range()].to_vec())
+                };
+                let parts: Vec<Vec<f32>> = results.iter().filter_map(of).collect();
+                // An expert is on one rank, with the gradients of all sequences; other tensors are on all.
+                let is_expert = param.name.contains("experts.");
+                assert_eq!(parts.len(), if is_expert { 1 } else { shares.len() }, "{}", param.name);
+                for (i, &want) in grads[param.range()].iter().enumerate() {
+                    let found: f32 = parts.iter().map(|part| part[i]).sum();
+                    assert!((found - want).abs() < 1e-5, "{} {i}: {found} {want}", param.name);
+                }
+            }
+        }
+    }
+    let share = AxisShare::new(0, vec![1; 5]).unwrap();
+    let exchange = Arc::new(Threads::along(Axis::Expert, 5).remove(0));
+    let cpu = Device::cpu(1).unwrap();
+    let refused = Stage::shared(&tiny(BalanceOver::Layer), 0..2, &cpu, [AxisShare::whole(), share], exchange);
+    let error = refused.unwrap_err().to_string();
+    assert!(error.contains("`experts` is 4") && error.contains("one for each rank"), "{error}");
 }

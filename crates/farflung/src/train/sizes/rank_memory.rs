@@ -3,6 +3,7 @@
 //! backward passes does too.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
@@ -42,16 +43,16 @@ impl RankMemory {
     }
 }
 
-/// Returns the f32 values of the parameters of a part of the model, padding included: of `blocks` blocks, the
-/// embeddings if it is the `first` part, the head if it is the `last`. Of blocks that differ, the largest
-/// count.
-fn parameters(profile: &ModelProfile, blocks: usize, first: bool, last: bool) -> u128 {
-    let block = profile.blocks.iter().map(|(_, block)| block.padded_parameters).max().unwrap_or(0);
+/// Returns the f32 values of the parameters of a part of the model, padding included: of these blocks, the
+/// embeddings if it is the `first` part, the head if it is the `last`.
+fn parameters(profile: &ModelProfile, blocks: Range<usize>, first: bool, last: bool) -> u128 {
+    let own = profile.each_block().skip(blocks.start).take(blocks.len());
+    let of_blocks: u128 = own.map(|block| u128::from(block.padded_parameters)).sum();
     let when = |yes: bool, values: u64| if yes { values } else { 0 };
     // A tied head in a part of its own has the token table too.
     let table = when(last && !first && profile.tied, profile.table.next_multiple_of(PADDING));
     let ends = when(first, profile.embedding.padded_parameters) + when(last, profile.head.padded_parameters);
-    blocks as u128 * u128::from(block) + u128::from(ends + table)
+    of_blocks + u128::from(ends + table)
 }
 
 /// Parameters in flat buffers begin at multiples of this many values.
@@ -77,7 +78,7 @@ pub(super) fn whole(config: &TrainConfig, model: &ModelSpec) -> RankMemory {
         _ => again as u128 * each.hidden + here * each.block,
     };
     RankMemory {
-        parameters: parameters(&profile, layers, true, true),
+        parameters: parameters(&profile, 0..layers, true, true),
         copies: 1,
         held: kept + each.while_back,
         logits: each.logits,
@@ -104,7 +105,8 @@ pub(super) fn pipeline(
         for stage in placement.homes_of(rank) {
             let part = placement.part(stage);
             let (first, last) = (placement.is_first(stage), placement.is_last(stage));
-            let size = parameters(&profile, blocks(stage), first, last);
+            let own = &layers[part as usize];
+            let size = parameters(&profile, own.start as usize..own.end as usize, first, last);
             let versions = order.updates().versions_held(part, depth);
             position.parameters += size;
             position.within = order.updates() != Updates::Flush;
@@ -195,9 +197,9 @@ mod tests {
     fn parameters_are_those_of_the_model() {
         for preset in farflung_zoo::family::presets() {
             let (name, model) = (preset.name, preset.spec());
-            let all = parameters(&profile(&model), model.layers(), true, true);
+            let all = parameters(&profile(&model), 0..model.layers(), true, true);
             let padding = all - u128::from(model.parameters());
-            assert!(padding < 64 * (4 + 12 * model.layers() as u128), "{name}: {padding}");
+            assert!(padding < 64 * model.tensors().len() as u128, "{name}: {padding}");
         }
     }
 }

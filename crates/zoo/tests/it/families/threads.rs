@@ -5,42 +5,56 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use super::tensor::Tensor;
 use super::zoo::ZooError;
-use super::zoo::exchange::{Alone, Axis, Exchange};
+use super::zoo::exchange::{Alone, ArrivedRows, Axis, Exchange, rows_for};
 
 const LOCK: &str = "no thread panicked";
 
 /// One of some threads that add up in the order of ranks.
 #[derive(Debug)]
 pub(crate) struct Threads {
+    axis: Axis,
     rank: usize,
     all: Arc<Meeting>,
 }
 
+/// Numbers of rows, and the rows.
+type RowMessage = (Vec<u32>, Vec<f32>);
+
 #[derive(Debug)]
 struct Meeting {
     values: Mutex<Vec<Vec<f32>>>,
+    /// What each rank sends to each.
+    rows: Mutex<Vec<Vec<RowMessage>>>,
     barrier: Barrier,
 }
 
 impl Threads {
+    /// Makes the ranks along the tensor axis.
     pub(crate) fn group(ranks: usize) -> Vec<Self> {
+        Self::along(Axis::Tensor, ranks)
+    }
+
+    pub(crate) fn along(axis: Axis, ranks: usize) -> Vec<Self> {
         let values = Mutex::new(vec![Vec::new(); ranks]);
-        let all = Arc::new(Meeting { values, barrier: Barrier::new(ranks) });
-        (0..ranks).map(|rank| Self { rank, all: Arc::clone(&all) }).collect()
+        let rows = Mutex::new(vec![Vec::new(); ranks]);
+        let all = Arc::new(Meeting { values, rows, barrier: Barrier::new(ranks) });
+        (0..ranks).map(|rank| Self { axis, rank, all: Arc::clone(&all) }).collect()
     }
 }
 
 impl Exchange for Threads {
     fn size(&self, axis: Axis) -> usize {
-        if axis == Axis::Tensor { self.all.values.lock().expect(LOCK).len() } else { 1 }
+        if axis == self.axis { self.all.values.lock().expect(LOCK).len() } else { 1 }
     }
 
     fn rank(&self, axis: Axis) -> usize {
-        if axis == Axis::Tensor { self.rank } else { 0 }
+        if axis == self.axis { self.rank } else { 0 }
     }
 
     fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
-        assert_eq!(axis, Axis::Tensor);
+        if axis != self.axis {
+            return Alone.all_reduce(axis, values);
+        }
         let own = values.to_vec()?;
         self.all.values.lock().expect(LOCK)[self.rank] = own;
         self.all.barrier.wait();
@@ -63,5 +77,32 @@ impl Exchange for Threads {
 
     fn all_to_all(&self, _: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
         Alone.all_to_all(Axis::Tensor, values, split, join)
+    }
+
+    fn all_to_all_rows(
+        &self,
+        axis: Axis,
+        rows: &Tensor,
+        counts: &[Vec<u32>],
+    ) -> Result<ArrivedRows, ZooError> {
+        assert_eq!(axis, self.axis);
+        let cols = rows.shape().cols();
+        let values = rows.to_vec::<f32>()?;
+        let mut start = 0;
+        let messages =
+            rows_for(rows.shape(), counts, counts.len())?.into_iter().zip(counts).map(|(rows, counts)| {
+                start += rows * cols;
+                (counts.clone(), values[start - rows * cols..start].to_vec())
+            });
+        self.all.rows.lock().expect(LOCK)[self.rank] = messages.collect();
+        self.all.barrier.wait();
+        let (counts, received): (Vec<_>, Vec<_>) = {
+            let all = self.all.rows.lock().expect(LOCK);
+            all.iter().map(|from| from[self.rank].clone()).unzip()
+        };
+        self.all.barrier.wait();
+        let received = received.concat();
+        let shape = [received.len() / cols, cols];
+        Ok(ArrivedRows { rows: rows.device().tensor(&received, shape)?, counts })
     }
 }
