@@ -140,7 +140,7 @@ impl MemoryCommand {
             most_tensor: u64::from(self.most_tensor),
         };
         let rows = if is_gpt2 { published(&spec, asked) } else { profiled::rows(&spec, asked)? };
-        let parameters = spec.parameters();
+        let parameters = Parameters { all: spec.parameters(), active: spec.active_parameters() };
         print(&if self.json {
             format!("{}\n", json(parameters, &rows))
         } else {
@@ -193,7 +193,15 @@ fn devices(degrees: Degrees) -> u64 {
     degrees.tensor * degrees.pipeline * degrees.data
 }
 
-fn json(parameters: u64, rows: &[Row]) -> serde_json::Value {
+/// Numbers of a model's parameters.
+#[derive(Debug, Clone, Copy)]
+struct Parameters {
+    all: u64,
+    /// Those that a token meets: of experts only its own.
+    active: u64,
+}
+
+fn json(parameters: Parameters, rows: &[Row]) -> serde_json::Value {
     let rows = rows.iter().map(|row| {
         let fewest = row.fewest.map(|degrees| {
             serde_json::json!({
@@ -208,7 +216,8 @@ fn json(parameters: u64, rows: &[Row]) -> serde_json::Value {
             "total": row.held.total(), "repeated": row.repeated, "fewest": fewest,
         })
     });
-    serde_json::json!({ "parameters": parameters, "rows": rows.collect::<Vec<_>>() })
+    let Parameters { all, active } = parameters;
+    serde_json::json!({ "parameters": all, "active_parameters": active, "rows": rows.collect::<Vec<_>>() })
 }
 
 /// Formats a number of bytes with a unit.
@@ -216,8 +225,10 @@ fn size(bytes: f64) -> String {
     Bytes(bytes as u64).to_string()
 }
 
-fn text(parameters: u64, rows: &[Row], memory: Bytes) -> String {
-    let mut text = format!("{parameters} parameters\n\n");
+fn text(parameters: Parameters, rows: &[Row], memory: Bytes) -> String {
+    let Parameters { all, active } = parameters;
+    let of_token = if active < all { format!(", {active} of which a token meets") } else { String::new() };
+    let mut text = format!("{all} parameters{of_token}\n\n");
     let _ = writeln!(
         text,
         "{:>4} {:<29} {:>10} {:>10} {:>10} {:>11} {:>10} {:>8}  fewest of {memory} (tensor x pipeline x data)",
