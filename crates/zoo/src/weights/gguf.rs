@@ -84,7 +84,7 @@ impl GgufFile {
         let description = Description::new(path, &fields, &rows, &divisors)?;
         let (config, interleaves_heads) = (description.config()?, description.interleaves_heads());
         let mut tensors = BTreeMap::new();
-        for (name, entry) in found {
+        for (name, entry) in found.into_iter().flat_map(by_expert) {
             if tensors.insert(renamed(&name), entry).is_some() {
                 return Err(ZooError::Gguf {
                     path: path.to_owned(),
@@ -190,6 +190,26 @@ fn entry(reader: &mut Reader<'_>) -> Result<(String, Entry), ZooError> {
     shape.reverse();
     let (kind, start) = (reader.u32()?, reader.u64()?);
     Ok((name, Entry { shape, kind, start }))
+}
+
+/// Most experts of a block.
+const MOST_EXPERTS: usize = 1 << 12;
+
+/// Makes an entry for each expert of a tensor that has those of a whole block, `[E, ...]`. Other tensors stay as
+/// they are.
+fn by_expert((name, entry): (String, Entry)) -> Vec<(String, Entry)> {
+    let stacked = name.strip_suffix("_exps.weight").map(str::to_owned);
+    let (Some(stem), [experts @ 1..=MOST_EXPERTS, one @ ..]) = (stacked, &entry.shape[..]) else {
+        return vec![(name, entry)];
+    };
+    let values: u64 = one.iter().map(|&length| length as u64).product();
+    // A tensor of a type that is not read is refused by its name.
+    let bytes = Encoding::of(entry.kind).and_then(|encoding| encoding.bytes(values)).unwrap_or(0);
+    let of = |expert: u64| {
+        let (shape, start) = (one.to_vec(), entry.start.saturating_add(expert.saturating_mul(bytes)));
+        (format!("{stem}.{expert}.weight"), Entry { shape, kind: entry.kind, start })
+    };
+    (0..*experts as u64).map(of).collect()
 }
 
 /// Checks that tensors lie within the file and do not overlap, and makes their starts those in the file.

@@ -191,6 +191,47 @@ fn a_model_is_that_of_its_folder() {
     }
 }
 
+/// Experts are tensors of their own in old files, and in one tensor of a block in those of today.
+#[test]
+fn experts_are_those_of_the_folder_in_files_of_both_kinds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let expected = Weights::open(&folder("mixtral")).unwrap();
+    for encode in [plain, q8] as [Encode; 2] {
+        let (mut file, meant) = written("mixtral", "llama", encode);
+        for stacked in [false, true] {
+            if stacked {
+                let before = file.tensors.len();
+                file.stack_experts();
+                assert_eq!(file.tensors.len(), before - 2 * 3 * 3);
+            }
+            fs::write(&path, file.bytes()).unwrap();
+            let found = Weights::open(&path).unwrap();
+            // Files do not tell how experts were balanced.
+            let losses = expected.spec().mixtures().next().unwrap().1.losses;
+            assert_eq!(found.spec().clone().with_router_losses(losses), *expected.spec());
+            let mut weights = found;
+            for (name, shape, values) in &meant {
+                let spec = weights.spec().tensors().into_iter().find(|spec| spec.name == *name).unwrap();
+                let mut read = vec![0.0; spec.count()];
+                weights.tensor(name, &mut read).unwrap();
+                let (stored_shape, stored) = zoo::weights::to_stored(weights.spec().names, &spec, &read);
+                assert!((&stored_shape, &stored[..]) == (shape, &values[..]), "{name} {shape:?}");
+            }
+        }
+        // More experts than the file has, too many, and none of a token.
+        for (key, value, said) in [
+            ("llama.expert_count", 5_u32, "block_sparse_moe.gate.weight"),
+            ("llama.expert_count", 1 << 20, "num_local_experts"),
+            ("llama.expert_used_count", 0, "num_experts_per_tok"),
+        ] {
+            let mut wrong = Gguf { fields: file.fields.clone(), tensors: file.tensors.clone() };
+            wrong.fields.iter_mut().find(|field| field.0 == key).unwrap().2 = value.to_le_bytes().to_vec();
+            assert!(refused(&wrong.bytes()).contains(said), "{}", refused(&wrong.bytes()));
+        }
+    }
+}
+
 #[test]
 fn values_are_those_that_each_type_of_tensor_stands_for() {
     let dir = tempfile::tempdir().unwrap();
@@ -376,7 +417,7 @@ fn what_is_wrong_is_named() {
             }),
             "under two names",
         ),
-        (make(|file| file.u32("llama.expert_count", &8.into())), "experts are not read"),
+        (make(|file| file.u32("llama.expert_count", &8.into())), "block_sparse_moe.gate.weight"),
         (make(|file| file.fields.remove(1).1 = 0), "num_hidden_layers` is missing"),
     ] {
         assert!(found.contains(expected), "{found}\n{expected}");

@@ -13,7 +13,7 @@ use crate::ZooError;
 const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
 /// Fields of an architecture that are read, or change nothing that a model computes.
-const KNOWN: [&str; 16] = [
+const KNOWN: [&str; 18] = [
     "embedding_length",
     "block_count",
     "feed_forward_length",
@@ -30,7 +30,12 @@ const KNOWN: [&str; 16] = [
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
     "vocab_size",
+    EXPERTS,
+    EXPERTS_USED,
 ];
+/// Numbers of experts of a block, and of a token.
+const EXPERTS: &str = "expert_count";
+const EXPERTS_USED: &str = "expert_used_count";
 /// Fields of which one value is the one that a model has without them.
 const USUAL: [(&str, f64); 6] = [
     ("rope.scaling.attn_factor", 1.0),
@@ -47,7 +52,7 @@ pub(super) const DIVISORS: &str = "rope_freqs.weight";
 const DIVISOR_ROUNDING: f64 = 1e-4;
 
 /// The names of tensors of a block.
-const BLOCK: [(&str, &str); 11] = [
+const BLOCK: [(&str, &str); 12] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -59,7 +64,11 @@ const BLOCK: [(&str, &str); 11] = [
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "block_sparse_moe.gate"),
 ];
+
+/// The names of tensors of an expert.
+const EXPERT: [(&str, &str); 3] = [("ffn_gate", "w1"), ("ffn_up", "w3"), ("ffn_down", "w2")];
 
 /// The names of tensors outside of blocks.
 const OUTSIDE: [(&str, &str); 3] = [
@@ -77,6 +86,10 @@ pub(super) fn renamed(name: &str) -> String {
     let block = || {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (tensor, part) = rest.rsplit_once('.')?;
+        if let Some((tensor, expert)) = tensor.split_once('.') {
+            let (_, known) = EXPERT.iter().find(|(gguf, _)| *gguf == tensor)?;
+            return Some(format!("model.layers.{layer}.block_sparse_moe.experts.{expert}.{known}.{part}"));
+        }
         let (_, known) = BLOCK.iter().find(|(gguf, _)| *gguf == tensor)?;
         Some(format!("model.layers.{layer}.{known}.{part}"))
     };
@@ -268,9 +281,9 @@ impl<'a> Description<'a> {
             let problem = format!("is one of {parts} parts: join them with `llama-gguf-split --merge`");
             return Err(ZooError::Gguf { path: self.path.to_owned(), problem });
         }
-        if self.number("expert_count")?.is_some_and(|count| count > 0.0) {
-            let name = self.name("expert_count");
-            return Err(self.wrong(name, "above 0".to_owned(), "0: experts are not read"));
+        let has_experts = self.number(EXPERTS)?.is_some_and(|count| count > 0.0);
+        if has_experts && !self.is_llama() {
+            return Err(self.wrong(self.name(EXPERTS), "above 0".to_owned(), "0 in this architecture"));
         }
         self.check_known()?;
         let epsilon = self.number("attention.layer_norm_rms_epsilon")?;
@@ -314,6 +327,11 @@ impl<'a> Description<'a> {
         if self.is_llama() && !window.is_null() {
             all.insert("model_type".to_owned(), json!("mistral"));
             all.insert("sliding_window".to_owned(), window);
+        }
+        if has_experts {
+            all.insert("model_type".to_owned(), json!("mixtral"));
+            all.insert("num_local_experts".to_owned(), self.whole(EXPERTS)?);
+            all.insert("num_experts_per_tok".to_owned(), self.whole(EXPERTS_USED)?);
         }
         Ok(all)
     }

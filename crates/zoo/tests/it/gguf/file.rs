@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 /// Names in a block: those of the file, and those of the folder.
-const BLOCK: [(&str, &str); 11] = [
+const BLOCK: [(&str, &str); 12] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -15,7 +15,11 @@ const BLOCK: [(&str, &str); 11] = [
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
+    ("ffn_gate_inp", "block_sparse_moe.gate"),
 ];
+
+/// Names of an expert's tensors.
+const EXPERT: [(&str, &str); 3] = [("ffn_gate", "w1"), ("ffn_up", "w3"), ("ffn_down", "w2")];
 
 /// A file in the making.
 #[derive(Default)]
@@ -39,6 +43,11 @@ pub(crate) fn name_in_file(known: &str) -> String {
         inner => {
             let (layer, rest) = inner.strip_prefix("model.layers.").unwrap().split_once('.').unwrap();
             let (tensor, part) = rest.rsplit_once('.').unwrap();
+            if let Some(of_expert) = tensor.strip_prefix("block_sparse_moe.experts.") {
+                let (expert, tensor) = of_expert.split_once('.').unwrap();
+                let (gguf, _) = EXPERT.iter().find(|(_, known)| *known == tensor).unwrap();
+                return format!("blk.{layer}.{gguf}.{expert}.{part}");
+            }
             let (gguf, _) = BLOCK.iter().find(|(_, known)| *known == tensor).unwrap();
             format!("blk.{layer}.{gguf}.{part}")
         }
@@ -61,7 +70,11 @@ impl Gguf {
         ] {
             out.u32(&key(gguf), &config[known]);
         }
-        if let Some(width) = config.get("head_dim") {
+        if let Some(experts) = config.get("num_local_experts") {
+            out.u32(&key("expert_count"), experts);
+            out.u32(&key("expert_used_count"), &config["num_experts_per_tok"]);
+        }
+        if let Some(width) = config.get("head_dim").filter(|width| !width.is_null()) {
             out.u32(&key("attention.key_length"), width);
             out.u32(&key("rope.dimension_count"), width);
         }
@@ -72,6 +85,28 @@ impl Gguf {
         let theta = config.get("rope_theta").or_else(|| config["rope_parameters"].get("rope_theta"));
         out.f32(&key("rope.freq_base"), theta.unwrap());
         out
+    }
+
+    /// Puts the experts of each block into one tensor, as files of today have them.
+    pub(crate) fn stack_experts(&mut self) {
+        let mut stacked: Vec<(String, Vec<usize>, u32, Vec<u8>)> = Vec::new();
+        let tensors = std::mem::take(&mut self.tensors);
+        // By name, the experts of a tensor are in order.
+        let (mut of_experts, others): (Vec<_>, Vec<_>) =
+            tensors.into_iter().partition(|(name, ..)| name.split('.').count() == 5);
+        of_experts.sort();
+        for (name, shape, kind, data) in of_experts {
+            let (stem, _) = name.strip_suffix(".weight").unwrap().rsplit_once('.').unwrap();
+            let name = format!("{stem}_exps.weight");
+            match stacked.last_mut().filter(|last| last.0 == name) {
+                Some((_, shape, _, all)) => {
+                    shape[0] += 1;
+                    all.extend(data);
+                }
+                None => stacked.push((name, [&[1], &shape[..]].concat(), kind, data)),
+            }
+        }
+        self.tensors = others.into_iter().chain(stacked).collect();
     }
 
     pub(crate) fn u32(&mut self, key: &str, value: &Value) {
