@@ -33,7 +33,7 @@ use super::spent::{Spent, add_since};
 use super::tied::TiedTable;
 use crate::{Error, Result};
 pub(super) use components::Components;
-pub(super) use routers::{Routers, trailing_bytes};
+pub(super) use routers::{RouterRecord, Routers, trailing_bytes};
 pub(super) use source::Source;
 pub(super) use wires::{Awaited, Wires};
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::virtual_members::{Ended, Told, connections, fox, in_pools, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::{BalanceKind, OptimizerKind};
+use farflung::config::choice::{BalanceKind, BalanceOverKind, OptimizerKind};
 use farflung::config::value::Setting as _;
 use farflung::optim::local::SGD;
 use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_workers};
@@ -250,6 +250,34 @@ fn work_is_kept_with_recomputed_activations_and_coded_messages_and_when_newcomer
         assert!(told.has("member 5 joined"), "{what}: {:?}", told.notes);
     }
     assert!(kept >= 6, "{kept}");
+}
+
+/// Losses that balance the experts of all layers need what all routers chose, also of work that is kept.
+#[test]
+fn work_is_kept_with_experts_that_are_balanced_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let (pools, speeds) = ([2, 3], [0.005; 5]);
+    let config = TrainConfig {
+        model: "mixtral-nano".to_owned(),
+        balance_loss: Some(0.5),
+        balance_over: Some(BalanceOverKind::Batch),
+        ..descent(5)
+    };
+    let make = || job(folder.path(), &pools, &speeds, config.clone());
+    let (ended, told) = run(&make(), 5, &[], &Faults::new());
+    let calm = rows(report(&ended, None, "calm"));
+    let (begin, end) = (told.times[1] * 1e9, told.times[2] * 1e9);
+    let mut kept = 0;
+    for rank in [1, 4] {
+        for part in 0..5 {
+            let at = Nanos((begin + (end - begin) * f64::from(part) / 5.0) as u64);
+            let what = format!("{rank} at {at}");
+            let (ended, told) = run(&make(), 5, &[], &Faults::new().at(at).crash(PeerId(rank)));
+            counts_once(&what, report(&ended, Some(rank), &what), &calm);
+            kept += u32::from(told.has("% of the step in flight is kept"));
+        }
+    }
+    assert!(kept >= 5, "{kept}");
 }
 
 #[test]

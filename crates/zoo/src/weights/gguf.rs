@@ -195,8 +195,8 @@ fn entry(reader: &mut Reader<'_>) -> Result<(String, Entry), ZooError> {
 /// Most experts of a block.
 const MOST_EXPERTS: usize = 1 << 12;
 
-/// Makes an entry for each expert of a tensor that has those of a whole block, `[E, ...]`. Other tensors stay as
-/// they are.
+/// Makes an entry for each expert of a tensor that has those of a whole block, `[E, ...]`. Other tensors stay
+/// as they are.
 fn by_expert((name, entry): (String, Entry)) -> Vec<(String, Entry)> {
     let stacked = name.strip_suffix("_exps.weight").map(str::to_owned);
     let (Some(stem), [experts @ 1..=MOST_EXPERTS, one @ ..]) = (stacked, &entry.shape[..]) else {

@@ -191,6 +191,27 @@ fn a_model_is_that_of_its_folder() {
     }
 }
 
+/// Puts the experts of each block into one tensor, as files of today have them.
+fn stack_experts(file: &mut Gguf) {
+    // By name, the experts of a tensor are in order.
+    let tensors = std::mem::take(&mut file.tensors);
+    let (mut of_experts, mut all): (Vec<_>, Vec<_>) =
+        tensors.into_iter().partition(|(name, ..)| name.split('.').count() == 5);
+    of_experts.sort();
+    for (name, shape, kind, data) in of_experts {
+        let (stem, _) = name.strip_suffix(".weight").unwrap().rsplit_once('.').unwrap();
+        let name = format!("{stem}_exps.weight");
+        match all.last_mut().filter(|last| last.0 == name) {
+            Some((_, shape, _, all)) => {
+                shape[0] += 1;
+                all.extend(data);
+            }
+            None => all.push((name, [&[1], &shape[..]].concat(), kind, data)),
+        }
+    }
+    file.tensors = all;
+}
+
 /// Experts are tensors of their own in old files, and in one tensor of a block in those of today.
 #[test]
 fn experts_are_those_of_the_folder_in_files_of_both_kinds() {
@@ -202,7 +223,7 @@ fn experts_are_those_of_the_folder_in_files_of_both_kinds() {
         for stacked in [false, true] {
             if stacked {
                 let before = file.tensors.len();
-                file.stack_experts();
+                stack_experts(&mut file);
                 assert_eq!(file.tensors.len(), before - 2 * 3 * 3);
             }
             fs::write(&path, file.bytes()).unwrap();

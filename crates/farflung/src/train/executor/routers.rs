@@ -30,6 +30,13 @@ struct Tally {
     sums: Vec<f64>,
 }
 
+/// What the routers of a rank chose in a pass that failed, for a trainer that continues it.
+#[derive(Debug)]
+pub(in crate::train) struct RouterRecord {
+    pub(in crate::train) chosen: BTreeMap<u32, Vec<u32>>,
+    sums: Vec<f64>,
+}
+
 /// Numbers of a router beside its choices: dropped ones, the losses times the tokens, and the tokens.
 const OTHERS: usize = 4;
 
@@ -54,6 +61,19 @@ impl Routers {
     pub(super) fn begin(&mut self) {
         self.chosen.clear();
         self.tally.sums.fill(0.0);
+    }
+
+    /// Returns what was chosen in the pass so far, and leaves nothing.
+    pub(in crate::train) fn take_record(&mut self) -> RouterRecord {
+        let nothing = vec![0.0; self.tally.sums.len()];
+        let sums = std::mem::replace(&mut self.tally.sums, nothing);
+        RouterRecord { chosen: std::mem::take(&mut self.chosen), sums }
+    }
+
+    /// Continues a pass in which this was chosen.
+    pub(in crate::train) fn set_record(&mut self, record: RouterRecord) {
+        self.chosen = record.chosen;
+        self.tally.sums.iter_mut().zip(record.sums).for_each(|(sum, before)| *sum = before);
     }
 
     /// Adds what the routers of a stage chose in a microbatch's forward pass.

@@ -8,7 +8,7 @@ use farflung_parallel::pipeline::{Action, CellProgress, ComputeKind, Content, Ke
 use farflung_tensor::Tensor;
 
 use super::Trainer;
-use crate::train::executor::Pass;
+use crate::train::executor::{Pass, RouterRecord};
 use crate::train::job::Job;
 use crate::train::kept_pass::{KeptMessage, WorkRecord};
 use crate::train::part::SavedMicrobatch;
@@ -25,6 +25,7 @@ pub(super) struct KeptWork {
     /// The part of the model.
     part: u32,
     record: WorkRecord,
+    routers: RouterRecord,
     /// What the rank keeps of each microbatch whose work is not complete.
     held: BTreeMap<u32, SavedMicrobatch>,
     /// The sum of the gradients of the microbatches whose work is complete.
@@ -57,6 +58,7 @@ impl Trainer {
             executor.losses.drain(..).map(|(microbatch, loss)| Some((microbatch, loss.wait().ok()?)));
         let losses: Option<Vec<_>> = losses.collect();
         let held = std::mem::take(&mut executor.held);
+        let mut routers = executor.routers.take_record();
         let placement = &executor.placement;
         let mut parts = executor.parts.iter_mut();
         let (Some((&stage, part)), None, Some(losses)) = (parts.next(), parts.next(), losses) else { return };
@@ -85,6 +87,7 @@ impl Trainer {
             record.losses.remove(&microbatch);
             record.sent.retain(|message, _| message.microbatch != microbatch);
             held.remove(&microbatch);
+            routers.chosen.remove(&microbatch);
         }
         let Ok(grads) = part.take_own_gradients() else { return };
         self.kept = (!record.progress.is_empty()).then(|| KeptWork {
@@ -93,6 +96,7 @@ impl Trainer {
             scale: self.scale.save().to_vec(),
             part: self.executor.placement.part(stage),
             record,
+            routers,
             held,
             grads,
         });
@@ -118,7 +122,9 @@ impl Trainer {
 
     /// Takes over the work that another trainer of this rank has kept of the step that this one resumes.
     pub(super) fn resume_with(&mut self, before: &mut Self, step: &ResumedStep) {
-        let Some(KeptWork { part, record, mut held, grads, .. }) = before.kept.take() else { return };
+        let Some(KeptWork { part, record, routers, mut held, grads, .. }) = before.kept.take() else {
+            return;
+        };
         // If this rank has not reported its work, others do it.
         let is_counted = |(&microbatch, &done): (&u32, &CellProgress)| {
             let rank = step.routes().get(microbatch as usize).and_then(|route| route.get(part as usize));
@@ -141,6 +147,7 @@ impl Trainer {
             part.continue_with(has_any.then_some(grads));
         }
         self.executor.kept.set_record(record);
+        self.executor.routers.set_record(routers);
     }
 
     /// Frees what this rank has computed of the step in flight: the step is done again as a whole.

@@ -87,28 +87,6 @@ impl Gguf {
         out
     }
 
-    /// Puts the experts of each block into one tensor, as files of today have them.
-    pub(crate) fn stack_experts(&mut self) {
-        let mut stacked: Vec<(String, Vec<usize>, u32, Vec<u8>)> = Vec::new();
-        let tensors = std::mem::take(&mut self.tensors);
-        // By name, the experts of a tensor are in order.
-        let (mut of_experts, others): (Vec<_>, Vec<_>) =
-            tensors.into_iter().partition(|(name, ..)| name.split('.').count() == 5);
-        of_experts.sort();
-        for (name, shape, kind, data) in of_experts {
-            let (stem, _) = name.strip_suffix(".weight").unwrap().rsplit_once('.').unwrap();
-            let name = format!("{stem}_exps.weight");
-            match stacked.last_mut().filter(|last| last.0 == name) {
-                Some((_, shape, _, all)) => {
-                    shape[0] += 1;
-                    all.extend(data);
-                }
-                None => stacked.push((name, [&[1], &shape[..]].concat(), kind, data)),
-            }
-        }
-        self.tensors = others.into_iter().chain(stacked).collect();
-    }
-
     pub(crate) fn u32(&mut self, key: &str, value: &Value) {
         let value = u32::try_from(value.as_u64().unwrap()).unwrap();
         self.fields.push((key.to_owned(), 4, value.to_le_bytes().to_vec()));
