@@ -20,7 +20,8 @@ pub struct StepMetrics {
     pub wall_s: f64,
     /// Number of tokens on which all workers together trained.
     pub tokens: u64,
-    /// Mean loss of the step's tokens, in nats. JSON has no NaN, so NaN is written as `null`.
+    /// Mean loss of the step's tokens, in nats, and what routers of experts add to it. JSON has no NaN, so NaN
+    /// is written as `null`.
     #[serde(deserialize_with = "null_is_nan")]
     pub train_loss: f64,
     /// Mean loss of held-out tokens, in nats, if the step evaluated.
@@ -50,8 +51,7 @@ pub struct StepMetrics {
     pub peers: Vec<PeerCounters>,
 }
 
-/// What the router of a mixture of experts chose in a step. The losses are without their factors, and are not
-/// part of `train_loss`.
+/// What the router of a mixture of experts chose in a step. The losses are without their factors.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct MixtureMetrics {
     /// Number of the layer, from 0.

@@ -272,7 +272,8 @@ impl Executor {
         }
         let mut held = self.take(action);
         let mut saved = held.saved.take().expect("it was recomputed before");
-        self.routers.join(microbatch, &mut saved);
+        let home = self.placement.storage_stage(stage);
+        self.routers.join(microbatch, &self.parts[&home].stage, &mut saved)?;
         if kind == ComputeKind::Backward && self.slices.len() == 1 {
             let (part, passing) = self.passing(stage, self.cost(action).backward());
             return part.backward(held.version, saved, dy, passing);

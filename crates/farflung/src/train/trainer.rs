@@ -88,6 +88,8 @@ pub struct Trainer {
     samples: ReplicaSamples,
     /// The factors of tokens' losses, if they change from step to step.
     token_weights: Option<TokenWeights>,
+    /// Number of sequences of a step of the ranks that vote on its loss.
+    sequences: u64,
     replicas: u32,
     /// Steps between two averages.
     every: u64,

@@ -30,6 +30,7 @@ fn models() -> Run {
         // Large enough that a wrong gradient shows.
         "router_aux_loss_coef": 0.5,
         "router_z_loss_coef": 0.1,
+        "router_aux_loss_over": "layer",
         "tie_word_embeddings": true,
     });
     let switch = json!({
@@ -44,6 +45,7 @@ fn models() -> Run {
         "capacity_factor": 1.0,
         "expert_inner": 24,
         "router_aux_loss_coef": 0.5,
+        "router_aux_loss_over": "layer",
     });
     fs::write(run.at("config.json"), mixtral.to_string()).unwrap();
     fs::write(run.at("switch.json"), switch.to_string()).unwrap();

@@ -70,6 +70,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
         (fields.number_or("num_local_experts", 8)?, fields.number_or("num_experts_per_tok", 2)?);
     let mut experts = experts(count, per_token);
     experts.losses.balance = BALANCE * per_token as f64;
+    experts.losses.over = BalanceOver::Batch;
     experts.losses = router_json::read(fields, &experts)?;
     let [balance, z] = router_json::NAMES;
     let names = [("experts", "num_local_experts"), ("experts per token", "num_experts_per_tok"), balance, z];

@@ -1,5 +1,5 @@
-//! Fields of the losses of routers. What the losses are over is a field of our own, without which each layer is
-//! balanced by itself.
+//! Fields of the losses of routers. What the losses are over is a field of our own; without it, it is what
+//! `transformers` does for the family.
 
 use serde_json::{Map, Value, json};
 
@@ -37,9 +37,7 @@ pub(super) fn read(fields: &Fields<'_>, experts: &ExpertsSpec) -> Result<RouterL
 pub(super) fn write(experts: &ExpertsSpec) -> Map<String, Value> {
     let RouterLosses { balance, over, z } = experts.losses;
     let mut json = Map::from_iter([(BALANCE.to_owned(), json!(balance / experts.per_token as f64))]);
-    if over != BalanceOver::Layer {
-        json.insert(OVER.to_owned(), over.name().into());
-    }
+    json.insert(OVER.to_owned(), over.name().into());
     if z != 0.0 {
         json.insert(Z.to_owned(), z.into());
     }

@@ -78,6 +78,7 @@ fn read(fields: &Fields<'_>) -> Result<ModelSpec, ZooError> {
     };
     let width = fields.number_or("expert_inner", 4 * dense.dim)?;
     let mut experts = experts(fields.number("num_experts")?, capacity);
+    experts.losses.over = BalanceOver::Model;
     experts.losses = router_json::read(fields, &experts)?;
     let [balance, z] = router_json::NAMES;
     let spec = shape(dense, width, experts);

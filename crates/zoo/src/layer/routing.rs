@@ -309,6 +309,19 @@ impl Routed {
         sum * experts as f64 / self.tokens.max(1) as f64
     }
 
+    /// Returns what the layer adds to the loss, the sum over its sequences. `joined` is as in [`RouterPass`].
+    pub(crate) fn loss_of_sequences(&self, spec: &ExpertsSpec, joined: Option<(usize, &[u32])>) -> f64 {
+        let sequences = (self.chosen.len() / spec.count).max(1);
+        let shape = PassShape { sequences, tokens: self.tokens / sequences };
+        let (layers, chosen) = joined.unwrap_or((1, &self.chosen));
+        let of_token = 1.0 / (layers * shape.tokens.max(1)) as f64;
+        let shares = shares(spec, shape, layers, chosen);
+        let products = shares.iter().zip(&self.probabilities).map(|(share, sum)| share * sum);
+        let balance = spec.count as f64 * products.sum::<f64>() * of_token;
+        // Layers that are taken together count as one in the z-loss too.
+        spec.losses.balance * balance + spec.losses.z * self.squared_log_sums * of_token
+    }
+
     /// Returns the losses of the layers of one pass, all with this router: sums over the layers, or, if layers
     /// are taken together, those of them all.
     #[must_use]

@@ -33,6 +33,25 @@ impl Saved {
 }
 
 impl Stage {
+    /// Returns what the routers of the stage add to the loss of a pass: the sum over its sequences. A mean over
+    /// the sequences of a step is part of the loss whose gradient is computed. Call it before the backward
+    /// pass, and after [`Saved::join_routed`].
+    ///
+    /// Errors: [`ZooError::StageInput`] if the choices in other stages are needed and not known.
+    pub fn router_loss(&self, saved: &mut Saved) -> Result<f64, ZooError> {
+        let joined =
+            self.router_pass(&mut saved.routed)?.joined.map(|(layers, chosen)| (layers, chosen.to_vec()));
+        let mut sum = 0.0;
+        for routed in &saved.routed.layers {
+            let Some((_, experts)) = self.spec.mixtures().find(|(block, _)| *block == routed.block) else {
+                continue;
+            };
+            let joined = joined.as_ref().map(|(layers, chosen)| (*layers, &chosen[..]));
+            sum += routed.loss_of_sequences(experts, joined);
+        }
+        Ok(sum)
+    }
+
     /// Returns what gradients of routers depend on.
     ///
     /// Errors: [`ZooError::StageInput`] if the choices in other stages are not known.

@@ -78,7 +78,9 @@ fn step(
 /// A model with feed-forward networks, and one with experts whose choices gradients depend on in each way.
 fn models() -> Vec<ModelSpec> {
     let size = Resize { layers: Some(LAYERS), dim: Some(32), vocab: Some(20), ..Resize::default() };
-    let experts = ModelSpec::preset("mixtral-nano").unwrap().resized(size).unwrap();
+    let mut experts = ModelSpec::preset("mixtral-nano").unwrap().resized(size).unwrap();
+    // Narrow experts, since parameters and gradients are in memory however activations are kept.
+    experts.blocks[0].block.mlp.width = 16;
     let losses = |over| RouterLosses { balance: 0.5, over, z: 0.1 };
     let over = BalanceOver::ALL.map(|over| experts.clone().with_router_losses(losses(over)));
     [gpt2(LAYERS, 4, 32, 64, 20).unwrap()].into_iter().chain(over).collect()

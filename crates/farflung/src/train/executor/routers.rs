@@ -5,8 +5,9 @@
 use std::collections::BTreeMap;
 
 use farflung_zoo::layer::Routed;
-use farflung_zoo::{ModelSpec, Saved};
+use farflung_zoo::{ModelSpec, Saved, Stage};
 
+use crate::Result;
 use crate::metrics::MixtureMetrics;
 
 /// The routers of a rank's parts.
@@ -19,6 +20,8 @@ pub(in crate::train) struct Routers {
     /// How often each expert was chosen so far, by microbatch: in the layers before, in the end in all.
     chosen: BTreeMap<u32, Vec<u32>>,
     tally: Tally,
+    /// What they add to the loss of the pass: the sum over sequences.
+    loss: f64,
 }
 
 /// The sums over a pass of what the routers chose, by layer.
@@ -35,6 +38,7 @@ struct Tally {
 pub(in crate::train) struct RouterRecord {
     pub(in crate::train) chosen: BTreeMap<u32, Vec<u32>>,
     sums: Vec<f64>,
+    loss: f64,
 }
 
 /// Numbers of a router beside its choices: dropped ones, the losses times the tokens, and the tokens.
@@ -54,25 +58,26 @@ impl Routers {
     /// Makes the routers of a rank's parts of a model, for microbatches of `batch` sequences.
     pub(in crate::train) fn new(model: &ModelSpec, batch: usize, sequence_weight: f32) -> Self {
         let counts = trailing_counts(model, batch);
-        Self { sequence_weight, counts, chosen: BTreeMap::new(), tally: Tally::new(model) }
+        Self { sequence_weight, counts, chosen: BTreeMap::new(), tally: Tally::new(model), loss: 0.0 }
     }
 
     /// Begins a pass without any choices.
     pub(super) fn begin(&mut self) {
         self.chosen.clear();
         self.tally.sums.fill(0.0);
+        self.loss = 0.0;
     }
 
     /// Returns what was chosen in the pass so far, and leaves nothing.
     pub(in crate::train) fn take_record(&mut self) -> RouterRecord {
         let nothing = vec![0.0; self.tally.sums.len()];
         let sums = std::mem::replace(&mut self.tally.sums, nothing);
-        RouterRecord { chosen: std::mem::take(&mut self.chosen), sums }
+        RouterRecord { chosen: std::mem::take(&mut self.chosen), sums, loss: std::mem::take(&mut self.loss) }
     }
 
     /// Continues a pass in which this was chosen.
     pub(in crate::train) fn set_record(&mut self, record: RouterRecord) {
-        self.chosen = record.chosen;
+        (self.chosen, self.loss) = (record.chosen, record.loss);
         self.tally.sums.iter_mut().zip(record.sums).for_each(|(sum, before)| *sum = before);
     }
 
@@ -90,11 +95,21 @@ impl Routers {
         }
     }
 
-    /// Tells a backward pass how often each expert was chosen in all layers.
-    pub(super) fn join(&self, microbatch: u32, saved: &mut Saved) {
+    /// Tells a backward pass of a stage how often each expert was chosen in all layers, and adds what its
+    /// routers add to the loss.
+    ///
+    /// Errors: those of [`Stage::router_loss`].
+    pub(super) fn join(&mut self, microbatch: u32, stage: &Stage, saved: &mut Saved) -> Result<()> {
         if let Some(chosen) = self.chosen.get(&microbatch) {
             saved.join_routed(chosen.clone());
         }
+        self.loss += stage.router_loss(saved)?;
+        Ok(())
+    }
+
+    /// Returns what the routers of this rank add to the loss of the pass: the sum over sequences.
+    pub(in crate::train) const fn loss(&self) -> f64 {
+        self.loss
     }
 
     /// Adds the counts of a microbatch to a message.

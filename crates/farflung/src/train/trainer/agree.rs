@@ -125,7 +125,9 @@ impl Trainer {
         // plain mean.
         let weight = if self.each_step { self.part_of(self.step + 1)? } else { 1.0 };
         let wish = self.wish(stop);
-        let mut mine = vec![loss * weight, wish.weigh()];
+        // What routers add is a mean over all sequences, whatever the numbers of their targets.
+        let of_routers = self.executor.routers.loss() * f64::from(replicas) / self.sequences as f64;
+        let mut mine = vec![loss * weight + of_routers, wish.weigh()];
         // If each pipeline votes on the norm alone, one of them may repeat a step that the others apply: a
         // value that is not finite may be in a copy of one rank only.
         let attempt = self.norm_voters.as_ref().map(|_| (self.step * u64::from(TRIES + 1)) as f64);

@@ -120,6 +120,7 @@ impl Trainer {
             position,
             replica,
             samples: ReplicaSamples::new(job, replica)?,
+            sequences: weights.sequences(),
             token_weights: weights.if_varying(job),
             replicas: plan.replicas(),
             every: plan.outermost().every.into(),

@@ -48,6 +48,12 @@ impl TokenWeights {
         StepTokens::vary(job).then_some(self)
     }
 
+    /// Returns the number of sequences of a step of the ranks that vote on its loss.
+    pub(super) fn sequences(&self) -> u64 {
+        let microbatches = if self.each_step { self.tokens.microbatches() } else { self.own };
+        microbatches * self.tokens.batch()
+    }
+
     /// Returns the weight of each sequence, so that the mean over the ranks that average gradients is the mean
     /// over the sequences of an update.
     pub(super) fn of_sequence(&self) -> f32 {
