@@ -21,6 +21,7 @@ use crate::naming::Names;
 use crate::spec::ModelSpec;
 
 pub use gpt2::gpt2;
+pub(crate) use switch::MODEL_TYPE as SWITCH;
 pub use switch::published_count as published_switch_count;
 
 /// A family of models.

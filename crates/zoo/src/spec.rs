@@ -254,8 +254,11 @@ impl ModelSpec {
     /// Returns whether what a router does with a token depends on other tokens of the sequence.
     #[must_use]
     pub fn routes_by_sequence(&self) -> bool {
-        let depends =
-            |experts: &ExpertsSpec| experts.capacity != Capacity::None || experts.losses.balance != 0.0;
+        let depends = |experts: &ExpertsSpec| {
+            experts.capacity != Capacity::None
+                || experts.losses.balance != 0.0
+                || experts.losses.joins_layers()
+        };
         self.mixtures().any(|(_, experts)| depends(experts))
     }
 

@@ -285,7 +285,8 @@ impl Stage {
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(&saved)?;
         let mut routed = saved.routed;
-        let router = self.router_pass(&mut routed)?;
+        self.join_alone(&mut routed);
+        let router = self.router_pass(&routed)?;
         let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
@@ -362,7 +363,8 @@ impl Stage {
         mut later: impl FnMut(usize) -> Later<'l>,
     ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
-        let router = self.router_pass(&mut saved.routed)?;
+        self.join_alone(&mut saved.routed);
+        let router = self.router_pass(&saved.routed)?;
         let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,

@@ -29,7 +29,8 @@ mod alone;
 pub(crate) const BENCH: Bench = Bench {
     name: "moe",
     claim: "the layer of Switch Transformers is that of transformers; models with experts train under every plan \
-            as in one process, also where ranks divide the experts; at equal compute, a mixture ends below the dense model of its active size",
+            as in one process, also where ranks divide the experts; at equal compute, a mixture ends below the \
+            dense model of its active size",
     source: "Fedus et al. 2021, Switch Transformers; Jiang et al. 2024, Mixtral; transformers 5.24",
     seed: 1337,
     run,

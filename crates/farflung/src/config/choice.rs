@@ -14,6 +14,7 @@ use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::Sharding;
 use farflung_zoo::data::{NoEncoding, NoSharding, NoTokenType, TextEncoding, TokenType};
+use farflung_zoo::spec::BalanceOver;
 use toml::Value;
 
 use super::recipe::{self, Recipe};
@@ -138,17 +139,6 @@ choice!(
         /// Windows that do not overlap, in epochs of shuffled order. Each window has a number and returns in
         /// each epoch.
         Epochs = "epochs",
-    }
-);
-choice!(
-    /// What the losses that balance experts take together.
-    BalanceOverKind {
-        /// Each layer and each sequence is balanced by itself.
-        Layer = "layer",
-        /// All layers together.
-        Model = "model",
-        /// All layers and all sequences of a microbatch together.
-        Batch = "batch",
     }
 );
 choice!(
@@ -470,6 +460,20 @@ macro_rules! by_text {
         }
     )*};
 }
+impl Setting for BalanceOver {
+    fn names() -> Vec<String> {
+        Self::ALL.map(|over| over.name().to_owned()).to_vec()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        Self::from_name(text)
+    }
+
+    fn value(&self) -> Value {
+        Value::String(self.name().to_owned())
+    }
+}
+
 by_text!(Sharding: NoSharding, TextEncoding: NoEncoding, TokenType: NoTokenType);
 
 impl Setting for VersionSync {

@@ -1,10 +1,9 @@
 //! Settings of mixtures of experts, which override those of the model.
 
 use farflung_zoo::ModelSpec;
-use farflung_zoo::spec::{BalanceOver, Capacity};
+use farflung_zoo::spec::Capacity;
 
 use super::TrainConfig;
-use super::choice::BalanceOverKind;
 use super::validate::check;
 use crate::{Error, Result};
 
@@ -27,7 +26,7 @@ impl TrainConfig {
     pub(crate) fn with_experts(&self, mut model: ModelSpec) -> Result<ModelSpec> {
         let given = [
             ("balance-loss", self.balance_loss.map(|value| value.to_string())),
-            ("balance-over", self.balance_over.map(|over| over.to_string())),
+            ("balance-over", self.balance_over.map(|over| over.name().to_owned())),
             ("z-loss", self.z_loss.map(|value| value.to_string())),
             ("capacity-factor", self.capacity_factor.map(|value| value.to_string())),
         ];
@@ -40,11 +39,7 @@ impl TrainConfig {
             let losses = &mut experts.losses;
             losses.balance = self.balance_loss.unwrap_or(losses.balance);
             losses.z = self.z_loss.unwrap_or(losses.z);
-            losses.over = self.balance_over.map_or(losses.over, |over| match over {
-                BalanceOverKind::Layer => BalanceOver::Layer,
-                BalanceOverKind::Model => BalanceOver::Model,
-                BalanceOverKind::Batch => BalanceOver::Batch,
-            });
+            losses.over = self.balance_over.unwrap_or(losses.over);
             experts.capacity = self.capacity_factor.map_or(experts.capacity, Capacity::Factor);
         }
         Ok(model)

@@ -47,11 +47,12 @@ use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::Precision;
 use farflung_zoo::Sharding;
 use farflung_zoo::data::{TextEncoding, TokenType};
+use farflung_zoo::spec::BalanceOver;
 
 use crate::Result;
 use choice::{
-    BalanceKind, BalanceOverKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind,
-    RecipeKind, Resume, SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
+    BalanceKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume,
+    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
 };
 use given::Given;
 use local_steps::LocalStepsKind;
@@ -93,7 +94,7 @@ settings! {
         /// What the balancing loss takes together: layer (nothing: each layer and each sequence is balanced by
         /// itself, so that no plan changes it), model (all layers) or batch (all layers and the sequences of a
         /// microbatch, as transformers does for Mixtral); overrides the model's.
-        balance_over: BalanceOverKind, "KIND";
+        balance_over: BalanceOver, "KIND";
         /// Factor of the loss on the squared log-sum-exp of routers' logits; overrides the model's.
         z_loss: f64, "FACTOR";
         /// Most tokens that an expert takes of a sequence, as a factor of an equal share; overrides the model's

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::virtual_members::{Ended, Told, connections, fox, in_pools, tiny};
 use farflung::comm::simulated::Faults;
-use farflung::config::choice::{BalanceKind, BalanceOverKind, OptimizerKind};
+use farflung::config::choice::{BalanceKind, OptimizerKind};
 use farflung::config::value::Setting as _;
 use farflung::optim::local::SGD;
 use farflung::train::{Departure, Failure, Job, Moment, Report, elastic, run_workers};
@@ -260,7 +260,7 @@ fn work_is_kept_with_experts_that_are_balanced_together() {
     let config = TrainConfig {
         model: "mixtral-nano".to_owned(),
         balance_loss: Some(0.5),
-        balance_over: Some(BalanceOverKind::Batch),
+        balance_over: Some(farflung::zoo::spec::BalanceOver::Batch),
         ..descent(5)
     };
     let make = || job(folder.path(), &pools, &speeds, config.clone());

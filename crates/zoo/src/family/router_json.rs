@@ -24,7 +24,7 @@ pub(super) fn read(fields: &Fields<'_>, experts: &ExpertsSpec) -> Result<RouterL
     let over = match fields.get(OVER) {
         None => known.over,
         Some(found) => {
-            let over = BalanceOver::ALL.into_iter().find(|over| found == over.name());
+            let over = found.as_str().and_then(BalanceOver::from_name);
             let names = BalanceOver::ALL.map(|over| format!("{:?}", over.name())).join(" or ");
             over.ok_or_else(|| fields.wrong(OVER, names))?
         }
@@ -38,8 +38,7 @@ pub(super) fn write(experts: &ExpertsSpec) -> Map<String, Value> {
     let RouterLosses { balance, over, z } = experts.losses;
     let mut json = Map::from_iter([(BALANCE.to_owned(), json!(balance / experts.per_token as f64))]);
     json.insert(OVER.to_owned(), over.name().into());
-    if z != 0.0 {
-        json.insert(Z.to_owned(), z.into());
-    }
+    // A file without the field has the family's, which need not be 0.
+    json.insert(Z.to_owned(), z.into());
     json
 }

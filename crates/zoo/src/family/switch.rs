@@ -29,7 +29,7 @@ pub(super) static FAMILY: Family = Family {
 };
 
 /// Our own name: `switch_transformers` are models with an encoder.
-pub(super) const MODEL_TYPE: &str = "gpt2-switch";
+pub(crate) const MODEL_TYPE: &str = "gpt2-switch";
 
 static TENSORS: Names = Names { family: "switch", ..NAMES };
 
@@ -53,17 +53,14 @@ fn experts(count: usize, capacity: Capacity) -> ExpertsSpec {
     ExpertsSpec { count, per_token: 1, weights: ExpertWeights::Probabilities, capacity, losses }
 }
 
-/// Puts experts into every second block.
+/// Puts experts into every second block of a description that is valid.
 fn shape(mut spec: ModelSpec, width: usize, experts: ExpertsSpec) -> ModelSpec {
     let Some(Run { block: dense, count }) = spec.blocks.first().copied() else { return spec };
     let mlp = MlpSpec { width, activation: Activation::Relu, gated: false, bias: false };
     let mut sparse = dense;
     (sparse.mlp, sparse.experts) = (mlp, Some(experts));
     let block = |at: usize| Run { count: 1, block: if at.is_multiple_of(2) { dense } else { sparse } };
-    // The number of layers of a description that is not valid may be any.
-    if count <= 1 << 14 {
-        spec.blocks = (0..count).map(block).collect();
-    }
+    spec.blocks = (0..count).map(block).collect();
     spec.names = &TENSORS;
     spec
 }

@@ -296,55 +296,40 @@ impl Routed {
         all
     }
 
-    /// Returns the balancing loss of this layer, as [`BalanceOver::Layer`] has it: a mean over sequences.
-    #[must_use]
-    pub fn balance_by_sequence(&self, experts: usize) -> f64 {
-        let mut sum = 0.0;
-        let sequences = self.chosen.chunks_exact(experts).zip(self.probabilities.chunks_exact(experts));
-        for (chosen, probabilities) in sequences {
-            let choices: f64 = chosen.iter().map(|&count| f64::from(count)).sum();
-            let products = chosen.iter().zip(probabilities).map(|(&count, sum)| f64::from(count) * sum);
-            sum += products.sum::<f64>() / choices.max(1.0);
+    fn sequences(&self, spec: &ExpertsSpec) -> usize {
+        (self.chosen.len() / spec.count).max(1)
+    }
+
+    /// Returns what the layer adds to the losses, as means over sequences. `joined` is as in [`RouterPass`].
+    fn part(&self, spec: &ExpertsSpec, joined: Option<(usize, &[u32])>) -> RouterLossValues {
+        let sequences = self.sequences(spec);
+        let shape = PassShape { sequences, tokens: self.tokens / sequences };
+        let (layers, chosen) = joined.unwrap_or((1, &self.chosen));
+        let of_token = 1.0 / (layers * self.tokens.max(1)) as f64;
+        let shares = shares(spec, shape, layers, chosen);
+        let products = shares.iter().zip(&self.probabilities).map(|(share, sum)| share * sum);
+        RouterLossValues {
+            balance: spec.count as f64 * products.sum::<f64>() * of_token,
+            // Layers that are taken together count as one here too.
+            z: self.squared_log_sums * of_token,
         }
-        sum * experts as f64 / self.tokens.max(1) as f64
     }
 
     /// Returns what the layer adds to the loss, the sum over its sequences. `joined` is as in [`RouterPass`].
     pub(crate) fn loss_of_sequences(&self, spec: &ExpertsSpec, joined: Option<(usize, &[u32])>) -> f64 {
-        let sequences = (self.chosen.len() / spec.count).max(1);
-        let shape = PassShape { sequences, tokens: self.tokens / sequences };
-        let (layers, chosen) = joined.unwrap_or((1, &self.chosen));
-        let of_token = 1.0 / (layers * shape.tokens.max(1)) as f64;
-        let shares = shares(spec, shape, layers, chosen);
-        let products = shares.iter().zip(&self.probabilities).map(|(share, sum)| share * sum);
-        let balance = spec.count as f64 * products.sum::<f64>() * of_token;
-        // Layers that are taken together count as one in the z-loss too.
-        spec.losses.balance * balance + spec.losses.z * self.squared_log_sums * of_token
+        let RouterLossValues { balance, z } = self.part(spec, joined);
+        self.sequences(spec) as f64 * (spec.losses.balance * balance + spec.losses.z * z)
     }
 
     /// Returns the losses of the layers of one pass, all with this router: sums over the layers, or, if layers
     /// are taken together, those of them all.
     #[must_use]
     pub fn losses(spec: &ExpertsSpec, routed: &[Self]) -> RouterLossValues {
-        let Some(first) = routed.first() else { return RouterLossValues::default() };
-        let sequences = (first.chosen.len() / spec.count).max(1);
-        let shape = PassShape { sequences, tokens: first.tokens / sequences };
-        let tokens = first.tokens.max(1) as f64;
-        let of = |layers: usize, chosen: &[u32], probabilities: &[f64]| {
-            let shares = shares(spec, shape, layers, chosen);
-            let products = shares.iter().zip(probabilities).map(|(share, sum)| share * sum);
-            spec.count as f64 * products.sum::<f64>() / (layers as f64 * tokens)
-        };
-        let z: f64 = routed.iter().map(|one| one.squared_log_sums / tokens).sum();
-        if spec.losses.over == BalanceOver::Layer {
-            let balance = routed.iter().map(|one| one.balance_by_sequence(spec.count)).sum();
-            return RouterLossValues { balance, z };
-        }
-        let mut probabilities = vec![0.0; first.chosen.len()];
-        for one in routed {
-            probabilities.iter_mut().zip(&one.probabilities).for_each(|(sum, of_one)| *sum += of_one);
-        }
-        let balance = of(routed.len(), &Self::join(routed), &probabilities);
-        RouterLossValues { balance, z: z / routed.len() as f64 }
+        let chosen = (spec.losses.over != BalanceOver::Layer).then(|| Self::join(routed));
+        let joined = chosen.as_ref().map(|chosen| (routed.len(), &chosen[..]));
+        routed.iter().fold(RouterLossValues::default(), |sum, one| {
+            let part = one.part(spec, joined);
+            RouterLossValues { balance: sum.balance + part.balance, z: sum.z + part.z }
+        })
     }
 }

@@ -95,15 +95,22 @@ impl BalanceOver {
             Self::Batch => "batch",
         }
     }
+
+    /// Returns the one of this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|over| over.name() == name)
+    }
 }
 
 impl RouterLosses {
     /// No losses.
     pub const NONE: Self = Self { balance: 0.0, over: BalanceOver::Layer, z: 0.0 };
 
-    /// Returns whether the gradients of a layer's router depend on the choices in other layers.
+    /// Returns whether the losses take layers together, so that gradients of a layer's router depend on the
+    /// others.
     #[must_use]
     pub fn joins_layers(&self) -> bool {
-        self.over != BalanceOver::Layer && self.balance != 0.0
+        self.over != BalanceOver::Layer && (self.balance != 0.0 || self.z != 0.0)
     }
 }

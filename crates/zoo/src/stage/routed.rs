@@ -39,29 +39,30 @@ impl Stage {
     ///
     /// Errors: [`ZooError::StageInput`] if the choices in other stages are needed and not known.
     pub fn router_loss(&self, saved: &mut Saved) -> Result<f64, ZooError> {
-        let joined =
-            self.router_pass(&mut saved.routed)?.joined.map(|(layers, chosen)| (layers, chosen.to_vec()));
+        self.join_alone(&mut saved.routed);
+        let joined = self.router_pass(&saved.routed)?.joined;
         let mut sum = 0.0;
-        for routed in &saved.routed.layers {
-            let Some((_, experts)) = self.spec.mixtures().find(|(block, _)| *block == routed.block) else {
-                continue;
-            };
-            let joined = joined.as_ref().map(|(layers, chosen)| (*layers, &chosen[..]));
-            sum += routed.loss_of_sequences(experts, joined);
+        for (block, experts) in self.spec.mixtures() {
+            let of_block = saved.routed.layers.iter().filter(|routed| routed.block == block);
+            sum += of_block.map(|routed| routed.loss_of_sequences(experts, joined)).sum::<f64>();
         }
         Ok(sum)
     }
 
-    /// Returns what gradients of routers depend on.
+    /// Joins the choices of a stage that is the whole model, unless that is done.
+    pub(super) fn join_alone(&self, saved: &mut RoutedPass) {
+        let is_whole = self.layers.blocks.len() == self.spec.layers();
+        if is_whole && saved.joined.is_none() && self.spec.joins_routers() {
+            saved.joined = Some(Routed::join(&saved.layers));
+        }
+    }
+
+    /// Returns what gradients of routers depend on, after [`Stage::join_alone`].
     ///
     /// Errors: [`ZooError::StageInput`] if the choices in other stages are not known.
-    pub(super) fn router_pass<'a>(&self, saved: &'a mut RoutedPass) -> Result<RouterPass<'a>, ZooError> {
+    pub(super) fn router_pass<'a>(&self, saved: &'a RoutedPass) -> Result<RouterPass<'a>, ZooError> {
         if !self.spec.joins_routers() {
             return Ok(RouterPass { sequence_weight: saved.sequence_weight, joined: None });
-        }
-        let is_whole = self.layers.blocks.len() == self.spec.layers();
-        if saved.joined.is_none() && is_whole {
-            saved.joined = Some(Routed::join(&saved.layers));
         }
         let expected = "the choices of the routers of all stages (`Saved::join_routed`)";
         let (layers, joined) = (self.spec.mixtures().count(), saved.joined.as_deref());

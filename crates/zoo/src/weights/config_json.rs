@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::dtype::Dtype;
 use super::token_ids::TokenIds;
-use crate::family::{FAMILIES, Family};
+use crate::family::{FAMILIES, Family, SWITCH};
 use crate::json_fields::Fields;
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::{ZooError, json_file};
@@ -32,8 +32,7 @@ pub fn config_from_text(path: &Path, text: &str) -> Result<ModelSpec, ZooError> 
 pub(super) fn config_of(path: &Path, json: &Map<String, Value>) -> Result<ModelSpec, ZooError> {
     let fields = Fields::new(path, json);
     // Files without the field are GPT-2's: early ones have none. With experts, they are those of our own kind.
-    let without = if fields.get("num_experts").is_some() { "gpt2-switch" } else { "gpt2" };
-    let without = Value::from(without);
+    let without = Value::from(if fields.get("num_experts").is_some() { SWITCH } else { "gpt2" });
     let model_type = fields.get("model_type").unwrap_or(&without);
     let of_type = |family: &&&Family| model_type == family.model_type;
     let Some(family) = FAMILIES.iter().find(of_type) else {

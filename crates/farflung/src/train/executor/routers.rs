@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use farflung_zoo::layer::Routed;
+use farflung_zoo::spec::{BalanceOver, ExpertsSpec, RouterLosses};
 use farflung_zoo::{ModelSpec, Saved, Stage};
 
 use crate::Result;
@@ -20,15 +21,15 @@ pub(in crate::train) struct Routers {
     /// How often each expert was chosen so far, by microbatch: in the layers before, in the end in all.
     chosen: BTreeMap<u32, Vec<u32>>,
     tally: Tally,
-    /// What they add to the loss of the pass: the sum over sequences.
-    loss: f64,
+    /// What they add to the loss, the sum over sequences, by microbatch.
+    losses: BTreeMap<u32, f64>,
 }
 
 /// The sums over a pass of what the routers chose, by layer.
 #[derive(Debug)]
 struct Tally {
-    /// The blocks that have a router, and the number of its experts.
-    mixtures: Vec<(usize, usize)>,
+    /// The blocks that have a router, and its experts, balanced by layer.
+    mixtures: Vec<(usize, ExpertsSpec)>,
     /// For each of them one number for each expert, and [`OTHERS`] more.
     sums: Vec<f64>,
 }
@@ -36,9 +37,17 @@ struct Tally {
 /// What the routers of a rank chose in a pass that failed, for a trainer that continues it.
 #[derive(Debug)]
 pub(in crate::train) struct RouterRecord {
-    pub(in crate::train) chosen: BTreeMap<u32, Vec<u32>>,
+    chosen: BTreeMap<u32, Vec<u32>>,
     sums: Vec<f64>,
-    loss: f64,
+    losses: BTreeMap<u32, f64>,
+}
+
+impl RouterRecord {
+    /// Leaves out a microbatch that is computed again.
+    pub(in crate::train) fn forget(&mut self, microbatch: u32) {
+        self.chosen.remove(&microbatch);
+        self.losses.remove(&microbatch);
+    }
 }
 
 /// Numbers of a router beside its choices: dropped ones, the losses times the tokens, and the tokens.
@@ -58,27 +67,33 @@ impl Routers {
     /// Makes the routers of a rank's parts of a model, for microbatches of `batch` sequences.
     pub(in crate::train) fn new(model: &ModelSpec, batch: usize, sequence_weight: f32) -> Self {
         let counts = trailing_counts(model, batch);
-        Self { sequence_weight, counts, chosen: BTreeMap::new(), tally: Tally::new(model), loss: 0.0 }
+        Self {
+            sequence_weight,
+            counts,
+            chosen: BTreeMap::new(),
+            tally: Tally::new(model),
+            losses: BTreeMap::new(),
+        }
     }
 
     /// Begins a pass without any choices.
     pub(super) fn begin(&mut self) {
         self.chosen.clear();
         self.tally.sums.fill(0.0);
-        self.loss = 0.0;
+        self.losses.clear();
     }
 
     /// Returns what was chosen in the pass so far, and leaves nothing.
     pub(in crate::train) fn take_record(&mut self) -> RouterRecord {
         let nothing = vec![0.0; self.tally.sums.len()];
         let sums = std::mem::replace(&mut self.tally.sums, nothing);
-        RouterRecord { chosen: std::mem::take(&mut self.chosen), sums, loss: std::mem::take(&mut self.loss) }
+        let (chosen, losses) = (std::mem::take(&mut self.chosen), std::mem::take(&mut self.losses));
+        RouterRecord { chosen, sums, losses }
     }
 
     /// Continues a pass in which this was chosen.
     pub(in crate::train) fn set_record(&mut self, record: RouterRecord) {
-        (self.chosen, self.loss) = (record.chosen, record.loss);
-        self.tally.sums.iter_mut().zip(record.sums).for_each(|(sum, before)| *sum = before);
+        (self.chosen, self.losses, self.tally.sums) = (record.chosen, record.losses, record.sums);
     }
 
     /// Adds what the routers of a stage chose in a microbatch's forward pass.
@@ -103,13 +118,13 @@ impl Routers {
         if let Some(chosen) = self.chosen.get(&microbatch) {
             saved.join_routed(chosen.clone());
         }
-        self.loss += stage.router_loss(saved)?;
+        *self.losses.entry(microbatch).or_default() += stage.router_loss(saved)?;
         Ok(())
     }
 
     /// Returns what the routers of this rank add to the loss of the pass: the sum over sequences.
-    pub(in crate::train) const fn loss(&self) -> f64 {
-        self.loss
+    pub(in crate::train) fn loss(&self) -> f64 {
+        self.losses.values().sum()
     }
 
     /// Adds the counts of a microbatch to a message.
@@ -137,12 +152,12 @@ impl Routers {
     }
 
     /// Reads the sums of [`Routers::told`] over ranks.
-    pub(in crate::train) fn read(mixtures: &[(usize, usize)], sums: &[f64]) -> Vec<MixtureMetrics> {
+    pub(in crate::train) fn read(mixtures: &[(usize, ExpertsSpec)], sums: &[f64]) -> Vec<MixtureMetrics> {
         let mut rest = sums;
         let mut all = Vec::new();
-        for &(layer, experts) in mixtures {
-            let Some((of_one, behind)) = rest.split_at_checked(experts + OTHERS) else { break };
-            let (counts, others) = of_one.split_at(experts);
+        for &(layer, ExpertsSpec { count, .. }) in mixtures {
+            let Some((of_one, behind)) = rest.split_at_checked(count + OTHERS) else { break };
+            let (counts, others) = of_one.split_at(count);
             let mean = |sum: f64| if others[3] > 0.0 { sum / others[3] } else { 0.0 };
             all.push(MixtureMetrics {
                 layer: layer as u64,
@@ -156,23 +171,28 @@ impl Routers {
         all
     }
 
-    /// Returns the blocks that have a router, and the number of its experts.
-    pub(in crate::train) fn mixtures(&self) -> &[(usize, usize)] {
+    /// Returns the blocks that have a router, and its experts.
+    pub(in crate::train) fn mixtures(&self) -> &[(usize, ExpertsSpec)] {
         &self.tally.mixtures
     }
 }
 
 impl Tally {
     fn new(model: &ModelSpec) -> Self {
-        let mixtures: Vec<_> = model.mixtures().map(|(at, experts)| (at, experts.count)).collect();
-        let sums = mixtures.iter().map(|(_, experts)| experts + OTHERS).sum();
+        let by_layer = |experts: &ExpertsSpec| {
+            let losses = RouterLosses { over: BalanceOver::Layer, ..experts.losses };
+            ExpertsSpec { losses, ..*experts }
+        };
+        let mixtures: Vec<_> = model.mixtures().map(|(at, experts)| (at, by_layer(experts))).collect();
+        let sums = mixtures.iter().map(|(_, experts)| experts.count + OTHERS).sum();
         Self { mixtures, sums: vec![0.0; sums] }
     }
 
     fn add(&mut self, routed: &Routed) {
         let mut start = 0;
-        for &(block, experts) in &self.mixtures {
-            if block != routed.block {
+        for (block, spec) in &self.mixtures {
+            let experts = spec.count;
+            if *block != routed.block {
                 start += experts + OTHERS;
                 continue;
             }
@@ -180,12 +200,8 @@ impl Tally {
             for (i, &count) in routed.chosen.iter().enumerate() {
                 sums[i % experts] += f64::from(count);
             }
-            let others = [
-                routed.dropped as f64,
-                routed.balance_by_sequence(experts) * routed.tokens as f64,
-                routed.squared_log_sums,
-                routed.tokens as f64,
-            ];
+            let (losses, tokens) = (Routed::losses(spec, std::slice::from_ref(routed)), routed.tokens as f64);
+            let others = [routed.dropped as f64, losses.balance * tokens, losses.z * tokens, tokens];
             sums[experts..].iter_mut().zip(others).for_each(|(sum, value)| *sum += value);
         }
     }

@@ -87,7 +87,7 @@ impl Trainer {
             record.losses.remove(&microbatch);
             record.sent.retain(|message, _| message.microbatch != microbatch);
             held.remove(&microbatch);
-            routers.chosen.remove(&microbatch);
+            routers.forget(microbatch);
         }
         let Ok(grads) = part.take_own_gradients() else { return };
         self.kept = (!record.progress.is_empty()).then(|| KeptWork {
