@@ -155,8 +155,9 @@ fn step_of(whole: &Stage, params: &Tensor, own: Range<usize>, rows: usize) -> (f
 #[test]
 fn gradients_of_the_losses_of_routers_against_differences() {
     let cpu = Device::cpu(1).unwrap();
-    for over in BalanceOver::ALL {
-        let whole = Stage::whole(&tiny(over), &cpu).unwrap();
+    for (over, balance) in BalanceOver::ALL.into_iter().flat_map(|over| [(over, 0.7), (over, 0.0)]) {
+        let spec = tiny(over).with_router_losses(RouterLosses { balance, over, z: 0.2 });
+        let whole = Stage::whole(&spec, &cpu).unwrap();
         let values = noise(whole.layout().len(), 5).iter().map(|x| 0.3 * x).collect::<Vec<_>>();
         let params = cpu.tensor(&values, values.len()).unwrap();
         let (_, grads) = step(&whole, &params, 3);
@@ -273,6 +274,15 @@ fn the_cost_of_a_mixture_is_that_of_the_experts_of_a_token() {
     let products = 2 * t * (attention + 2 * 3 * c * f + 4 * c);
     assert_eq!([measured.forward, measured.input, measured.weight].map(|work| work.products), [products; 3]);
     assert_eq!(spec.active_parameters(), spec.parameters() - 4 * 2 * 3 * c * f);
+}
+
+#[test]
+fn losses_that_are_0_stay_so_in_files() {
+    for preset in ["mixtral-nano", "switch-nano"] {
+        let spec = ModelSpec::preset(preset).unwrap().with_router_losses(RouterLosses::NONE);
+        let text = config_text(&spec, zoo::weights::Dtype::F32, &TokenIds::default());
+        assert_eq!(config_from_text("config.json".as_ref(), &text).unwrap(), spec);
+    }
 }
 
 #[test]
