@@ -87,6 +87,25 @@ pub fn message_operation(from: Rank, to: Rank, bytes: Bytes) -> Operation {
     Operation::message(from, to, bytes, Bytes(FRAME_BYTES as u64))
 }
 
+/// Returns the operation of a [`Communicator::all_to_all_bytes`](crate::Communicator::all_to_all_bytes) of
+/// `ranks` ranks, of which each sends `bytes(from, to)` to each other.
+#[must_use]
+pub fn all_to_all_operation(ranks: usize, bytes: impl Fn(usize, usize) -> Bytes) -> Operation {
+    let at = |rank: usize| Rank(rank as u32);
+    let part = |me: usize| {
+        // Each rank starts with its neighbour.
+        let sends = (1..ranks).map(|i| (me + i) % ranks).map(|to| (at(to), bytes(me, to)));
+        let receives = (1..ranks).map(|i| (me + ranks - i) % ranks).map(|from| (at(from), bytes(from, me)));
+        let step = OperationStep {
+            sends: sends.collect(),
+            order: SendOrder::Sequential,
+            receives: receives.collect(),
+        };
+        (at(me), RankPart { lanes: vec![vec![step]], window: usize::MAX })
+    };
+    Operation { parts: (0..ranks).map(part).collect(), frame: Bytes(FRAME_BYTES as u64) }
+}
+
 /// Returns the virtual time from a common start until the last rank has finished its program over a buffer of
 /// `bytes`.
 ///

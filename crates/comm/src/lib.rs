@@ -83,7 +83,7 @@ pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
 pub use coded::{coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, two_level};
-pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
+pub use cost::{all_to_all_operation, cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use grouped::{hierarchical, moshpit, square};
 pub use ordered::{

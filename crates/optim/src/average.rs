@@ -2,6 +2,7 @@
 //! being computed, through a codec if one is set. This module does not depend on models, schedules or networks:
 //! the caller marks ranges as ready and gets means back.
 
+mod apart;
 mod bucket;
 mod coder;
 mod coding;
@@ -10,14 +11,14 @@ mod density;
 mod bucket_protocols;
 mod bucket_reduction;
 mod residual_layout;
+mod saved;
+mod state_buffers;
 
-use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
-use farflung_compress::{StateMap, StateValue};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
@@ -27,6 +28,7 @@ use bucket_reduction::{BucketReduction, PendingBucket, ReductionStep};
 use coder::Codecs;
 use density::DensityWarmup;
 
+pub use apart::ApartHolders;
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;
 
@@ -85,6 +87,8 @@ pub use config::AverageConfig;
 #[derive(Debug)]
 pub struct Average {
     comm: Communicator,
+    /// The ranks that hold the parameters of [`AverageConfig::apart`], if these are others.
+    apart: Option<ApartHolders>,
     config: AverageConfig,
     len: usize,
     slots: Vec<Slot>,
@@ -135,6 +139,20 @@ impl Average {
         layout: &ParamLayout,
         config: AverageConfig,
     ) -> Result<Self, OptimError> {
+        Self::with_apart(comm, None, device, layout, config)
+    }
+
+    /// Creates an average as [`Average::new`] does, in which the parameters of [`AverageConfig::apart`] are
+    /// averaged over other ranks than those of `comm`.
+    ///
+    /// Errors: as [`Average::new`].
+    pub fn with_apart(
+        comm: Communicator,
+        apart: Option<ApartHolders>,
+        device: &Device,
+        layout: &ParamLayout,
+        config: AverageConfig,
+    ) -> Result<Self, OptimError> {
         for (field, value) in [("bucket_bytes", config.bucket_bytes), ("fragments", config.fragments)] {
             if value == 0 {
                 let (transform, expected) = ("average", "above 0");
@@ -146,6 +164,7 @@ impl Average {
             density: DensityWarmup::new(&config.codec, config.density_warmup),
             stage: 0,
             comm,
+            apart,
             config,
             len: layout.len(),
             slots,
@@ -183,6 +202,14 @@ impl Average {
         }
     }
 
+    /// Returns the ranks that average a bucket.
+    fn holders(&self, bucket: &Bucket) -> &Communicator {
+        match &self.apart {
+            Some(apart) if bucket.apart => &apart.comm,
+            _ => &self.comm,
+        }
+    }
+
     /// Returns the stage of the density warm-up in a round.
     fn stage_of(&self, round: u64) -> usize {
         self.density.map_or(0, |density| density.stage(round.saturating_sub(self.config.warmup)))
@@ -210,14 +237,23 @@ impl Average {
 
     /// Builds the reduction of each bucket, with the codec of a stage.
     fn new_reductions(&self, stage: usize) -> Result<Vec<BucketReduction>, OptimError> {
-        let comm = &self.comm;
         let staged = self.density.map(|density| density.codec(stage));
         let config = &AverageConfig {
             codec: staged.unwrap_or_else(|| self.config.codec.clone()),
             ..self.config.clone()
         };
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
+        let apart = self.apart.as_ref().map(|_| AverageConfig {
+            algorithm: ApartHolders::algorithm(config.algorithm),
+            ..config.clone()
+        });
         let reduction = |(i, bucket): (usize, &Bucket)| {
+            let comm = self.holders(bucket);
+            if bucket.apart && comm.size() == 1 {
+                // A lossy codec would only change the values.
+                return Ok(BucketReduction::Plain(bucket.len));
+            }
+            let config = apart.as_ref().filter(|_| bucket.apart).unwrap_or(config);
             Ok(match (&streams, &protocols) {
                 (Some(streams), _) => {
                     BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?)
@@ -365,7 +401,9 @@ impl Average {
                 (&mut self.reductions[newly_averaged.clone()], &mut self.buckets[newly_averaged.clone()]);
             for ((pending, reduction), bucket) in travelling.iter_mut().zip(reductions).zip(buckets) {
                 let Some(packed) = pending.take().map(PendingBucket::wait) else { continue };
-                match reduction.advance(&self.comm, packed?)? {
+                let apart = self.apart.as_ref().filter(|_| bucket.apart);
+                let comm = apart.map_or(&self.comm, |apart| &apart.comm);
+                match reduction.advance(comm, packed?)? {
                     ReductionStep::Mean(packed) => bucket.packed = Some(packed),
                     ReductionStep::Goes(next) => *pending = Some(next),
                 }
@@ -374,6 +412,9 @@ impl Average {
         let wait = self.comm.now().saturating_sub(began);
         for bucket in &mut self.buckets[newly_averaged.clone()] {
             bucket.unpack(flat)?;
+            if let Some(apart) = self.apart.as_ref().filter(|_| bucket.apart) {
+                bucket.weigh(flat, apart.factor)?;
+            }
         }
         let elements = self.buckets[newly_averaged.clone()].iter().map(|b| b.len).sum();
         let payload = Bytes(self.reductions[newly_averaged.clone()].iter().map(BucketReduction::sent).sum());
@@ -404,43 +445,6 @@ impl Average {
     #[must_use]
     pub const fn communicator(&self) -> &Communicator {
         &self.comm
-    }
-
-    /// Returns the state that this rank's codecs keep between rounds. With error feedback, buffers are named
-    /// `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server1.residual`, with the block's number (left
-    /// out after `server` for one block), or `{prefix}bucket0.PARAMETER.residual` for a protocol. Empty before
-    /// the first round. Valid only for this rank, program, layout, `bucket_bytes` and `fragments`.
-    ///
-    /// Errors: [`OptimError::Compress`] between the end of a round and its commit or rollback.
-    pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
-        let mut saved = Vec::new();
-        for (bucket, reduction) in self.reductions.iter().enumerate() {
-            reduction.save(&format!("{prefix}bucket{bucket}."), &mut saved)?;
-        }
-        Ok(saved)
-    }
-
-    /// Restores the state that [`Average::save`] returned under the same `prefix`, and the number of rounds;
-    /// `get` returns each buffer by its name. A codec whose buffer is empty starts anew.
-    ///
-    /// Errors: [`OptimError::State`] if a buffer is missing or has another length, [`OptimError::Compress`] if
-    /// one is not finite; nothing has changed then.
-    pub fn restore<'a>(
-        &mut self,
-        prefix: &str,
-        round: u64,
-        get: impl Fn(&str) -> Option<&'a [f32]>,
-    ) -> Result<(), OptimError> {
-        let stage = self.stage_of(round);
-        let mut restored = self.new_reductions(stage)?;
-        if round >= self.config.warmup {
-            for (bucket, reduction) in restored.iter_mut().enumerate() {
-                reduction.restore(&format!("{prefix}bucket{bucket}."), &get)?;
-            }
-        }
-        (self.round, self.arrived, self.uncommitted, self.stage) = (round, 0, 0..0, stage);
-        self.take(restored);
-        Ok(())
     }
 
     fn check(&self, flat: &Tensor) -> Result<(), OptimError> {
@@ -500,8 +504,9 @@ impl Average {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_ready()) else {
                 break;
             };
-            let reduction = &mut self.reductions[self.arrived + self.in_flight.len()];
-            let pending = reduction.start(&self.comm, fetch.wait()?)?;
+            let next = self.arrived + self.in_flight.len();
+            let comm = self.holders(&self.buckets[next]).clone();
+            let pending = self.reductions[next].start(&comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
         Ok(())
@@ -553,35 +558,6 @@ impl Drop for Averaging<'_> {
             self.average.rollback();
         }
     }
-}
-
-/// Appends the f32 buffers of a state to `into`. Values of other types are left out; no codec has such values
-/// today.
-fn flat(map: StateMap<'_>, into: &mut Vec<(String, Vec<f32>)>) {
-    for (name, value) in map {
-        if let StateValue::F32(values) = value {
-            into.push((name, values.into_owned()));
-        }
-    }
-}
-
-/// Collects the state with these names from `get`.
-///
-/// Errors: [`OptimError::State`] if a buffer is missing or its length does not fit.
-fn given<'a>(
-    names: Vec<String>,
-    expected: usize,
-    get: &dyn Fn(&str) -> Option<&'a [f32]>,
-    fits: impl Fn(usize) -> bool,
-) -> Result<StateMap<'a>, OptimError> {
-    let entry = |name: String| match get(&name) {
-        Some(values) if fits(values.len()) => Ok((name, StateValue::F32(Cow::Borrowed(values)))),
-        values => {
-            let found = values.map_or(0, <[f32]>::len);
-            Err(OptimError::State { name, found, expected })
-        }
-    };
-    names.into_iter().map(entry).collect()
 }
 
 /// Returns whether `ok` is true on all ranks: the vote between preparing a step and committing it. This is a

@@ -34,7 +34,7 @@ use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::transform::SyncSchedule;
-use crate::{Average, AverageConfig, Chain, Coding, OptimError};
+use crate::{ApartHolders, Average, AverageConfig, Chain, Coding, OptimError};
 
 pub use asynchronous::{
     ASYNC, Asynchronous, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Servers,
@@ -271,6 +271,9 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 pub struct SyncSettings<'a> {
     /// Communicator of all ranks that hold a replica.
     pub comm: Communicator,
+    /// The ranks that hold the parameters of [`AverageConfig::apart`], if these are others. Only [`DDP`] takes
+    /// such parameters.
+    pub apart: Option<ApartHolders>,
     /// Device that holds the parameters.
     pub device: &'a Device,
     /// Layout of the parameters.

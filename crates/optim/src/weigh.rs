@@ -1,5 +1,7 @@
 //! Scales a buffer by a replica's weight in a mean.
 
+use std::ops::Range;
+
 use farflung_tensor::{Op, ProgramBuilder, Tensor};
 
 use crate::OptimError;
@@ -8,6 +10,11 @@ use crate::OptimError;
 ///
 /// Errors: those of the buffer's device.
 pub fn weigh(x: &mut Tensor, weight: f64) -> Result<(), OptimError> {
+    weigh_part(x, 0..x.shape().len(), weight)
+}
+
+/// Multiplies a range of a buffer, as [`weigh`] does.
+pub(crate) fn weigh_part(x: &mut Tensor, range: Range<usize>, weight: f64) -> Result<(), OptimError> {
     #[expect(clippy::float_cmp, reason = "the weight of an equal share is exactly 1")]
     if weight == 1.0 {
         return Ok(());
@@ -18,5 +25,6 @@ pub fn weigh(x: &mut Tensor, weight: f64) -> Result<(), OptimError> {
     p.store(0, product);
     let program = &p.build()?;
     let (scalars, device) = (&[weight as f32], x.device().clone());
-    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
+    let part = x.view_mut().part(range.start, range.len())?;
+    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [part] })?)
 }

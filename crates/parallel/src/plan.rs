@@ -5,6 +5,7 @@ mod check;
 mod difference;
 mod assignment;
 mod coordinates;
+mod experts;
 mod layers_by_speed;
 mod limited;
 mod local_steps;
@@ -83,6 +84,11 @@ pub struct Plan {
     pub batch: u32,
     /// Number of microbatches of each replica in one step.
     pub microbatches: Vec<u32>,
+    /// How the experts of a mixture are divided. Empty: every replica has all of them. Otherwise neighbouring
+    /// replicas, as many as there are weights, form a group, in which each has experts in proportion to its
+    /// weight, and all other parameters. They send each other tokens for their experts. See [`Plan::group`]
+    /// along [`Axis::Expert`].
+    pub experts: Vec<u32>,
     /// Parts of the model, first to last. All replicas divide the model in the same way.
     pub parts: Vec<Part>,
     /// How microbatches pass through the parts.

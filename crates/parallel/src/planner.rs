@@ -235,6 +235,7 @@ impl Planned {
             precision: self.precision,
             batch: u32::try_from(self.batch).unwrap_or(u32::MAX),
             microbatches: busy().map(|(_, share, _)| *share).collect(),
+            experts: Vec::new(),
             parts: vec![Part { layers, recompute: Recompute::None, offload: 0 }],
             pipeline: Pipeline::default(),
             boundaries: Vec::new(),

@@ -19,7 +19,7 @@ use farflung_base::StageId;
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Lowered, Op, microbatch, split};
 
-pub use lists::{Moment, RankStep, ReplicaSteps, StepSettings};
+pub use lists::{Moment, NormVote, RankStep, ReplicaSteps, StepSettings};
 pub use run::StepWorker;
 
 /// What a vote contains.

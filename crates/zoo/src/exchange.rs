@@ -170,6 +170,8 @@ impl Exchange for Alone {
 pub struct Counted {
     shares: BTreeMap<Axis, AxisShare>,
     sent: Mutex<AxisBytes>,
+    /// The bytes to each rank of each exchange of rows.
+    rows: Mutex<Vec<Vec<u64>>>,
 }
 
 /// Bytes by axis.
@@ -203,12 +205,17 @@ impl Counted {
     /// Starts at zero. Along an axis without a share, the rank is alone.
     #[must_use]
     pub fn new(shares: impl IntoIterator<Item = (Axis, AxisShare)>) -> Self {
-        Self { shares: shares.into_iter().collect(), sent: Mutex::default() }
+        Self { shares: shares.into_iter().collect(), sent: Mutex::default(), rows: Mutex::default() }
     }
 
     /// Returns the bytes since the last call, by axis.
     pub fn take(&self) -> AxisBytes {
         std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Returns the bytes of each exchange of rows since the last call, to each rank; 0 to this one.
+    pub fn take_rows(&self) -> Vec<Vec<u64>> {
+        std::mem::take(&mut self.rows.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn add(&self, axis: Axis, bytes: u64) {
@@ -272,9 +279,14 @@ impl Exchange for Counted {
     ) -> Result<ArrivedRows, ZooError> {
         let (rank, cols) = (self.rank(axis), rows.shape().cols());
         let each = rows_for(rows.shape(), counts, self.size(axis))?;
-        let messages = each.iter().zip(counts).enumerate().filter(|(to, _)| *to != rank);
-        let sent = messages.map(|(_, (&rows, counts))| row_message_bytes(rows, cols, counts.len()) as u64);
-        self.add(axis, sent.sum());
+        let messages = each.iter().zip(counts).enumerate();
+        let sent = messages.map(|(to, (&rows, counts))| match to {
+            _ if to == rank => 0,
+            _ => row_message_bytes(rows, cols, counts.len()) as u64,
+        });
+        let sent: Vec<u64> = sent.collect();
+        self.add(axis, sent.iter().sum());
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(sent);
         // Others send as many as this rank keeps.
         let arrived = [each[rank] * self.size(axis), cols];
         let rows = rows.device().empty(rows.dtype(), arrived)?;

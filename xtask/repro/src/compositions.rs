@@ -16,7 +16,7 @@ use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
-    claim: "every pair of schedule, codec, boundary, method, optimizer, precision, recompute, sampling, \
+    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, precision, recompute, sampling, \
             algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
             with the reason that the table gives",
     source: "ours; covering arrays: Cohen et al. 1997, AETG",
@@ -39,6 +39,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ..config(report.seed(), false)
     };
     let whole = job(TrainConfig { workers: 1, ..base.clone() }, JobTransport::Simulated(Link::FREE))?;
+    // Slices of sequences need a router that takes each token by itself.
+    let mixture = TrainConfig {
+        model: "mixtral-nano".to_owned(),
+        heads: Some(2),
+        balance_loss: Some(0.0),
+        workers: 1,
+        ..base.clone()
+    };
+    let mixture = job(mixture, JobTransport::Simulated(Link::FREE))?;
+    let model = |config: &TrainConfig| if config.expert > 1 { &mixture } else { &whole };
     let each = if options.quick { 12 } else { 1 };
     let (mut runs, mut failed) = (0, 0);
     for values in found.runs.iter().step_by(each) {
@@ -46,7 +56,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         for (axis, value) in AXES.iter().zip(values) {
             (axis.set)(&mut config, value);
         }
-        let trained = made(&whole, config).and_then(|job| trains(&job));
+        let trained = made(model(&config), config).and_then(|job| trains(&job));
         runs += 1;
         if let Err(error) = trained {
             failed += 1;
@@ -61,7 +71,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             (axis.set)(&mut config, value);
         }
         let reason = refusal_of(&config).map(|refusal| refusal.to_string());
-        let said = made(&whole, config).err().map(|error| error.to_string());
+        let said = made(model(&config), config).err().map(|error| error.to_string());
         wrong += u32::from(said.is_none() || said != reason);
     }
     report.row("pairs of choices that can be combined", found.pairs as f64, "", Threshold::None)?;

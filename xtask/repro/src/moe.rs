@@ -11,8 +11,11 @@ use farflung::base::Axis;
 use farflung::comm::{Communicator, memory};
 use farflung::compress::AverageSpec;
 use farflung::config::choice::{LrScheduleKind, OptimizerKind, SyncKind};
+use farflung::config::pools::Numbers;
 use farflung::optim::local::ADAMW;
 use farflung::optim::sync::DDP;
+use farflung::parallel::Recompute;
+use farflung::parallel::pipeline::Method;
 use farflung::tensor::{Device, Param};
 use farflung::train::Job;
 use farflung::zoo::layer::{Grads, Routed};
@@ -21,6 +24,7 @@ use farflung::zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, stage};
 use farflung::{OverRanks, TrainConfig, tensor, zoo};
 
 use crate::harness::{Bench, Options, Report, Threshold};
+use crate::predict_vs_run::one_period;
 use crate::workers::{JobTransport, again, farthest, job, on_all, relative_l2};
 
 #[path = "../../../crates/zoo/tests/it/experts/alone.rs"]
@@ -41,9 +45,9 @@ const LAYER: &str =
     concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/zoo/tests/fixtures/experts/switch-layer");
 
 /// Learning rates of which each model takes its own best.
-const RATES: [f64; 3] = [1e-3, 2e-3, 4e-3];
+const RATES: [f64; 4] = [1e-3, 2e-3, 4e-3, 8e-3];
 /// Experts of the mixture that is compared with a dense model, of which each token has two.
-const EXPERTS: usize = 8;
+const EXPERTS: usize = 16;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for (what, off) in alone::switch_layer(Path::new(LAYER)).map_err(|error| anyhow!(error))? {
@@ -51,6 +55,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("layer of Switch Transformers: {what}"), off, "", Threshold::AtMost(most))?;
     }
     plans(report)?;
+    divided_plans(report)?;
+    predictions(report)?;
     meshes(report)?;
     against_dense(report, options)
 }
@@ -214,6 +220,105 @@ fn plans(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Compares plans whose replicas divide the experts with one process.
+fn divided_plans(report: &mut Report<'_>) -> Result<()> {
+    const STEPS: usize = 5;
+    for preset in ["mixtral-nano", "switch-nano"] {
+        let model = ModelSpec::preset(preset)?;
+        let base = TrainConfig { batch: 1, warmup: 0, ..settings(report.seed(), &model) };
+        let first = job(TrainConfig { accumulate: 8, ..base.clone() }, JobTransport::Memory)?;
+        let trained = |job: &Job| -> Result<(Vec<f64>, Vec<f32>)> {
+            let all = on_all(job, |worker| {
+                let mut losses = vec![worker.step(false)?.loss];
+                let grads = worker.gather_grads()?.map(|grads| grads.to_vec::<f32>()).transpose()?;
+                for _ in 1..STEPS {
+                    losses.push(worker.step(false)?.loss);
+                }
+                Ok((losses, grads))
+            })?;
+            let mut first = all.into_iter().next().ok_or_else(|| anyhow!("no rank"))?;
+            Ok((first.0, first.1.take().ok_or_else(|| anyhow!("rank 0 gathers no gradients"))?))
+        };
+        let alone = trained(&first)?;
+        for (name, weights, plan) in [
+            (
+                "4 replicas, over 2",
+                None,
+                TrainConfig { workers: 4, accumulate: 2, expert: 2, ..base.clone() },
+            ),
+            (
+                "4 replicas, over 4",
+                None,
+                TrainConfig { workers: 4, accumulate: 2, expert: 4, ..base.clone() },
+            ),
+            (
+                "4 replicas, over 2 as 3:1",
+                Some(Numbers(vec![3, 1])),
+                TrainConfig { workers: 4, accumulate: 2, expert: 2, ..base.clone() },
+            ),
+            (
+                "2 x 2 stages, over 2",
+                None,
+                TrainConfig { workers: 4, stages: 2, microbatches: Some(4), expert: 2, ..base.clone() },
+            ),
+            (
+                "2 x 2 stages with recomputation, over 2",
+                None,
+                TrainConfig {
+                    workers: 4,
+                    stages: 2,
+                    microbatches: Some(4),
+                    expert: 2,
+                    schedule: Method::ZbH1,
+                    recompute: Recompute::Full,
+                    ..base.clone()
+                },
+            ),
+        ] {
+            let plan = TrainConfig { expert_weights: weights, ..plan };
+            let (losses, grads) = trained(&again(&first, plan, JobTransport::Memory))?;
+            let row = |what: &str| format!("{preset}, experts of {name}: {what}");
+            let off = farthest(&losses, &alone.0);
+            let metric = row(&format!("largest difference of {STEPS} losses from one process"));
+            report.row(&metric, off, "nats", Threshold::AtMost(1e-5))?;
+            let off = relative_l2(&grads, &alone.1);
+            report.row(&row("gradients, relative to their norm"), off, "", Threshold::AtMost(1e-5))?;
+        }
+    }
+    Ok(())
+}
+
+/// Compares the predicted time of a step, with even routing, with that of a run on the virtual clock.
+fn predictions(report: &mut Report<'_>) -> Result<()> {
+    let mut model = ModelSpec::preset("mixtral-nano")?;
+    model.context = 32;
+    for per_token in [4, 2] {
+        for experts in model.blocks.iter_mut().filter_map(|run| run.block.experts.as_mut()) {
+            experts.per_token = per_token;
+        }
+        predicted(report, &model, per_token)?;
+    }
+    Ok(())
+}
+
+fn predicted(report: &mut Report<'_>, model: &ModelSpec, per_token: usize) -> Result<()> {
+    let base = TrainConfig { batch: 2, workers: 4, expert: 2, ..settings(report.seed(), model) };
+    let link = base.link;
+    let first = job(base.clone(), JobTransport::Simulated(link))?;
+    // A token that has all experts is routed evenly. Others are not, which the prediction does not know.
+    let most = if per_token == 4 { Threshold::AtMost(1.0) } else { Threshold::None };
+    for (name, plan) in [
+        ("4 replicas, over 2", TrainConfig { accumulate: 2, ..base.clone() }),
+        ("4 replicas, over 4", TrainConfig { expert: 4, overlap: false, ..base.clone() }),
+        ("2 x 2 stages, over 2", TrainConfig { stages: 2, microbatches: Some(4), ..base.clone() }),
+    ] {
+        let (_, step) = one_period(&again(&first, plan, JobTransport::Simulated(link)))?;
+        let metric = format!("{per_token} of 4 experts of {name}: error of the predicted step");
+        report.row(&metric, step.percent_error(), "%", most)?;
+    }
+    Ok(())
+}
+
 /// Trains a mixture, and a dense model that costs a token as much, or a little more.
 fn against_dense(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut mixture = ModelSpec::preset("mixtral-nano")?;
@@ -237,7 +342,7 @@ fn against_dense(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("all parameters, mixture to dense", total, "", Threshold::None)?;
     let (steps, seeds, rates) = match (options.quick, options.long) {
         (true, _) => (10, 1, &RATES[..1]),
-        (false, false) => (1000, 3, &RATES[..]),
+        (false, false) => (1500, 3, &RATES[..]),
         (false, true) => (3000, 3, &RATES[..]),
     };
     let first_seed = report.seed();

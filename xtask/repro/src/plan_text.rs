@@ -48,6 +48,9 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let methods = [Method::OneFOneB, Method::GPipe, Method::ZbH1, Method::Varuna];
     let codecs = ["none", "int8+ef", "topk:0.01/f16+ef", "sign"];
     let codec = |field: u64| codecs[draw(field, 4) as usize].to_owned();
+    let divides = replicas > 1 && draw(53, 2) == 1;
+    let weight = |replica: u32| 1 + draw(54 + u64::from(replica), 3) as u32;
+    let experts: Vec<u32> = (0..replicas).filter(|_| divides).map(weight).collect();
     Ok(Plan {
         model: PlannedModel {
             name: format!("m{}", draw(2, 9)),
@@ -58,7 +61,10 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
         machines: (0..replicas * stages).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
         precision: Precision::ALL[draw(5, 3) as usize],
         batch: 1 + draw(6, 64) as u32,
-        microbatches: (0..replicas).map(|r| 1 + draw(32 + u64::from(r), 9) as u32).collect(),
+        microbatches: (0..replicas)
+            .map(|r| 1 + draw(32 + if divides { 0 } else { u64::from(r) }, 9) as u32)
+            .collect(),
+        experts,
         boundaries: (1..parts.len())
             .map(|b| BoundaryCodecs { forward: codec(36 + b as u64), backward: codec(40 + b as u64) })
             .collect(),
@@ -99,6 +105,7 @@ fn changes() -> Vec<Change> {
         }),
         ("batch", |p| p.batch += 1),
         ("microbatches", |p| p.microbatches[0] += 1),
+        ("experts", |p| p.experts.push(7)),
         ("part[0].layers", |p| p.parts[0].layers.end += 1),
         ("part[0].recompute", |p| p.parts[0].recompute = Recompute::Layers(77)),
         ("part[0].offload", |p| p.parts[0].offload += 1),

@@ -64,19 +64,19 @@ fn replicas_topology() -> String {
 }
 
 /// A predicted time, and the time of the slowest rank on the virtual clock.
-struct TimePair {
+pub(crate) struct TimePair {
     predicted: Nanos,
     took: Nanos,
 }
 
 impl TimePair {
-    fn percent_error(&self) -> f64 {
+    pub(crate) fn percent_error(&self) -> f64 {
         (self.took.as_secs_f64() / self.predicted.as_secs_f64() - 1.0).abs() * 100.0
     }
 }
 
 /// Runs one period of a job. Returns the times of the first step's pass, and of the whole period.
-fn one_period(job: &Job) -> Result<(TimePair, TimePair)> {
+pub(crate) fn one_period(job: &Job) -> Result<(TimePair, TimePair)> {
     let predicted = Prediction::of(job)?;
     let ranks = on_all(job, |rank| {
         align(rank.comm())?;

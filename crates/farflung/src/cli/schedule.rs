@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::{
     Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
 use farflung::parallel::plan::POOLS;
-use farflung::parallel::step::{RankStep, ReplicaSteps, StepSettings};
+use farflung::parallel::step::{NormVote, RankStep, ReplicaSteps, StepSettings};
 use farflung::parallel::{ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
@@ -142,8 +142,13 @@ Schedules:\n"
 /// Returns the lists of all ranks' steps.
 fn steps(schedule: &Schedule, replicas: ReplicaSteps) -> std::result::Result<String, ParallelError> {
     let placement = schedule.order().placement();
-    let settings =
-        StepSettings { replicas, overlap: true, tied: placement.tie(), by_arrivals: false, early_vote: true };
+    let settings = StepSettings {
+        replicas,
+        overlap: true,
+        tied: placement.tie(),
+        by_arrivals: false,
+        norm: NormVote::Pipeline,
+    };
     let mut text = String::new();
     for rank in (0..placement.ranks()).map(Rank) {
         let _ = write!(text, "{rank}\n{}", RankStep::new(schedule, rank, settings)?);

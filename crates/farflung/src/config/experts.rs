@@ -4,6 +4,7 @@ use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::Capacity;
 
 use super::TrainConfig;
+use super::pools::Numbers;
 use super::validate::check;
 use crate::{Error, Result};
 
@@ -17,7 +18,22 @@ impl TrainConfig {
         if let Some(factor) = self.capacity_factor {
             check("capacity-factor", &factor, factor > 0.0 && factor.is_finite(), "more than 0")?;
         }
+        check("expert", &self.expert, self.expert > 0, "at least 1")?;
+        if let Some(Numbers(weights)) = &self.expert_weights {
+            let shown = weights.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+            let expected = format!("{} numbers, one for each replica of `expert`", self.expert);
+            check("expert-weights", &shown, weights.len() == self.expert, &expected)?;
+        }
         Ok(())
+    }
+
+    /// Returns how the replicas of a group divide experts, as a plan has it.
+    pub(crate) fn expert_weights(&self) -> Vec<u32> {
+        match &self.expert_weights {
+            _ if self.expert < 2 => Vec::new(),
+            Some(Numbers(weights)) => weights.clone(),
+            None => vec![1; self.expert],
+        }
     }
 
     /// Returns the model with the settings of its experts.

@@ -97,6 +97,13 @@ settings! {
         balance_over: BalanceOver, "KIND";
         /// Factor of the loss on the squared log-sum-exp of routers' logits; overrides the model's.
         z_loss: f64, "FACTOR";
+        /// Number of replicas that divide the experts of a model that has some, and send each other tokens for
+        /// them. With fast links between these: they are neighbours, such as the workers of one machine. Each
+        /// has all other weights. Of R replicas, R / N have each expert.
+        @expert: usize, "N", 1_usize;
+        /// Share of the experts of each of the replicas that divide them, such as 3,1, for example by their
+        /// memory or speed. Default: equal shares.
+        @expert_weights: Numbers, "N,N";
         /// Most tokens that an expert takes of a sequence, as a factor of an equal share; overrides the model's
         /// capacity.
         capacity_factor: f64, "FACTOR";

@@ -8,7 +8,7 @@ use farflung_parallel::pipeline::{
     Action, ArrivalRule, Boundary, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement, ResumedStep,
     Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
-use farflung_parallel::step::{RankStep, ReplicaSteps, StepSettings};
+use farflung_parallel::step::{NormVote, RankStep, ReplicaSteps, StepSettings};
 use farflung_parallel::{Part, Recompute, ScheduleSource};
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::HeadSpec;
@@ -235,7 +235,11 @@ impl ReplicaSchedule {
             overlap: plan.outermost().overlap,
             tied: self.tie,
             by_arrivals: self.arrivals.is_some(),
-            early_vote: self.early_vote,
+            norm: match self.early_vote {
+                _ if plan.divides_experts() => NormVote::Divided,
+                true => NormVote::Pipeline,
+                false => NormVote::All,
+            },
         };
         RankStep::new(&self.schedule, position, settings).map_err(Error::schedule)
     }

@@ -120,6 +120,7 @@ pub fn pipeline_plan(
         precision: Precision::F32,
         batch: sizes.batch,
         microbatches: vec![sizes.microbatches],
+        experts: Vec::new(),
         parts: planned
             .stages
             .iter()

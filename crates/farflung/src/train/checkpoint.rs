@@ -69,6 +69,9 @@ struct CheckpointRecord {
     parts: Vec<(usize, usize)>,
     /// Ranks per pipeline.
     stages: usize,
+    /// The weights of the replicas that divided the experts; empty if each had all of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    experts: Vec<u32>,
     /// Sequences per step, over all replicas; in a run whose members join and leave, of one replica.
     sequences: u64,
     /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote

@@ -10,7 +10,7 @@ use std::fmt;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::{OnMemberLoss, SyncMethod};
-use farflung_parallel::pipeline::{ComputeOrder, Method};
+use farflung_parallel::pipeline::{ComputeOrder, Method, Settings};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
 use farflung_parallel::{ScheduleSource, whole_pipelines};
 use farflung_tensor::Precision;
@@ -43,6 +43,8 @@ struct Choices {
     own_data: bool,
     document_mask: bool,
     stages: usize,
+    /// Number of replicas that divide the experts of a mixture.
+    expert_ranks: usize,
 }
 
 /// The properties of a pipeline's schedule that rules examine.
@@ -55,8 +57,18 @@ struct Order {
     copies: bool,
     /// Whether all updates happen at the end of a step.
     flushes: bool,
-    /// Whether stages are pools of ranks.
-    pooled: bool,
+    work: Work,
+}
+
+/// How the ranks of a schedule know what to compute next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// From lists.
+    Listed,
+    /// By what has arrived.
+    Arrivals,
+    /// From lists of pools of ranks.
+    Pools,
 }
 
 impl Order {
@@ -66,17 +78,20 @@ impl Order {
             idle: refusal(method),
             copies: method.copies() > 1,
             flushes: method.is_synchronous(),
-            pooled: false,
+            work: match method.arrivals(&Settings::new(2, 4)) {
+                Some(_) => Work::Arrivals,
+                None => Work::Listed,
+            },
         }
     }
 
     fn own(text: &str) -> Self {
         let copies = text.parse::<ComputeOrder>().is_ok_and(|order| order.placement().copies() > 1);
-        Self { name: "own".to_owned(), idle: None, copies, flushes: true, pooled: false }
+        Self { name: "own".to_owned(), idle: None, copies, flushes: true, work: Work::Listed }
     }
 
     fn pools() -> Self {
-        Self { name: POOLS.to_owned(), idle: None, copies: true, flushes: true, pooled: true }
+        Self { name: POOLS.to_owned(), idle: None, copies: true, flushes: true, work: Work::Pools }
     }
 }
 
@@ -97,6 +112,7 @@ impl Choices {
             backward: boundary(config.boundary_backward),
             precision: config.precision,
             stages: config.stages,
+            expert_ranks: config.expert,
             ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
@@ -117,6 +133,7 @@ impl Choices {
             own_data: run.own_data,
             document_mask: run.document_mask,
             stages: 1,
+            expert_ranks: 1,
         }
     }
 
@@ -134,12 +151,17 @@ impl Choices {
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
             stages: plan.stages() as usize,
+            expert_ranks: plan.expert_ranks() as usize,
             ..Self::beside(run, plan.outermost().method)
         }
     }
 }
 
 impl Choices {
+    const fn divides_experts(&self) -> bool {
+        self.expert_ranks > 1
+    }
+
     /// Returns the optimizer, if replicas average its momentum.
     fn momentum(&self) -> Option<&'static LocalMethod> {
         matches!(self.optimizer.averages, Averages::Momentum { .. }).then_some(self.optimizer)
@@ -330,6 +352,33 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["expert", "sync"],
+        refuses: |choices| {
+            let method =
+                Some(choices.sync).filter(|method| choices.divides_experts() && method.name != "ddp")?;
+            let why = "replicas that divide experts take each step together";
+            Some(refuse("sync", method.name, format!("ddp with `expert` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["expert", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref().filter(|_| choices.divides_experts())?;
+            let why = "replicas that divide experts run each microbatch together, between two updates";
+            let expected = format!("1 with {}: {why}", order.name);
+            (order.work != Work::Listed || !order.flushes).then(|| refuse("expert", "above 1", expected))
+        },
+    },
+    Rule {
+        axes: ["expert", "optimizer"],
+        refuses: |choices| {
+            let optimizer = Some(choices.optimizer).filter(|_| choices.divides_experts())?;
+            let why = "only gradients are averaged over the replicas that hold the same experts";
+            let expected = format!("one that averages gradients with `expert` above 1, such as adamw: {why}");
+            (optimizer.averages != Averages::Gradients).then(|| refuse("optimizer", optimizer.name, expected))
+        },
+    },
+    Rule {
         axes: ["boundary", "schedule"],
         refuses: |choices| unvisited("boundary", &choices.forward, choices),
     },
@@ -364,7 +413,7 @@ fn of_changing_weights(method: &SyncMethod) -> String {
 
 /// Rejects codecs that store samples with pools, since a sample passes through other ranks in each epoch.
 fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
-    let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
+    let order = choices.schedule.as_ref().filter(|order| order.work == Work::Pools)?;
     let spec = specs.iter().find(|spec| spec.remembers())?;
     let why = "a repeated sample passes other ranks, which have not stored it";
     Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))

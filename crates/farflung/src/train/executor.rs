@@ -69,6 +69,15 @@ pub(super) struct LossSum {
     pub(super) tokens: f64,
 }
 
+/// The gradients whose squares a rank reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Counts {
+    /// All of its own.
+    All,
+    /// Those of its experts: another replica reports the others, of which it has a copy.
+    Experts,
+}
+
 /// Stage, microbatch and slice of an action.
 type Place = (StageId, u32, u16);
 
@@ -363,14 +372,15 @@ impl Executor {
 
     /// Returns the sums of squared gradients by part of the model: of the parts that this rank reports, and 0
     /// for the others.
-    pub(super) fn squares(&self) -> Result<Vec<f64>> {
+    pub(super) fn squares(&self, counts: Counts) -> Result<Vec<f64>> {
         let Self { parts, placement, .. } = self;
         let depth = placement.depth();
         let mut squares = vec![0.0; depth as usize];
         for (&stage, part) in parts {
             // Each part counts once; a table that two parts hold counts with the first.
             if stage.0 < depth {
-                squares[placement.part(stage) as usize] = own_squares(part, placement.is_last(stage))?;
+                squares[placement.part(stage) as usize] =
+                    own_squares(part, placement.is_last(stage), counts)?;
             }
         }
         Ok(squares)
@@ -398,10 +408,17 @@ pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
 }
 
 /// Returns the sum of a part's squared gradients, without those of a table that counts with another part.
-fn own_squares(part: &Part, is_last: bool) -> Result<f64> {
+fn own_squares(part: &Part, is_last: bool, counts: Counts) -> Result<f64> {
     let len = part.grads.shape().len();
     let start = if is_last { part.behind_table() } else { 0 };
-    Ok(if len == 0 { 0.0 } else { sum_of_squares(&part.grads, start..len)? })
+    match counts {
+        _ if len == 0 => Ok(0.0),
+        Counts::All => Ok(sum_of_squares(&part.grads, start..len)?),
+        Counts::Experts => {
+            let ranges = part.stage.expert_ranges().into_iter();
+            Ok(ranges.map(|range| sum_of_squares(&part.grads, range)).sum::<std::result::Result<_, _>>()?)
+        }
+    }
 }
 
 impl StepWorker for Executor {

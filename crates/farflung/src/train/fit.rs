@@ -81,6 +81,7 @@ mod tests {
             precision: Precision::F32,
             batch: 1,
             microbatches: vec![1, 1],
+            experts: Vec::new(),
             parts: vec![Part { layers: 0..12, recompute: Recompute::None, offload: 0 }],
             pipeline: Pipeline::default(),
             boundaries: Vec::new(),

@@ -21,7 +21,7 @@ use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::token_rows::fits;
-use super::{averages, combination, costs, links, planned};
+use super::{averages, combination, costs, expert_ranks, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind};
 use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
@@ -46,9 +46,9 @@ pub struct Job {
     /// Whether members may join and leave during training.
     pub elastic: bool,
     /// Whether a pipeline waits for the averages of all others before it applies a step, as it does where
-    /// members may leave. For comparison: see [`StepSettings::early_vote`].
+    /// members may leave. For comparison: see [`NormVote::Pipeline`].
     ///
-    /// [`StepSettings::early_vote`]: farflung_parallel::step::StepSettings::early_vote
+    /// [`NormVote::Pipeline`]: farflung_parallel::step::NormVote::Pipeline
     pub late_vote: bool,
     /// The settings from which plans are made when members of pipelines join and leave; `None` if each member
     /// holds the whole model.
@@ -201,6 +201,7 @@ impl Job {
         let config = &self.config;
         combination::check(config, &plan)?;
         planned::check_warmup(config, &plan)?;
+        expert_ranks::check(&plan, &self.model)?;
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;

@@ -8,6 +8,8 @@
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
+
 use farflung_base::{Bytes, Rank, StageId};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::Prepared;
@@ -21,7 +23,8 @@ use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
-use super::executor::{Components, Executor, Pass, Routers, Source, Wires};
+use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires};
+use super::expert_ranks::ExpertRanks;
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
@@ -85,11 +88,13 @@ fn of_plan(
     windows: Option<u64>,
 ) -> Result<Vec<StepMemory>> {
     let mut ranks: Vec<StepMemory> = Vec::new();
-    let mut before: Option<(u32, Vec<StepMemory>)> = None;
+    let mut known: BTreeMap<(u32, u32), Vec<StepMemory>> = BTreeMap::new();
+    let equal = plan.experts.windows(2).all(|pair| pair[0] == pair[1]);
     for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
-        // Replicas with the same number of microbatches hold the same: the effect of different speeds on a
-        // schedule is small.
-        if let Some((_, same)) = before.as_ref().filter(|(count, _)| *count == microbatches) {
+        // Replicas with the same number of microbatches, and of experts, hold the same: the effect of different
+        // speeds on a schedule is small.
+        let kind = (microbatches, if equal { 0 } else { plan.expert_rank(replica) });
+        if let Some(same) = known.get(&kind) {
             ranks.extend(same);
             continue;
         }
@@ -103,10 +108,10 @@ fn of_plan(
             StoreKind::Memory => SamplesSeen { held: seen, changed: if seen < all { of_step } else { 0 } },
             StoreKind::File | StoreKind::Mapped => SamplesSeen { held: 0, changed: of_step },
         };
-        let of_rank = |position| of_rank(plan, model, config, &schedule, position, seen);
+        let of_rank = |position| of_rank(plan, model, config, &schedule, (replica, position), seen);
         let found: Vec<_> = (0..plan.stages()).map(Rank).map(of_rank).collect::<Result<_>>()?;
         ranks.extend(&found);
-        before = Some((microbatches, found));
+        known.insert(kind, found);
     }
     Ok(ranks)
 }
@@ -116,12 +121,12 @@ fn of_rank(
     model: &ModelSpec,
     config: &RunSettings,
     schedule: &ReplicaSchedule,
-    position: Rank,
+    (replica, position): (u32, Rank),
     seen: SamplesSeen,
 ) -> Result<StepMemory> {
     let device = Device::sizes().with_precision(plan.precision);
     let held = || device.memory().1 as u64;
-    let mut executor = counting(plan, model, config, schedule, position, &device)?;
+    let mut executor = counting(plan, model, config, schedule, (replica, position), &device)?;
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
     let weights: u64 = parts().map(|layout| buffer(layout.len())).sum();
@@ -174,13 +179,14 @@ fn counting(
     model: &ModelSpec,
     config: &RunSettings,
     schedule: &ReplicaSchedule,
-    position: Rank,
+    (replica, position): (u32, Rank),
     device: &Device,
 ) -> Result<Executor> {
     let placement = schedule.placement();
     let part = |stage: StageId| {
         let number = placement.part(stage) as usize;
-        let built = stage_of(plan, model, schedule, number, device)?;
+        let exchange = ExpertRanks::of(plan).counted(replica)?;
+        let built = stage_of(plan, (model, replica), schedule, number, (device, exchange))?;
         let chain = chain(config, device, &built, (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
             params: built.zeros()?,
@@ -227,7 +233,7 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
     step.run_pass(&schedule.schedule, position, executor)?;
     for &op in step.at(Moment::Reduce) {
         match op {
-            StepOp::StartVote(_) => drop(executor.squares()?),
+            StepOp::StartVote(_) => drop(executor.squares(Counts::All)?),
             StepOp::FinishVote(_) => {}
             op => executor.run_op(op)?,
         }

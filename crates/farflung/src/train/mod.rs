@@ -20,6 +20,7 @@ mod deadline;
 mod decoder;
 pub mod elastic;
 mod executor;
+mod expert_ranks;
 mod fault;
 mod fingerprint;
 mod finished;

@@ -16,6 +16,7 @@ use farflung_zoo::ModelSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
+use super::expert_ranks;
 use super::links;
 use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
@@ -117,6 +118,7 @@ pub(super) fn divided(
         (None, _) => Vec::new(),
     };
     check_slices(&slices, model)?;
+    let experts = config.expert_weights();
     let plan = Plan {
         model: planned_model(&model_name(model), model),
         mesh: Plan::mesh_of(replicas, stages)?,
@@ -124,6 +126,7 @@ pub(super) fn divided(
         precision: config.precision,
         batch: small("batch", config.batch)?,
         microbatches: vec![count; replicas as usize],
+        experts,
         boundaries: vec![boundary(config); cut.len() - 1],
         parts: cut.into_iter().map(part).collect(),
         pipeline: Pipeline {
@@ -135,7 +138,7 @@ pub(super) fn divided(
         },
         levels: vec![level(config, replicas).into_level()],
     };
-    BoundPlan::new(plan).map_err(in_settings)
+    expert_ranks::check(&plan, model).and_then(|()| BoundPlan::new(plan)).map_err(in_settings)
 }
 
 /// Returns a plan with what follows from the rates of the ranks' machines: the relative speeds of the ranks in
@@ -192,6 +195,7 @@ fn in_settings(error: Error) -> Error {
             let field = match &*field {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
+                "experts" => "expert",
                 field if field.rsplit('.').next() == Some("steps") => "local-steps",
                 _ => "plan",
             };
@@ -308,6 +312,8 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         batch: plan.batch as usize,
         microbatches: plan.microbatches.iter().max().map(|&m| m as usize),
         accumulate: 1,
+        expert: plan.expert_ranks() as usize,
+        expert_weights: plan.divides_experts().then(|| Numbers(plan.experts.clone())),
         precision: plan.precision,
         schedule: match &plan.pipeline.schedule {
             ScheduleSource::Named(method) => *method,
@@ -353,6 +359,7 @@ pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<
         }
     }
     check_slices(&plan.pipeline.slices, model)?;
+    expert_ranks::check(&plan, model)?;
     let tokens: u64 = plan.pipeline.slices.iter().map(|&n| u64::from(n)).sum();
     if tokens > 0 && tokens != model.context as u64 {
         let expected =

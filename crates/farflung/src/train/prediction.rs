@@ -3,6 +3,7 @@
 
 mod operations;
 mod pricing;
+mod token_exchanges;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};

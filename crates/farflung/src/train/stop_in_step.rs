@@ -163,11 +163,11 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
     }
-    // If a rank of the first pipeline is missing, its part cannot be saved. Any other missing rank gets this
-    // step from the ranks that have it, when it returns.
-    if job.plan.stages() > 1
-        && let Some(rank) = missing.iter().find(|&&rank| job.plan.at(rank).data == 0)
-    {
+    // If a rank of the first pipeline is missing, or of those that divide its experts, its part cannot be
+    // saved. Any other missing rank gets this step from the ranks that have it, when it returns.
+    let gathered = job.plan.stages() > 1 || job.plan.divides_experts();
+    let first = job.plan.expert_group(0);
+    if gathered && let Some(rank) = missing.iter().find(|&&rank| first.contains(&job.plan.at(rank).data)) {
         return Err(Error::NoAnswer { rank: *rank });
     }
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;

@@ -14,6 +14,7 @@
 mod agree;
 mod build;
 mod carry;
+mod copies;
 mod ending;
 mod gather;
 mod gathered_weights;
@@ -47,13 +48,13 @@ use farflung_tensor::{Device, Tensor, TensorError};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
-use super::executor::{Executor, LossSum, Pass};
+use super::executor::{Counts, Executor, LossSum, Pass};
+use super::expert_ranks::ExpertRanks;
 use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::part::Part;
-use super::resync::{Drift, Resync};
+use super::resync::Resync;
 use super::spent::{Spent, add_since};
 use super::step_tokens::no_targets;
-use super::tied::{TableExchange, TiedTable};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voting};
@@ -109,6 +110,10 @@ pub struct Trainer {
     /// Communicators of the holders of each part of this rank, by the part's number; empty if there is only one
     /// replica and one copy of the model, except in an elastic run with local steps.
     holders: BTreeMap<u32, Communicator>,
+    /// How replicas divide experts, and the communicators of those that hold the same of each part; none if
+    /// each replica has all experts.
+    experts: ExpertRanks,
+    expert_holders: BTreeMap<u32, Communicator>,
     resync: Resync,
     /// Loss scale for products in 16 bits.
     scale: LossScale,
@@ -393,38 +398,6 @@ impl Trainer {
         })
     }
 
-    /// Compares the copies of what several ranks hold and makes them equal, if that is due.
-    fn compare(&mut self) -> Result<Option<Drift>> {
-        let Executor { comm, parts, placement, tied, .. } = &mut self.executor;
-        let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
-        for (number, part) in by_number(parts, placement) {
-            let all = 0..part.stage.layout().len();
-            if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
-                let apart = part.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
-                let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
-                if let Some(same) = common.or((!apart).then_some(&mut part.params)) {
-                    comparison.mend(holders, same, all)?;
-                }
-            }
-        }
-        // The table is equal in all pipelines now, but its two copies in a pipeline may differ. On one rank
-        // they get the same updates on the same device.
-        if let TiedTable::Across(TableExchange { group, stage, .. }) = tied {
-            let part = parts.get_mut(stage).expect("it is this rank's user of the table");
-            let table = part.table();
-            comparison.mend(group, &mut part.params, table)?;
-        }
-        let found = comparison.done()?;
-        if found.distance > 0.0 {
-            for part in parts.values_mut() {
-                if let Some(sync) = part.sync.as_mut().filter(|sync| !sync.replicas_differ()) {
-                    sync.on_params_set(&part.params)?;
-                }
-            }
-        }
-        Ok(Some(found))
-    }
-
     /// Runs a step's microbatches forward and backward, then the averages and the vote.
     fn pass(&mut self, stop: bool) -> Result<Vote> {
         for part in self.executor.parts.values_mut() {
@@ -512,10 +485,14 @@ impl Trainer {
 
     /// Returns the sums of squared gradients by part of the model; 0 for parts that other voters report.
     fn squares(&self, vote: step::Vote) -> Result<Vec<f64>> {
-        if vote == step::Vote::Norm || self.replica == 0 || !self.each_step {
-            return self.executor.squares();
-        }
-        Ok(vec![0.0; self.executor.placement.depth() as usize])
+        let counts = if vote == step::Vote::Norm || self.replica == 0 || !self.each_step {
+            Counts::All
+        } else if self.experts.divides() && self.experts.first_group().contains(&self.replica) {
+            Counts::Experts
+        } else {
+            return Ok(vec![0.0; self.executor.placement.depth() as usize]);
+        };
+        self.executor.squares(counts)
     }
 
     /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.

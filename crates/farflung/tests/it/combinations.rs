@@ -43,6 +43,24 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
     config
 }
 
+/// Returns the jobs of one process whose data and models the others take: of a GPT, and of a mixture whose
+/// router takes each token by itself, as slices of sequences need it.
+fn wholes(base: &TrainConfig) -> [Job; 2] {
+    let gpt = TrainConfig { workers: 1, ..base.clone() };
+    let mixture = TrainConfig {
+        model: "mixtral-nano".to_owned(),
+        heads: Some(2),
+        balance_loss: Some(0.0),
+        ..gpt.clone()
+    };
+    [gpt, mixture].map(|config| Job::new(config, 1, Stop::manual()).unwrap())
+}
+
+/// Returns the job of a run, of the mixture if its experts are divided.
+fn job_of(wholes: &[Job; 2], config: &TrainConfig) -> Result<Job, Error> {
+    wholes[usize::from(config.expert > 1)].with_config(config.clone(), config.workers)
+}
+
 /// Returns one function per rank that opens its connection; ranks are threads of this process over any
 /// transport.
 fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> WorkerConnection + Send + '_>> {
@@ -95,14 +113,14 @@ fn train(job: &Job) -> Result<Vec<(Vec<f64>, blake3::Hash)>, Error> {
 #[test]
 fn every_pair_of_choices_trains_or_is_refused() {
     let (_folder, base) = base();
-    let whole = Job::new(TrainConfig { workers: 1, ..base.clone() }, 1, Stop::manual()).unwrap();
+    let wholes = wholes(&base);
     let found = covering();
     let mut failed = Vec::new();
     for run in &found.runs {
         let values: Vec<_> = AXES.iter().map(|axis| axis.name).zip(run.iter().map(String::as_str)).collect();
         let config = with(&base, &values);
         let name = run.join(" ");
-        let job = match whole.with_config(config.clone(), config.workers) {
+        let job = match job_of(&wholes, &config) {
             Ok(job) => job,
             Err(error) => {
                 failed.push(format!("{name}: refused: {error}"));
@@ -137,7 +155,7 @@ fn every_pair_of_choices_trains_or_is_refused() {
 #[test]
 fn what_is_refused_is_refused_with_that_reason() {
     let (_folder, base) = base();
-    let whole = Job::new(TrainConfig { workers: 1, ..base.clone() }, 1, Stop::manual()).unwrap();
+    let wholes = wholes(&base);
     for pair in covering().refused {
         let values = [(pair.a.0.name, &*pair.a.1), (pair.b.0.name, &*pair.b.1)];
         let staged = values.iter().any(|(name, _)| *name == "schedule");
@@ -145,7 +163,7 @@ fn what_is_refused_is_refused_with_that_reason() {
         if !staged {
             config = with(&TrainConfig { stages: 2, ..config }, &[]);
         }
-        let error = whole.with_config(config.clone(), config.workers).unwrap_err();
+        let error = job_of(&wholes, &config).unwrap_err();
         assert_eq!(error.exit_code(), 2, "{values:?}: {error}");
         // The default of another setting may also be incompatible with one of the two.
         let reason = pair.refusal.to_string();

@@ -14,7 +14,7 @@ use crate::families::{done, farthest, train};
 use crate::tiny::{Run, json_of, output, refused};
 
 /// A folder with a text, and models of which each token has two of four experts, or one with a capacity.
-fn models() -> Run {
+pub(crate) fn models() -> Run {
     let run = Run::new();
     let mixtral = json!({
         "model_type": "mixtral",

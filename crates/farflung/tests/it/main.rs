@@ -13,6 +13,7 @@ mod disks;
 mod documents;
 mod earlier_checkpoints;
 mod events;
+mod expert_ranks;
 mod experts;
 mod families;
 mod finished;

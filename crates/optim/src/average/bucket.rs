@@ -6,6 +6,7 @@ use farflung_base::Pending;
 use farflung_tensor::{Op, Param, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
+use crate::weigh::weigh_part;
 
 /// A parameter that is sent.
 #[derive(Debug)]
@@ -27,6 +28,8 @@ pub(super) struct Bucket {
     /// Positions of `pieces` in the packed buffers.
     parts: Vec<Part>,
     pub(super) fragment: usize,
+    /// Whether its parameters are among those that are held apart.
+    pub(super) apart: bool,
     /// Number of elements of all pieces.
     pub(super) len: usize,
     pub(super) params: usize,
@@ -124,21 +127,29 @@ pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
 }
 
 /// Cuts a layout into buckets of at most `bytes`, from its end to its start. A larger parameter is a bucket
-/// alone, and no bucket crosses the border of two of `count` [fragments]. The slots are in the layout's order,
-/// the buckets in the opposite one.
-pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot>, Vec<Bucket>) {
+/// alone, and no bucket crosses the border of two of `count` [fragments], or has parameters both inside and
+/// outside of the ranges `apart`. The slots are in the layout's order, the buckets in the order in which they
+/// become complete from the layout's end.
+pub(super) fn cut(
+    layout: &ParamLayout,
+    bytes: usize,
+    count: usize,
+    apart: &[Range<usize>],
+) -> (Vec<Slot>, Vec<Bucket>) {
     let mut buckets: Vec<Bucket> = Vec::new();
     let mut slots = Vec::new();
     let params = layout.params().iter().rev().filter(|p| !p.shape.is_empty());
     for (param, fragment) in params.zip(fragments(layout, count)) {
         let range = param.range();
+        let is_apart = apart.iter().any(|apart| apart.contains(&range.start));
         let fits = |b: &Bucket| {
             b.fragment == fragment && (b.len + range.len()).saturating_mul(size_of::<f32>()) <= bytes
         };
-        if !buckets.last().is_some_and(fits) {
-            buckets.push(Bucket { fragment, ..Bucket::default() });
+        let open = buckets.iter().rposition(|bucket| bucket.apart == is_apart);
+        let index = open.filter(|&index| fits(&buckets[index])).unwrap_or(buckets.len());
+        if index == buckets.len() {
+            buckets.push(Bucket { fragment, apart: is_apart, ..Bucket::default() });
         }
-        let index = buckets.len() - 1;
         let bucket = &mut buckets[index];
         bucket.len += range.len();
         bucket.params += 1;
@@ -150,10 +161,22 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot
         slots.push(Slot { name, shape, range, bucket: index, ready: false });
     }
     slots.reverse();
-    for bucket in &mut buckets {
-        bucket.pieces.reverse();
+    in_order(&mut slots, buckets.into_iter().enumerate().collect())
+}
+
+/// Sorts the buckets by their last piece, which is nearest to the layout's start.
+fn in_order(slots: &mut Vec<Slot>, mut buckets: Vec<(usize, Bucket)>) -> (Vec<Slot>, Vec<Bucket>) {
+    buckets.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.pieces.last().map(|piece| piece.start)));
+    let mut now = vec![0; buckets.len()];
+    buckets.iter().enumerate().for_each(|(index, (was, _))| now[*was] = index);
+    for slot in slots.iter_mut() {
+        slot.bucket = now[slot.bucket];
     }
-    (slots, buckets)
+    let reversed = |(_, mut bucket): (usize, Bucket)| {
+        bucket.pieces.reverse();
+        bucket
+    };
+    (std::mem::take(slots), buckets.into_iter().map(reversed).collect())
 }
 
 impl Bucket {
@@ -219,6 +242,13 @@ impl Bucket {
     }
 }
 
+impl Bucket {
+    /// Multiplies the elements in `flat`.
+    pub(super) fn weigh(&self, flat: &mut Tensor, factor: f64) -> Result<(), OptimError> {
+        self.pieces.iter().try_for_each(|piece| weigh_part(flat, piece.clone(), factor))
+    }
+}
+
 #[cfg(test)]
 #[expect(
     clippy::float_cmp,
@@ -235,7 +265,7 @@ mod tests {
 
     #[test]
     fn buckets_run_from_the_end_to_the_start_and_hold_no_padding() {
-        let (slots, buckets) = cut(&layout(&[64, 64, 10, 0, 200, 3]), 4 * 128, 1);
+        let (slots, buckets) = cut(&layout(&[64, 64, 10, 0, 200, 3]), 4 * 128, 1, &[]);
         // 3 and 200 do not fit together; 200 is too large and is a bucket alone; 10 + 64 fit, and 64 more do
         // not.
         let seen: Vec<_> = buckets.iter().map(|b| (b.pieces.clone(), b.len, b.params)).collect();
@@ -244,7 +274,18 @@ mod tests {
             [(vec![448..451], 3, 1), (vec![192..392], 200, 1), (vec![64..138], 74, 2), (vec![0..64], 64, 1)]
         );
         assert_eq!(slots.iter().map(|s| s.bucket).collect::<Vec<_>>(), [3, 2, 2, 1, 0]);
-        assert_eq!(cut(&layout(&[]), 1, 1).1.len(), 0);
+        assert_eq!(cut(&layout(&[]), 1, 1, &[]).1.len(), 0);
+    }
+
+    #[test]
+    fn parameters_that_are_held_apart_are_in_buckets_of_their_own() {
+        let (slots, buckets) = cut(&layout(&[64, 64, 64, 64, 64]), 128 * 4, 1, &[64..128, 192..256]);
+        let seen: Vec<_> = buckets.iter().map(|b| (b.pieces.clone(), b.apart)).collect();
+        assert_eq!(
+            seen,
+            [(vec![128..192, 256..320], false), (vec![64..128, 192..256], true), (vec![0..64], false)]
+        );
+        assert_eq!(slots.iter().map(|s| s.bucket).collect::<Vec<_>>(), [2, 1, 0, 1, 0]);
     }
 
     #[test]
@@ -254,14 +295,14 @@ mod tests {
         assert_eq!(fragments(&layout(&[10, 10, 10, 0, 10]), 4), [0, 1, 2, 3]);
         assert_eq!(fragments(&layout(&[10, 30]), 4), [0, 3]);
         assert!(fragments(&layout(&[]), 4).is_empty());
-        let (_, buckets) = cut(&layout(&[10, 10, 10, 10]), usize::MAX, 2);
+        let (_, buckets) = cut(&layout(&[10, 10, 10, 10]), usize::MAX, 2, &[]);
         assert_eq!(buckets.iter().map(|b| (b.fragment, b.len)).collect::<Vec<_>>(), [(0, 20), (1, 20)]);
     }
 
     #[test]
     fn unpacking_undoes_packing_and_leaves_padding_alone() {
         let layout = layout(&[65, 3, 64]);
-        let (_, mut buckets) = cut(&layout, usize::MAX, 1);
+        let (_, mut buckets) = cut(&layout, usize::MAX, 1, &[]);
         let cpu = Device::cpu(1).unwrap();
         let values: Vec<f32> = (0..layout.len()).map(|i| i as f32).collect();
         let flat = cpu.tensor(&values, layout.len()).unwrap();

@@ -168,7 +168,7 @@ impl BucketProtocols {
         for matrix in &self.matrices {
             let mut map = StateMap::new();
             matrix.protocol.save(&format!("{prefix}{}.", matrix.name), &mut map)?;
-            super::flat(map, saved);
+            super::state_buffers::flat(map, saved);
         }
         Ok(())
     }
@@ -184,7 +184,8 @@ impl BucketProtocols {
             let mut known = StateMap::new();
             matrix.protocol.save(&prefix, &mut known)?;
             // The protocol checks the lengths itself.
-            let mut map = super::given(known.into_keys().collect(), matrix.range.len(), get, |_| true)?;
+            let mut map =
+                super::state_buffers::given(known.into_keys().collect(), matrix.range.len(), get, |_| true)?;
             let empty =
                 |value: &StateValue<'_>| matches!(value, StateValue::F32(values) if values.is_empty());
             if map.values().all(empty) {

@@ -148,7 +148,7 @@ impl Codecs {
         self.each(prefix, |codec, prefix, _| {
             let mut map = StateMap::new();
             codec.save(prefix, &mut map)?;
-            super::flat(map, saved);
+            super::state_buffers::flat(map, saved);
             Ok(())
         })
     }
@@ -164,7 +164,10 @@ impl Codecs {
             let mut known = StateMap::new();
             codec.save(prefix, &mut known)?;
             let fits = |len| len == expected || len == 0;
-            codec.load(prefix, &mut super::given(known.into_keys().collect(), expected, get, fits)?)
+            codec.load(
+                prefix,
+                &mut super::state_buffers::given(known.into_keys().collect(), expected, get, fits)?,
+            )
         })
     }
 

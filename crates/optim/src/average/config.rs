@@ -35,6 +35,9 @@ pub struct AverageConfig {
     pub overlap: bool,
     /// Seed of codecs that draw random numbers.
     pub seed: u64,
+    /// Ranges of whole parameters of the layout that fewer ranks hold than the others, such as experts that
+    /// ranks divide among them. They are in buckets of their own.
+    pub apart: Vec<Range<usize>>,
 }
 
 impl Default for AverageConfig {
@@ -50,19 +53,26 @@ impl Default for AverageConfig {
             density_warmup: 0,
             overlap: true,
             seed: 0,
+            apart: Vec::new(),
         }
     }
 }
 
 impl AverageConfig {
     pub(super) fn cut(&self, layout: &ParamLayout) -> (Vec<Slot>, Vec<Bucket>) {
-        cut(layout, self.bucket_bytes, self.fragments)
+        cut(layout, self.bucket_bytes, self.fragments, &self.apart)
     }
 
     /// Returns the number of elements of each bucket of a layout, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self, layout: &ParamLayout) -> Vec<usize> {
         self.cut(layout).1.iter().map(|bucket| bucket.len).collect()
+    }
+
+    /// Returns for each bucket, in the same order, whether its parameters are held apart.
+    #[must_use]
+    pub fn apart_buckets(&self, layout: &ParamLayout) -> Vec<bool> {
+        self.cut(layout).1.iter().map(|bucket| bucket.apart).collect()
     }
 
     /// Returns the number of values in each exchange of each bucket, in the order of

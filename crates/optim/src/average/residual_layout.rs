@@ -14,6 +14,9 @@ impl Average {
     #[must_use]
     pub fn residual_layout(&self) -> String {
         let mut text = format!("ranks {}", self.comm.size());
+        if let Some(apart) = &self.apart {
+            let _ = write!(text, "; apart {}", apart.comm.size());
+        }
         for slot in &self.slots {
             let (range, bucket, name) = (&slot.range, slot.bucket, &slot.name);
             // Writing to a string cannot fail.

@@ -21,7 +21,7 @@ pub const DDP: SyncMethod = SyncMethod {
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,
     buffers: |_| Buffers { held: 0, saved: 0 },
-    build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
+    build: |s| Ok(Box::new(Ddp::new(Average::with_apart(s.comm, s.apart, s.device, s.layout, s.average)?))),
 };
 
 /// Averages gradients at each step, so that replicas never differ.

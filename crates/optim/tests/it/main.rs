@@ -1,5 +1,6 @@
 //! Integration tests of this crate. They are one program, since each test program links all crates again.
 
+mod apart;
 mod asynchronous;
 mod average;
 mod buffers;

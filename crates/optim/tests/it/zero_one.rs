@@ -130,6 +130,7 @@ fn of(
 ) -> SyncSettings<'_> {
     static LAYOUT: LazyLock<ParamLayout> = LazyLock::new(layout);
     SyncSettings {
+        apart: None,
         comm,
         device: &CPU,
         layout: &LAYOUT,

@@ -35,6 +35,7 @@ impl Plan {
     /// other than data and pipeline and for more than two levels, and the errors of [`Plan::order_with`].
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
+        self.check_experts()?;
         self.check_parts()?;
         self.check_schedule()?;
         let (given, needed) = (self.boundaries.len(), self.parts.len() - 1);
@@ -77,6 +78,32 @@ impl Plan {
         ensure(given == replicas, "microbatches", format!("{given} numbers"), expected)?;
         for (replica, &count) in self.microbatches.iter().enumerate() {
             ensure(count > 0, format!("microbatches[{replica}]"), count, "at least 1")?;
+        }
+        Ok(())
+    }
+
+    fn check_experts(&self) -> Result<(), ParallelError> {
+        if self.experts.is_empty() {
+            return Ok(());
+        }
+        let (given, ranks, replicas) = (format!("{:?}", self.experts), self.experts.len(), self.replicas());
+        let refused = |expected: &str| Err(refuse("experts", &given, expected));
+        if ranks == 1 || self.experts.contains(&0) {
+            return refused("a weight of at least 1 for each of several replicas, or nothing");
+        }
+        if !(replicas as usize).is_multiple_of(ranks) {
+            let expected = format!("as many weights as divide the {replicas} replicas");
+            return refused(&expected);
+        }
+        if self.pools().is_some() || self.updates() != Updates::Flush {
+            return refused("nothing, because the schedule has pools of ranks, or no flush");
+        }
+        let group_of = |replica: usize| replica - self.expert_rank(replica as u32) as usize;
+        for (replica, &count) in self.microbatches.iter().enumerate() {
+            let expected = "the same number for all replicas that divide the experts, because they run each \
+                            microbatch together";
+            let good = count == self.microbatches[group_of(replica)];
+            ensure(good, "microbatches", format!("{:?}", self.microbatches), expected)?;
         }
         Ok(())
     }

@@ -50,12 +50,16 @@ impl Plan {
 
     /// Returns the ranks that differ from `rank` only along `axis`, including `rank`, in order along the axis.
     /// With pools, the group along the data axis is the rank alone: the other holders of its part are its pool.
+    /// Along [`Axis::Expert`], a view of the data axis, they are the ranks that divide its experts.
     ///
     /// # Panics
     /// As [`Plan::at`].
     #[must_use]
     pub fn group(&self, rank: Rank, axis: Axis) -> Vec<Rank> {
-        self.mesh.group(rank, axis).expect("a rank of the plan")
+        match axis {
+            Axis::Expert => self.along_experts(rank),
+            axis => self.mesh.group(rank, axis).expect("a rank of the plan"),
+        }
     }
 
     /// Returns the ranks of a replica's pipeline, by position.
@@ -78,14 +82,15 @@ impl Plan {
     }
 
     /// Returns a number for the parts of the model that a rank holds: its position in its pipeline, or its
-    /// pool.
+    /// pool, and, if replicas divide experts, its number among these.
     ///
     /// # Panics
     /// As [`Plan::at`].
     #[must_use]
     pub fn place(&self, rank: Rank) -> u32 {
-        let position = self.at(rank).pipeline;
-        self.pools().and_then(|pools| pools.stage_of(position)).unwrap_or(position)
+        let at = self.at(rank);
+        let position = self.pools().and_then(|pools| pools.stage_of(at.pipeline)).unwrap_or(at.pipeline);
+        position * self.expert_ranks() + self.expert_rank(at.data)
     }
 }
 

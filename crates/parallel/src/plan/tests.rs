@@ -16,6 +16,7 @@ pub(super) fn plan() -> Plan {
         precision: Precision::F32,
         batch: 3,
         microbatches: vec![4, 2],
+        experts: Vec::new(),
         parts: vec![part(0..1), part(1..4)],
         pipeline: Pipeline::default(),
         boundaries: vec![BoundaryCodecs { forward: "int8".to_owned(), ..BoundaryCodecs::default() }],
@@ -43,6 +44,45 @@ pub(super) fn pooled() -> Plan {
         pipeline: Pipeline { schedule: ScheduleSource::Pools(pools), ..Pipeline::default() },
         ..plan()
     }
+}
+
+#[test]
+fn experts_are_divided_among_neighbouring_replicas() {
+    let divided = |mesh: &str, experts: &[u32]| {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let machines = (0..mesh.size()).map(|rank| format!("m{rank}")).collect();
+        let microbatches = vec![2; mesh.along(Axis::Data) as usize];
+        Plan { mesh, machines, microbatches, experts: experts.to_vec(), ..plan() }
+    };
+    let plan = divided("data=4,pipeline=2", &[3, 1]);
+    plan.check().unwrap();
+    assert!(plan.to_string().contains("\nexperts = [3, 1]\n"));
+    assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan);
+    let whole = Plan { experts: Vec::new(), ..plan.clone() };
+    assert_eq!(whole.differences(&plan)[0].to_string(), "`experts` is missing and [3, 1]");
+    assert!(!whole.to_string().contains("experts") && whole.digest() != plan.digest());
+    let ranks = |numbers: [u32; 2]| numbers.map(farflung_base::Rank);
+    // Rank 7 is the second stage of replica 3.
+    assert_eq!(plan.group(ranks([7, 0])[0], Axis::Expert), ranks([5, 7]));
+    assert_eq!(plan.expert_holders(ranks([7, 0])[0]), ranks([3, 7]));
+    assert_eq!([2, 3, 6, 7].map(|rank| plan.place(farflung_base::Rank(rank))), [1, 3, 1, 3]);
+    assert_eq!((plan.expert_rank(3), plan.expert_group(3), plan.expert_ranks()), (1, 2..4, 2));
+    assert_eq!(whole.group(ranks([7, 0])[0], Axis::Expert), [ranks([7, 0])[0]]);
+    for (mesh, experts, reason) in [
+        ("data=4,pipeline=2", &[1, 0][..], "at least 1 for each of several replicas"),
+        ("data=4,pipeline=2", &[1], "at least 1 for each of several replicas"),
+        ("data=3,pipeline=2", &[1, 1], "as many weights as divide the 3 replicas"),
+        ("data=2,pipeline=2", &[1, 1, 1, 1], "as many weights as divide the 2 replicas"),
+    ] {
+        let error = divided(mesh, experts).check().unwrap_err().to_string();
+        assert!(error.contains("`experts`") && error.contains(reason), "{error}");
+    }
+    let unequal = Plan { microbatches: vec![2, 2, 2, 1], ..plan };
+    assert!(
+        unequal.check().unwrap_err().to_string().contains("the same number for all replicas that divide")
+    );
+    let pools = Plan { experts: vec![1, 1], ..pooled() };
+    assert!(pools.check().unwrap_err().to_string().contains("`experts`"));
 }
 
 #[test]
@@ -316,6 +356,11 @@ proptest! {
             machines: (0..ranks).map(|r| format!("m{r}")).collect(),
             precision: Precision::Bf16,
             batch,
+            // Groups of two divide experts where replicas pair and have as much to do.
+            experts: match microbatches[..] {
+                [a, b] if a == b => vec![1, 2],
+                _ => Vec::new(),
+            },
             microbatches,
             boundaries: vec![BoundaryCodecs::default(); parts.len() - 1],
             parts,

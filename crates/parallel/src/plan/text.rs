@@ -99,6 +99,8 @@ struct File {
     precision: Text<Precision>,
     batch: u32,
     microbatches: Vec<u32>,
+    #[serde(default)]
+    experts: Vec<u32>,
     model: ModelEntry,
     part: Vec<PartEntry>,
     #[serde(default)]
@@ -269,6 +271,7 @@ impl File {
             precision: self.precision.0,
             batch: self.batch,
             microbatches: self.microbatches,
+            experts: self.experts,
             parts,
             pipeline,
             boundaries,
@@ -292,6 +295,9 @@ impl Display for Plan {
         writeln!(f, "precision = \"{}\"", self.precision)?;
         writeln!(f, "batch = {}", self.batch)?;
         writeln!(f, "microbatches = {:?}", self.microbatches)?;
+        if !self.experts.is_empty() {
+            writeln!(f, "experts = {:?}", self.experts)?;
+        }
         let model = &self.model;
         writeln!(f, "\n[model]\nname = {}", quoted(&model.name))?;
         writeln!(f, "layers = {}\nparameters = {}", model.layers, model.parameters)?;

@@ -23,6 +23,20 @@ pub enum ReplicaSteps {
     Apart,
 }
 
+/// Who votes on the norm of the gradients, where one rank does not know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormVote {
+    /// The ranks of one pipeline, once they have their averages: it may apply a step before the others have
+    /// theirs. Losses of all ranks are voted on while gradients are averaged. Not where the members of a run
+    /// may leave: all then apply a step or none does.
+    Pipeline,
+    /// All ranks, together with the losses, after the averages.
+    All,
+    /// All ranks, even if each has all layers, because replicas hold different parameters, such as experts that
+    /// they divide.
+    Divided,
+}
+
 /// What decides a rank's step beside its schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSettings {
@@ -35,11 +49,8 @@ pub struct StepSettings {
     /// Whether ranks choose the next computation by what has arrived. The list of the pass is then a
     /// prediction, and averages start after it.
     pub by_arrivals: bool,
-    /// Whether a pipeline may apply a step before the others have all their averages. Losses of all ranks are
-    /// then voted on while gradients are averaged; only the norm comes after the averages, and it needs the
-    /// ranks of one pipeline alone. Not where the members of a run may leave: all then apply a step or none
-    /// does.
-    pub early_vote: bool,
+    /// Who votes on the norm of the gradients.
+    pub norm: NormVote,
 }
 
 /// A moment of a step, with a list of its own.
@@ -80,7 +91,7 @@ impl Moment {
 /// ```
 /// use farflung_base::Rank;
 /// use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings, TiedWeights};
-/// use farflung_parallel::step::{RankStep, ReplicaSteps, StepSettings};
+/// use farflung_parallel::step::{NormVote, RankStep, ReplicaSteps, StepSettings};
 ///
 /// let order = Method::OneFOneB.order(&Settings::new(2, 2))?;
 /// let lowering = Lowering { replicas: true, tied: true, ..Lowering::default() };
@@ -90,7 +101,7 @@ impl Moment {
 ///     overlap: true,
 ///     tied: TiedWeights::Across,
 ///     by_arrivals: false,
-///     early_vote: true,
+///     norm: NormVote::Pipeline,
 /// };
 /// let step = RankStep::new(&schedule, Rank(1), settings)?;
 /// assert_eq!(
@@ -323,10 +334,12 @@ impl<'a> Builder<'a> {
     fn votes(&self) -> [Option<Vote>; 2] {
         let has_norm_of_all = self.updates() == Updates::Flush && !self.placement().is_pooled();
         let together = self.settings.replicas == ReplicaSteps::Together;
-        if self.placement().depth() == 1 {
+        if self.settings.norm == NormVote::Divided {
+            [None, Some(Vote::Whole)]
+        } else if self.placement().depth() == 1 {
             // The norm of a whole model is known to each rank alone.
             [Some(Vote::Losses), None]
-        } else if self.settings.early_vote && together && has_norm_of_all {
+        } else if self.settings.norm == NormVote::Pipeline && together && has_norm_of_all {
             [Some(Vote::Losses), Some(Vote::Norm)]
         } else {
             [None, Some(Vote::Whole)]

@@ -1,5 +1,5 @@
-//! Snapshots of the step lists of 13 plans: each family of schedules, with and without replicas, members,
-//! local steps and a tied table.
+//! Snapshots of the step lists of 15 plans: each family of schedules, with and without replicas, members,
+//! local steps, a tied table and divided experts.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use farflung_base::Rank;
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{Lowering, Method, Schedule, Settings, TiedWeights};
-use farflung_parallel::step::{Moment, RankStep, ReplicaSteps, StepOp, StepSettings};
+use farflung_parallel::step::{Moment, NormVote, RankStep, ReplicaSteps, StepOp, StepSettings};
 
 /// One replica, whose first and last part share a table where they can.
 const ALONE: StepSettings = StepSettings {
@@ -16,14 +16,14 @@ const ALONE: StepSettings = StepSettings {
     overlap: true,
     tied: TiedWeights::Across,
     by_arrivals: false,
-    early_vote: true,
+    norm: NormVote::Pipeline,
 };
 
 /// Replicas that average the gradients of each step.
 const REPLICAS: StepSettings = StepSettings { replicas: ReplicaSteps::Together, ..ALONE };
 
 /// The same where the members of a run may leave.
-const MEMBERS: StepSettings = StepSettings { early_vote: false, ..REPLICAS };
+const MEMBERS: StepSettings = StepSettings { norm: NormVote::All, ..REPLICAS };
 
 /// Replicas that train apart.
 const LOCAL: StepSettings = StepSettings { replicas: ReplicaSteps::Apart, ..ALONE };
@@ -51,12 +51,15 @@ fn lists(method: Method, ranks: u32, settings: StepSettings) -> Vec<RankStep> {
 #[test]
 fn steps_of_plans() {
     let untied = StepSettings { tied: TiedWeights::Whole, ..REPLICAS };
+    let divided = StepSettings { norm: NormVote::Divided, ..REPLICAS };
     for (name, method, ranks, settings) in [
         ("gpipe, alone", Method::GPipe, 2, ALONE),
         ("1f1b, replicas", Method::OneFOneB, 2, REPLICAS),
         ("dualpipe, replicas", Method::DualPipe, 2, REPLICAS),
         ("1f1b, local steps", Method::OneFOneB, 2, LOCAL),
         ("one rank, replicas", Method::OneFOneB, 1, REPLICAS),
+        ("one rank, divided", Method::OneFOneB, 1, divided),
+        ("1f1b, divided", Method::OneFOneB, 2, divided),
         ("interleaved, replicas, untied", Method::Interleaved, 2, untied),
         ("zb-h1, members", Method::ZbH1, 2, MEMBERS),
         ("zb-h1, replicas", Method::ZbH1, 2, REPLICAS),

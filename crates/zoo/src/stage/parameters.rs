@@ -1,14 +1,33 @@
 //! The parameters of a stage: initial values, and weights of files.
 
+use std::ops::Range;
 use std::path::Path;
 
 use farflung_tensor::{Shape, Tensor, TensorError};
 
 use super::Stage;
-use crate::ZooError;
 use crate::weights::{self, Weights, WriteOptions};
+use crate::{TensorKind, ZooError};
 
 impl Stage {
+    /// Returns the ranges of the flat buffers with experts, in order and as few as possible. Where ranks divide
+    /// the experts, others hold other values there.
+    #[must_use]
+    pub fn expert_ranges(&self) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let mut follows = false;
+        for (p, (_, spec)) in self.layout.params().iter().zip(&self.specs) {
+            let is_expert = spec.kind == TensorKind::Expert;
+            match ranges.last_mut().filter(|_| follows) {
+                Some(last) if is_expert => last.end = p.range().end,
+                _ if is_expert => ranges.push(p.range()),
+                _ => {}
+            }
+            follows = is_expert;
+        }
+        ranges
+    }
+
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
     /// layers of the whole model.
     pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {

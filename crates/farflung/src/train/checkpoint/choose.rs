@@ -2,7 +2,7 @@
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
-use farflung_parallel::{Axis, Plan};
+use farflung_parallel::Plan;
 
 use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
@@ -28,7 +28,8 @@ enum OwnCheckpoint {
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
     let fits = |checkpoint: &Checkpoint| {
-        source::record(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
+        source::record(checkpoint)
+            .is_ok_and(|t| t.world == job.world && t.parts == parts && t.experts == job.plan.experts)
     };
     let needed = trainer.needed();
     let read = |checkpoints: Vec<Checkpoint>, residuals| {
@@ -111,7 +112,7 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
 /// Returns the step to continue from: the oldest of the newest steps of all ranks that have any; 0 if there is
 /// none. A rank that was interrupted while it committed may be one checkpoint behind; the others then go back
 /// to its step. A step that was saved while some ranks did not answer is used nevertheless if the whole model
-/// was saved, by some rank of each group along the plan's data axis: those ranks get it from the others.
+/// was saved, each part by some rank: the other ranks get it from those that hold the same.
 fn agree(comm: &Communicator, run: &RunDir, own: OwnCheckpoint, plan: &Plan) -> Result<(u64, OwnCheckpoint)> {
     let (mine, alone) = match &own {
         OwnCheckpoint::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
@@ -120,9 +121,10 @@ fn agree(comm: &Communicator, run: &RunDir, own: OwnCheckpoint, plan: &Plan) -> 
     let steps = all_gather_u64(comm, mine)?;
     let saved_alone = all_gather_u64(comm, u64::from(alone))?;
     let newest = (0..steps.len()).filter(|&rank| saved_alone[rank] == 1).map(|rank| steps[rank]).max();
-    let holders = plan.mesh.groups(Axis::Data);
-    let has_all =
-        |step: u64| holders.iter().all(|ranks| ranks.iter().any(|rank| steps[rank.index()] == step));
+    let places: Vec<u32> = (0..plan.ranks()).map(|rank| plan.place(Rank(rank))).collect();
+    let has =
+        |wanted: &u32, step: u64| places.iter().zip(&steps).any(|(at, has)| at == wanted && *has == step);
+    let has_all = |step: u64| places.iter().all(|place| has(place, step));
     let agreed = match newest.filter(|&step| has_all(step)) {
         Some(step) => step,
         None => steps.into_iter().filter(|&step| step > 0).min().unwrap_or(0),

@@ -196,6 +196,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         model: model_facts(job),
         parts: trainer.layers(),
         stages: job.plan.stages() as usize,
+        experts: job.plan.experts.clone(),
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),
         microbatches,
         seed: job.config.seed,

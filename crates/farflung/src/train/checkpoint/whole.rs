@@ -25,15 +25,16 @@ pub(super) fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkp
     }
 }
 
-/// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and those of the
-/// other ranks of its first pipeline beside it; or those of the members that saved in the same view.
+/// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and beside it
+/// those of the other ranks of its first pipeline, or of those that divided its experts; or those of the
+/// members that saved in the same view.
 pub(super) fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let record = source::record(&first)?;
     if record.view.is_some() {
         return of_view(first, &record, job.model.layers());
     }
-    let ranks = record.stages as u32;
+    let ranks = (record.stages * record.experts.len().max(1)) as u32;
     let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
     let others = (1..ranks).map(|rank| open(Rank(rank)));
     std::iter::once(Ok(first)).chain(others).collect()

@@ -96,6 +96,7 @@ pub const AXES: &[Axis] = &[
         values: || words(OptimizerKind::all()),
         set: |config, value| config.optimizer = read(value),
     },
+    Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
         name: "lookahead",
         values: || words(["0", "2"]),

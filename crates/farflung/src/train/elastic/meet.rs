@@ -53,6 +53,10 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "none, because members have their own links";
         return wrong("topology", topology.display().to_string(), expected);
     }
+    if config.expert > 1 {
+        let expected = "1, because a member that leaves would take its experts with it";
+        return wrong("expert", config.expert.to_string(), expected);
+    }
     if let Some(pools) = &config.pools {
         let expected = "none, because with `stages` and `pooled` the pools are formed automatically";
         return wrong("pools", pools.value().to_string(), expected);

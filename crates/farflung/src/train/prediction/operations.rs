@@ -5,20 +5,24 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Bytes, Operation, Rank, StageId, Topology};
 use farflung_comm::{
-    AllReduce as _, CodedAllReduce as _, CodedBuffer, message_operation, operation, operation_coded,
+    AllReduce as _, CodedAllReduce as _, CodedBuffer, all_to_all_operation, message_operation, operation,
+    operation_coded,
 };
+use farflung_optim::ApartHolders;
 use farflung_parallel::Coordinates;
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_parallel::step::Vote;
 use farflung_tensor::Device;
-use farflung_zoo::{ModelSpec, Stage};
+use farflung_zoo::ModelSpec;
 
+use super::token_exchanges::{ToRanks, TokenExchanges};
 use crate::Result;
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary;
 use crate::train::costs::Machines;
+use crate::train::expert_ranks::ExpertRanks;
 use crate::train::tied::TiedGroup;
 
 /// Identifies an operation of a step.
@@ -27,7 +31,9 @@ pub(super) enum Key {
     /// A message between two stages of a replica.
     Message(u32, Message),
     /// An exchange of the average of a part's bucket, in an update.
-    Bucket { part: u32, update: u32, bucket: usize, exchange: usize },
+    Bucket { part: u32, update: u32, bucket: BucketKey, exchange: usize },
+    /// An exchange of tokens between the replicas of a group that divide experts, in a pass of a microbatch.
+    Tokens { group: u32, stage: StageId, microbatch: u32, slice: u16, pass: TokenPass, exchange: usize },
     /// The sum of the gradients of a replica's token table.
     Table { replica: u32, round: u32 },
     /// The copy of the averaged token table from its first stage to its last.
@@ -38,16 +44,100 @@ pub(super) enum Key {
     Refusals,
 }
 
-/// A part of the model, with the averages among its holders.
+/// Identifies a bucket of a part's average.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BucketKey {
+    /// The number, in each group, of the replicas that hold its experts; `None` if all hold it.
+    experts: Option<u32>,
+    /// Its number among those of these holders.
+    index: usize,
+}
+
+/// A pass in which tokens are exchanged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum TokenPass {
+    Forward,
+    Recompute,
+    Input,
+    Weight,
+    /// A whole backward pass, before this range of gradients is final.
+    Backward(usize),
+}
+
+impl TokenPass {
+    fn of(self, exchanges: &TokenExchanges) -> &[ToRanks] {
+        match self {
+            Self::Forward | Self::Recompute => &exchanges.forward,
+            Self::Input => &exchanges.input,
+            Self::Weight => &exchanges.weight,
+            Self::Backward(range) => exchanges.backward.get(range).map_or(&[], Vec::as_slice),
+        }
+    }
+}
+
+/// A bucket of a part's average.
+#[derive(Debug, Clone)]
+pub(super) struct BucketFacts {
+    pub(super) key: BucketKey,
+    /// The operation for each exchange; none if one rank alone holds the bucket.
+    pub(super) exchanges: Vec<Operation>,
+    /// The range after which it is final.
+    pub(super) ready_after: usize,
+}
+
+/// A part of the model as one of the replicas that divide its experts has it, with the averages among its
+/// holders.
 pub(super) struct PartFacts {
     /// Elements of its flat buffer, padding included, and of the ranges that its backward pass makes final, in
     /// order.
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
-    /// The operation for each exchange of each bucket's average; empty if one rank alone holds the part.
-    pub(super) buckets: Vec<Vec<Operation>>,
-    /// The range after which each bucket is final.
-    pub(super) ready_after: Vec<usize>,
+    pub(super) buckets: Vec<BucketFacts>,
+    tokens: TokenExchanges,
+}
+
+impl PartFacts {
+    fn new(
+        (plan, model): (&BoundPlan, &ModelSpec),
+        (schedule, topology): (&ReplicaSchedule, &Topology),
+        (part, replica): (u32, u32),
+    ) -> Result<Self> {
+        let (layers, device) = (schedule.layers[part as usize].clone(), Device::cpu(1)?);
+        let stage = ExpertRanks::of(plan).counted_stage((model, layers), replica, &device)?;
+        let mut cut = plan.outermost().averages();
+        if plan.divides_experts() {
+            cut.apart = stage.expert_ranges();
+        }
+        let all = averages::holders(plan, schedule.placement(), part);
+        let own = plan.expert_rank(replica);
+        let has_own = |rank: &&Rank| plan.expert_rank(plan.at(**rank).data) == own;
+        let experts: Vec<Rank> = all.iter().filter(has_own).copied().collect();
+        let sizes: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {
+            Some(exchanges) => exchanges,
+            None => cut.buckets(stage.layout()).into_iter().map(|len| vec![len]).collect(),
+        };
+        let ranges = stage.backward_ranges();
+        let ready_after = cut.ready_after(stage.layout(), &ranges);
+        let (mut buckets, mut counts) = (Vec::new(), [0, 0]);
+        for ((sizes, apart), ready_after) in
+            sizes.iter().zip(cut.apart_buckets(stage.layout())).zip(ready_after)
+        {
+            let holders = if apart { &experts } else { &all };
+            let among = topology.among(holders);
+            let sizes = sizes.iter().filter(|_| holders.len() > 1);
+            let exchange = |&len: &usize| Ok(average(plan, (len, apart), &among)?.among(holders));
+            let exchanges = sizes.map(exchange).collect::<Result<_>>()?;
+            let key = BucketKey { experts: apart.then_some(own), index: counts[usize::from(apart)] };
+            counts[usize::from(apart)] += 1;
+            buckets.push(BucketFacts { key, exchanges, ready_after });
+        }
+        Ok(Self {
+            elements: stage.layout().len() as u64,
+            buckets,
+            ranges: ranges.iter().map(|range| range.len() as u64).collect(),
+            tokens: TokenExchanges::of(plan, model, schedule, (part as usize, replica))?,
+        })
+    }
 }
 
 /// The operations of some steps, each made when a rank first refers to it.
@@ -55,7 +145,8 @@ pub(super) struct Operations<'a> {
     pub(super) plan: &'a BoundPlan,
     model: &'a ModelSpec,
     topology: &'a Topology,
-    pub(super) parts: Vec<PartFacts>,
+    /// By the replica's number among those that divide experts, and by part.
+    parts: Vec<Vec<PartFacts>>,
     /// Numbers of operations by step and key.
     numbers: BTreeMap<(u32, Key), usize>,
     made: Vec<Operation>,
@@ -68,29 +159,13 @@ impl<'a> Operations<'a> {
         machines: &'a Machines,
         schedule: &ReplicaSchedule,
     ) -> Result<Self> {
-        let (placement, topology) = (schedule.placement(), &machines.topology);
-        let (level, device) = (plan.outermost(), Device::cpu(1)?);
-        let cut = level.averages();
-        let mut parts = Vec::new();
-        for (part, layers) in (0..).zip(&schedule.layers) {
-            let stage = Stage::new(model, layers.clone(), &device)?;
-            let holders = averages::holders(plan, placement, part);
-            let among = topology.among(&holders);
-            let lens: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {
-                _ if holders.len() == 1 => Vec::new(),
-                Some(exchanges) => exchanges,
-                None => cut.buckets(stage.layout()).into_iter().map(|len| vec![len]).collect(),
-            };
-            let exchange = |&len: &usize| Ok(average(plan, len, &among)?.among(&holders));
-            let bucket = |lens: &Vec<usize>| lens.iter().map(exchange).collect::<Result<_>>();
-            let ranges = stage.backward_ranges();
-            parts.push(PartFacts {
-                elements: stage.layout().len() as u64,
-                buckets: lens.iter().map(bucket).collect::<Result<_>>()?,
-                ready_after: cut.ready_after(stage.layout(), &ranges),
-                ranges: ranges.iter().map(|range| range.len() as u64).collect(),
-            });
-        }
+        let topology = &machines.topology;
+        let facts = |replica| {
+            let all = 0..schedule.layers.len() as u32;
+            let of = |part| PartFacts::new((plan, model), (schedule, topology), (part, replica));
+            all.map(of).collect::<Result<_>>()
+        };
+        let parts = plan.expert_group(0).map(facts).collect::<Result<_>>()?;
         Ok(Self { plan, model, topology, parts, numbers: BTreeMap::new(), made: Vec::new() })
     }
 
@@ -132,7 +207,21 @@ impl<'a> Operations<'a> {
                 message_operation(rank(message.from), rank(message.to()), bytes)
             }
             Key::Bucket { part, bucket, exchange, .. } => {
-                self.parts[part as usize].buckets[bucket][exchange].clone()
+                let parts = &self.parts[bucket.experts.unwrap_or(0) as usize];
+                let mut buckets = parts[part as usize].buckets.iter();
+                let found = buckets.find(|facts| facts.key == bucket);
+                found.expect("a bucket of the part").exchanges[exchange].clone()
+            }
+            Key::Tokens { group, stage, pass, exchange, .. } => {
+                let part = schedule.placement().part(stage) as usize;
+                let slices = schedule.slices.len() as u64;
+                let numbers = 0..self.parts.len() as u32;
+                let ranks: Vec<Rank> =
+                    numbers.map(|number| self.rank(schedule, group + number, stage)).collect();
+                let bytes = |from: usize, to: usize| {
+                    Bytes(pass.of(&self.parts[from][part].tokens)[exchange][to] / slices)
+                };
+                all_to_all_operation(ranks.len(), bytes).among(&ranks)
             }
             Key::Table { replica, .. } | Key::TakenTable { replica } => {
                 let pipeline = self.plan.pipeline_of(replica);
@@ -165,6 +254,16 @@ impl<'a> Operations<'a> {
         })
     }
 
+    /// Returns a part as a replica has it.
+    pub(super) fn part(&self, part: u32, replica: u32) -> &PartFacts {
+        &self.parts[self.plan.expert_rank(replica) as usize][part as usize]
+    }
+
+    /// Returns how often a replica exchanges tokens in a pass of a part.
+    pub(super) fn token_exchanges(&self, part: u32, replica: u32, pass: TokenPass) -> usize {
+        pass.of(&self.part(part, replica).tokens).len()
+    }
+
     fn rank(&self, schedule: &ReplicaSchedule, replica: u32, stage: StageId) -> Rank {
         let position = schedule.placement().rank(stage).0;
         self.plan.rank(Coordinates { data: replica, pipeline: position, ..Coordinates::default() })
@@ -178,12 +277,13 @@ impl<'a> Operations<'a> {
     }
 }
 
-/// Returns an exchange of `values` values of a bucket between all holders of a part.
-fn average(plan: &BoundPlan, values: usize, holders: &Topology) -> Result<Operation> {
+/// Returns an exchange of `values` values of a bucket between its holders, which have no regions if they are
+/// those of experts.
+fn average(plan: &BoundPlan, (values, apart): (usize, bool), holders: &Topology) -> Result<Operation> {
     let level = plan.outermost();
     let spec = level.codec;
     let regions = averages::regions(plan);
-    let regions = regions.as_deref();
+    let regions = regions.as_deref().filter(|_| !apart);
     let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) else {
         let bytes = Bytes((values * size_of::<f32>()) as u64);
         let programs = level.plain_algorithm().programs_in(values, bytes, holders, regions);
@@ -192,7 +292,8 @@ fn average(plan: &BoundPlan, values: usize, holders: &Topology) -> Result<Operat
     let codec = codec.build();
     let payload = |values: usize| codec.max_payload(values);
     let buffer = CodedBuffer { len: values, payload: &payload, topology: holders, regions };
-    Ok(operation_coded(&level.algorithm.coded_programs(&buffer)?, values, &payload))
+    let algorithm = if apart { ApartHolders::algorithm(level.algorithm) } else { level.algorithm };
+    Ok(operation_coded(&algorithm.coded_programs(&buffer)?, values, &payload))
 }
 
 /// Returns an operation of several messages of `bytes` bytes at once, each from one rank to another.

@@ -11,7 +11,7 @@ use farflung_parallel::pipeline::{
 use farflung_parallel::script::ScriptOp;
 use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
 
-use super::operations::{Key, Operations};
+use super::operations::{BucketFacts, Key, Operations, PartFacts, TokenPass};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::share;
@@ -221,47 +221,81 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
             let (cost, before) = (self.cost(action), self.ops.len());
             match action.kind {
                 ComputeKind::Backward if self.schedule.slices.len() == 1 => {
-                    self.backward(action.stage, cost.backward())?;
+                    self.backward(action, cost.backward(), true)?;
                 }
                 ComputeKind::Backward => {
                     self.compute(cost.input);
-                    self.backward(action.stage, cost.weight)?;
+                    self.exchange_tokens(action, TokenPass::Input)?;
+                    self.backward(action, cost.weight, false)?;
                 }
-                ComputeKind::BackwardWeight => self.backward(action.stage, cost.weight)?,
-                kind => self.compute(cost.time(kind)),
+                ComputeKind::BackwardWeight => self.backward(action, cost.weight, false)?,
+                kind => {
+                    self.compute(cost.time(kind));
+                    let pass = match kind {
+                        ComputeKind::Forward => Some(TokenPass::Forward),
+                        ComputeKind::Recompute => Some(TokenPass::Recompute),
+                        ComputeKind::BackwardInput => Some(TokenPass::Input),
+                        _ => None,
+                    };
+                    pass.map_or(Ok(()), |pass| self.exchange_tokens(action, pass))?;
+                }
             }
             self.marks.worked.push(Worked { action, ops: before..self.ops.len() });
         }
         Ok(())
     }
 
-    /// Prices the backward pass of a part's weights. If the average is open, each bucket leaves when it is
-    /// final.
-    fn backward(&mut self, stage: StageId, took: Nanos) -> Result<()> {
+    /// Prices the backward pass of a part's weights, or the `whole` one. If the average is open, each bucket
+    /// leaves when it is final.
+    fn backward(&mut self, action: Action, took: Nanos, whole: bool) -> Result<()> {
+        let stage = action.stage;
+        let facts = self.facts(stage);
+        let ranges = facts.ranges.len();
         if self.state(stage).average != Average::Open {
             self.compute(took);
-            return Ok(());
+            if !whole {
+                return self.exchange_tokens(action, TokenPass::Weight);
+            }
+            return (0..=ranges)
+                .try_for_each(|range| self.exchange_tokens(action, TokenPass::Backward(range)));
         }
-        let part = self.placement().part(stage);
-        let facts = &self.operations.parts[part as usize];
+        let facts = self.facts(stage);
         let shares: Vec<Nanos> = facts.ranges.iter().map(|&len| share(took, len, facts.elements)).collect();
-        let ready_after = facts.ready_after.clone();
-        let buckets = facts.buckets.len();
+        let ready_after: Vec<usize> = facts.buckets.iter().map(|bucket| bucket.ready_after).collect();
         for (range, share) in shares.into_iter().enumerate() {
+            if whole {
+                self.exchange_tokens(action, TokenPass::Backward(range))?;
+            }
             self.compute(share);
-            for bucket in (0..buckets).filter(|&bucket| ready_after[bucket] == range) {
-                let key = self.bucket(stage, bucket, 0);
-                self.begin(key)?;
+            for bucket in (0..ready_after.len()).filter(|&bucket| ready_after[bucket] == range) {
+                self.begin_bucket(stage, bucket, 0)?;
             }
         }
+        if whole {
+            self.exchange_tokens(action, TokenPass::Backward(ranges))?;
+        }
         self.state(stage).average = Average::Started;
+        Ok(())
+    }
+
+    /// Prices the exchanges of tokens of a pass, each of which the rank waits for.
+    fn exchange_tokens(&mut self, action: Action, pass: TokenPass) -> Result<()> {
+        let Action { stage, microbatch, slice, .. } = action;
+        let count = self.operations.token_exchanges(self.placement().part(stage), self.replica, pass);
+        let group = self.operations.plan.expert_group(self.replica).start;
+        for exchange in 0..count {
+            let number = self.begin(Key::Tokens { group, stage, microbatch, slice, pass, exchange })?;
+            self.complete(number);
+        }
         Ok(())
     }
 
     /// Prices the copy of the averaged token table: the rank with the first stage sends it, the one with the
     /// last stage receives it.
     fn take_exchanged(&mut self) -> Result<()> {
-        if let Some(stage) = self.table.filter(|&stage| self.buckets(stage) > 0) {
+        if let Some(stage) =
+            self.table.filter(|&stage| self.buckets(stage).iter().any(|bucket| !bucket.exchanges.is_empty()))
+        {
             let number = self.begin(Key::TakenTable { replica: self.replica })?;
             if !self.placement().is_first(stage) {
                 self.complete(number);
@@ -296,13 +330,28 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         self.costs[action.stage.index() * self.schedule.slices.len() + usize::from(action.slice)]
     }
 
-    fn bucket(&mut self, stage: StageId, bucket: usize, exchange: usize) -> Key {
-        let update = self.state(stage).updates;
-        Key::Bucket { part: self.placement().part(stage), update, bucket, exchange }
+    /// Returns a part as this replica has it.
+    fn facts(&self, stage: StageId) -> &PartFacts {
+        self.operations.part(self.placement().part(stage), self.replica)
     }
 
-    fn buckets(&self, stage: StageId) -> usize {
-        self.operations.parts[self.placement().part(stage) as usize].buckets.len()
+    fn buckets(&self, stage: StageId) -> &[BucketFacts] {
+        &self.facts(stage).buckets
+    }
+
+    /// Returns an exchange of a bucket; `None` if one rank alone holds it.
+    fn bucket(&mut self, stage: StageId, bucket: usize, exchange: usize) -> Option<Key> {
+        let update = self.state(stage).updates;
+        let BucketFacts { key, exchanges, .. } = &self.buckets(stage)[bucket];
+        let part = self.placement().part(stage);
+        (exchange < exchanges.len()).then_some(Key::Bucket { part, update, bucket: *key, exchange })
+    }
+
+    fn begin_bucket(&mut self, stage: StageId, bucket: usize, exchange: usize) -> Result<()> {
+        match self.bucket(stage, bucket, exchange) {
+            Some(key) => self.begin(key).map(|_| ()),
+            None => Ok(()),
+        }
     }
 
     /// Starts all averages of a part, unless they were started.
@@ -310,9 +359,8 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         if self.state(stage).average == Average::Started {
             return Ok(());
         }
-        for bucket in 0..self.buckets(stage) {
-            let key = self.bucket(stage, bucket, 0);
-            self.begin(key)?;
+        for bucket in 0..self.buckets(stage).len() {
+            self.begin_bucket(stage, bucket, 0)?;
         }
         self.state(stage).average = Average::Started;
         Ok(())
@@ -321,18 +369,15 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     /// Waits for all averages of a part.
     fn finish_averages(&mut self, stage: StageId) -> Result<()> {
         self.begin_averages(stage)?;
-        let part = self.placement().part(stage) as usize;
-        let exchanges: Vec<usize> = self.operations.parts[part].buckets.iter().map(Vec::len).collect();
+        let exchanges: Vec<usize> = self.buckets(stage).iter().map(|bucket| bucket.exchanges.len()).collect();
         // Averages of several exchanges continue in the order of buckets, as in `Average`.
         for exchange in 0..exchanges.iter().copied().max().unwrap_or(0) {
             for bucket in (0..exchanges.len()).filter(|&bucket| exchange < exchanges[bucket]) {
-                let key = self.bucket(stage, bucket, exchange);
-                let number = self.number(key)?;
-                self.complete(number);
-                if exchange + 1 < exchanges[bucket] {
-                    let next = self.bucket(stage, bucket, exchange + 1);
-                    self.begin(next)?;
+                if let Some(key) = self.bucket(stage, bucket, exchange) {
+                    let number = self.number(key)?;
+                    self.complete(number);
                 }
+                self.begin_bucket(stage, bucket, exchange + 1)?;
             }
         }
         let state = self.state(stage);

@@ -1,16 +1,18 @@
 //! Construction of a trainer: the parts, communicators and samplers of one rank, made from the job's plan.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
-use farflung_optim::{AverageConfig, Chain};
+use farflung_optim::{ApartHolders, AverageConfig, Chain};
+use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_tensor::{Device, Interrupt, Tensor};
-use farflung_zoo::{ActivationPolicy, ModelSpec, Stage};
+use farflung_zoo::{ActivationPolicy, Exchange, ModelSpec, Stage};
 
 use super::agree::StepRequests;
 use super::replica_samples::ReplicaSamples;
@@ -24,6 +26,7 @@ use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::executor::{Components, Executor, Routers, Source, Wires};
+use crate::train::expert_ranks::{self, ExpertRanks};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
@@ -64,6 +67,7 @@ impl Trainer {
         let at = plan.at(rank);
         let (position, replica) = (Rank(at.pipeline), at.data);
         let schedule = ReplicaSchedule::of_rest(job, replica, resumed)?;
+        check_orders(job, &schedule, replica)?;
         let placement = schedule.placement().clone();
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
@@ -71,6 +75,8 @@ impl Trainer {
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
+        let exchange = expert_ranks::exchange(plan, &messages, rank)?;
+        let apart = expert_ranks::apart(plan, &holders, replica)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
         let list = schedule.step(position, plan)?;
@@ -84,8 +90,10 @@ impl Trainer {
         };
         let mut parts = BTreeMap::new();
         for stage in placement.homes_of(position) {
-            let group = holders.get(&placement.part(stage));
-            let part = build_part(job, &schedule, (stage, replica), (&device, &plain), group, updates)?;
+            let number = placement.part(stage);
+            let holders = PartHolders { all: holders.get(&number), apart: apart.get(&number) };
+            let devices = (&device, &plain);
+            let part = build_part(job, &schedule, (stage, replica), (devices, &exchange), holders, updates)?;
             parts.insert(stage, part);
         }
 
@@ -131,6 +139,8 @@ impl Trainer {
             each_step,
             window: Vec::new(),
             voting: None,
+            experts: ExpertRanks::of(plan),
+            expert_holders: apart.into_iter().map(|(part, holders)| (part, holders.comm)).collect(),
             holders,
             resync,
             scale,
@@ -156,6 +166,28 @@ impl Trainer {
     }
 }
 
+/// Checks that the ranks that divide the experts run the same list: they wait for each other in each layer with
+/// experts.
+///
+/// Errors: [`ParallelError::Plan`], if the order of work depends on the speed of machines, or on arrivals.
+fn check_orders(job: &Job, own: &ReplicaSchedule, replica: u32) -> Result<()> {
+    let plan = &job.plan;
+    if !plan.divides_experts() {
+        return Ok(());
+    }
+    let mut equal = own.arrivals.is_none();
+    for other in plan.expert_group(replica).filter(|&other| other != replica) {
+        equal &= ReplicaSchedule::new(job, other)?.schedule.order() == own.schedule.order();
+    }
+    if equal {
+        return Ok(());
+    }
+    let expected = "one with the same order of work for all replicas that divide the experts, whatever their \
+                    speed: they run each microbatch together";
+    let (field, value) = ("pipeline.schedule".to_owned(), plan.pipeline.schedule.to_string());
+    Err(ParallelError::Plan { field, value, expected: expected.to_owned() }.into())
+}
+
 /// Returns two communicators: for the messages of a pass, and for everything else. A stop or a change of
 /// members cancels their pending operations.
 fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
@@ -165,6 +197,14 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
     })
 }
 
+/// The ranks that hold a part; `None` if this one alone does.
+#[derive(Debug, Clone, Copy)]
+struct PartHolders<'a> {
+    all: Option<&'a Communicator>,
+    /// Those of its experts, if replicas divide them.
+    apart: Option<&'a ApartHolders>,
+}
+
 /// Makes a part of the model with its optimizer, at step 0. `device` is a handle whose ops a stop interrupts.
 /// `plain` is a handle without this interrupt, for averages: other ranks may have received their results
 /// already, so they must be completed here too.
@@ -172,13 +212,13 @@ fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
     (stage, replica): (StageId, u32),
-    (device, plain): (&Device, &Device),
-    holders: Option<&Communicator>,
+    ((device, plain), exchange): ((&Device, &Device), &Arc<dyn Exchange>),
+    holders: PartHolders<'_>,
     updates: u64,
 ) -> Result<Part> {
     let number = schedule.placement().part(stage) as usize;
     let planned = &job.plan.parts[number];
-    let model = stage_of(&job.plan, &job.model, schedule, number, device)?;
+    let model = stage_of(&job.plan, (&job.model, replica), schedule, number, (device, Arc::clone(exchange)))?;
     let params = match &job.initial {
         Some(initial) => model.load(&mut initial.source.open()?)?,
         None => model.init(job.config.seed)?,
@@ -188,7 +228,7 @@ fn build_part(
     }
     let chain =
         chain(&own_steps(job, replica), device, &model, (updates, job.plan.outermost().every.into()))?;
-    let sync = match holders {
+    let sync = match holders.all {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
@@ -199,6 +239,7 @@ fn build_part(
             };
             let share = job.weight(replica)?;
             let group = averages::in_regions(group.clone(), &job.plan)?;
+            let group = (group, holders.apart.cloned());
             Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
@@ -225,16 +266,18 @@ fn build_part(
     })
 }
 
-/// Makes the model's part of a number, with what it keeps of its activations.
+/// Makes a replica's part of the model of a number, with what it keeps of its activations. Its layers exchange
+/// by `exchange`.
 pub(in crate::train) fn stage_of(
     plan: &BoundPlan,
-    spec: &ModelSpec,
+    (spec, replica): (&ModelSpec, u32),
     schedule: &ReplicaSchedule,
     number: usize,
-    device: &Device,
+    (device, exchange): (&Device, Arc<dyn Exchange>),
 ) -> Result<Stage> {
     let planned = &plan.parts[number];
-    let mut model = Stage::new(spec, schedule.layers[number].clone(), device)?;
+    let layers = (spec, schedule.layers[number].clone());
+    let mut model = ExpertRanks::of(plan).stage(layers, replica, device, exchange)?;
     if schedule.recomputes_by_layer() {
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
@@ -257,7 +300,7 @@ struct Warmups {
 /// `rounds` are the steps after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
-    group: Communicator,
+    (group, apart): (Communicator, Option<ApartHolders>),
     (device, share): (&Device, f64),
     model: &Stage,
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
@@ -266,6 +309,9 @@ fn synchroniser(
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
     let mut average = job.average_config();
+    if apart.is_some() {
+        average.apart = model.expert_ranges();
+    }
     if job.plan.pools().is_some() && group.size() == 1 {
         // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.
@@ -278,6 +324,7 @@ fn synchroniser(
     };
     Ok((level.method.build)(SyncSettings {
         comm: group,
+        apart,
         device,
         layout: model.layout(),
         average: AverageConfig { warmup: warmup.plain, density_warmup: warmup.density, ..average },
@@ -311,7 +358,7 @@ pub(super) fn replayed_method(
 ) -> Result<Box<dyn Synchroniser>> {
     // Nothing goes through a codec here.
     let warmup = Warmups { plain: 0, density: 0 };
-    synchroniser(job, alone.clone(), (device, 1.0), model, (params, warmup, None))
+    synchroniser(job, (alone.clone(), None), (device, 1.0), model, (params, warmup, None))
 }
 
 /// Returns the settings of a replica's optimizer. A slower replica takes fewer local steps: its learning-rate

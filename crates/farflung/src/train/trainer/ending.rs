@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use farflung_base::{Nanos, Rank, StageId};
+use farflung_comm::Communicator;
 
 use super::Trainer;
 use crate::train::decoder::Decoder;
@@ -33,12 +34,12 @@ fn received(bytes: &[u8]) -> Result<Option<SampleText>> {
 
 impl Trainer {
     /// Returns what the run tells of its model, on rank 0 of a pipeline; without stages, on each rank with
-    /// `tells`. The stages of the first replica generate the sample together. A collective: all ranks must call
-    /// it.
+    /// `tells`. The stages of the first replica generate the sample together, and the replicas that divide its
+    /// experts the same one at the same time. A collective: all ranks must call it.
     pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
         let hash = self.digest()?;
-        if self.executor.placement.depth() == 1 {
-            let sample = tells.then(|| self.sample(job)).transpose()?;
+        if self.executor.placement.depth() == 1 && !self.experts.divides() {
+            let sample = tells.then(|| self.sample(job, self.comm())).transpose()?;
             return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, sample }));
         }
         // The model is whole and saved: a loss during the sample does not take away the report.
@@ -49,13 +50,18 @@ impl Trainer {
             tracing::warn!(%error, "no sample");
             Ok(None)
         };
-        let sample = if self.replica == 0 { self.sample(job).or_else(lost)? } else { None };
+        let takes_part = self.experts.first_group().contains(&self.replica);
+        let pipeline = self.experts.divides().then(|| self.comm().split(self.replica, self.comm().rank().0));
+        let pipeline = pipeline.transpose()?;
+        let comm = pipeline.as_ref().unwrap_or(self.comm());
+        let sample = if takes_part { self.sample(job, comm).or_else(lost)? } else { None };
         Ok(hash.filter(|_| tells && self.replica == 0).map(|hash| Ending { hash, sample }))
     }
 
-    /// Generates the sample, with the ranks of this rank's pipeline. The text is returned on the first one.
-    fn sample(&self, job: &Job) -> Result<Option<SampleText>> {
-        let Executor { comm, parts, placement, .. } = &self.executor;
+    /// Generates the sample, with the ranks of this rank's pipeline, the first ones of `comm`. The text is
+    /// returned on the first one.
+    fn sample(&self, job: &Job, comm: &Communicator) -> Result<Option<SampleText>> {
+        let Executor { parts, placement, .. } = &self.executor;
         let stages = parts.iter().map(|(&id, part)| (id, &part.stage, &part.params));
         // A run's virtual time is that of its steps.
         let mut decoder = Decoder::new((comm, placement, self.position), stages, &|_, _| Nanos::ZERO);
@@ -83,10 +89,10 @@ impl Trainer {
     /// the same under any plan. A collective: all ranks must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, placement, .. } = &self.executor;
-        let alone = placement.depth() == 1;
+        let alone = placement.depth() == 1 && !self.experts.divides();
         let first = alone || comm.rank().0 == 0;
         let mut mine = String::new();
-        if first || self.replica == 0 {
+        if first || self.experts.first_group().contains(&self.replica) {
             for part in parts.values() {
                 for p in part.stage.layout().params() {
                     let hash = with_values(&part.params, p.start, p.shape.len(), digest)?;

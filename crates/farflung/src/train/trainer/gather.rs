@@ -1,4 +1,4 @@
-//! Gathers the whole model on rank 0 from the parts of the first replica.
+//! Gathers the whole model on rank 0 from the parts of the first replica, or of those that divide its experts.
 
 use farflung_base::{Rank, StageId};
 use farflung_tensor::Tensor;
@@ -6,6 +6,7 @@ use farflung_zoo::Stage;
 
 use super::Trainer;
 use crate::train::executor::Executor;
+use crate::train::expert_ranks::is_in;
 use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
@@ -37,7 +38,7 @@ impl Trainer {
 
     fn put_together(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
         let Executor { comm, parts, placement, device, .. } = &self.executor;
-        if self.replica > 0 {
+        if !self.experts.first_group().contains(&self.replica) {
             return Ok(None);
         }
         let stages = (0..placement.depth()).map(StageId);
@@ -52,18 +53,23 @@ impl Trainer {
         let spec = self.stage().spec().clone();
         let whole = Stage::whole(&spec, device)?;
         let mut all = whole.zeros()?;
-        for stage in stages {
-            let there = Stage::new(&spec, self.schedule.layers[stage.index()].clone(), device)?;
-            let values = if let Some(part) = parts.get(&stage) {
+        let replicas = self.experts.first_group();
+        for (replica, stage) in replicas.flat_map(|replica| stages.clone().map(move |stage| (replica, stage)))
+        {
+            let layers = (&spec, self.schedule.layers[stage.index()].clone());
+            let there = self.experts.counted_stage(layers, replica, device)?;
+            let values = if let Some(part) = parts.get(&stage).filter(|_| replica == 0) {
                 of(part).to_vec::<f32>()?
             } else {
-                let bytes = comm.recv(placement.rank(stage), GATHERED - stage.0)?;
+                let rank = self.experts.rank(replica, placement.rank(stage))?;
+                let bytes = comm.recv(rank, GATHERED - stage.0)?;
                 floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
                     message: format!("part {stage} of the model"),
                     problem: "does not have the length of its parameters",
                 })?
             };
-            for param in there.layout().params() {
+            let experts = there.expert_ranges();
+            for param in there.layout().params().iter().filter(|p| replica == 0 || is_in(&experts, p)) {
                 let to = &whole.layout().params()[whole.layout().find(&param.name)?];
                 all.view_mut().part(to.start, to.shape.len())?.write(&values[param.range()])?;
             }

@@ -1,5 +1,5 @@
-//! The whole model's weights on their way into rank 0's file: each rank of the first replica sends its own
-//! tensors in chunks, so that no rank has the whole model in memory.
+//! The whole model's weights on their way into rank 0's file: each rank of the first replica, and of those that
+//! divide its experts, sends its own tensors in chunks, so that no rank has the whole model in memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
@@ -43,7 +43,8 @@ impl Answer {
         all.into_iter().find(|answer| bytes == [*answer as u8])
     }
 }
-/// A tensor of the model, and the rank of the first replica whose copy counts.
+
+/// A tensor of the model, and the rank whose copy counts: of the first replica, or of the one with the expert.
 struct OwnedTensor {
     rank: Rank,
     stage: StageId,
@@ -58,7 +59,7 @@ impl Trainer {
             return Ok(self.owned()?.into_iter().map(|tensor| self.piece(&tensor)).collect());
         }
         let pieces = self.pieces_of(|kind| *kind == StateKind::Parameters);
-        if self.schedule.layers.len() == 1 {
+        if !self.is_divided() {
             return Ok(pieces.collect());
         }
         let by_name: BTreeMap<_, _> = pieces.map(|piece| (piece.name.clone(), piece)).collect();
@@ -67,7 +68,12 @@ impl Trainer {
 
     /// Returns whether this rank's checkpoints have the weights of other ranks' parts.
     pub(in crate::train) fn gathers(&self) -> bool {
-        self.executor.placement.depth() > 1 && self.comm().rank().0 == 0
+        self.is_divided() && self.comm().rank().0 == 0
+    }
+
+    /// Returns whether no rank has the whole model.
+    fn is_divided(&self) -> bool {
+        self.executor.placement.depth() > 1 || self.experts.divides()
     }
 
     /// Returns the tensors of the model in the order of its layers, each once.
@@ -76,10 +82,22 @@ impl Trainer {
         let spec = self.stage().spec();
         let (mut names, mut owned) = (BTreeSet::new(), Vec::new());
         for stage in (0..placement.depth()).map(StageId) {
-            let there = Stage::new(spec, self.schedule.layers[stage.index()].clone(), device)?;
-            let new = there.layout().params().iter().filter(|param| names.insert(param.name.clone()));
-            let rank = placement.rank(stage);
-            owned.extend(new.map(|param| OwnedTensor { rank, stage, param: param.clone() }));
+            let layers = self.schedule.layers[stage.index()].clone();
+            let mut holders = BTreeMap::new();
+            for replica in self.experts.first_group() {
+                let there = self.experts.counted_stage((spec, layers.clone()), replica, device)?;
+                let rank = self.experts.rank(replica, placement.rank(stage))?;
+                for param in there.layout().params() {
+                    holders.entry(param.name.clone()).or_insert_with(|| (rank, param.clone()));
+                }
+            }
+            // The order of the layers is that of a stage with all experts.
+            let whole = Stage::new(spec, layers, device)?;
+            for name in whole.layout().params().iter().map(|param| &param.name) {
+                if let Some((rank, param)) = holders.remove(name).filter(|_| names.insert(name.clone())) {
+                    owned.push(OwnedTensor { rank, stage, param });
+                }
+            }
         }
         Ok(owned)
     }
@@ -101,11 +119,12 @@ impl Trainer {
     /// of all ranks; on rank 0, and without stages, at once.
     pub(in crate::train) fn send_weights(&self, stored: &StoredLayout) -> Result<()> {
         let comm = self.comm();
-        if self.executor.placement.depth() == 1 || self.gathers() {
+        if !self.is_divided() || self.gathers() {
             return Ok(());
         }
         let mut unanswered = 0;
-        let sends = |tensor: &&OwnedTensor| self.replica == 0 && tensor.rank == comm.rank();
+        let gives = self.experts.first_group().contains(&self.replica);
+        let sends = |tensor: &&OwnedTensor| gives && tensor.rank == comm.rank();
         for tensor in self.owned()?.iter().filter(sends) {
             let piece = self.piece(tensor);
             let sent = piece.stored_values(stored, |values| {

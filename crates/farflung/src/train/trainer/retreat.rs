@@ -268,7 +268,7 @@ impl StopPosition {
 
 /// Moves ranks that have voted on the newest step that any rank has committed to that step: all ranks of a
 /// pipeline that answer, or none. If no rank commits a step before all have voted, all can. With an early vote
-/// ([`StepSettings::early_vote`](farflung_parallel::step::StepSettings::early_vote)), a pipeline may have
+/// ([`NormVote::Pipeline`](farflung_parallel::step::NormVote::Pipeline)), a pipeline may have
 /// committed a step while a rank of another lacks an average: that pipeline stays whole at the step before.
 fn settle(standing: &mut [StopPosition], pipeline_of: impl Fn(Rank) -> u32) {
     let newest = standing.iter().map(|other| other.committed).max_by_key(|committed| committed.step);

@@ -9,6 +9,7 @@ use super::*;
 use crate::config::choice::{LrScheduleKind, TransportKind};
 use crate::train::connections;
 use crate::train::job::Job;
+use crate::train::resync::Drift;
 use crate::transports::MEMORY;
 use crate::{Stop, TrainConfig};
 

@@ -1,14 +1,13 @@
 //! Checks every `--check-every` steps and before a checkpoint: all values are finite, and copies are equal to
 //! the bit.
 
-use std::fmt::Display;
-
 use farflung_base::Rank;
-use farflung_tensor::{ParamLayout, Tensor};
+use farflung_tensor::{Param, ParamLayout, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::config::shared::NamedValue;
+use crate::train::expert_ranks::is_in;
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
 use crate::train::pieces::{FlatState, Scope, StateKind, with_values};
@@ -88,10 +87,26 @@ impl Trainer {
             let number = placement.part(stage);
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
-            let params = hash(layout, [("", &part.params)])?;
-            let shared = if all { shared_states(part, self.each_step)? } else { Vec::new() };
+            // Replicas that divide the experts have other experts, and the same of everything else.
+            let experts = if self.experts.divides() { part.stage.expert_ranges() } else { Vec::new() };
+            let own = self.experts.number(self.replica);
+            let hashed = |flats: &[NamedFlat<'_>]| {
+                let rest = hash(layout, flats, |p| !is_in(&experts, p))?;
+                let apart = hash(layout, flats, |p| is_in(&experts, p))?;
+                Ok::<_, Error>((rest, Some(apart).filter(|_| !experts.is_empty())))
+            };
+            let mut tell = |what: &str, (rest, apart): (String, Option<String>)| {
+                copies.push(NamedValue::new(of(what), rest));
+                let what = format!("{what} of the experts of rank {own} of each group");
+                copies.extend(apart.map(|apart| NamedValue::new(of(&what), apart)));
+            };
+            let params = hashed(&[(String::new(), &part.params)])?;
+            let shared = if all { shared_states(part, self.each_step, hashed)? } else { Vec::new() };
             if compared {
-                copies.push(NamedValue::new(of("parameters"), params));
+                tell("parameters", params);
+            }
+            shared.into_iter().filter(|_| !unlike).for_each(|(what, hashes)| tell(what, hashes));
+            if compared {
                 let table = part.table();
                 if !table.is_empty() {
                     let values = part.params.view().part(table.start, table.len())?;
@@ -100,8 +115,6 @@ impl Trainer {
                     copies.push(NamedValue::new("token table", hasher.finish()));
                 }
             }
-            let shared = shared.into_iter().filter(|_| !unlike);
-            copies.extend(shared.map(|(what, hash)| NamedValue::new(of(what), hash)));
         }
         Ok(ChecksumMessage { copies, broken: None })
     }
@@ -156,18 +169,18 @@ fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
     SuspectRanks { ranks, majority: most.is_some() }
 }
 
-/// Returns the hash of flat buffers, without padding.
+/// A flat buffer, and what comes before the names of its tensors in errors.
+type NamedFlat<'a> = (String, &'a Tensor);
+
+/// Returns the hash of the tensors of flat buffers that are `wanted`, without padding.
 ///
 /// Errors: [`Error::NotFinite`] with the tensor's name, after the buffer's name.
-fn hash<'a>(
-    layout: &ParamLayout,
-    flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
-) -> Result<String> {
+fn hash(layout: &ParamLayout, flats: &[NamedFlat<'_>], wanted: impl Fn(&Param) -> bool) -> Result<String> {
     let mut hasher = Hasher::default();
     for (name, flat) in flats {
         with_values(flat, 0, flat.shape().len(), |values| {
-            finite::check_flat(&name.to_string(), layout, values)?;
-            layout.params().iter().for_each(|p| hasher.update(&values[p.range()]));
+            finite::check_flat(name, layout, values)?;
+            layout.params().iter().filter(|p| wanted(p)).for_each(|p| hasher.update(&values[p.range()]));
             Ok::<_, Error>(())
         })??;
     }
@@ -176,7 +189,11 @@ fn hash<'a>(
 
 /// Returns the hashes of a part's states that all of its ranks share, with what they are. States of a replica
 /// are checked, too.
-fn shared_states(part: &Part, each_step: bool) -> Result<Vec<(&'static str, String)>> {
+fn shared_states<H>(
+    part: &Part,
+    each_step: bool,
+    hashed: impl Fn(&[NamedFlat<'_>]) -> Result<H>,
+) -> Result<Vec<(&'static str, H)>> {
     let all = part.states(each_step);
     let is_method =
         |state: &&FlatState<'_>| matches!(state.kind, StateKind::Method(_)) && state.scope == Scope::Run;
@@ -187,8 +204,9 @@ fn shared_states(part: &Part, each_step: bool) -> Result<Vec<(&'static str, Stri
     ];
     let mut hashes = Vec::new();
     for (what, states) in groups {
-        let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
-        let hash = hash(part.stage.layout(), named)?;
+        let named: Vec<_> =
+            states.iter().map(|state| (format!("{}/", state.kind.name()), state.values)).collect();
+        let hash = hashed(&named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
             hashes.push((what, hash));
         }

@@ -1,0 +1,124 @@
+//! Runs in which replicas divide the experts of a mixture: the same losses as in one process under every plan,
+//! files that any other division continues, and what cannot be divided.
+
+use std::fs;
+
+use farflung::parallel::pipeline::Method;
+use farflung::train::refusal;
+
+use crate::experts::models;
+use crate::families::{done, farthest, train};
+use crate::tiny::{json_of, output, refused};
+
+#[test]
+fn ranks_that_divide_the_experts_train_as_one_process() {
+    let run = models();
+    for model in ["config.json", "switch.json"] {
+        // A norm that is clipped is that of all experts.
+        let common = format!("--model {model} --clip 0.1");
+        let alone = done(&run, &format!("{model}-alone"), &format!("{common} --accumulate 4"));
+        let same = |name: &str, most: f64, args: &str| {
+            let steps = done(&run, &format!("{model}-{name}"), &format!("{common} {args}"));
+            let off = farthest(&steps, &alone);
+            assert!(off < most, "{model} {name}: {off}");
+            for (step, whole) in steps.iter().zip(&alone) {
+                let counts = |step: &farflung::StepMetrics| {
+                    step.experts.iter().map(|mixture| mixture.counts.clone()).collect::<Vec<_>>()
+                };
+                assert_eq!(counts(step), counts(whole), "{model} {name}");
+            }
+        };
+        same("two", 1e-4, "--workers 2 --expert 2 --accumulate 2 --check-every 1");
+        same("groups", 1e-4, "--workers 4 --expert 2 --batch 1 --accumulate 2 --check-every 1");
+        same("uneven", 1e-4, "--workers 4 --expert 2 --expert-weights 2,1 --batch 1 --accumulate 2");
+        same("all-at-the-end", 1e-4, "--workers 4 --expert 2 --batch 1 --accumulate 2 --overlap false");
+        let runs =
+            |method: &Method| refusal(*method).is_none() && !method.slices() && method.is_synchronous();
+        for schedule in Method::ALL.into_iter().filter(runs).filter(|&method| method != Method::Varuna) {
+            let name = schedule.name();
+            let stages = "--workers 4 --stages 2 --expert 2 --batch 1 --microbatches 4";
+            same(name, 1e-4, &format!("{stages} --schedule {name}"));
+        }
+        same("recomputed", 1e-4, "--workers 2 --expert 2 --accumulate 2 --recompute full");
+        let stages = "--workers 4 --stages 2 --expert 2 --batch 1 --microbatches 4";
+        same("recomputed-stages", 1e-4, &format!("{stages} --recompute full"));
+        // Coded averages, also among the two holders of each expert.
+        let groups = "--workers 4 --expert 2 --batch 1 --accumulate 2";
+        for codec in ["f16", "int8+ef"] {
+            let steps =
+                done(&run, &format!("{model}-{codec}"), &format!("{common} {groups} --codec {codec}"));
+            let off = farthest(&steps, &alone);
+            assert!(off < 0.02, "{model} {codec}: {off}");
+        }
+    }
+}
+
+#[test]
+fn any_division_of_experts_continues_any_other() {
+    let run = models();
+    let divisions = [
+        ("alone", "--accumulate 4"),
+        ("halves", "--workers 2 --expert 2 --accumulate 2"),
+        ("stages", "--workers 4 --stages 2 --expert 2 --expert-weights 3,1 --microbatches 2"),
+    ];
+    for (name, args) in divisions {
+        done(&run, name, &format!("{args} --steps 4"));
+        done(&run, &format!("{name}-2"), &format!("{args} --steps 2"));
+    }
+    let whole = |out: &str| fs::read(run.at(out).join("step-00000004/model.safetensors")).unwrap();
+    for (from, _) in divisions {
+        for (to, args) in divisions {
+            let out = format!("{from}-{to}");
+            let copied = std::process::Command::new("cp")
+                .args(["-r", &format!("{from}-2"), &out])
+                .current_dir(run.at("."))
+                .status();
+            assert!(copied.unwrap().success());
+            done(&run, &out, &format!("{args} --steps 4 --resume auto"));
+            if from == to {
+                assert!(whole(&out) == whole(to), "{out}");
+            }
+            let loss = |out: &str| {
+                let text = fs::read_to_string(run.at(out).join("metrics.jsonl")).unwrap();
+                let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+                last["val_loss"].as_f64().unwrap()
+            };
+            let off = (loss(&out) - loss("alone")).abs();
+            assert!(off < 1e-3, "{out}: {off}");
+        }
+    }
+    // Rank 0 has the whole model.
+    let text = json_of(&output(&run, "generate halves --prompt the --tokens 8 --json"));
+    assert!(text["text"].as_str().is_some_and(|text| !text.is_empty()));
+    // A rank whose folder is lost gets its state from the one with the same experts.
+    let groups = "--workers 4 --expert 2 --accumulate 1";
+    done(&run, "groups", &format!("{groups} --steps 4"));
+    done(&run, "lost", &format!("{groups} --steps 2"));
+    fs::remove_dir_all(run.at("lost/ranks/rank-00003")).unwrap();
+    done(&run, "lost", &format!("{groups} --steps 4 --resume auto"));
+    assert!(whole("lost") == whole("groups"));
+}
+
+#[test]
+fn what_cannot_be_divided_is_refused_with_the_reason() {
+    let run = models();
+    for (args, reason) in [
+        ("--workers 2 --expert 0", "`expert` is 0, expected at least 1"),
+        ("--workers 3 --expert 2", "as many weights as divide the 3 replicas"),
+        ("--workers 8 --expert 8", "weights with which each replica has one of the 4 experts"),
+        ("--workers 2 --expert 2 --expert-weights 1,9", "each replica has one of the 4 experts"),
+        (
+            "--workers 2 --expert 2 --expert-weights 1,1,1",
+            "expected 2 numbers, one for each replica of `expert`",
+        ),
+        ("--workers 2 --expert-weights 3,1", "expected 1 numbers, one for each replica of `expert`"),
+        ("--workers 2 --expert 2 --model nano", "nothing, because the model has no experts"),
+        ("--workers 2 --expert 2 --sync diloco", "replicas that divide experts take each step together"),
+        ("--workers 2 --expert 2 --optimizer onebit-adam", "only gradients are averaged over the replicas"),
+        ("--workers 4 --expert 2 --stages 2 --schedule pipedream --clip 0", "run each microbatch together"),
+        ("--workers 4 --expert 2 --stages 2 --schedule varuna", "run each microbatch together"),
+    ] {
+        let model = if args.contains("--model") { "" } else { "--model config.json" };
+        refused(&train(&run, &format!("{model} {args} --out no")), reason);
+    }
+}
