@@ -38,6 +38,7 @@ pub mod threads;
 mod tokenizer_files;
 pub mod tokenizers;
 mod over_ranks;
+mod row_messages;
 pub mod train;
 pub mod transports;
 #[cfg(feature = "watch")]

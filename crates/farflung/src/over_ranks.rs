@@ -40,24 +40,35 @@ use std::collections::BTreeMap;
 
 use farflung_base::Axis;
 use farflung_comm::{CommError, Communicator, ReduceOp};
+use farflung_compress::link::LinkSpec;
 use farflung_tensor::{Shape, Tensor};
 use farflung_zoo::exchange::{
-    Alone, ArrivedRows, Exchange, all_to_all_shape, check_length, check_pieces, row_message_bytes, rows_for,
-    with_length,
+    Alone, ArrivedRows, Exchange, all_to_all_shape, check_length, check_pieces, rows_for, with_length,
 };
 use farflung_zoo::{AxisShare, Cut, ZooError};
+
+use crate::row_messages::RowMessages;
 
 /// A rank's exchanges with others, by a communicator for each axis. Along other axes the rank is alone.
 #[derive(Debug, Clone)]
 pub struct OverRanks {
     axes: BTreeMap<Axis, Communicator>,
+    /// The codec of rows that are sent to others, and the seed of codecs that draw random numbers.
+    rows: (LinkSpec, u64),
 }
 
 impl OverRanks {
     /// Makes the exchanges of a rank. Its number along an axis is that in the axis's communicator.
     #[must_use]
     pub fn new(axes: impl IntoIterator<Item = (Axis, Communicator)>) -> Self {
-        Self { axes: axes.into_iter().collect() }
+        Self { axes: axes.into_iter().collect(), rows: (LinkSpec::default(), 0) }
+    }
+
+    /// Returns the exchanges with a codec for rows that go to other ranks ([`Exchange::all_to_all_rows`]): one
+    /// without memory, such as `f16` or `int8`.
+    #[must_use]
+    pub fn with_row_codec(self, codec: LinkSpec, seed: u64) -> Self {
+        Self { rows: (codec, seed), ..self }
     }
 
     /// Returns the communicator of an axis with several ranks.
@@ -137,44 +148,31 @@ impl Exchange for OverRanks {
         let cols = rows.shape().cols();
         let each = rows_for(rows.shape(), counts, comm.size())?;
         let values = rows.to_vec::<f32>()?;
+        let wrong = |source: Box<dyn std::error::Error + Send + Sync>| ZooError::Exchange { axis, source };
+        let (codec, seed) = self.rows;
+        let forms = |spec| RowMessages::new(spec, cols, seed).map_err(|error| wrong(error.into()));
+        let (mut coded, mut plain) = (forms(codec)?, forms(LinkSpec::default())?);
         let mut rest = &values[..];
         let mut messages = Vec::with_capacity(comm.size());
-        for (&rows, counts) in each.iter().zip(counts) {
+        for ((to, &rows), counts) in each.iter().enumerate().zip(counts) {
             let (own, behind) = rest.split_at(rows * cols);
-            let mut message = Vec::with_capacity(row_message_bytes(rows, cols, counts.len()));
-            let numbers = std::iter::once(counts.len() as u32).chain(counts.iter().copied());
-            message.extend(numbers.flat_map(u32::to_le_bytes));
-            message.extend(own.iter().flat_map(|value| value.to_le_bytes()));
-            messages.push(message);
+            // What stays here is not encoded.
+            let form = if to == comm.rank().index() { &mut plain } else { &mut coded };
+            messages.push(form.write(own, counts).map_err(|error| wrong(error.into()))?);
             rest = behind;
         }
         let received = comm.all_to_all_bytes(messages).map_err(failed(axis))?;
         let (mut all, mut counts) = (Vec::new(), Vec::new());
         for (from, message) in received.iter().enumerate() {
-            let of_rank = read_rows(message, cols, &mut all).ok_or_else(|| {
-                let problem = format!("rank {from} sent rows whose numbers are not those that it tells");
-                ZooError::Exchange { axis, source: problem.into() }
-            })?;
+            let form = if from == comm.rank().index() { &mut plain } else { &mut coded };
+            let of_rank = form
+                .read(message, &mut all)
+                .map_err(|problem| wrong(format!("the rows that rank {from} sent: {problem}").into()))?;
             counts.push(of_rank);
         }
         let arrived = [all.len().checked_div(cols).unwrap_or(0), cols];
         Ok(ArrivedRows { rows: rows.device().tensor(&all, arrived)?, counts })
     }
-}
-
-/// Reads a message of rows, and adds them to `all`. Returns the numbers of rows; `None` if the message is not
-/// as long as it says.
-fn read_rows(message: &[u8], cols: usize, all: &mut Vec<f32>) -> Option<Vec<u32>> {
-    let (words, rest) = message.as_chunks();
-    let words: Vec<u32> = words.iter().map(|&word| u32::from_le_bytes(word)).collect();
-    let (&count, words) = words.split_first().filter(|_| rest.is_empty())?;
-    let (counts, values) = words.split_at_checked(count as usize)?;
-    let rows: u64 = counts.iter().map(|&count| u64::from(count)).sum();
-    if rows.checked_mul(cols as u64) != Some(values.len() as u64) {
-        return None;
-    }
-    all.extend(values.iter().map(|&bits| f32::from_bits(bits)));
-    Some(counts.to_vec())
 }
 
 /// The pieces of a tensor along a dimension, one for each rank.
@@ -226,24 +224,5 @@ impl Pieces {
             packed = behind;
         }
         values
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_message_of_rows_that_lies_about_its_length_is_refused() {
-        let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
-        let read = |message: &[u8]| read_rows(message, 2, &mut Vec::new());
-        assert_eq!(read(&words(&[2, 1, 0, 7, 8])), Some(vec![1, 0]));
-        assert_eq!(read(&words(&[0])), Some(Vec::new()));
-        let wrong: [&[u32]; 6] =
-            [&[], &[1], &[1, 1, 7], &[1, 1, 7, 8, 9], &[u32::MAX, 1], &[2, u32::MAX, u32::MAX]];
-        for wrong in wrong {
-            assert_eq!(read(&words(wrong)), None, "{wrong:?}");
-        }
-        assert_eq!(read(&words(&[1, 1, 7, 8])[..15]), None);
     }
 }

@@ -89,6 +89,9 @@ pub struct Plan {
     /// weight, and all other parameters. They send each other tokens for their experts. See [`Plan::group`]
     /// along [`Axis::Expert`].
     pub experts: Vec<u32>,
+    /// Codec of the tokens that go to the experts of other replicas, and of what comes back, by name; `none` is
+    /// uncompressed f32.
+    pub expert_codec: String,
     /// Parts of the model, first to last. All replicas divide the model in the same way.
     pub parts: Vec<Part>,
     /// How microbatches pass through the parts.

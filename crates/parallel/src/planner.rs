@@ -236,6 +236,7 @@ impl Planned {
             batch: u32::try_from(self.batch).unwrap_or(u32::MAX),
             microbatches: busy().map(|(_, share, _)| *share).collect(),
             experts: Vec::new(),
+            expert_codec: NO_CODEC.to_owned(),
             parts: vec![Part { layers, recompute: Recompute::None, offload: 0 }],
             pipeline: Pipeline::default(),
             boundaries: Vec::new(),

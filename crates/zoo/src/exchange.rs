@@ -170,8 +170,19 @@ impl Exchange for Alone {
 pub struct Counted {
     shares: BTreeMap<Axis, AxisShare>,
     sent: Mutex<AxisBytes>,
-    /// The bytes to each rank of each exchange of rows.
-    rows: Mutex<Vec<Vec<u64>>>,
+    /// The exchanges of rows.
+    rows: Mutex<Vec<CountedRows>>,
+}
+
+/// An exchange of rows that was counted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CountedRows {
+    /// Number of values of a row.
+    pub cols: usize,
+    /// Number of rows to each rank, this one included.
+    pub rows: Vec<usize>,
+    /// Number of numbers that go to each rank with them.
+    pub numbers: Vec<usize>,
 }
 
 /// Bytes by axis.
@@ -213,8 +224,8 @@ impl Counted {
         std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the bytes of each exchange of rows since the last call, to each rank; 0 to this one.
-    pub fn take_rows(&self) -> Vec<Vec<u64>> {
+    /// Returns the exchanges of rows since the last call.
+    pub fn take_rows(&self) -> Vec<CountedRows> {
         std::mem::take(&mut self.rows.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -284,9 +295,10 @@ impl Exchange for Counted {
             _ if to == rank => 0,
             _ => row_message_bytes(rows, cols, counts.len()) as u64,
         });
-        let sent: Vec<u64> = sent.collect();
-        self.add(axis, sent.iter().sum());
-        self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(sent);
+        self.add(axis, sent.sum());
+        let numbers = counts.iter().map(Vec::len).collect();
+        let counted = CountedRows { cols, rows: each.clone(), numbers };
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(counted);
         // Others send as many as this rank keeps.
         let arrived = [each[rank] * self.size(axis), cols];
         let rows = rows.device().empty(rows.dtype(), arrived)?;

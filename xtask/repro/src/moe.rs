@@ -311,6 +311,7 @@ fn predicted(report: &mut Report<'_>, model: &ModelSpec, per_token: usize) -> Re
         ("4 replicas, over 2", TrainConfig { accumulate: 2, ..base.clone() }),
         ("4 replicas, over 4", TrainConfig { expert: 4, overlap: false, ..base.clone() }),
         ("2 x 2 stages, over 2", TrainConfig { stages: 2, microbatches: Some(4), ..base.clone() }),
+        ("4 replicas, over 2, tokens as int8", TrainConfig { expert_codec: "int8".parse()?, ..base.clone() }),
     ] {
         let (_, step) = one_period(&again(&first, plan, JobTransport::Simulated(link)))?;
         let metric = format!("{per_token} of 4 experts of {name}: error of the predicted step");

@@ -64,6 +64,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
         microbatches: (0..replicas)
             .map(|r| 1 + draw(32 + if divides { 0 } else { u64::from(r) }, 9) as u32)
             .collect(),
+        expert_codec: if experts.is_empty() { "none".to_owned() } else { codec(60) },
         experts,
         boundaries: (1..parts.len())
             .map(|b| BoundaryCodecs { forward: codec(36 + b as u64), backward: codec(40 + b as u64) })
@@ -106,6 +107,7 @@ fn changes() -> Vec<Change> {
         ("batch", |p| p.batch += 1),
         ("microbatches", |p| p.microbatches[0] += 1),
         ("experts", |p| p.experts.push(7)),
+        ("expert_codec", |p| p.expert_codec.push('x')),
         ("part[0].layers", |p| p.parts[0].layers.end += 1),
         ("part[0].recompute", |p| p.parts[0].recompute = Recompute::Layers(77)),
         ("part[0].offload", |p| p.parts[0].offload += 1),

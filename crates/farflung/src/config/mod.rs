@@ -102,8 +102,11 @@ settings! {
         /// has all other weights. Of R replicas, R / N have each expert.
         @expert: usize, "N", 1_usize;
         /// Share of the experts of each of the replicas that divide them, such as 3,1, for example by their
-        /// memory or speed. Default: equal shares.
+        /// memory. Default: by the machines' speeds in --topology, else equal shares.
         @expert_weights: Numbers, "N,N";
+        /// How tokens are encoded on their way to the experts of other replicas, and what comes back: any
+        /// --codec without feedback.
+        @expert_codec: LinkSpec, "CODEC", LinkSpec::default();
         /// Most tokens that an expert takes of a sequence, as a factor of an equal share; overrides the model's
         /// capacity.
         capacity_factor: f64, "FACTOR";

@@ -22,6 +22,7 @@ pub struct BoundPlan {
     plan: Plan,
     levels: Vec<BoundLevel>,
     boundaries: Vec<BoundaryLinks>,
+    expert_codec: LinkSpec,
 }
 
 /// A level of a plan: how replicas synchronise, with the method and the codec as values.
@@ -67,7 +68,16 @@ impl BoundPlan {
             Ok(BoundaryLinks { forward, backward: spec("backward", &boundary.backward)? })
         };
         let boundaries = boundaries.map(bind).collect::<Result<_>>()?;
-        Ok(Self { plan, levels, boundaries })
+        let name = &plan.expert_codec;
+        let expert_codec = match name.parse::<LinkSpec>() {
+            Ok(spec) if !spec.remembers() => spec,
+            Ok(_) => {
+                let expected = "a codec without memory, because no token comes again".to_owned();
+                return Err(wrong("expert_codec".to_owned(), name, expected));
+            }
+            Err(_) => return Err(wrong("expert_codec".to_owned(), name, LinkSpec::wanted(name))),
+        };
+        Ok(Self { plan, levels, boundaries, expert_codec })
     }
 
     /// Returns the plan with the change that `change` makes, checked and resolved again.
@@ -95,6 +105,12 @@ impl BoundPlan {
     #[must_use]
     pub fn links(&self) -> &[BoundaryLinks] {
         &self.boundaries
+    }
+
+    /// Returns the codec of the tokens that replicas send to each other's experts.
+    #[must_use]
+    pub const fn expert_codec(&self) -> LinkSpec {
+        self.expert_codec
     }
 
     /// Returns whether replicas average gradients at each step, so that they always have the same parameters.

@@ -121,6 +121,7 @@ pub fn pipeline_plan(
         batch: sizes.batch,
         microbatches: vec![sizes.microbatches],
         experts: Vec::new(),
+        expert_codec: farflung_parallel::plan::NO_CODEC.to_owned(),
         parts: planned
             .stages
             .iter()

@@ -13,6 +13,7 @@ use farflung_tensor::{Device, Param};
 use farflung_zoo::exchange::{Counted, Exchange};
 use farflung_zoo::{AxisShare, ModelSpec, Stage};
 
+use super::bound_plan::BoundPlan;
 use crate::{OverRanks, Result};
 
 /// The division of experts among replicas.
@@ -107,12 +108,17 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
 
 /// Makes the exchange of a rank with those that divide the experts with it, over the communicator of a pass. A
 /// collective, if experts are divided.
-pub(super) fn exchange(plan: &Plan, messages: &Communicator, rank: Rank) -> Result<Arc<dyn Exchange>> {
+pub(super) fn exchange(
+    (plan, seed): (&BoundPlan, u64),
+    messages: &Communicator,
+    rank: Rank,
+) -> Result<Arc<dyn Exchange>> {
     if !plan.divides_experts() {
         return Ok(Arc::new(farflung_zoo::exchange::Alone));
     }
     let first = plan.group(rank, Axis::Expert)[0];
-    Ok(Arc::new(OverRanks::new([(Axis::Expert, messages.split(first.0, rank.0)?)])))
+    let over = OverRanks::new([(Axis::Expert, messages.split(first.0, rank.0)?)]);
+    Ok(Arc::new(over.with_row_codec(plan.expert_codec(), seed)))
 }
 
 /// Makes the communicators among the holders of the same experts, one for each part of the model that this rank

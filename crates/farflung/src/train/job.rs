@@ -516,7 +516,7 @@ impl Decided {
         let mut plan = averages::resolve(plan, model, &run, cluster.as_ref())?;
         let rates = costs::rates(&run, model, &plan, cluster.as_ref());
         if config.plan.is_none() {
-            plan = planned::with_rates(&plan, &config, &rates)?;
+            plan = planned::with_rates(&plan, (&config, model), &rates)?;
         }
         planned::check_warmup(&run, &plan)?;
         Ok(Self { config, plan, cluster, rates })

@@ -126,6 +126,7 @@ pub(super) fn divided(
         precision: config.precision,
         batch: small("batch", config.batch)?,
         microbatches: vec![count; replicas as usize],
+        expert_codec: expert_codec(config),
         experts,
         boundaries: vec![boundary(config); cut.len() - 1],
         parts: cut.into_iter().map(part).collect(),
@@ -142,21 +143,46 @@ pub(super) fn divided(
 }
 
 /// Returns a plan with what follows from the rates of the ranks' machines: the relative speeds of the ranks in
-/// its pools, and the number of local steps of each replica.
+/// its pools, the number of local steps of each replica, and the shares of the experts of replicas that divide
+/// them.
 ///
 /// Errors: [`Error::Setting`] for numbers that the plan does not allow.
-pub(super) fn with_rates(plan: &BoundPlan, config: &TrainConfig, rates: &[f64]) -> Result<BoundPlan> {
+pub(super) fn with_rates(
+    plan: &BoundPlan,
+    (config, model): (&TrainConfig, &ModelSpec),
+    rates: &[f64],
+) -> Result<BoundPlan> {
     let steps = (!plan.averages_each_step()).then(|| local_steps(plan, config, rates));
+    let experts = experts_by_speed(plan, rates).filter(|_| config.expert_weights.is_none());
     let pool_rates = config.pool_rates.is_none().then(|| Pools::whole_rates(rates));
     let set = |plan: &mut Plan| {
         if let (ScheduleSource::Pools(pools), Some(rates)) = (&mut plan.pipeline.schedule, pool_rates) {
             pools.rates = rates;
+        }
+        let equal = std::mem::take(&mut plan.experts);
+        plan.experts = experts.unwrap_or_else(|| equal.clone());
+        if expert_ranks::check(plan, model).is_err() {
+            plan.experts = equal;
         }
         if let Some(steps) = steps {
             plan.levels.iter_mut().for_each(|level| level.steps.clone_from(&steps));
         }
     };
     plan.changed(set).map_err(in_settings)
+}
+
+/// Returns the shares of the experts by the speed of the replicas that divide them: a group computes as much as
+/// it routes to its slowest replica. `None` if all have all experts.
+fn experts_by_speed(plan: &BoundPlan, rates: &[f64]) -> Option<Vec<u32>> {
+    if !plan.divides_experts() {
+        return None;
+    }
+    let mut speeds = vec![f64::INFINITY; plan.experts.len()];
+    for (rank, &rate) in (0..).map(Rank).zip(rates) {
+        let speed = &mut speeds[plan.expert_rank(plan.at(rank).data) as usize];
+        *speed = speed.min(rate);
+    }
+    Some(Pools::whole_rates(&speeds))
 }
 
 /// Returns the number of local steps of each replica, from the rates of the ranks' machines.
@@ -196,6 +222,7 @@ fn in_settings(error: Error) -> Error {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
                 "experts" => "expert",
+                "expert_codec" => "expert-codec",
                 field if field.rsplit('.').next() == Some("steps") => "local-steps",
                 _ => "plan",
             };
@@ -220,6 +247,11 @@ fn small(field: &'static str, value: usize) -> Result<u32> {
 fn boundary(config: &TrainConfig) -> BoundaryCodecs {
     let (forward, backward) = (config.boundary.to_string(), config.boundary_backward.to_string());
     BoundaryCodecs { forward, backward }
+}
+
+/// Returns the codec of tokens for the experts of other replicas; `none` if all have all experts.
+fn expert_codec(config: &TrainConfig) -> String {
+    if config.expert > 1 { config.expert_codec.to_string() } else { NO_CODEC.to_owned() }
 }
 
 /// Returns the settings of synchronisation between replicas, as a level of the plan.
@@ -313,6 +345,7 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         microbatches: plan.microbatches.iter().max().map(|&m| m as usize),
         accumulate: 1,
         expert: plan.expert_ranks() as usize,
+        expert_codec: plan.expert_codec(),
         expert_weights: plan.divides_experts().then(|| Numbers(plan.experts.clone())),
         precision: plan.precision,
         schedule: match &plan.pipeline.schedule {

@@ -3,12 +3,13 @@
 
 use std::fs;
 
+use farflung::StepMetrics;
 use farflung::parallel::pipeline::Method;
 use farflung::train::refusal;
 
 use crate::experts::models;
 use crate::families::{done, farthest, train};
-use crate::tiny::{json_of, output, refused};
+use crate::tiny::{json_of, output, refused, stderr};
 
 #[test]
 fn ranks_that_divide_the_experts_train_as_one_process() {
@@ -22,7 +23,7 @@ fn ranks_that_divide_the_experts_train_as_one_process() {
             let off = farthest(&steps, &alone);
             assert!(off < most, "{model} {name}: {off}");
             for (step, whole) in steps.iter().zip(&alone) {
-                let counts = |step: &farflung::StepMetrics| {
+                let counts = |step: &StepMetrics| {
                     step.experts.iter().map(|mixture| mixture.counts.clone()).collect::<Vec<_>>()
                 };
                 assert_eq!(counts(step), counts(whole), "{model} {name}");
@@ -42,14 +43,66 @@ fn ranks_that_divide_the_experts_train_as_one_process() {
         same("recomputed", 1e-4, "--workers 2 --expert 2 --accumulate 2 --recompute full");
         let stages = "--workers 4 --stages 2 --expert 2 --batch 1 --microbatches 4";
         same("recomputed-stages", 1e-4, &format!("{stages} --recompute full"));
-        // Coded averages, also among the two holders of each expert.
+        // Coded averages, also among the two holders of each expert, and coded tokens.
         let groups = "--workers 4 --expert 2 --batch 1 --accumulate 2";
-        for codec in ["f16", "int8+ef"] {
-            let steps =
-                done(&run, &format!("{model}-{codec}"), &format!("{common} {groups} --codec {codec}"));
+        let sent = |steps: &[StepMetrics]| steps.last().unwrap().bytes_sent;
+        let plain = sent(&done(&run, &format!("{model}-plain"), &format!("{common} {groups}")));
+        for coded in ["codec f16", "codec int8+ef", "expert-codec f16", "expert-codec int8"] {
+            let name = format!("{model}-{}", coded.replace(' ', "-"));
+            let steps = done(&run, &name, &format!("{common} {groups} --{coded}"));
             let off = farthest(&steps, &alone);
-            assert!(off < 0.02, "{model} {codec}: {off}");
+            assert!(off > 0.0 && off < 0.02, "{model} {coded}: {off}");
+            assert!(sent(&steps) < plain, "{model} {coded}: {} {plain}", sent(&steps));
         }
+    }
+}
+
+#[test]
+fn faster_machines_have_more_experts() {
+    let run = models();
+    let machine = |name: &str, flops: &str| {
+        format!("[[device]]\nname = \"{name}\"\nflops = \"{flops}\"\nmemory = \"8GB\"\n")
+    };
+    let fast_and_slow = [machine("a", "9 GFLOPS"), machine("b", "3 GFLOPS")].concat();
+    fs::write(run.at("two.toml"), format!("default = \"1gbit,1ms\"\n{fast_and_slow}")).unwrap();
+    let args = "--workers 2 --expert 2 --topology two.toml --accumulate 2";
+    let plan = output(&run, &format!("train --model config.json {args} --print-plan"));
+    let text = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(text.contains("experts = [1000, 333]"), "{text}");
+    let shared = done(&run, "by-speed", args);
+    let alone = done(&run, "alone", "--accumulate 4");
+    assert!(farthest(&shared, &alone) < 1e-4);
+    let own = format!("train --model config.json {args} --expert-weights 1,1 --print-plan");
+    assert!(String::from_utf8_lossy(&output(&run, &own).stdout).contains("experts = [1, 1]"));
+}
+
+/// Groups within regions: their averages cross the slow links, their tokens do not.
+#[test]
+fn groups_within_regions_average_across_them() {
+    let run = models();
+    let args = "train --model config.json --workers 4 --expert 2 --batch 1 --codec none --print-plan";
+    let plan = String::from_utf8(output(&run, args).stdout).unwrap();
+    let plan = plan.replace("microbatches = [1, 1, 1, 1]", "microbatches = [2, 2, 2, 2]");
+    let (head, level) = plan.split_once("[[level]]").unwrap();
+    let alone = done(&run, "alone", "--accumulate 4");
+    for (codec, most) in [("none", 1e-4), ("int8", 0.02)] {
+        let inside = if codec == "none" { "ring" } else { "direct" };
+        let [inner, outer] = [(inside, "none", "[[0, 1], [2, 3]]"), ("hierarchical", codec, "[]")].map(
+            |(algorithm, codec, groups)| {
+                let level = level.replace("groups = []", &format!("groups = {groups}"));
+                let level = level.replace("codec = \"none\"", &format!("codec = \"{codec}\""));
+                level.replace("algorithm = \"ring\"", &format!("algorithm = \"{algorithm}\""))
+            },
+        );
+        fs::write(run.at("plan.toml"), format!("{head}[[level]]{inner}\n[[level]]{outer}")).unwrap();
+        let args = "--plan plan.toml --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --threads 1 --eval-every \
+                    100 --eval-batches 2 --sample-tokens 0 --data text.txt";
+        let out = format!("regions-{codec}");
+        let trained = output(&run, &format!("train --model config.json {args} --out {out}"));
+        assert!(trained.status.success(), "{}", stderr(&trained));
+        let steps = farflung::metrics::read(&run.at(&out).join("metrics.jsonl")).unwrap();
+        let off = farthest(&steps, &alone);
+        assert!(off < most, "{codec}: {off}");
     }
 }
 
@@ -113,6 +166,11 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         ),
         ("--workers 2 --expert-weights 3,1", "expected 1 numbers, one for each replica of `expert`"),
         ("--workers 2 --expert 2 --model nano", "nothing, because the model has no experts"),
+        (
+            "--workers 2 --expert 2 --expert-codec aqsgd:4",
+            "a codec without memory, because no token comes again",
+        ),
+        ("--workers 2 --expert 2 --expert-codec int8+ef", "int8+ef"),
         ("--workers 2 --expert 2 --sync diloco", "replicas that divide experts take each step together"),
         ("--workers 2 --expert 2 --optimizer onebit-adam", "only gradients are averaged over the replicas"),
         ("--workers 4 --expert 2 --stages 2 --schedule pipedream --clip 0", "run each microbatch together"),

@@ -83,8 +83,10 @@ impl Plan {
     }
 
     fn check_experts(&self) -> Result<(), ParallelError> {
+        ensure(!self.expert_codec.is_empty(), "expert_codec", "empty", "a codec's name, or none")?;
         if self.experts.is_empty() {
-            return Ok(());
+            let expected = "none, because replicas do not divide experts";
+            return ensure(self.expert_codec == NO_CODEC, "expert_codec", &self.expert_codec, expected);
         }
         let (given, ranks, replicas) = (format!("{:?}", self.experts), self.experts.len(), self.replicas());
         let refused = |expected: &str| Err(refuse("experts", &given, expected));

@@ -101,6 +101,7 @@ struct File {
     microbatches: Vec<u32>,
     #[serde(default)]
     experts: Vec<u32>,
+    expert_codec: Option<String>,
     model: ModelEntry,
     part: Vec<PartEntry>,
     #[serde(default)]
@@ -272,6 +273,7 @@ impl File {
             batch: self.batch,
             microbatches: self.microbatches,
             experts: self.experts,
+            expert_codec: codec(self.expert_codec),
             parts,
             pipeline,
             boundaries,
@@ -297,6 +299,9 @@ impl Display for Plan {
         writeln!(f, "microbatches = {:?}", self.microbatches)?;
         if !self.experts.is_empty() {
             writeln!(f, "experts = {:?}", self.experts)?;
+        }
+        if self.expert_codec != NO_CODEC {
+            writeln!(f, "expert_codec = {}", quoted(&self.expert_codec))?;
         }
         let model = &self.model;
         writeln!(f, "\n[model]\nname = {}", quoted(&model.name))?;

@@ -98,6 +98,11 @@ pub const AXES: &[Axis] = &[
     },
     Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
+        name: "expert-codec",
+        values: || words(["none", "int8"]),
+        set: |config, value| config.expert_codec = read::<LinkSpec>(value),
+    },
+    Axis {
         name: "lookahead",
         values: || words(["0", "2"]),
         set: |config, value| config.lookahead = read(value),

@@ -6,19 +6,28 @@ use std::sync::Arc;
 
 use farflung_base::Axis;
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::exchange::Counted;
+use farflung_zoo::exchange::{Counted, CountedRows};
 use farflung_zoo::layer::Grads;
-use farflung_zoo::{Input, Packed, Stage, Targets};
+use farflung_zoo::{Input, ModelSpec, Packed, Stage, Targets};
 
 use crate::Result;
+use crate::row_messages::RowMessages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::expert_ranks::ExpertRanks;
 use crate::train::trainer::stage_of;
-use farflung_zoo::ModelSpec;
 
 /// The bytes of an exchange to each rank of a group.
 pub(super) type ToRanks = Vec<u64>;
+
+/// Returns the bytes of exchanges, in the plan's codec.
+fn sent(plan: &BoundPlan, exchanges: Vec<CountedRows>) -> Result<Vec<ToRanks>> {
+    let of = |CountedRows { cols, rows, numbers }: CountedRows| {
+        let messages = RowMessages::new(plan.expert_codec(), cols, 0)?;
+        Ok(rows.iter().zip(numbers).map(|(&rows, count)| messages.bytes(rows, count) as u64).collect())
+    };
+    exchanges.into_iter().map(of).collect()
+}
 
 /// The exchanges of a rank in the passes of a stage for one microbatch, in their order.
 #[derive(Debug, Clone, Default)]
@@ -53,7 +62,7 @@ impl TokenExchanges {
             grads: stage.zeros()?,
             stage,
         };
-        run.exchanges(&counted)
+        run.exchanges(&|| sent(plan, counted.take_rows()))
     }
 }
 
@@ -67,7 +76,7 @@ struct Run {
 }
 
 impl Run {
-    fn exchanges(mut self, counted: &Counted) -> Result<TokenExchanges> {
+    fn exchanges(mut self, taken: &dyn Fn() -> Result<Vec<ToRanks>>) -> Result<TokenExchanges> {
         let spec = self.stage.spec().clone();
         let device = self.stage.device().clone();
         let hidden = || device.empty(farflung_tensor::DType::F32, [self.batch, spec.context, spec.dim]);
@@ -82,20 +91,20 @@ impl Run {
         };
         let from_above = || Ok::<_, crate::Error>(if is_last { None } else { Some(hidden()?) });
         let saved = forward()?;
-        let mut found = TokenExchanges { forward: counted.take_rows(), ..TokenExchanges::default() };
+        let mut found = TokenExchanges { forward: taken()?, ..TokenExchanges::default() };
         let dy = from_above()?;
         let mut again = forward()?;
         let dy_again = from_above()?;
-        counted.take_rows();
+        taken()?;
         let mut grads = Grads { flat: &mut self.grads, accumulate: true };
-        self.stage.backward(&self.params, saved, dy, &mut grads, |_, _| {
-            found.backward.push(counted.take_rows());
-        })?;
-        found.backward.push(counted.take_rows());
+        let mut ranges = Vec::new();
+        self.stage.backward(&self.params, saved, dy, &mut grads, |_, _| ranges.push(taken()))?;
+        ranges.push(taken());
+        found.backward = ranges.into_iter().collect::<Result<_>>()?;
         self.stage.backward_input(&self.params, &mut again, dy_again)?;
-        found.input = counted.take_rows();
+        found.input = taken()?;
         self.stage.backward_weight(again, &mut grads, |_, _| {})?;
-        found.weight = counted.take_rows();
+        found.weight = taken()?;
         Ok(found)
     }
 }

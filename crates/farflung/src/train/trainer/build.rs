@@ -75,7 +75,7 @@ impl Trainer {
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
-        let exchange = expert_ranks::exchange(plan, &messages, rank)?;
+        let exchange = expert_ranks::exchange((plan, job.config.seed), &messages, rank)?;
         let apart = expert_ranks::apart(plan, &holders, replica)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
