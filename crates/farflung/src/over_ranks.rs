@@ -143,8 +143,9 @@ impl Exchange for OverRanks {
         axis: Axis,
         rows: &Tensor,
         counts: &[Vec<u32>],
+        known: Option<usize>,
     ) -> Result<ArrivedRows, ZooError> {
-        let Some(comm) = self.among(axis) else { return Alone.all_to_all_rows(axis, rows, counts) };
+        let Some(comm) = self.among(axis) else { return Alone.all_to_all_rows(axis, rows, counts, known) };
         let cols = rows.shape().cols();
         let each = rows_for(rows.shape(), counts, comm.size())?;
         let values = rows.to_vec::<f32>()?;
@@ -170,7 +171,11 @@ impl Exchange for OverRanks {
                 .map_err(|problem| wrong(format!("the rows that rank {from} sent: {problem}").into()))?;
             counts.push(of_rank);
         }
-        let arrived = [all.len().checked_div(cols).unwrap_or(0), cols];
+        let came = all.len().checked_div(cols).unwrap_or(0);
+        if let Some(known) = known.filter(|&known| known != came) {
+            return Err(wrong(format!("{came} rows came back, not {known}").into()));
+        }
+        let arrived = [came, cols];
         Ok(ArrivedRows { rows: rows.device().tensor(&all, arrived)?, counts })
     }
 }

@@ -44,7 +44,8 @@ pub trait Exchange: fmt::Debug + Send + Sync {
 
     /// Sends rows to each rank: of `rows`, `[M, C]`, the first ones to the first rank, and so on. `counts` has
     /// for each rank the numbers of rows that it gets, as many numbers as it likes, such as one for each expert
-    /// there; rows behind them are not sent. Ranks need not know how many rows others send.
+    /// there; rows behind them are not sent. Ranks need not know how many rows others send; `known` is how many
+    /// arrive, where the rank knows it.
     ///
     /// Errors: as [`Exchange::gather`]; [`ZooError::Config`] for more rows than there are.
     fn all_to_all_rows(
@@ -52,6 +53,7 @@ pub trait Exchange: fmt::Debug + Send + Sync {
         axis: Axis,
         rows: &Tensor,
         counts: &[Vec<u32>],
+        known: Option<usize>,
     ) -> Result<ArrivedRows, ZooError>;
 }
 
@@ -152,6 +154,7 @@ impl Exchange for Alone {
         _axis: Axis,
         rows: &Tensor,
         counts: &[Vec<u32>],
+        _known: Option<usize>,
     ) -> Result<ArrivedRows, ZooError> {
         let own = [rows_for(rows.shape(), counts, 1)?[0], rows.shape().cols()];
         let mut same = rows.device().empty(rows.dtype(), own)?;
@@ -287,6 +290,7 @@ impl Exchange for Counted {
         axis: Axis,
         rows: &Tensor,
         counts: &[Vec<u32>],
+        known: Option<usize>,
     ) -> Result<ArrivedRows, ZooError> {
         let (rank, cols) = (self.rank(axis), rows.shape().cols());
         let each = rows_for(rows.shape(), counts, self.size(axis))?;
@@ -299,8 +303,8 @@ impl Exchange for Counted {
         let numbers = counts.iter().map(Vec::len).collect();
         let counted = CountedRows { cols, rows: each.clone(), numbers };
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(counted);
-        // Others send as many as this rank keeps.
-        let arrived = [each[rank] * self.size(axis), cols];
+        // Unless it is known, others send as many as this rank keeps.
+        let arrived = [known.unwrap_or(each[rank] * self.size(axis)), cols];
         let rows = rows.device().empty(rows.dtype(), arrived)?;
         Ok(ArrivedRows { rows, counts: vec![counts[rank].clone(); self.size(axis)] })
     }

@@ -180,3 +180,44 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         refused(&train(&run, &format!("{model} {args} --out no")), reason);
     }
 }
+
+/// Of equal logits the first experts are chosen: with a router of zeros, one rank gets all tokens and the other
+/// none.
+#[test]
+fn a_rank_whose_experts_get_no_token_takes_part() {
+    let run = models();
+    done(&run, "first", "--steps 1");
+    assert!(output(&run, "convert first folder").status.success());
+    let path = run.at("folder").join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(*bytes.first_chunk().unwrap()) as usize;
+    let tensors: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+    for (name, tensor) in
+        tensors.as_object().unwrap().iter().filter(|(name, _)| name.contains(".gate.weight"))
+    {
+        let at = |index: usize| 8 + header + tensor["data_offsets"][index].as_u64().unwrap() as usize;
+        assert!(at(0) < at(1), "{name}");
+        bytes[at(0)..at(1)].fill(0);
+    }
+    fs::write(&path, bytes).unwrap();
+    let common = "--init-from folder --steps 2 --lr 1e-6 --optimizer sgd --balance-loss 0 --z-loss 0";
+    let alone = done(&run, "alone", &format!("{common} --accumulate 2"));
+    assert!(alone[0].experts.iter().all(|layer| layer.counts[2..] == [0, 0]), "{:?}", alone[0].experts);
+    for (name, args) in [("two", "--expert 2"), ("coded", "--expert 2 --expert-codec int8")] {
+        let steps = done(&run, name, &format!("{common} --workers 2 {args}"));
+        let off = farthest(&steps, &alone);
+        assert!(off < if name == "two" { 1e-6 } else { 0.02 }, "{name}: {off}");
+    }
+}
+
+/// A router that gives no numbers stops the run on all ranks, which say so, and none waits for another.
+#[test]
+fn values_that_are_not_finite_stop_all_ranks() {
+    let run = models();
+    let args = "--workers 4 --expert 2 --batch 1 --lr 1e30 --optimizer sgd --clip 0 --steps 9 --deadline 20s";
+    let failed = train(&run, &format!("{args} --out nan"));
+    assert!(!failed.status.success());
+    let text = stderr(&failed);
+    assert!(text.contains("not finite"), "{text}");
+    assert!(!text.contains("deadline"), "{text}");
+}

@@ -137,10 +137,10 @@ fn rows_reach_the_ranks_for_which_they_are_counted() {
                 (0..(rows as usize + 2) * COLS).map(|i| (1000 * rank + i) as f32).collect();
             let rows = Device::cpu(1).unwrap().tensor(&values, [rows as usize + 2, COLS]).unwrap();
             let before = comm.stats().sent.payload.0;
-            let came = over.all_to_all_rows(Axis::Expert, &rows, &counts).unwrap();
+            let came = over.all_to_all_rows(Axis::Expert, &rows, &counts, None).unwrap();
             let sent = comm.stats().sent.payload.0 - before;
             let more = vec![vec![1 << 20]; ranks];
-            let refused = over.all_to_all_rows(Axis::Expert, &rows, &more).unwrap_err().to_string();
+            let refused = over.all_to_all_rows(Axis::Expert, &rows, &more, None).unwrap_err().to_string();
             assert!(refused.contains("at most as many rows"), "{refused}");
             (came.rows.to_vec::<f32>().unwrap(), came.counts, sent)
         });

@@ -85,7 +85,8 @@ impl<'a> Dispatch<'a> {
             return Ok((rows, self.arrived_alone()));
         }
         let exchange = self.cx.exchange;
-        let ArrivedRows { rows, counts } = exchange.all_to_all_rows(Axis::Expert, &rows, &self.counts())?;
+        let ArrivedRows { rows, counts } =
+            exchange.all_to_all_rows(Axis::Expert, &rows, &self.counts(), None)?;
         let arrived = self.ordered(counts)?;
         if arrived.room != rows.shape().rows() {
             return Err(ZooError::StageInput {
@@ -156,8 +157,8 @@ impl<'a> Dispatch<'a> {
     pub(super) fn back(&self, rows: Tensor, arrived: &Arrived) -> Result<Tensor> {
         let Some(Order { counts, to_senders, .. }) = &arrived.order else { return Ok(rows) };
         let rows = self.taken(&rows, to_senders)?;
-        let came = self.cx.exchange.all_to_all_rows(Axis::Expert, &rows, counts)?;
         let (used, cols) = (self.routing.used(), rows.shape().cols());
+        let came = self.cx.exchange.all_to_all_rows(Axis::Expert, &rows, counts, Some(used))?;
         let mut all = self.cx.empty([self.routing.rows.len(), cols])?;
         if self.cx.device.is_counting() {
             return Ok(all);

@@ -6,10 +6,12 @@ use farflung_optim::sync::{DDP, ZERO_ONE};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::Method;
 use farflung_tensor::Precision;
+use farflung_zoo::weights::{Dtype, TokenIds, config_text};
 
 use super::*;
 use crate::Stop;
 use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKind, TransportKind};
+use crate::config::pools::Numbers;
 use crate::train::{Trainer, connections};
 use crate::transports::MEMORY;
 
@@ -98,6 +100,40 @@ fn buffers_are_predicted_to_the_byte() {
         let job = job(config);
         let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
         assert_eq!(predicted, measured(&job), "{what}");
+    }
+}
+
+/// With all experts for each token, routing is even, as it is where memory is counted.
+#[test]
+fn experts_that_replicas_divide_are_predicted_to_the_byte() {
+    let mut model = ModelSpec::preset("mixtral-nano").unwrap();
+    model.context = 32;
+    for experts in model.blocks.iter_mut().filter_map(|run| run.block.experts.as_mut()) {
+        experts.per_token = experts.count;
+    }
+    let text = config_text(&model, Dtype::F32, &TokenIds::default());
+    for (stages, weights, recompute) in [
+        (1, vec![1, 1], Recompute::None),
+        (1, vec![3, 1], Recompute::None),
+        (1, vec![1, 1], Recompute::Full),
+        (2, vec![1, 1], Recompute::None),
+        (2, vec![3, 1], Recompute::Full),
+    ] {
+        let config = TrainConfig {
+            model: text.clone(),
+            layers: None,
+            heads: None,
+            dim: None,
+            workers: 2 * stages,
+            microbatches: (stages > 1).then_some(4),
+            expert: 2,
+            expert_weights: Some(Numbers(weights.clone())),
+            recompute,
+            ..config(stages, Method::OneFOneB)
+        };
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(predicted, measured(&job), "{stages} stages, {weights:?}, {recompute}");
     }
 }
 

@@ -84,6 +84,7 @@ impl Exchange for Threads {
         axis: Axis,
         rows: &Tensor,
         counts: &[Vec<u32>],
+        _known: Option<usize>,
     ) -> Result<ArrivedRows, ZooError> {
         assert_eq!(axis, self.axis);
         let cols = rows.shape().cols();
