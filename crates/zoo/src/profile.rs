@@ -4,12 +4,12 @@
 use farflung_base::Axis;
 use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 
-use crate::AxisShare;
 use crate::exchange::{AxisBytes, Counted};
 use crate::layer::{
     Activations, Before, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, StageContext, Targets,
 };
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
+use crate::{AxisShare, TensorKind};
 
 /// What one layer costs for one sequence of the model's context. All but the parameters grows with the number
 /// of sequences.
@@ -17,6 +17,8 @@ use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 pub struct LayerProfile {
     /// Number of parameters. A tied head has those of its norm.
     pub parameters: u64,
+    /// How many of them are experts.
+    pub experts: u64,
     /// Values that the parameters take in a flat buffer, padding included.
     pub padded_parameters: u64,
     /// The forward pass.
@@ -74,9 +76,20 @@ impl ModelProfile {
     /// Errors: as [`ModelProfile::of`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no piece
     /// of a block.
     pub fn of_share(spec: &ModelSpec, share: &AxisShare) -> Result<Self> {
+        Self::of_shares(spec, [share, &AxisShare::whole()])
+    }
+
+    /// Runs one rank's part of each layer, among the ranks that divide the width of blocks, and among those
+    /// that divide the experts, with even routing.
+    ///
+    /// Errors: as [`ModelProfile::of_share`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no
+    /// expert.
+    pub fn of_shares(spec: &ModelSpec, [share, experts]: [&AxisShare; 2]) -> Result<Self> {
         spec.validate()?;
         spec.check_cut(share)?;
-        let blocks = spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, share)?)));
+        spec.check_experts(experts)?;
+        let blocks =
+            spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, [share, experts])?)));
         Ok(Self {
             context: spec.context,
             hidden: (spec.context * spec.dim * size_of::<f32>()) as u64,
@@ -162,10 +175,11 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(device: Device, builder: &Builder, share: &AxisShare) -> Result<Self> {
+    fn new(device: Device, builder: &Builder, [share, experts]: [&AxisShare; 2]) -> Result<Self> {
         let layout = builder.layout()?;
         let params = device.zeros(layout.len())?;
-        Ok(Self { device, layout, params, exchange: Counted::new([(Axis::Tensor, share.clone())]) })
+        let exchange = Counted::new([(Axis::Tensor, share.clone()), (Axis::Expert, experts.clone())]);
+        Ok(Self { device, layout, params, exchange })
     }
 
     fn cx(&self) -> StageContext<'_> {
@@ -238,6 +252,7 @@ impl Passes {
         let Self { forward, input, weight, saved, logits, output, between, output_gradient, hidden } = self;
         LayerProfile {
             parameters: layout.count() as u64,
+            experts: 0,
             padded_parameters: layout.len() as u64,
             forward: forward.work,
             input: input.work,
@@ -254,11 +269,11 @@ impl Passes {
     }
 }
 
-fn block(spec: &ModelSpec, block: &BlockSpec, share: &AxisShare) -> Result<LayerProfile> {
+fn block(spec: &ModelSpec, block: &BlockSpec, [share, experts]: [&AxisShare; 2]) -> Result<LayerProfile> {
     let device = Device::sizes();
-    let mut builder = Builder::new(spec).share(share.clone()).on(&device);
+    let mut builder = Builder::new(spec).share(share.clone()).experts_of(experts.clone()).on(&device);
     let layer = builder.block(spec, block)?;
-    let bench = Bench::new(device, &builder, share)?;
+    let bench = Bench::new(device, &builder, [share, experts])?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let x = cx.empty([1, spec.context, spec.dim])?;
     let hidden = bytes([&x]);
@@ -280,13 +295,18 @@ fn block(spec: &ModelSpec, block: &BlockSpec, share: &AxisShare) -> Result<Layer
         output_gradient: hidden,
         hidden: bytes([&dx]),
     };
-    Ok(passes.profile(&bench.layout))
+    let sizes = bench.layout.params().iter().map(|param| param.shape.len() as u64);
+    let kinds = builder.into_specs().into_iter().map(|(_, spec)| spec.kind);
+    let of_experts = sizes.zip(kinds).filter(|(_, kind)| *kind == TensorKind::Expert);
+    let experts = of_experts.map(|(size, _)| size).sum();
+    Ok(LayerProfile { experts, ..passes.profile(&bench.layout) })
 }
 
 fn embedding(spec: &ModelSpec) -> Result<LayerProfile> {
     let mut builder = Builder::new(spec);
     let layer = builder.embedding(spec);
-    let bench = Bench::new(Device::sizes(), &builder, &AxisShare::whole())?;
+    let whole = AxisShare::whole();
+    let bench = Bench::new(Device::sizes(), &builder, [&whole, &whole])?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let tokens = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
     let mut meter = bench.meter();
@@ -312,7 +332,8 @@ fn head(spec: &ModelSpec) -> Result<LayerProfile> {
     let own = builder.layout()?;
     let mut builder = Builder::new(spec);
     let layer = builder.head(spec);
-    let bench = Bench::new(Device::sizes(), &builder, &AxisShare::whole())?;
+    let whole = AxisShare::whole();
+    let bench = Bench::new(Device::sizes(), &builder, [&whole, &whole])?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let x = cx.empty([1, spec.context, spec.dim])?;
     let targets = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;

@@ -221,3 +221,21 @@ fn values_that_are_not_finite_stop_all_ranks() {
     assert!(text.contains("not finite"), "{text}");
     assert!(!text.contains("deadline"), "{text}");
 }
+
+#[test]
+fn the_memory_of_a_published_mixture_is_divided_with_its_experts() {
+    let run = models();
+    let weights = |args: &str| {
+        let args = format!("plan memory --model mixtral-8x7b --context 16 --precision f32 --json {args}");
+        json_of(&output(&run, &args))["rows"][0]["weights"].as_f64().unwrap()
+    };
+    // 45,097,156,608 of 46,702,792,704 parameters are experts.
+    let [all, experts] = [46_702_792_704.0, 45_097_156_608.0].map(|count: f64| 4.0 * count);
+    assert!((weights("") - all).abs() < 1.0);
+    assert!((weights("--expert 8") - (all - experts * 7.0 / 8.0)).abs() < 1.0);
+    refused(&output(&run, "plan memory --model gpt2 --expert 2"), "the model has no experts");
+    refused(
+        &output(&run, "plan memory --model mixtral-8x7b --expert 2 --data 3"),
+        "a multiple of `expert`, 2",
+    );
+}

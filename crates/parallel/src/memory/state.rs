@@ -1,5 +1,7 @@
 //! Memory of a replica besides activations.
 
+use std::ops::Add;
+
 /// Which parts of a replica's state are divided over data-parallel ranks. Source: Rajbhandari et al. 2020,
 /// "ZeRO".
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +57,18 @@ pub struct StateBytes {
     pub gradients: f64,
     /// Bytes of the optimizer's state.
     pub optimizer: f64,
+}
+
+impl Add for StateBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            weights: self.weights + other.weights,
+            gradients: self.gradients + other.gradients,
+            optimizer: self.optimizer + other.optimizer,
+        }
+    }
 }
 
 impl StateBytes {

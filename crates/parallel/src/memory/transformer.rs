@@ -144,17 +144,18 @@ impl Transformer {
         each: BytesPerParameter,
         method: ActivationMethod,
     ) -> Option<Degrees> {
-        fewest_devices((self.layers, self.heads.min(most_tensor)), self.heads, zero, |degrees| {
+        fewest_devices((self.layers, self.heads.min(most_tensor)), (self.heads, 1), zero, |degrees| {
             self.footprint(degrees, zero, each, method, 1, u64::MAX).total() <= memory
         })
     }
 }
 
 /// Returns the degrees with the fewest devices for which `fits` holds, as [`Transformer::fewest_devices`] does.
-/// `units` are what tensor ranks divide evenly: heads, or heads of keys and values.
+/// `units` are what tensor ranks divide evenly: heads, or heads of keys and values. The number of replicas is a
+/// multiple of `group`, those that divide experts.
 pub fn fewest_devices(
     (layers, most_tensor): (u64, u64),
-    units: u64,
+    (units, group): (u64, u64),
     zero: ZeroStage,
     fits: impl Fn(Degrees) -> bool,
 ) -> Option<Degrees> {
@@ -166,7 +167,8 @@ pub fn fewest_devices(
     for (&tensor, &pipeline) in tensors.iter().flat_map(|t| stages.iter().map(move |p| (t, p))) {
         // Without ZeRO, more replicas do not reduce the memory of each.
         let datas = (0..17).map(|power| 1 << power).take(if zero == ZeroStage::None { 1 } else { 17 });
-        let found = datas.map(|data| Degrees { tensor, pipeline, data }).find(|degrees| fits(*degrees));
+        let found =
+            datas.map(|data| Degrees { tensor, pipeline, data: group * data }).find(|degrees| fits(*degrees));
         let Some(found) = found else { continue };
         if size(&found) <= 65_536 && best.is_none_or(|best| size(&found) < size(&best)) {
             best = Some(found);

@@ -27,6 +27,7 @@ use farflung::{Error, Result};
 #[command(after_help = "Examples:
   farflung plan memory --model gpt3-175b
   farflung plan memory --model llama-70b --pipeline 8
+  farflung plan memory --model mixtral-8x7b --expert 8
   farflung plan memory --model gpt3-xl --tensor 2 --pipeline 4 --data 8 --device-memory 24GB
   farflung plan memory --model gpt2 --precision f32 --batch 8 --json")]
 pub(crate) struct MemoryCommand {
@@ -59,14 +60,12 @@ pub(crate) struct MemoryCommand {
     /// Number of pipeline stages.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pipeline: u32,
-    /// Number of replicas, over which ZeRO divides the state.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=65536)
-    )]
-    data: u32,
+    /// Number of replicas, over which ZeRO divides the state. Default: those of --expert.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    data: Option<u32>,
+    /// Number of replicas that divide the experts of a model that has some.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    expert: u32,
     /// Precision of the state: bytes per parameter.
     #[arg(long, value_name = "KIND", default_value = "deepspeed")]
     precision: Kind,
@@ -116,6 +115,8 @@ struct Asked {
     /// Memory of a device.
     memory: Bytes,
     most_tensor: u64,
+    /// Number of replicas that divide experts.
+    experts: u64,
 }
 
 impl MemoryCommand {
@@ -127,6 +128,10 @@ impl MemoryCommand {
         let is_gpt2 = spec.names.family == "gpt2";
         // Ranks of a tensor axis divide heads of keys and values.
         let units = heads.map(|heads| if is_gpt2 { heads.query } else { heads.kv }).min().unwrap_or(1) as u64;
+        if self.expert > 1 && spec.mixtures().next().is_none() {
+            let expected = "1, because the model has no experts".to_owned();
+            return Err(Error::Setting { field: "expert", value: self.expert.to_string(), expected });
+        }
         let asked = Asked {
             degrees: self.degrees(spec.layers() as u64, units)?,
             each: match self.precision {
@@ -138,6 +143,7 @@ impl MemoryCommand {
             microbatches: u64::from(self.microbatches),
             memory: self.device_memory,
             most_tensor: u64::from(self.most_tensor),
+            experts: u64::from(self.expert),
         };
         let rows = if is_gpt2 { published(&spec, asked) } else { profiled::rows(&spec, asked)? };
         let parameters = Parameters { all: spec.parameters(), active: spec.active_parameters() };
@@ -155,13 +161,17 @@ impl MemoryCommand {
         if !units.is_multiple_of(u64::from(self.tensor)) {
             return wrong("tensor", self.tensor, format!("a divisor of the {units} heads"));
         }
+        let data = self.data.unwrap_or(self.expert);
+        if !data.is_multiple_of(self.expert) {
+            return wrong("data", data, format!("a multiple of `expert`, {}", self.expert));
+        }
         if u64::from(self.pipeline) > layers {
             return wrong("pipeline", self.pipeline, format!("at most the {layers} layers"));
         }
         Ok(Degrees {
             tensor: u64::from(self.tensor),
             pipeline: u64::from(self.pipeline),
-            data: u64::from(self.data),
+            data: u64::from(data),
         })
     }
 }
@@ -175,7 +185,7 @@ fn published(spec: &ModelSpec, asked: Asked) -> Vec<Row> {
         sequence: spec.context as u64,
         vocabulary: spec.vocab as u64,
     };
-    let Asked { degrees, each, batch, microbatches, memory, most_tensor } = asked;
+    let Asked { degrees, each, batch, microbatches, memory, most_tensor, .. } = asked;
     let row = |zero, method: ActivationMethod| Row {
         zero,
         method: method.name(),

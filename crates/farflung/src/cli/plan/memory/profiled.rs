@@ -39,9 +39,10 @@ pub(super) fn rows(spec: &ModelSpec, asked: Asked) -> Result<Vec<Row>> {
     let units = spec.each_block().map(|block| block.attention.heads.kv).min().unwrap_or(1) as u64;
     let tensors = (0..7).map(|power| 1 << power).filter(|&ranks| units.is_multiple_of(ranks));
     let mut profiles = Profiles::new();
+    let experts = AxisShare::new(0, vec![1; asked.experts as usize])?;
     for ranks in tensors.chain([asked.degrees.tensor]) {
         let share = AxisShare::new(0, vec![1; ranks as usize])?;
-        profiles.insert(ranks, ModelProfile::of_share(spec, &share)?);
+        profiles.insert(ranks, ModelProfile::of_shares(spec, [&share, &experts])?);
     }
     let layers = spec.layers() as u64;
     let row = |zero: ZeroStage, kept: Kept| {
@@ -54,7 +55,7 @@ pub(super) fn rows(spec: &ModelSpec, asked: Asked) -> Result<Vec<Row>> {
             method: kept.name(),
             repeated: if kept == Kept::Inputs { repeated(&profiles[&1]) } else { 0.0 },
             held: footprint(&profiles, asked, zero, kept),
-            fewest: fewest_devices((layers, asked.most_tensor), units, zero, fits),
+            fewest: fewest_devices((layers, asked.most_tensor), (units, asked.experts), zero, fits),
         }
     };
     Ok(ZeroStage::ALL.into_iter().flat_map(|zero| Kept::ALL.map(|kept| row(zero, kept))).collect())
@@ -70,7 +71,10 @@ fn footprint(profiles: &Profiles, asked: Asked, zero: ZeroStage, kept: Kept) -> 
     let sum = |of: fn(&LayerProfile) -> u64| blocks().map(of).sum::<u64>();
     let head = if is_alone { profile.head.parameters } else { 0 };
     let parameters = profile.embedding.parameters + sum(|block| block.parameters) + head;
-    let state = StateBytes::new(parameters as f64, each, zero, degrees.data, false);
+    // Experts are copied in one replica of each group that divides them.
+    let experts = sum(|block| block.experts);
+    let state = StateBytes::new((parameters - experts) as f64, each, zero, degrees.data, false)
+        + StateBytes::new(experts as f64, each, zero, degrees.data / asked.experts, false);
     let held = degrees.pipeline.max(1).min(microbatches.max(1));
     let of_blocks = match kept {
         Kept::All => sum(|block| block.saved) * held,
