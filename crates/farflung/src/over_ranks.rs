@@ -37,8 +37,10 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use farflung_base::Axis;
+use farflung_base::{Axis, Nanos};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_compress::link::LinkSpec;
 use farflung_tensor::{Shape, Tensor};
@@ -55,13 +57,15 @@ pub struct OverRanks {
     axes: BTreeMap<Axis, Communicator>,
     /// The codec of rows that are sent to others, and the seed of codecs that draw random numbers.
     rows: (LinkSpec, u64),
+    /// Time for which exchanges of rows were waited for.
+    waited: Arc<AtomicU64>,
 }
 
 impl OverRanks {
     /// Makes the exchanges of a rank. Its number along an axis is that in the axis's communicator.
     #[must_use]
     pub fn new(axes: impl IntoIterator<Item = (Axis, Communicator)>) -> Self {
-        Self { axes: axes.into_iter().collect(), rows: (LinkSpec::default(), 0) }
+        Self { axes: axes.into_iter().collect(), rows: (LinkSpec::default(), 0), waited: Arc::default() }
     }
 
     /// Returns the exchanges with a codec for rows that go to other ranks ([`Exchange::all_to_all_rows`]): one
@@ -69,6 +73,12 @@ impl OverRanks {
     #[must_use]
     pub fn with_row_codec(self, codec: LinkSpec, seed: u64) -> Self {
         Self { rows: (codec, seed), ..self }
+    }
+
+    /// Returns the time for which exchanges of rows were waited for since the last call, by the transport's
+    /// clock.
+    pub(crate) fn take_waited(&self) -> Nanos {
+        Nanos(self.waited.swap(0, Ordering::Relaxed))
     }
 
     /// Returns the communicator of an axis with several ranks.
@@ -162,7 +172,9 @@ impl Exchange for OverRanks {
             messages.push(form.write(own, counts).map_err(|error| wrong(error.into()))?);
             rest = behind;
         }
+        let begun = comm.now();
         let received = comm.all_to_all_bytes(messages).map_err(failed(axis))?;
+        self.waited.fetch_add(comm.now().saturating_sub(begun).0, Ordering::Relaxed);
         let (mut all, mut counts) = (Vec::new(), Vec::new());
         for (from, message) in received.iter().enumerate() {
             let form = if from == comm.rank().index() { &mut plain } else { &mut coded };

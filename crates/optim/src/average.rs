@@ -247,7 +247,7 @@ impl Average {
             algorithm: ApartHolders::algorithm(config.algorithm),
             ..config.clone()
         });
-        let reduction = |(i, bucket): (usize, &Bucket)| {
+        let reduction = |(index, bucket): (usize, &Bucket)| {
             let comm = self.holders(bucket);
             if bucket.apart && comm.size() == 1 {
                 // A lossy codec would only change the values.
@@ -256,10 +256,10 @@ impl Average {
             let config = apart.as_ref().filter(|_| bucket.apart).unwrap_or(config);
             Ok(match (&streams, &protocols) {
                 (Some(streams), _) => {
-                    BucketReduction::Coded(Codecs::new(comm, streams, config, i, bucket.len)?)
+                    BucketReduction::Coded(Codecs::new(comm, streams, config, bucket.number, bucket.len)?)
                 }
                 (None, Some(make)) => {
-                    let slots = self.slots.iter().filter(|slot| slot.bucket == i);
+                    let slots = self.slots.iter().filter(|slot| slot.bucket == index);
                     BucketReduction::Rounds(BucketProtocols::new(slots, &**make, config.seed))
                 }
                 (None, None) => BucketReduction::Plain(bucket.len),

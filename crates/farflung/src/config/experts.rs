@@ -1,5 +1,6 @@
 //! Settings of mixtures of experts, which override those of the model.
 
+use farflung_parallel::Mesh;
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::Capacity;
 
@@ -18,7 +19,9 @@ impl TrainConfig {
         if let Some(factor) = self.capacity_factor {
             check("capacity-factor", &factor, factor > 0.0 && factor.is_finite(), "more than 0")?;
         }
-        check("expert", &self.expert, self.expert > 0, "at least 1")?;
+        let most = Mesh::MAX_RANKS;
+        let good = (1..=most as usize).contains(&self.expert);
+        check("expert", &self.expert, good, &format!("1 to {most}"))?;
         if let Some(Numbers(weights)) = &self.expert_weights {
             let shown = weights.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
             let expected = format!("{} numbers, one for each replica of `expert`", self.expert);

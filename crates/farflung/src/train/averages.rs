@@ -6,9 +6,10 @@ use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
 use farflung_parallel::pipeline::{Placement, StageCost};
 use farflung_parallel::{Cluster, Coordinates, Plan};
 use farflung_tensor::Device;
-use farflung_zoo::{ModelSpec, Stage};
+use farflung_zoo::ModelSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
+use super::expert_ranks::ExpertRanks;
 use super::links;
 use crate::{Error, Result, RunSettings};
 
@@ -67,14 +68,20 @@ pub(super) fn resolve(
     let topology = links::of_plan(config, &plan, cluster)?;
     let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
     let placement = order.map_err(Error::schedule)?.placement().clone();
-    let cut = level.averages();
+    let mut cut = level.averages();
     let device = Device::cpu(1)?;
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
         let among = topology.among(&holders(&plan, &placement, part));
-        let stage = Stage::new(model, layers, &device)?;
-        buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
+        let stage = ExpertRanks::of(&plan).counted_stage((model, layers), 0, &device)?;
+        if plan.divides_experts() {
+            cut.apart = stage.expert_ranges();
+        }
+        let apart = cut.apart_buckets(stage.layout());
+        // Experts are averaged over fewer ranks.
+        let of_all = cut.buckets(stage.layout()).into_iter().zip(apart).filter(|(_, apart)| !apart);
+        buckets.extend(of_all.map(|(len, _)| (len, among.clone())));
     }
     let (mut cheapest, regions): (Option<(Nanos, Algorithm)>, _) = (None, regions(&plan));
     for form in level.forms().into_iter().filter(|form| *form != Algorithm::Ring) {

@@ -370,6 +370,28 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["own-data", "expert"],
+        refuses: |choices| {
+            let why = "texts of other lengths have other numbers of held-out sequences, which must be equal";
+            (choices.own_data && choices.divides_experts())
+                .then(|| refuse("own-data", true, format!("false with `expert` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["codec", "expert"],
+        refuses: |choices| {
+            let accumulates = |level: &&BoundLevel| {
+                level.codec.codec().is_some_and(|codec| {
+                    codec.momentum().is_some() || codec.feedback_share().is_some_and(|share| share < 1.0)
+                })
+            };
+            let level = choices.levels.iter().find(accumulates).filter(|_| choices.divides_experts())?;
+            let why = "experts that one replica alone has go through no codec";
+            let expected = format!("a codec that takes no part of the momentum with `expert` above 1: {why}");
+            Some(refuse("codec", level.codec, expected))
+        },
+    },
+    Rule {
         axes: ["expert", "optimizer"],
         refuses: |choices| {
             let optimizer = Some(choices.optimizer).filter(|_| choices.divides_experts())?;

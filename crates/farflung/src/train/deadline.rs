@@ -5,8 +5,8 @@ use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
 use farflung_compress::CodecSpec;
 use farflung_parallel::ScheduleSource;
 use farflung_tensor::Device;
-use farflung_zoo::Stage;
 
+use super::expert_ranks::ExpertRanks;
 use super::job::Job;
 use crate::config::choice::TransportName;
 use crate::{Error, Result};
@@ -58,9 +58,17 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     if job.plan.stages() > 1 {
         return Ok(message(job, topology));
     }
-    let config = job.average_config();
-    let stage = Stage::whole(&job.model, &Device::cpu(1)?)?;
-    let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
+    let mut config = job.average_config();
+    let layers = (&job.model, 0..job.model.layers());
+    let stage = ExpertRanks::of(&job.plan).counted_stage(layers, 0, &Device::cpu(1)?)?;
+    if job.plan.divides_experts() {
+        config.apart = stage.expert_ranges();
+    }
+    // Experts are averaged over fewer ranks.
+    let apart = config.apart_buckets(stage.layout());
+    let of_all = |bucket: &usize| !apart[*bucket];
+    let buckets = config.buckets(stage.layout());
+    let largest = (0..buckets.len()).filter(of_all).map(|bucket| buckets[bucket]).max().unwrap_or(0);
     let algorithm = job.plain_algorithm();
     let plainly = |values: usize| {
         let bytes = Bytes((values * size_of::<f32>()) as u64);
@@ -68,7 +76,8 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     };
     let spec = job.codec();
     let bucket = if let Some(exchanges) = config.exchanges(stage.layout()) {
-        plainly(exchanges.into_iter().flatten().max().unwrap_or(0))
+        let of_all = (0..exchanges.len()).filter(of_all).flat_map(|bucket| &exchanges[bucket]);
+        plainly(of_all.copied().max().unwrap_or(0))
     } else if let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) {
         let bytes = payload(codec, largest);
         let payload = |values| payload(codec, values).0 as usize;

@@ -106,19 +106,19 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
     Ok(())
 }
 
-/// Makes the exchange of a rank with those that divide the experts with it, over the communicator of a pass. A
-/// collective, if experts are divided.
+/// Makes the exchange of a rank with those that divide the experts with it, over the communicator of a pass;
+/// `None` if each has all. A collective, if experts are divided.
 pub(super) fn exchange(
     (plan, seed): (&BoundPlan, u64),
     messages: &Communicator,
     rank: Rank,
-) -> Result<Arc<dyn Exchange>> {
+) -> Result<Option<Arc<OverRanks>>> {
     if !plan.divides_experts() {
-        return Ok(Arc::new(farflung_zoo::exchange::Alone));
+        return Ok(None);
     }
     let first = plan.group(rank, Axis::Expert)[0];
     let over = OverRanks::new([(Axis::Expert, messages.split(first.0, rank.0)?)]);
-    Ok(Arc::new(over.with_row_codec(plan.expert_codec(), seed)))
+    Ok(Some(Arc::new(over.with_row_codec(plan.expert_codec(), seed))))
 }
 
 /// Makes the communicators among the holders of the same experts, one for each part of the model that this rank

@@ -89,11 +89,10 @@ fn of_plan(
 ) -> Result<Vec<StepMemory>> {
     let mut ranks: Vec<StepMemory> = Vec::new();
     let mut known: BTreeMap<(u32, u32), Vec<StepMemory>> = BTreeMap::new();
-    let equal = plan.experts.windows(2).all(|pair| pair[0] == pair[1]);
     for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
         // Replicas with the same number of microbatches, and of experts, hold the same: the effect of different
         // speeds on a schedule is small.
-        let kind = (microbatches, if equal { 0 } else { plan.expert_rank(replica) });
+        let kind = (microbatches, plan.expert_rank(replica));
         if let Some(same) = known.get(&kind) {
             ranks.extend(same);
             continue;

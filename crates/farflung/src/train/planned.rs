@@ -153,16 +153,14 @@ pub(super) fn with_rates(
     rates: &[f64],
 ) -> Result<BoundPlan> {
     let steps = (!plan.averages_each_step()).then(|| local_steps(plan, config, rates));
-    let experts = experts_by_speed(plan, rates).filter(|_| config.expert_weights.is_none());
+    let experts = experts_by_speed(plan, model, rates).filter(|_| config.expert_weights.is_none());
     let pool_rates = config.pool_rates.is_none().then(|| Pools::whole_rates(rates));
     let set = |plan: &mut Plan| {
         if let (ScheduleSource::Pools(pools), Some(rates)) = (&mut plan.pipeline.schedule, pool_rates) {
             pools.rates = rates;
         }
-        let equal = std::mem::take(&mut plan.experts);
-        plan.experts = experts.unwrap_or_else(|| equal.clone());
-        if expert_ranks::check(plan, model).is_err() {
-            plan.experts = equal;
+        if let Some(experts) = experts {
+            plan.experts = experts;
         }
         if let Some(steps) = steps {
             plan.levels.iter_mut().for_each(|level| level.steps.clone_from(&steps));
@@ -171,9 +169,9 @@ pub(super) fn with_rates(
     plan.changed(set).map_err(in_settings)
 }
 
-/// Returns the shares of the experts by the speed of the replicas that divide them: a group computes as much as
-/// it routes to its slowest replica. `None` if all have all experts.
-fn experts_by_speed(plan: &BoundPlan, rates: &[f64]) -> Option<Vec<u32>> {
+/// Returns how many experts of the smallest mixture each replica of a group has, by speed: a group computes as
+/// much as it routes to its slowest replica. `None` if all are equally fast, or have all experts.
+fn experts_by_speed(plan: &BoundPlan, model: &ModelSpec, rates: &[f64]) -> Option<Vec<u32>> {
     if !plan.divides_experts() {
         return None;
     }
@@ -182,7 +180,16 @@ fn experts_by_speed(plan: &BoundPlan, rates: &[f64]) -> Option<Vec<u32>> {
         let speed = &mut speeds[plan.expert_rank(plan.at(rank).data) as usize];
         *speed = speed.min(rate);
     }
-    Some(Pools::whole_rates(&speeds))
+    let equal = Pools::whole_rates(&speeds).iter().all(|rate| *rate == 1);
+    let fewest = model.mixtures().map(|(_, experts)| experts.count).min()?;
+    let mut shares = vec![1_u32; speeds.len()];
+    for _ in shares.len()..fewest {
+        // The next expert goes where it takes the least time.
+        let time = |at: usize| f64::from(shares[at] + 1) / speeds[at];
+        let next = (0..shares.len()).min_by(|&a, &b| time(a).total_cmp(&time(b)))?;
+        shares[next] += 1;
+    }
+    (!equal).then_some(shares)
 }
 
 /// Returns the number of local steps of each replica, from the rates of the ranks' machines.
@@ -316,6 +323,10 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let (method, stages) = (config.schedule, config.stages);
     if !world.is_multiple_of(stages) {
         return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
+    }
+    let replicas = whole_pipelines(world, stages);
+    if !replicas.is_multiple_of(config.expert) {
+        return Err(refuse("expert", config.expert, format!("a divisor of the {replicas} replicas")));
     }
     let microbatches = microbatches(config);
     if let Some(pools) = config.pools() {

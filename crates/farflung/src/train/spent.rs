@@ -8,7 +8,8 @@ use farflung_comm::Communicator;
 pub struct Spent {
     /// Time from the step's beginning to its end, without the evaluation and checkpoint after it.
     pub took: Nanos,
-    /// Time for which the pass waited for hidden states or gradients of other stages.
+    /// Time for which the pass waited for hidden states or gradients of other stages, and for tokens of other
+    /// replicas and what comes back of them.
     pub wait: Nanos,
     /// Time for which the rank waited for averages, votes and exchanges between replicas: communication that
     /// was not hidden by computation, including the wait for slower ranks.

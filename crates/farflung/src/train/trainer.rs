@@ -37,6 +37,7 @@ mod undecided;
 mod verify;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
@@ -56,7 +57,7 @@ use super::resync::Resync;
 use super::spent::{Spent, add_since};
 use super::step_tokens::no_targets;
 use crate::signals::Armed;
-use crate::{Error, Result, Stop};
+use crate::{Error, OverRanks, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
@@ -113,6 +114,8 @@ pub struct Trainer {
     /// How replicas divide experts, and the communicators of those that hold the same of each part; none if
     /// each replica has all experts.
     experts: ExpertRanks,
+    /// The exchange of tokens with the replicas that divide the experts.
+    tokens: Option<Arc<OverRanks>>,
     expert_holders: BTreeMap<u32, Communicator>,
     resync: Resync,
     /// Loss scale for products in 16 bits.
@@ -419,6 +422,8 @@ impl Trainer {
             None => self.list.run_pass(schedule, position, &mut self.executor)?,
         }
         self.pass = (begun, self.executor.comm.now());
+        let waited = self.tokens.as_ref().map_or(Nanos::ZERO, |tokens| tokens.take_waited());
+        self.executor.spent.wait = self.executor.spent.wait.saturating_add(waited);
         self.executor.sent()?;
         let Executor { comm, spent, .. } = &mut self.executor;
         add_since(self.pass.1, comm, &mut spent.communicate);

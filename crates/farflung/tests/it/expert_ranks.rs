@@ -68,12 +68,18 @@ fn faster_machines_have_more_experts() {
     let args = "--workers 2 --expert 2 --topology two.toml --accumulate 2";
     let plan = output(&run, &format!("train --model config.json {args} --print-plan"));
     let text = String::from_utf8_lossy(&plan.stdout).into_owned();
-    assert!(text.contains("experts = [1000, 333]"), "{text}");
+    assert!(text.contains("experts = [3, 1]"), "{text}");
     let shared = done(&run, "by-speed", args);
     let alone = done(&run, "alone", "--accumulate 4");
     assert!(farthest(&shared, &alone) < 1e-4);
     let own = format!("train --model config.json {args} --expert-weights 1,1 --print-plan");
     assert!(String::from_utf8_lossy(&output(&run, &own).stdout).contains("experts = [1, 1]"));
+    // The order of the machines does not matter.
+    let slow_and_fast = [machine("b", "3 GFLOPS"), machine("a", "9 GFLOPS")].concat();
+    fs::write(run.at("two.toml"), format!("default = \"1gbit,1ms\"\n{slow_and_fast}")).unwrap();
+    let plan = output(&run, &format!("train --model config.json {args} --print-plan"));
+    let text = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(text.contains("experts = [1, 3]"), "{text}");
 }
 
 /// Groups within regions: their averages cross the slow links, their tokens do not.
@@ -140,6 +146,15 @@ fn any_division_of_experts_continues_any_other() {
             assert!(off < 1e-3, "{out}: {off}");
         }
     }
+    // A rank's older checkpoint of this division is not used where there is a newer one of another.
+    let by_two = "--workers 2 --expert 2 --accumulate 2";
+    done(&run, "back", &format!("{by_two} --steps 1"));
+    done(&run, "back", "--accumulate 4 --steps 3 --resume auto");
+    done(&run, "back", &format!("{by_two} --steps 4 --resume auto"));
+    let steps = farflung::metrics::read(&run.at("back").join("metrics.jsonl")).unwrap();
+    assert_eq!(steps.iter().map(|step| step.step).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    let same = done(&run, "back-alone", "--accumulate 4 --steps 4");
+    assert!(farthest(&steps, &same) < 1e-4);
     // Rank 0 has the whole model.
     let text = json_of(&output(&run, "generate halves --prompt the --tokens 8 --json"));
     assert!(text["text"].as_str().is_some_and(|text| !text.is_empty()));
@@ -156,9 +171,10 @@ fn any_division_of_experts_continues_any_other() {
 fn what_cannot_be_divided_is_refused_with_the_reason() {
     let run = models();
     for (args, reason) in [
-        ("--workers 2 --expert 0", "`expert` is 0, expected at least 1"),
-        ("--workers 3 --expert 2", "as many weights as divide the 3 replicas"),
+        ("--workers 2 --expert 0", "`expert` is 0, expected 1 to 1048576"),
+        ("--workers 3 --expert 2", "a divisor of the 3 replicas"),
         ("--workers 8 --expert 8", "weights with which each replica has one of the 4 experts"),
+        ("--workers 2 --expert 1000000000000000000", "1 to 1048576"),
         ("--workers 2 --expert 2 --expert-weights 1,9", "each replica has one of the 4 experts"),
         (
             "--workers 2 --expert 2 --expert-weights 1,1,1",
@@ -171,6 +187,8 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
             "a codec without memory, because no token comes again",
         ),
         ("--workers 2 --expert 2 --expert-codec int8+ef", "int8+ef"),
+        ("--workers 2 --expert 2 --own-data true", "must be equal"),
+        ("--workers 2 --expert 2 --codec topk:0.5+dgc:0.9", "takes no part of the momentum"),
         ("--workers 2 --expert 2 --sync diloco", "replicas that divide experts take each step together"),
         ("--workers 2 --expert 2 --optimizer onebit-adam", "only gradients are averaged over the replicas"),
         ("--workers 4 --expert 2 --stages 2 --schedule pipedream --clip 0", "run each microbatch together"),

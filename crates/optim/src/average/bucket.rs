@@ -16,6 +16,8 @@ pub(super) struct Slot {
     /// Range of the parameter's elements in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
+    /// A number that is the same on all of its holders, whatever they have besides.
+    pub(super) key: u64,
     /// Whether the parameter is final in this round.
     pub(super) ready: bool,
 }
@@ -30,6 +32,8 @@ pub(super) struct Bucket {
     pub(super) fragment: usize,
     /// Whether its parameters are among those that are held apart.
     pub(super) apart: bool,
+    /// Its number among those of the same holders.
+    pub(super) number: usize,
     /// Number of elements of all pieces.
     pub(super) len: usize,
     pub(super) params: usize,
@@ -158,10 +162,24 @@ pub(super) fn cut(
             _ => bucket.pieces.push(range.clone()),
         }
         let (name, shape) = (param.name.clone(), param.shape);
-        slots.push(Slot { name, shape, range, bucket: index, ready: false });
+        slots.push(Slot { name, shape, key: range.start as u64, range, bucket: index, ready: false });
     }
     slots.reverse();
+    if !apart.is_empty() {
+        key_apart(&mut slots, &buckets);
+    }
     in_order(&mut slots, buckets.into_iter().enumerate().collect())
+}
+
+/// Keys the parameters by the elements of those of the same holders before them: what else a rank has may
+/// differ in length.
+fn key_apart(slots: &mut [Slot], buckets: &[Bucket]) {
+    let mut before = [0_u64; 2];
+    for slot in slots {
+        let before = &mut before[usize::from(buckets[slot.bucket].apart)];
+        slot.key = *before;
+        *before += slot.range.len() as u64;
+    }
 }
 
 /// Sorts the buckets by their last piece, which is nearest to the layout's start.
@@ -172,8 +190,12 @@ fn in_order(slots: &mut Vec<Slot>, mut buckets: Vec<(usize, Bucket)>) -> (Vec<Sl
     for slot in slots.iter_mut() {
         slot.bucket = now[slot.bucket];
     }
+    let mut numbers = [0; 2];
     let reversed = |(_, mut bucket): (usize, Bucket)| {
         bucket.pieces.reverse();
+        let number = &mut numbers[usize::from(bucket.apart)];
+        bucket.number = *number;
+        *number += 1;
         bucket
     };
     (std::mem::take(slots), buckets.into_iter().map(reversed).collect())
@@ -286,6 +308,20 @@ mod tests {
             [(vec![128..192, 256..320], false), (vec![64..128, 192..256], true), (vec![0..64], false)]
         );
         assert_eq!(slots.iter().map(|s| s.bucket).collect::<Vec<_>>(), [2, 1, 0, 1, 0]);
+    }
+
+    #[test]
+    fn what_all_hold_is_numbered_alike_whatever_is_held_apart() {
+        let numbered = |apart_len: usize| {
+            let layout = layout(&[64, apart_len, 64, apart_len, 10]);
+            let params = layout.params();
+            let apart = [params[1].range(), params[3].range()];
+            let (slots, buckets) = cut(&layout, 64 * 4, 1, &apart);
+            let all = slots.iter().filter(|slot| !buckets[slot.bucket].apart);
+            all.map(|slot| (slot.key, buckets[slot.bucket].number)).collect::<Vec<_>>()
+        };
+        assert_eq!(numbered(64), [(0, 2), (64, 1), (128, 0)]);
+        assert_eq!(numbered(640), numbered(64));
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl BucketProtocols {
             let range = start..start + slot.range.len();
             start = range.end;
             // Matrices of one shape get different seeds.
-            let seed = seed.wrapping_add(slot.range.start as u64);
+            let seed = seed.wrapping_add(slot.key);
             match matrix(slot.shape).and_then(|shape| make(shape, seed)) {
                 Some(protocol) => {
                     let (name, sizes) = (slot.name.clone(), protocol.exchanges());

@@ -4,6 +4,8 @@
 use farflung_parallel::Level;
 use farflung_parallel::plan::NO_CODEC;
 
+use farflung_zoo::Stage;
+
 use super::*;
 use crate::config::choice::LrScheduleKind;
 use crate::train::{Job, Quiet, connections, run_job};

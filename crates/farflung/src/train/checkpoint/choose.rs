@@ -16,8 +16,9 @@ use crate::{Checkpoint, Error, Result, RunDir};
 /// A rank's newest checkpoint of the parts that it holds now.
 enum OwnCheckpoint {
     There(Checkpoint),
-    /// The run has begun in the rank's folder, but the rank has no checkpoint of its current parts.
-    NotYet,
+    /// The run has begun in the rank's folder, but its newest checkpoint, of this step, is not of its current
+    /// parts. `None`: there is no checkpoint.
+    NotYet(Option<u64>),
     /// The rank has no folder, or no valid checkpoint in it.
     Lost(Option<Error>),
 }
@@ -66,16 +67,20 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
         Resume::Auto if job.elastic && comm.size() == 1 => members::newest(run.path(), job, &needed),
         Resume::Auto => {
             let own = all_succeed(comm, own(run, rank, &fits))?;
+            let others = if let OwnCheckpoint::NotYet(Some(step)) = own { step } else { 0 };
+            let newest_of_others = all_gather_u64(comm, others)?.into_iter().max().unwrap_or(0);
             let (agreed, own) = agree(comm, run, own, &job.plan)?;
-            if agreed == 0 {
-                return match all_succeed(comm, cut_otherwise(comm, run, job))? {
-                    None => Ok(None),
+            if agreed == 0 || newest_of_others > agreed {
+                match all_succeed(comm, cut_otherwise(comm, run, job))? {
+                    None if agreed == 0 => return Ok(None),
+                    None => {}
                     Some(all) => {
-                        all_succeed(comm, read(all, Residuals::None)).map(|source| Some(chosen(source)))
+                        return all_succeed(comm, read(all, Residuals::None))
+                            .map(|source| Some(chosen(source)));
                     }
-                };
+                }
             }
-            let not_yet = matches!(own, OwnCheckpoint::NotYet);
+            let not_yet = matches!(own, OwnCheckpoint::NotYet(_));
             let files = match own {
                 OwnCheckpoint::There(own) => Files::read(own).map(Some),
                 _ => Ok(None),
@@ -102,8 +107,8 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
     match newest {
         Ok(Some(own)) if fits(&own) => Ok(OwnCheckpoint::There(own)),
         // A checkpoint of other parts counts as none.
-        Ok(Some(_)) => Ok(OwnCheckpoint::NotYet),
-        Ok(None) if begun => Ok(OwnCheckpoint::NotYet),
+        Ok(Some(other)) => Ok(OwnCheckpoint::NotYet(Some(other.step()))),
+        Ok(None) if begun => Ok(OwnCheckpoint::NotYet(None)),
         Ok(None) => Ok(OwnCheckpoint::Lost(None)),
         Err(error) => Ok(OwnCheckpoint::Lost(Some(error))),
     }

@@ -7,7 +7,7 @@ use farflung_base::Rank;
 
 use super::super::job::Job;
 use super::source;
-use super::{CheckpointRecord, Source, beside, folder};
+use super::{CheckpointRecord, Source, TRAINER, beside, folder};
 use crate::{Checkpoint, Error, Result};
 
 /// The checkpoint from which a rank continues.
@@ -34,7 +34,11 @@ pub(super) fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
     if record.view.is_some() {
         return of_view(first, &record, job.model.layers());
     }
-    let ranks = (record.stages * record.experts.len().max(1)) as u32;
+    let ranks = record.stages.checked_mul(record.experts.len().max(1));
+    let ranks = ranks.and_then(|ranks| u32::try_from(ranks).ok()).ok_or_else(|| Error::Damaged {
+        path: path.join(TRAINER),
+        what: "it has a number of ranks that no run has",
+    })?;
     let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
     let others = (1..ranks).map(|rank| open(Rank(rank)));
     std::iter::once(Ok(first)).chain(others).collect()

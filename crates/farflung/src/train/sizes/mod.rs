@@ -294,7 +294,7 @@ impl AdjustableSetting {
 
     /// Returns the minimum of this setting; all other values are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
-        if self == Self::Workers { config.stages } else { 1 }
+        if self == Self::Workers { config.stages.saturating_mul(config.expert) } else { 1 }
     }
 
     fn get(self, config: &TrainConfig) -> usize {

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
-use farflung_zoo::ModelSpec;
 use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::{AxisShare, ModelSpec};
 
 use super::super::activations::{PerToken, profile};
 use super::super::planned::cut;
@@ -58,9 +58,20 @@ fn parameters(profile: &ModelProfile, blocks: Range<usize>, first: bool, last: b
 /// Parameters in flat buffers begin at multiples of this many values.
 const PADDING: u64 = 64;
 
+/// Returns what layers cost a replica: one with the most experts, if replicas divide them. A division that does
+/// not work is refused later.
+fn divided(config: &TrainConfig, model: &ModelSpec) -> ModelProfile {
+    let count = model.mixtures().map(|(_, experts)| experts.count).max().unwrap_or(0);
+    let part = AxisShare::new(0, config.expert_weights()).and_then(|share| {
+        let most = share.all().max_by_key(|share| share.of(count).len()).unwrap_or(share);
+        ModelProfile::of_shares(model, [&AxisShare::whole(), &most])
+    });
+    part.unwrap_or_else(|_| profile(model))
+}
+
 /// Returns the memory that a rank with the whole model needs.
 pub(super) fn whole(config: &TrainConfig, model: &ModelSpec) -> RankMemory {
-    let profile = profile(model);
+    let profile = divided(config, model);
     let each = PerToken::of_profile(&profile);
     let layers = profile.layers();
     let again = config.recompute.of(layers as u32) as usize;
@@ -95,7 +106,7 @@ pub(super) fn pipeline(
 ) -> Result<Vec<RankMemory>> {
     let placement = order.placement();
     let depth = placement.depth();
-    let profile = profile(model);
+    let profile = divided(config, model);
     let layers = cut(profile.layers() as u32, depth)?;
     let blocks = |stage: StageId| layers[placement.part(stage) as usize].len();
     let position = |rank| {

@@ -12,6 +12,7 @@ use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_tensor::{Device, Interrupt, Tensor};
+use farflung_zoo::exchange::Alone;
 use farflung_zoo::{ActivationPolicy, Exchange, ModelSpec, Stage};
 
 use super::agree::StepRequests;
@@ -33,7 +34,7 @@ use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
-use crate::{Result, RunSettings};
+use crate::{OverRanks, Result, RunSettings};
 
 impl Trainer {
     /// Makes the trainer of one rank at step 0 of a job.
@@ -75,7 +76,8 @@ impl Trainer {
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
-        let exchange = expert_ranks::exchange((plan, job.config.seed), &messages, rank)?;
+        let tokens = expert_ranks::exchange((plan, job.config.seed), &messages, rank)?;
+        let exchange = exchange_of_layers(tokens.as_ref());
         let apart = expert_ranks::apart(plan, &holders, replica)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
@@ -140,6 +142,7 @@ impl Trainer {
             window: Vec::new(),
             voting: None,
             experts: ExpertRanks::of(plan),
+            tokens,
             expert_holders: apart.into_iter().map(|(part, holders)| (part, holders.comm)).collect(),
             holders,
             resync,
@@ -195,6 +198,14 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
         Some(change) => comm.with_other_cancel(change),
         None => comm,
     })
+}
+
+/// Returns what the layers of this rank exchange by.
+fn exchange_of_layers(tokens: Option<&Arc<OverRanks>>) -> Arc<dyn Exchange> {
+    match tokens {
+        Some(tokens) => Arc::clone(tokens) as _,
+        None => Arc::new(Alone),
+    }
 }
 
 /// The ranks that hold a part; `None` if this one alone does.
