@@ -68,16 +68,14 @@ pub(super) fn resolve(
     let topology = links::of_plan(config, &plan, cluster)?;
     let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
     let placement = order.map_err(Error::schedule)?.placement().clone();
-    let mut cut = level.averages();
+    let (mut cut, divided) = (level.averages(), ExpertRanks::of(&plan));
     let device = Device::cpu(1)?;
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
         let among = topology.among(&holders(&plan, &placement, part));
-        let stage = ExpertRanks::of(&plan).counted_stage((model, layers), 0, &device)?;
-        if plan.divides_experts() {
-            cut.apart = stage.expert_ranges();
-        }
+        let stage = divided.counted_stage((model, layers), 0, &device)?;
+        cut.apart = divided.apart(&stage);
         let apart = cut.apart_buckets(stage.layout());
         // Experts are averaged over fewer ranks.
         let of_all = cut.buckets(stage.layout()).into_iter().zip(apart).filter(|(_, apart)| !apart);

@@ -60,10 +60,9 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     }
     let mut config = job.average_config();
     let layers = (&job.model, 0..job.model.layers());
-    let stage = ExpertRanks::of(&job.plan).counted_stage(layers, 0, &Device::cpu(1)?)?;
-    if job.plan.divides_experts() {
-        config.apart = stage.expert_ranges();
-    }
+    let divided = ExpertRanks::of(&job.plan);
+    let stage = divided.counted_stage(layers, 0, &Device::cpu(1)?)?;
+    config.apart = divided.apart(&stage);
     // Experts are averaged over fewer ranks.
     let apart = config.apart_buckets(stage.layout());
     let of_all = |bucket: &usize| !apart[*bucket];

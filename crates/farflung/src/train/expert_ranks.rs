@@ -57,6 +57,12 @@ impl ExpertRanks {
         Ok(AxisShare::new(self.number(replica) as usize, self.weights.clone())?)
     }
 
+    /// Returns the ranges of a stage's flat buffers that only some replicas have: its experts, if replicas
+    /// divide them.
+    pub(super) fn apart(&self, stage: &Stage) -> Vec<Range<usize>> {
+        if self.divides() { stage.expert_ranges() } else { Vec::new() }
+    }
+
     /// Makes the stage that a replica has of some layers. Its layers exchange by `exchange`.
     pub(super) fn stage(
         &self,

@@ -137,6 +137,11 @@ fn of_rank(
     let passed = held();
 
     let model_bytes = elements * F32;
+    // What one replica alone has is not averaged.
+    let alone = plan.divides_experts() && plan.replicas() == plan.expert_ranks();
+    let experts = executor.parts.values().flat_map(|part| part.stage.expert_ranges());
+    let apart: usize = experts.filter(|_| alone).map(|range| range.len()).sum();
+    let averaged_bytes = model_bytes.saturating_sub(apart as u64 * F32);
     let of_part = |stage| placement.holders(placement.part(stage)).len();
     let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
     let mut optimizer = begun - 2 * weights;
@@ -152,7 +157,7 @@ fn of_rank(
         let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
         optimizer += (level.method.buffers)(&buffers).held as u64 * model_bytes;
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
-        let averages = averaging(&level.codec, model_bytes.into(), holders, bucket);
+        let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }

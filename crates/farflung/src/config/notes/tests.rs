@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 47] = [
+const ALWAYS: [&str; 49] = [
     "plan",
     "layers",
     "heads",
@@ -16,6 +16,8 @@ const ALWAYS: [&str; 47] = [
     "balance-over",
     "z-loss",
     "capacity-factor",
+    "expert",
+    "expert-weights",
     "tokenizer",
     "init-from",
     "data",
@@ -228,6 +230,12 @@ const CASES: &[Case] = &[
         4,
         true,
         "`boundary-store` changes nothing: no boundary codec stores samples",
+    ),
+    (
+        "expert-codec = 'int8'",
+        4,
+        true,
+        "`expert-codec` changes nothing: `expert` is 1, so each replica has all experts",
     ),
     ("job = 'mine'", 4, true, "`job` changes nothing: the run is one process"),
     ("workers = 4", 8, false, "`workers` changes nothing: the launcher started 8 processes"),

@@ -8,7 +8,7 @@ use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, all_to_all_operation, message_operation, operation,
     operation_coded,
 };
-use farflung_optim::ApartHolders;
+use farflung_optim::{ApartHolders, AverageConfig};
 use farflung_parallel::Coordinates;
 use farflung_parallel::pipeline::{Content, Message};
 use farflung_parallel::step::Vote;
@@ -103,11 +103,9 @@ impl PartFacts {
         (part, replica): (u32, u32),
     ) -> Result<Self> {
         let (layers, device) = (schedule.layers[part as usize].clone(), Device::cpu(1)?);
-        let stage = ExpertRanks::of(plan).counted_stage((model, layers), replica, &device)?;
-        let mut cut = plan.outermost().averages();
-        if plan.divides_experts() {
-            cut.apart = stage.expert_ranges();
-        }
+        let divided = ExpertRanks::of(plan);
+        let stage = divided.counted_stage((model, layers), replica, &device)?;
+        let cut = AverageConfig { apart: divided.apart(&stage), ..plan.outermost().averages() };
         let all = averages::holders(plan, schedule.placement(), part);
         let own = plan.expert_rank(replica);
         let has_own = |rank: &&Rank| plan.expert_rank(plan.at(**rank).data) == own;

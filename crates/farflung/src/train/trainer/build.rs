@@ -320,9 +320,7 @@ fn synchroniser(
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
     let mut average = job.average_config();
-    if apart.is_some() {
-        average.apart = model.expert_ranges();
-    }
+    average.apart = ExpertRanks::of(&job.plan).apart(model);
     if job.plan.pools().is_some() && group.size() == 1 {
         // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.

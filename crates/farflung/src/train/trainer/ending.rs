@@ -38,7 +38,7 @@ impl Trainer {
     /// experts the same one at the same time. A collective: all ranks must call it.
     pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
         let hash = self.digest()?;
-        if self.executor.placement.depth() == 1 && !self.experts.divides() {
+        if !self.is_divided() {
             let sample = tells.then(|| self.sample(job, self.comm())).transpose()?;
             return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, sample }));
         }
@@ -88,8 +88,8 @@ impl Trainer {
     /// model; `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is
     /// the same under any plan. A collective: all ranks must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
-        let Executor { comm, parts, placement, .. } = &self.executor;
-        let alone = placement.depth() == 1 && !self.experts.divides();
+        let Executor { comm, parts, .. } = &self.executor;
+        let alone = !self.is_divided();
         let first = alone || comm.rank().0 == 0;
         let mut mine = String::new();
         if first || self.experts.first_group().contains(&self.replica) {

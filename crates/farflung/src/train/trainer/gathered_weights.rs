@@ -72,7 +72,7 @@ impl Trainer {
     }
 
     /// Returns whether no rank has the whole model.
-    fn is_divided(&self) -> bool {
+    pub(super) fn is_divided(&self) -> bool {
         self.executor.placement.depth() > 1 || self.experts.divides()
     }
 

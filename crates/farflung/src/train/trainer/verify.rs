@@ -88,7 +88,7 @@ impl Trainer {
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
             // Replicas that divide the experts have other experts, and the same of everything else.
-            let experts = if self.experts.divides() { part.stage.expert_ranges() } else { Vec::new() };
+            let experts = self.experts.apart(&part.stage);
             let own = self.experts.number(self.replica);
             let hashed = |flats: &[NamedFlat<'_>]| {
                 let rest = hash(layout, flats, |p| !is_in(&experts, p))?;
