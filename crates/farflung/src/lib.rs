@@ -37,6 +37,7 @@ pub mod terminal;
 pub mod threads;
 mod tokenizer_files;
 pub mod tokenizers;
+mod link_payload;
 mod over_ranks;
 mod row_messages;
 pub mod train;

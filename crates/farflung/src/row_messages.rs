@@ -4,7 +4,10 @@
 use farflung_base::Rank;
 use farflung_comm::MAX_MESSAGE;
 use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
-use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
+use farflung_compress::{CompressError, Payload, PayloadRef, RoundKey};
+use farflung_zoo::exchange::row_message_bytes;
+
+use crate::link_payload;
 
 /// Writes and reads messages of rows with `cols` values each.
 pub(crate) struct RowMessages {
@@ -37,12 +40,10 @@ impl RowMessages {
 
     /// Returns the largest size in bytes of a message of `rows` rows with `counts` numbers.
     pub(crate) fn bytes(&self, rows: usize, counts: usize) -> usize {
-        let values = match &self.codec {
-            _ if rows == 0 => 0,
-            Some(codec) => codec.max_payload(rows),
-            None => size_of::<f32>() * rows * self.cols,
-        };
-        size_of::<u32>() * (1 + counts) + values
+        match &self.codec {
+            Some(codec) if rows > 0 => row_message_bytes(0, self.cols, counts) + codec.max_payload(rows),
+            _ => row_message_bytes(rows, self.cols, counts),
+        }
     }
 
     /// Writes a message of rows, `[M, C]`, in these numbers.
@@ -58,10 +59,7 @@ impl RowMessages {
             Some(codec) => {
                 let mut payload = Payload::new();
                 let key = key_of(self.seed, values);
-                match codec.encode(&vec![0; rows], values, key, &mut payload) {
-                    Err(error) if error.is_value_error() => F32::new().compress(values, key, &mut payload),
-                    other => other,
-                }?;
+                link_payload::encode(&mut **codec, &vec![0; rows], values, key, &mut payload)?;
                 message.extend_from_slice(payload.as_bytes());
             }
             None => message.extend(values.iter().flat_map(|value| value.to_le_bytes())),
@@ -94,10 +92,7 @@ impl RowMessages {
         }
         let start = all.len();
         all.resize(start + wanted, 0.0);
-        match payload.codec() {
-            CodecId::F32 => F32::new().decompress(payload, &mut all[start..]),
-            _ => codec.decode(&vec![0; rows as usize], payload, &mut all[start..]),
-        }?;
+        link_payload::decode(&mut **codec, &vec![0; rows as usize], payload, &mut all[start..])?;
         Ok(counts)
     }
 }

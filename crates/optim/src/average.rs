@@ -202,14 +202,6 @@ impl Average {
         }
     }
 
-    /// Returns the ranks that average a bucket.
-    fn holders(&self, bucket: &Bucket) -> &Communicator {
-        match &self.apart {
-            Some(apart) if bucket.apart => &apart.comm,
-            _ => &self.comm,
-        }
-    }
-
     /// Returns the stage of the density warm-up in a round.
     fn stage_of(&self, round: u64) -> usize {
         self.density.map_or(0, |density| density.stage(round.saturating_sub(self.config.warmup)))
@@ -248,7 +240,7 @@ impl Average {
             ..config.clone()
         });
         let reduction = |(index, bucket): (usize, &Bucket)| {
-            let comm = self.holders(bucket);
+            let comm = holders(&self.comm, self.apart.as_ref(), bucket);
             if bucket.apart && comm.size() == 1 {
                 // A lossy codec would only change the values.
                 return Ok(BucketReduction::Plain(bucket.len));
@@ -401,8 +393,7 @@ impl Average {
                 (&mut self.reductions[newly_averaged.clone()], &mut self.buckets[newly_averaged.clone()]);
             for ((pending, reduction), bucket) in travelling.iter_mut().zip(reductions).zip(buckets) {
                 let Some(packed) = pending.take().map(PendingBucket::wait) else { continue };
-                let apart = self.apart.as_ref().filter(|_| bucket.apart);
-                let comm = apart.map_or(&self.comm, |apart| &apart.comm);
+                let comm = holders(&self.comm, self.apart.as_ref(), bucket);
                 match reduction.advance(comm, packed?)? {
                     ReductionStep::Mean(packed) => bucket.packed = Some(packed),
                     ReductionStep::Goes(next) => *pending = Some(next),
@@ -505,12 +496,17 @@ impl Average {
                 break;
             };
             let next = self.arrived + self.in_flight.len();
-            let comm = self.holders(&self.buckets[next]).clone();
-            let pending = self.reductions[next].start(&comm, fetch.wait()?)?;
+            let comm = holders(&self.comm, self.apart.as_ref(), &self.buckets[next]);
+            let pending = self.reductions[next].start(comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
         Ok(())
     }
+}
+
+/// Returns the ranks that average a bucket.
+fn holders<'a>(all: &'a Communicator, apart: Option<&'a ApartHolders>, bucket: &Bucket) -> &'a Communicator {
+    apart.filter(|_| bucket.apart).map_or(all, |apart| &apart.comm)
 }
 
 /// A round of averaging in progress. Dropping it unfinished cancels the buckets in flight, after which the

@@ -16,8 +16,8 @@ use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
-    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, precision, recompute, sampling, \
-            algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
+    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, precision, \
+            recompute, sampling, algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
             with the reason that the table gives",
     source: "ours; covering arrays: Cohen et al. 1997, AETG",
     seed: 1337,

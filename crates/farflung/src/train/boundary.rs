@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use farflung_base::{Bytes, Rank, StageId};
 use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
-use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
+use farflung_compress::{CompressError, Payload, PayloadRef, RoundKey};
 use farflung_compress::{State as _, StateMap};
 use farflung_parallel::pipeline::{Content, Message, Placement};
 use farflung_zoo::ModelSpec;
@@ -18,7 +18,7 @@ use farflung_zoo::ModelSpec;
 use super::bound_plan::BoundPlan;
 use super::executor::trailing_bytes;
 use super::job::Job;
-use crate::{Error, Result};
+use crate::{Error, Result, link_payload};
 pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
 
@@ -186,11 +186,8 @@ impl Boundaries {
             shard: end.stream,
             rank: Rank::default(),
         };
-        match end.codec.encode(crossing.samples, values, key, &mut self.payload) {
-            Err(error) if error.is_value_error() => F32::new().compress(values, key, &mut self.payload),
-            other => other,
-        }
-        .map_err(|source| failed(crossing.message, source))?;
+        link_payload::encode(&mut *end.codec, crossing.samples, values, key, &mut self.payload)
+            .map_err(|source| failed(crossing.message, source))?;
         Ok(Some(self.payload.as_bytes().to_vec()))
     }
 
@@ -203,9 +200,8 @@ impl Boundaries {
     ) -> Result<Option<Vec<f32>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let mut values = vec![0.0; count];
-        let decoded = PayloadRef::parse(bytes).and_then(|payload| match payload.codec() {
-            CodecId::F32 => F32::new().decompress(payload, &mut values),
-            _ => end.codec.decode(crossing.samples, payload, &mut values),
+        let decoded = PayloadRef::parse(bytes).and_then(|payload| {
+            link_payload::decode(&mut *end.codec, crossing.samples, payload, &mut values)
         });
         decoded.map_err(|source| failed(crossing.message, source))?;
         Ok(Some(values))

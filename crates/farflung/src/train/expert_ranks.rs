@@ -16,7 +16,7 @@ use farflung_zoo::{AxisShare, ModelSpec, Stage};
 use super::bound_plan::BoundPlan;
 use crate::{OverRanks, Result};
 
-/// The division of experts among replicas.
+/// The division of experts among the replicas of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ExpertRanks {
     /// The weights of the replicas of a group; one if each replica has all experts.
@@ -63,6 +63,13 @@ impl ExpertRanks {
         if self.divides() { stage.expert_ranges() } else { Vec::new() }
     }
 
+    /// Returns the number of elements of a stage's experts, if one of the `holders` of its part alone has them:
+    /// they are not averaged.
+    pub(super) fn alone(&self, stage: &Stage, holders: usize) -> usize {
+        let is_alone = self.weights.len() == holders;
+        self.apart(stage).iter().filter(|_| is_alone).map(ExactSizeIterator::len).sum()
+    }
+
     /// Makes the stage that a replica has of some layers. Its layers exchange by `exchange`.
     pub(super) fn stage(
         &self,
@@ -91,8 +98,7 @@ impl ExpertRanks {
     }
 }
 
-/// Checks that each replica of a plan has an expert of each mixture, and that those that divide the experts do
-/// the same work in the same order.
+/// Checks that each replica of a plan has an expert of each mixture.
 ///
 /// Errors: [`ParallelError::Plan`] with the field.
 pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
@@ -106,7 +112,7 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
     let Some(fewest) = model.mixtures().map(|(_, experts)| experts.count).min() else {
         return refuse("nothing, because the model has no experts".to_owned());
     };
-    if AxisShare::new(0, plan.experts.clone())?.all().any(|share| share.of(fewest).is_empty()) {
+    if model.check_experts(&AxisShare::new(0, plan.experts.clone())?).is_err() {
         return refuse(format!("weights with which each replica has one of the {fewest} experts"));
     }
     Ok(())

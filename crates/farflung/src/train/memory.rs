@@ -137,13 +137,11 @@ fn of_rank(
     let passed = held();
 
     let model_bytes = elements * F32;
-    // What one replica alone has is not averaged.
-    let alone = plan.divides_experts() && plan.replicas() == plan.expert_ranks();
-    let experts = executor.parts.values().flat_map(|part| part.stage.expert_ranges());
-    let apart: usize = experts.filter(|_| alone).map(|range| range.len()).sum();
-    let averaged_bytes = model_bytes.saturating_sub(apart as u64 * F32);
     let of_part = |stage| placement.holders(placement.part(stage)).len();
     let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
+    let divided = ExpertRanks::of(plan);
+    let alone: usize = executor.parts.values().map(|part| divided.alone(&part.stage, holders)).sum();
+    let averaged_bytes = model_bytes.saturating_sub(alone as u64 * F32);
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;

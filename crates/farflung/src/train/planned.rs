@@ -118,7 +118,6 @@ pub(super) fn divided(
         (None, _) => Vec::new(),
     };
     check_slices(&slices, model)?;
-    let experts = config.expert_weights();
     let plan = Plan {
         model: planned_model(&model_name(model), model),
         mesh: Plan::mesh_of(replicas, stages)?,
@@ -127,7 +126,7 @@ pub(super) fn divided(
         batch: small("batch", config.batch)?,
         microbatches: vec![count; replicas as usize],
         expert_codec: expert_codec(config),
-        experts,
+        experts: config.expert_weights(),
         boundaries: vec![boundary(config); cut.len() - 1],
         parts: cut.into_iter().map(part).collect(),
         pipeline: Pipeline {

@@ -101,8 +101,8 @@ fn groups_within_regions_average_across_them() {
             },
         );
         fs::write(run.at("plan.toml"), format!("{head}[[level]]{inner}\n[[level]]{outer}")).unwrap();
-        let args = "--plan plan.toml --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --threads 1 --eval-every \
-                    100 --eval-batches 2 --sample-tokens 0 --data text.txt";
+        let args = "--plan plan.toml --steps 3 --warmup 0 --lr-schedule constant --lr 0.01 --threads 1 \
+                    --eval-every 100 --eval-batches 2 --sample-tokens 0 --data text.txt";
         let out = format!("regions-{codec}");
         let trained = output(&run, &format!("train --model config.json {args} --out {out}"));
         assert!(trained.status.success(), "{}", stderr(&trained));

@@ -168,7 +168,8 @@ pub(super) fn cut(
     if !apart.is_empty() {
         key_apart(&mut slots, &buckets);
     }
-    in_order(&mut slots, buckets.into_iter().enumerate().collect())
+    let buckets = in_order(&mut slots, buckets);
+    (slots, buckets)
 }
 
 /// Keys the parameters by the elements of those of the same holders before them: what else a rank has may
@@ -183,11 +184,12 @@ fn key_apart(slots: &mut [Slot], buckets: &[Bucket]) {
 }
 
 /// Sorts the buckets by their last piece, which is nearest to the layout's start.
-fn in_order(slots: &mut Vec<Slot>, mut buckets: Vec<(usize, Bucket)>) -> (Vec<Slot>, Vec<Bucket>) {
+fn in_order(slots: &mut [Slot], buckets: Vec<Bucket>) -> Vec<Bucket> {
+    let mut buckets: Vec<_> = buckets.into_iter().enumerate().collect();
     buckets.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.pieces.last().map(|piece| piece.start)));
     let mut now = vec![0; buckets.len()];
     buckets.iter().enumerate().for_each(|(index, (was, _))| now[*was] = index);
-    for slot in slots.iter_mut() {
+    for slot in slots {
         slot.bucket = now[slot.bucket];
     }
     let mut numbers = [0; 2];
@@ -198,7 +200,7 @@ fn in_order(slots: &mut Vec<Slot>, mut buckets: Vec<(usize, Bucket)>) -> (Vec<Sl
         *number += 1;
         bucket
     };
-    (std::mem::take(slots), buckets.into_iter().map(reversed).collect())
+    buckets.into_iter().map(reversed).collect()
 }
 
 impl Bucket {
@@ -262,9 +264,7 @@ impl Bucket {
         }
         Ok(())
     }
-}
 
-impl Bucket {
     /// Multiplies the elements in `flat`.
     pub(super) fn weigh(&self, flat: &mut Tensor, factor: f64) -> Result<(), OptimError> {
         self.pieces.iter().try_for_each(|piece| weigh_part(flat, piece.clone(), factor))

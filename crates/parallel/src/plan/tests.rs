@@ -1,6 +1,6 @@
 //! Tests of parsing, checks, and differences of plans.
 
-use farflung_base::Bytes;
+use farflung_base::{Bytes, Rank};
 use proptest::prelude::*;
 
 use super::*;
@@ -62,13 +62,12 @@ fn experts_are_divided_among_neighbouring_replicas() {
     let whole = Plan { experts: Vec::new(), ..plan.clone() };
     assert_eq!(whole.differences(&plan)[0].to_string(), "`experts` is missing and [3, 1]");
     assert!(!whole.to_string().contains("experts") && whole.digest() != plan.digest());
-    let ranks = |numbers: [u32; 2]| numbers.map(farflung_base::Rank);
     // Rank 7 is the second stage of replica 3.
-    assert_eq!(plan.group(ranks([7, 0])[0], Axis::Expert), ranks([5, 7]));
-    assert_eq!(plan.expert_holders(ranks([7, 0])[0]), ranks([3, 7]));
-    assert_eq!([2, 3, 6, 7].map(|rank| plan.place(farflung_base::Rank(rank))), [1, 3, 1, 3]);
+    assert_eq!(plan.group(Rank(7), Axis::Expert), [Rank(5), Rank(7)]);
+    // Ranks 3 and 7 hold the same.
+    assert_eq!([2, 3, 6, 7].map(|rank| plan.place(Rank(rank))), [1, 3, 1, 3]);
     assert_eq!((plan.expert_rank(3), plan.expert_group(3), plan.expert_ranks()), (1, 2..4, 2));
-    assert_eq!(whole.group(ranks([7, 0])[0], Axis::Expert), [ranks([7, 0])[0]]);
+    assert_eq!(whole.group(Rank(7), Axis::Expert), [Rank(7)]);
     for (mesh, experts, reason) in [
         ("data=4,pipeline=2", &[1, 0][..], "at least 1 for each of several replicas"),
         ("data=4,pipeline=2", &[1], "at least 1 for each of several replicas"),

@@ -67,7 +67,7 @@ impl ModelSpec {
     /// Checks that each rank of those that divide the experts has one in each mixture.
     ///
     /// Errors: [`ZooError::Config`].
-    pub(crate) fn check_experts(&self, share: &AxisShare) -> Result<(), ZooError> {
+    pub fn check_experts(&self, share: &AxisShare) -> Result<(), ZooError> {
         for (_, experts) in self.mixtures() {
             let has_one = share.all().all(|rank| !rank.of(experts.count).is_empty());
             ensure(has_one, "experts", experts.count, "one for each rank along the expert view")?;

@@ -79,8 +79,8 @@ impl Stage {
             return Err(ZooError::Config {
                 field: "layers",
                 value: self.layers.blocks.len(),
-                expected: "all layers of the model in their whole width and with all experts, because a folder of \
-                           weights contains a whole model",
+                expected: "all layers of the model in their whole width and with all experts, because a folder \
+                           of weights contains a whole model",
             });
         }
         let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));

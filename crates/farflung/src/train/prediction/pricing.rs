@@ -249,8 +249,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     /// leaves when it is final.
     fn backward(&mut self, action: Action, took: Nanos, whole: bool) -> Result<()> {
         let stage = action.stage;
-        let facts = self.facts(stage);
-        let ranges = facts.ranges.len();
+        let ranges = self.facts(stage).ranges.len();
         if self.state(stage).average != Average::Open {
             self.compute(took);
             if !whole {

@@ -12,6 +12,7 @@ use farflung_zoo::weights::StoredLayout;
 
 use super::Trainer;
 use crate::train::executor::Executor;
+use crate::train::expert_ranks::is_in;
 use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, Piece, PieceValues, StateKind};
 use crate::{Error, Result};
 
@@ -56,7 +57,7 @@ impl Trainer {
     /// `gathered`, else those of its own parts. A tensor that two parts share is listed once.
     pub(in crate::train) fn weights(&self, gathered: bool) -> Result<Vec<Piece<'_>>> {
         if gathered && self.gathers() {
-            return Ok(self.owned()?.into_iter().map(|tensor| self.piece(&tensor)).collect());
+            return self.owned()?.iter().map(|tensor| self.piece(tensor)).collect();
         }
         let pieces = self.pieces_of(|kind| *kind == StateKind::Parameters);
         if !self.is_divided() {
@@ -83,36 +84,36 @@ impl Trainer {
         let (mut names, mut owned) = (BTreeSet::new(), Vec::new());
         for stage in (0..placement.depth()).map(StageId) {
             let layers = self.schedule.layers[stage.index()].clone();
-            let mut holders = BTreeMap::new();
-            for replica in self.experts.first_group() {
+            let whole = Stage::new(spec, layers.clone(), device)?;
+            // The experts that the first replica does not have.
+            let mut of_others = BTreeMap::new();
+            for replica in self.experts.first_group().skip(1) {
                 let there = self.experts.counted_stage((spec, layers.clone()), replica, device)?;
-                let rank = self.experts.rank(replica, placement.rank(stage))?;
-                for param in there.layout().params() {
-                    holders.entry(param.name.clone()).or_insert_with(|| (rank, param.clone()));
-                }
+                let experts = there.expert_ranges();
+                let params = there.layout().params().iter().filter(|param| is_in(&experts, param));
+                of_others.extend(params.map(|param| (param.name.clone(), replica)));
             }
-            // The order of the layers is that of a stage with all experts.
-            let whole = Stage::new(spec, layers, device)?;
-            for name in whole.layout().params().iter().map(|param| &param.name) {
-                if let Some((rank, param)) = holders.remove(name).filter(|_| names.insert(name.clone())) {
-                    owned.push(OwnedTensor { rank, stage, param });
-                }
+            for param in whole.layout().params().iter().filter(|param| names.insert(param.name.clone())) {
+                let replica = of_others.get(&param.name).copied().unwrap_or(0);
+                let rank = self.experts.rank(replica, placement.rank(stage))?;
+                owned.push(OwnedTensor { rank, stage, param: param.clone() });
             }
         }
         Ok(owned)
     }
 
-    fn piece(&self, tensor: &OwnedTensor) -> Piece<'_> {
+    fn piece(&self, tensor: &OwnedTensor) -> Result<Piece<'_>> {
         let OwnedTensor { rank, stage, param } = tensor;
         let here = self.executor.parts.get(stage).filter(|_| *rank == self.comm().rank());
-        Piece {
-            name: param.name.clone(),
-            shape: param.shape.dims().to_vec(),
-            values: match here {
-                Some(part) => PieceValues::Flat(&part.params, param.start),
-                None => PieceValues::Elsewhere(*rank),
-            },
-        }
+        let values = match here {
+            // A rank that lacks experts has the others at other places than a whole stage.
+            Some(part) => {
+                let layout = part.stage.layout();
+                PieceValues::Flat(&part.params, layout.params()[layout.find(&param.name)?].start)
+            }
+            None => PieceValues::Elsewhere(*rank),
+        };
+        Ok(Piece { name: param.name.clone(), shape: param.shape.dims().to_vec(), values })
     }
 
     /// Sends the tensors that rank 0 writes for this rank, while it writes them. Returns when rank 0 has those
@@ -126,7 +127,7 @@ impl Trainer {
         let gives = self.experts.first_group().contains(&self.replica);
         let sends = |tensor: &&OwnedTensor| gives && tensor.rank == comm.rank();
         for tensor in self.owned()?.iter().filter(sends) {
-            let piece = self.piece(tensor);
+            let piece = self.piece(tensor)?;
             let sent = piece.stored_values(stored, |values| {
                 for chunk in values.chunks(CHUNK_LEN) {
                     while unanswered == CHUNK_WINDOW {

@@ -18,11 +18,8 @@ impl Trainer {
             let holders = average.communicator().size();
             let is_new = average.save("")?.iter().all(|(_, values)| values.is_empty());
             if holders > 1 && is_new {
-                // What one replica alone has is not averaged.
-                let alone = self.expert_holders.values().any(|holders| holders.size() == 1);
-                let apart = if alone { part.stage.expert_ranges() } else { Vec::new() };
-                let apart: usize = apart.iter().map(ExactSizeIterator::len).sum();
-                let model = (size_of::<f32>() * (part.stage.layout().len() - apart)) as u128;
+                let averaged = part.stage.layout().len() - self.experts.alone(&part.stage, holders);
+                let model = (size_of::<f32>() * averaged) as u128;
                 let saved = averaging(&level.codec, model, holders, bucket).saved;
                 bytes = bytes.saturating_add(u64::try_from(saved).unwrap_or(u64::MAX));
             }

@@ -1,8 +1,11 @@
 //! Checks every `--check-every` steps and before a checkpoint: all values are finite, and copies are equal to
 //! the bit.
 
+use std::fmt::Display;
+use std::ops::Range;
+
 use farflung_base::Rank;
-use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_tensor::{ParamLayout, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
@@ -90,23 +93,15 @@ impl Trainer {
             // Replicas that divide the experts have other experts, and the same of everything else.
             let experts = self.experts.apart(&part.stage);
             let own = self.experts.number(self.replica);
-            let hashed = |flats: &[NamedFlat<'_>]| {
-                let rest = hash(layout, flats, |p| !is_in(&experts, p))?;
-                let apart = hash(layout, flats, |p| is_in(&experts, p))?;
-                Ok::<_, Error>((rest, Some(apart).filter(|_| !experts.is_empty())))
+            let told = |what: &str, Hashes { rest, experts }: Hashes| {
+                let of_experts = of(&format!("{what} of the experts of rank {own} of each group"));
+                let experts = experts.map(|experts| NamedValue::new(of_experts, experts));
+                std::iter::once(NamedValue::new(of(what), rest)).chain(experts)
             };
-            let mut tell = |what: &str, (rest, apart): (String, Option<String>)| {
-                copies.push(NamedValue::new(of(what), rest));
-                let what = format!("{what} of the experts of rank {own} of each group");
-                copies.extend(apart.map(|apart| NamedValue::new(of(&what), apart)));
-            };
-            let params = hashed(&[(String::new(), &part.params)])?;
-            let shared = if all { shared_states(part, self.each_step, hashed)? } else { Vec::new() };
+            let params = hash((layout, &experts), [("", &part.params)])?;
+            let shared = if all { shared_states(part, &experts, self.each_step)? } else { Vec::new() };
             if compared {
-                tell("parameters", params);
-            }
-            shared.into_iter().filter(|_| !unlike).for_each(|(what, hashes)| tell(what, hashes));
-            if compared {
+                copies.extend(told("parameters", params));
                 let table = part.table();
                 if !table.is_empty() {
                     let values = part.params.view().part(table.start, table.len())?;
@@ -115,6 +110,8 @@ impl Trainer {
                     copies.push(NamedValue::new("token table", hasher.finish()));
                 }
             }
+            let shared = shared.into_iter().filter(|_| !unlike);
+            copies.extend(shared.flat_map(|(what, hashes)| told(what, hashes)));
         }
         Ok(ChecksumMessage { copies, broken: None })
     }
@@ -169,31 +166,44 @@ fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
     SuspectRanks { ranks, majority: most.is_some() }
 }
 
-/// A flat buffer, and what comes before the names of its tensors in errors.
-type NamedFlat<'a> = (String, &'a Tensor);
+/// The hashes of flat buffers.
+#[derive(Debug)]
+struct Hashes {
+    /// Of the experts, if only some replicas have them.
+    experts: Option<String>,
+    /// Of everything else.
+    rest: String,
+}
 
-/// Returns the hash of the tensors of flat buffers that are `wanted`, without padding.
+/// Returns the hashes of flat buffers, without padding. `experts` are the ranges that only some replicas have.
 ///
 /// Errors: [`Error::NotFinite`] with the tensor's name, after the buffer's name.
-fn hash(layout: &ParamLayout, flats: &[NamedFlat<'_>], wanted: impl Fn(&Param) -> bool) -> Result<String> {
-    let mut hasher = Hasher::default();
+fn hash<'a>(
+    (layout, experts): (&ParamLayout, &[Range<usize>]),
+    flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
+) -> Result<Hashes> {
+    let (mut rest, mut of_experts) = (Hasher::default(), Hasher::default());
     for (name, flat) in flats {
         with_values(flat, 0, flat.shape().len(), |values| {
-            finite::check_flat(name, layout, values)?;
-            layout.params().iter().filter(|p| wanted(p)).for_each(|p| hasher.update(&values[p.range()]));
+            finite::check_flat(&name.to_string(), layout, values)?;
+            for p in layout.params() {
+                let hasher = if is_in(experts, p) { &mut of_experts } else { &mut rest };
+                hasher.update(&values[p.range()]);
+            }
             Ok::<_, Error>(())
         })??;
     }
-    Ok(hasher.finish())
+    let of_experts = (!experts.is_empty()).then(|| of_experts.finish());
+    Ok(Hashes { experts: of_experts, rest: rest.finish() })
 }
 
 /// Returns the hashes of a part's states that all of its ranks share, with what they are. States of a replica
 /// are checked, too.
-fn shared_states<H>(
+fn shared_states(
     part: &Part,
+    experts: &[Range<usize>],
     each_step: bool,
-    hashed: impl Fn(&[NamedFlat<'_>]) -> Result<H>,
-) -> Result<Vec<(&'static str, H)>> {
+) -> Result<Vec<(&'static str, Hashes)>> {
     let all = part.states(each_step);
     let is_method =
         |state: &&FlatState<'_>| matches!(state.kind, StateKind::Method(_)) && state.scope == Scope::Run;
@@ -204,9 +214,8 @@ fn shared_states<H>(
     ];
     let mut hashes = Vec::new();
     for (what, states) in groups {
-        let named: Vec<_> =
-            states.iter().map(|state| (format!("{}/", state.kind.name()), state.values)).collect();
-        let hash = hashed(&named)?;
+        let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
+        let hash = hash((part.stage.layout(), experts), named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
             hashes.push((what, hash));
         }
