@@ -21,6 +21,7 @@ pub mod metrics;
 pub mod model_name;
 pub mod model_shape;
 pub mod model_source;
+mod path_models;
 pub mod new_folder;
 pub mod notice;
 pub mod observe;
@@ -53,6 +54,7 @@ pub use model_name::model_name;
 pub use model_shape::model_shape;
 pub use model_source::ModelSource;
 pub use over_ranks::OverRanks;
+pub use path_models::{PathModel, PathModels};
 pub use signals::{Signal, Stop, ignore_file_size_signal};
 
 // Items for programs that read a run's folder.

@@ -21,7 +21,8 @@ use crate::checkpoint::{LATEST, MANIFEST, Packing};
 use crate::config::choice::TokenizerKind;
 use crate::config::value::Setting as _;
 use crate::error::{ModelError, causes};
-use crate::{Checkpoint, Error, Result, run_dir, tokenizer_files};
+use crate::path_models::PATHS;
+use crate::{Checkpoint, Error, PathModels, Result, run_dir, tokenizer_files};
 use paths::CONFIG;
 pub(crate) use paths::folder_of;
 
@@ -226,6 +227,30 @@ impl ModelSource {
     #[must_use]
     pub fn step(&self) -> Option<u64> {
         crate::checkpoint::step_of(&self.path.file_name()?.to_string_lossy())
+    }
+
+    /// Returns the models of all paths of the run that wrote the checkpoint; `None` if it trained one model.
+    ///
+    /// Errors: those of a damaged file.
+    pub fn path_models(&self) -> Result<Option<PathModels>> {
+        let file = self.path.join(PATHS);
+        let text = if self.is_packed {
+            let checkpoint = Checkpoint::open(&self.path)?;
+            if checkpoint.names().contains(&PATHS) { Some(checkpoint.read(PATHS)?) } else { None }
+        } else if file.is_file() {
+            Some(fs::read(&file).map_err(Error::io("read", &file))?)
+        } else {
+            None
+        };
+        text.map(|text| PathModels::read(&text, &file)).transpose()
+    }
+
+    /// Returns the model of one of these paths, of the same step.
+    ///
+    /// Errors: [`Error::Setting`] if there is no such path, or its folder is not on this machine.
+    pub fn of_path(&self, models: &PathModels, path: usize) -> Result<Self> {
+        let folder = models.folder(&self.path, path)?;
+        if folder == self.path { Ok(self.clone()) } else { Self::find(&folder) }
     }
 
     /// Returns how the run that wrote the checkpoint read its text; the default for other models.

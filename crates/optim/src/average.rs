@@ -22,6 +22,7 @@ use farflung_comm::{Communicator, ReduceOp};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
+use apart::holders;
 use bucket::{Bucket, Fetch, Slot};
 use bucket_protocols::BucketProtocols;
 use bucket_reduction::{BucketReduction, PendingBucket, ReductionStep};
@@ -87,8 +88,8 @@ pub use config::AverageConfig;
 #[derive(Debug)]
 pub struct Average {
     comm: Communicator,
-    /// The ranks that hold the parameters of [`AverageConfig::apart`], if these are others.
-    apart: Option<ApartHolders>,
+    /// The ranks that hold the parameters of each entry of [`AverageConfig::apart`].
+    apart: Vec<ApartHolders>,
     config: AverageConfig,
     len: usize,
     slots: Vec<Slot>,
@@ -139,16 +140,17 @@ impl Average {
         layout: &ParamLayout,
         config: AverageConfig,
     ) -> Result<Self, OptimError> {
-        Self::with_apart(comm, None, device, layout, config)
+        Self::with_apart(comm, Vec::new(), device, layout, config)
     }
 
-    /// Creates an average as [`Average::new`] does, in which the parameters of [`AverageConfig::apart`] are
-    /// averaged over other ranks than those of `comm`.
+    /// Creates an average as [`Average::new`] does, in which the parameters of each entry of
+    /// [`AverageConfig::apart`] are averaged over the ranks of the entry of `apart` with the same number.
+    /// Without one, they are averaged over the ranks of `comm`.
     ///
     /// Errors: as [`Average::new`].
     pub fn with_apart(
         comm: Communicator,
-        apart: Option<ApartHolders>,
+        apart: Vec<ApartHolders>,
         device: &Device,
         layout: &ParamLayout,
         config: AverageConfig,
@@ -235,17 +237,17 @@ impl Average {
             ..self.config.clone()
         };
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
-        let apart = self.apart.as_ref().map(|_| AverageConfig {
+        let apart = (!self.apart.is_empty()).then(|| AverageConfig {
             algorithm: ApartHolders::algorithm(config.algorithm),
             ..config.clone()
         });
         let reduction = |(index, bucket): (usize, &Bucket)| {
-            let comm = holders(&self.comm, self.apart.as_ref(), bucket);
-            if bucket.apart && comm.size() == 1 {
+            let comm = holders(&self.comm, &self.apart, bucket);
+            if bucket.apart.is_some() && comm.size() == 1 {
                 // A lossy codec would only change the values.
                 return Ok(BucketReduction::Plain(bucket.len));
             }
-            let config = apart.as_ref().filter(|_| bucket.apart).unwrap_or(config);
+            let config = apart.as_ref().filter(|_| bucket.apart.is_some()).unwrap_or(config);
             Ok(match (&streams, &protocols) {
                 (Some(streams), _) => {
                     BucketReduction::Coded(Codecs::new(comm, streams, config, bucket.number, bucket.len)?)
@@ -393,7 +395,7 @@ impl Average {
                 (&mut self.reductions[newly_averaged.clone()], &mut self.buckets[newly_averaged.clone()]);
             for ((pending, reduction), bucket) in travelling.iter_mut().zip(reductions).zip(buckets) {
                 let Some(packed) = pending.take().map(PendingBucket::wait) else { continue };
-                let comm = holders(&self.comm, self.apart.as_ref(), bucket);
+                let comm = holders(&self.comm, &self.apart, bucket);
                 match reduction.advance(comm, packed?)? {
                     ReductionStep::Mean(packed) => bucket.packed = Some(packed),
                     ReductionStep::Goes(next) => *pending = Some(next),
@@ -403,7 +405,7 @@ impl Average {
         let wait = self.comm.now().saturating_sub(began);
         for bucket in &mut self.buckets[newly_averaged.clone()] {
             bucket.unpack(flat)?;
-            if let Some(apart) = self.apart.as_ref().filter(|_| bucket.apart) {
+            if let Some(apart) = bucket.apart.and_then(|group| self.apart.get(group)) {
                 bucket.weigh(flat, apart.factor)?;
             }
         }
@@ -496,17 +498,12 @@ impl Average {
                 break;
             };
             let next = self.arrived + self.in_flight.len();
-            let comm = holders(&self.comm, self.apart.as_ref(), &self.buckets[next]);
+            let comm = holders(&self.comm, &self.apart, &self.buckets[next]);
             let pending = self.reductions[next].start(comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
         Ok(())
     }
-}
-
-/// Returns the ranks that average a bucket.
-fn holders<'a>(all: &'a Communicator, apart: Option<&'a ApartHolders>, bucket: &Bucket) -> &'a Communicator {
-    apart.filter(|_| bucket.apart).map_or(all, |apart| &apart.comm)
 }
 
 /// A round of averaging in progress. Dropping it unfinished cancels the buckets in flight, after which the

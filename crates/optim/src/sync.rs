@@ -271,9 +271,9 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 pub struct SyncSettings<'a> {
     /// Communicator of all ranks that hold a replica.
     pub comm: Communicator,
-    /// The ranks that hold the parameters of [`AverageConfig::apart`], if these are others. Only [`DDP`] takes
-    /// such parameters.
-    pub apart: Option<ApartHolders>,
+    /// The ranks that hold the parameters of each entry of [`AverageConfig::apart`]. Only
+    /// [`DDP`] and [`DILOCO`] take such parameters.
+    pub apart: Vec<ApartHolders>,
     /// Device that holds the parameters.
     pub device: &'a Device,
     /// Layout of the parameters.

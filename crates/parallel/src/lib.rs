@@ -30,7 +30,8 @@ pub use error::ParallelError;
 pub use farflung_base::{Algorithm, Axis, Precision};
 pub use model::{Limits, ModelShape};
 pub use plan::{
-    BoundaryCodecs, Level, LocalSteps, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+    BoundaryCodecs, Level, LocalSteps, Part, PathLevel, Pipeline, Plan, PlannedModel, Recompute,
+    ScheduleSource,
 };
 pub use planner::{Candidate, Planned, StepTime, plan};
 pub use what_if::{Answer, ComparisonRow, WhatIf};

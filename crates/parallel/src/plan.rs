@@ -11,6 +11,7 @@ mod limited;
 mod local_steps;
 mod members;
 mod part;
+mod paths;
 mod pooled;
 mod rebalance;
 mod text;
@@ -33,6 +34,7 @@ pub use layers_by_speed::layers_by_speed;
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
+pub use paths::PathLevel;
 pub use pooled::{PoolAdvice, PoolBalance, Pooling, rates_of};
 pub use rebalance::{Advice, Hysteresis, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
 
@@ -92,6 +94,11 @@ pub struct Plan {
     /// Codec of the tokens that go to the experts of other replicas, and of what comes back, by name; `none` is
     /// uncompressed f32.
     pub expert_codec: String,
+    /// Levels of modules that paths share, from the first layer on. Empty: all replicas train one model.
+    /// Otherwise each replica trains one path, which has a module of each level, and copies of all layers that
+    /// are in no level, of the token table and of the head. Replicas average what they have in common. See
+    /// [`Plan::path`].
+    pub paths: Vec<PathLevel>,
     /// Parts of the model, first to last. All replicas divide the model in the same way.
     pub parts: Vec<Part>,
     /// How microbatches pass through the parts.

@@ -237,6 +237,7 @@ impl Planned {
             microbatches: busy().map(|(_, share, _)| *share).collect(),
             experts: Vec::new(),
             expert_codec: NO_CODEC.to_owned(),
+            paths: Vec::new(),
             parts: vec![Part { layers, recompute: Recompute::None, offload: 0 }],
             pipeline: Pipeline::default(),
             boundaries: Vec::new(),

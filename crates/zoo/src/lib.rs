@@ -26,7 +26,9 @@ mod error;
 
 // For all users: a model's description, its tokenizer and data, and text generation.
 pub use cut::{AxisShare, Cut};
-pub use data::{Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, TokenRows};
+pub use data::{
+    Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, TextRouter, TokenRows,
+};
 pub use error::ZooError;
 pub use exchange::Exchange;
 pub use family::{Family, gpt2};

@@ -99,6 +99,7 @@ mod methods;
 mod members;
 mod memory_table;
 mod mismatch;
+mod dipaco;
 mod moe;
 mod morphing;
 mod namespaces;
@@ -200,6 +201,7 @@ pub const BENCHES: &[Bench] = &[
     signals::BENCH,
     disk::BENCH,
     mismatch::BENCH,
+    dipaco::BENCH,
     moe::BENCH,
     morphing::BENCH,
     methods::BENCH,

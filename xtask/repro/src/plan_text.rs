@@ -8,7 +8,7 @@ use farflung::base::{Algorithm, Bytes, Philox, Precision};
 use farflung::comm::{Communicator, memory};
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::parallel::{
-    BoundaryCodecs, Level, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+    BoundaryCodecs, Level, Part, PathLevel, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
 };
 use farflung::train::same_plan;
 
@@ -50,6 +50,8 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let codec = |field: u64| codecs[draw(field, 4) as usize].to_owned();
     let divides = replicas > 1 && draw(53, 2) == 1;
     let weight = |replica: u32| 1 + draw(54 + u64::from(replica), 3) as u32;
+    let paths = (!divides && draw(61, 2) == 1)
+        .then(|| PathLevel { layers: draw(62, u64::from(end)) as u32..end, modules: replicas });
     let experts: Vec<u32> = (0..replicas).filter(|_| divides).map(weight).collect();
     Ok(Plan {
         model: PlannedModel {
@@ -62,10 +64,11 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
         precision: Precision::ALL[draw(5, 3) as usize],
         batch: 1 + draw(6, 64) as u32,
         microbatches: (0..replicas)
-            .map(|r| 1 + draw(32 + if divides { 0 } else { u64::from(r) }, 9) as u32)
+            .map(|r| 1 + draw(32 + if divides || paths.is_some() { 0 } else { u64::from(r) }, 9) as u32)
             .collect(),
         expert_codec: if experts.is_empty() { "none".to_owned() } else { codec(60) },
         experts,
+        paths: paths.into_iter().collect(),
         boundaries: (1..parts.len())
             .map(|b| BoundaryCodecs { forward: codec(36 + b as u64), backward: codec(40 + b as u64) })
             .collect(),
@@ -108,6 +111,8 @@ fn changes() -> Vec<Change> {
         ("microbatches", |p| p.microbatches[0] += 1),
         ("experts", |p| p.experts.push(7)),
         ("expert_codec", |p| p.expert_codec.push('x')),
+        ("path[0].layers", |p| p.paths[0].layers.end += 1),
+        ("path[0].modules", |p| p.paths[0].modules += 1),
         ("part[0].layers", |p| p.parts[0].layers.end += 1),
         ("part[0].recompute", |p| p.parts[0].recompute = Recompute::Layers(77)),
         ("part[0].offload", |p| p.parts[0].offload += 1),
@@ -147,7 +152,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         refused += u32::from(plan.check().is_err());
         let read: Plan = plan.to_string().parse()?;
         wrong += u32::from(read != plan || read.digest() != plan.digest());
-        staged = staged.or_else(|| Some(plan).filter(|p| p.stages() > 1));
+        staged = staged.or_else(|| Some(plan).filter(|p| p.stages() > 1 && !p.paths.is_empty()));
     }
     report.row("random plans", count as f64, "plans", Threshold::None)?;
     report.row(
@@ -163,7 +168,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Threshold::None,
     )?;
 
-    let plan = staged.ok_or_else(|| anyhow!("no plan with stages was drawn"))?;
+    let plan = staged.ok_or_else(|| anyhow!("no plan with stages and paths was drawn"))?;
     let named: std::collections::BTreeSet<&str> = changes().iter().map(|(field, _)| *field).collect();
     let fields: Vec<String> =
         plan.fields().into_keys().filter(|f| !f.contains("[1]") && !f.contains("[2]")).collect();

@@ -8,7 +8,7 @@ use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
 use farflung::zoo::{Batch, Corpus, HoldOut, Input, Sampler, Shard, TokenRows};
 use farflung::{Error, Result, corpus, terminal};
 
-use super::model::{Loaded, LoadedModel, ModelArgs};
+use super::model::{Loaded, LoadedModel, ModelArgs, Models};
 
 /// Longest sequences that are measured without `--context`.
 const USUAL_CONTEXT: usize = 1024;
@@ -53,6 +53,10 @@ pub(crate) struct EvalCommand {
     /// Tokens of each sequence. Default: the model's context, at most 1024.
     #[arg(long, value_name = "N", conflicts_with = "tokens", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
+    /// Number of targets at the beginning of each sequence that are not measured. Default: of a run that
+    /// trained paths, those that decide which path a text takes; else 0.
+    #[arg(long, value_name = "N", conflicts_with = "tokens", value_parser = clap::value_parser!(u32).range(0..))]
+    skip: Option<u32>,
     /// Sequences per batch.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
@@ -103,13 +107,20 @@ impl EvalCommand {
     /// Measures held-out text.
     fn on_text(&self) -> Result<()> {
         let longest = self.context.map_or(USUAL_CONTEXT, |context| context as usize);
-        let Loaded { stage, params, tokenizer, reading } = self.model.load(Some(longest))?;
+        let Models { sources, router } = self.model.load_all()?;
+        let Loaded { stage, params, tokenizer, reading } =
+            self.model.open_whole(&sources[0], Some(longest))?;
         let context = longest.min(stage.spec().context);
         if self.context.is_some_and(|given| given as usize > context) {
             let (value, expected) = (longest.to_string(), format!("at most {context}, the model's context"));
             return Err(Error::Setting { field: "context", value, expected });
         }
-        let (tokenizer, model) = (&*tokenizer, LoadedModel { stage, params });
+        let (tokenizer, first) = (&*tokenizer, LoadedModel { stage, params });
+        let skipped = self.skip.map_or_else(|| router.as_ref().map_or(0, |r| r.prefix() - 1), |n| n as usize);
+        if skipped >= context {
+            let expected = format!("less than the context of {context} tokens: the others are measured");
+            return Err(Error::Setting { field: "skip", value: skipped.to_string(), expected });
+        }
         let options = ReadOptions {
             encoding: self.encoding.or(reading.options.encoding),
             special_tokens: self.special_tokens.unwrap_or(reading.options.special_tokens),
@@ -131,17 +142,25 @@ impl EvalCommand {
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
-        let windows = self.batches as usize * self.batch as usize;
-        let sampler = Sampler::evaluation(held_out, Shard::whole(self.batch as usize), context, windows)?;
-        let sampler = if document_mask { sampler.by_documents() } else { sampler };
-        let (mut sum, mut count) = (0.0, 0_u64);
-        for step in 0..sampler.steps().unwrap_or(0) as u64 {
-            let batch = sampler.batch(step)?;
-            let losses = losses(&model, &batch)?;
-            let counts = |at: usize| batch.weights.as_ref().is_none_or(|weights| weights[at] > 0.0);
-            let counted = losses.iter().enumerate().filter(|(at, _)| counts(*at));
-            sum += counted.map(|(_, &loss)| f64::from(loss)).sum::<f64>();
-            count += batch.counted() as u64;
+        let (windows, shard) =
+            (self.batches as usize * self.batch as usize, Shard::whole(self.batch as usize));
+        let (mut sum, mut count, mut paths) = (0.0, 0_u64, Vec::new());
+        let mut first = Some(first);
+        for (path, source) in sources.iter().enumerate() {
+            let model = first
+                .take()
+                .map_or_else(|| self.model.open_whole(source, Some(longest)).map(Into::into), Ok)?;
+            let all = held_out.clone();
+            let sampler = match &router {
+                Some(router) => Sampler::evaluation_routed(all, shard, context, windows, router, path)?,
+                None => Sampler::evaluation(all, shard, context, windows)?,
+            };
+            let sampler = if document_mask { sampler.by_documents() } else { sampler };
+            let (losses, targets) = measured(&model, &sampler.without_first_targets(skipped))?;
+            sum += losses;
+            count += targets;
+            let loss = (targets > 0).then(|| losses / targets as f64);
+            paths.push(serde_json::json!({ "path": path, "loss": loss, "tokens": targets }));
         }
         if count == 0 {
             return Err(no_targets("the held-out text").of_input());
@@ -150,15 +169,39 @@ impl EvalCommand {
         let perplexity = loss.exp();
         super::print(&if self.json {
             let bits = loss / std::f64::consts::LN_2;
-            let object = serde_json::json!({
+            let mut object = serde_json::json!({
                 "loss": loss, "perplexity": perplexity, "bits_per_token": bits, "tokens": count, "data_hash": corpus.hash(),
             });
+            if router.is_some() {
+                object["paths"] = paths.into();
+            }
             format!("{object}\n")
         } else {
             let apart = if document_mask { ", documents kept apart" } else { "" };
-            format!("loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}\n")
+            let by = if router.is_some() {
+                format!(", each text on one of {} paths", sources.len())
+            } else {
+                String::new()
+            };
+            format!(
+                "loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}{by}\n"
+            )
         })
     }
+}
+
+/// Returns the sum of the losses of a sampler's targets, and their number.
+fn measured(model: &LoadedModel, sampler: &Sampler) -> Result<(f64, u64)> {
+    let (mut sum, mut count) = (0.0, 0_u64);
+    for step in 0..sampler.steps().unwrap_or(0) as u64 {
+        let batch = sampler.batch(step)?;
+        let losses = losses(model, &batch)?;
+        let counts = |at: usize| batch.weights.as_ref().is_none_or(|weights| weights[at] > 0.0);
+        let counted = losses.iter().enumerate().filter(|(at, _)| counts(*at));
+        sum += counted.map(|(_, &loss)| f64::from(loss)).sum::<f64>();
+        count += batch.counted() as u64;
+    }
+    Ok((sum, count))
 }
 
 /// Returns the loss of each target.

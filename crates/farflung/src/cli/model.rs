@@ -9,6 +9,7 @@ use farflung::config::value::Setting as _;
 use farflung::model_source::RunReading;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::train::OpenedPart;
+use farflung::zoo::data::TextRouter;
 use farflung::zoo::spec::Positions;
 use farflung::zoo::{Resize, Stage, Tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal, tokenizers};
@@ -21,6 +22,9 @@ pub(crate) struct ModelArgs {
     /// file.
     #[arg(value_name = "PATH")]
     model: PathBuf,
+    /// The path to take, of a run that trained paths. Default: a text takes one by its first tokens.
+    #[arg(long, value_name = "N")]
+    path: Option<usize>,
     /// How text is split into tokens: byte, gpt2, or the path of a tokenizer.json, a model or a run. Default:
     /// the model's own; without one, byte for a vocabulary of 256 (or padded to less than 384), else gpt2.
     #[arg(long, value_name = "KIND", value_parser = TokenizerKind::from_flag)]
@@ -45,25 +49,95 @@ pub(crate) struct Loaded {
     pub(crate) reading: RunReading,
 }
 
+/// The models of a run.
+pub(crate) struct Models {
+    /// One, or one for each path.
+    pub(crate) sources: Vec<ModelSource>,
+    /// Decides which of several a text takes.
+    pub(crate) router: Option<TextRouter>,
+}
+
 /// A loaded model without a tokenizer.
 pub(crate) struct LoadedModel {
     pub(crate) stage: Stage,
     pub(crate) params: Tensor,
 }
 
+impl From<Loaded> for LoadedModel {
+    fn from(Loaded { stage, params, .. }: Loaded) -> Self {
+        Self { stage, params }
+    }
+}
+
 impl ModelArgs {
-    /// Opens the model for sequences of this length, as in [`ModelArgs::open`], and its tokenizer. An error of
+    /// Opens the model for sequences of this length, as in [`ModelArgs::open`], and its tokenizer. Of a run
+    /// that trained paths, it is the model of the path that `text` takes. An error of its files is one of the
+    /// input.
+    pub(crate) fn load(
+        &self,
+        length: Option<usize>,
+        text: impl FnOnce(&dyn Tokenizer) -> Result<Vec<u32>>,
+    ) -> Result<Loaded> {
+        let open = || {
+            let source = ModelSource::find(&self.model)?;
+            let Some(paths) = source.path_models()?.filter(|_| self.path.is_none()) else {
+                return self.open_whole(&self.source()?, length);
+            };
+            let tokenizer = self.tokenizer(&source, source.open()?.spec().vocab)?;
+            let path = paths.router().path(&text(&*tokenizer)?);
+            self.open_whole(&source.of_path(&paths, path)?, length)
+        };
+        open().map_err(Error::of_input)
+    }
+
+    /// Opens the models of a run: those of all its paths, or that of the path that the user chose. An error of
     /// its files is one of the input.
-    pub(crate) fn load(&self, length: Option<usize>) -> Result<Loaded> {
-        let more = |source: &ModelSource, vocab| Ok((self.tokenizer(source, vocab)?, source.run_reading()));
+    pub(crate) fn load_all(&self) -> Result<Models> {
+        let find = || {
+            let source = ModelSource::find(&self.model)?;
+            Ok(match source.path_models()?.filter(|_| self.path.is_none()) {
+                Some(paths) => {
+                    let found = |path| source.of_path(&paths, path);
+                    let sources = (0..paths.paths().len()).map(found).collect::<Result<_>>()?;
+                    Models { sources, router: Some(paths.router().clone()) }
+                }
+                None => Models { sources: vec![self.source()?], router: None },
+            })
+        };
+        find().map_err(Error::of_input)
+    }
+
+    /// Returns where the model is: of a run that trained paths, that of the path that the user chose.
+    fn source(&self) -> Result<ModelSource> {
+        let source = ModelSource::find(&self.model)?;
+        match (source.path_models()?, self.path) {
+            (Some(paths), Some(path)) => source.of_path(&paths, path),
+            (None, Some(path)) => {
+                let expected = "nothing, because the run trained one model".to_owned();
+                Err(Error::Setting { field: "path", value: path.to_string(), expected })
+            }
+            (_, None) => Ok(source),
+        }
+    }
+
+    /// Opens a model and its tokenizer. An error of its files is one of the input.
+    pub(crate) fn open_whole(&self, source: &ModelSource, length: Option<usize>) -> Result<Loaded> {
+        let more = |vocab| Ok((self.tokenizer(source, vocab)?, source.run_reading()));
         let (LoadedModel { stage, params }, (tokenizer, reading)) =
-            self.open(length, more).map_err(Error::of_input)?;
+            self.open(source, length, more).map_err(Error::of_input)?;
         Ok(Loaded { stage, params, tokenizer, reading })
     }
 
     /// Opens the model for ids of tokens in rows of this length. An error of its files is one of the input.
     pub(crate) fn load_for_ids(&self, length: usize) -> Result<LoadedModel> {
-        self.open(Some(length), |_, _| Ok(())).map(|(model, ())| model).map_err(Error::of_input)
+        let open = || {
+            let source = self.source()?;
+            if self.path.is_none() && source.path_models()?.is_some() {
+                return Err(one_path("rows of tokens do not choose one"));
+            }
+            self.open(&source, Some(length), |_| Ok(())).map(|(model, ())| model)
+        };
+        open().map_err(Error::of_input)
     }
 
     /// Returns the device of one of the process's ranks, `sharers` of which share the cores.
@@ -85,6 +159,11 @@ impl ModelArgs {
     ) -> Result<(OpenedPart, Option<Arc<dyn Tokenizer>>)> {
         let files = || {
             let source = ModelSource::find_part(&self.model, rank)?;
+            if source.path_models()?.is_some() {
+                return Err(one_path(
+                    "stages are those of one model: give its folder, such as RUN/ranks/rank-00001",
+                ));
+            }
             let weights = source.open_part()?;
             let leads = rank == Rank(0);
             let tokenizer = leads.then(|| self.tokenizer(&source, weights.spec().vocab)).transpose()?;
@@ -94,17 +173,17 @@ impl ModelArgs {
         Ok((OpenedPart { weights, step, device: self.open_device(ranks)? }, tokenizer))
     }
 
-    /// Opens the model, and what `more` opens for its source and number of tokens before the weights are read.
+    /// Opens a model, and what `more` opens for its number of tokens before the weights are read.
     /// If the model has no table of positions, its context is at most `length`, however long a file says it is.
     fn open<T>(
         &self,
+        source: &ModelSource,
         length: Option<usize>,
-        more: impl FnOnce(&ModelSource, usize) -> Result<T>,
+        more: impl FnOnce(usize) -> Result<T>,
     ) -> Result<(LoadedModel, T)> {
         let device = self.open_device(1)?;
-        let source = ModelSource::find(&self.model)?;
         let mut weights = source.open()?;
-        let more = more(&source, weights.spec().vocab)?;
+        let more = more(weights.spec().vocab)?;
         let spec = weights.spec();
         let context = length.filter(|_| spec.positions == Positions::None).map(|most| most.min(spec.context));
         let spec = spec.resized(Resize { context, ..Resize::default() })?;
@@ -140,4 +219,10 @@ impl ModelArgs {
         }
         Ok(tokenizer)
     }
+}
+
+/// Returns the error that one of several paths must be chosen.
+fn one_path(why: &str) -> Error {
+    let expected = format!("the number of a path of this run, which trained several: {why}");
+    Error::Setting { field: "path", value: "not given".to_owned(), expected }
 }

@@ -21,6 +21,7 @@ pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
 pub mod plan;
+mod paths;
 pub mod pools;
 pub mod recipe;
 mod resolve;
@@ -107,6 +108,13 @@ settings! {
         /// How tokens are encoded on their way to the experts of other replicas, and what comes back: any
         /// --codec without feedback.
         @expert_codec: LinkSpec, "CODEC", LinkSpec::default();
+        /// Train paths through modules that several of them share, instead of one model (DiPaCo): the number of
+        /// modules at each level of layers, such as 2,2 for four paths through two levels. Each replica trains
+        /// a path on its own part of the text (--shards; by default as many clusters as paths), and each module
+        /// is averaged over the paths that have it. With --sync diloco.
+        @paths: Numbers, "N,N";
+        /// Number of tokens at the beginning of a text that decide which of the paths it takes.
+        route_tokens: usize, "N", 32_usize;
         /// Most tokens that an expert takes of a sequence, as a factor of an equal share; overrides the model's
         /// capacity.
         capacity_factor: f64, "FACTOR";

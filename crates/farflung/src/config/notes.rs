@@ -318,6 +318,8 @@ impl TrainConfig {
     fn note_pipeline(&self, run: &NoteContext<'_>, notes: &mut Notes<'_>) {
         let whole = "`expert` is 1, so each replica has all experts";
         notes.note_without_effect(self.expert < 2, &["expert-codec"], whole);
+        let one = "there are no `paths`, so all replicas train one model";
+        notes.note_without_effect(self.path_count() < 2, &["route-tokens"], one);
         let (none, file) = (self.stages == 1, self.schedule_file.is_some());
         let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
         notes.note_without_effect(none, &all, "`stages` is 1, so there is no pipeline");

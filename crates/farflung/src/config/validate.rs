@@ -78,6 +78,7 @@ impl TrainConfig {
         self.validate_sync()?;
         self.validate_optimizer()?;
         self.validate_experts()?;
+        self.validate_paths()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check(
             "tune",

@@ -3,11 +3,13 @@
 
 use farflung_base::{Algorithm, Nanos, Rank, Topology};
 use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
+use farflung_optim::ApartHolders;
 use farflung_parallel::pipeline::{Placement, StageCost};
 use farflung_parallel::{Cluster, Coordinates, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::ModelSpec;
 
+use super::apart::{self, ApartParams};
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::expert_ranks::ExpertRanks;
 use super::links;
@@ -73,20 +75,28 @@ pub(super) fn resolve(
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
-        let among = topology.among(&holders(&plan, &placement, part));
+        let all = holders(&plan, &placement, part);
         let stage = divided.counted_stage((model, layers), 0, &device)?;
-        cut.apart = divided.apart(&stage);
-        let apart = cut.apart_buckets(stage.layout());
-        // Experts are averaged over fewer ranks.
-        let of_all = cut.buckets(stage.layout()).into_iter().zip(apart).filter(|(_, apart)| !apart);
-        buckets.extend(of_all.map(|(len, _)| (len, among.clone())));
+        let apart = ApartParams::of(&plan, &stage, 0);
+        cut.apart = apart::ranges(&apart);
+        let among: Vec<Topology> =
+            apart.iter().map(|apart| topology.among(&apart.holders(&plan, &all))).collect();
+        let all = topology.among(&all);
+        for (len, kind) in cut.buckets(stage.layout()).into_iter().zip(cut.apart_buckets(stage.layout())) {
+            // A single holder sends nothing.
+            let among = kind.map_or(&all, |kind| &among[kind]);
+            if among.size() > 1 {
+                buckets.push((len, among.clone(), kind.is_some()));
+            }
+        }
     }
     let (mut cheapest, regions): (Option<(Nanos, Algorithm)>, _) = (None, regions(&plan));
     for form in level.forms().into_iter().filter(|form| *form != Algorithm::Ring) {
-        let level = level.with_algorithm(form);
+        let [all, of_some] = [form, ApartHolders::algorithm(form)].map(|form| level.with_algorithm(form));
         let mut total = Nanos::ZERO;
-        for (len, among) in &buckets {
-            total = total.saturating_add(coded_price(&level, regions.as_deref(), *len, among)?);
+        for (len, among, apart) in &buckets {
+            let (level, regions) = if *apart { (&of_some, None) } else { (&all, regions.as_deref()) };
+            total = total.saturating_add(coded_price(level, regions, *len, among)?);
         }
         if cheapest.is_none_or(|(least, _)| total < least) {
             cheapest = Some((total, form));

@@ -122,6 +122,7 @@ pub fn pipeline_plan(
         microbatches: vec![sizes.microbatches],
         experts: Vec::new(),
         expert_codec: farflung_parallel::plan::NO_CODEC.to_owned(),
+        paths: Vec::new(),
         parts: planned
             .stages
             .iter()

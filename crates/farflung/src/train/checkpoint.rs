@@ -72,6 +72,9 @@ struct CheckpointRecord {
     /// The weights of the replicas that divided the experts; empty if each had all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     experts: Vec<u32>,
+    /// The levels of modules through which replicas trained paths; empty if they trained one model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    paths: Vec<String>,
     /// Sequences per step, over all replicas; in a run whose members join and leave, of one replica.
     sequences: u64,
     /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote

@@ -4,6 +4,7 @@
 
 mod axes;
 mod covering;
+mod shares;
 
 use std::fmt;
 
@@ -45,6 +46,8 @@ struct Choices {
     stages: usize,
     /// Number of replicas that divide the experts of a mixture.
     expert_ranks: usize,
+    /// Number of paths that replicas train.
+    paths: usize,
 }
 
 /// The properties of a pipeline's schedule that rules examine.
@@ -113,6 +116,7 @@ impl Choices {
             precision: config.precision,
             stages: config.stages,
             expert_ranks: config.expert,
+            paths: config.path_count(),
             ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
@@ -134,6 +138,7 @@ impl Choices {
             document_mask: run.document_mask,
             stages: 1,
             expert_ranks: 1,
+            paths: 1,
         }
     }
 
@@ -152,16 +157,13 @@ impl Choices {
             precision: plan.precision,
             stages: plan.stages() as usize,
             expert_ranks: plan.expert_ranks() as usize,
+            paths: plan.paths() as usize,
             ..Self::beside(run, plan.outermost().method)
         }
     }
 }
 
 impl Choices {
-    const fn divides_experts(&self) -> bool {
-        self.expert_ranks > 1
-    }
-
     /// Returns the optimizer, if replicas average its momentum.
     fn momentum(&self) -> Option<&'static LocalMethod> {
         matches!(self.optimizer.averages, Averages::Momentum { .. }).then_some(self.optimizer)
@@ -195,7 +197,7 @@ fn refuse(field: &'static str, value: impl fmt::Display, expected: String) -> Re
     Refusal { field, value: value.to_string(), expected }
 }
 
-/// Every pair of choices that cannot be combined.
+/// The pairs of choices that cannot be combined, besides those of replicas that hold different parameters.
 const RULES: &[Rule] = &[
     Rule {
         axes: ["schedule", "schedule"],
@@ -352,55 +354,6 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
-        axes: ["expert", "sync"],
-        refuses: |choices| {
-            let method =
-                Some(choices.sync).filter(|method| choices.divides_experts() && method.name != "ddp")?;
-            let why = "replicas that divide experts take each step together";
-            Some(refuse("sync", method.name, format!("ddp with `expert` above 1: {why}")))
-        },
-    },
-    Rule {
-        axes: ["expert", "schedule"],
-        refuses: |choices| {
-            let order = choices.schedule.as_ref().filter(|_| choices.divides_experts())?;
-            let why = "replicas that divide experts run each microbatch together, between two updates";
-            let expected = format!("1 with {}: {why}", order.name);
-            (order.work != Work::Listed || !order.flushes).then(|| refuse("expert", "above 1", expected))
-        },
-    },
-    Rule {
-        axes: ["own-data", "expert"],
-        refuses: |choices| {
-            let why = "texts of other lengths have other numbers of held-out sequences, which must be equal";
-            (choices.own_data && choices.divides_experts())
-                .then(|| refuse("own-data", true, format!("false with `expert` above 1: {why}")))
-        },
-    },
-    Rule {
-        axes: ["codec", "expert"],
-        refuses: |choices| {
-            let accumulates = |level: &&BoundLevel| {
-                level.codec.codec().is_some_and(|codec| {
-                    codec.momentum().is_some() || codec.feedback_share().is_some_and(|share| share < 1.0)
-                })
-            };
-            let level = choices.levels.iter().find(accumulates).filter(|_| choices.divides_experts())?;
-            let why = "experts that one replica alone has go through no codec";
-            let expected = format!("a codec that takes no part of the momentum with `expert` above 1: {why}");
-            Some(refuse("codec", level.codec, expected))
-        },
-    },
-    Rule {
-        axes: ["expert", "optimizer"],
-        refuses: |choices| {
-            let optimizer = Some(choices.optimizer).filter(|_| choices.divides_experts())?;
-            let why = "only gradients are averaged over the replicas that hold the same experts";
-            let expected = format!("one that averages gradients with `expert` above 1, such as adamw: {why}");
-            (optimizer.averages != Averages::Gradients).then(|| refuse("optimizer", optimizer.name, expected))
-        },
-    },
-    Rule {
         axes: ["boundary", "schedule"],
         refuses: |choices| unvisited("boundary", &choices.forward, choices),
     },
@@ -450,9 +403,13 @@ fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
     Some(refuse("sampling", sampling, expected))
 }
 
+fn rules() -> impl Iterator<Item = &'static Rule> {
+    RULES.iter().chain(shares::RULES)
+}
+
 /// Returns the first reason why choices cannot be combined.
 fn first(choices: &Choices) -> Option<Refusal> {
-    RULES.iter().find_map(|rule| (rule.refuses)(choices))
+    rules().find_map(|rule| (rule.refuses)(choices))
 }
 
 /// Checks that the choices of settings can be combined, before a plan is made from them.
@@ -492,7 +449,7 @@ pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
     (b.0.set)(&mut config, b.1);
     let choices = Choices::wished(&config, config.workers);
     let about = |rule: &&Rule| rule.axes.iter().all(|axis| [a.0.name, b.0.name].contains(axis));
-    RULES.iter().filter(about).find_map(|rule| (rule.refuses)(&choices))
+    rules().filter(about).find_map(|rule| (rule.refuses)(&choices))
 }
 
 /// Returns the table of `farflung train --combinations`: the values of each axis, and the pairs that cannot be

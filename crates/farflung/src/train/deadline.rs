@@ -6,6 +6,7 @@ use farflung_compress::CodecSpec;
 use farflung_parallel::ScheduleSource;
 use farflung_tensor::Device;
 
+use super::apart::{self, ApartParams};
 use super::expert_ranks::ExpertRanks;
 use super::job::Job;
 use crate::config::choice::TransportName;
@@ -62,10 +63,12 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     let layers = (&job.model, 0..job.model.layers());
     let divided = ExpertRanks::of(&job.plan);
     let stage = divided.counted_stage(layers, 0, &Device::cpu(1)?)?;
-    config.apart = divided.apart(&stage);
-    // Experts are averaged over fewer ranks.
-    let apart = config.apart_buckets(stage.layout());
-    let of_all = |bucket: &usize| !apart[*bucket];
+    let params = ApartParams::of(&job.plan, &stage, 0);
+    config.apart = apart::ranges(&params);
+    // Other buckets are averaged over fewer ranks.
+    let kinds = config.apart_buckets(stage.layout());
+    let everywhere = |kind: usize| params[kind].replicas.len() == job.plan.replicas() as usize;
+    let of_all = |bucket: &usize| kinds[*bucket].is_none_or(everywhere);
     let buckets = config.buckets(stage.layout());
     let largest = (0..buckets.len()).filter(of_all).map(|bucket| buckets[bucket]).max().unwrap_or(0);
     let algorithm = job.plain_algorithm();

@@ -1,15 +1,13 @@
-//! How the replicas of a plan divide the experts of a mixture: what each has of them, with whom it exchanges
-//! tokens, and with whom it averages its experts' gradients.
+//! How the replicas of a plan divide the experts of a mixture: what each has of them, and with whom it
+//! exchanges tokens.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use farflung_base::{Axis, Rank};
 use farflung_comm::Communicator;
-use farflung_optim::ApartHolders;
 use farflung_parallel::{Coordinates, Mesh, ParallelError, Plan};
-use farflung_tensor::{Device, Param};
+use farflung_tensor::Device;
 use farflung_zoo::exchange::{Counted, Exchange};
 use farflung_zoo::{AxisShare, ModelSpec, Stage};
 
@@ -35,11 +33,6 @@ impl ExpertRanks {
         self.weights.len() > 1
     }
 
-    /// Returns the replicas of the first group, which together have all experts.
-    pub(super) fn first_group(&self) -> Range<u32> {
-        0..self.weights.len() as u32
-    }
-
     /// Returns the rank at a position of a replica's pipeline.
     ///
     /// Errors: the plan has no such rank.
@@ -55,19 +48,6 @@ impl ExpertRanks {
     /// Returns what a replica has of the experts.
     pub(super) fn share(&self, replica: u32) -> Result<AxisShare> {
         Ok(AxisShare::new(self.number(replica) as usize, self.weights.clone())?)
-    }
-
-    /// Returns the ranges of a stage's flat buffers that only some replicas have: its experts, if replicas
-    /// divide them.
-    pub(super) fn apart(&self, stage: &Stage) -> Vec<Range<usize>> {
-        if self.divides() { stage.expert_ranges() } else { Vec::new() }
-    }
-
-    /// Returns the number of elements of a stage's experts, if one of the `holders` of its part alone has them:
-    /// they are not averaged.
-    pub(super) fn alone(&self, stage: &Stage, holders: usize) -> usize {
-        let is_alone = self.weights.len() == holders;
-        self.apart(stage).iter().filter(|_| is_alone).map(ExactSizeIterator::len).sum()
     }
 
     /// Makes the stage that a replica has of some layers. Its layers exchange by `exchange`.
@@ -131,27 +111,4 @@ pub(super) fn exchange(
     let first = plan.group(rank, Axis::Expert)[0];
     let over = OverRanks::new([(Axis::Expert, messages.split(first.0, rank.0)?)]);
     Ok(Some(Arc::new(over.with_row_codec(plan.expert_codec(), seed))))
-}
-
-/// Makes the communicators among the holders of the same experts, one for each part of the model that this rank
-/// holds, from those among all holders of the part. A collective of all ranks of `holders`.
-pub(super) fn apart(
-    plan: &Plan,
-    holders: &BTreeMap<u32, Communicator>,
-    replica: u32,
-) -> Result<BTreeMap<u32, ApartHolders>> {
-    if !plan.divides_experts() {
-        return Ok(BTreeMap::new());
-    }
-    let factor = 1.0 / f64::from(plan.expert_ranks());
-    let among = |(&part, comm): (&u32, &Communicator)| {
-        let comm = comm.split(plan.expert_rank(replica), comm.rank().0)?;
-        Ok((part, ApartHolders { comm, factor }))
-    };
-    holders.iter().map(among).collect()
-}
-
-/// Returns whether a tensor of a layout is in one of some ranges.
-pub(super) fn is_in(ranges: &[Range<usize>], param: &Param) -> bool {
-    ranges.iter().any(|range| range.contains(&param.start))
 }

@@ -83,6 +83,7 @@ mod tests {
             microbatches: vec![1, 1],
             experts: Vec::new(),
             expert_codec: farflung_parallel::plan::NO_CODEC.to_owned(),
+            paths: Vec::new(),
             parts: vec![Part { layers: 0..12, recompute: Recompute::None, offload: 0 }],
             pipeline: Pipeline::default(),
             boundaries: Vec::new(),

@@ -11,7 +11,7 @@ use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
-    Corpus, HoldOut, ModelSpec, Resize, Sampler, Shard, Sharding, Shards, Split, Tokenizer, ZooError,
+    Corpus, HoldOut, ModelSpec, Resize, Sampler, Shard, Sharding, Split, Tokenizer, ZooError,
 };
 
 use super::bound_plan::BoundPlan;
@@ -20,10 +20,10 @@ use super::fault::{Departure, Failure, Fault};
 use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
+use super::text_parts::TextParts;
 use super::token_rows::fits;
 use super::{averages, combination, costs, expert_ranks, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind};
-use crate::data_notes::plain_special_tokens;
 use crate::signals::Stop;
 use crate::{Error, Result, RunSettings, TrainConfig, corpus, model_shape};
 
@@ -72,8 +72,8 @@ pub struct Job {
     pub training: Split,
     /// The validation data: the source's own validation files, else the last tenth of the text.
     pub held_out: Split,
-    /// The part of the training data of each replica; `None` if all replicas use all of it.
-    pub shards: Option<Shards>,
+    /// Which replica trains on which part of the data.
+    pub text_parts: TextParts,
     /// Description of where the text came from.
     pub source: String,
     /// What was read of the data.
@@ -144,7 +144,7 @@ impl Job {
                 .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
         }
         let world = plan.ranks() as usize;
-        let shards = shards_of(&config.run_settings(), &plan, (&training, &reading), model.context)?;
+        let text_parts = TextParts::of(&config.run_settings(), &plan, (&training, &reading), model.context)?;
         Ok(Self {
             config: config.run_settings(),
             model,
@@ -164,7 +164,7 @@ impl Job {
             tokenizer,
             training,
             held_out,
-            shards,
+            text_parts,
             source,
             reading,
             hash,
@@ -187,10 +187,10 @@ impl Job {
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
-        let shards =
-            shards_of(&config.run_settings(), &plan, (&self.training, &self.reading), self.model.context)?;
+        let text = (&self.training, &*self.reading);
+        let text_parts = TextParts::of(&config.run_settings(), &plan, text, self.model.context)?;
         let (given, config) = (Arc::new(config.clone()), config.run_settings());
-        Ok(Self { config, plan, given, cluster, rates, shards, world, ..self.clone() })
+        Ok(Self { config, plan, given, cluster, rates, text_parts, world, ..self.clone() })
     }
 
     /// Returns the job with another plan, for the same model and data.
@@ -205,8 +205,10 @@ impl Job {
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
-        let shards = shards_of(config, &plan, (&self.training, &self.reading), self.model.context)?;
-        Ok(Self { plan, since_members_changed: None, round_plan: None, rates, shards, world, ..self.clone() })
+        let text = (&self.training, &*self.reading);
+        let text_parts = TextParts::of(config, &plan, text, self.model.context)?;
+        let (since_members_changed, round_plan) = (None, None);
+        Ok(Self { plan, since_members_changed, round_plan, rates, text_parts, world, ..self.clone() })
     }
 
     /// Returns the settings as the user gave them, whatever the current plan is.
@@ -272,8 +274,9 @@ impl Job {
             return Sampler::rows(self.training.clone(), shard, self.model.context, lanes);
         }
         let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);
-        if let Some(shards) = &self.shards {
-            return Sampler::within(training, shards.of(replica), seed, shard, context);
+        if let Some(shards) = &self.text_parts.shards {
+            let part = self.text_parts.part_of(&self.plan, replica);
+            return Sampler::within(training, shards.of(part), seed, shard, context);
         }
         match self.config.sampling {
             SamplingKind::Random => Sampler::random(training, seed, shard, context),
@@ -282,12 +285,28 @@ impl Job {
     }
 
     /// Returns a replica's share of the held-out windows: the same windows over all replicas, whatever their
-    /// number and the batch are.
+    /// number and the batch are. Where replicas train paths, those that take its path, by their first tokens,
+    /// which do not count.
     pub fn evaluation(&self, replica: usize) -> Result<Sampler, ZooError> {
-        let replicas = self.plan.replicas() as usize;
-        let shard = Shard { rank: replica, world: replicas, batch: self.plan.batch as usize };
+        let (plan, context) = (&self.plan, self.model.context);
         let (held_out, windows) = (self.held_out.clone(), self.config.eval_windows());
-        Ok(self.divided(Sampler::evaluation(held_out, shard, self.model.context, windows)?))
+        let (replicas, paths, batch) = (plan.replicas() as usize, plan.paths() as usize, plan.batch as usize);
+        let Some(router) = &self.text_parts.router else {
+            let shard = Shard { rank: replica, world: replicas, batch };
+            return Ok(self.divided(Sampler::evaluation(held_out, shard, context, windows)?));
+        };
+        let shard = Shard { rank: replica / paths, world: replicas / paths, batch };
+        let path = plan.path(replica as u32) as usize;
+        let sampler = Sampler::evaluation_routed(held_out, shard, context, windows, router, path)?;
+        Ok(sampler.without_first_targets(router.prefix() - 1))
+    }
+
+    /// Returns the path that the prompt of the run's sample takes; 0 if all replicas train one model.
+    ///
+    /// Errors: those of the tokenizer.
+    pub(super) fn path_of_prompt(&self) -> Result<u32> {
+        let Some(router) = &self.text_parts.router else { return Ok(0) };
+        Ok(router.path(&self.tokenizer.encode_prompt(&self.config.prompt)?) as u32)
     }
 
     /// Returns the tokens of all replicas in the first `steps` steps.
@@ -406,38 +425,6 @@ fn default_corpus(name: &str, config: &TrainConfig, tokenizer: &dyn Tokenizer) -
     }
     let documents = corpus::default_documents()?;
     Ok(Corpus::from_texts(name, documents.iter().map(Vec::as_slice), tokenizer)?)
-}
-
-/// Returns the part of the training data of each replica; `None` if all replicas use all of it.
-///
-/// Errors: [`Error::Setting`] for settings that cannot be combined with shards; fewer parts than replicas.
-fn shards_of(
-    config: &RunSettings,
-    plan: &Plan,
-    (training, reading): (&Split, &Reading),
-    context: usize,
-) -> Result<Option<Shards>> {
-    let shards = config.shards;
-    if shards == Sharding::Random {
-        return Ok(None);
-    }
-    let refuse = |expected: &str| {
-        let (field, value, expected) = ("shards", shards.to_string(), expected.to_owned());
-        Err(Error::Setting { field, value, expected })
-    };
-    if config.sampling == SamplingKind::Epochs {
-        return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
-    }
-    if config.own_data {
-        return refuse("random with `own-data`: each process already has its own text");
-    }
-    match Shards::new(shards, training, context, plan.replicas() as usize, config.seed) {
-        Err(error @ ZooError::Shards { .. }) => {
-            let hints: Vec<_> = plain_special_tokens(reading).map(|line| format!("; {line}")).collect();
-            refuse(&format!("another kind, or fewer replicas: {error}{}", hints.concat()))
-        }
-        shards => Ok(shards?),
-    }
 }
 
 /// Checks that the model has all tokens of a text. A tokenizer with more tokens than the model is no error by

@@ -19,6 +19,7 @@ use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, Interrupt};
 use farflung_zoo::ModelSpec;
 
+use super::apart::{self, ApartParams};
 use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
@@ -139,8 +140,8 @@ fn of_rank(
     let model_bytes = elements * F32;
     let of_part = |stage| placement.holders(placement.part(stage)).len();
     let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
-    let divided = ExpertRanks::of(plan);
-    let alone: usize = executor.parts.values().map(|part| divided.alone(&part.stage, holders)).sum();
+    let alone_in = |part: &Part| apart::alone(&ApartParams::of(plan, &part.stage, replica));
+    let alone: usize = executor.parts.values().map(alone_in).sum();
     let averaged_bytes = model_bytes.saturating_sub(alone as u64 * F32);
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();

@@ -5,6 +5,7 @@
 
 mod activations;
 mod announce;
+mod apart;
 pub mod auto;
 mod averages;
 mod bind;
@@ -57,6 +58,7 @@ mod sizes;
 mod spent;
 mod staged_model;
 mod step_tokens;
+mod text_parts;
 mod steps;
 mod tied;
 mod token_rows;
@@ -84,7 +86,7 @@ pub use observation::Observation;
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
 pub use prediction::Prediction;
 pub use prices::{AveragePrices, planned_codec};
-pub use report::{PlainAllReduce, Report, SampleText};
+pub use report::{PathSummary, PlainAllReduce, Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, RunObserver, run, run_job, run_workers, world};
 pub use sizes::{TooLarge, machine_memory, needed_memory};

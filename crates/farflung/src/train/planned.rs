@@ -9,7 +9,7 @@ use farflung_compress::AverageSpec;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Pools, Updates, slice_tokens};
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
-    BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, PlannedModel, Recompute,
+    BoundaryCodecs, Cluster, Level, ParallelError, Part, PathLevel, Pipeline, Plan, PlannedModel, Recompute,
     ScheduleSource, whole_pipelines,
 };
 use farflung_zoo::ModelSpec;
@@ -127,6 +127,7 @@ pub(super) fn divided(
         microbatches: vec![count; replicas as usize],
         expert_codec: expert_codec(config),
         experts: config.expert_weights(),
+        paths: path_levels(config, layers)?,
         boundaries: vec![boundary(config); cut.len() - 1],
         parts: cut.into_iter().map(part).collect(),
         pipeline: Pipeline {
@@ -229,6 +230,7 @@ fn in_settings(error: Error) -> Error {
                 field if field.ends_with(".recompute") => "recompute",
                 "experts" => "expert",
                 "expert_codec" => "expert-codec",
+                field if field.starts_with("path") => "paths",
                 field if field.rsplit('.').next() == Some("steps") => "local-steps",
                 _ => "plan",
             };
@@ -258,6 +260,16 @@ fn boundary(config: &TrainConfig) -> BoundaryCodecs {
 /// Returns the codec of tokens for the experts of other replicas; `none` if all have all experts.
 fn expert_codec(config: &TrainConfig) -> String {
     if config.expert > 1 { config.expert_codec.to_string() } else { NO_CODEC.to_owned() }
+}
+
+/// Returns the levels of modules of which replicas train paths.
+fn path_levels(config: &TrainConfig, layers: u32) -> Result<Vec<PathLevel>> {
+    let Some(Numbers(modules)) = config.paths.as_ref().filter(|_| config.path_count() > 1) else {
+        return Ok(Vec::new());
+    };
+    let expected = || format!("at most {layers} levels, so that each has a layer");
+    PathLevel::even(layers, modules)
+        .ok_or_else(|| refuse("paths", format!("{} levels", modules.len()), expected()))
 }
 
 /// Returns the settings of synchronisation between replicas, as a level of the plan.
@@ -327,6 +339,14 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     if !replicas.is_multiple_of(config.expert) {
         return Err(refuse("expert", config.expert, format!("a divisor of the {replicas} replicas")));
     }
+    let paths = config.path_count();
+    if !replicas.is_multiple_of(paths) {
+        return Err(refuse(
+            "paths",
+            format!("{paths} paths"),
+            format!("as many as divide the {replicas} replicas"),
+        ));
+    }
     let microbatches = microbatches(config);
     if let Some(pools) = config.pools() {
         return check_pools(config, &pools, world);
@@ -357,6 +377,7 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         expert: plan.expert_ranks() as usize,
         expert_codec: plan.expert_codec(),
         expert_weights: plan.divides_experts().then(|| Numbers(plan.experts.clone())),
+        paths: (plan.paths() > 1).then(|| Numbers(plan.paths.iter().map(|level| level.modules).collect())),
         precision: plan.precision,
         schedule: match &plan.pipeline.schedule {
             ScheduleSource::Named(method) => *method,

@@ -15,6 +15,7 @@ use super::costs::modelled;
 use super::decoder::Decoder;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
+use super::trainer::Ending;
 use crate::data_notes::DataSource;
 use crate::events::causes;
 use crate::plot::loss_curve_svg;
@@ -43,6 +44,17 @@ pub struct PlainAllReduce {
     pub time_s: f64,
     /// Bytes that one worker would have sent.
     pub bytes_sent: u64,
+}
+
+/// The model of a path.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PathSummary {
+    /// Its module at each level.
+    pub modules: Vec<u32>,
+    /// The rank in whose folder its weights are.
+    pub rank: u32,
+    /// Hash of its parameters, like [`Report::hash`].
+    pub hash: String,
 }
 
 /// Report of a finished run.
@@ -81,6 +93,9 @@ pub struct Report {
     pub plain: Option<PlainAllReduce>,
     /// Hash of the hashes of the model's tensors, sorted by name: it does not depend on the plan.
     pub hash: String,
+    /// The models of the paths, if replicas train paths.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paths: Vec<PathSummary>,
     /// A sample, if the settings ask for one.
     pub sample: Option<SampleText>,
     /// The run's folder.
@@ -131,7 +146,7 @@ pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<Samp
 /// Predicts the time of other methods of synchronisation on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     let plan = &job.plan;
-    if job.world < 2 || plan.stages() > 1 || plan.divides_experts() || !plan.local_steps().are_equal() {
+    if job.world < 2 || plan.stages() > 1 || plan.shares() > 1 || !plan.local_steps().are_equal() {
         return Ok(None);
     }
     let config = &job.config;
@@ -165,9 +180,13 @@ impl Report {
         (val_loss_before, val_loss): (Option<f64>, Option<f64>),
         rows: Vec<StepMetrics>,
         totals: Totals,
-        hash: String,
-        sample: Option<SampleText>,
+        Ending { hash, paths, sample }: Ending,
     ) -> Result<Self> {
+        let path = |(path, hash): (u32, String)| {
+            let rank = job.plan.pipeline_of(path)[0].0;
+            PathSummary { modules: job.plan.modules(path), rank, hash }
+        };
+        let paths = (0..).zip(paths).map(path).collect();
         let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
         let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
@@ -192,6 +211,7 @@ impl Report {
                 bytes_sent: a.plain().sent.0,
             }),
             hash,
+            paths,
             sample,
             peers: rows.last().map_or_else(Vec::new, |row| row.peers.clone()),
             folder: job.out.as_ref().map(|p| p.display().to_string()),

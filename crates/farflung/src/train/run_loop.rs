@@ -184,9 +184,9 @@ impl Start<'_, '_> {
             record.into_rows(run, begun)
         };
         let _armed = (!job.elastic).then(|| trainer.armed());
-        let Some(Ending { hash, sample }) = ending else { return Ok(None) };
+        let Some(ending) = ending else { return Ok(None) };
         let losses = (first_loss, last_loss);
-        let mut report = Report::new(&job, (simulated, link), losses, rows, totals, hash, sample)?;
+        let mut report = Report::new(&job, (simulated, link), losses, rows, totals, ending)?;
         if self.tokens_before > 0 {
             let tokens = report.tokens.saturating_sub(self.tokens_before);
             report.tokens_per_s = tokens as f64 / report.time_s.max(1e-9);

@@ -29,7 +29,7 @@ impl StepTokens {
     /// Errors: those of the samplers.
     pub(super) fn new(job: &Job) -> Result<Self, ZooError> {
         let plan = &job.plan;
-        let samplers = if job.shards.is_some() { plan.replicas() as usize } else { 1 };
+        let samplers = if job.text_parts.shards.is_some() { plan.replicas() as usize } else { 1 };
         let share = |replica: u32| Share {
             first: plan.first_microbatch(replica),
             count: u64::from(plan.microbatches[replica as usize]),

@@ -166,8 +166,11 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     // If a rank of the first pipeline is missing, or of those that divide its experts, its part cannot be
     // saved. Any other missing rank gets this step from the ranks that have it, when it returns.
     let gathered = job.plan.stages() > 1 || job.plan.divides_experts();
-    let first = job.plan.expert_group(0);
-    if gathered && let Some(rank) = missing.iter().find(|&&rank| first.contains(&job.plan.at(rank).data)) {
+    let gives = |rank: Rank| {
+        let replica = job.plan.at(rank).data;
+        job.plan.holders_of_model(replica).contains(&replica)
+    };
+    if gathered && let Some(rank) = missing.iter().find(|&&rank| gives(rank)) {
         return Err(Error::NoAnswer { rank: *rank });
     }
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;

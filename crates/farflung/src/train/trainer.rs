@@ -48,6 +48,7 @@ use farflung_parallel::step::{self, RankStep, StepOp, StepWorker as _};
 use farflung_tensor::{Device, Tensor, TensorError};
 use farflung_zoo::Stage;
 
+use super::apart::HeldApart;
 use super::bind::ReplicaSchedule;
 use super::executor::{Counts, Executor, LossSum, Pass};
 use super::expert_ranks::ExpertRanks;
@@ -62,6 +63,7 @@ use agree::{Request, StepRequests, SyncVote, Vote, Voting};
 pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use ending::Ending;
+use gather::Givers;
 pub(super) use gathered_weights::IncomingWeights;
 pub(super) use give_state::StateBytes;
 pub(super) use progress::Progress;
@@ -111,12 +113,14 @@ pub struct Trainer {
     /// Communicators of the holders of each part of this rank, by the part's number; empty if there is only one
     /// replica and one copy of the model, except in an elastic run with local steps.
     holders: BTreeMap<u32, Communicator>,
-    /// How replicas divide experts, and the communicators of those that hold the same of each part; none if
-    /// each replica has all experts.
+    /// What this rank holds of its parts, by their numbers, that not all of their holders have, or of which
+    /// they have another copy.
+    apart: BTreeMap<u32, HeldApart>,
+    /// The ranks that hold the model which this replica trains.
+    givers: Givers,
     experts: ExpertRanks,
     /// The exchange of tokens with the replicas that divide the experts.
     tokens: Option<Arc<OverRanks>>,
-    expert_holders: BTreeMap<u32, Communicator>,
     resync: Resync,
     /// Loss scale for products in 16 bits.
     scale: LossScale,
@@ -492,7 +496,7 @@ impl Trainer {
     fn squares(&self, vote: step::Vote) -> Result<Vec<f64>> {
         let counts = if vote == step::Vote::Norm || self.replica == 0 || !self.each_step {
             Counts::All
-        } else if self.experts.divides() && self.experts.first_group().contains(&self.replica) {
+        } else if self.experts.divides() && self.givers.replicas.contains(&self.replica) {
             Counts::Experts
         } else {
             return Ok(vec![0.0; self.executor.placement.depth() as usize]);

@@ -25,6 +25,7 @@ fn base() -> (tempfile::TempDir, TrainConfig) {
         first_moment_every: Some(2),
         second_moment_every: Some(2),
         outer_lr: 0.7,
+        route_tokens: 4,
         // Some optimizers make large updates here.
         theta: 10.0,
         ..config

@@ -44,6 +44,7 @@ mod mpi;
 mod observe_refused;
 mod otlp;
 mod over_ranks;
+mod paths;
 mod peer_counters;
 mod pipeline;
 mod pipeline_runs;

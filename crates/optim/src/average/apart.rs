@@ -1,10 +1,10 @@
-//! The ranks that hold parameters which others do not have.
+//! The ranks that hold parameters which others do not have, or of which others have another copy.
 
 use farflung_base::Algorithm;
 use farflung_comm::Communicator;
 
-/// The ranks that hold the parameters of [`AverageConfig::apart`](super::AverageConfig::apart), if these are
-/// not the ranks that hold the others.
+/// The ranks that hold the parameters of an entry of [`AverageConfig::apart`](super::AverageConfig::apart),
+/// which are not the ranks that hold the others.
 #[derive(Debug, Clone)]
 pub struct ApartHolders {
     /// These ranks. The values of one rank alone stay as they are.
@@ -23,4 +23,13 @@ impl ApartHolders {
             algorithm => algorithm,
         }
     }
+}
+
+/// Returns the ranks that average a bucket, which are those of an entry of `apart`, or `all`.
+pub(super) fn holders<'a>(
+    all: &'a Communicator,
+    apart: &'a [ApartHolders],
+    bucket: &super::bucket::Bucket,
+) -> &'a Communicator {
+    bucket.apart.and_then(|group| apart.get(group)).map_or(all, |apart| &apart.comm)
 }

@@ -30,8 +30,8 @@ pub(super) struct Bucket {
     /// Positions of `pieces` in the packed buffers.
     parts: Vec<Part>,
     pub(super) fragment: usize,
-    /// Whether its parameters are among those that are held apart.
-    pub(super) apart: bool,
+    /// The entry of `AverageConfig::apart` that its parameters are in.
+    pub(super) apart: Option<usize>,
     /// Its number among those of the same holders.
     pub(super) number: usize,
     /// Number of elements of all pieces.
@@ -131,28 +131,28 @@ pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
 }
 
 /// Cuts a layout into buckets of at most `bytes`, from its end to its start. A larger parameter is a bucket
-/// alone, and no bucket crosses the border of two of `count` [fragments], or has parameters both inside and
-/// outside of the ranges `apart`. The slots are in the layout's order, the buckets in the order in which they
+/// alone, and no bucket crosses the border of two of `count` [fragments], or has parameters of
+/// different entries of `apart`. The slots are in the layout's order, the buckets in the order in which they
 /// become complete from the layout's end.
 pub(super) fn cut(
     layout: &ParamLayout,
     bytes: usize,
     count: usize,
-    apart: &[Range<usize>],
+    apart: &[Vec<Range<usize>>],
 ) -> (Vec<Slot>, Vec<Bucket>) {
     let mut buckets: Vec<Bucket> = Vec::new();
     let mut slots = Vec::new();
     let params = layout.params().iter().rev().filter(|p| !p.shape.is_empty());
     for (param, fragment) in params.zip(fragments(layout, count)) {
         let range = param.range();
-        let is_apart = apart.iter().any(|apart| apart.contains(&range.start));
+        let apart = apart.iter().position(|ranges| ranges.iter().any(|r| r.contains(&range.start)));
         let fits = |b: &Bucket| {
             b.fragment == fragment && (b.len + range.len()).saturating_mul(size_of::<f32>()) <= bytes
         };
-        let open = buckets.iter().rposition(|bucket| bucket.apart == is_apart);
+        let open = buckets.iter().rposition(|bucket| bucket.apart == apart);
         let index = open.filter(|&index| fits(&buckets[index])).unwrap_or(buckets.len());
         if index == buckets.len() {
-            buckets.push(Bucket { fragment, apart: is_apart, ..Bucket::default() });
+            buckets.push(Bucket { fragment, apart, ..Bucket::default() });
         }
         let bucket = &mut buckets[index];
         bucket.len += range.len();
@@ -166,25 +166,25 @@ pub(super) fn cut(
     }
     slots.reverse();
     if !apart.is_empty() {
-        key_apart(&mut slots, &buckets);
+        key_apart(&mut slots, &buckets, apart.len());
     }
-    let buckets = in_order(&mut slots, buckets);
+    let buckets = in_order(&mut slots, buckets, apart.len());
     (slots, buckets)
 }
 
 /// Keys the parameters by the elements of those of the same holders before them: what else a rank has may
 /// differ in length.
-fn key_apart(slots: &mut [Slot], buckets: &[Bucket]) {
-    let mut before = [0_u64; 2];
+fn key_apart(slots: &mut [Slot], buckets: &[Bucket], apart: usize) {
+    let mut before = vec![0_u64; 1 + apart];
     for slot in slots {
-        let before = &mut before[usize::from(buckets[slot.bucket].apart)];
+        let before = &mut before[buckets[slot.bucket].set()];
         slot.key = *before;
         *before += slot.range.len() as u64;
     }
 }
 
 /// Sorts the buckets by their last piece, which is nearest to the layout's start.
-fn in_order(slots: &mut [Slot], buckets: Vec<Bucket>) -> Vec<Bucket> {
+fn in_order(slots: &mut [Slot], buckets: Vec<Bucket>, apart: usize) -> Vec<Bucket> {
     let mut buckets: Vec<_> = buckets.into_iter().enumerate().collect();
     buckets.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.pieces.last().map(|piece| piece.start)));
     let mut now = vec![0; buckets.len()];
@@ -192,10 +192,10 @@ fn in_order(slots: &mut [Slot], buckets: Vec<Bucket>) -> Vec<Bucket> {
     for slot in slots {
         slot.bucket = now[slot.bucket];
     }
-    let mut numbers = [0; 2];
+    let mut numbers = vec![0; 1 + apart];
     let reversed = |(_, mut bucket): (usize, Bucket)| {
         bucket.pieces.reverse();
-        let number = &mut numbers[usize::from(bucket.apart)];
+        let number = &mut numbers[bucket.set()];
         bucket.number = *number;
         *number += 1;
         bucket
@@ -204,6 +204,11 @@ fn in_order(slots: &mut [Slot], buckets: Vec<Bucket>) -> Vec<Bucket> {
 }
 
 impl Bucket {
+    /// Returns a number for the set of its holders, from 0 on.
+    fn set(&self) -> usize {
+        self.apart.map_or(0, |entry| 1 + entry)
+    }
+
     /// Sets the shards into which the elements are packed from the next round on.
     pub(super) fn place(&mut self, shards: &[Range<usize>]) {
         self.parts.clear();
@@ -301,11 +306,11 @@ mod tests {
 
     #[test]
     fn parameters_that_are_held_apart_are_in_buckets_of_their_own() {
-        let (slots, buckets) = cut(&layout(&[64, 64, 64, 64, 64]), 128 * 4, 1, &[64..128, 192..256]);
+        let (slots, buckets) = cut(&layout(&[64, 64, 64, 64, 64]), 128 * 4, 1, &[vec![64..128, 192..256]]);
         let seen: Vec<_> = buckets.iter().map(|b| (b.pieces.clone(), b.apart)).collect();
         assert_eq!(
             seen,
-            [(vec![128..192, 256..320], false), (vec![64..128, 192..256], true), (vec![0..64], false)]
+            [(vec![128..192, 256..320], None), (vec![64..128, 192..256], Some(0)), (vec![0..64], None)]
         );
         assert_eq!(slots.iter().map(|s| s.bucket).collect::<Vec<_>>(), [2, 1, 0, 1, 0]);
     }
@@ -315,9 +320,9 @@ mod tests {
         let numbered = |apart_len: usize| {
             let layout = layout(&[64, apart_len, 64, apart_len, 10]);
             let params = layout.params();
-            let apart = [params[1].range(), params[3].range()];
+            let apart = [vec![params[1].range(), params[3].range()]];
             let (slots, buckets) = cut(&layout, 64 * 4, 1, &apart);
-            let all = slots.iter().filter(|slot| !buckets[slot.bucket].apart);
+            let all = slots.iter().filter(|slot| buckets[slot.bucket].apart.is_none());
             all.map(|slot| (slot.key, buckets[slot.bucket].number)).collect::<Vec<_>>()
         };
         assert_eq!(numbered(64), [(0, 2), (64, 1), (128, 0)]);

@@ -35,9 +35,10 @@ pub struct AverageConfig {
     pub overlap: bool,
     /// Seed of codecs that draw random numbers.
     pub seed: u64,
-    /// Ranges of whole parameters of the layout that fewer ranks hold than the others, such as experts that
-    /// ranks divide among them. They are in buckets of their own.
-    pub apart: Vec<Range<usize>>,
+    /// Ranges of whole parameters of the layout that fewer ranks hold than the others: an entry for each set of
+    /// holders, such as those of the same experts, or of the same module of several paths. They are in buckets
+    /// of their own.
+    pub apart: Vec<Vec<Range<usize>>>,
 }
 
 impl Default for AverageConfig {
@@ -69,9 +70,10 @@ impl AverageConfig {
         self.cut(layout).1.iter().map(|bucket| bucket.len).collect()
     }
 
-    /// Returns for each bucket, in the same order, whether its parameters are held apart.
+    /// Returns for each bucket, in the same order, the entry of [`AverageConfig::apart`] that its parameters
+    /// are in; `None` if all ranks hold them.
     #[must_use]
-    pub fn apart_buckets(&self, layout: &ParamLayout) -> Vec<bool> {
+    pub fn apart_buckets(&self, layout: &ParamLayout) -> Vec<Option<usize>> {
         self.cut(layout).1.iter().map(|bucket| bucket.apart).collect()
     }
 

@@ -14,7 +14,7 @@ impl Average {
     #[must_use]
     pub fn residual_layout(&self) -> String {
         let mut text = format!("ranks {}", self.comm.size());
-        if let Some(apart) = &self.apart {
+        for apart in &self.apart {
             let _ = write!(text, "; apart {}", apart.comm.size());
         }
         for slot in &self.slots {

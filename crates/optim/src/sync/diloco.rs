@@ -49,11 +49,21 @@ impl DiLoCo {
     ///
     /// Errors: those of [`Average::new`] and of the outer chain.
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
-            settings;
+        let SyncSettings {
+            comm,
+            apart,
+            device,
+            layout,
+            average,
+            every,
+            outer_lr,
+            outer_momentum,
+            params,
+            ..
+        } = settings;
         let outer = diloco_outer(outer_lr, outer_momentum).build(device, layout)?;
         Ok(Self {
-            average: Average::new(comm, device, layout, average)?,
+            average: Average::with_apart(comm, apart, device, layout, average)?,
             outer: OuterOptimizer::new(outer, params)?,
             every: every.max(1),
             prepared: None,

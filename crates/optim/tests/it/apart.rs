@@ -16,15 +16,15 @@ fn averaged(codec: &str, algorithm: Algorithm, groups: u32) -> Vec<[Vec<f32>; 4]
     let rank = |comm: Communicator| {
         let cpu = Device::cpu(1).unwrap();
         let mine = comm.rank().0;
-        let holders = ApartHolders { comm: comm.split(mine % groups, mine).unwrap(), factor: 0.5 };
+        let holders = vec![ApartHolders { comm: comm.split(mine % groups, mine).unwrap(), factor: 0.5 }];
         let config = AverageConfig {
             codec: codec.parse().unwrap(),
             algorithm,
             bucket_bytes: 100 * 4,
-            apart: vec![64..128, 192..256],
+            apart: vec![vec![64..128, 192..256]],
             ..AverageConfig::default()
         };
-        let mut average = Average::with_apart(comm, Some(holders), &cpu, &layout, config).unwrap();
+        let mut average = Average::with_apart(comm, holders, &cpu, &layout, config).unwrap();
         let mut flat = cpu.tensor(&vec![mine as f32 + 1.0; layout.len()], layout.len()).unwrap();
         let mut averaging = average.begin();
         for start in [192, 128, 64, 0] {
@@ -35,6 +35,11 @@ fn averaged(codec: &str, algorithm: Algorithm, groups: u32) -> Vec<[Vec<f32>; 4]
         let values = flat.to_vec::<f32>().unwrap();
         [0, 64, 128, 192].map(|start| values[start..start + 64].to_vec())
     };
+    on_four(rank)
+}
+
+/// Runs `rank` on four ranks.
+fn on_four<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let rank = &rank;
         let comms = memory::cluster(4).into_iter().map(|end| Communicator::new(end));
@@ -69,6 +74,35 @@ fn what_one_rank_alone_holds_goes_through_no_codec() {
         assert!(all_are(&a, 2.5, 0.5), "{a:?}");
         for values in [b, d] {
             assert!(all_are(&values, f32::midpoint(rank as f32, 1.0), 0.0), "rank {rank}: {values:?}");
+        }
+    }
+}
+
+#[test]
+fn each_entry_has_holders_of_its_own() {
+    // Two levels of two modules: ranks 0 and 1 have the same first module, ranks 0 and 2 the same second one.
+    let layout = ParamLayout::new(["a", "b", "c"].map(|name| (name.to_owned(), Shape::from(64))));
+    let of_rank = |comm: Communicator| {
+        let cpu = Device::cpu(1).unwrap();
+        let mine = comm.rank().0;
+        let among = |color| ApartHolders { comm: comm.split(color, mine).unwrap(), factor: 1.0 };
+        let holders = vec![among(mine / 2), among(mine % 2)];
+        let config = AverageConfig {
+            codec: "int8".parse().unwrap(),
+            apart: vec![std::iter::once(64..128).collect(), std::iter::once(128..192).collect()],
+            ..AverageConfig::default()
+        };
+        let mut average = Average::with_apart(comm, holders, &cpu, &layout, config).unwrap();
+        let mut flat = cpu.tensor(&vec![(1 << mine) as f32; layout.len()], layout.len()).unwrap();
+        assert_eq!(average.all(&mut flat).unwrap().buckets, 3);
+        average.commit();
+        let values = flat.to_vec::<f32>().unwrap();
+        [0, 64, 128].map(|start| values[start..start + 64].to_vec())
+    };
+    let expected = [[3.75, 1.5, 2.5], [3.75, 1.5, 5.0], [3.75, 6.0, 2.5], [3.75, 6.0, 5.0]];
+    for (ranks, expected) in on_four(of_rank).into_iter().zip(expected) {
+        for (values, expected) in ranks.iter().zip(expected) {
+            assert!(all_are(values, expected, 0.05 * expected), "{values:?}, not {expected}");
         }
     }
 }

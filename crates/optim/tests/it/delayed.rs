@@ -185,7 +185,7 @@ fn what_no_timeline_has_is_refused() {
     let params = CPU.tensor(&random(1), layout().len()).unwrap();
     let refused = |settings: DelayedSettings| {
         let sync = SyncSettings {
-            apart: None,
+            apart: Vec::new(),
             comm: comm(),
             device: &CPU,
             layout: &layout(),
@@ -290,7 +290,7 @@ fn torchfts_streaming_fixture() {
         let comm = Communicator::new(memory::cluster(1).remove(0));
         let mut params = CPU.tensor(&vec![1.0_f32; layout.len()], layout.len()).unwrap();
         let mut sync = (STREAMING.build)(SyncSettings {
-            apart: None,
+            apart: Vec::new(),
             comm,
             device: &CPU,
             layout: &layout,

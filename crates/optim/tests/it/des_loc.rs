@@ -64,7 +64,7 @@ fn flat(values: &[f32]) -> Tensor {
 
 fn settings(comm: Communicator, periods: Periods, params: &Tensor) -> SyncSettings<'_> {
     SyncSettings {
-        apart: None,
+        apart: Vec::new(),
         comm,
         device: &CPU,
         layout: &LAYOUT,

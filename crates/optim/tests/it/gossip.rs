@@ -420,7 +420,7 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
 fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
     let params = CPU.tensor(&random(1), layout().len()).unwrap();
     let settings = |case: Case| SyncSettings {
-        apart: None,
+        apart: Vec::new(),
         comm: Communicator::new(memory::cluster(1).pop().unwrap()),
         device: &CPU,
         layout: Box::leak(Box::new(layout())),

@@ -130,7 +130,7 @@ fn of(
 ) -> SyncSettings<'_> {
     static LAYOUT: LazyLock<ParamLayout> = LazyLock::new(layout);
     SyncSettings {
-        apart: None,
+        apart: Vec::new(),
         comm,
         device: &CPU,
         layout: &LAYOUT,

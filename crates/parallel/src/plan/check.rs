@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use farflung_base::{Algorithm, Axis, Nanos};
 
-use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
+use super::{Level, NO_CODEC, Part, PathLevel, Plan, Recompute, ScheduleSource};
 use crate::ParallelError;
 use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, TiedWeights, Updates};
 
@@ -36,6 +36,7 @@ impl Plan {
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
         self.check_experts()?;
+        self.check_paths()?;
         self.check_parts()?;
         self.check_schedule()?;
         let (given, needed) = (self.boundaries.len(), self.parts.len() - 1);
@@ -108,6 +109,43 @@ impl Plan {
             ensure(good, "microbatches", format!("{:?}", self.microbatches), expected)?;
         }
         Ok(())
+    }
+
+    fn check_paths(&self) -> Result<(), ParallelError> {
+        let mut next = 0;
+        for (i, PathLevel { layers, modules }) in self.paths.iter().enumerate() {
+            let (field, text) = (format!("path[{i}].layers"), format!("{}..{}", layers.start, layers.end));
+            let expected = format!("at least one layer, from {next} to {} at most", self.model.layers);
+            let good = layers.start >= next && layers.end > layers.start && layers.end <= self.model.layers;
+            ensure(good, field, text, expected)?;
+            ensure(*modules > 0, format!("path[{i}].modules"), modules, "at least 1")?;
+            next = layers.end;
+        }
+        if self.paths.is_empty() {
+            return Ok(());
+        }
+        let (paths, replicas) = (self.paths(), self.replicas());
+        let refused = |expected: &str| Err(refuse("path", format!("{paths} paths"), expected));
+        if !replicas.is_multiple_of(paths) {
+            return refused(&format!("as many as divide the {replicas} replicas, each of which trains one"));
+        }
+        if self.pools().is_some() || self.updates() != Updates::Flush {
+            return refused("none, because the schedule has pools of ranks, or no flush");
+        }
+        if self.experts.len() > 1 {
+            return refused("none, because replicas divide experts");
+        }
+        if self.levels.len() > 1 {
+            return refused("none, because averages have two levels");
+        }
+        for (i, Level { steps, .. }) in self.levels.iter().enumerate() {
+            let equal = steps.windows(2).all(|pair| pair[0] == pair[1]);
+            let expected = "the same number for all paths, which share modules";
+            ensure(equal, format!("level[{i}].steps"), format!("{steps:?}"), expected)?;
+        }
+        let equal = self.microbatches.windows(2).all(|pair| pair[0] == pair[1]);
+        let expected = "the same number for all paths, which share modules";
+        ensure(equal, "microbatches", format!("{:?}", self.microbatches), expected)
     }
 
     fn check_parts(&self) -> Result<(), ParallelError> {

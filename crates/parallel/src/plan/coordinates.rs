@@ -1,5 +1,7 @@
 //! Where a plan's ranks stand: coordinates on its mesh, groups along an axis, the ranks of a replica.
 
+use std::ops::Range;
+
 use farflung_base::{Axis, Rank};
 
 use super::{Plan, PlanPosition};
@@ -81,8 +83,32 @@ impl Plan {
         }
     }
 
+    /// Returns the number of different shares of the model that replicas hold: those that divide its experts,
+    /// or those of different paths. 1 if all replicas hold the same.
+    #[must_use]
+    pub fn shares(&self) -> u32 {
+        self.expert_ranks().max(self.paths()).max(1)
+    }
+
+    /// Returns the number of the share that a replica holds. Those with the same number hold the same.
+    #[must_use]
+    pub fn share(&self, replica: u32) -> u32 {
+        replica % self.shares()
+    }
+
+    /// Returns the first replicas that together hold the model which a replica trains: those that divide its
+    /// experts, or the first one of its path.
+    #[must_use]
+    pub fn holders_of_model(&self, replica: u32) -> Range<u32> {
+        if self.paths() > 1 {
+            let path = self.path(replica);
+            return path..path + 1;
+        }
+        0..self.expert_ranks()
+    }
+
     /// Returns a number for the parts of the model that a rank holds: its position in its pipeline, or its
-    /// pool, and, if replicas divide experts, its number among these.
+    /// pool, and the replica's [share](Plan::share).
     ///
     /// # Panics
     /// As [`Plan::at`].
@@ -90,7 +116,7 @@ impl Plan {
     pub fn place(&self, rank: Rank) -> u32 {
         let at = self.at(rank);
         let position = self.pools().and_then(|pools| pools.stage_of(at.pipeline)).unwrap_or(at.pipeline);
-        position * self.expert_ranks() + self.expert_rank(at.data)
+        position * self.shares() + self.share(at.data)
     }
 }
 

@@ -18,6 +18,7 @@ pub(super) fn plan() -> Plan {
         microbatches: vec![4, 2],
         experts: Vec::new(),
         expert_codec: NO_CODEC.to_owned(),
+        paths: Vec::new(),
         parts: vec![part(0..1), part(1..4)],
         pipeline: Pipeline::default(),
         boundaries: vec![BoundaryCodecs { forward: "int8".to_owned(), ..BoundaryCodecs::default() }],
@@ -83,6 +84,49 @@ fn experts_are_divided_among_neighbouring_replicas() {
     );
     let pools = Plan { experts: vec![1, 1], ..pooled() };
     assert!(pools.check().unwrap_err().to_string().contains("`experts`"));
+}
+
+#[test]
+fn paths_share_modules_by_their_digits() {
+    let level = |layers, modules| PathLevel { layers, modules };
+    let on = |mesh: &str, paths: &[PathLevel]| {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let machines = (0..mesh.size()).map(|rank| format!("m{rank}")).collect();
+        let microbatches = vec![2; mesh.along(Axis::Data) as usize];
+        Plan { mesh, machines, microbatches, paths: paths.to_vec(), ..plan() }
+    };
+    let levels = [level(0..1, 2), level(2..4, 3)];
+    let plan = on("data=12,pipeline=2", &levels);
+    plan.check().unwrap();
+    assert!(plan.to_string().contains("\n[[path]]\nlayers = \"2..4\"\nmodules = 3\n"), "{plan}");
+    assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan);
+    let one = Plan { paths: Vec::new(), ..plan.clone() };
+    assert!(!one.to_string().contains("path") && one.digest() != plan.digest());
+    assert_eq!((plan.paths(), plan.path(7), one.paths(), one.path(7)), (6, 1, 1, 0));
+    assert_eq!([0, 1, 2, 3, 5].map(|path| plan.modules(path)), [[0, 0], [0, 1], [0, 2], [1, 0], [1, 2]]);
+    assert_eq!(one.modules(0), [0; 0]);
+    assert_eq!(plan.replicas_of_module(7, 0), [0, 1, 2, 6, 7, 8]);
+    assert_eq!(plan.replicas_of_module(7, 1), [1, 4, 7, 10]);
+    // Rank 14 is the first stage of replica 7, which trains the same path as replica 1.
+    assert_eq!([2, 3, 14, 15].map(|rank| plan.place(Rank(rank))), [1, 7, 1, 7]);
+    for (mesh, paths, reason) in [
+        ("data=4,pipeline=2", &levels[..], "as many as divide the 4 replicas"),
+        ("data=2,pipeline=2", &[level(0..0, 2)], "`path[0].layers`"),
+        ("data=2,pipeline=2", &[level(1..9, 2)], "`path[0].layers`"),
+        ("data=4,pipeline=2", &[level(1..3, 2), level(2..4, 2)], "`path[1].layers`"),
+        ("data=2,pipeline=2", &[level(0..1, 0)], "`path[0].modules`"),
+        ("data=2,pipeline=2", &[level(0..1, u32::MAX), level(1..2, u32::MAX)], "as many as divide"),
+    ] {
+        let error = on(mesh, paths).check().unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    }
+    let divided = Plan { experts: vec![1, 1], ..plan.clone() };
+    let uneven = Plan { microbatches: [vec![1], vec![2; 11]].concat(), ..plan };
+    for (plan, reason) in [(divided, "replicas divide experts"), (uneven, "the same number for all paths")] {
+        assert!(plan.check().unwrap_err().to_string().contains(reason));
+    }
+    assert_eq!(PathLevel::even(1, &[2, 2]), None);
+    assert_eq!(PathLevel::even(4, &[2]), Some(vec![level(0..4, 2)]));
 }
 
 #[test]
@@ -362,6 +406,7 @@ proptest! {
                 _ => Vec::new(),
             },
             expert_codec: NO_CODEC.to_owned(),
+        paths: Vec::new(),
             microbatches,
             boundaries: vec![BoundaryCodecs::default(); parts.len() - 1],
             parts,

@@ -9,7 +9,8 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
 use super::{
-    BoundaryCodecs, Level, NO_CODEC, POOLS, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+    BoundaryCodecs, Level, NO_CODEC, POOLS, Part, PathLevel, Pipeline, Plan, PlannedModel, Recompute,
+    ScheduleSource,
 };
 use crate::cluster::quantity::{MemoryText, bytes};
 use crate::pipeline::{Method, Pools, VersionSync};
@@ -103,6 +104,8 @@ struct File {
     experts: Vec<u32>,
     expert_codec: Option<String>,
     model: ModelEntry,
+    #[serde(default)]
+    path: Vec<PathEntry>,
     part: Vec<PartEntry>,
     #[serde(default)]
     pipeline: PipelineEntry,
@@ -127,6 +130,13 @@ struct PartEntry {
     recompute: Option<Text<Recompute>>,
     #[serde(default)]
     offload: u32,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PathEntry {
+    layers: Text<Layers>,
+    modules: u32,
 }
 
 #[derive(Deserialize, Default)]
@@ -217,6 +227,7 @@ impl File {
             recompute: p.recompute.map_or(Recompute::None, |r| r.0),
             offload: p.offload,
         };
+        let path = |p: PathEntry| PathLevel { layers: p.layers.0.0, modules: p.modules };
         let codec = |name: Option<String>| name.unwrap_or_else(|| NO_CODEC.to_owned());
         let boundary =
             |b: BoundaryEntry| BoundaryCodecs { forward: codec(b.forward), backward: codec(b.backward) };
@@ -274,6 +285,7 @@ impl File {
             microbatches: self.microbatches,
             experts: self.experts,
             expert_codec: codec(self.expert_codec),
+            paths: self.path.into_iter().map(path).collect(),
             parts,
             pipeline,
             boundaries,
@@ -321,6 +333,9 @@ impl Display for Plan {
         writeln!(f, "version_sync = \"{}\"\nslices = {:?}", pipeline.version_sync.name(), pipeline.slices)?;
         if let ScheduleSource::Pools(Pools { sizes, rates }) = &pipeline.schedule {
             writeln!(f, "\n[pools]\nsizes = {sizes:?}\nrates = {rates:?}")?;
+        }
+        for PathLevel { layers, modules } in &self.paths {
+            writeln!(f, "\n[[path]]\nlayers = \"{}..{}\"\nmodules = {modules}", layers.start, layers.end)?;
         }
         for Part { layers, recompute, offload } in &self.parts {
             writeln!(f, "\n[[part]]\nlayers = \"{}..{}\"", layers.start, layers.end)?;

@@ -1,17 +1,20 @@
 //! K-means clustering of a text's chunks by their token histograms.
 
+use std::borrow::Borrow;
+
 use farflung_base::Philox;
 
 use super::tokens::Split;
 
 /// Number of buckets of a histogram. The bucket is the token id modulo this; for bytes it is the byte itself.
-const BUCKETS: usize = 256;
+pub(super) const BUCKETS: usize = 256;
 /// Maximum number of rounds. The loop ends earlier if no chunk changes its cluster.
 const ROUNDS: usize = 50;
 /// Stream of the random numbers for the initial centres.
 const STREAM: u64 = u64::from_le_bytes(*b"kmeans\0\0");
 
-type Point = [f64; BUCKETS];
+/// Features of some tokens: the square roots of the frequencies of their buckets, from 0 to 1.
+pub(super) type Point = [f64; BUCKETS];
 
 /// Returns the cluster, from 0 on, of each chunk of `chunk` tokens of a split. The last chunk may be shorter.
 ///
@@ -24,7 +27,7 @@ type Point = [f64; BUCKETS];
 pub(super) fn clusters(split: &Split, chunk: usize, count: usize, seed: u64) -> Vec<usize> {
     let starts = (0..split.len()).step_by(chunk.max(1));
     let points: Vec<Point> =
-        starts.map(|start| features(split, start, chunk.min(split.len() - start))).collect();
+        starts.map(|start| features_at(split, start, chunk.min(split.len() - start))).collect();
     let mut centres = first_centres(&points, count, &Philox::new(seed, STREAM));
     let mut found = vec![usize::MAX; points.len()];
     for _ in 0..ROUNDS {
@@ -43,31 +46,39 @@ pub(super) fn clusters(split: &Split, chunk: usize, count: usize, seed: u64) -> 
     found
 }
 
-fn features(split: &Split, start: usize, len: usize) -> Point {
+/// Returns the features of `len` tokens of a split from `start` on.
+pub(super) fn features_at(split: &Split, start: usize, len: usize) -> Point {
     let mut tokens = Vec::with_capacity(len);
     split.append_to(start, len, &mut tokens);
+    features(&tokens)
+}
+
+/// Returns the features of at least one token.
+pub(super) fn features(tokens: &[u32]) -> Point {
     let mut counts = [0.0; BUCKETS];
-    for token in tokens {
+    for &token in tokens {
         counts[token as usize % BUCKETS] += 1.0;
     }
-    counts.map(|count: f64| (count / len as f64).sqrt())
+    counts.map(|count: f64| (count / tokens.len() as f64).sqrt())
 }
 
-fn distance(a: &Point, b: &Point) -> f64 {
-    a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum()
+fn distance<T: Copy + Into<f64>>(centre: &[T; BUCKETS], point: &Point) -> f64 {
+    let differences = centre.iter().zip(point).map(|(&a, b)| a.into() - b);
+    differences.map(|difference| difference * difference).sum()
 }
 
-/// Returns the nearest centre and its squared distance.
-fn nearest(centres: &[Point], point: &Point) -> (usize, f64) {
+/// Returns the nearest centre, the first one in a tie, and its squared distance.
+pub(super) fn nearest<T: Copy + Into<f64>>(centres: &[[T; BUCKETS]], point: &Point) -> (usize, f64) {
     let distances = centres.iter().map(|centre| distance(centre, point)).enumerate();
     distances.fold((0, f64::INFINITY), |best, next| if next.1 < best.1 { next } else { best })
 }
 
-fn mean<'a>(points: impl Iterator<Item = &'a Point>) -> Option<Point> {
+/// Returns the mean of points; `None` if there are none.
+pub(super) fn mean(points: impl Iterator<Item = impl Borrow<Point>>) -> Option<Point> {
     let (mut sum, mut count) = ([0.0; BUCKETS], 0_u32);
     for point in points {
         count += 1;
-        sum.iter_mut().zip(point).for_each(|(sum, x)| *sum += x);
+        sum.iter_mut().zip(point.borrow()).for_each(|(sum, x)| *sum += x);
     }
     (count > 0).then(|| sum.map(|x: f64| x / f64::from(count)))
 }

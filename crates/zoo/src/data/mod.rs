@@ -9,6 +9,7 @@ mod corpus;
 mod encode;
 mod epochs;
 mod kmeans;
+mod router;
 mod sampler;
 mod shards;
 mod source;
@@ -17,6 +18,7 @@ mod tokens;
 
 pub use batch::Batch;
 pub use corpus::{Corpus, HoldOut};
+pub use router::TextRouter;
 pub use sampler::{Offsets, Sampler, Shard};
 pub use shards::{NoSharding, Sharding, Shards};
 pub use source::{

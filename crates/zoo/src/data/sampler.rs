@@ -2,6 +2,10 @@
 //! step counter alone, and any number of workers together draws what one worker with the whole batch would
 //! draw.
 
+mod evaluation;
+#[cfg(test)]
+mod tests;
+
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -97,6 +101,12 @@ impl Offsets {
         self.values.len() / self.columns
     }
 
+    /// Returns the offset of a sequence; `None` after the last one.
+    fn at(&self, sequence: u64) -> Option<usize> {
+        let at = usize::try_from(sequence).ok()?;
+        self.values.get(at).map(|&offset| offset as usize)
+    }
+
     /// Splits after `steps` rows (or at the end, if there are fewer) and returns both parts.
     #[must_use]
     pub fn split_at(mut self, steps: usize) -> (Self, Self) {
@@ -114,6 +124,8 @@ enum Source {
     Within(Philox, Within),
     Epochs(Epochs),
     Recorded(Offsets),
+    /// The windows of an evaluation that belong to one path. Sequences after the last one have no targets.
+    Routed(Offsets),
     /// Sequence `n` is row `n % lanes`.
     Rows {
         rows: Arc<TokenRows>,
@@ -173,6 +185,8 @@ pub struct Sampler {
     source: Source,
     /// Whether sequences are divided at the borders of documents.
     divided: bool,
+    /// Number of targets at the beginning of each sequence that do not count, at most `context`.
+    skipped: usize,
 }
 
 impl Sampler {
@@ -292,28 +306,6 @@ impl Sampler {
         Self::checked(split, shard, context, Source::Rows { rows, lanes })
     }
 
-    /// Creates a sampler for validation: `windows` windows spread evenly over the split, always the same,
-    /// whatever the shard is. Window `i` begins at `floor(i * (len - context - 1) / (windows - 1))`; a single
-    /// window begins at 0. They are divided into as few batches as the shard allows; what is missing in the
-    /// last one has no targets. Of a split that is rows, each row is a window.
-    ///
-    /// Errors: those of [`Sampler::random`].
-    pub fn evaluation(split: Split, shard: Shard, context: usize, windows: usize) -> Result<Self, ZooError> {
-        let columns = shard.global_batch().max(1);
-        if let Some(rows) = split.rows() {
-            let lanes = rows.count().next_multiple_of(columns) as u64;
-            return Self::rows(split, shard, context, lanes);
-        }
-        let empty = Source::Recorded(Offsets { columns, values: Vec::new() });
-        let mut sampler = Self::new(split, shard, context, empty)?;
-        // No window is taken twice.
-        let windows = windows.min(sampler.last_offset() + 1);
-        let last = sampler.last_offset() as u128;
-        let spread = |i: usize| (i as u128 * last / (windows as u128 - 1).max(1)) as i64;
-        sampler.source = Source::Recorded(Offsets { columns, values: (0..windows).map(spread).collect() });
-        Ok(sampler)
-    }
-
     fn new(split: Split, shard: Shard, context: usize, source: Source) -> Result<Self, ZooError> {
         if context > 0 && split.len() <= context {
             shard.validate()?;
@@ -329,7 +321,7 @@ impl Sampler {
             let expected = "at least 1".to_owned();
             return Err(ZooError::Sampler { field: "context", value: 0, expected });
         }
-        Ok(Self { split, shard, context, source, divided: false })
+        Ok(Self { split, shard, context, source, divided: false, skipped: 0 })
     }
 
     /// Divides sequences at the borders of the split's documents ([`Split::documents`]): batches then say where
@@ -338,6 +330,16 @@ impl Sampler {
     #[must_use]
     pub fn by_documents(self) -> Self {
         Self { divided: true, ..self }
+    }
+
+    /// Leaves out the first `count` targets of each sequence: their weight is 0, so that they count nowhere.
+    /// All of a sequence's targets are left out if there are no more. Of rows, those of each row.
+    ///
+    /// Tokens that choose a path must not also be predicted by it. A [`TextRouter`](super::TextRouter) with a
+    /// prefix of `n` tokens sees the first `n - 1` targets, since a sequence's first token is no target.
+    #[must_use]
+    pub fn without_first_targets(self, count: usize) -> Self {
+        Self { skipped: count.min(self.context), ..self }
     }
 
     /// Returns the greatest valid offset of a sequence with its targets.
@@ -362,7 +364,9 @@ impl Sampler {
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
             Source::Random(_) | Source::Within(..) | Source::Epochs(_) => None,
-            Source::Recorded(offsets) => Some(offsets.values.len().div_ceil(offsets.columns)),
+            Source::Recorded(offsets) | Source::Routed(offsets) => {
+                Some(offsets.values.len().div_ceil(offsets.columns))
+            }
             Source::Rows { lanes, .. } => Some((*lanes as usize).div_ceil(self.shard.global_batch())),
         }
     }
@@ -372,7 +376,7 @@ impl Sampler {
     pub const fn windows(&self) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.windows()),
-            Source::Random(_) | Source::Within(..) | Source::Recorded(_) | Source::Rows { .. } => None,
+            _ => None,
         }
     }
 
@@ -382,7 +386,7 @@ impl Sampler {
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.window(sequence)),
-            Source::Random(_) | Source::Within(..) | Source::Recorded(_) | Source::Rows { .. } => None,
+            _ => None,
         }
     }
 
@@ -395,13 +399,13 @@ impl Sampler {
             Source::Epochs(epochs) => epochs.window(sequence) as usize * self.context,
             Source::Recorded(offsets) => {
                 let (columns, all) = (self.shard.global_batch(), offsets.values.len());
-                let at = usize::try_from(sequence).unwrap_or(usize::MAX);
-                if at >= all.next_multiple_of(columns) {
+                if sequence >= all.next_multiple_of(columns) as u64 {
                     let (step, steps) = (sequence / columns as u64, all.div_ceil(columns) as u64);
                     return Err(ZooError::StepNotRecorded { step, steps });
                 }
-                return Ok(offsets.values.get(at).map(|&offset| offset as usize));
+                return Ok(offsets.at(sequence));
             }
+            Source::Routed(offsets) => return Ok(offsets.at(sequence)),
             Source::Rows { .. } => return Ok(None),
         }))
     }
@@ -423,26 +427,33 @@ impl Sampler {
         let mut batch = Batch { length: self.context, ..Batch::default() };
         for index in 0..count as u64 {
             let sequence = first.wrapping_add(index);
-            if let Source::Rows { rows, lanes } = &self.source {
-                rows.append_to(sequence % lanes, &mut batch);
-                continue;
+            match &self.source {
+                Source::Rows { rows, lanes } => rows.append_to(sequence % lanes, &mut batch),
+                _ => self.append_window(self.offset(sequence)?, &mut batch),
             }
-            let offset = self.offset(sequence)?;
-            if offset.is_none() || batch.weights.is_some() || self.divided {
-                let before = batch.inputs.len();
-                let weights = batch.weights.get_or_insert_with(|| vec![1.0; before]);
-                let weight = if offset.is_some() { 1.0 } else { 0.0 };
-                weights.extend(std::iter::repeat_n(weight, self.context));
-            }
-            // A sequence without targets has the tokens of the first window.
-            let offset = offset.unwrap_or(0);
-            self.split.append_to(offset, self.context, &mut batch.inputs);
-            self.split.append_to(offset + 1, self.context, &mut batch.targets);
-            if self.divided {
-                self.divide_last(offset, &mut batch);
+            if let Some(weights) = &mut batch.weights {
+                let first = weights.len() - self.context;
+                weights[first..first + self.skipped].fill(0.0);
             }
         }
         Ok(batch)
+    }
+
+    /// Appends the sequence at an offset to a batch. A sequence without targets, which has no offset, has the
+    /// tokens of the first window.
+    fn append_window(&self, offset: Option<usize>, batch: &mut Batch) {
+        if offset.is_none() || batch.weights.is_some() || self.divided || self.skipped > 0 {
+            let before = batch.inputs.len();
+            let weights = batch.weights.get_or_insert_with(|| vec![1.0; before]);
+            let weight = if offset.is_some() { 1.0 } else { 0.0 };
+            weights.extend(std::iter::repeat_n(weight, self.context));
+        }
+        let offset = offset.unwrap_or(0);
+        self.split.append_to(offset, self.context, &mut batch.inputs);
+        self.split.append_to(offset + 1, self.context, &mut batch.targets);
+        if self.divided {
+            self.divide_last(offset, batch);
+        }
     }
 
     /// Returns whether batches say where documents begin.
@@ -459,7 +470,7 @@ impl Sampler {
         let first = batch.inputs.len() - self.context;
         let documents = batch.documents.get_or_insert_default();
         documents.resize(first + self.context, 0);
-        for border in self.borders_after(offset) {
+        for border in self.borders_after(offset, 0) {
             let begins = border - offset;
             documents[first + begins.min(self.context)..].fill(begins as u32);
             if let Some(weights) = &mut batch.weights {
@@ -469,15 +480,15 @@ impl Sampler {
     }
 
     /// Returns the borders of documents after the first token of the sequence at `offset`, up to its last
-    /// target.
-    fn borders_after(&self, offset: usize) -> impl ExactSizeIterator<Item = usize> {
-        self.split.borders(offset + 1..offset + self.context + 1)
+    /// target, without those at its first `skipped` targets.
+    fn borders_after(&self, offset: usize, skipped: usize) -> impl ExactSizeIterator<Item = usize> {
+        self.split.borders(offset + 1 + skipped..offset + self.context + 1)
     }
 
     /// Returns the number of targets that count in the sequence at `offset`.
     fn counted_at(&self, offset: usize) -> f64 {
-        let borders = if self.divided { self.borders_after(offset).len() } else { 0 };
-        (self.context - borders) as f64
+        let borders = if self.divided { self.borders_after(offset, self.skipped).len() } else { 0 };
+        (self.context - self.skipped - borders) as f64
     }
 
     /// Returns the number of targets that count in `count` sequences from number `first` on: a pure function
@@ -487,17 +498,18 @@ impl Sampler {
     pub fn counted(&self, first: u64, count: u64) -> Result<f64, ZooError> {
         match &self.source {
             Source::Random(_) | Source::Within(..) | Source::Epochs(_) if !self.divided => {
-                Ok(count as f64 * self.context as f64)
+                Ok(count as f64 * (self.context - self.skipped) as f64)
             }
-            Source::Random(_) | Source::Within(..) | Source::Epochs(_) | Source::Recorded(_) => {
+            Source::Rows { rows, lanes } => {
+                let of = |index| rows.counted(first.wrapping_add(index) % lanes, self.skipped);
+                Ok((0..count).map(of).sum())
+            }
+            _ => {
                 let of = |index| {
                     let offset = self.offset(first.wrapping_add(index))?;
                     Ok(offset.map_or(0.0, |offset| self.counted_at(offset)))
                 };
                 (0..count).map(of).sum()
-            }
-            Source::Rows { rows, lanes } => {
-                Ok((0..count).map(|index| rows.counted(first.wrapping_add(index) % lanes)).sum())
             }
         }
     }

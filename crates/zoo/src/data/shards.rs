@@ -122,6 +122,11 @@ impl Shards {
         &self.of_replicas[replica]
     }
 
+    /// Returns the number of replicas.
+    pub(super) fn replicas(&self) -> usize {
+        self.of_replicas.len()
+    }
+
     /// Returns the number of tokens of each replica.
     pub fn tokens(&self) -> impl Iterator<Item = usize> {
         self.of_replicas.iter().map(|ranges| ranges.iter().map(Range::len).sum())

@@ -233,11 +233,12 @@ impl TokenRows {
         self.bytes
     }
 
-    /// Returns the number of targets that count in a row; 0 for numbers without a row.
-    pub(super) fn counted(&self, row: u64) -> f64 {
+    /// Returns the number of targets that count in a row after its first `skipped` ones; 0 for numbers without
+    /// a row.
+    pub(super) fn counted(&self, row: u64, skipped: usize) -> f64 {
         let weights = self.rows.weights.as_deref().unwrap_or_default();
         let row = usize::try_from(row).ok().and_then(|row| weights.chunks_exact(self.length()).nth(row));
-        row.map_or(0.0, |weights| weights.iter().map(|&weight| f64::from(weight)).sum())
+        row.map_or(0.0, |weights| weights.iter().skip(skipped).map(|&weight| f64::from(weight)).sum())
     }
 
     /// Appends a row to a batch of longer or equal sequences. What is missing is filled up with token 0 of
@@ -287,7 +288,7 @@ mod tests {
         let mut batch = Batch { length: 4, ..Batch::default() };
         (0..2).for_each(|row| plain.append_to(row, &mut batch));
         assert_eq!(batch.inputs, [1, 2, 3, 0, 0, 0, 0, 0]);
-        assert!((batch.counted() - 2.0).abs() < 1e-9 && (plain.counted(1)).abs() < 1e-9);
+        assert!((batch.counted() - 2.0).abs() < 1e-9 && (plain.counted(1, 0)).abs() < 1e-9);
     }
 
     #[test]
@@ -321,7 +322,7 @@ mod tests {
         assert_eq!(packed.rows().documents.as_deref(), Some(&[0, 0, 2, 3, 3, 0, 0, 0, 0, 0][..]));
         let weights = packed.rows().weights.as_deref().unwrap();
         assert_eq!(weights, [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]);
-        assert_eq!((packed.targets(), packed.counted(0) as u64), (5, 2));
+        assert_eq!((packed.targets(), packed.counted(0, 0) as u64), (5, 2));
         // What fills up a sequence is a document of its own.
         let mut batch = Batch { length: 7, ..Batch::default() };
         for row in [0, 9] {

@@ -28,6 +28,17 @@ impl Stage {
         ranges
     }
 
+    /// Returns the range of the flat buffers with those of some blocks of the model that this stage has.
+    #[must_use]
+    pub fn range_of_blocks(&self, blocks: Range<usize>) -> Range<usize> {
+        let here = |block: usize| block.saturating_sub(self.first_block).min(self.layers.blocks.len());
+        match &self.layers.blocks[here(blocks.start)..here(blocks.end).max(here(blocks.start))] {
+            [] => 0..0,
+            [first, .., last] => self.span_of(first.params().start..last.params().end),
+            [block] => self.span_of(block.params()),
+        }
+    }
+
     /// Creates initial parameters, a pure function of the seed. They are equal for a stage and for the same
     /// layers of the whole model.
     pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 49] = [
+const ALWAYS: [&str; 50] = [
     "plan",
     "layers",
     "heads",
@@ -18,6 +18,7 @@ const ALWAYS: [&str; 49] = [
     "capacity-factor",
     "expert",
     "expert-weights",
+    "paths",
     "tokenizer",
     "init-from",
     "data",
@@ -236,6 +237,12 @@ const CASES: &[Case] = &[
         4,
         true,
         "`expert-codec` changes nothing: `expert` is 1, so each replica has all experts",
+    ),
+    (
+        "route-tokens = 16",
+        4,
+        true,
+        "`route-tokens` changes nothing: there are no `paths`, so all replicas train one model",
     ),
     ("job = 'mine'", 4, true, "`job` changes nothing: the run is one process"),
     ("workers = 4", 8, false, "`workers` changes nothing: the launcher started 8 processes"),

@@ -89,7 +89,7 @@ pub(super) fn newest(run: &Path, job: &Job, comm: &Communicator) -> Result<PathB
         |steps: &[u8], step: u64| steps.as_chunks().0.iter().any(|&bytes| u64::from_le_bytes(bytes) == step);
     let on_all = good.iter().copied().find(|&step| all.iter().all(|steps| has(steps, step)));
     let path = |step| run.join(name_of(step));
-    let whole = || good.iter().copied().find(|&step| all_of(&path(step), job).is_ok());
+    let whole = || good.iter().copied().find(|&step| all_of(&path(step), job, 0).is_ok());
     let chosen = match (rank.0, on_all.or_else(whole).or(good.first().copied())) {
         (0, None) => Err(failed.map_or_else(|| not_a_checkpoint(run), Error::of_input)),
         (_, step) => Ok(step.unwrap_or(0)),

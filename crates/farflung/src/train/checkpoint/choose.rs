@@ -28,9 +28,12 @@ enum OwnCheckpoint {
 /// Errors: the same on all ranks.
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
+    let levels: Vec<String> = job.plan.paths.iter().map(ToString::to_string).collect();
     let fits = |checkpoint: &Checkpoint| {
-        source::record(checkpoint)
-            .is_ok_and(|t| t.world == job.world && t.parts == parts && t.experts == job.plan.experts)
+        source::record(checkpoint).is_ok_and(|t| {
+            let held = (t.world, &t.parts, &t.experts, &t.paths);
+            held == (job.world, &parts, &job.plan.experts, &levels)
+        })
     };
     let needed = trainer.needed();
     let read = |checkpoints: Vec<Checkpoint>, residuals| {
@@ -60,7 +63,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             let all_have = all_gather_u64(comm, u64::from(own.is_some()))?.iter().all(|&has| has == 1);
             let source = match own.filter(|_| all_have) {
                 Some(own) => read(vec![own], Residuals::Own),
-                None => all_of(path, job).and_then(|all| read(all, Residuals::None)),
+                None => all_of(path, job, own_path(job, rank)).and_then(|all| read(all, Residuals::None)),
             };
             all_succeed(comm, source.map_err(Error::of_input)).map(|source| Some(chosen(source)))
         }
@@ -93,6 +96,11 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             Ok(Some(Chosen { source, notes }))
         }
     }
+}
+
+/// Returns the path that a rank trains.
+fn own_path(job: &Job, rank: Rank) -> u32 {
+    job.plan.path(job.plan.at(rank).data)
 }
 
 /// Returns the newest checkpoint in a rank's folder.
@@ -160,7 +168,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     if comm.rank().0 == 0 {
         for at in run.checkpoints()?.into_iter().rev() {
             let path = root.join(crate::checkpoint::folder(at));
-            match all_of(&path, job) {
+            match all_of(&path, job, 0) {
                 // A checkpoint from before the model was divided is not used, since it would lose steps that
                 // others have.
                 Ok(all) if all.len() == 1 && matches!(missing, Some(Error::PartsElsewhere { .. })) => break,
@@ -185,6 +193,8 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     match (agreed, missing) {
         (0, Some(error)) => Err(error),
         (0, None) => Ok(None),
-        (step, _) => all_of(&root.join(crate::checkpoint::folder(step)), job).map(Some),
+        (step, _) => {
+            all_of(&root.join(crate::checkpoint::folder(step)), job, own_path(job, comm.rank())).map(Some)
+        }
     }
 }

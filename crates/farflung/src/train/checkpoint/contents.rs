@@ -16,7 +16,8 @@ use super::super::trainer::{IncomingWeights, Trainer};
 use super::{
     CheckpointRecord, Counters, MODEL, OPTIMIZER, PLAN, SAMPLES, SETTINGS, TRAINER, Totals, samples,
 };
-use crate::{CheckpointWriter, Result};
+use crate::path_models::PATHS;
+use crate::{CheckpointWriter, PathModels, Result};
 
 /// Bytes of a disk's block. Each file, and the folder itself, takes whole blocks.
 const BLOCK: u64 = 4096;
@@ -139,6 +140,9 @@ impl<'a> Contents<'a> {
         if !held.is_empty() {
             files.push((SAMPLES, Content::Samples(held)));
         }
+        if let Some(router) = &job.text_parts.router {
+            files.push((PATHS, text(PathModels::of(&job.plan, trainer.rank(), router).to_json())));
+        }
         files.push((SETTINGS, text(job.settings().to_toml())));
         files.push((PLAN, text(job.plan.to_string())));
         let record = record(trainer, job, totals, absent);
@@ -197,6 +201,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         parts: trainer.layers(),
         stages: job.plan.stages() as usize,
         experts: job.plan.experts.clone(),
+        paths: job.plan.paths.iter().map(ToString::to_string).collect(),
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),
         microbatches,
         seed: job.config.seed,

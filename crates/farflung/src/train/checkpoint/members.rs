@@ -25,7 +25,9 @@ pub(super) fn newest(own: &Path, job: &Job, needed: &Needed) -> Result<Option<Ch
     let mut failed: Option<Error> = None;
     let mut elsewhere: Option<Error> = None;
     for path in steps.values().rev().flatten() {
-        match all_of(path, job).and_then(|all| all.into_iter().map(Files::read).collect::<Result<Vec<_>>>()) {
+        match all_of(path, job, 0)
+            .and_then(|all| all.into_iter().map(Files::read).collect::<Result<Vec<_>>>())
+        {
             Ok(files) if files.len() == 1 && elsewhere.is_some() => break,
             Ok(files) => return chosen(path, (own, job), files, needed).map(Some),
             Err(error @ Error::PartsElsewhere { .. }) => elsewhere = elsewhere.or(Some(error)),

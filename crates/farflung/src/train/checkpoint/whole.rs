@@ -27,8 +27,8 @@ pub(super) fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkp
 
 /// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and beside it
 /// those of the other ranks of its first pipeline, or of those that divided its experts; or those of the
-/// members that saved in the same view.
-pub(super) fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
+/// members that saved in the same view. If the run trained paths, they are those of the first replica of `own`.
+pub(super) fn all_of(path: &Path, job: &Job, own: u32) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let record = source::record(&first)?;
     if record.view.is_some() {
@@ -40,6 +40,10 @@ pub(super) fn all_of(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
         what: "it has a number of ranks that no run has",
     })?;
     let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
+    if own > 0 && !record.paths.is_empty() {
+        let begin = own.saturating_mul(ranks);
+        return (begin..begin.saturating_add(ranks)).map(|rank| open(Rank(rank))).collect();
+    }
     let others = (1..ranks).map(|rank| open(Rank(rank)));
     std::iter::once(Ok(first)).chain(others).collect()
 }

@@ -103,6 +103,11 @@ pub const AXES: &[Axis] = &[
         set: |config, value| config.expert_codec = read::<LinkSpec>(value),
     },
     Axis {
+        name: "paths",
+        values: || words(["1", "2"]),
+        set: |config, value| config.paths = Some(read(value)),
+    },
+    Axis {
         name: "lookahead",
         values: || words(["0", "2"]),
         set: |config, value| config.lookahead = read(value),

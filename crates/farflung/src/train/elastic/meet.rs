@@ -53,6 +53,10 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "none, because members have their own links";
         return wrong("topology", topology.display().to_string(), expected);
     }
+    if config.path_count() > 1 {
+        let expected = "none, because a member that leaves would take its path with it";
+        return wrong("paths", format!("{} paths", config.path_count()), expected);
+    }
     if config.expert > 1 {
         let expected = "1, because a member that leaves would take its experts with it";
         return wrong("expert", config.expert.to_string(), expected);

@@ -17,6 +17,7 @@ use farflung_zoo::ModelSpec;
 
 use super::token_exchanges::{ToRanks, TokenExchanges};
 use crate::Result;
+use crate::train::apart::{self, ApartParams};
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
@@ -47,10 +48,19 @@ pub(super) enum Key {
 /// Identifies a bucket of a part's average.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BucketKey {
-    /// The number, in each group, of the replicas that hold its experts; `None` if all hold it.
-    experts: Option<u32>,
+    /// Its holders, if not all holders of the part hold it.
+    apart: Option<ApartKey>,
     /// Its number among those of these holders.
     index: usize,
+}
+
+/// Identifies the holders of parameters that only some replicas hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct ApartKey {
+    /// The kind of parameters: its number in the list of those of the part.
+    kind: usize,
+    /// The share of the first replica that holds them.
+    share: u32,
 }
 
 /// A pass in which tokens are exchanged.
@@ -105,28 +115,29 @@ impl PartFacts {
         let (layers, device) = (schedule.layers[part as usize].clone(), Device::cpu(1)?);
         let divided = ExpertRanks::of(plan);
         let stage = divided.counted_stage((model, layers), replica, &device)?;
-        let cut = AverageConfig { apart: divided.apart(&stage), ..plan.outermost().averages() };
+        let apart = ApartParams::of(plan, &stage, replica);
+        let cut = AverageConfig { apart: apart::ranges(&apart), ..plan.outermost().averages() };
         let all = averages::holders(plan, schedule.placement(), part);
-        let own = plan.expert_rank(replica);
-        let has_own = |rank: &&Rank| plan.expert_rank(plan.at(**rank).data) == own;
-        let experts: Vec<Rank> = all.iter().filter(has_own).copied().collect();
+        let of_apart: Vec<Vec<Rank>> = apart.iter().map(|apart| apart.holders(plan, &all)).collect();
         let sizes: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {
             Some(exchanges) => exchanges,
             None => cut.buckets(stage.layout()).into_iter().map(|len| vec![len]).collect(),
         };
         let ranges = stage.backward_ranges();
         let ready_after = cut.ready_after(stage.layout(), &ranges);
-        let (mut buckets, mut counts) = (Vec::new(), [0, 0]);
-        for ((sizes, apart), ready_after) in
+        let (mut buckets, mut counts) = (Vec::new(), vec![0; 1 + apart.len()]);
+        for ((sizes, kind), ready_after) in
             sizes.iter().zip(cut.apart_buckets(stage.layout())).zip(ready_after)
         {
-            let holders = if apart { &experts } else { &all };
+            let holders = kind.map_or(&all, |kind| &of_apart[kind]);
             let among = topology.among(holders);
             let sizes = sizes.iter().filter(|_| holders.len() > 1);
-            let exchange = |&len: &usize| Ok(average(plan, (len, apart), &among)?.among(holders));
+            let exchange = |&len: &usize| Ok(average(plan, (len, kind.is_some()), &among)?.among(holders));
             let exchanges = sizes.map(exchange).collect::<Result<_>>()?;
-            let key = BucketKey { experts: apart.then_some(own), index: counts[usize::from(apart)] };
-            counts[usize::from(apart)] += 1;
+            let count = &mut counts[kind.map_or(0, |kind| 1 + kind)];
+            let of = |kind: usize| ApartKey { kind, share: plan.share(apart[kind].replicas[0]) };
+            let key = BucketKey { apart: kind.map(of), index: *count };
+            *count += 1;
             buckets.push(BucketFacts { key, exchanges, ready_after });
         }
         Ok(Self {
@@ -143,7 +154,7 @@ pub(super) struct Operations<'a> {
     pub(super) plan: &'a BoundPlan,
     model: &'a ModelSpec,
     topology: &'a Topology,
-    /// By the replica's number among those that divide experts, and by part.
+    /// By the replica's share ([`Plan::share`](farflung_parallel::Plan::share)), and by part.
     parts: Vec<Vec<PartFacts>>,
     /// Numbers of operations by step and key.
     numbers: BTreeMap<(u32, Key), usize>,
@@ -163,7 +174,7 @@ impl<'a> Operations<'a> {
             let of = |part| PartFacts::new((plan, model), (schedule, topology), (part, replica));
             all.map(of).collect::<Result<_>>()
         };
-        let parts = plan.expert_group(0).map(facts).collect::<Result<_>>()?;
+        let parts = (0..plan.shares()).map(facts).collect::<Result<_>>()?;
         Ok(Self { plan, model, topology, parts, numbers: BTreeMap::new(), made: Vec::new() })
     }
 
@@ -205,7 +216,7 @@ impl<'a> Operations<'a> {
                 message_operation(rank(message.from), rank(message.to()), bytes)
             }
             Key::Bucket { part, bucket, exchange, .. } => {
-                let parts = &self.parts[bucket.experts.unwrap_or(0) as usize];
+                let parts = &self.parts[bucket.apart.map_or(0, |apart| apart.share as usize)];
                 let mut buckets = parts[part as usize].buckets.iter();
                 let found = buckets.find(|facts| facts.key == bucket);
                 found.expect("a bucket of the part").exchanges[exchange].clone()
@@ -213,7 +224,7 @@ impl<'a> Operations<'a> {
             Key::Tokens { group, stage, pass, exchange, .. } => {
                 let part = schedule.placement().part(stage) as usize;
                 let slices = schedule.slices.len() as u64;
-                let numbers = 0..self.parts.len() as u32;
+                let numbers = 0..self.plan.expert_ranks();
                 let ranks: Vec<Rank> =
                     numbers.map(|number| self.rank(schedule, group + number, stage)).collect();
                 let bytes = |from: usize, to: usize| {
@@ -254,7 +265,7 @@ impl<'a> Operations<'a> {
 
     /// Returns a part as a replica has it.
     pub(super) fn part(&self, part: u32, replica: u32) -> &PartFacts {
-        &self.parts[self.plan.expert_rank(replica) as usize][part as usize]
+        &self.parts[self.plan.share(replica) as usize][part as usize]
     }
 
     /// Returns how often a replica exchanges tokens in a pass of a part.

@@ -7,7 +7,7 @@ use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
-use farflung_optim::{ApartHolders, AverageConfig, Chain};
+use farflung_optim::{AverageConfig, Chain};
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
 use farflung_parallel::step::{Moment, StepOp, Vote};
@@ -16,12 +16,14 @@ use farflung_zoo::exchange::Alone;
 use farflung_zoo::{ActivationPolicy, Exchange, ModelSpec, Stage};
 
 use super::agree::StepRequests;
+use super::gather::Givers;
 use super::replica_samples::ReplicaSamples;
 use super::speed::{Measures, Speedometer};
 use super::token_weights::TokenWeights;
 use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
+use crate::train::apart::{self, HeldApart};
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
@@ -78,7 +80,7 @@ impl Trainer {
         let holders = groups(job, &comm, &placement, position)?;
         let tokens = expert_ranks::exchange((plan, job.config.seed), &messages, rank)?;
         let exchange = exchange_of_layers(tokens.as_ref());
-        let apart = expert_ranks::apart(plan, &holders, replica)?;
+        let apart = apart::by_part((plan, &job.model, replica), &schedule.layers, &holders)?;
         let tied = tie(&comm, &schedule, (position, replica))?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
         let list = schedule.step(position, plan)?;
@@ -142,8 +144,9 @@ impl Trainer {
             window: Vec::new(),
             voting: None,
             experts: ExpertRanks::of(plan),
+            givers: Givers::of(plan, replica),
             tokens,
-            expert_holders: apart.into_iter().map(|(part, holders)| (part, holders.comm)).collect(),
+            apart,
             holders,
             resync,
             scale,
@@ -212,8 +215,8 @@ fn exchange_of_layers(tokens: Option<&Arc<OverRanks>>) -> Arc<dyn Exchange> {
 #[derive(Debug, Clone, Copy)]
 struct PartHolders<'a> {
     all: Option<&'a Communicator>,
-    /// Those of its experts, if replicas divide them.
-    apart: Option<&'a ApartHolders>,
+    /// What it holds apart.
+    apart: Option<&'a HeldApart>,
 }
 
 /// Makes a part of the model with its optimizer, at step 0. `device` is a handle whose ops a stop interrupts.
@@ -250,7 +253,7 @@ fn build_part(
             };
             let share = job.weight(replica)?;
             let group = averages::in_regions(group.clone(), &job.plan)?;
-            let group = (group, holders.apart.cloned());
+            let group = (group, holders.apart);
             Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
@@ -311,7 +314,7 @@ struct Warmups {
 /// `rounds` are the steps after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
-    (group, apart): (Communicator, Option<ApartHolders>),
+    (group, apart): (Communicator, Option<&HeldApart>),
     (device, share): (&Device, f64),
     model: &Stage,
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
@@ -320,7 +323,7 @@ fn synchroniser(
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
     let mut average = job.average_config();
-    average.apart = ExpertRanks::of(&job.plan).apart(model);
+    average.apart = apart.map_or_else(Vec::new, |held| apart::ranges(&held.params));
     if job.plan.pools().is_some() && group.size() == 1 {
         // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.
@@ -333,7 +336,7 @@ fn synchroniser(
     };
     Ok((level.method.build)(SyncSettings {
         comm: group,
-        apart,
+        apart: apart.map_or_else(Vec::new, HeldApart::of_average),
         device,
         layout: model.layout(),
         average: AverageConfig { warmup: warmup.plain, density_warmup: warmup.density, ..average },

@@ -1,11 +1,8 @@
 //! Copies of parameters on devices that round differently are made equal between steps, each among its holders.
 
-use std::ops::Range;
-
-use farflung_comm::Communicator;
-
 use super::{Trainer, by_number};
 use crate::Result;
+use crate::train::apart::HeldApart;
 use crate::train::executor::Executor;
 use crate::train::resync::Drift;
 use crate::train::tied::{TableExchange, TiedTable};
@@ -16,14 +13,12 @@ impl Trainer {
         let Executor { comm, parts, placement, tied, .. } = &mut self.executor;
         let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
         for (number, part) in by_number(parts, placement) {
-            let all = 0..part.stage.layout().len();
-            let experts =
-                self.expert_holders.get(&number).map(|holders| (holders, part.stage.expert_ranges()));
-            if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
+            let (len, held) = (part.stage.layout().len(), self.apart.get(&number));
+            if let Some(holders) = self.holders.get(&number).filter(|_| len > 0) {
                 let apart = part.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
                 let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
                 if let Some(same) = common.or((!apart).then_some(&mut part.params)) {
-                    for (holders, range) in with_experts((holders, all), experts) {
+                    for (holders, range) in HeldApart::pieces(held, holders, len) {
                         comparison.mend(holders, same, range)?;
                     }
                 }
@@ -46,21 +41,4 @@ impl Trainer {
         }
         Ok(Some(found))
     }
-}
-
-/// Returns the ranges of a flat buffer with the ranks that hold each, where those of experts are others.
-fn with_experts<'a>(
-    (holders, all): (&'a Communicator, Range<usize>),
-    experts: Option<(&'a Communicator, Vec<Range<usize>>)>,
-) -> Vec<(&'a Communicator, Range<usize>)> {
-    let (mut pieces, mut start) = (Vec::new(), all.start);
-    if let Some((others, ranges)) = experts {
-        for range in ranges {
-            pieces.extend([(holders, start..range.start), (others, range.clone())]);
-            start = range.end;
-        }
-    }
-    pieces.push((holders, start..all.end));
-    pieces.retain(|(_, range)| !range.is_empty());
-    pieces
 }

@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
+use farflung_parallel::Plan;
 
 use super::Trainer;
 use crate::train::decoder::Decoder;
@@ -19,6 +20,8 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub(in crate::train) struct Ending {
     pub(in crate::train) hash: String,
+    /// The hashes of the models of all paths, if replicas train paths.
+    pub(in crate::train) paths: Vec<String>,
     pub(in crate::train) sample: Option<SampleText>,
 }
 
@@ -34,14 +37,16 @@ fn received(bytes: &[u8]) -> Result<Option<SampleText>> {
 
 impl Trainer {
     /// Returns what the run tells of its model, on rank 0 of a pipeline; without stages, on each rank with
-    /// `tells`. The stages of the first replica generate the sample together, and the replicas that divide its
-    /// experts the same one at the same time. A collective: all ranks must call it.
+    /// `tells`. The stages of a replica generate the sample together, and the replicas that divide its experts
+    /// the same one at the same time. A collective: all ranks must call it.
     pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
         let hash = self.digest()?;
-        if !self.is_divided() {
+        if !self.is_divided() && job.plan.shares() == 1 {
             let sample = tells.then(|| self.sample(job, self.comm())).transpose()?;
-            return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, sample }));
+            return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, paths: Vec::new(), sample }));
         }
+        let paths =
+            if job.plan.paths() > 1 { self.digests_of_paths(&job.plan, hash.as_ref())? } else { Vec::new() };
         // The model is whole and saved: a loss during the sample does not take away the report.
         let lost = |error: Error| {
             if !error.is_peer_lost() && !matches!(error, Error::Comm(_)) {
@@ -50,12 +55,46 @@ impl Trainer {
             tracing::warn!(%error, "no sample");
             Ok(None)
         };
-        let takes_part = self.experts.first_group().contains(&self.replica);
-        let pipeline = self.experts.divides().then(|| self.comm().split(self.replica, self.comm().rank().0));
-        let pipeline = pipeline.transpose()?;
+        let replicas = job.plan.holders_of_model(job.path_of_prompt()?);
+        let apart = job.plan.shares() > 1;
+        let pipeline = apart.then(|| self.comm().split(self.replica, self.comm().rank().0)).transpose()?;
         let comm = pipeline.as_ref().unwrap_or(self.comm());
+        let takes_part = replicas.contains(&self.replica);
         let sample = if takes_part { self.sample(job, comm).or_else(lost)? } else { None };
-        Ok(hash.filter(|_| tells && self.replica == 0).map(|hash| Ending { hash, sample }))
+        let teller = job.plan.pipeline_of(replicas.start)[0];
+        let sample = self.sent_to_first(sample, teller).or_else(lost)?;
+        let tells = tells && self.comm().rank() == Rank(0);
+        Ok(hash.filter(|_| tells).map(|hash| Ending { hash, paths, sample }))
+    }
+
+    /// Returns the hashes of the models of all paths, on all ranks. A collective.
+    fn digests_of_paths(&self, plan: &Plan, own: Option<&String>) -> Result<Vec<String>> {
+        let told = self.comm().all_gather_bytes(own.cloned().unwrap_or_default().into_bytes())?;
+        let of_path = |path| {
+            let bytes = &told[plan.pipeline_of(path)[0].index()];
+            String::from_utf8(bytes.clone()).map_err(|_| Error::Message {
+                message: format!("the hash of path {path}"),
+                problem: "is not text",
+            })
+        };
+        (0..plan.paths()).map(of_path).collect()
+    }
+
+    /// Sends the sample from the rank that has it to rank 0.
+    fn sent_to_first(&self, sample: Option<SampleText>, from: Rank) -> Result<Option<SampleText>> {
+        let (comm, me) = (self.comm(), self.comm().rank());
+        if from == Rank(0) {
+            return Ok(sample);
+        }
+        if me == from {
+            let bytes = serde_json::to_vec(&sample).expect("texts can be written as JSON");
+            comm.start_send(Rank(0), SAMPLE, bytes).wait()?;
+        }
+        if me == Rank(0) {
+            received(&comm.clone().with_deadline(Nanos(u64::MAX)).recv(from, SAMPLE)?)
+        } else {
+            Ok(None)
+        }
     }
 
     /// Generates the sample, with the ranks of this rank's pipeline, the first ones of `comm`. The text is
@@ -85,14 +124,15 @@ impl Trainer {
     }
 
     /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds the whole
-    /// model; `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is
-    /// the same under any plan. A collective: all ranks must call it.
+    /// model; `None` elsewhere. Where replicas train paths, those of the path's model, on its first rank. It is
+    /// computed from the hashes of the tensors, sorted by name, so that it is the same under any plan. A
+    /// collective: all ranks must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, .. } = &self.executor;
         let alone = !self.is_divided();
-        let first = alone || comm.rank().0 == 0;
+        let first = alone || comm.rank() == self.givers.to;
         let mut mine = String::new();
-        if first || self.experts.first_group().contains(&self.replica) {
+        if first || self.givers.replicas.contains(&self.replica) {
             for part in parts.values() {
                 for p in part.stage.layout().params() {
                     let hash = with_values(&part.params, p.start, p.shape.len(), digest)?;
@@ -103,7 +143,9 @@ impl Trainer {
         let told = if alone { vec![mine.into_bytes()] } else { comm.all_gather_bytes(mine.into_bytes())? };
         // The token table is held by two parts and counts once: the hash of the lowest rank is used.
         let mut tensors = BTreeMap::new();
-        for lines in told.iter().map(|bytes| String::from_utf8_lossy(bytes)) {
+        let counts = |rank: Rank| alone || rank == self.givers.to || self.givers.others.contains(&rank);
+        let told = (0..).map(Rank).zip(&told).filter(|(rank, _)| counts(*rank));
+        for lines in told.map(|(_, bytes)| String::from_utf8_lossy(bytes)) {
             for (name, hash) in lines.lines().filter_map(|line| line.split_once(' ')) {
                 tensors.entry(name.to_owned()).or_insert_with(|| hash.to_owned());
             }

@@ -1,12 +1,16 @@
-//! Gathers the whole model on rank 0 from the parts of the first replica, or of those that divide its experts.
+//! Gathers the model that a replica trains on one rank, from the parts of the first replica that trains it, or
+//! of those that divide its experts.
+
+use std::ops::Range;
 
 use farflung_base::{Rank, StageId};
+use farflung_parallel::Plan;
 use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::Trainer;
+use crate::train::apart::is_in;
 use crate::train::executor::Executor;
-use crate::train::expert_ranks::is_in;
 use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
@@ -15,9 +19,30 @@ use crate::{Error, Result};
 /// of messages between stages.
 const GATHERED: u32 = u32::MAX;
 
+/// The ranks whose parts are gathered to the model that a replica trains.
+#[derive(Debug, Clone)]
+pub(super) struct Givers {
+    /// The replicas that together hold the model.
+    pub(super) replicas: Range<u32>,
+    /// The rank that has it then.
+    pub(super) to: Rank,
+    /// The other ranks that train it.
+    pub(super) others: Vec<Rank>,
+}
+
+impl Givers {
+    pub(super) fn of(plan: &Plan, replica: u32) -> Self {
+        let replicas = plan.holders_of_model(replica);
+        let to = plan.pipeline_of(replicas.start)[0];
+        let trains = |rank: &Rank| plan.holders_of_model(plan.at(*rank).data) == replicas && *rank != to;
+        Self { others: (0..plan.ranks()).map(Rank).filter(trains).collect(), replicas, to }
+    }
+}
+
 impl Trainer {
     /// Returns all of the model's parameters on rank 0, gathered from the ranks of the first replica, and
-    /// `None` on other ranks. A collective: all ranks must call it.
+    /// `None` on other ranks; where replicas train paths, those of each path on the first rank of its first
+    /// replica. A collective: all ranks must call it.
     pub fn gather_params(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.params)
     }
@@ -29,7 +54,7 @@ impl Trainer {
         self.gather(|part| &part.grads)
     }
 
-    /// Gathers one flat buffer of each part on rank 0. No rank returns before rank 0 has all of them.
+    /// Gathers one flat buffer of each part. No rank returns before all are gathered.
     fn gather(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
         let whole = self.put_together(of)?;
         self.executor.comm.barrier()?;
@@ -38,27 +63,28 @@ impl Trainer {
 
     fn put_together(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
         let Executor { comm, parts, placement, device, .. } = &self.executor;
-        if !self.experts.first_group().contains(&self.replica) {
+        let Givers { replicas, to, .. } = self.givers.clone();
+        if !replicas.contains(&self.replica) {
             return Ok(None);
         }
         let stages = (0..placement.depth()).map(StageId);
-        if comm.rank().0 > 0 {
+        if comm.rank() != to {
             for stage in stages.filter(|stage| parts.contains_key(stage)) {
                 let values = of(&parts[&stage]).to_vec::<f32>()?;
                 let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                comm.start_send(Rank(0), GATHERED - stage.0, bytes).wait()?;
+                comm.start_send(to, GATHERED - stage.0, bytes).wait()?;
             }
             return Ok(None);
         }
         let spec = self.stage().spec().clone();
         let whole = Stage::whole(&spec, device)?;
         let mut all = whole.zeros()?;
-        let replicas = self.experts.first_group();
+        let first = replicas.start;
         for (replica, stage) in replicas.flat_map(|replica| stages.clone().map(move |stage| (replica, stage)))
         {
             let layers = (&spec, self.schedule.layers[stage.index()].clone());
             let there = self.experts.counted_stage(layers, replica, device)?;
-            let values = if let Some(part) = parts.get(&stage).filter(|_| replica == 0) {
+            let values = if let Some(part) = parts.get(&stage).filter(|_| replica == self.replica) {
                 of(part).to_vec::<f32>()?
             } else {
                 let rank = self.experts.rank(replica, placement.rank(stage))?;
@@ -69,7 +95,7 @@ impl Trainer {
                 })?
             };
             let experts = there.expert_ranges();
-            for param in there.layout().params().iter().filter(|p| replica == 0 || is_in(&experts, p)) {
+            for param in there.layout().params().iter().filter(|p| replica == first || is_in(&experts, p)) {
                 let to = &whole.layout().params()[whole.layout().find(&param.name)?];
                 all.view_mut().part(to.start, to.shape.len())?.write(&values[param.range()])?;
             }

@@ -1,5 +1,6 @@
-//! The whole model's weights on their way into rank 0's file: each rank of the first replica, and of those that
-//! divide its experts, sends its own tensors in chunks, so that no rank has the whole model in memory.
+//! A model's weights on their way into one rank's file: each rank of the first replica that trains it, and of
+//! those that divide its experts, sends its own tensors in chunks, so that no rank has the whole model in
+//! memory. The rank is rank 0, or the first rank of each path.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
@@ -11,19 +12,19 @@ use farflung_zoo::Stage;
 use farflung_zoo::weights::StoredLayout;
 
 use super::Trainer;
+use crate::train::apart::is_in;
 use crate::train::executor::Executor;
-use crate::train::expert_ranks::is_in;
 use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, Piece, PieceValues, StateKind};
 use crate::{Error, Result};
 
 /// Tag of the chunks, and of the answers to them. Far from the tags of a step's messages.
 const CHUNK: u32 = u32::MAX - (2 << 16);
 const ANSWER: u32 = CHUNK - 1;
-/// Answers are sent to all ranks this many times within the deadline, because rank 0 takes the tensors of one
+/// Answers are sent to all ranks this many times within the deadline, because the tensors of one rank are taken
 /// rank after those of another: none waits in vain, however long the whole takes.
 const SIGNS_PER_DEADLINE: u64 = 4;
 
-/// What rank 0 tells another rank.
+/// What the rank that writes the file tells another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     /// One of its chunks was taken.
@@ -69,7 +70,7 @@ impl Trainer {
 
     /// Returns whether this rank's checkpoints have the weights of other ranks' parts.
     pub(in crate::train) fn gathers(&self) -> bool {
-        self.is_divided() && self.comm().rank().0 == 0
+        self.is_divided() && self.comm().rank() == self.givers.to
     }
 
     /// Returns whether no rank has the whole model.
@@ -87,14 +88,14 @@ impl Trainer {
             let whole = Stage::new(spec, layers.clone(), device)?;
             // The experts that the first replica does not have.
             let mut of_others = BTreeMap::new();
-            for replica in self.experts.first_group().skip(1) {
+            for replica in self.givers.replicas.clone().skip(1) {
                 let there = self.experts.counted_stage((spec, layers.clone()), replica, device)?;
                 let experts = there.expert_ranges();
                 let params = there.layout().params().iter().filter(|param| is_in(&experts, param));
                 of_others.extend(params.map(|param| (param.name.clone(), replica)));
             }
             for param in whole.layout().params().iter().filter(|param| names.insert(param.name.clone())) {
-                let replica = of_others.get(&param.name).copied().unwrap_or(0);
+                let replica = of_others.get(&param.name).copied().unwrap_or(self.givers.replicas.start);
                 let rank = self.experts.rank(replica, placement.rank(stage))?;
                 owned.push(OwnedTensor { rank, stage, param: param.clone() });
             }
@@ -124,44 +125,48 @@ impl Trainer {
             return Ok(());
         }
         let mut unanswered = 0;
-        let gives = self.experts.first_group().contains(&self.replica);
+        let (gives, to) = (self.givers.replicas.contains(&self.replica), self.givers.to);
         let sends = |tensor: &&OwnedTensor| gives && tensor.rank == comm.rank();
         for tensor in self.owned()?.iter().filter(sends) {
             let piece = self.piece(tensor)?;
             let sent = piece.stored_values(stored, |values| {
                 for chunk in values.chunks(CHUNK_LEN) {
                     while unanswered == CHUNK_WINDOW {
-                        unanswered -= usize::from(answer(comm)? == Answer::Taken);
+                        unanswered -= usize::from(answer(comm, to)? == Answer::Taken);
                     }
                     let bytes = chunk.iter().flat_map(|value| value.to_le_bytes()).collect();
-                    comm.start_send(Rank(0), CHUNK, bytes).wait()?;
+                    comm.start_send(to, CHUNK, bytes).wait()?;
                     unanswered += 1;
                 }
                 Ok::<_, Error>(())
             });
             sent??;
         }
-        while answer(comm)? != Answer::Over {}
+        while answer(comm, to)? != Answer::Over {}
         Ok(())
     }
 
     /// Returns what receives the tensors of other ranks, if they are `gathered`.
     pub(in crate::train) fn receive_weights(&self, gathered: bool) -> IncomingWeights<'_> {
         let (comm, receives) = (self.comm(), gathered && self.gathers());
-        let others = if receives { (1..comm.size() as u32).map(Rank).collect() } else { Vec::new() };
+        // Ranks that do not answer any more are left out. They come after all whose parts are gathered, so that
+        // these keep their numbers.
+        let present =
+            (0..).map(Rank).zip(&self.members).filter(|(_, rank)| self.givers.others.contains(rank));
+        let others = if receives { present.map(|(rank, _)| rank).collect() } else { Vec::new() };
         IncomingWeights { comm, others, told: comm.now(), failed: None }
     }
 }
 
-/// Waits for what rank 0 says next.
-fn answer(comm: &Communicator) -> Result<Answer> {
-    Answer::of_bytes(&comm.recv(Rank(0), ANSWER)?).ok_or_else(|| Error::Message {
-        message: "the answer of rank 0 to weights for its checkpoint".to_owned(),
+/// Waits for what the rank that writes the file says next.
+fn answer(comm: &Communicator, from: Rank) -> Result<Answer> {
+    Answer::of_bytes(&comm.recv(from, ANSWER)?).ok_or_else(|| Error::Message {
+        message: format!("the answer of {from} to weights for its checkpoint"),
         problem: "is not one of those known",
     })
 }
 
-/// Weights that other ranks send to rank 0.
+/// Weights that other ranks send to the one that writes them.
 #[derive(Debug)]
 pub(in crate::train) struct IncomingWeights<'a> {
     comm: &'a Communicator,

@@ -2,6 +2,7 @@
 
 use super::Trainer;
 use crate::Result;
+use crate::train::apart::alone;
 use crate::train::job::Job;
 use crate::train::sizes::averaging;
 
@@ -13,12 +14,14 @@ impl Trainer {
         let level = job.plan.outermost();
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let mut bytes = 0_u64;
-        for part in self.executor.parts.values() {
+        for (&stage, part) in &self.executor.parts {
             let Some(average) = part.sync.as_ref().map(|sync| sync.average()) else { continue };
             let holders = average.communicator().size();
             let is_new = average.save("")?.iter().all(|(_, values)| values.is_empty());
             if holders > 1 && is_new {
-                let averaged = part.stage.layout().len() - self.experts.alone(&part.stage, holders);
+                let held = self.apart.get(&self.executor.placement.part(stage));
+                let alone = held.map_or(0, |held| alone(&held.params));
+                let averaged = part.stage.layout().len() - alone;
                 let model = (size_of::<f32>() * averaged) as u128;
                 let saved = averaging(&level.codec, model, holders, bucket).saved;
                 bytes = bytes.saturating_add(u64::try_from(saved).unwrap_or(u64::MAX));

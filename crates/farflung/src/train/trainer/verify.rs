@@ -2,7 +2,6 @@
 //! the bit.
 
 use std::fmt::Display;
-use std::ops::Range;
 
 use farflung_base::Rank;
 use farflung_tensor::{ParamLayout, Tensor};
@@ -10,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::config::shared::NamedValue;
-use crate::train::expert_ranks::is_in;
+use crate::train::apart::{ApartParams, kind_of};
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
 use crate::train::pieces::{FlatState, Scope, StateKind, with_values};
@@ -90,16 +89,16 @@ impl Trainer {
             let number = placement.part(stage);
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
-            // Replicas that divide the experts have other experts, and the same of everything else.
-            let experts = self.experts.apart(&part.stage);
-            let own = self.experts.number(self.replica);
-            let told = |what: &str, Hashes { rest, experts }: Hashes| {
-                let of_experts = of(&format!("{what} of the experts of rank {own} of each group"));
-                let experts = experts.map(|experts| NamedValue::new(of_experts, experts));
-                std::iter::once(NamedValue::new(of(what), rest)).chain(experts)
+            let held = self.apart.get(&number).map_or(&[][..], |held| &held.params);
+            let told = |what: &str, Hashes { rest, apart }: Hashes| {
+                let named = apart.into_iter().zip(held).map(|(hash, apart)| {
+                    let name = of(&format!("{what} of {}", apart.name));
+                    NamedValue::new(name, hash)
+                });
+                std::iter::once(NamedValue::new(of(what), rest)).chain(named).collect::<Vec<_>>()
             };
-            let params = hash((layout, &experts), [("", &part.params)])?;
-            let shared = if all { shared_states(part, &experts, self.each_step)? } else { Vec::new() };
+            let params = hash((layout, held), [("", &part.params)])?;
+            let shared = if all { shared_states(part, held, self.each_step)? } else { Vec::new() };
             if compared {
                 copies.extend(told("parameters", params));
                 let table = part.table();
@@ -169,41 +168,37 @@ fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
 /// The hashes of flat buffers.
 #[derive(Debug)]
 struct Hashes {
-    /// Of the experts, if only some replicas have them.
-    experts: Option<String>,
+    /// Of each kind that is held apart.
+    apart: Vec<String>,
     /// Of everything else.
     rest: String,
 }
 
-/// Returns the hashes of flat buffers, without padding. `experts` are the ranges that only some replicas have.
+/// Returns the hashes of flat buffers, without padding, where some parameters are held `apart`.
 ///
 /// Errors: [`Error::NotFinite`] with the tensor's name, after the buffer's name.
 fn hash<'a>(
-    (layout, experts): (&ParamLayout, &[Range<usize>]),
+    (layout, apart): (&ParamLayout, &[ApartParams]),
     flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
 ) -> Result<Hashes> {
-    let (mut rest, mut of_experts) = (Hasher::default(), Hasher::default());
+    let mut rest = Hasher::default();
+    let mut of_kinds: Vec<_> = apart.iter().map(|_| Hasher::default()).collect();
     for (name, flat) in flats {
         with_values(flat, 0, flat.shape().len(), |values| {
             finite::check_flat(&name.to_string(), layout, values)?;
             for p in layout.params() {
-                let hasher = if is_in(experts, p) { &mut of_experts } else { &mut rest };
+                let hasher = kind_of(apart, p).map_or(&mut rest, |kind| &mut of_kinds[kind]);
                 hasher.update(&values[p.range()]);
             }
             Ok::<_, Error>(())
         })??;
     }
-    let of_experts = (!experts.is_empty()).then(|| of_experts.finish());
-    Ok(Hashes { experts: of_experts, rest: rest.finish() })
+    Ok(Hashes { apart: of_kinds.iter().map(Hasher::finish).collect(), rest: rest.finish() })
 }
 
 /// Returns the hashes of a part's states that all of its ranks share, with what they are. States of a replica
 /// are checked, too.
-fn shared_states(
-    part: &Part,
-    experts: &[Range<usize>],
-    each_step: bool,
-) -> Result<Vec<(&'static str, Hashes)>> {
+fn shared_states(part: &Part, apart: &[ApartParams], each_step: bool) -> Result<Vec<(&'static str, Hashes)>> {
     let all = part.states(each_step);
     let is_method =
         |state: &&FlatState<'_>| matches!(state.kind, StateKind::Method(_)) && state.scope == Scope::Run;
@@ -215,7 +210,7 @@ fn shared_states(
     let mut hashes = Vec::new();
     for (what, states) in groups {
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
-        let hash = hash((part.stage.layout(), experts), named)?;
+        let hash = hash((part.stage.layout(), apart), named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
             hashes.push((what, hash));
         }

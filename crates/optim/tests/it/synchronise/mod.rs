@@ -99,7 +99,7 @@ pub(crate) fn make(
     let average =
         AverageConfig { codec: case.codec.parse().unwrap(), warmup: case.warmup, ..AverageConfig::default() };
     (method.build)(SyncSettings {
-        apart: None,
+        apart: Vec::new(),
         comm,
         device: &CPU,
         layout: &layout(),

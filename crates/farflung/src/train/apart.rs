@@ -1,0 +1,171 @@
+//! Parameters of a part of the model that only some of the part's holders have, or of which others have another
+//! copy: the experts that replicas divide, and the modules that paths share.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use farflung_base::Rank;
+use farflung_comm::Communicator;
+use farflung_optim::ApartHolders;
+use farflung_parallel::{PathLevel, Plan};
+use farflung_tensor::{Device, Param};
+use farflung_zoo::{ModelSpec, Stage};
+
+use super::expert_ranks::ExpertRanks;
+use crate::Result;
+
+/// Parameters of a part that some replicas hold, of which one is this.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct ApartParams {
+    /// Their ranges of the part's flat buffers, in order.
+    pub(super) ranges: Vec<Range<usize>>,
+    /// What they are; the same on all that hold them.
+    pub(super) name: String,
+    /// Tells them from those of the same kind that other replicas hold.
+    pub(super) number: u32,
+    /// The replicas that hold them, in order.
+    pub(super) replicas: Vec<u32>,
+    /// Factor of the mean over the replicas.
+    factor: f64,
+}
+
+impl ApartParams {
+    /// Returns what a replica holds apart in a part of the model, by kind: the same kinds on all holders of the
+    /// part.
+    pub(super) fn of(plan: &Plan, stage: &Stage, replica: u32) -> Vec<Self> {
+        let holding = |number: u32, of: &dyn Fn(u32) -> u32| {
+            (0..plan.replicas()).filter(|&other| of(other) == number).collect()
+        };
+        let mut apart = Vec::new();
+        if plan.divides_experts() {
+            let number = plan.expert_rank(replica);
+            apart.push(Self {
+                ranges: stage.expert_ranges(),
+                name: format!("the experts of rank {number} of each group"),
+                number,
+                replicas: holding(number, &|other| plan.expert_rank(other)),
+                factor: 1.0 / f64::from(plan.expert_ranks()),
+            });
+        }
+        apart.extend(modules(plan, stage, replica));
+        apart.retain(|apart| !apart.ranges.is_empty());
+        apart
+    }
+
+    /// Returns those of the holders of a part that hold these parameters.
+    pub(super) fn holders(&self, plan: &Plan, all: &[Rank]) -> Vec<Rank> {
+        let holds = |rank: &Rank| self.replicas.binary_search(&plan.at(*rank).data).is_ok();
+        all.iter().copied().filter(holds).collect()
+    }
+}
+
+/// Returns the modules of a replica's path that not all paths have.
+///
+/// Differs from the paper, which multiplies the mean of a module by the square root of the number of its paths:
+/// at the outer learning rates of `DiLoCo` that gained nothing (bench `dipaco`), and more paths would let
+/// modules diverge.
+fn modules(plan: &Plan, stage: &Stage, replica: u32) -> Vec<ApartParams> {
+    let own = plan.modules(plan.path(replica));
+    let of = |(number, level): (usize, &PathLevel)| ApartParams {
+        ranges: {
+            let blocks = level.layers.start as usize..level.layers.end as usize;
+            Some(stage.range_of_blocks(blocks)).filter(|range| !range.is_empty()).into_iter().collect()
+        },
+        name: format!("module {} of level {number}", own[number]),
+        number: own[number],
+        replicas: plan.replicas_of_module(replica, number),
+        factor: 1.0,
+    };
+    plan.paths.iter().enumerate().filter(|(_, level)| level.modules > 1).map(of).collect()
+}
+
+/// Returns what is in none of some ranges in order, up to `end`.
+fn between(ranges: Vec<Range<usize>>, end: usize) -> Vec<Range<usize>> {
+    let mut start = 0;
+    let mut rest = Vec::new();
+    for range in ranges.into_iter().filter(|range| !range.is_empty()).chain(std::iter::once(end..end)) {
+        rest.push(start..range.start);
+        start = range.end;
+    }
+    rest.retain(|range| !range.is_empty());
+    rest
+}
+
+/// Returns the ranges of each kind, as averages take them.
+pub(super) fn ranges(apart: &[ApartParams]) -> Vec<Vec<Range<usize>>> {
+    apart.iter().map(|apart| apart.ranges.clone()).collect()
+}
+
+/// Returns the number of elements that one replica alone holds: they are not averaged.
+pub(super) fn alone(apart: &[ApartParams]) -> usize {
+    let alone = apart.iter().filter(|apart| apart.replicas.len() == 1);
+    alone.flat_map(|apart| &apart.ranges).map(ExactSizeIterator::len).sum()
+}
+
+/// Returns the kind of a tensor of a layout, if it is held apart.
+pub(super) fn kind_of(apart: &[ApartParams], param: &Param) -> Option<usize> {
+    apart.iter().position(|apart| is_in(&apart.ranges, param))
+}
+
+/// Returns whether a tensor of a layout is in one of some ranges.
+pub(super) fn is_in(ranges: &[Range<usize>], param: &Param) -> bool {
+    ranges.iter().any(|range| range.contains(&param.start))
+}
+
+/// What a rank holds apart in a part, with the ranks that hold the same.
+#[derive(Debug, Clone)]
+pub(super) struct HeldApart {
+    pub(super) params: Vec<ApartParams>,
+    /// A communicator for each of `params`.
+    pub(super) holders: Vec<Communicator>,
+}
+
+impl HeldApart {
+    /// Makes the communicators. A collective of all holders of the part.
+    pub(super) fn new(params: Vec<ApartParams>, holders: &Communicator) -> Result<Self> {
+        let among = |apart: &ApartParams| holders.split(apart.number, holders.rank().0);
+        let holders = params.iter().map(among).collect::<std::result::Result<_, _>>()?;
+        Ok(Self { params, holders })
+    }
+
+    /// Returns the holders as averages take them.
+    pub(super) fn of_average(&self) -> Vec<ApartHolders> {
+        let held = self.holders.iter().zip(&self.params);
+        held.map(|(comm, apart)| ApartHolders { comm: comm.clone(), factor: apart.factor }).collect()
+    }
+
+    /// Returns the ranges of a buffer of `len` elements with the ranks that hold each. `all` hold the rest.
+    pub(super) fn pieces<'a>(
+        held: Option<&'a Self>,
+        all: &'a Communicator,
+        len: usize,
+    ) -> Vec<(&'a Communicator, Range<usize>)> {
+        let kinds = held.into_iter().flat_map(|held| held.params.iter().zip(&held.holders));
+        let mut pieces: Vec<_> =
+            kinds.flat_map(|(apart, comm)| apart.ranges.iter().map(move |r| (comm, r.clone()))).collect();
+        pieces.sort_by_key(|(_, range)| range.start);
+        let rest = between(pieces.iter().map(|(_, range)| range.clone()).collect(), len);
+        pieces.extend(rest.into_iter().map(|range| (all, range)));
+        pieces.sort_by_key(|(_, range)| range.start);
+        pieces
+    }
+}
+
+/// Returns what a replica's rank holds apart in each of its parts, by the part's number. `layers` are those of
+/// all parts, and `holders` the holders of this rank's. A collective of all holders of the parts.
+pub(super) fn by_part(
+    (plan, model, replica): (&Plan, &ModelSpec, u32),
+    layers: &[Range<usize>],
+    holders: &BTreeMap<u32, Communicator>,
+) -> Result<BTreeMap<u32, HeldApart>> {
+    let (divided, device) = (ExpertRanks::of(plan), Device::cpu(1)?);
+    let mut held = BTreeMap::new();
+    for (&part, holders) in holders {
+        let layers = (model, layers[part as usize].clone());
+        let params = ApartParams::of(plan, &divided.counted_stage(layers, replica, &device)?, replica);
+        if !params.is_empty() {
+            held.insert(part, HeldApart::new(params, holders)?);
+        }
+    }
+    Ok(held)
+}
