@@ -245,12 +245,37 @@ impl ModelSource {
         text.map(|text| PathModels::read(&text, &file)).transpose()
     }
 
+    /// Finds the model that a user means by a path, and by the number of a path through shared modules if the
+    /// run trained several.
+    ///
+    /// Errors: as [`ModelSource::find`] and [`ModelSource::of_path`]; a number for a run that trained one
+    /// model.
+    pub fn find_path(path: &Path, number: Option<usize>) -> Result<Self> {
+        let source = Self::find(path)?;
+        match (source.path_models()?, number) {
+            (Some(paths), Some(number)) => source.of_path(&paths, number),
+            (None, Some(number)) => {
+                let expected = "nothing, because the run trained one model".to_owned();
+                Err(Error::Setting { field: "path", value: number.to_string(), expected })
+            }
+            (_, None) => Ok(source),
+        }
+    }
+
     /// Returns the model of one of these paths, of the same step.
     ///
     /// Errors: [`Error::Setting`] if there is no such path, or its folder is not on this machine.
     pub fn of_path(&self, models: &PathModels, path: usize) -> Result<Self> {
         let folder = models.folder(&self.path, path)?;
-        if folder == self.path { Ok(self.clone()) } else { Self::find(&folder) }
+        if folder == self.path {
+            return Ok(self.clone());
+        }
+        let found = Self::find(&folder)?;
+        if found.path_models()?.is_none_or(|theirs| !theirs.is_of_same_run(models)) {
+            let expected = format!("a checkpoint of the run of {}", self.path.display());
+            return Err(Error::Setting { field: "model", value: folder.display().to_string(), expected });
+        }
+        Ok(found)
     }
 
     /// Returns how the run that wrote the checkpoint read its text; the default for other models.

@@ -20,8 +20,8 @@ pub(crate) const PATHS: &str = "paths.json";
 pub struct PathModel {
     /// Its module at each level.
     pub modules: Vec<u32>,
-    /// The rank in whose folder its weights are.
-    pub rank: u32,
+    /// The ranks in whose folders its weights are.
+    pub ranks: Vec<u32>,
 }
 
 /// `paths.json` of a checkpoint: the models of all paths, and what decides which of them a text takes.
@@ -37,7 +37,10 @@ pub struct PathModels {
 impl PathModels {
     /// Returns those of a plan, for the checkpoint of a rank.
     pub(crate) fn of(plan: &Plan, own: Rank, router: &TextRouter) -> Self {
-        let path = |path| PathModel { modules: plan.modules(path), rank: plan.pipeline_of(path)[0].0 };
+        // In a pipeline, only the first rank of the first replica has the weights of the others.
+        let replicas = if plan.stages() > 1 { 1 } else { usize::MAX };
+        let ranks = |path| plan.first_ranks_of_path(path).iter().take(replicas).map(|rank| rank.0).collect();
+        let path = |path| PathModel { modules: plan.modules(path), ranks: ranks(path) };
         Self { own: own.0, paths: (0..plan.paths()).map(path).collect(), router: router.clone() }
     }
 
@@ -59,7 +62,17 @@ impl PathModels {
         if listed != routed {
             return Err(wrong(format!("it has {listed} models, and a text takes one of {routed} paths")));
         }
+        let mut ranks = std::collections::BTreeSet::new();
+        let mut each = read.paths.iter().flat_map(|path| &path.ranks);
+        if !each.all(|rank| ranks.insert(rank)) || read.paths.iter().any(|path| path.ranks.is_empty()) {
+            return Err(wrong("`ranks` are not different ranks for each model".to_owned()));
+        }
         Ok(read)
+    }
+
+    /// Returns whether these are the same models, as another rank lists them.
+    pub(crate) fn is_of_same_run(&self, other: &Self) -> bool {
+        (&self.paths, &self.router) == (&other.paths, &other.router)
     }
 
     /// Returns the models, by the number of the path.
@@ -74,24 +87,25 @@ impl PathModels {
         &self.router
     }
 
-    /// Returns the folder of the model of a path, of the same step as the checkpoint at `here`, which has this list.
+    /// Returns the folder of the model of a path, of the same step as the checkpoint at `here` with this list.
     ///
     /// Errors: [`Error::Setting`] if there is no such path, or its folder is not on this machine.
     pub(crate) fn folder(&self, here: &Path, path: usize) -> Result<PathBuf> {
-        let Some(PathModel { rank, .. }) = self.paths.get(path) else {
+        let Some(PathModel { ranks, .. }) = self.paths.get(path) else {
             let expected = format!("below {}, the number of paths", self.paths.len());
             return Err(Error::Setting { field: "path", value: path.to_string(), expected });
         };
-        if *rank == self.own {
+        if ranks.contains(&self.own) {
             return Ok(here.to_owned());
         }
-        let checkpoint = self.checkpoint_of(here, Rank(*rank));
-        if checkpoint.is_dir() {
-            return Ok(checkpoint);
+        let mut folders = ranks.iter().map(|&rank| self.checkpoint_of(here, Rank(rank)));
+        if let Some(found) = folders.find(|folder| folder.is_dir()) {
+            return Ok(found);
         }
+        let rank = ranks.first().copied().unwrap_or_default();
         let expected = format!(
             "the folder of path {path} at {}: rank {rank} wrote it on its machine; copy it, or choose another path",
-            checkpoint.display()
+            self.checkpoint_of(here, Rank(rank)).display()
         );
         Err(Error::Setting { field: "model", value: here.display().to_string(), expected })
     }

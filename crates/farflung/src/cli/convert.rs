@@ -30,15 +30,29 @@ pub(crate) struct ConvertCommand {
     /// Most megabytes of tensors per file; without it, there is one file.
     #[arg(long, value_name = "MB", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     shard_mb: Option<u64>,
+    /// The path to write, of a run that trained paths. Default: that of the folder.
+    #[arg(long, value_name = "N")]
+    path: Option<usize>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
 }
 
 impl ConvertCommand {
+    /// Returns the model that is read: of a run that trained paths, one of them.
+    fn source(&self) -> Result<ModelSource> {
+        let source = ModelSource::find_path(&self.from, self.path)?;
+        if let Some(paths) = source.path_models()?.filter(|_| self.path.is_none()) {
+            let all = paths.paths().len();
+            let line = format!("one of the {all} paths of the run is written: `--path N` chooses another\n");
+            terminal::write_stderr(line);
+        }
+        Ok(source)
+    }
+
     #[expect(clippy::disallowed_methods, reason = "progress is shown in real time")]
     pub(super) fn run(self) -> Result<()> {
-        let source = ModelSource::find(&self.from).map_err(Error::of_input)?;
+        let source = self.source().map_err(Error::of_input)?;
         let form = Form {
             dtype: self.dtype.map(|dtype| match dtype {
                 Precision::F32 => Dtype::F32,

@@ -107,7 +107,7 @@ impl EvalCommand {
     /// Measures held-out text.
     fn on_text(&self) -> Result<()> {
         let longest = self.context.map_or(USUAL_CONTEXT, |context| context as usize);
-        let Models { sources, router } = self.model.load_all()?;
+        let Models { sources, router, deciding } = self.model.load_all()?;
         let Loaded { stage, params, tokenizer, reading } =
             self.model.open_whole(&sources[0], Some(longest))?;
         let context = longest.min(stage.spec().context);
@@ -116,10 +116,11 @@ impl EvalCommand {
             return Err(Error::Setting { field: "context", value, expected });
         }
         let (tokenizer, first) = (&*tokenizer, LoadedModel { stage, params });
-        let skipped = self.skip.map_or_else(|| router.as_ref().map_or(0, |r| r.prefix() - 1), |n| n as usize);
+        let skipped = self.skip.map_or(deciding, |n| n as usize);
         if skipped >= context {
-            let expected = format!("less than the context of {context} tokens: the others are measured");
-            return Err(Error::Setting { field: "skip", value: skipped.to_string(), expected });
+            let (field, value) = if self.skip.is_some() { ("skip", skipped) } else { ("context", context) };
+            let expected = format!("a context of more than the {skipped} targets that are not measured");
+            return Err(Error::Setting { field, value: value.to_string(), expected });
         }
         let options = ReadOptions {
             encoding: self.encoding.or(reading.options.encoding),

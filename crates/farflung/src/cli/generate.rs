@@ -71,7 +71,7 @@ impl GenerateCommand {
         if self.staged.stages.get() > 1 {
             return self.staged.run(&self);
         }
-        let loaded = self.model.load(None, |tokenizer| self.prompt_ids(tokenizer))?;
+        let loaded = self.model.load(None, &self.prompt)?;
         let sampling = self.sampling(&*loaded.tokenizer);
         let prompt = self.prompt_ids(&*loaded.tokenizer)?;
         self.print(&*loaded.tokenizer, &prompt, |emit| {

@@ -55,6 +55,8 @@ pub(crate) struct Models {
     pub(crate) sources: Vec<ModelSource>,
     /// Decides which of several a text takes.
     pub(crate) router: Option<TextRouter>,
+    /// Targets at the beginning of a text that decide which path it takes; 0 if there is one model.
+    pub(crate) deciding: usize,
 }
 
 /// A loaded model without a tokenizer.
@@ -73,18 +75,14 @@ impl ModelArgs {
     /// Opens the model for sequences of this length, as in [`ModelArgs::open`], and its tokenizer. Of a run
     /// that trained paths, it is the model of the path that `text` takes. An error of its files is one of the
     /// input.
-    pub(crate) fn load(
-        &self,
-        length: Option<usize>,
-        text: impl FnOnce(&dyn Tokenizer) -> Result<Vec<u32>>,
-    ) -> Result<Loaded> {
+    pub(crate) fn load(&self, length: Option<usize>, text: &str) -> Result<Loaded> {
         let open = || {
             let source = ModelSource::find(&self.model)?;
             let Some(paths) = source.path_models()?.filter(|_| self.path.is_none()) else {
                 return self.open_whole(&self.source()?, length);
             };
             let tokenizer = self.tokenizer(&source, source.open()?.spec().vocab)?;
-            let path = paths.router().path(&text(&*tokenizer)?);
+            let path = paths.router().path_of(&*tokenizer, text)?;
             self.open_whole(&source.of_path(&paths, path)?, length)
         };
         open().map_err(Error::of_input)
@@ -95,13 +93,15 @@ impl ModelArgs {
     pub(crate) fn load_all(&self) -> Result<Models> {
         let find = || {
             let source = ModelSource::find(&self.model)?;
-            Ok(match source.path_models()?.filter(|_| self.path.is_none()) {
+            let paths = source.path_models()?;
+            let deciding = paths.as_ref().map_or(0, |paths| paths.router().prefix() - 1);
+            Ok(match paths.filter(|_| self.path.is_none()) {
                 Some(paths) => {
                     let found = |path| source.of_path(&paths, path);
                     let sources = (0..paths.paths().len()).map(found).collect::<Result<_>>()?;
-                    Models { sources, router: Some(paths.router().clone()) }
+                    Models { sources, router: Some(paths.router().clone()), deciding }
                 }
-                None => Models { sources: vec![self.source()?], router: None },
+                None => Models { sources: vec![self.source()?], router: None, deciding },
             })
         };
         find().map_err(Error::of_input)
@@ -109,15 +109,7 @@ impl ModelArgs {
 
     /// Returns where the model is: of a run that trained paths, that of the path that the user chose.
     fn source(&self) -> Result<ModelSource> {
-        let source = ModelSource::find(&self.model)?;
-        match (source.path_models()?, self.path) {
-            (Some(paths), Some(path)) => source.of_path(&paths, path),
-            (None, Some(path)) => {
-                let expected = "nothing, because the run trained one model".to_owned();
-                Err(Error::Setting { field: "path", value: path.to_string(), expected })
-            }
-            (_, None) => Ok(source),
-        }
+        ModelSource::find_path(&self.model, self.path)
     }
 
     /// Opens a model and its tokenizer. An error of its files is one of the input.
@@ -161,7 +153,7 @@ impl ModelArgs {
             let source = ModelSource::find_part(&self.model, rank)?;
             if source.path_models()?.is_some() {
                 return Err(one_path(
-                    "stages are those of one model: give its folder, such as RUN/ranks/rank-00001",
+                    "stages are those of one model: write it with `farflung convert --path N`",
                 ));
             }
             let weights = source.open_part()?;

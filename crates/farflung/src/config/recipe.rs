@@ -94,6 +94,12 @@ pub const RECIPES: &[Recipe] = &[
         ],
     },
     Recipe {
+        name: "dipaco",
+        summary: "DiLoCo of four paths through two levels of two shared modules, each on its own kind of text",
+        source: "Douillard et al. 2024, DiPaCo",
+        settings: &[("sync", "diloco"), ("paths", "2,2")],
+    },
+    Recipe {
         name: "sparseloco",
         summary: "DiLoCo every 30 steps, 64 of 4096 elements in 2 bits, with error feedback instead of outer \
                   momentum",

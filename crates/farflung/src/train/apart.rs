@@ -62,8 +62,7 @@ impl ApartParams {
 /// Returns the modules of a replica's path that not all paths have.
 ///
 /// Differs from the paper, which multiplies the mean of a module by the square root of the number of its paths:
-/// at the outer learning rates of `DiLoCo` that gained nothing (bench `dipaco`), and more paths would let
-/// modules diverge.
+/// what many paths have in common would then take steps many times as long.
 fn modules(plan: &Plan, stage: &Stage, replica: u32) -> Vec<ApartParams> {
     let own = plan.modules(plan.path(replica));
     let of = |(number, level): (usize, &PathLevel)| ApartParams {

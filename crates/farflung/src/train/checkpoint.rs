@@ -75,6 +75,9 @@ struct CheckpointRecord {
     /// The levels of modules through which replicas trained paths; empty if they trained one model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     paths: Vec<String>,
+    /// The settings that said which text took which path.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    routing: String,
     /// Sequences per step, over all replicas; in a run whose members join and leave, of one replica.
     sequences: u64,
     /// Microbatches of a replica in a step by the settings, in such a run. `None` if an earlier version wrote

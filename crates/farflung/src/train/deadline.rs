@@ -3,6 +3,7 @@
 use farflung_base::{Algorithm, Axis, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
 use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
 use farflung_compress::CodecSpec;
+use farflung_optim::AverageConfig;
 use farflung_parallel::ScheduleSource;
 use farflung_tensor::Device;
 
@@ -63,42 +64,62 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     let layers = (&job.model, 0..job.model.layers());
     let divided = ExpertRanks::of(&job.plan);
     let stage = divided.counted_stage(layers, 0, &Device::cpu(1)?)?;
-    let params = ApartParams::of(&job.plan, &stage, 0);
-    config.apart = apart::ranges(&params);
-    // Other buckets are averaged over fewer ranks.
-    let kinds = config.apart_buckets(stage.layout());
-    let everywhere = |kind: usize| params[kind].replicas.len() == job.plan.replicas() as usize;
-    let of_all = |bucket: &usize| kinds[*bucket].is_none_or(everywhere);
-    let buckets = config.buckets(stage.layout());
-    let largest = (0..buckets.len()).filter(of_all).map(|bucket| buckets[bucket]).max().unwrap_or(0);
-    let algorithm = job.plain_algorithm();
-    let plainly = |values: usize| {
-        let bytes = Bytes((values * size_of::<f32>()) as u64);
-        average(job, topology, algorithm, |by| by.programs(values, bytes, topology), bytes)
-    };
-    let spec = job.codec();
-    let bucket = if let Some(exchanges) = config.exchanges(stage.layout()) {
-        let of_all = (0..exchanges.len()).filter(of_all).flat_map(|bucket| &exchanges[bucket]);
-        plainly(of_all.copied().max().unwrap_or(0))
-    } else if let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) {
-        let bytes = payload(codec, largest);
-        let payload = |values| payload(codec, values).0 as usize;
-        let buffer = CodedBuffer { len: largest, payload: &payload, topology, regions: None };
-        let same_for_all = matches!(config.algorithm, Algorithm::Ring | Algorithm::Direct);
-        let time = if job.config.topology.is_none() && same_for_all {
-            config.algorithm.coded_cost(&buffer)?
-        } else {
-            least(topology, bytes)
-        };
-        Operation::average(job, bytes, time)
-    } else {
-        plainly(largest)
-    };
+    let apart = ApartParams::of(&job.plan, &stage, 0);
+    config.apart = apart::ranges(&apart);
+    let (buckets, kinds) = (config.buckets(stage.layout()), config.apart_buckets(stage.layout()));
+    let exchanges = config.exchanges(stage.layout());
+    let all: Vec<Rank> = (0..job.world as u32).map(Rank).collect();
     // The ranks vote in each step: each sends a loss, and whether to stop.
-    let numbers = Bytes(16);
-    let vote = average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers);
-    let warmup = (job.config.warm_steps() > 0 || job.config.density_warmup > 0).then(|| plainly(largest));
-    Ok([vote, bucket].into_iter().chain(warmup).max_by_key(|found| found.time))
+    let (numbers, algorithm) = (Bytes(16), job.plain_algorithm());
+    let mut found = vec![average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers)];
+    for kind in std::iter::once(None).chain((0..apart.len()).map(Some)) {
+        let among = kind.map(|kind| topology.among(&apart[kind].holders(&job.plan, &all)));
+        let among = among.as_ref().unwrap_or(topology);
+        let of_kind = || (0..buckets.len()).filter(|&bucket| kinds[bucket] == kind);
+        let Some(largest) = of_kind().map(|bucket| buckets[bucket]).max().filter(|_| among.size() > 1) else {
+            continue;
+        };
+        let exchanged =
+            exchanges.as_ref().and_then(|all| of_kind().flat_map(|bucket| &all[bucket]).max().copied());
+        found.push(bucket(job, among, &config, (largest, exchanged))?);
+        if job.config.warm_steps() > 0 || job.config.density_warmup > 0 {
+            found.push(plainly(job, among, largest));
+        }
+    }
+    Ok(found.into_iter().max_by_key(|found| found.time))
+}
+
+/// Returns a plain average of values.
+fn plainly(job: &Job, topology: &Topology, values: usize) -> Operation {
+    let bytes = Bytes((values * size_of::<f32>()) as u64);
+    average(job, topology, job.plain_algorithm(), |by| by.programs(values, bytes, topology), bytes)
+}
+
+/// Returns the average of the largest bucket among its holders. `exchanged` are the values of the largest
+/// exchange of a protocol, if one is used.
+fn bucket(
+    job: &Job,
+    topology: &Topology,
+    config: &AverageConfig,
+    (largest, exchanged): (usize, Option<usize>),
+) -> Result<Operation> {
+    if let Some(exchanged) = exchanged {
+        return Ok(plainly(job, topology, exchanged));
+    }
+    let spec = job.codec();
+    let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) else {
+        return Ok(plainly(job, topology, largest));
+    };
+    let bytes = payload(codec, largest);
+    let payload = |values| payload(codec, values).0 as usize;
+    let buffer = CodedBuffer { len: largest, payload: &payload, topology, regions: None };
+    let same_for_all = matches!(config.algorithm, Algorithm::Ring | Algorithm::Direct);
+    let time = if job.config.topology.is_none() && same_for_all {
+        config.algorithm.coded_cost(&buffer)?
+    } else {
+        least(topology, bytes)
+    };
+    Ok(Operation::average(job, bytes, time))
 }
 
 /// Returns an average of `bytes` bytes with an algorithm's programs, and its time.

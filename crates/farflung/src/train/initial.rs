@@ -45,7 +45,13 @@ impl InitialWeights {
         });
         let used = config.open_tokenizer()?;
         let note = source.tokenizer_note(&config.tokenizer, &*used);
-        let notes = found.into_iter().chain(biases).chain(note).collect();
+        let path = source.path_models()?.map(|paths| {
+            format!(
+                "the weights are those of one of {} paths; `farflung convert --path N` writes another",
+                paths.paths().len()
+            )
+        });
+        let notes = found.into_iter().chain(path).chain(biases).chain(note).collect();
         Ok(Some(Self { source, hash, notes }))
     }
 }

@@ -306,7 +306,7 @@ impl Job {
     /// Errors: those of the tokenizer.
     pub(super) fn path_of_prompt(&self) -> Result<u32> {
         let Some(router) = &self.text_parts.router else { return Ok(0) };
-        Ok(router.path(&self.tokenizer.encode_prompt(&self.config.prompt)?) as u32)
+        Ok(router.path_of(&*self.tokenizer, &self.config.prompt)? as u32)
     }
 
     /// Returns the tokens of all replicas in the first `steps` steps.

@@ -21,6 +21,7 @@ use super::links;
 use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
 use crate::config::pools::Numbers;
+use crate::config::value::Setting as _;
 use crate::{Error, Result, RunSettings, TrainConfig, model_name};
 
 /// Returns why `train` does not support a schedule; `None` if it does.
@@ -340,6 +341,10 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
         return Err(refuse("expert", config.expert, format!("a divisor of the {replicas} replicas")));
     }
     let paths = config.path_count();
+    if paths > 1 && config.local_steps != LocalStepsKind::Equal {
+        let expected = "equal with `paths`, since those that share a module count alike".to_owned();
+        return Err(refuse("local-steps", config.local_steps.value(), expected));
+    }
     if !replicas.is_multiple_of(paths) {
         return Err(refuse(
             "paths",

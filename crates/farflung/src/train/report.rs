@@ -183,7 +183,7 @@ impl Report {
         Ending { hash, paths, sample }: Ending,
     ) -> Result<Self> {
         let path = |(path, hash): (u32, String)| {
-            let rank = job.plan.pipeline_of(path)[0].0;
+            let rank = job.plan.first_ranks_of_path(path)[0].0;
             PathSummary { modules: job.plan.modules(path), rank, hash }
         };
         let paths = (0..).zip(paths).map(path).collect();
@@ -228,7 +228,7 @@ impl Report {
     }
 
     /// Returns the peers on real networks, sorted by round-trip time, the longest first.
-    fn paths(&self) -> Vec<(&PeerCounters, PathCounters)> {
+    fn peer_paths(&self) -> Vec<(&PeerCounters, PathCounters)> {
         let known = self.peers.iter().filter_map(|peer| Some((peer, peer.path?)));
         let mut paths: Vec<_> = known.collect();
         let round_trip = |path: &PathCounters| path.round_trip_s.unwrap_or(0.0);
@@ -274,6 +274,16 @@ impl fmt::Display for Report {
             let training = self.train_loss.map_or(String::new(), |l| format!(" (training {l:.4})"));
             writeln!(f, "validation loss   {before}{after:.4} nats{training}")?;
         }
+        if !self.paths.is_empty() {
+            let ranks = self.paths.iter().take(PATHS).map(|path| path.rank.to_string()).collect::<Vec<_>>();
+            let more = if self.paths.len() > PATHS { ", ..." } else { "" };
+            let ranks = ranks.join(", ");
+            writeln!(
+                f,
+                "paths             {}: models of ranks {ranks}{more} (docs/paths.md)",
+                self.paths.len()
+            )?;
+        }
         writeln!(f, "sent per worker   {}", Bytes(self.bytes_sent))?;
         let clock = if self.simulated { "on the simulated link" } else { "on the clock" };
         writeln!(
@@ -283,7 +293,7 @@ impl fmt::Display for Report {
             self.tokens_per_s,
             seconds(self.wall_s)
         )?;
-        let paths = self.paths();
+        let paths = self.peer_paths();
         for (peer, path) in paths.iter().take(PATHS) {
             let (sent, received) = (Bytes(peer.bytes_sent), Bytes(peer.bytes_received));
             writeln!(f, "peer {:<13}sent it {sent}, received {received}; {path}", peer.peer)?;

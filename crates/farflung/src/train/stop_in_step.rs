@@ -173,6 +173,14 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     if gathered && let Some(rank) = missing.iter().find(|&&rank| gives(rank)) {
         return Err(Error::NoAnswer { rank: *rank });
     }
+    // Nor can the path of a rank that alone trains it.
+    let places = |ranks: &[Rank]| ranks.iter().map(|&rank| job.plan.place(rank)).collect::<Vec<_>>();
+    let lost = places(&missing);
+    let all: Vec<Rank> = (0..job.plan.ranks()).map(Rank).filter(|rank| !missing.contains(rank)).collect();
+    let held = places(&all);
+    if let Some((rank, _)) = missing.iter().zip(lost).find(|(_, place)| !held.contains(place)) {
+        return Err(Error::NoAnswer { rank: *rank });
+    }
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
     checkpoint::save_without(trainer, job, run, kept.totals, &missing).map(Some)
 }

@@ -17,6 +17,8 @@ pub struct TextParts {
     pub shards: Option<Shards>,
     /// Decides which path a text takes; `None` if all replicas train one model.
     pub router: Option<Arc<TextRouter>>,
+    /// The settings that say which text takes which path; empty if all replicas train one model.
+    pub(super) routing: String,
 }
 
 impl TextParts {
@@ -45,8 +47,11 @@ impl TextParts {
             return Err(Error::Setting { field: "tokens", value, expected: expected.to_owned() });
         }
         let refuse = |expected: &str| {
-            let (field, value, expected) = ("shards", sharding.to_string(), expected.to_owned());
-            Err(Error::Setting { field, value, expected })
+            let (field, value) = match config.shards {
+                Sharding::Random => ("paths", format!("{paths} paths, and `shards` {sharding}")),
+                _ => ("shards", sharding.to_string()),
+            };
+            Err(Error::Setting { field, value, expected: expected.to_owned() })
         };
         if config.sampling == SamplingKind::Epochs {
             return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
@@ -57,7 +62,8 @@ impl TextParts {
         let shards = match Shards::new(sharding, training, context, parts as usize, config.seed) {
             Err(error @ ZooError::Shards { .. }) => {
                 let hints: Vec<_> = plain_special_tokens(reading).map(|line| format!("; {line}")).collect();
-                return refuse(&format!("another kind, or fewer replicas: {error}{}", hints.concat()));
+                let fewer = if paths > 1 { "paths" } else { "replicas" };
+                return refuse(&format!("another kind, or fewer {fewer}: {error}{}", hints.concat()));
             }
             shards => shards?,
         };
@@ -76,7 +82,11 @@ impl TextParts {
             }
             _ => None,
         };
-        Ok(Self { shards, router })
+        let routing = match &router {
+            Some(router) => format!("{sharding}, by {} tokens", router.prefix()),
+            None => String::new(),
+        };
+        Ok(Self { shards, router, routing })
     }
 
     /// Returns the number of the part on which a replica trains.

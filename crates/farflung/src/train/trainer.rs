@@ -545,7 +545,11 @@ impl Trainer {
         let total = self.executor.total_loss()?;
         drop(armed);
         let mut sums = total.map_or([0.0; 2], |LossSum { sum, tokens }| [sum, tokens]);
-        self.executor.comm.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
+        // One path may have all windows, while the others wait.
+        let paths = self.givers.of_paths.len().max(1) as u64;
+        let deadline = self.executor.comm.deadline().0.saturating_mul(paths);
+        let patient = self.executor.comm.clone().with_deadline(Nanos(deadline));
+        patient.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
         if sums[1] == 0.0 {
             return Err(no_targets("the held-out text"));
         }

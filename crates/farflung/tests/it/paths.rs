@@ -29,12 +29,13 @@ fn alphabets() -> Run {
         "tie_word_embeddings": true,
     });
     fs::write(run.at("config.json"), model.to_string()).unwrap();
-    let words = ["abcd efgh bcde ", "ijkl mnop jklm ", "0123 4567 1234 ", "QRST UVWX RSTU "];
-    let text: String = (0..24).map(|turn| words[turn % 4].repeat(20)).collect();
+    let text: String = (0..24).map(|turn| WORDS[turn % 4].repeat(17)).collect();
     fs::write(run.at("text.txt"), text).unwrap();
     run
 }
 
+/// Chunks of the text that are clustered have 272 tokens, and so has a turn of each.
+const WORDS: [&str; 4] = ["abcd efgh bcdef ", "ijkl mnop jklmn ", "0123 4567 12345 ", "QRST UVWX RSTUV "];
 const PATHS: &str = "--sync diloco --sync-every 3 --steps 6 --route-tokens 6 --check-every 1";
 
 /// Returns the tensors of the model in a folder.
@@ -153,7 +154,9 @@ fn processes_train_paths_as_threads_do() {
     };
     assert_eq!(report("threads")["paths"], report("processes")["paths"]);
     assert_eq!(report("processes")["paths"][3]["modules"], json!([1, 1]));
-    assert_eq!(report("processes")["hash"], report("processes")["paths"][0]["hash"]);
+    // The hash of the run is one of all paths.
+    assert_eq!(report("threads")["hash"], report("processes")["hash"]);
+    assert_ne!(report("processes")["hash"], report("processes")["paths"][0]["hash"]);
 }
 
 #[test]
@@ -184,17 +187,30 @@ fn a_run_continues_with_its_own_modules() {
     let long = done(&run, "long", &longer(&args));
     let back = done(&run, "back", &format!("{} --resume auto", longer(&args)));
     assert!(farthest(&long[..back.len()], &back) < 1e-5);
-    // Other paths are refused, and so is one model.
-    for other in ["--paths 4", ""] {
-        copy("half", &format!("other{}", other.len()));
+    // Other paths are refused, and so are one model and another way to choose a path.
+    for (number, other) in
+        ["--paths 4", "", "--paths 2,2 --shards kmeans:5", "--paths 2,2 --codec none"].into_iter().enumerate()
+    {
+        let out = format!("other{number}");
+        copy("half", &out);
         let args = args.replace("--paths 2,2", other);
-        let out = format!("--out other{} --resume auto", other.len());
-        refused(&train(&run, &format!("{args} {out}")), "as when the checkpoint was written");
+        let args = if number == 3 { args.replace("--route-tokens 6", "--route-tokens 5") } else { args };
+        let told = train(&run, &format!("{args} --out {out} --resume auto"));
+        refused(&told, "as when the checkpoint was written");
     }
     // A path whose only folder is lost cannot go on; with another replica of it, it can.
     copy("half", "lost");
     fs::remove_dir_all(run.at("lost/ranks/rank-00002")).unwrap();
     let failed = train(&run, &format!("{args} --out lost --resume auto"));
+    assert!(!failed.status.success() && stderr(&failed).contains("rank 2"), "{}", stderr(&failed));
+    // The same if its folder is there without checkpoints: nothing begins anew.
+    done(&run, "later", &format!("{args} --checkpoint-every 3"));
+    for step in [3, 6] {
+        fs::remove_dir_all(run.at(&folder("later", 2, step))).unwrap();
+    }
+    fs::remove_file(run.at("later/ranks/rank-00002/latest")).unwrap();
+    let failed =
+        train(&run, &format!("{args} --steps 9 --out later --resume auto").replace("--steps 6 ", ""));
     assert!(!failed.status.success() && stderr(&failed).contains("rank 2"), "{}", stderr(&failed));
     let eight = args.replace("--workers 4", "--workers 8");
     let whole = done(&run, "eight", &eight);
@@ -215,6 +231,11 @@ fn paths_begin_with_one_model() {
     assert_eq!(steps.len(), 6);
     let models: Vec<_> = [0, 3].iter().map(|&rank| tensors(&run, &folder("dense", rank, 6))).collect();
     assert_eq!(equal(&models[0], &models[1]), ([false; 4], true));
+    // A rank that was interrupted before its first checkpoint as a path: all go on from the one model.
+    fs::remove_dir_all(run.at(&folder("dense", 3, 6))).unwrap();
+    fs::write(run.at("dense/ranks/rank-00003/latest"), "step-00000003\n").unwrap();
+    let steps = done(&run, "dense", &format!("{PATHS} --workers 4 --paths 2,2 --resume auto"));
+    assert_eq!(steps.iter().map(|step| step.step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
 }
 
 #[test]
@@ -230,22 +251,43 @@ fn a_text_takes_the_path_that_trained_on_its_kind() {
     let loss = |value: &Value| value.as_f64().unwrap();
     assert!((loss(&all["loss"]) - loss(&report["val_loss"])).abs() < 1e-4, "{all} {report}");
     assert_eq!(all["paths"].as_array().unwrap().len(), 4);
-    let sum: f64 = all["paths"].as_array().unwrap().iter().map(|path| loss(&path["tokens"])).sum();
-    assert!((sum - loss(&all["tokens"])).abs() < 0.5, "{all}");
-    // The text of another path is new to it.
+    // The five targets after the first of six tokens do not count.
+    assert_eq!(all["tokens"], json!(24 * (16 - 5)));
+    // Each kind of text takes one path, which continues it best.
+    let mut taken = Vec::new();
+    for (kind, words) in WORDS.iter().enumerate() {
+        let file = format!("kind-{kind}.txt");
+        fs::write(run.at(&file), words.repeat(100)).unwrap();
+        let measured = |args: &str| {
+            json_of(&output(&run, &format!("eval run --data {file} --json --batches 2 --batch 4 {args}")))
+        };
+        let routed = measured("");
+        let paths = routed["paths"].as_array().unwrap();
+        let of: Vec<usize> = (0..4).filter(|&path| paths[path]["tokens"].as_u64() > Some(0)).collect();
+        assert_eq!(of.len(), 1, "{routed}");
+        let losses: Vec<f64> =
+            (0..4).map(|path| loss(&measured(&format!("--path {path}"))["loss"])).collect();
+        let best = (0..4).min_by(|&a, &b| losses[a].total_cmp(&losses[b])).unwrap();
+        assert_eq!(best, of[0], "{losses:?}");
+        assert!((losses[best] - loss(&routed["loss"])).abs() < 1e-6);
+        taken.push(best);
+    }
+    let mut all = taken.clone();
+    all.sort_unstable();
+    assert_eq!(all, [0, 1, 2, 3]);
     let text = |prompt: &str, path: &str| {
         let args = format!("generate run --prompt {prompt} --tokens 8 --temperature 0 --json {path}");
         json_of(&output(&run, &args))["text"].as_str().unwrap().to_owned()
     };
-    for words in ["abcd-efgh", "ijkl-mnop", "0123-4567", "QRST-UVWX"] {
-        let routed = text(words, "");
-        let by_path: Vec<_> = (0..4).map(|path| text(words, &format!("--path {path}"))).collect();
-        assert!(by_path.contains(&routed), "{routed} {by_path:?}");
+    for (path, words) in taken.iter().zip(["abcdefgh", "ijklmnop", "01234567", "QRSTUVWX"]) {
+        assert_eq!(text(words, ""), text(words, &format!("--path {path}")));
     }
     for (args, reason) in [
         ("generate run --path 4", "below 4, the number of paths"),
         ("eval run --data text.txt --path 9", "below 4, the number of paths"),
-        ("eval run --data text.txt --skip 16", "less than the context of 16 tokens"),
+        ("eval run --data text.txt --skip 16", "a context of more than the 16 targets"),
+        ("eval run --data text.txt --context 4", "`context` is 4, expected a context of more than the 5"),
+        ("generate run --stages 2", "farflung convert --path N"),
     ] {
         refused(&output(&run, args), reason);
     }
@@ -269,15 +311,12 @@ fn what_does_not_go_with_paths_is_refused_with_the_reason() {
         ("--workers 4 --paths 2,2 --sync diloco --own-data true", "which text takes which path"),
         ("--workers 4 --paths 2,2 --sync diloco --sampling epochs", "random with `paths`"),
         ("--workers 4 --paths 2,2 --sync diloco --document-mask true", "the same number of targets"),
-        (
-            "--workers 4 --paths 2,2 --sync diloco --local-steps 3,2,3,3 --sync-every 3",
-            "the same number for all paths",
-        ),
+        ("--workers 4 --paths 2,2 --sync diloco --local-steps by-speed --sync-every 3", "equal with `paths`"),
         (
             "--workers 4 --paths 2 --sync diloco --stages 2 --schedule pipedream --clip 0",
             "ddp with pipedream",
         ),
-        ("--workers 4 --paths 2,2 --sync diloco --shards kmeans:3 --route-tokens 6", "fewer replicas"),
+        ("--workers 4 --paths 2,2 --sync diloco --shards kmeans:3 --route-tokens 6", "fewer paths"),
     ] {
         let output = train(&run, &format!("{args} --out no"));
         refused(&output, reason);
@@ -304,12 +343,46 @@ fn a_list_of_paths_that_lies_is_refused() {
         (&(|lie: &mut Value| lie["paths"] = json!([])) as &dyn Fn(&mut Value), "0 models"),
         (&|lie: &mut Value| lie["router"]["prefix"] = json!(0), "prefix"),
         (&|lie: &mut Value| lie["router"]["centres"][0][3] = json!(7), "centres"),
-        (&|lie: &mut Value| lie["paths"][0]["rank"] = json!(-1), "invalid value"),
+        (&|lie: &mut Value| lie["paths"][0]["ranks"] = json!([-1]), "invalid value"),
+        (&|lie: &mut Value| lie["paths"][0]["ranks"] = json!([1]), "different ranks"),
+        (&|lie: &mut Value| lie["paths"][0]["ranks"] = json!([]), "different ranks"),
         (&|lie: &mut Value| lie["more"] = json!(1), "unknown field"),
         (&|lie: &mut Value| lie["own"] = json!("a"), "invalid type"),
     ] {
         let told = changed(change);
         assert!(!told.status.success(), "{reason}");
         assert!(stderr(&told).contains(reason), "{reason}: {}", stderr(&told));
+    }
+}
+
+/// All held-out text may be that of one path, whose evaluation takes as long as all others' together.
+#[test]
+fn held_out_text_of_one_kind_is_measured_by_one_path() {
+    let run = alphabets();
+    fs::create_dir(run.at("data")).unwrap();
+    fs::copy(run.at("text.txt"), run.at("data/train.txt")).unwrap();
+    fs::write(run.at("data/valid.txt"), WORDS[2].repeat(60)).unwrap();
+    let steps = done(&run, "run", &format!("{PATHS} --workers 4 --paths 2,2 --data data --eval-every 3"));
+    assert!(steps[5].val_loss.is_some_and(f64::is_finite), "{steps:?}");
+    let paths = json_of(&output(&run, "eval run --data data --json"))["paths"].clone();
+    let counts: Vec<u64> =
+        paths.as_array().unwrap().iter().filter_map(|path| path["tokens"].as_u64()).collect();
+    assert_eq!(counts.iter().filter(|&&count| count > 0).count(), 1, "{counts:?}");
+}
+
+/// What begins every prompt does not choose its path.
+#[test]
+fn a_begin_of_text_token_chooses_no_path() {
+    use farflung::zoo::tokenizer::Byte;
+    use farflung::zoo::{Corpus, HoldOut, Sharding, Shards, TextRouter};
+
+    let text = (0..24).map(|turn| WORDS[turn % 4].repeat(20)).collect::<String>();
+    let corpus = Corpus::from_bytes("alphabets", text.as_bytes(), &Byte).unwrap();
+    let (training, _) = corpus.split(HoldOut::Standard).unwrap();
+    let shards = Shards::new(Sharding::KMeans(4), &training, 16, 4, 1).unwrap().unwrap();
+    let router = TextRouter::of(&shards, &training, 6).unwrap();
+    for words in WORDS {
+        let tokens: Vec<u32> = words.bytes().map(u32::from).collect();
+        assert_eq!(router.path_of(&Byte, words).unwrap(), router.path(&tokens));
     }
 }

@@ -118,7 +118,8 @@ impl Plan {
             let expected = format!("at least one layer, from {next} to {} at most", self.model.layers);
             let good = layers.start >= next && layers.end > layers.start && layers.end <= self.model.layers;
             ensure(good, field, text, expected)?;
-            ensure(*modules > 0, format!("path[{i}].modules"), modules, "at least 1")?;
+            let expected = "at least 2: layers in no level are common to all paths";
+            ensure(*modules > 1, format!("path[{i}].modules"), modules, expected)?;
             next = layers.end;
         }
         if self.paths.is_empty() {

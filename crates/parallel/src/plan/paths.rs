@@ -4,6 +4,8 @@
 use std::fmt;
 use std::ops::Range;
 
+use farflung_base::Rank;
+
 use super::{Plan, even_parts};
 
 /// A level of modules: copies of some layers, of which each path has one.
@@ -23,8 +25,8 @@ impl fmt::Display for PathLevel {
 }
 
 impl PathLevel {
-    /// Cuts layers into a level for each number of modules, as evenly as they can be cut; `None` if there are
-    /// fewer layers than levels.
+    /// Cuts layers into a level for each number of modules, as evenly as they can be cut, and returns those
+    /// with several modules; `None` if there are fewer layers than numbers.
     ///
     /// ```
     /// use farflung_parallel::PathLevel;
@@ -40,7 +42,9 @@ impl PathLevel {
         let ranges = even_parts(layers, u32::try_from(modules.len()).ok()?)?;
         let levels = ranges.into_iter().zip(modules).map(|(layers, &modules)| Self { layers, modules });
         let levels: Vec<Self> = levels.collect();
-        levels.iter().all(|level| !level.layers.is_empty()).then_some(levels)
+        let good = levels.iter().all(|level| !level.layers.is_empty());
+        // What has one module is common to all paths.
+        good.then(|| levels.into_iter().filter(|level| level.modules > 1).collect())
     }
 }
 
@@ -71,6 +75,20 @@ impl Plan {
         let mut modules: Vec<u32> = digits.collect();
         modules.reverse();
         modules
+    }
+
+    /// Returns the levels as texts, as checkpoints record them.
+    #[must_use]
+    pub fn recorded_paths(&self) -> Vec<String> {
+        self.paths.iter().map(ToString::to_string).collect()
+    }
+
+    /// Returns the ranks that have the beginning of the model of a path, one for each of its replicas: the
+    /// first one has the whole model of its pipeline in checkpoints.
+    #[must_use]
+    pub fn first_ranks_of_path(&self, path: u32) -> Vec<Rank> {
+        let replicas = (0..self.replicas()).filter(|&replica| self.path(replica) == path);
+        replicas.map(|replica| self.pipeline_of(replica)[0]).collect()
     }
 
     /// Returns the replicas that have the same module as a replica at a level, in order.

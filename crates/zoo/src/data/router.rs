@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize, Serializer};
 use super::kmeans::{BUCKETS, Point, features, features_at, mean, nearest};
 use super::shards::Shards;
 use super::tokens::Split;
-use crate::ZooError;
+use crate::{Tokenizer, ZooError};
 
 /// Maximum number of paths.
 const MOST_PATHS: usize = 1 << 16;
@@ -91,6 +91,14 @@ impl TextRouter {
         }
         let point: Point = features(first);
         nearest(&self.centres, &point).0
+    }
+
+    /// Returns the number of the path that a text takes: that of its tokens, without those that a prompt begins
+    /// with for every text.
+    ///
+    /// Errors: those of the tokenizer.
+    pub fn path_of(&self, tokenizer: &dyn Tokenizer, text: &str) -> Result<usize, ZooError> {
+        Ok(self.path(&tokenizer.encode(text)?))
     }
 
     /// Returns the number of paths, from 1 to 65536.

@@ -8,7 +8,7 @@ use farflung_comm::Communicator;
 use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
 use super::folder;
-use super::whole::{all_of, checked_owner};
+use super::whole::{all_of_each, checked_owner};
 use crate::checkpoint::{MANIFEST, folder as name_of};
 use crate::error::ModelError;
 use crate::{Checkpoint, Error, ModelSource, Result, run_dir};
@@ -89,7 +89,7 @@ pub(super) fn newest(run: &Path, job: &Job, comm: &Communicator) -> Result<PathB
         |steps: &[u8], step: u64| steps.as_chunks().0.iter().any(|&bytes| u64::from_le_bytes(bytes) == step);
     let on_all = good.iter().copied().find(|&step| all.iter().all(|steps| has(steps, step)));
     let path = |step| run.join(name_of(step));
-    let whole = || good.iter().copied().find(|&step| all_of(&path(step), job, 0).is_ok());
+    let whole = || good.iter().copied().find(|&step| all_of_each(&path(step), job).is_ok());
     let chosen = match (rank.0, on_all.or_else(whole).or(good.first().copied())) {
         (0, None) => Err(failed.map_or_else(|| not_a_checkpoint(run), Error::of_input)),
         (_, step) => Ok(step.unwrap_or(0)),

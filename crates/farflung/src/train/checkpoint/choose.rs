@@ -8,7 +8,7 @@ use super::super::all_succeed::all_succeed;
 use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::source::{self, Files, Residuals};
-use super::whole::{Chosen, all_of, checked_owner, of_rank};
+use super::whole::{Chosen, all_of, all_of_each, checked_owner, of_rank};
 use super::{Source, all_gather_u64, by_path, lost, members};
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Result, RunDir};
@@ -28,7 +28,7 @@ enum OwnCheckpoint {
 /// Errors: the same on all ranks.
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
-    let levels: Vec<String> = job.plan.paths.iter().map(ToString::to_string).collect();
+    let levels = job.plan.recorded_paths();
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| {
             let held = (t.world, &t.parts, &t.experts, &t.paths);
@@ -91,7 +91,14 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
             let files = all_succeed(comm, files)?;
             let place = |rank| job.plan.place(rank);
             let shared = lost::share(comm, agreed, place, files, not_yet)?;
-            let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
+            let lost::Shared { files, notes, residuals } = match shared {
+                lost::Found::All(shared) => *shared,
+                lost::Found::NotYet(lacking) => {
+                    let all = before_first(comm, run, job, (lacking, agreed))?;
+                    let source = all.map(|all| read(all, Residuals::None)).transpose();
+                    return Ok(all_succeed(comm, source)?.map(chosen));
+                }
+            };
             let source = all_succeed(comm, Source::new(&job.model, vec![files], residuals, needed))?;
             Ok(Some(Chosen { source, notes }))
         }
@@ -101,6 +108,26 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
 /// Returns the path that a rank trains.
 fn own_path(job: &Job, rank: Rank) -> u32 {
     job.plan.path(job.plan.at(rank).data)
+}
+
+/// Returns the checkpoints from which all continue where a rank has never saved its parts, as far as its folder
+/// tells, and no other has them: an earlier one of the whole model; `None` if the step that the others have is
+/// their first, so that the run was interrupted while it was saved. A collective.
+///
+/// Errors: [`Error::NoCopy`] if the rank's checkpoints must have been removed.
+fn before_first(
+    comm: &Communicator,
+    run: &RunDir,
+    job: &Job,
+    (lacking, agreed): (Rank, u64),
+) -> Result<Option<Vec<Checkpoint>>> {
+    let others = run.checkpoints()?.into_iter().filter(|&step| step != agreed).count();
+    let is_first = all_gather_u64(comm, others as u64)?.iter().all(|&others| others == 0);
+    match all_succeed(comm, cut_otherwise(comm, run, job))? {
+        Some(all) => Ok(Some(all)),
+        None if is_first => Ok(None),
+        None => Err(Error::NoCopy { rank: lacking, step: agreed }),
+    }
 }
 
 /// Returns the newest checkpoint in a rank's folder.
@@ -168,7 +195,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     if comm.rank().0 == 0 {
         for at in run.checkpoints()?.into_iter().rev() {
             let path = root.join(crate::checkpoint::folder(at));
-            match all_of(&path, job, 0) {
+            match all_of_each(&path, job) {
                 // A checkpoint from before the model was divided is not used, since it would lose steps that
                 // others have.
                 Ok(all) if all.len() == 1 && matches!(missing, Some(Error::PartsElsewhere { .. })) => break,

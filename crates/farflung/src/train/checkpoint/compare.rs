@@ -26,11 +26,11 @@ pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
     if record.plan_start.is_none() || record.microbatches.is_some() {
         same(field, words(job.plan.sequences()), &words(record.sequences))?;
     }
-    let levels: Vec<String> = job.plan.paths.iter().map(ToString::to_string).collect();
     // Paths may begin with one model: each has it then.
     if !record.paths.is_empty() {
         let told = |levels: &[String]| if levels.is_empty() { "none".to_owned() } else { levels.join(", ") };
-        same("paths", told(&levels), &told(&record.paths))?;
+        same("paths", told(&job.plan.recorded_paths()), &told(&record.paths))?;
+        same("shards", job.text_parts.routing.clone(), &record.routing)?;
     }
     same("seed", job.config.seed.to_string(), &record.seed.to_string())?;
     same("sync", level.method.name.to_owned(), &record.sync)?;

@@ -34,9 +34,16 @@ struct Pair {
     from: Rank,
 }
 
+/// What ranks have of a step.
+pub(super) enum Found {
+    /// The state of each rank.
+    All(Box<Shared>),
+    /// This rank had not yet saved its first checkpoint, and no other rank holds its parts.
+    NotYet(Rank),
+}
+
 /// Returns each rank's files of a step: the rank's own files, or another rank's files for a rank that has lost
-/// them. `None` if a rank had not yet saved its first checkpoint and no other rank holds its parts: then all
-/// start at step 0. Ranks with equal `place` hold the same parts. A collective.
+/// them. Ranks with equal `place` hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, if no other rank holds the state of a rank.
 pub(super) fn share(
@@ -45,7 +52,7 @@ pub(super) fn share(
     place: impl Fn(Rank) -> u32,
     mine: Option<Files>,
     not_yet: bool,
-) -> Result<Option<Shared>> {
+) -> Result<Found> {
     let state = match (&mine, not_yet) {
         (Some(_), _) => HAS,
         (None, true) => NOT_YET,
@@ -57,7 +64,7 @@ pub(super) fn share(
         let alike = |from: &Rank| place(*from) == place(to);
         match (0..states.len() as u32).map(Rank).find(|from| alike(from) && states[from.index()] == HAS) {
             Some(from) => pairs.push(Pair { to, from }),
-            None if state == NOT_YET => return Ok(None),
+            None if state == NOT_YET => return Ok(Found::NotYet(to)),
             None => return Err(Error::NoCopy { rank: to, step }),
         }
     }
@@ -75,7 +82,7 @@ pub(super) fn share(
         (None, Some(files)) => (files, Residuals::Others),
         (None, None) => return Err(Error::NoCopy { rank: comm.rank(), step }),
     };
-    Ok(Some(Shared { files, notes, residuals }))
+    Ok(Found::All(Box::new(Shared { files, notes, residuals })))
 }
 
 /// Sends the copies in pieces. In each round, each copy advances by one piece and all ranks meet at a barrier,

@@ -48,6 +48,15 @@ pub(super) fn all_of(path: &Path, job: &Job, own: u32) -> Result<Vec<Checkpoint>
     std::iter::once(Ok(first)).chain(others).collect()
 }
 
+/// Returns the checkpoints of [`all_of`] for the first path, after checking that there are those of each path
+/// if the run trained the job's paths.
+pub(super) fn all_of_each(path: &Path, job: &Job) -> Result<Vec<Checkpoint>> {
+    for own in 1..job.plan.paths() {
+        all_of(path, job, own)?;
+    }
+    all_of(path, job, 0)
+}
+
 /// Returns a member's checkpoint, and those of others on the same disk that contain the rest of the model's
 /// `layers` layers.
 ///

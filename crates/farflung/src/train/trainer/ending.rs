@@ -5,7 +5,6 @@ use std::fmt::Write as _;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_parallel::Plan;
 
 use super::Trainer;
 use crate::train::decoder::Decoder;
@@ -40,13 +39,11 @@ impl Trainer {
     /// `tells`. The stages of a replica generate the sample together, and the replicas that divide its experts
     /// the same one at the same time. A collective: all ranks must call it.
     pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
-        let hash = self.digest()?;
+        let (hash, paths) = self.digests()?;
         if !self.is_divided() && job.plan.shares() == 1 {
             let sample = tells.then(|| self.sample(job, self.comm())).transpose()?;
             return Ok(hash.zip(sample).map(|(hash, sample)| Ending { hash, paths: Vec::new(), sample }));
         }
-        let paths =
-            if job.plan.paths() > 1 { self.digests_of_paths(&job.plan, hash.as_ref())? } else { Vec::new() };
         // The model is whole and saved: a loss during the sample does not take away the report.
         let lost = |error: Error| {
             if !error.is_peer_lost() && !matches!(error, Error::Comm(_)) {
@@ -67,17 +64,31 @@ impl Trainer {
         Ok(hash.filter(|_| tells).map(|hash| Ending { hash, paths, sample }))
     }
 
-    /// Returns the hashes of the models of all paths, on all ranks. A collective.
-    fn digests_of_paths(&self, plan: &Plan, own: Option<&String>) -> Result<Vec<String>> {
-        let told = self.comm().all_gather_bytes(own.cloned().unwrap_or_default().into_bytes())?;
-        let of_path = |path| {
-            let bytes = &told[plan.pipeline_of(path)[0].index()];
-            String::from_utf8(bytes.clone()).map_err(|_| Error::Message {
-                message: format!("the hash of path {path}"),
+    /// Returns the hash of the model's parameters, where [`Trainer::digest`] does, and those of the models of
+    /// all paths, if there are several: the hash is then that of their hashes. A collective.
+    fn digests(&self) -> Result<(Option<String>, Vec<String>)> {
+        let own = self.own_digest()?;
+        if self.givers.of_paths.is_empty() {
+            return Ok((own, Vec::new()));
+        }
+        let told = self.comm().all_gather_bytes(own.clone().unwrap_or_default().into_bytes())?;
+        let of_path = |rank: &Rank| {
+            String::from_utf8(told[rank.index()].clone()).map_err(|_| Error::Message {
+                message: format!("the hash of the path of {rank}"),
                 problem: "is not text",
             })
         };
-        (0..plan.paths()).map(of_path).collect()
+        let paths: Vec<String> = self.givers.of_paths.iter().map(of_path).collect::<Result<_>>()?;
+        let all = blake3::hash(paths.join("\n").as_bytes()).to_hex().to_string();
+        Ok((own.map(|_| all), paths))
+    }
+
+    /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds a whole model;
+    /// `None` elsewhere. It is computed from the hashes of the tensors, sorted by name, so that it is the same
+    /// under any plan; where replicas train paths, from those of the models of all paths. A collective: all
+    /// ranks must call it.
+    pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
+        Ok(self.digests()?.0)
     }
 
     /// Sends the sample from the rank that has it to rank 0.
@@ -123,11 +134,8 @@ impl Trainer {
         Ok(text)
     }
 
-    /// Returns the hash of all of the model's parameters, on rank 0 and on each rank that holds the whole
-    /// model; `None` elsewhere. Where replicas train paths, those of the path's model, on its first rank. It is
-    /// computed from the hashes of the tensors, sorted by name, so that it is the same under any plan. A
-    /// collective: all ranks must call it.
-    pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
+    /// Returns the hash of the model that this replica trains, on the rank that has it whole.
+    fn own_digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, .. } = &self.executor;
         let alone = !self.is_divided();
         let first = alone || comm.rank() == self.givers.to;

@@ -28,14 +28,19 @@ pub(super) struct Givers {
     pub(super) to: Rank,
     /// The other ranks that train it.
     pub(super) others: Vec<Rank>,
+    /// The rank that has the model of each path; empty if all replicas train one model.
+    pub(super) of_paths: Vec<Rank>,
 }
 
 impl Givers {
     pub(super) fn of(plan: &Plan, replica: u32) -> Self {
         let replicas = plan.holders_of_model(replica);
         let to = plan.pipeline_of(replicas.start)[0];
+        let several = plan.paths() > 1;
+        let of_paths =
+            (0..plan.paths()).filter(|_| several).map(|path| plan.first_ranks_of_path(path)[0]).collect();
         let trains = |rank: &Rank| plan.holders_of_model(plan.at(*rank).data) == replicas && *rank != to;
-        Self { others: (0..plan.ranks()).map(Rank).filter(trains).collect(), replicas, to }
+        Self { of_paths, others: (0..plan.ranks()).map(Rank).filter(trains).collect(), replicas, to }
     }
 }
 
