@@ -16,7 +16,7 @@ use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
-    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, precision, \
+    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, paths, precision, \
             recompute, sampling, algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
             with the reason that the table gives",
     source: "ours; covering arrays: Cohen et al. 1997, AETG",
@@ -36,6 +36,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         batch: 1,
         steps: STEPS,
         sync_every: 2,
+        route_tokens: 4,
         ..config(report.seed(), false)
     };
     let whole = job(TrainConfig { workers: 1, ..base.clone() }, JobTransport::Simulated(Link::FREE))?;

@@ -111,7 +111,7 @@ settings! {
         /// Train paths through modules that several of them share, instead of one model (DiPaCo): the number of
         /// modules at each level of layers, such as 2,2 for four paths through two levels. Each replica trains
         /// a path on its own part of the text (--shards; by default as many clusters as paths), and each module
-        /// is averaged over the paths that have it. With --sync diloco.
+        /// is averaged over the paths that have it. With --sync diloco; docs/paths.md.
         @paths: Numbers, "N,N";
         /// Number of tokens at the beginning of a text that decide which of the paths it takes.
         route_tokens: usize, "N", 32_usize;

@@ -190,7 +190,10 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         ("--workers 2 --expert 2 --own-data true", "must be equal"),
         ("--workers 2 --expert 2 --codec topk:0.5+dgc:0.9", "takes no part of the momentum"),
         ("--workers 2 --expert 2 --sync diloco", "replicas that divide experts take each step together"),
-        ("--workers 2 --expert 2 --optimizer onebit-adam", "only gradients are averaged over the replicas"),
+        (
+            "--workers 2 --expert 2 --optimizer onebit-adam",
+            "are averaged over the replicas that hold the same ones",
+        ),
         ("--workers 4 --expert 2 --stages 2 --schedule pipedream --clip 0", "run each microbatch together"),
         ("--workers 4 --expert 2 --stages 2 --schedule varuna", "run each microbatch together"),
     ] {

@@ -188,6 +188,11 @@ fn every_recipe_works_with_members_that_come_and_go() {
         let given = format!("recipe = \"{}\"", recipe.name);
         let given = TrainArgs::from_toml(&given, Path::new("a test")).unwrap();
         let config = TrainConfig::merge(given, TrainArgs::default()).unwrap();
+        if config.paths.is_some() {
+            // `host` refuses paths, as `paths.rs` tests: a member that leaves would take its own with it.
+            assert_eq!(recipe.name, "dipaco");
+            continue;
+        }
         let each_step = config.sync.each_step;
         let config = TrainConfig { sync_every: if each_step { config.sync_every } else { 2 }, ..config };
         let job = job(folder.path(), 3, config);
