@@ -55,7 +55,7 @@ pub(crate) struct EvalCommand {
     context: Option<u32>,
     /// Number of targets at the beginning of each sequence that are not measured. Default: of a run that
     /// trained paths, those that decide which path a text takes; else 0.
-    #[arg(long, value_name = "N", conflicts_with = "tokens", value_parser = clap::value_parser!(u32).range(0..))]
+    #[arg(long, value_name = "N", conflicts_with = "tokens")]
     skip: Option<u32>,
     /// Sequences per batch.
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(1..))]

@@ -33,9 +33,6 @@ impl ApartParams {
     /// Returns what a replica holds apart in a part of the model, by kind: the same kinds on all holders of the
     /// part.
     pub(super) fn of(plan: &Plan, stage: &Stage, replica: u32) -> Vec<Self> {
-        let holding = |number: u32, of: &dyn Fn(u32) -> u32| {
-            (0..plan.replicas()).filter(|&other| of(other) == number).collect()
-        };
         let mut apart = Vec::new();
         if plan.divides_experts() {
             let number = plan.expert_rank(replica);
@@ -43,7 +40,7 @@ impl ApartParams {
                 ranges: stage.expert_ranges(),
                 name: format!("the experts of rank {number} of each group"),
                 number,
-                replicas: holding(number, &|other| plan.expert_rank(other)),
+                replicas: (0..plan.replicas()).filter(|&other| plan.expert_rank(other) == number).collect(),
                 factor: 1.0 / f64::from(plan.expert_ranks()),
             });
         }
@@ -75,7 +72,7 @@ fn modules(plan: &Plan, stage: &Stage, replica: u32) -> Vec<ApartParams> {
         replicas: plan.replicas_of_module(replica, number),
         factor: 1.0,
     };
-    plan.paths.iter().enumerate().filter(|(_, level)| level.modules > 1).map(of).collect()
+    plan.paths.iter().enumerate().map(of).collect()
 }
 
 /// Returns what is in none of some ranges in order, up to `end`.
@@ -157,8 +154,11 @@ pub(super) fn by_part(
     layers: &[Range<usize>],
     holders: &BTreeMap<u32, Communicator>,
 ) -> Result<BTreeMap<u32, HeldApart>> {
-    let (divided, device) = (ExpertRanks::of(plan), Device::cpu(1)?);
     let mut held = BTreeMap::new();
+    if plan.shares() == 1 {
+        return Ok(held);
+    }
+    let (divided, device) = (ExpertRanks::of(plan), Device::cpu(1)?);
     for (&part, holders) in holders {
         let layers = (model, layers[part as usize].clone());
         let params = ApartParams::of(plan, &divided.counted_stage(layers, replica, &device)?, replica);

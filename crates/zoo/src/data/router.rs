@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn the_centre_is_the_mean_of_the_pieces() {
         let (_, router) = router(&[b"aabbabaaxx"], 4);
-        // Two pieces: half a and half b, and three quarters a; what is left is not used.
+        // The first piece has as many a as b, the second has three a of four. The rest at the end is not used.
         let a = f64::midpoint(0.5_f64.sqrt(), 0.75_f64.sqrt()) as f32;
         let b = f64::midpoint(0.5_f64.sqrt(), 0.25_f64.sqrt()) as f32;
         let centre = router.centres[0];
