@@ -15,7 +15,7 @@ use farflung_zoo::data::ReadOptions;
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::{Holds, Weights};
-use farflung_zoo::{Tokenizer, ZooError};
+use farflung_zoo::{Objective, Tokenizer, ZooError};
 
 use crate::checkpoint::{LATEST, MANIFEST, Packing};
 use crate::config::choice::TokenizerKind;
@@ -71,6 +71,10 @@ pub struct RunReading {
     pub options: ReadOptions,
     /// Whether documents are kept apart.
     pub document_mask: bool,
+    /// What the model learns to predict.
+    pub objective: Objective,
+    /// Seed of the run's randomness.
+    pub seed: u64,
 }
 
 impl ModelSource {
@@ -428,7 +432,9 @@ fn reading_in(settings: &str) -> RunReading {
         special_tokens: flag("special-tokens"),
         token_type: text("token-type").and_then(|name| name.parse().ok()),
     };
-    RunReading { options, document_mask: flag("document-mask") }
+    let objective = text("objective").and_then(|name| name.parse().ok()).unwrap_or_default();
+    let seed = table.get("seed").and_then(toml::Value::as_integer).unwrap_or(0).cast_unsigned();
+    RunReading { options, document_mask: flag("document-mask"), objective, seed }
 }
 
 /// Returns the tokenizer in the settings of a run.

@@ -331,7 +331,8 @@ pub struct SyncMethod {
     /// Whether the result depends on when messages arrive. Two runs then give the same bits only on a simulated
     /// network, which has a virtual clock.
     pub timed: bool,
-    /// Number of steps between averages, if the method itself decides this.
+    /// Number of steps between averages, if the method itself decides this; if it reads `sync-every`, unless
+    /// the user does.
     pub every: Option<u64>,
     /// Default codec of the method's averages or messages; `None` means that it has no default of its own.
     pub codec: Option<&'static str>,
@@ -340,6 +341,9 @@ pub struct SyncMethod {
     pub codes_server_changes: bool,
     /// Whether the method itself compensates for what a codec loses, so that the codec needs no error feedback.
     pub compensates: bool,
+    /// Whether the weights of replicas may change from round to round, as they do if replicas have different
+    /// numbers of targets in each step.
+    pub changing_weights: bool,
     /// Default outer momentum, if it differs from that of `diloco`.
     pub outer_momentum: Option<f64>,
     /// What the method does in a round without one of the members.

@@ -1,7 +1,7 @@
 //! Checks of the operands of ops. They run once, here, so that backends can rely on them.
 
 use crate::op::{Fuse, Heads, Op, Rotary};
-use crate::{DType, Device, Result, Shape, TensorError, View, ViewMut};
+use crate::{DType, Device, Mask, Result, Shape, TensorError, View, ViewMut};
 
 pub(crate) struct Check<'a> {
     pub(crate) device: &'a Device,
@@ -110,9 +110,15 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Checks that the beginnings of documents, if there are any, are u32 and as many as `[B, T]`.
+    /// Checks that the borders of documents, if there are any, are u32 and as many as `[B, T]`.
     fn documents(&self, documents: Option<&View<'_>>, tokens: [usize; 2]) -> Result<()> {
         documents.map_or(Ok(()), |documents| self.flat(documents, DType::U32, tokens))
+    }
+
+    /// Checks that what a mask says of tokens is u32 and as many as `[B, T]`.
+    fn mask(&self, mask: &Mask<'_>, tokens: [usize; 2]) -> Result<()> {
+        self.documents(mask.documents.as_ref(), tokens)?;
+        self.documents(mask.prefixes.as_ref(), tokens)
     }
 
     /// Checks that a table of positions has at least `rows` rows of `width` values.
@@ -228,19 +234,19 @@ impl Op<'_> {
             }
             Self::Attention { heads, mask, qkv, y, lse } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.documents(mask.documents.as_ref(), [b, t])?;
+                c.mask(mask, [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])
             }
             Self::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, _] = c.heads(y, qkv, *heads)?;
-                c.documents(mask.documents.as_ref(), [b, t])?;
+                c.mask(mask, [b, t])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
             Self::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.documents(mask.documents.as_ref(), [b, t])?;
+                c.mask(mask, [b, t])?;
                 c.caches([keys, values], [b, past.saturating_add(t), heads.kv.saturating_mul(d)])?;
                 lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, heads.query, t]))
             }
@@ -259,7 +265,7 @@ impl Op<'_> {
                 d_values,
             } => {
                 let [b, t, d] = c.heads(y, qkv, *heads)?;
-                c.documents(mask.documents.as_ref(), [b, t])?;
+                c.mask(mask, [b, t])?;
                 let width = heads.kv.saturating_mul(d);
                 c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
                 c.flat(lse, DType::F32, [b, heads.query, t])?;

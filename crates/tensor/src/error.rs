@@ -85,6 +85,21 @@ pub enum TensorError {
         /// The beginning found.
         start: u32,
     },
+    /// The prefix of a document ends after the document's tokens, or not at the same token for all of them.
+    #[error(
+        "{op}: the prefix of the document of the token at position {position} ends before {end}, expected at most \
+         {most}, the same for all tokens of the document"
+    )]
+    Prefix {
+        /// Name of the op.
+        op: &'static str,
+        /// Position of the token in its sequence.
+        position: usize,
+        /// The position found, of the first token after the prefix.
+        end: u32,
+        /// The end of the document's tokens.
+        most: usize,
+    },
     /// A range is beyond the end of its tensor, or of the parameters of a layout.
     #[error("{op}: range {start}..{end} is out of bounds, the length is {len}")]
     OutOfBounds {

@@ -9,6 +9,13 @@
 //! is the token's own position, or what the token before it has. `None`: each sequence is one document. The CPU
 //! rejects other values ([`TensorError::Documents`](crate::TensorError::Documents)); GPUs take a start after
 //! its token as the token's own position.
+//!
+//! A document may begin with a prefix that is read in both directions. Attention then takes `prefixes`: u32
+//! `[B, T]`, for each token the position in its sequence of the first token after its document's prefix. All
+//! tokens of a document have the same; without a prefix, any position up to the document's first. A prefix ends
+//! with the op's tokens of the document, or before. The CPU rejects other values
+//! ([`TensorError::Prefix`](crate::TensorError::Prefix)); GPUs take an end after the last key as the end of the
+//! keys.
 
 mod cost;
 
@@ -51,12 +58,17 @@ pub enum Fuse<'a> {
     },
 }
 
-/// Which keys a query of causal attention attends to, of those up to its own.
+/// Which keys a query attends to: those up to its own, without those that are left out here, and those of its
+/// prefix.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Mask<'a> {
     /// Where documents begin: a query attends only to keys of its own document.
     pub documents: Option<View<'a>>,
-    /// Number of keys, its own included, that it attends to at most (Beltagy et al. 2020). `None` for all.
+    /// Where the prefixes of documents end: a query in one attends to all keys of the prefix, those after its
+    /// own included (Dong et al. 2019, "`UniLM`"; Raffel et al. 2020, "T5", prefix language models).
+    pub prefixes: Option<View<'a>>,
+    /// Number of keys up to its own, this included, that it attends to at most (Beltagy et al. 2020). `None`
+    /// for all.
     pub window: Option<usize>,
 }
 
@@ -278,7 +290,7 @@ pub enum Op<'a> {
     Attention {
         /// Number of heads.
         heads: Heads,
-        /// Which keys a query attends to, of those up to its own.
+        /// Which keys a query attends to.
         mask: Mask<'a>,
         /// Input: `[B, T, W]`, with the query, key and value of each token side by side.
         qkv: View<'a>,
@@ -311,8 +323,7 @@ pub enum Op<'a> {
         heads: Heads,
         /// Number of tokens in the cache before the new ones.
         past: usize,
-        /// Which keys a query attends to, of those up to its own. Documents may begin at a cached
-        /// token.
+        /// Which keys a query attends to. Documents may begin, and prefixes end, at a cached token.
         mask: Mask<'a>,
         /// Queries, keys and values of the new tokens: `[B, T, W]`.
         qkv: View<'a>,

@@ -7,7 +7,7 @@ use farflung_base::Philox;
 use farflung_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::{ModelSpec, Stage, ZooError};
+use crate::{Borders, Input, ModelSpec, Objective, Stage, ZooError};
 
 /// Settings for drawing the next token.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -25,11 +25,21 @@ pub struct Sampling {
     /// [`vocab_size`](crate::Tokenizer::vocab_size): a model's vocabulary may be padded with ids that have no
     /// text. `None` draws from all ids of the model.
     pub vocab: Option<NonZeroUsize>,
+    /// What the model was trained to predict: it says how the text before a token is read.
+    #[serde(default)]
+    pub objective: Objective,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self { temperature: 0.8, top_k: 50, top_p: 1.0, seed: 1337, vocab: None }
+        Self {
+            temperature: 0.8,
+            top_k: 50,
+            top_p: 1.0,
+            seed: 1337,
+            vocab: None,
+            objective: Objective::Causal,
+        }
     }
 }
 
@@ -106,6 +116,9 @@ const STREAM: u64 = u64::from_le_bytes(*b"generate");
 ///   empty prompt is replaced by token 0.
 /// - If the context is full and another token is needed, the cache is cleared, and the last `context / 2`
 ///   tokens (at least one), generated ones included, are processed again at positions from 0 on.
+/// - If the model's objective has a prefix ([`Objective::has_prefix`]), tokens that are processed together, the
+///   prompt first of all, are read in both directions. If it begins with a token of its own, this stands before
+///   them and takes the place of one.
 /// - Token `i` of the `count` uses the random number at position `i` of [`Sampling::seed`]'s stream, so it does
 ///   not depend on the prompt's length.
 ///
@@ -119,12 +132,14 @@ pub fn generate(
     mut emit: impl FnMut(u32) -> bool,
 ) -> Result<(), ZooError> {
     sampling.validate()?;
-    let mut text = Continuation::new(stage.spec(), prompt)?;
+    let mut text = Continuation::new(stage.spec(), prompt, sampling.objective)?;
     let mut cache = stage.cache(1)?;
     for i in 0..count {
         let new = text.pass(cache.len());
         cache.make_room(new.len());
-        let logits = stage.decode_last(params, &mut cache, stage.tokens(new, new.len())?)?;
+        let input = Input::Tokens(stage.tokens(&new, new.len())?);
+        let input = input.with_borders(sampling.objective.borders(stage, cache.len(), new.len())?);
+        let logits = stage.decode_last(params, &mut cache, input)?;
         let token = sampling.draw(&logits.to_vec::<f32>()?, i as u64);
         if !emit(token) {
             break;
@@ -134,6 +149,18 @@ pub fn generate(
     Ok(())
 }
 
+impl Objective {
+    /// Returns the borders of a pass of `new` tokens of one sequence after `past` cached ones: those of a first
+    /// pass are a prefix, if the objective has prefixes.
+    ///
+    /// Errors: as [`Stage::tokens`].
+    pub fn borders(self, stage: &Stage, past: usize, new: usize) -> Result<Borders, ZooError> {
+        let is_prefix = self.has_prefix() && past == 0 && new > 1;
+        let prefixes = is_prefix.then(|| stage.tokens(&vec![new as u32; new], new)).transpose()?;
+        Ok(Borders { documents: None, prefixes })
+    }
+}
+
 /// A text that is being continued: which tokens the model is fed in each pass.
 #[derive(Debug, Clone)]
 pub struct Continuation {
@@ -141,30 +168,45 @@ pub struct Continuation {
     /// Number of the last tokens of `seen` that the next pass takes.
     new: usize,
     context: usize,
+    /// Token before those of a pass that begins at position 0.
+    first: Option<u32>,
 }
 
 impl Continuation {
     /// Begins with a prompt. If it is longer than the context, only its last tokens are fed. An empty prompt is
     /// replaced by token 0.
     ///
-    /// Errors: [`ZooError::TokenOutOfRange`] for a token outside the vocabulary.
-    pub fn new(spec: &ModelSpec, prompt: &[u32]) -> Result<Self, ZooError> {
+    /// Errors: [`ZooError::TokenOutOfRange`] for a token outside the vocabulary; [`ZooError::Config`] if the
+    /// vocabulary or the context has no room for the objective's own tokens.
+    pub fn new(spec: &ModelSpec, prompt: &[u32], objective: Objective) -> Result<Self, ZooError> {
         let (context, vocab) = (spec.context, spec.vocab);
+        for (field, value, least) in
+            [("vocab", vocab, objective.own_ids() + 1), ("context", context, objective.least_context())]
+        {
+            if value < least {
+                let expected = "enough for the tokens of the objective";
+                return Err(ZooError::Config { field, value, expected });
+            }
+        }
+        let first = objective.begins_with(vocab);
         if let Some(position) = prompt.iter().position(|&t| t as usize >= vocab) {
             return Err(ZooError::TokenOutOfRange { path: None, position, token: prompt[position], vocab });
         }
         let seen = if prompt.is_empty() { vec![0] } else { prompt.to_vec() };
-        Ok(Self { new: seen.len().min(context), seen, context })
+        let most = context - usize::from(first.is_some());
+        Ok(Self { new: seen.len().min(most), seen, context, first })
     }
 
     /// Returns the tokens of the next pass, if a cache holds `cached` tokens. If there is no room for them,
     /// these are the last `context / 2` tokens (at least one), for a cache that is cleared:
     /// [`Cache::make_room`](crate::Cache::make_room).
-    pub fn pass(&mut self, cached: usize) -> &[u32] {
+    pub fn pass(&mut self, cached: usize) -> Vec<u32> {
+        let goes_on = cached > 0 && cached + self.new <= self.context;
         if cached + self.new > self.context {
             self.new = (self.context / 2).max(1);
         }
-        &self.seen[self.seen.len() - self.new..]
+        let first = self.first.filter(|_| !goes_on);
+        first.into_iter().chain(self.seen[self.seen.len() - self.new..].iter().copied()).collect()
     }
 
     /// Adds the token that was drawn after a pass.

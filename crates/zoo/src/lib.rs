@@ -27,7 +27,8 @@ mod error;
 // For all users: a model's description, its tokenizer and data, and text generation.
 pub use cut::{AxisShare, Cut};
 pub use data::{
-    Batch, Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, TextRouter, TokenRows,
+    Batch, Corpus, HoldOut, Objective, Offsets, Sampler, Shard, Sharding, Shards, Split, TextRouter,
+    TokenRows,
 };
 pub use error::ZooError;
 pub use exchange::Exchange;
@@ -38,5 +39,5 @@ pub use tensor_spec::{Init, TensorKind, TensorSpec};
 pub use tokenizer::Tokenizer;
 
 // For users who write their own trainer: a stage is a part of the model with its forward and backward passes.
-pub use layer::Targets;
+pub use layer::{Borders, Targets};
 pub use stage::{ActivationPolicy, Cache, Input, Output, Packed, Saved, Slices, Stage};

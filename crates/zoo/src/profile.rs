@@ -6,7 +6,8 @@ use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 
 use crate::exchange::{AxisBytes, Counted};
 use crate::layer::{
-    Activations, Before, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, StageContext, Targets,
+    Activations, Before, Borders, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, StageContext,
+    Targets,
 };
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 use crate::{AxisShare, TensorKind};
@@ -172,6 +173,7 @@ struct Bench {
     layout: ParamLayout,
     params: Tensor,
     exchange: Counted,
+    borders: Borders,
 }
 
 impl Bench {
@@ -179,13 +181,13 @@ impl Bench {
         let layout = builder.layout()?;
         let params = device.zeros(layout.len())?;
         let exchange = Counted::new([(Axis::Tensor, share.clone()), (Axis::Expert, experts.clone())]);
-        Ok(Self { device, layout, params, exchange })
+        Ok(Self { device, layout, params, exchange, borders: Borders::default() })
     }
 
     fn cx(&self) -> StageContext<'_> {
-        let Self { device, layout, params, exchange } = self;
+        let Self { device, layout, params, exchange, borders } = self;
         let router = RouterPass::NONE;
-        StageContext { device, layout, params, exchange, gradient_scale: 1.0, router, documents: None }
+        StageContext { device, layout, params, exchange, gradient_scale: 1.0, router, borders }
     }
 
     fn meter(&self) -> Meter<'_> {

@@ -19,7 +19,7 @@ use crate::ZooError;
 use crate::cut::AxisShare;
 use crate::exchange::Exchange;
 use crate::layer::{
-    Activations, Before, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
+    Activations, Before, Borders, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
     StageContext, Targets, dims,
 };
 use crate::spec::{HeadSpec, ModelSpec};
@@ -79,8 +79,8 @@ pub struct Saved {
     /// Token positions of the pass.
     positions: Range<usize>,
     tokens: Option<Tensor>,
-    /// Where the documents of the pass's tokens begin.
-    documents: Option<Tensor>,
+    /// Where the documents of the pass's tokens begin and prefixes end.
+    borders: Borders,
     /// Number of leading blocks whose values were dropped. `blocks` contains the blocks after them.
     forgotten: usize,
     blocks: Vec<StoredActivations>,
@@ -183,7 +183,7 @@ impl Stage {
         Ok(self.device.tensor(ids, [ids.len() / len, len])?)
     }
 
-    fn cx<'a>(&'a self, params: &'a Tensor, documents: Option<&'a Tensor>) -> StageContext<'a> {
+    fn cx<'a>(&'a self, params: &'a Tensor, borders: &'a Borders) -> StageContext<'a> {
         StageContext {
             device: &self.device,
             layout: &self.layout,
@@ -191,7 +191,7 @@ impl Stage {
             exchange: &*self.exchange,
             gradient_scale: self.gradient_scale,
             router: RouterPass::NONE,
-            documents,
+            borders,
         }
     }
 
@@ -212,7 +212,8 @@ impl Stage {
     }
 
     /// Runs the forward pass and saves what the backward pass needs. The last stage needs
-    /// `targets`. If sequences hold several documents, each stage is told where they begin ([`Packed`]).
+    /// `targets`. If sequences hold several documents or prefixes, each stage is told where
+    /// ([`Packed`]).
     pub fn forward(
         &self,
         params: &Tensor,
@@ -225,12 +226,12 @@ impl Stage {
     fn forward_by(
         &self,
         params: &Tensor,
-        Packed { input, documents, sequence_weight }: Packed,
+        Packed { input, borders, sequence_weight }: Packed,
         targets: Option<Targets<'_>>,
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        let cx = self.cx(params, documents.as_ref());
+        let cx = self.cx(params, &borders);
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
         let positions = start..start + dims(&x)?[1];
@@ -259,7 +260,7 @@ impl Stage {
             Saved {
                 positions,
                 tokens,
-                documents,
+                borders,
                 forgotten: 0,
                 blocks,
                 chain: Chain::after_forward(keeping),
@@ -287,7 +288,7 @@ impl Stage {
         let mut routed = saved.routed;
         self.join_alone(&mut routed);
         let router = self.router_pass(&routed)?;
-        let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
+        let cx = StageContext { router, ..self.cx(params, &saved.borders) };
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
@@ -331,7 +332,7 @@ impl Stage {
         saved: &mut Saved,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(), ZooError> {
-        let cx = self.cx(params, saved.documents.as_ref());
+        let cx = self.cx(params, &saved.borders);
         let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.layers.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
@@ -365,7 +366,7 @@ impl Stage {
         self.check_whole(saved)?;
         self.join_alone(&mut saved.routed);
         let router = self.router_pass(&saved.routed)?;
-        let cx = StageContext { router, ..self.cx(params, saved.documents.as_ref()) };
+        let cx = StageContext { router, ..self.cx(params, &saved.borders) };
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
             (None, None, Some(dy)) => dy,
@@ -400,7 +401,7 @@ impl Stage {
     ) -> Result<(), ZooError> {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
-        let cx = self.cx(&nothing, saved.documents.as_ref());
+        let cx = self.cx(&nothing, &saved.borders);
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
@@ -498,11 +499,11 @@ impl Stage {
     fn evaluate(
         &self,
         params: &Tensor,
-        Packed { input, documents, .. }: Packed,
+        Packed { input, borders, .. }: Packed,
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
-        let cx = self.cx(params, documents.as_ref());
+        let cx = self.cx(params, &borders);
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, _) = self.enter(&cx, input, start)?;
         for (i, block) in self.layers.blocks.iter().enumerate() {

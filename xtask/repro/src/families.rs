@@ -24,7 +24,7 @@ pub(crate) const BENCH: Bench = Bench {
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/zoo/tests/fixtures/families");
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
-    for name in comparison::FAMILIES {
+    for name in comparison::FAMILIES.into_iter().chain([comparison::PREFIX]) {
         let folder = Path::new(FIXTURES).join(name);
         let mut compared = vec![
             ("one process", comparison::distances(&folder, &[])),

@@ -20,7 +20,7 @@ use farflung::tensor::{Device, Param};
 use farflung::train::Job;
 use farflung::zoo::layer::{Grads, Routed};
 use farflung::zoo::weights::{Dtype, TokenIds, config_text};
-use farflung::zoo::{AxisShare, Input, ModelSpec, Output, Stage, Targets, stage};
+use farflung::zoo::{AxisShare, Borders, Input, ModelSpec, Output, Stage, Targets, stage};
 use farflung::{OverRanks, TrainConfig, tensor, zoo};
 
 use crate::harness::{Bench, Options, Report, Threshold};
@@ -78,7 +78,9 @@ fn step(stage: &Stage, own: Range<usize>, all: usize, sent: impl Fn() -> u64) ->
     let (scale, weight) = (1.0 / (all * context) as f32, 1.0 / all as f32);
     let params = stage.init(5)?;
     let targets = stage.tokens(&ids, context)?;
-    let input = Input::Tokens(stage.tokens(&ids, context)?).with_documents(None).with_sequence_weight(weight);
+    let input = Input::Tokens(stage.tokens(&ids, context)?)
+        .with_borders(Borders::default())
+        .with_sequence_weight(weight);
     let before = sent();
     let (output, saved) = stage.forward(&params, input, Some(Targets::all(&targets, scale)))?;
     let Output::Losses(losses) = output else { bail!("the whole model gives losses") };

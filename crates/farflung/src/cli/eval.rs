@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use farflung::data_notes::{data_notes, one_document};
-use farflung::train::no_targets;
+use farflung::train::{check_room, check_split, no_targets, rows_of};
 use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
-use farflung::zoo::{Batch, Corpus, HoldOut, Input, Sampler, Shard, TokenRows};
+use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard};
 use farflung::{Error, Result, corpus, terminal};
 
 use super::model::{Loaded, LoadedModel, ModelArgs, Models};
@@ -47,6 +47,12 @@ pub(crate) struct EvalCommand {
     /// at 0; a text is read as in the model's run by default.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     document_mask: Option<bool>,
+    /// What is measured: causal (each token from those before it), prefix-lm or ul2, as in `farflung train`.
+    /// With
+    /// --tokens, prefix-lm reads the file's `prefixes`; there the default is causal. Of a text, the default is
+    /// what the model's run was trained for.
+    #[arg(long, value_name = "KIND")]
+    objective: Option<Objective>,
     /// Number of batches to measure, spread evenly over the held-out text.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     batches: u32,
@@ -75,8 +81,8 @@ impl EvalCommand {
 
     /// Measures the targets of rows.
     fn on_rows(&self, path: &Path) -> Result<()> {
-        let read = if self.document_mask == Some(true) { TokenRows::read_packed } else { TokenRows::read };
-        let rows = read(path).map_err(|error| Error::from(error).of_input())?;
+        let apart = self.document_mask.unwrap_or(false);
+        let rows = rows_of(path, apart, self.objective.unwrap_or_default()).map_err(Error::of_input)?;
         let model = self.model.load_for_ids(rows.length())?;
         rows.check(model.stage.spec().vocab, model.stage.spec().context)
             .map_err(|error| Error::from(error).of_input())?;
@@ -128,6 +134,8 @@ impl EvalCommand {
             token_type: self.token_type.or(reading.options.token_type),
         };
         let document_mask = self.document_mask.unwrap_or(reading.document_mask);
+        let objective = self.objective.unwrap_or(reading.objective);
+        check_room(tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
         let corpus = match &self.data {
             Some(path) => {
                 Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
@@ -139,6 +147,9 @@ impl EvalCommand {
             None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
         };
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
+        if objective.own_ids() > 0 {
+            check_split(&held_out, tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
+        }
         let one = one_document([&training, &held_out]).filter(|_| document_mask);
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
@@ -157,6 +168,10 @@ impl EvalCommand {
                 None => Sampler::evaluation(all, shard, context, windows)?,
             };
             let sampler = if document_mask { sampler.by_documents() } else { sampler };
+            let (seed, vocab) = (reading.seed, model.stage.spec().vocab);
+            let sampler = sampler
+                .with_objective(objective, seed, vocab)
+                .map_err(|error| Error::from(error).of_input())?;
             let (losses, targets) = measured(&model, &sampler.without_first_targets(skipped))?;
             sum += losses;
             count += targets;
@@ -179,13 +194,17 @@ impl EvalCommand {
             format!("{object}\n")
         } else {
             let apart = if document_mask { ", documents kept apart" } else { "" };
+            let of = match objective {
+                Objective::Causal => String::new(),
+                other => format!(", objective {other}"),
+            };
             let by = if router.is_some() {
                 format!(", each text on one of {} paths", sources.len())
             } else {
                 String::new()
             };
             format!(
-                "loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}{by}\n"
+                "loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}{of}{by}\n"
             )
         })
     }
@@ -209,6 +228,6 @@ fn measured(model: &LoadedModel, sampler: &Sampler) -> Result<(f64, u64)> {
 fn losses(model: &LoadedModel, batch: &Batch) -> Result<Vec<f32>> {
     let (LoadedModel { stage, params }, length) = (model, batch.length);
     let (x, y) = (stage.tokens(&batch.inputs, length)?, stage.tokens(&batch.targets, length)?);
-    let x = Input::Tokens(x).with_documents(stage.documents(batch)?);
+    let x = Input::Tokens(x).with_borders(stage.borders(batch)?);
     Ok(stage.losses(params, x, &y)?.to_vec::<f32>()?)
 }

@@ -8,12 +8,13 @@ use farflung::base::{Link, Nanos, Topology};
 use farflung::comm::Communicator;
 use farflung::config::choice::TransportKind;
 use farflung::config::value::Setting as _;
-use farflung::train::{StagedModel, join};
+use farflung::model_source::RunReading;
+use farflung::train::{StagedModel, check_room, join};
 use farflung::zoo::tokenizer::{Byte, TextStream};
-use farflung::zoo::{Sampling, Tokenizer, generate};
+use farflung::zoo::{ModelSpec, Objective, Sampling, Tokenizer, generate};
 use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
-use super::model::ModelArgs;
+use super::model::{ModelArgs, PartText};
 
 /// Continue a text with a trained model.
 #[derive(Debug, clap::Args)]
@@ -46,6 +47,10 @@ pub(crate) struct GenerateCommand {
     /// Most tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 200)]
     tokens: usize,
+    /// How the prompt is read: causal, or in both directions, as a model that was trained with --objective
+    /// prefix-lm or ul2 expects it. Default: as the model's run was trained.
+    #[arg(long, value_name = "KIND")]
+    objective: Option<Objective>,
     /// Sampling temperature; 0 takes the likeliest token.
     #[arg(long, value_name = "X", default_value_t = 0.8)]
     temperature: f32,
@@ -67,12 +72,15 @@ pub(crate) struct GenerateCommand {
 
 impl GenerateCommand {
     pub(crate) fn run(self) -> Result<()> {
-        self.sampling(&Byte).validate().map_err(|error| Error::from(error).of_input())?;
+        self.sampling(&Byte, RunReading::default())
+            .validate()
+            .map_err(|error| Error::from(error).of_input())?;
         if self.staged.stages.get() > 1 {
             return self.staged.run(&self);
         }
         let loaded = self.model.load(None, &self.prompt)?;
-        let sampling = self.sampling(&*loaded.tokenizer);
+        let sampling = self.sampling(&*loaded.tokenizer, loaded.reading);
+        check_room(&*loaded.tokenizer, loaded.stage.spec(), sampling.objective).map_err(Error::of_input)?;
         let prompt = self.prompt_ids(&*loaded.tokenizer)?;
         self.print(&*loaded.tokenizer, &prompt, |emit| {
             generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, emit)?;
@@ -81,13 +89,14 @@ impl GenerateCommand {
     }
 
     /// Returns how tokens are drawn.
-    fn sampling(&self, tokenizer: &dyn Tokenizer) -> Sampling {
+    fn sampling(&self, tokenizer: &dyn Tokenizer, reading: RunReading) -> Sampling {
         Sampling {
             temperature: self.temperature,
             top_k: self.top_k,
             top_p: self.top_p,
             seed: self.seed,
             vocab: NonZeroUsize::new(tokenizer.vocab_size()),
+            objective: self.objective.unwrap_or(reading.objective),
         }
     }
 
@@ -242,13 +251,18 @@ impl StagedArgs {
         ranks: usize,
         stop: &Stop,
     ) -> Result<()> {
-        let (opened, tokenizer) = match command.model.open_part(connection.0.rank(), ranks) {
-            Ok((opened, tokenizer)) => (Ok(opened), tokenizer),
+        let check = |text: &PartText, spec: &ModelSpec| {
+            let objective = command.objective.unwrap_or(text.reading.objective);
+            check_room(&*text.tokenizer, spec, objective)
+        };
+        let (opened, text) = match command.model.open_part(connection.0.rank(), ranks, check) {
+            Ok((opened, text)) => (Ok(opened), text),
             Err(error) => (Err(error), None),
         };
         let model = StagedModel::load(opened, connection, self.compute_rate)?;
-        let Some(tokenizer) = tokenizer else { return model.follow() };
-        let (sampling, prompt) = (command.sampling(&*tokenizer), command.prompt_ids(&*tokenizer)?);
+        let Some(PartText { tokenizer, reading }) = text else { return model.follow() };
+        let sampling = command.sampling(&*tokenizer, reading);
+        let prompt = command.prompt_ids(&*tokenizer)?;
         let generated = command.print(&*tokenizer, &prompt, |emit| {
             model.generate(&prompt, command.tokens, &sampling, |token| {
                 emit(token) && stop.requested().is_none()

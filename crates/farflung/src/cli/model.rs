@@ -11,7 +11,7 @@ use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::train::OpenedPart;
 use farflung::zoo::data::TextRouter;
 use farflung::zoo::spec::Positions;
-use farflung::zoo::{Resize, Stage, Tokenizer};
+use farflung::zoo::{ModelSpec, Resize, Stage, Tokenizer};
 use farflung::{Error, ModelSource, Result, finite, terminal, tokenizers};
 
 /// Which model to load, and how to run it.
@@ -46,6 +46,13 @@ pub(crate) struct Loaded {
     pub(crate) params: Tensor,
     pub(crate) tokenizer: Arc<dyn Tokenizer>,
     /// How the run that trained it read its text.
+    pub(crate) reading: RunReading,
+}
+
+/// What the text of a model needs whose parts are on several ranks.
+pub(crate) struct PartText {
+    pub(crate) tokenizer: Arc<dyn Tokenizer>,
+    /// How the run that trained the model read its text.
     pub(crate) reading: RunReading,
 }
 
@@ -142,13 +149,14 @@ impl ModelArgs {
         Ok(Device::open(self.device, threads)?.with_precision(self.precision))
     }
 
-    /// Opens what one of the process's `ranks` ranks reads its part from, and its device; on rank 0 also the
-    /// tokenizer. An error of its files is one of the input.
+    /// Opens what one of the process's `ranks` ranks reads its part from, and its device; on rank 0 also what
+    /// its text needs, which `check` checks. An error of its files is one of the input.
     pub(crate) fn open_part(
         &self,
         rank: Rank,
         ranks: usize,
-    ) -> Result<(OpenedPart, Option<Arc<dyn Tokenizer>>)> {
+        check: impl Fn(&PartText, &ModelSpec) -> Result<()>,
+    ) -> Result<(OpenedPart, Option<PartText>)> {
         let files = || {
             let source = ModelSource::find_part(&self.model, rank)?;
             if source.path_models()?.is_some() {
@@ -158,11 +166,16 @@ impl ModelArgs {
             }
             let weights = source.open_part()?;
             let leads = rank == Rank(0);
-            let tokenizer = leads.then(|| self.tokenizer(&source, weights.spec().vocab)).transpose()?;
-            Ok((weights, source.step(), tokenizer))
+            let text = || {
+                let tokenizer = self.tokenizer(&source, weights.spec().vocab)?;
+                let text = PartText { tokenizer, reading: source.run_reading() };
+                check(&text, weights.spec()).map(|()| text)
+            };
+            let text = leads.then(text).transpose()?;
+            Ok((weights, source.step(), text))
         };
-        let (weights, step, tokenizer) = files().map_err(Error::of_input)?;
-        Ok((OpenedPart { weights, step, device: self.open_device(ranks)? }, tokenizer))
+        let (weights, step, text) = files().map_err(Error::of_input)?;
+        Ok((OpenedPart { weights, step, device: self.open_device(ranks)? }, text))
     }
 
     /// Opens a model, and what `more` opens for its number of tokens before the weights are read.

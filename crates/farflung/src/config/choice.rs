@@ -12,9 +12,9 @@ use farflung_optim::{Groups, LossScale};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
-use farflung_zoo::Sharding;
-use farflung_zoo::data::{NoEncoding, NoSharding, NoTokenType, TextEncoding, TokenType};
+use farflung_zoo::data::{NoEncoding, NoObjective, NoSharding, NoTokenType, TextEncoding, TokenType};
 use farflung_zoo::spec::BalanceOver;
+use farflung_zoo::{Objective, Sharding};
 use toml::Value;
 
 use super::recipe::{self, Recipe};
@@ -474,7 +474,12 @@ impl Setting for BalanceOver {
     }
 }
 
-by_text!(Sharding: NoSharding, TextEncoding: NoEncoding, TokenType: NoTokenType);
+by_text!(
+    Objective: NoObjective,
+    Sharding: NoSharding,
+    TextEncoding: NoEncoding,
+    TokenType: NoTokenType
+);
 
 impl Setting for VersionSync {
     fn expected() -> String {

@@ -46,9 +46,9 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
 use farflung_tensor::Precision;
-use farflung_zoo::Sharding;
 use farflung_zoo::data::{TextEncoding, TokenType};
 use farflung_zoo::spec::BalanceOver;
+use farflung_zoo::{Objective, Sharding};
 
 use crate::Result;
 use choice::{
@@ -149,6 +149,12 @@ settings! {
         /// the files of a folder and what stands between end-of-text tokens. With --tokens, where the file's
         /// `position_ids` begin again at 0.
         document_mask: bool, "BOOL", false;
+        /// What the model learns to predict: causal (each token from those before it), prefix-lm (a sequence is
+        /// divided at a random place; what is before is read in both directions, what follows is predicted) or
+        /// ul2 (half of the sequences as prefix-lm; from the others, spans are taken out and predicted). ul2
+        /// needs 103 ids at the end of the vocabulary, which a new model gets. With --tokens, prefix-lm reads
+        /// the file's `prefixes`. docs/data.md.
+        objective: Objective, "KIND", Objective::Causal;
         /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
         encoding: TextEncoding, "NAME" => "it may differ with the files; the tokens are compared";
         /// Make special tokens that are written in a text, such as <|endoftext|>, the tokenizer's own tokens.
@@ -243,6 +249,7 @@ settings! {
         @sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between two averages over all workers, for methods with local steps; for async, decoupled and
         /// halos, local steps between two changes that a worker sends; for zero-one-adam the largest interval.
+        /// Other default: 1 for cocktail.
         @sync_every: u64, "STEPS", 20u64;
         /// Steps between des-loc's averages of first moments, a multiple of --sync-every. Default: 3 times
         /// --sync-every.

@@ -100,6 +100,12 @@ pub const RECIPES: &[Recipe] = &[
         settings: &[("sync", "diloco"), ("paths", "2,2")],
     },
     Recipe {
+        name: "gpt-jt",
+        summary: "UL2's mixture of denoisers, and CocktailSGD every 4 steps",
+        source: "Together 2022, GPT-JT; Wang et al. 2023, CocktailSGD; Tay et al. 2022, UL2R",
+        settings: &[("objective", "ul2"), ("sync", "cocktail"), ("sync-every", "4")],
+    },
+    Recipe {
         name: "sparseloco",
         summary: "DiLoCo every 30 steps, 64 of 4096 elements in 2 bits, with error feedback instead of outer \
                   momentum",

@@ -33,6 +33,12 @@ impl TrainConfig {
         self.outer_momentum = self.sync.outer_momentum.unwrap_or(self.outer_momentum);
     }
 
+    /// Returns the number of steps between two averages: the setting, or what the method itself decides.
+    pub(crate) fn period(&self) -> u64 {
+        let is_wish = self.sync.reads.contains(&"sync-every") && self.was_given("sync-every");
+        self.sync.every.filter(|_| !is_wish).unwrap_or(self.sync_every)
+    }
+
     /// Returns the codec of averages, with error feedback if that applies.
     pub(crate) fn averaged_codec(&self) -> AverageSpec {
         if self.error_feedback && !self.sync.compensates { self.codec.with_feedback() } else { self.codec }

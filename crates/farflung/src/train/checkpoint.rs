@@ -29,6 +29,7 @@ use std::path::PathBuf;
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::membership::ViewId;
+use farflung_zoo::Objective;
 use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
@@ -57,6 +58,12 @@ pub(super) struct Totals {
 }
 
 /// `trainer.json`: counters, and values that must be the same when the run is continued.
+/// Returns whether an objective is the one that is not written down.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+fn is_causal(objective: &Objective) -> bool {
+    *objective == Objective::Causal
+}
+
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CheckpointRecord {
@@ -91,6 +98,9 @@ struct CheckpointRecord {
     /// Whether documents were kept apart.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     document_mask: bool,
+    /// What the model learnt to predict.
+    #[serde(default, skip_serializing_if = "is_causal")]
+    objective: Objective,
     step: u64,
     outer_step: u64,
     rounds: u64,

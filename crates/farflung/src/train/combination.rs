@@ -10,11 +10,12 @@ use std::fmt;
 
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
-use farflung_optim::sync::{OnMemberLoss, SyncMethod};
+use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
 use farflung_parallel::{ScheduleSource, whole_pipelines};
 use farflung_tensor::Precision;
+use farflung_zoo::Objective;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::planned::{level, refusal};
@@ -43,6 +44,7 @@ struct Choices {
     loss_scale: LossScaling,
     own_data: bool,
     document_mask: bool,
+    objective: Objective,
     stages: usize,
     /// Number of replicas that divide the experts of a mixture.
     expert_ranks: usize,
@@ -60,6 +62,8 @@ struct Order {
     copies: bool,
     /// Whether all updates happen at the end of a step.
     flushes: bool,
+    /// Whether sequences are cut into slices, which are computed one after another.
+    slices: bool,
     work: Work,
 }
 
@@ -81,6 +85,7 @@ impl Order {
             idle: refusal(method),
             copies: method.copies() > 1,
             flushes: method.is_synchronous(),
+            slices: method.slices(),
             work: match method.arrivals(&Settings::new(2, 4)) {
                 Some(_) => Work::Arrivals,
                 None => Work::Listed,
@@ -89,12 +94,26 @@ impl Order {
     }
 
     fn own(text: &str) -> Self {
-        let copies = text.parse::<ComputeOrder>().is_ok_and(|order| order.placement().copies() > 1);
-        Self { name: "own".to_owned(), idle: None, copies, flushes: true, work: Work::Listed }
+        let order = text.parse::<ComputeOrder>();
+        Self {
+            name: "own".to_owned(),
+            idle: None,
+            copies: order.as_ref().is_ok_and(|order| order.placement().copies() > 1),
+            flushes: true,
+            slices: order.is_ok_and(|order| order.slices() > 1),
+            work: Work::Listed,
+        }
     }
 
     fn pools() -> Self {
-        Self { name: POOLS.to_owned(), idle: None, copies: true, flushes: true, work: Work::Pools }
+        Self {
+            name: POOLS.to_owned(),
+            idle: None,
+            copies: true,
+            flushes: true,
+            slices: false,
+            work: Work::Pools,
+        }
     }
 }
 
@@ -136,6 +155,7 @@ impl Choices {
             loss_scale: run.loss_scale,
             own_data: run.own_data,
             document_mask: run.document_mask,
+            objective: run.objective,
             stages: 1,
             expert_ranks: 1,
             paths: 1,
@@ -164,6 +184,17 @@ impl Choices {
 }
 
 impl Choices {
+    /// Returns a setting's value, if with it the number of targets changes from step to step.
+    fn uneven(&self, field: &'static str) -> Option<Uneven> {
+        match field {
+            "document-mask" if self.document_mask => Some(Uneven { field, value: "true", even: "false" }),
+            "objective" if self.objective.has_prefix() => {
+                Some(Uneven { field, value: self.objective.name(), even: "causal" })
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the optimizer, if replicas average its momentum.
     fn momentum(&self) -> Option<&'static LocalMethod> {
         matches!(self.optimizer.averages, Averages::Momentum { .. }).then_some(self.optimizer)
@@ -332,25 +363,45 @@ const RULES: &[Rule] = &[
     },
     Rule {
         axes: ["document-mask", "sync"],
-        refuses: |choices| {
-            let method = choices.document_mask.then_some(choices.sync)?;
-            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
-        },
+        refuses: |choices| choices.uneven("document-mask")?.with_method(choices.sync),
+    },
+    Rule {
+        axes: ["objective", "sync"],
+        refuses: |choices| choices.uneven("objective")?.with_method(choices.sync),
     },
     Rule {
         axes: ["document-mask", "optimizer"],
-        refuses: |choices| {
-            let wanted = choices.optimizer.averages.sync().filter(|_| choices.document_mask)?;
-            let method = SyncMethod::by_name(wanted)?;
-            weighs_alike(method).then(|| refuse("document-mask", true, of_changing_weights(method)))
-        },
+        refuses: |choices| choices.uneven("document-mask")?.with_optimizer(choices.optimizer),
+    },
+    Rule {
+        axes: ["objective", "optimizer"],
+        refuses: |choices| choices.uneven("objective")?.with_optimizer(choices.optimizer),
     },
     Rule {
         axes: ["document-mask", "own-data"],
+        refuses: |choices| choices.uneven("document-mask")?.with_own_data(choices.own_data),
+    },
+    Rule {
+        axes: ["objective", "own-data"],
+        refuses: |choices| choices.uneven("objective")?.with_own_data(choices.own_data),
+    },
+    Rule {
+        axes: ["objective", "document-mask"],
         refuses: |choices| {
-            let why = "a rank must count the targets of all others, whose texts it does not have";
-            (choices.document_mask && choices.own_data)
-                .then(|| refuse("document-mask", true, format!("false with `own-data`: {why}")))
+            let objective = Some(choices.objective).filter(|objective| objective.has_prefix())?;
+            let expected =
+                format!("false with the objective {objective}: it makes its sequences of whole windows");
+            choices.document_mask.then(|| refuse("document-mask", true, expected))
+        },
+    },
+    Rule {
+        axes: ["objective", "schedule"],
+        refuses: |choices| {
+            let objective = Some(choices.objective).filter(|objective| objective.has_prefix())?;
+            let order = choices.schedule.as_ref().filter(|order| order.slices)?;
+            let why = "it computes the first tokens of a sequence before the others, and in a prefix they attend to \
+                       these";
+            Some(refuse("objective", objective, format!("causal with {}: {why}", order.name)))
         },
     },
     Rule {
@@ -371,19 +422,38 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Returns whether a method is not known to weigh replicas anew in each round. Methods that go on without a
-/// member do so.
-fn weighs_alike(method: &SyncMethod) -> bool {
-    method.on_member_loss != OnMemberLoss::MeanOfOthers
+/// A setting with which the number of targets changes from step to step: its name, its value, and a value with
+/// which it does not.
+#[derive(Debug, Clone, Copy)]
+struct Uneven {
+    field: &'static str,
+    value: &'static str,
+    even: &'static str,
 }
 
-/// Returns what is expected of `document-mask` with such a method, and why.
-fn of_changing_weights(method: &SyncMethod) -> String {
-    format!(
-        "false with {}: replicas have different numbers of targets in each step, and this method does not take, or \
-         is not tested with, weights that change",
-        method.name
-    )
+impl Uneven {
+    /// Refuses methods that do not weigh replicas anew in each round.
+    fn with_method(self, method: &SyncMethod) -> Option<Refusal> {
+        let why = "replicas have different numbers of targets in each step, and this method does not take, or is not \
+                   tested with, weights that change";
+        let expected = format!("{} with {}: {why}", self.even, method.name);
+        (!method.changing_weights).then(|| refuse(self.field, self.value, expected))
+    }
+
+    /// Refuses optimizers that need such a method.
+    fn with_optimizer(self, optimizer: &LocalMethod) -> Option<Refusal> {
+        self.with_method(SyncMethod::by_name(optimizer.averages.sync()?)?)
+    }
+
+    fn with_paths(self) -> Refusal {
+        let why = "paths that share a module must have the same number of targets";
+        refuse(self.field, self.value, format!("{} with `paths`: {why}", self.even))
+    }
+
+    fn with_own_data(self, own_data: bool) -> Option<Refusal> {
+        let why = "a rank must count the targets of all others, whose texts it does not have";
+        own_data.then(|| refuse(self.field, self.value, format!("{} with `own-data`: {why}", self.even)))
+    }
 }
 
 /// Rejects codecs that store samples with pools, since a sample passes through other ranks in each epoch.

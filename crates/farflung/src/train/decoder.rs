@@ -7,7 +7,7 @@ use farflung_base::{Bytes, Nanos, Rank, StageId, Topology};
 use farflung_comm::Communicator;
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::Tensor;
-use farflung_zoo::{Cache, Continuation, Input, Sampling, Stage};
+use farflung_zoo::{Cache, Continuation, Input, Objective, Sampling, Stage};
 use serde::{Deserialize, Serialize};
 
 use super::floats::floats;
@@ -151,7 +151,7 @@ impl<'a> Decoder<'a> {
     ) -> Result<()> {
         sampling.validate()?;
         let first = self.stages.get(&StageId(0)).expect("the first stage is on the rank that leads");
-        let mut text = Continuation::new(first.stage.spec(), prompt)?;
+        let mut text = Continuation::new(first.stage.spec(), prompt, sampling.objective)?;
         let request = Request { count: count as u64, sampling: *sampling };
         self.begin(request.count)?;
         let bytes = postcard::to_stdvec(&request).expect("numbers can be encoded");
@@ -214,10 +214,10 @@ impl<'a> Decoder<'a> {
                     };
                     match input {
                         Handed::Hidden(x) if stage == last => {
-                            let logits = self.compute(stage, x)?.to_vec::<f32>()?;
+                            let logits = self.compute(stage, x, sampling.objective)?.to_vec::<f32>()?;
                             Handed::Token(sampling.draw(&logits, position))
                         }
-                        Handed::Hidden(x) => Handed::Hidden(self.compute(stage, x)?),
+                        Handed::Hidden(x) => Handed::Hidden(self.compute(stage, x, sampling.objective)?),
                         other => other,
                     }
                 }
@@ -246,17 +246,18 @@ impl<'a> Decoder<'a> {
     fn next_tokens(&self, text: &mut Continuation) -> Result<Tensor> {
         let CachedStage { stage, cache, .. } = &self.stages[&StageId(0)];
         let new = text.pass(cache.as_ref().map_or(0, Cache::len));
-        Ok(stage.tokens(new, new.len())?)
+        Ok(stage.tokens(&new, new.len())?)
     }
 
     /// Returns the hidden states that a stage computes from its input; the last stage, logits.
-    fn compute(&mut self, id: StageId, input: Tensor) -> Result<Tensor> {
+    fn compute(&mut self, id: StageId, input: Tensor, objective: Objective) -> Result<Tensor> {
         let held = self.stages.get_mut(&id).expect("a stage that this rank holds");
         let new = input.shape().dims()[1];
         let cache = held.cache.as_mut().expect("a generation has begun");
         cache.make_room(new);
         let past = cache.len();
         let input = if id.0 == 0 { Input::Tokens(input) } else { Input::Hidden(input) };
+        let input = input.with_borders(objective.borders(held.stage, past, new)?);
         let output = held.stage.decode_last(held.params, cache, input)?;
         self.comm.advance((self.times)(id, past..past + new));
         Ok(output)

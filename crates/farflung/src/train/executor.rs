@@ -185,7 +185,7 @@ impl Executor {
 
     /// Runs the forward pass of an action's tokens on its stage.
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
-        let documents = self.documents(action)?;
+        let borders = self.borders(action)?;
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
         let part = &self.parts[&self.placement.storage_stage(action.stage)];
         let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
@@ -196,7 +196,7 @@ impl Executor {
         };
         part.forward(
             version,
-            input.with_documents(documents).with_sequence_weight(self.routers.sequence_weight),
+            input.with_borders(borders).with_sequence_weight(self.routers.sequence_weight),
             start,
             targets.as_ref().map(|(ids, weights)| {
                 // In an evaluation, no gradient follows.

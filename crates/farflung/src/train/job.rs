@@ -21,6 +21,7 @@ use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
 use super::round_plan::RoundPlan;
 use super::text_parts::TextParts;
+use super::text_tokens::check_tokens;
 use super::token_rows::fits;
 use super::{averages, combination, costs, expert_ranks, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind};
@@ -138,11 +139,7 @@ impl Job {
         let data_identity = corpus.identity(uses_documents(&config));
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        if model.vocab < tokenizer.vocab_size() && training.rows().is_none() {
-            [&training, &held_out]
-                .into_iter()
-                .try_for_each(|split| check_tokens(split, &*tokenizer, &model))?;
-        }
+        check_tokens([&training, &held_out], &*tokenizer, &model, config.objective)?;
         let world = plan.ranks() as usize;
         let text_parts = TextParts::of(&config.run_settings(), &plan, (&training, &reading), model.context)?;
         Ok(Self {
@@ -259,12 +256,13 @@ impl Job {
     /// Returns the training sequences of a replica, by their numbers over all replicas and steps. Without
     /// `--shards` they are the same for all replicas.
     pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
-        Ok(self.divided(self.whole_windows(replica)?))
+        self.sequences_of(self.whole_windows(replica)?)
     }
 
-    /// Returns a sampler that keeps documents apart, if the settings say so.
-    fn divided(&self, sampler: Sampler) -> Sampler {
-        if self.config.document_mask { sampler.by_documents() } else { sampler }
+    /// Returns a sampler that makes sequences of windows as the settings say.
+    fn sequences_of(&self, sampler: Sampler) -> Result<Sampler, ZooError> {
+        let sampler = if self.config.document_mask { sampler.by_documents() } else { sampler };
+        sampler.with_objective(self.config.objective, self.config.seed, self.model.vocab)
     }
 
     fn whole_windows(&self, replica: usize) -> Result<Sampler, ZooError> {
@@ -293,7 +291,7 @@ impl Job {
         let (replicas, paths, batch) = (plan.replicas() as usize, plan.paths() as usize, plan.batch as usize);
         let Some(router) = &self.text_parts.router else {
             let shard = Shard { rank: replica, world: replicas, batch };
-            return Ok(self.divided(Sampler::evaluation(held_out, shard, context, windows)?));
+            return self.sequences_of(Sampler::evaluation(held_out, shard, context, windows)?);
         };
         let shard = Shard { rank: replica / paths, world: replicas / paths, batch };
         let path = plan.path(replica as u32) as usize;
@@ -427,22 +425,6 @@ fn default_corpus(name: &str, config: &TrainConfig, tokenizer: &dyn Tokenizer) -
     Ok(Corpus::from_texts(name, documents.iter().map(Vec::as_slice), tokenizer)?)
 }
 
-/// Checks that the model has all tokens of a text. A tokenizer with more tokens than the model is no error by
-/// itself: files of tokens may use only some.
-fn check_tokens(split: &Split, tokenizer: &dyn Tokenizer, model: &ModelSpec) -> Result<()> {
-    let mut tokens = Vec::new();
-    for start in (0..split.len()).step_by(model.context) {
-        tokens.clear();
-        split.append_to(start, model.context.min(split.len() - start), &mut tokens);
-        if let Some(token) = tokens.iter().find(|token| **token as usize >= model.vocab) {
-            let value = format!("{}, and the data has its token {token}", tokenizer.name());
-            let expected = format!("one for a vocabulary of {}, the model's", model.vocab);
-            return Err(Error::Setting { field: "tokenizer", value, expected });
-        }
-    }
-    Ok(())
-}
-
 /// Returns the shape of the settings' model, with the sizes that they give, for a tokenizer with `vocab`
 /// tokens.
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
@@ -451,7 +433,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<ModelSpec> {
         heads: config.heads,
         dim: config.dim,
         context: config.context,
-        vocab: Some(config.vocab.unwrap_or(vocab)),
+        vocab: Some(config.vocab.unwrap_or(vocab.saturating_add(config.objective.own_ids()))),
     })?;
     let model = config.with_experts(model)?;
     config.check_groups(&model)?;

@@ -219,6 +219,7 @@ fn counting(
                 batch: plan.batch as usize,
                 context: model.context,
                 documents: config.document_mask,
+                prefixes: config.objective.has_prefix(),
             },
             dim: model.dim,
             token_weights: Vec::new(),

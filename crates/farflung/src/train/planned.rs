@@ -278,8 +278,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> BoundLevel {
     // A single copy has no peers, so its values need not be encoded.
     let alone = replicas == 1 && !has_copies(config);
     let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
-    let period = u32::try_from(config.sync_every).unwrap_or(u32::MAX);
-    let every = config.sync.every.map_or(period, |every| u32::try_from(every).unwrap_or(u32::MAX));
+    let every = u32::try_from(config.period()).unwrap_or(u32::MAX);
     let name = if codec.is_plain() { NO_CODEC.to_owned() } else { codec.to_string() };
     let algorithm = match codec {
         _ if config.was_given("algorithm") => config.algorithm,

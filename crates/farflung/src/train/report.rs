@@ -121,6 +121,7 @@ pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<Samp
         top_p: config.top_p as f32,
         seed: config.seed,
         vocab: NonZeroUsize::new(job.tokenizer.vocab_size()),
+        objective: config.objective,
     };
     let prompt = job.tokenizer.encode_prompt(&config.prompt)?;
     let has_text = job.model.vocab >= job.tokenizer.vocab_size();

@@ -8,7 +8,7 @@ use farflung_comm::Communicator;
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::weights::{Dtype, TokenIds, Weights, config_text};
-use farflung_zoo::{Continuation, ModelSpec, Sampling, Stage};
+use farflung_zoo::{Continuation, ModelSpec, Objective, Sampling, Stage};
 
 use super::all_succeed::all_succeed;
 use super::connection::ends;
@@ -153,7 +153,8 @@ impl StagedModel {
             })
         })?;
         let time = self.comm.now().saturating_sub(begun);
-        let predicted = self.topology.as_ref().map(|links| self.predicted(links, prompt, tokens));
+        let predicted =
+            self.topology.as_ref().map(|links| self.predicted(links, prompt, sampling.objective, tokens));
         Ok(Generated { tokens, time, predicted: predicted.transpose()? })
     }
 
@@ -177,9 +178,15 @@ impl StagedModel {
     }
 
     /// Returns the predicted time of `tokens` passes after a prompt.
-    fn predicted(&self, links: &Topology, prompt: &[u32], tokens: usize) -> Result<Nanos> {
+    fn predicted(
+        &self,
+        links: &Topology,
+        prompt: &[u32],
+        objective: Objective,
+        tokens: usize,
+    ) -> Result<Nanos> {
         let context = self.spec().context;
-        let mut text = Continuation::new(self.spec(), prompt)?;
+        let mut text = Continuation::new(self.spec(), prompt, objective)?;
         let (mut past, mut all) = (0, Nanos::ZERO);
         for _ in 0..tokens {
             let new = text.pass(past).len();

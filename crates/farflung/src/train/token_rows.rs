@@ -1,8 +1,10 @@
 //! A run on rows of tokens (`--tokens`): each step has all of them, and only their targets count.
 
+use std::path::Path;
+
 use farflung_parallel::{Plan, whole_pipelines};
 use farflung_zoo::spec::Positions;
-use farflung_zoo::{ModelSpec, TokenRows};
+use farflung_zoo::{ModelSpec, Objective, TokenRows};
 
 use super::planned;
 use crate::{Error, Result, TrainConfig};
@@ -24,8 +26,7 @@ impl TrainConfig {
                 return Err(Error::Setting { field, value, expected: expected.to_owned() });
             }
         }
-        let read = if self.document_mask { TokenRows::read_packed } else { TokenRows::read };
-        Ok(Some(read(path)?))
+        Ok(Some(rows_of(path, self.document_mask, self.objective)?))
     }
 
     /// Returns the settings with a batch that lets a step of `world` ranks have all rows, and sequences as long
@@ -43,6 +44,28 @@ impl TrainConfig {
         }
         self
     }
+}
+
+/// Reads rows of tokens, with where their documents begin or their prefixes end if the settings need that.
+///
+/// Errors: those of the file; [`Error::Setting`] for an objective that makes its sequences itself.
+pub fn rows_of(path: &Path, document_mask: bool, objective: Objective) -> Result<TokenRows> {
+    let wrong = |field, value: String, expected: &str| {
+        Err(Error::Setting { field, value, expected: expected.to_owned() })
+    };
+    Ok(match (objective, document_mask) {
+        (Objective::Causal, true) => TokenRows::read_packed(path)?,
+        (Objective::Causal, false) => TokenRows::read(path)?,
+        (Objective::PrefixLm, false) => TokenRows::read_prefixed(path)?,
+        (Objective::PrefixLm, true) => {
+            let expected = "false with the objective prefix-lm: rows with prefixes are one document each";
+            return wrong("document-mask", "true".to_owned(), expected);
+        }
+        (Objective::Ul2, _) => {
+            let expected = "causal or prefix-lm with `tokens`: ul2 makes its sequences of a text";
+            return wrong("objective", objective.to_string(), expected);
+        }
+    })
 }
 
 /// Checks that a step of the plan has room for all rows.

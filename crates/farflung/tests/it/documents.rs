@@ -105,9 +105,11 @@ fn replicas_that_meet_are_weighted_by_their_targets() {
     let plain = "--workers 3 --batch 1 --optimizer sgd --momentum 0 --weight-decay 0 --clip 0 --lr 0.5 \
                  --document-mask true";
     let want = losses(&run, plain);
-    for local in
-        ["--sync diloco --sync-every 1 --outer-lr 1 --outer-momentum 0", "--sync des-loc --sync-every 1"]
-    {
+    for local in [
+        "--sync diloco --sync-every 1 --outer-lr 1 --outer-momentum 0",
+        "--sync des-loc --sync-every 1",
+        "--sync streaming --sync-every 1 --fragments 1 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
+    ] {
         near(&losses(&run, &format!("{plain} {local}")), &want, 1e-5, local);
     }
 }
@@ -193,7 +195,7 @@ fn what_does_not_go_with_documents_is_said_and_ends_with_code_2() {
     }
     for (more, expected) in [
         ("--sync d-psgd", "expected false with d-psgd"),
-        ("--sync streaming", "expected false with streaming"),
+        ("--sync eager", "expected false with eager"),
         ("--own-data true", "expected false with `own-data`"),
     ] {
         let done = train(&run, "refused", &format!("--document-mask true {more}"));

@@ -41,6 +41,7 @@ mod members_slow_ranks;
 mod members_spares;
 mod model_paths;
 mod mpi;
+mod objectives;
 mod observe_refused;
 mod otlp;
 mod over_ranks;

@@ -108,6 +108,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: true,
     compensates: false,
+    changing_weights: false,
     // With the paper's 0.9, eight workers whose changes are one round old diverge (bench async).
     outer_momentum: Some(0.5),
     on_member_loss: OnMemberLoss::Unsupported(

@@ -18,6 +18,7 @@ pub const DDP: SyncMethod = SyncMethod {
     codec: None,
     codes_server_changes: false,
     compensates: false,
+    changing_weights: true,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,
     buffers: |_| Buffers { held: 0, saved: 0 },

@@ -24,6 +24,7 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     codec: None,
     codes_server_changes: false,
     compensates: false,
+    changing_weights: true,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,
     // Anchor, delta, the anchor from before a step that is being tried, and a mean of each optimizer state.

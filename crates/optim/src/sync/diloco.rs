@@ -22,6 +22,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     codec: None,
     codes_server_changes: false,
     compensates: false,
+    changing_weights: true,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::MeanOfOthers,
     // Anchor, delta and outer momentum, and the anchor and momentum from before a step that is being tried.

@@ -25,6 +25,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     codec: None,
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     // The mean is one round old. With the paper's momentum of 0.9 eight workers diverge once local steps come
     // near an optimum; with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),

@@ -26,6 +26,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
     // Held: parameters as last sent here and by two neighbours, and the change; a copy of each for checkpoints;

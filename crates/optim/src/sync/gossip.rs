@@ -25,6 +25,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
     // Held: what was sent, the change, and the mean. Saved: the change, and the replica's own parameters.

@@ -64,6 +64,7 @@ pub const HALOS: SyncMethod = SyncMethod {
         "world-mixing",
     ],
     compensates: true,
+    changing_weights: false,
     buffers: |&BufferSettings { momentum, world_momentum, feedback, .. }| {
         let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
         let (region, world) = (states(momentum), states(world_momentum));

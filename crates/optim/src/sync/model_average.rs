@@ -24,6 +24,7 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,
     // Held: parameters that were sent, the change to apply, the mean for evaluations, and what a

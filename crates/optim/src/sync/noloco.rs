@@ -23,6 +23,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: Some(0.5),
     on_member_loss: OWN_COPIES,
     // Held: slow parameters, momentum, their next values, the mean. Saved: the first two, own parameters.

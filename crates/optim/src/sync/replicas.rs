@@ -27,6 +27,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     codec: Some("minmax8"),
     codes_server_changes: false,
     compensates: true,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
     // Held: own replica, those of both neighbours, the mean. Saved: own replica, own parameters.

@@ -24,6 +24,7 @@ pub const SGP: SyncMethod = SyncMethod {
     codec: Some("none"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: OWN_COPIES,
     // Held: what was sent, the change, the mean, two weights. Saved: the change, both weights, own parameters.

@@ -21,6 +21,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     codec: None,
     codes_server_changes: false,
     compensates: false,
+    changing_weights: true,
     outer_momentum: None,
     on_member_loss: IN_FLIGHT,
     buffers: |&BufferSettings { momentum, .. }| {

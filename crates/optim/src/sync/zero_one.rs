@@ -22,6 +22,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     codec: Some("sign"),
     codes_server_changes: false,
     compensates: false,
+    changing_weights: false,
     outer_momentum: None,
     on_member_loss: OnMemberLoss::Unsupported(
         "a member that missed an average cannot restore what the optimizers of the others have accumulated",

@@ -19,7 +19,7 @@ impl Op<'_> {
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
     /// function as one. Attention counts only the pairs of query and key that the mask allows, as if each
-    /// sequence were one document, and a matrix product does not count its [`Fuse`].
+    /// sequence were one document without a prefix, and a matrix product does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
@@ -75,7 +75,8 @@ impl Op<'_> {
         let r = |v: &View<'_>| v.len() as u128 * v.dtype().size() as u128;
         let w = |v: &ViewMut<'_>| v.len() as u128 * v.dtype().size() as u128;
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
-        let ids = |documents: &Option<View<'_>>| documents.as_ref().map_or(0, r);
+        let ids = |ids: &Option<View<'_>>| ids.as_ref().map_or(0, r);
+        let masks = |mask: &Mask<'_>| ids(&mask.documents) + ids(&mask.prefixes);
         // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
         let seen = |y: Shape, past: usize, heads: &Heads, mask: &Mask<'_>| {
             let batch = y.rows().checked_div(length(y)).unwrap_or(0);
@@ -112,16 +113,16 @@ impl Op<'_> {
             Self::SplitHeads { rotary, d_qkv, .. } => 2 * r(d_qkv) + angles(rotary.as_ref(), d_qkv.shape()),
             Self::SwiGlu { gate, up, y } => r(gate) + r(up) + w(y),
             Self::SwiGluGrad { gate, up, dy } => 2 * (w(gate) + w(up) + w(dy)),
-            Self::Attention { mask, qkv, y, lse, .. } => r(qkv) + w(y) + w(lse) + ids(&mask.documents),
+            Self::Attention { mask, qkv, y, lse, .. } => r(qkv) + w(y) + w(lse) + masks(mask),
             Self::AttentionGrad { mask, qkv, y, lse, dy, d_qkv, .. } => {
-                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + ids(&mask.documents)
+                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + masks(mask)
             }
             Self::AttentionCached { heads, mask, qkv, y, past, lse, .. } => {
                 let lse = lse.as_ref().map_or(0, w);
-                r(qkv) + w(y) + lse + 2 * seen(y.shape(), *past, heads, mask) + ids(&mask.documents)
+                r(qkv) + w(y) + lse + 2 * seen(y.shape(), *past, heads, mask) + masks(mask)
             }
             Self::AttentionCachedGrad { heads, past, mask, qkv, y, lse, dy, d_qkv, .. } => {
-                let read = r(qkv) + r(y) + r(lse) + r(dy) + ids(&mask.documents);
+                let read = r(qkv) + r(y) + r(lse) + r(dy) + masks(mask);
                 read + w(d_qkv) + 6 * seen(y.shape(), *past, heads, mask)
             }
             Self::Embed { tokens, documents, positions_table, y, .. } => {

@@ -5,13 +5,13 @@ use farflung_tensor::{
     DType, Device, Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Result, Rotary, Shape, Tensor, TensorError,
 };
 
-fn z(cpu: &Device, dims: &[usize]) -> Tensor {
+pub(super) fn z(cpu: &Device, dims: &[usize]) -> Tensor {
     cpu.zeros(Shape::new(dims).unwrap()).unwrap()
 }
 
 /// Asserts that `result` is an error whose message contains all of `parts`.
 #[track_caller]
-fn refused(result: Result<()>, parts: &[&str]) {
+pub(super) fn refused(result: Result<()>, parts: &[&str]) {
     let message = result.unwrap_err().to_string();
     for part in parts {
         assert!(message.contains(part), "`{message}` lacks `{part}`");
@@ -447,64 +447,6 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     );
 }
 
-/// Documents that are not contiguous, or that do not fit the tokens.
-#[test]
-fn documents_that_are_not_contiguous_are_refused() {
-    let cpu = Device::cpu(1).unwrap();
-    let (heads, table) = (Heads::equal(2), z(&cpu, &[9, 2]));
-    let (qkv, mut y, mut lse) = (z(&cpu, &[2, 3, 12]), z(&cpu, &[2, 3, 4]), z(&cpu, &[2, 2, 3]));
-    let (mut keys, mut values, mut joined) = (z(&cpu, &[2, 7, 4]), z(&cpu, &[2, 7, 4]), z(&cpu, &[2, 3, 12]));
-    let (ids, words) = (cpu.tensor(&[0_u32; 6], [2, 3]).unwrap(), z(&cpu, &[3, 4]));
-    let mut run = |starts: &Tensor, past: usize| {
-        let documents = Some(starts.view());
-        let mask = Mask { documents, window: None };
-        let (y_, lse_) = (y.view_mut(), lse.view_mut());
-        let whole = cpu.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y_, lse: lse_ });
-        let (keys, values, q) = (keys.view_mut(), values.view_mut(), qkv.view());
-        let cached = cpu.run(Op::AttentionCached {
-            heads,
-            past,
-            mask,
-            qkv: q,
-            keys,
-            values,
-            y: y.view_mut(),
-            lse: None,
-        });
-        let rotary = Some(Rotary { table: table.view(), start: past, documents });
-        let part = z(&cpu, &[2, 3, 4]);
-        let (q, k, v) = (part.view(), part.view(), part.view());
-        let join = cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: joined.view_mut() });
-        let (tokens_table, tokens) = (words.view(), ids.view());
-        let y = y.view_mut();
-        let embed =
-            cpu.run(Op::Embed { tokens, start: past, documents, tokens_table, positions_table: None, y });
-        [whole, cached, join, embed]
-    };
-    let starts = |starts: &[u32; 6]| cpu.tensor(starts, [2, 3]).unwrap();
-    assert!(run(&starts(&[0, 1, 1, 0, 0, 2]), 0).iter().all(Result::is_ok));
-    let [whole, rest @ ..] = run(&starts(&[2, 5, 5, 4, 4, 4]), 4);
-    refused(whole, &["attention", "position 0", "begins at 2"]);
-    assert!(rest.iter().all(Result::is_ok));
-    for (wrong, position, start) in [
-        (&[0, 2, 2, 0, 0, 0], 1, 2),
-        (&[0, 1, 0, 0, 0, 0], 2, 0),
-        (&[0, 0, 0, 1, 1, 1], 0, 1),
-        (&[0, 0, u32::MAX, 0, 0, 0], 2, u32::MAX),
-    ] {
-        let (position, start) = (format!("position {position}"), format!("begins at {start}"));
-        for found in run(&starts(wrong), 0) {
-            refused(found, &[&position, &start]);
-        }
-    }
-    for found in run(&cpu.tensor(&[0_u32; 3], 3).unwrap(), 0) {
-        refused(found, &["[3]", "[2, 3]"]);
-    }
-    for found in run(&z(&cpu, &[2, 3]), 0) {
-        refused(found, &["u32", "f32"]);
-    }
-}
-
 #[test]
 fn costs() {
     let cpu = Device::cpu(1).unwrap();
@@ -545,7 +487,7 @@ fn costs() {
     let starts = cpu.tensor(&[0_u32; 8], [2, 4]).unwrap();
     let op = Op::AttentionGrad {
         heads: Heads::equal(2),
-        mask: Mask { documents: Some(starts.view()), window: None },
+        mask: Mask { documents: Some(starts.view()), ..Mask::default() },
         qkv: q,
         y: dy.view(),
         lse: l,

@@ -1,6 +1,8 @@
 //! Attention, its gradient and its cache, and the joining of heads with their rotation, against f64.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
+use std::ops::Range;
+
 use farflung_tensor::{Device, Heads, Mask, Op, Rotary, Tensor, View};
 
 use super::expect::{close, dot, noise, same_bits, wide};
@@ -32,19 +34,21 @@ impl Sizes {
     }
 }
 
-/// What queries attend to, of the keys up to their own.
+/// What queries attend to.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen<'a> {
     /// Where the document of each token begins.
     starts: Option<&'a [u32]>,
+    /// Where its prefix ends.
+    prefixes: Option<&'a [u32]>,
     window: Option<usize>,
 }
 
 impl<'a> Seen<'a> {
-    const ALL: Self = Self { starts: None, window: None };
+    const ALL: Self = Self { starts: None, prefixes: None, window: None };
 
     fn of(starts: &'a [u32]) -> Self {
-        Self { starts: Some(starts), window: None }
+        Self { starts: Some(starts), ..Self::ALL }
     }
 
     fn within(self, window: usize) -> Self {
@@ -56,13 +60,17 @@ impl<'a> Seen<'a> {
         let begins = self.starts.map_or(0, |starts| starts[at] as usize);
         begins.max((t + 1).saturating_sub(self.window.unwrap_or(usize::MAX)))
     }
+
+    /// Returns the keys of that token.
+    fn keys(self, at: usize, t: usize) -> Range<usize> {
+        self.first(at, t)..self.prefixes.map_or(0, |ends| ends[at] as usize).max(t + 1)
+    }
 }
 
-/// Returns the softmax weights of one head's query `t` over keys `first..=t`, and the log-sum-exp of its
-/// scores.
-fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), first: usize) -> (Vec<f64>, f64) {
+/// Returns the softmax weights of one head's query `t` over some keys, and the log-sum-exp of its scores.
+fn weights(s: Sizes, qkv: &[f64], (b, h, t): (usize, usize, usize), keys: &Range<usize>) -> (Vec<f64>, f64) {
     let at = |t: usize, part: usize| &qkv[s.place((b, h, t), part)..][..s.d];
-    let scores: Vec<f64> = (first..=t).map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
+    let scores: Vec<f64> = keys.clone().map(|key| dot(at(t, 0), at(key, 1)) / (s.d as f64).sqrt()).collect();
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
     (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
@@ -77,19 +85,19 @@ fn reference(s: Sizes, seen: Seen<'_>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3]
     for (b, h) in (0..batch).flat_map(|b| (0..heads.query).map(move |h| (b, h))) {
         let place = |t: usize, part: usize| s.place((b, h, t), part);
         for t in 0..len {
-            let first = seen.first(b * len + t, t);
-            let (p, sum) = weights(s, qkv, (b, h, t), first);
+            let keys = seen.keys(b * len + t, t);
+            let (p, sum) = weights(s, qkv, (b, h, t), &keys);
             lse[(b * heads.query + h) * len + t] = sum;
             let out = (b * len + t) * c + h * d;
-            for (key, p) in (first..).zip(&p) {
+            for (key, p) in keys.clone().zip(&p) {
                 for i in 0..d {
                     y[out + i] += p * qkv[place(key, 2) + i];
                 }
             }
             let dp: Vec<f64> =
-                (first..=t).map(|key| dot(&dy[out..][..d], &qkv[place(key, 2)..][..d])).collect();
+                keys.clone().map(|key| dot(&dy[out..][..d], &qkv[place(key, 2)..][..d])).collect();
             let mean = dot(&p, &dp);
-            for (key, (p, dp)) in (first..).zip(p.iter().zip(&dp)) {
+            for (key, (p, dp)) in keys.zip(p.iter().zip(&dp)) {
                 let ds = p * (dp - mean) / (d as f64).sqrt();
                 for i in 0..d {
                     d_qkv[place(t, 0) + i] += ds * qkv[place(key, 1) + i];
@@ -106,7 +114,9 @@ fn reference(s: Sizes, seen: Seen<'_>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3]
 fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
     let Sizes { batch, len, heads, .. } = s;
     let starts = seen.starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
-    let mask = Mask { documents: starts.as_ref().map(Tensor::view), window: seen.window };
+    let ends = seen.prefixes.map(|ends| cpu.tensor(ends, [batch, len]).unwrap());
+    let [documents, prefixes] = [&starts, &ends].map(|ids| ids.as_ref().map(Tensor::view));
+    let mask = Mask { documents, prefixes, window: seen.window };
     let [c, _, w] = s.widths();
     let qkv = cpu.tensor(qkv, [batch, len, w]).unwrap();
     let dy = cpu.tensor(dy, [batch, len, c]).unwrap();
@@ -123,12 +133,16 @@ fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) ->
 /// from the last to the first. Returns `y` and `d_qkv`.
 fn in_parts(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 2] {
     let Sizes { batch, len, heads, .. } = s;
-    let (window, starts) = (seen.window, seen.starts);
-    let starts = starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
-    let documents =
-        |start: usize, new: usize| starts.as_ref().map(|starts| starts.view().part(start, [1, new]).unwrap());
+    let [starts, ends] =
+        [seen.starts, seen.prefixes].map(|ids| ids.map(|ids| cpu.tensor(ids, [batch, len]).unwrap()));
+    let mask = |start: usize, new: usize| {
+        let [documents, prefixes] =
+            [&starts, &ends].map(|ids| ids.as_ref().map(|ids| ids.view().part(start, [1, new]).unwrap()));
+        Mask { documents, prefixes, window: seen.window }
+    };
     let [c, kv, w] = s.widths();
-    let first = len / 3;
+    let first =
+        seen.prefixes.and_then(|ends| ends.iter().max()).map_or(len / 3, |&end| (end as usize).min(len));
     let (mut all_y, mut all_d) = (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, len, w]).unwrap());
     let (qkv, dy) = (cpu.tensor(qkv, [batch, len, w]).unwrap(), cpu.tensor(dy, [batch, len, c]).unwrap());
     for b in 0..batch {
@@ -141,7 +155,7 @@ fn in_parts(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> 
             cpu.run(Op::AttentionCached {
                 heads,
                 past,
-                mask: Mask { documents: documents(start, new), window },
+                mask: mask(start, new),
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),
@@ -155,7 +169,7 @@ fn in_parts(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> 
             cpu.run(Op::AttentionCachedGrad {
                 heads,
                 past,
-                mask: Mask { documents: documents(start, new), window },
+                mask: mask(start, new),
                 qkv: qkv.view().part(start * w, [1, new, w]).unwrap(),
                 keys: keys.view(),
                 values: values.view(),
@@ -309,13 +323,60 @@ fn queries_attend_to_the_keys_of_their_window() {
     }
 }
 
+/// Prefixes that end at and next to the ends of tiles (256 keys forward, 128 backward; 144 queries), of a whole
+/// sequence, of one token, of documents, and with windows.
+#[test]
+fn queries_of_a_prefix_attend_to_all_of_it() {
+    for (s, lengths, prefixes, window) in [
+        (Sizes::new(1, 1, (1, 1), 4), &[1][..], &[1][..], None),
+        (Sizes::new(2, 9, (6, 2), 3), &[9], &[5], None),
+        (Sizes::new(2, 9, (6, 2), 3), &[4, 1, 4], &[2, 0, 4], None),
+        (Sizes::new(1, 33, (4, 1), 20), &[33], &[1], None),
+        (Sizes::new(1, 70, (4, 2), 16), &[70], &[70], None),
+        (Sizes::new(1, 301, (3, 1), 12), &[301], &[256], None),
+        (Sizes::new(1, 301, (2, 2), 12), &[301], &[129], None),
+        (Sizes::new(1, 301, (2, 2), 12), &[301], &[150], None),
+        (Sizes::new(1, 301, (2, 2), 12), &[301], &[127], None),
+        (Sizes::new(1, 400, (2, 1), 8), &[400], &[290], None),
+        (Sizes::new(1, 560, (1, 1), 5), &[144, 257, 1, 158], &[100, 257, 1, 3], None),
+        (Sizes::new(1, 301, (2, 1), 8), &[301], &[147], Some(40)),
+        (Sizes::new(1, 301, (2, 1), 8), &[301], &[290], Some(3)),
+        (Sizes::new(1, 400, (2, 1), 8), &[127, 1, 16, 1, 255], &[3, 1, 16, 0, 200], Some(130)),
+    ] {
+        let [c, _, w] = s.widths();
+        let (starts, mut ends) = (starts_of(s.batch, lengths), Vec::new());
+        for (length, prefix) in lengths.iter().zip(prefixes) {
+            ends.extend(std::iter::repeat_n((ends.len() + prefix) as u32, *length));
+        }
+        let ends = ends.repeat(s.batch);
+        let whole = Seen { prefixes: Some(&ends), window, ..Seen::ALL };
+        let seen = if lengths.len() > 1 { Seen { starts: Some(&starts), ..whole } } else { whole };
+        let (qkv, dy) = (noise(s.batch * s.len * w, 1), noise(s.batch * s.len * c, 2));
+        let [y, lse, d_qkv, cached, d_cached] = same_bits(|cpu| {
+            let [y, lse, d_qkv] = attention(cpu, s, seen, &qkv, &dy);
+            let [cached, d_cached] = in_parts(cpu, s, seen, &qkv, &dy);
+            [y, lse, d_qkv, cached, d_cached]
+        });
+        let [want_y, want_lse, want_d] = reference(s, seen, &wide(&qkv), &wide(&dy));
+        close(&y, &want_y, 3e-6);
+        close(&lse, &want_lse, 3e-6);
+        close(&d_qkv, &want_d, 5e-6);
+        close(&d_cached, &want_d, 5e-6);
+        let same = y.iter().zip(&cached).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{lengths:?} {prefixes:?}: with a cache");
+        let [causal, ..] = reference(s, Seen { prefixes: None, ..seen }, &wide(&qkv), &wide(&dy));
+        let off = causal.iter().zip(&want_y).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert_eq!(off > 1e-2, prefixes.iter().any(|&prefix| prefix > 1), "{prefixes:?}: without prefixes");
+    }
+}
+
 #[test]
 fn windows_leave_out_pairs_of_query_and_key() {
     let cpu = Device::cpu(1).unwrap();
     let zeros = |width| cpu.zeros([2, 4, width]).unwrap();
     let (qkv, mut y, mut lse) = (zeros(24), zeros(8), cpu.zeros([2, 2, 4]).unwrap());
     for (window, pairs) in [(None, 10), (Some(4), 10), (Some(2), 7), (Some(1), 4)] {
-        let mask = Mask { documents: None, window };
+        let mask = Mask { window, ..Mask::default() };
         let (heads, lse) = (Heads::equal(2), lse.view_mut());
         let op = Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse };
         assert_eq!(op.flops(), 2 * 2 * pairs * 8 * 2, "{window:?}");
@@ -334,7 +395,7 @@ fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {
     ] {
         let [c, kv, w] = s.widths();
         let (qkv, dy) = (noise(s.len * w, 1), vec![0.0; s.len * c]);
-        let whole = attention(&cpu, s, Seen { starts: None, window }, &qkv, &dy)[0].to_vec::<f32>().unwrap();
+        let whole = attention(&cpu, s, Seen { window, ..Seen::ALL }, &qkv, &dy)[0].to_vec::<f32>().unwrap();
         let all = cpu.tensor(&qkv, [1, s.len, w]).unwrap();
         let [mut keys, mut values] = [cpu.zeros([1, s.len, kv]).unwrap(), cpu.zeros([1, s.len, kv]).unwrap()];
         for past in 0..s.len {
@@ -342,7 +403,7 @@ fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {
             cpu.run(Op::AttentionCached {
                 heads: s.heads,
                 past,
-                mask: Mask { documents: None, window },
+                mask: Mask { window, ..Mask::default() },
                 qkv: all.view().part(past * w, [1, 1, w]).unwrap(),
                 keys: keys.view_mut(),
                 values: values.view_mut(),

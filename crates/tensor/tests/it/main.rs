@@ -6,6 +6,7 @@ mod codec;
 mod device;
 mod expect;
 mod map;
+mod masks;
 mod norm;
 mod ops;
 #[cfg(feature = "wgpu")]

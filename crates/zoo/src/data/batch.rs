@@ -1,4 +1,5 @@
-//! A batch: tokens, what they are to predict, how much each prediction counts, and where documents begin.
+//! A batch: tokens, what they are to predict, how much each prediction counts, and where documents begin and
+//! prefixes end.
 
 use std::ops::Range;
 
@@ -16,6 +17,9 @@ pub struct Batch {
     /// For each token, the position in its sequence of its document's first token: that of the token itself, or
     /// what the token before it has. `None` if each sequence is one document.
     pub documents: Option<Vec<u32>>,
+    /// For each token, the position in its sequence at which the prefix of its document ends: up to there,
+    /// tokens are read in both directions. `None` if there are no prefixes.
+    pub prefixes: Option<Vec<u32>>,
 }
 
 impl Batch {
@@ -29,7 +33,7 @@ impl Batch {
     }
 
     /// Returns the same sequences with only some of their positions. Documents still begin where they began in
-    /// the whole sequences.
+    /// the whole sequences, and prefixes end where they ended.
     ///
     /// # Panics
     /// If a position is not below `length`.
@@ -44,6 +48,7 @@ impl Batch {
             targets: cut(&self.targets, self.length, positions),
             weights: self.weights.map(|weights| cut(&weights, self.length, positions)),
             documents: self.documents.map(|documents| cut(&documents, self.length, positions)),
+            prefixes: self.prefixes.map(|prefixes| cut(&prefixes, self.length, positions)),
         }
     }
 }

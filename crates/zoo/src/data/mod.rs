@@ -9,6 +9,7 @@ mod corpus;
 mod encode;
 mod epochs;
 mod kmeans;
+mod objective;
 mod router;
 mod sampler;
 mod shards;
@@ -18,6 +19,7 @@ mod tokens;
 
 pub use batch::Batch;
 pub use corpus::{Corpus, HoldOut};
+pub use objective::{NoObjective, Objective};
 pub use router::TextRouter;
 pub use sampler::{Offsets, Sampler, Shard};
 pub use shards::{NoSharding, Sharding, Shards};

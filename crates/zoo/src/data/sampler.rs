@@ -15,6 +15,7 @@ use farflung_base::Philox;
 
 use super::batch::Batch;
 use super::epochs::Epochs;
+use super::objective::{Denoised, Denoising, Objective};
 use super::token_rows::TokenRows;
 use super::tokens::Split;
 use crate::ZooError;
@@ -187,6 +188,8 @@ pub struct Sampler {
     divided: bool,
     /// Number of targets at the beginning of each sequence that do not count, at most `context`.
     skipped: usize,
+    /// How windows become sequences; `None` if they are sequences.
+    denoising: Option<Denoising>,
 }
 
 impl Sampler {
@@ -321,7 +324,7 @@ impl Sampler {
             let expected = "at least 1".to_owned();
             return Err(ZooError::Sampler { field: "context", value: 0, expected });
         }
-        Ok(Self { split, shard, context, source, divided: false, skipped: 0 })
+        Ok(Self { split, shard, context, source, divided: false, skipped: 0, denoising: None })
     }
 
     /// Divides sequences at the borders of the split's documents ([`Split::documents`]): batches then say where
@@ -340,6 +343,30 @@ impl Sampler {
     #[must_use]
     pub fn without_first_targets(self, count: usize) -> Self {
         Self { skipped: count.min(self.context), ..self }
+    }
+
+    /// Makes sequences of an objective from windows, for a model with `vocab` tokens: batches then say where
+    /// prefixes end, and only what follows a prefix are targets. A window always becomes the same sequence,
+    /// which depends on the seed and on the window's place in the split alone. A sequence that is shorter than
+    /// the context is filled up with token 0 of weight 0. Rows are not changed: they have prefixes if they were
+    /// read so ([`TokenRows::read_prefixed`]).
+    ///
+    /// The ids of the objective itself, the last [`Objective::own_ids`] of the vocabulary, must not be in the
+    /// split.
+    ///
+    /// Errors: [`ZooError::Sampler`] if the context or the vocabulary is too small for the objective, or if
+    /// documents are kept apart.
+    pub fn with_objective(mut self, objective: Objective, seed: u64, vocab: usize) -> Result<Self, ZooError> {
+        if objective == Objective::Causal {
+            return Ok(self);
+        }
+        if self.divided {
+            let (field, expected) = ("documents kept apart", format!("0 with the objective {objective}"));
+            return Err(ZooError::Sampler { field, value: 1, expected });
+        }
+        let denoising = Denoising::new(objective, seed, self.context, vocab)?;
+        self.denoising = self.split.rows().is_none().then_some(denoising);
+        Ok(self)
     }
 
     /// Returns the greatest valid offset of a sequence with its targets.
@@ -442,7 +469,8 @@ impl Sampler {
     /// Appends the sequence at an offset to a batch. A sequence without targets, which has no offset, has the
     /// tokens of the first window.
     fn append_window(&self, offset: Option<usize>, batch: &mut Batch) {
-        if offset.is_none() || batch.weights.is_some() || self.divided || self.skipped > 0 {
+        let is_whole = !self.divided && self.skipped == 0 && self.denoising.is_none();
+        if offset.is_none() || batch.weights.is_some() || !is_whole {
             let before = batch.inputs.len();
             let weights = batch.weights.get_or_insert_with(|| vec![1.0; before]);
             let weight = if offset.is_some() { 1.0 } else { 0.0 };
@@ -454,6 +482,28 @@ impl Sampler {
         if self.divided {
             self.divide_last(offset, batch);
         }
+        if let Some(denoising) = &self.denoising {
+            self.denoise_last(denoising, offset, batch);
+        }
+    }
+
+    /// Makes a sequence of the last window of a batch, which begins at `offset`.
+    fn denoise_last(&self, denoising: &Denoising, offset: usize, batch: &mut Batch) {
+        let first = batch.inputs.len() - self.context;
+        let mut window = batch.inputs.split_off(first);
+        window.extend(batch.targets.last());
+        batch.targets.truncate(first);
+        let Denoised { tokens, prefix } = denoising.sequence(offset, &window);
+        let filled = first + tokens.len() - 1;
+        batch.inputs.extend_from_slice(&tokens[..tokens.len() - 1]);
+        batch.targets.extend_from_slice(&tokens[1..]);
+        batch.inputs.resize(first + self.context, 0);
+        batch.targets.resize(first + self.context, 0);
+        if let Some(weights) = &mut batch.weights {
+            weights[first..first + prefix - 1].fill(0.0);
+            weights[filled..].fill(0.0);
+        }
+        batch.prefixes.get_or_insert_default().resize(first + self.context, prefix as u32);
     }
 
     /// Returns whether batches say where documents begin.
@@ -462,6 +512,15 @@ impl Sampler {
         match &self.source {
             Source::Rows { rows, .. } => rows.rows().documents.is_some(),
             _ => self.divided,
+        }
+    }
+
+    /// Returns whether batches say where prefixes end.
+    #[must_use]
+    pub fn has_prefixes(&self) -> bool {
+        match &self.source {
+            Source::Rows { rows, .. } => rows.rows().prefixes.is_some(),
+            _ => self.denoising.is_some(),
         }
     }
 
@@ -487,6 +546,10 @@ impl Sampler {
 
     /// Returns the number of targets that count in the sequence at `offset`.
     fn counted_at(&self, offset: usize) -> f64 {
+        if let Some(denoising) = &self.denoising {
+            let last = denoising.targets(offset);
+            return last.len().saturating_sub(self.skipped.saturating_sub(last.start)) as f64;
+        }
         let borders = if self.divided { self.borders_after(offset, self.skipped).len() } else { 0 };
         (self.context - self.skipped - borders) as f64
     }
@@ -497,7 +560,9 @@ impl Sampler {
     /// Errors: as [`Sampler::sequences`].
     pub fn counted(&self, first: u64, count: u64) -> Result<f64, ZooError> {
         match &self.source {
-            Source::Random(_) | Source::Within(..) | Source::Epochs(_) if !self.divided => {
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_)
+                if !self.divided && self.denoising.is_none() =>
+            {
                 Ok(count as f64 * (self.context - self.skipped) as f64)
             }
             Source::Rows { rows, lanes } => {

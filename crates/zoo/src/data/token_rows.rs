@@ -17,7 +17,7 @@ const NO_TARGET: i64 = -100;
 /// The file is a JSON object. `input_ids` is a list of rows; `labels`, if it is there, has the same shape: the
 /// label of a token is what the token before it is to predict (labels are not shifted), and -100 is no target.
 /// Without labels, each token after a row's first is a target. Other keys are ignored, but
-/// [`TokenRows::read_packed`] also reads `position_ids`.
+/// [`TokenRows::read_packed`] also reads `position_ids`, and [`TokenRows::read_prefixed`] reads `prefixes`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRows {
     path: PathBuf,
@@ -39,6 +39,13 @@ struct File {
 struct Packing {
     #[serde(default)]
     position_ids: Option<Vec<Vec<i64>>>,
+}
+
+/// The part of a file that says how long prefixes are.
+#[derive(Deserialize)]
+struct Prefixes {
+    #[serde(default)]
+    prefixes: Option<Vec<i64>>,
 }
 
 impl TokenRows {
@@ -99,6 +106,48 @@ impl TokenRows {
         }
         this.rows.documents = Some(documents);
         this.with_targets()
+    }
+
+    /// Reads a file whose rows begin with a prefix that is read in both directions: `prefixes` has the number
+    /// of tokens of each row's. Targets are as in [`TokenRows::read`]: labels say which tokens of the prefix
+    /// are none.
+    ///
+    /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for prefixes that are missing, not one a row, or
+    /// longer than a row.
+    pub fn read_prefixed(path: &Path) -> Result<Self, ZooError> {
+        let bytes = fs::read(path).map_err(ZooError::open(path))?;
+        Self::prefixed_from_bytes(path, &bytes)
+    }
+
+    /// Like [`TokenRows::read_prefixed`], of the bytes of a file. `path` is for messages.
+    ///
+    /// Errors: as [`TokenRows::read_prefixed`].
+    pub fn prefixed_from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ZooError> {
+        let mut this = Self::from_bytes(path, bytes)?;
+        let wrong = |problem: String| Err(ZooError::Rows { path: path.to_owned(), problem });
+        let (count, length) = (this.count(), this.length());
+        let Prefixes { prefixes } = json_file::from_bytes(path, bytes)?;
+        let Some(prefixes) = prefixes else {
+            let what = "it has no `prefixes`, expected the number of each row's tokens that are read in both \
+                        directions";
+            return wrong(what.to_owned());
+        };
+        if prefixes.len() != count {
+            let found = prefixes.len();
+            return wrong(format!("`prefixes` has {found} numbers, expected {count}, one for each row"));
+        }
+        if let Some((row, prefix)) = prefixes
+            .iter()
+            .enumerate()
+            .find(|(_, prefix)| usize::try_from(**prefix).map_or(true, |n| n > length))
+        {
+            return wrong(format!(
+                "number {row} of `prefixes` is {prefix}, expected 0 to {length}, a row's tokens"
+            ));
+        }
+        let all = prefixes.iter().flat_map(|&prefix| std::iter::repeat_n(prefix as u32, length));
+        this.rows.prefixes = Some(all.collect());
+        Ok(this)
     }
 
     /// Returns the rows, if a token is a target.
@@ -244,7 +293,7 @@ impl TokenRows {
     /// Appends a row to a batch of longer or equal sequences. What is missing is filled up with token 0 of
     /// weight 0, as a document of its own if rows hold several; so are numbers without a row.
     pub(super) fn append_to(&self, row: u64, batch: &mut Batch) {
-        let Batch { length, inputs, targets, weights, documents } = &self.rows;
+        let Batch { length, inputs, targets, weights, documents, prefixes } = &self.rows;
         let start = usize::try_from(row).ok().filter(|&row| row < self.count()).map(|row| row * length);
         let more = batch.weights.get_or_insert_default();
         let (mut filled, padded) = (0, batch.length);
@@ -259,6 +308,10 @@ impl TokenRows {
             let more = batch.documents.get_or_insert_default();
             more.extend(start.into_iter().flat_map(|start| &documents[start..start + length]));
             more.extend(std::iter::repeat_n(filled as u32, rest));
+        }
+        if let Some(prefixes) = prefixes {
+            let prefix = start.map_or(0, |start| prefixes[start]);
+            batch.prefixes.get_or_insert_default().extend(std::iter::repeat_n(prefix, padded));
         }
         batch.inputs.extend(std::iter::repeat_n(0, rest));
         batch.targets.extend(std::iter::repeat_n(0, rest));
@@ -289,6 +342,26 @@ mod tests {
         (0..2).for_each(|row| plain.append_to(row, &mut batch));
         assert_eq!(batch.inputs, [1, 2, 3, 0, 0, 0, 0, 0]);
         assert!((batch.counted() - 2.0).abs() < 1e-9 && (plain.counted(1, 0)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn prefixes_are_one_a_row_and_not_longer_than_it() {
+        let of = |json: &str| TokenRows::prefixed_from_bytes(Path::new("rows.json"), json.as_bytes());
+        let found = of(r#"{"input_ids": [[1, 2, 3], [4, 5, 6]], "prefixes": [2, 0]}"#).unwrap();
+        assert_eq!(found.rows().prefixes.as_deref(), Some(&[2, 2, 2, 0, 0, 0][..]));
+        let mut batch = Batch { length: 4, ..Batch::default() };
+        (0..3).for_each(|row| found.append_to(row, &mut batch));
+        assert_eq!(batch.prefixes.unwrap(), [[2; 4], [0; 4], [0; 4]].concat());
+        for (prefixes, said) in [
+            ("[2]", "`prefixes` has 1 numbers, expected 2"),
+            ("[2, 4]", "number 1 of `prefixes` is 4, expected 0 to 3"),
+            ("[-1, 0]", "number 0 of `prefixes` is -1"),
+            ("null", "it has no `prefixes`"),
+        ] {
+            let error = of(&format!(r#"{{"input_ids": [[1, 2, 3], [4, 5, 6]], "prefixes": {prefixes}}}"#));
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        }
     }
 
     #[test]

@@ -140,7 +140,7 @@ impl Attention {
     }
 
     fn rotary<'a>(&'a self, cx: &StageContext<'a>, start: usize) -> Option<Rotary<'a>> {
-        let documents = cx.documents();
+        let documents = cx.borders.documents();
         self.rotary.as_deref().map(|table| Rotary { table: table.view(), start, documents })
     }
 
@@ -224,7 +224,13 @@ impl Attention {
             Before::Nothing => {
                 let mut lse = scores()?;
                 let (qkv, y, lse_) = (qkv.view(), attended.view_mut(), lse.view_mut());
-                cx.device.run(Op::Attention { heads, mask: cx.mask(self.window), qkv, y, lse: lse_ })?;
+                cx.device.run(Op::Attention {
+                    heads,
+                    mask: cx.borders.mask(self.window),
+                    qkv,
+                    y,
+                    lse: lse_,
+                })?;
                 saved.put(Kept::LogSumExp, lse);
             }
             Before::Cached { past, seen } => {
@@ -232,7 +238,7 @@ impl Attention {
                 cx.device.run(Op::AttentionCached {
                     heads,
                     past: *past,
-                    mask: cx.mask(self.window),
+                    mask: cx.borders.mask(self.window),
                     qkv: qkv.view(),
                     keys: seen.keys.view_mut(),
                     values: seen.values.view_mut(),
@@ -268,13 +274,13 @@ impl Attention {
         let (qkv, dy) = (qkv.view(), d_attended.view());
         match later {
             Later::Nothing => {
-                let (mask, d_qkv) = (cx.mask(self.window), d_qkv.view_mut());
+                let (mask, d_qkv) = (cx.borders.mask(self.window), d_qkv.view_mut());
                 cx.device.run(Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv })?;
             }
             Later::Slices { past, seen, gradients } => cx.device.run(Op::AttentionCachedGrad {
                 heads,
                 past: *past,
-                mask: cx.mask(self.window),
+                mask: cx.borders.mask(self.window),
                 qkv,
                 keys: seen.keys.view(),
                 values: seen.values.view(),

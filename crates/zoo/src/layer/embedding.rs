@@ -44,7 +44,7 @@ impl Embedding {
         cx.device.run(Op::Embed {
             tokens: tokens.view(),
             start,
-            documents: cx.documents(),
+            documents: cx.borders.documents(),
             tokens_table: cx.layout.view(cx.params, self.table)?,
             positions_table: self.positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
             y: y.view_mut(),
@@ -82,7 +82,7 @@ impl Embedding {
         cx.device.run(Op::EmbedGrad {
             tokens: tokens.view(),
             start,
-            documents: cx.documents(),
+            documents: cx.borders.documents(),
             dy: dy.view(),
             d_tokens_table: table,
             d_positions_table: positions,

@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod block;
+mod borders;
 mod builder;
 mod dispatch;
 mod embedding;
@@ -30,6 +31,7 @@ mod routing;
 pub use activations::{Activations, Keep, Kept};
 pub use attention::{Attention, Before, KeyValues, Later};
 pub use block::Block;
+pub use borders::Borders;
 pub(crate) use builder::Layers;
 pub use builder::{Builder, LayerKind};
 pub use embedding::Embedding;
@@ -42,7 +44,7 @@ pub use rotary::table as rotary_table;
 pub use routing::{Routed, RouterLossValues, RouterPass};
 
 use farflung_base::Axis;
-use farflung_tensor::{DType, Device, Mask, ParamLayout, Shape, Tensor, TensorError, View};
+use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::ZooError;
 use crate::exchange::Exchange;
@@ -64,22 +66,11 @@ pub struct StageContext<'a> {
     pub gradient_scale: f32,
     /// What gradients of routers depend on beyond their layers.
     pub router: RouterPass<'a>,
-    /// Where the documents of the pass's tokens begin, u32 `[B, T]` ([`Batch::documents`](crate::Batch));
-    /// `None` if each sequence is one document.
-    pub documents: Option<&'a Tensor>,
+    /// Where the documents of the pass's tokens begin and prefixes end.
+    pub borders: &'a Borders,
 }
 
-impl<'a> StageContext<'a> {
-    /// Returns which keys a query attends to, as ops take it.
-    pub(crate) fn mask(&self, window: Option<usize>) -> Mask<'a> {
-        Mask { documents: self.documents(), window }
-    }
-
-    /// Returns where documents begin, as ops take it.
-    pub(crate) fn documents(&self) -> Option<View<'a>> {
-        self.documents.map(Tensor::view)
-    }
-
+impl StageContext<'_> {
     /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         Ok(self.device.empty(DType::F32, shape)?)

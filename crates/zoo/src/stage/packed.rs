@@ -3,6 +3,7 @@
 use farflung_tensor::Tensor;
 
 use super::{Input, Stage};
+use crate::layer::Borders;
 use crate::{Batch, ZooError};
 
 /// Input of a stage, and what it is told of the sequences.
@@ -10,10 +11,8 @@ use crate::{Batch, ZooError};
 pub struct Packed {
     /// Tokens or hidden states.
     pub input: Input,
-    /// For each token of the pass, the position in its sequence at which its document begins: u32 `[B, T]`, as
-    /// in [`Batch::documents`]. Tokens attend only to their own document, and positions are counted from its
-    /// first token. `None` if each sequence is one document.
-    pub documents: Option<Tensor>,
+    /// Where documents begin and their prefixes end.
+    pub borders: Borders,
     /// Weight of each sequence in the means of the losses of routers
     /// ([`RouterLosses`](crate::spec::RouterLosses)): one over the number of sequences of a step. 0, the
     /// default, for no such losses.
@@ -21,10 +20,10 @@ pub struct Packed {
 }
 
 impl Input {
-    /// Adds where documents begin.
+    /// Adds where documents begin and prefixes end.
     #[must_use]
-    pub const fn with_documents(self, documents: Option<Tensor>) -> Packed {
-        Packed { input: self, documents, sequence_weight: 0.0 }
+    pub const fn with_borders(self, borders: Borders) -> Packed {
+        Packed { input: self, borders, sequence_weight: 0.0 }
     }
 }
 
@@ -38,7 +37,7 @@ impl Packed {
 
 impl From<Input> for Packed {
     fn from(input: Input) -> Self {
-        input.with_documents(None)
+        input.with_borders(Borders::default())
     }
 }
 
@@ -50,10 +49,11 @@ impl From<Tensor> for Packed {
 }
 
 impl Stage {
-    /// Creates the tensor `[B, T]` of where a batch's documents begin; `None` if each sequence is one document.
+    /// Creates the tensors `[B, T]` of where a batch's documents begin and prefixes end.
     ///
     /// Errors: as [`Stage::tokens`].
-    pub fn documents(&self, batch: &Batch) -> Result<Option<Tensor>, ZooError> {
-        batch.documents.as_ref().map(|documents| self.tokens(documents, batch.length)).transpose()
+    pub fn borders(&self, batch: &Batch) -> Result<Borders, ZooError> {
+        let of = |all: &Option<Vec<u32>>| all.as_ref().map(|all| self.tokens(all, batch.length)).transpose();
+        Ok(Borders { documents: of(&batch.documents)?, prefixes: of(&batch.prefixes)? })
     }
 }

@@ -41,6 +41,7 @@ pub struct FileTokenizer {
     /// Reads them as tokens.
     marked: tokenizers::Tokenizer,
     vocab: usize,
+    spare: usize,
     special: Vec<SpecialToken>,
     affixes: Affixes,
     cuts: Cuts,
@@ -141,6 +142,8 @@ impl FileTokenizer {
         plain.set_encode_special_tokens(true);
         let largest = marked.get_vocab(true).into_values().max();
         let vocab = largest.map_or(0, |id| id as usize + 1);
+        let is_added = |id: usize| added.iter().any(|token| token.id as usize == id);
+        let spare = (0..vocab).rev().take_while(|&id| is_added(id)).count();
         let special: Vec<SpecialToken> =
             added.into_iter().filter(|token| token.is_special).map(Into::into).collect();
         let end = beside.end(&special);
@@ -149,7 +152,7 @@ impl FileTokenizer {
         let name = format!("{TOKENIZER}-{}", &hasher.finalize().to_hex()[..16]);
         let path = path.to_owned();
         let mut this =
-            Self { name, path, plain, marked, vocab, special, affixes, cuts, lost, json, beside, end };
+            Self { name, path, plain, marked, vocab, spare, special, affixes, cuts, lost, json, beside, end };
         this.affixes = this.find_affixes()?;
         this.cuts = this.cuts.tried(|text| this.whole(&this.plain, text))?;
         Ok(this)
@@ -219,6 +222,10 @@ impl Tokenizer for FileTokenizer {
         ends.sort_unstable();
         ends.dedup();
         ends
+    }
+
+    fn spare_ids(&self) -> usize {
+        self.spare
     }
 
     fn special_tokens(&self) -> &[SpecialToken] {

@@ -53,6 +53,12 @@ pub trait Tokenizer: Debug + Send + Sync {
         &[]
     }
 
+    /// Returns the number of ids at the end of the vocabulary that were added to it, such as GPT-J's
+    /// `<|extratoken_1|>`: a text has them only where they are written out.
+    fn spare_ids(&self) -> usize {
+        0
+    }
+
     /// Returns the special tokens that belong around a text which a model is given, such as LLaMA's begin
     /// token.
     fn affixes(&self) -> Affixes {

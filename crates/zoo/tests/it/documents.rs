@@ -80,7 +80,7 @@ impl Model {
                         Input::Hidden(x.device().tensor(&x.to_vec::<f32>().unwrap(), x.shape()).unwrap())
                     }
                 };
-                let packed = input.with_documents(stage.documents(&slice).unwrap());
+                let packed = input.with_borders(stage.borders(&slice).unwrap());
                 let (output, mut saved) = match way {
                     Way::Slices(_) => {
                         stage.forward_slice(params, packed, start, targets, &mut carried[i]).unwrap()
@@ -186,6 +186,7 @@ fn alone(batch: &Batch) -> Vec<(usize, Batch)> {
                     targets: targets.to_vec(),
                     weights,
                     documents: None,
+                    prefixes: None,
                 },
             ));
             start += len;
@@ -258,7 +259,7 @@ fn cached_tokens_of_other_documents_are_not_read() {
         let all = batch(&ROWS[..1], vocab);
         let packed = |batch: &Batch| -> Packed {
             let tokens = stage.tokens(&batch.inputs, batch.length).unwrap();
-            Input::Tokens(tokens).with_documents(stage.documents(batch).unwrap())
+            Input::Tokens(tokens).with_borders(stage.borders(batch).unwrap())
         };
         let mut cache = stage.cache(1).unwrap();
         let mut logits: Vec<f32> = Vec::new();
@@ -299,7 +300,7 @@ fn a_packed_row_is_that_of_transformers() {
         got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max)
     };
     let expected = read("logits");
-    let found = off(&logits(tokens().with_documents(stage.documents(row).unwrap())), &expected);
+    let found = off(&logits(tokens().with_borders(stage.borders(row).unwrap())), &expected);
     assert!(found < 1e-4, "logits are off by {found}");
     let leaky = off(&logits(tokens().into()), &expected);
     assert!((leaky - 8.718_661).abs() < 1e-3, "without the borders logits are off by {leaky}");

@@ -14,7 +14,7 @@ use farflung_tensor::{self as tensor, Device, Tensor};
 use farflung_zoo as zoo;
 use serde_json::{Value, json};
 use zoo::exchange::Axis;
-use zoo::layer::{Activations, Grads, Keep, Routed, RouterPass, Then};
+use zoo::layer::{Activations, Borders, Grads, Keep, Routed, RouterPass, Then};
 use zoo::profile::ModelProfile;
 use zoo::spec::{Activation, BalanceOver, Capacity, ExpertWeights, ExpertsSpec, MlpSpec, RouterLosses};
 use zoo::weights::{TokenIds, config_from_text, config_text};
@@ -133,7 +133,7 @@ fn step(whole: &Stage, params: &Tensor, rows: usize) -> (f64, Vec<f32>) {
 /// As [`step`], the part of some of the `rows` sequences.
 fn step_of(whole: &Stage, params: &Tensor, own: Range<usize>, rows: usize) -> (f64, Vec<f32>) {
     let ids: Vec<u32> = (8 * own.start as u32..8 * own.end as u32).map(|i| (i * i + 3 * i) % 13).collect();
-    let tokens = Input::Tokens(whole.tokens(&ids, 8).unwrap()).with_documents(None);
+    let tokens = Input::Tokens(whole.tokens(&ids, 8).unwrap()).with_borders(Borders::default());
     let targets = whole.tokens(&ids, 8).unwrap();
     let (scale, weight) = (1.0 / (8 * rows) as f32, 1.0 / rows as f32);
     let (output, saved) = whole
@@ -192,7 +192,7 @@ fn losses_by_layer_do_not_depend_on_microbatches() {
     let (_, experts) = whole.spec().mixtures().next().unwrap();
     let mut sum = 0.0;
     for (i, ids) in ids.chunks(16).enumerate() {
-        let tokens = Input::Tokens(whole.tokens(ids, 8).unwrap()).with_documents(None);
+        let tokens = Input::Tokens(whole.tokens(ids, 8).unwrap()).with_borders(Borders::default());
         let targets = whole.tokens(ids, 8).unwrap();
         let targets = Some(Targets::all(&targets, 1.0 / 32.0));
         let (output, saved) = whole.forward(&params, tokens.with_sequence_weight(0.25), targets).unwrap();

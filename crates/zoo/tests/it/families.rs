@@ -6,7 +6,7 @@ pub(crate) mod comparison;
 use std::fs;
 use std::path::PathBuf;
 
-use comparison::{FAMILIES, UNDIVIDED, distances, distances_of_pieces, expected, parts};
+use comparison::{FAMILIES, PREFIX, UNDIVIDED, distances, distances_of_pieces, expected, parts};
 use farflung_tensor as tensor;
 use farflung_zoo as zoo;
 use serde_json::Value;
@@ -32,6 +32,18 @@ fn models_in_one_part_and_in_two_are_those_of_transformers() {
                 assert!(off <= mark, "{name} {cuts:?}: {what}: {off} at {at}, expected at most {mark}");
             }
         }
+    }
+}
+
+/// Prompts that are read in both directions, as GPT-JT was trained: `transformers` with such a mask on GPT-J.
+#[test]
+fn prefixes_are_read_in_both_directions() {
+    let mut found = distances(&folder(PREFIX), &[]).unwrap();
+    found.extend(distances(&folder(PREFIX), &[1]).unwrap());
+    found.extend(distances_of_pieces(&folder(PREFIX)).unwrap());
+    assert_eq!(found.len(), 4 + 3 + 4);
+    for comparison::Distance { what, at, off, mark } in found {
+        assert!(off <= mark, "{what}: {off} at {at}, expected at most {mark}");
     }
 }
 

@@ -6,7 +6,9 @@ use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, 
 use farflung_tensor::Device;
 use farflung_zoo::layer::Grads;
 use farflung_zoo::spec::{BalanceOver, RouterLosses};
-use farflung_zoo::{ActivationPolicy, Input, ModelSpec, Output, Resize, Saved, Stage, Targets, gpt2, stage};
+use farflung_zoo::{
+    ActivationPolicy, Borders, Input, ModelSpec, Output, Resize, Saved, Stage, Targets, gpt2, stage,
+};
 
 const LAYERS: usize = 6;
 
@@ -58,7 +60,7 @@ fn step(
     stage.set_activation_policy(keeping);
     let (params, mut grads) = (stage.init(3).unwrap(), stage.zeros().unwrap());
     let ids = |shift| (0..128_u32).map(|i| (i * 7 + shift) % 20).collect::<Vec<_>>();
-    let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap()).with_documents(None);
+    let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap()).with_borders(Borders::default());
     let tokens = tokens.with_sequence_weight(0.5);
     let targets = stage.tokens(&ids(7), 64).unwrap();
     let (output, mut saved) =

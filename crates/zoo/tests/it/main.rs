@@ -10,6 +10,7 @@ mod found_weights;
 mod gguf;
 mod keeping;
 mod model;
+mod objectives;
 mod profiles;
 mod published_counts;
 mod pytorch;

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use farflung_base::Philox;
 use farflung_tensor::{Device, Heads, Norm, NormKind, ParamLayout, Shape, Tensor};
-use farflung_zoo::layer::{Before, Builder, Grads, Keep, Later, RouterPass, StageContext};
+use farflung_zoo::layer::{Before, Borders, Builder, Grads, Keep, Later, RouterPass, StageContext};
 use farflung_zoo::spec::{AttentionBias, Capacity, ExpertsSpec, HeadSpec, Residual};
 use farflung_zoo::{Input, ModelSpec, Output, Resize, Stage, Targets, ZooError, gpt2, stage};
 
@@ -374,6 +374,7 @@ struct Alone {
     cpu: Device,
     layout: ParamLayout,
     params: Tensor,
+    borders: Borders,
 }
 
 impl Alone {
@@ -386,7 +387,7 @@ impl Alone {
             }
         }
         let params = cpu.tensor(&values, layout.len()).unwrap();
-        Self { cpu, layout, params }
+        Self { cpu, layout, params, borders: Borders::default() }
     }
 
     fn cx<'a>(&'a self, params: &'a Tensor) -> StageContext<'a> {
@@ -397,7 +398,7 @@ impl Alone {
             exchange: &farflung_zoo::exchange::Alone,
             gradient_scale: 1.0,
             router: RouterPass::NONE,
-            documents: None,
+            borders: &self.borders,
         }
     }
 

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 50] = [
+const ALWAYS: [&str; 51] = [
     "plan",
     "layers",
     "heads",
@@ -25,6 +25,7 @@ const ALWAYS: [&str; 50] = [
     "tokens",
     "sampling",
     "document-mask",
+    "objective",
     "out",
     "json",
     "quiet",

@@ -1,7 +1,7 @@
-//! Compares a checkpoint with the run that continues from it. Differences in the model, the seed, the data,
-//! whether documents are kept apart, the sequences of a step, or the method of synchronisation are errors. A
-//! different codec is one, too, unless the number of ranks has changed. Other differences in settings are
-//! reported.
+//! Compares a checkpoint with the run that continues from it. Differences in the model, the seed, the data, the
+//! objective, whether documents are kept apart, the sequences of a step, or the method of synchronisation are
+//! errors. A different codec is one, too, unless the number of ranks has changed. Other differences in settings
+//! are reported.
 
 use farflung_comm::Communicator;
 
@@ -37,6 +37,7 @@ pub(super) fn check(record: &CheckpointRecord, job: &Job) -> Result<()> {
     if record.world == world {
         same("codec", level.codec_name().to_owned(), &record.codec)?;
     }
+    same("objective", job.config.objective.to_string(), record.objective.name())?;
     same("document-mask", job.config.document_mask.to_string(), &record.document_mask.to_string())?;
     // With own data, a rank that gets another's state keeps its own text.
     if job.has_data(&record.data_hash) {

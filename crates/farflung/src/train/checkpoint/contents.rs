@@ -210,6 +210,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         codec: level.codec_name().to_owned(),
         data_hash: job.data_identity.clone(),
         document_mask: job.config.document_mask,
+        objective: job.config.objective,
         step,
         outer_step,
         rounds,

@@ -6,6 +6,7 @@ use farflung_compress::link::LinkSpec;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::Method;
 use farflung_tensor::Precision;
+use farflung_zoo::Objective;
 
 use crate::TrainConfig;
 use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName};
@@ -136,6 +137,11 @@ pub const AXES: &[Axis] = &[
         name: "document-mask",
         values: || words([false, true]),
         set: |config, value| config.document_mask = read(value),
+    },
+    Axis {
+        name: "objective",
+        values: || words(Objective::ALL),
+        set: |config, value| config.objective = read(value),
     },
     Axis { name: "clip", values: || words(["0", "1"]), set: |config, value| config.clip = read(value) },
     Axis {

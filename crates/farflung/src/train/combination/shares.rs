@@ -4,7 +4,7 @@
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::Averages;
 
-use super::{Choices, Refusal, Rule, Work, refuse};
+use super::{Choices, Refusal, Rule, Uneven, Work, refuse};
 use crate::config::choice::SamplingKind;
 
 pub(super) const RULES: &[Rule] = &[
@@ -86,10 +86,12 @@ pub(super) const RULES: &[Rule] = &[
     Rule {
         axes: ["document-mask", "paths"],
         refuses: |choices| {
-            let why = "paths that share a module must have the same number of targets";
-            (choices.document_mask && choices.paths())
-                .then(|| refuse("document-mask", true, format!("false with `paths`: {why}")))
+            choices.uneven("document-mask").filter(|_| choices.paths()).map(Uneven::with_paths)
         },
+    },
+    Rule {
+        axes: ["objective", "paths"],
+        refuses: |choices| choices.uneven("objective").filter(|_| choices.paths()).map(Uneven::with_paths),
     },
     Rule {
         axes: ["codec", "expert"],

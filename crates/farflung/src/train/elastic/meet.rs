@@ -40,10 +40,12 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "none: members share out a text; `train` takes rows";
         return wrong("tokens", tokens.display().to_string(), expected);
     }
-    if config.document_mask && !config.sync.row().each_step {
-        let expected = "ddp with `document-mask` among members that come and go: after a change of members, the \
-                        tokens that earlier members counted in a round are not known";
-        return wrong("sync", config.sync.row().name.to_owned(), expected);
+    let uneven = [("document-mask", config.document_mask), ("objective", config.objective.has_prefix())];
+    if let Some((setting, _)) = uneven.iter().find(|(_, set)| *set && !config.sync.row().each_step) {
+        let why =
+            "after a change of members, the tokens that earlier members counted in a round are not known";
+        let expected = format!("ddp with `{setting}` among members that come and go: {why}");
+        return wrong("sync", config.sync.row().name.to_owned(), &expected);
     }
     if let Some(plan) = &config.plan {
         let expected = "none, because plans are made for the members that are present";

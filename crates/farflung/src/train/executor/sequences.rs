@@ -1,10 +1,11 @@
-//! The sequences of a pass: their numbers, tokens, targets and documents, and how many of their tokens count.
+//! The sequences of a pass: their numbers, tokens, targets, documents and prefixes, and how many of their
+//! tokens count.
 
 use std::ops::Range;
 
 use farflung_parallel::pipeline::Action;
 use farflung_tensor::Tensor;
-use farflung_zoo::{Batch, Input};
+use farflung_zoo::{Batch, Borders, Input};
 
 use super::{Executor, Pass};
 use crate::Result;
@@ -58,12 +59,13 @@ impl Executor {
             .tokens(ids, self.positions(action.slice).len())?)
     }
 
-    /// Returns where the documents of an action's tokens begin, if they are kept apart: every stage needs it.
-    pub(super) fn documents(&self, action: Action) -> Result<Option<Tensor>> {
-        if !self.source.is_divided(self.pass) {
-            return Ok(None);
+    /// Returns where the documents of an action's tokens begin, if they are kept apart, and where prefixes end:
+    /// every stage needs it.
+    pub(super) fn borders(&self, action: Action) -> Result<Borders> {
+        if !self.source.has_borders(self.pass) {
+            return Ok(Borders::default());
         }
-        let documents = self.batch(action)?.documents;
-        documents.map(|documents| self.tokens(action, &documents)).transpose()
+        let stage = &self.parts[&self.placement.storage_stage(action.stage)].stage;
+        Ok(stage.borders(&self.batch(action)?)?)
     }
 }

@@ -24,6 +24,8 @@ pub(in crate::train) enum Source {
         context: usize,
         /// Whether passes are told where documents begin.
         documents: bool,
+        /// Whether they are told where prefixes end.
+        prefixes: bool,
     },
 }
 
@@ -51,14 +53,15 @@ impl Source {
         }
     }
 
-    /// Returns whether a pass keeps documents apart.
-    pub(super) fn is_divided(&self, pass: Pass) -> bool {
+    /// Returns whether the sequences of a pass have documents that are kept apart, or prefixes.
+    pub(super) fn has_borders(&self, pass: Pass) -> bool {
+        let of = |sampler: &Sampler| sampler.is_divided() || sampler.has_prefixes();
         match self {
             Self::Text { training, evaluation } => match pass {
-                Pass::Training { .. } => training.is_divided(),
-                Pass::Evaluation => evaluation.is_divided(),
+                Pass::Training { .. } => of(training),
+                Pass::Evaluation => of(evaluation),
             },
-            Self::Counted { documents, .. } => *documents,
+            Self::Counted { documents, prefixes, .. } => *documents || *prefixes,
         }
     }
 
@@ -79,15 +82,16 @@ impl Source {
                 let (sampler, first, batch) = of_pass(training, evaluation, pass, microbatch);
                 Ok(sampler.sequences(first, batch)?)
             }
-            Self::Counted { batch, context, documents } => {
+            Self::Counted { batch, context, documents, prefixes } => {
                 let count = batch * context;
                 Ok(Batch {
                     length: *context,
                     inputs: vec![0; count],
                     targets: vec![0; count],
-                    // The last token of a document has no target.
-                    weights: documents.then(|| vec![1.0; count]),
+                    // The last token of a document has no target, nor have most of a prefix.
+                    weights: (*documents || *prefixes).then(|| vec![1.0; count]),
                     documents: documents.then(|| vec![0; count]),
+                    prefixes: prefixes.then(|| vec![0; count]),
                 })
             }
         }

@@ -225,7 +225,7 @@ impl RankGroup<'_> {
         let position = &self.positions[at.pipeline as usize];
         let mut need = MemoryNeed::default();
         let model = position.parameters.saturating_mul(F32);
-        let every = config.sync_every;
+        let every = config.period();
         let local = config.optimizer.memory(&self.run.local(LrSchedule::constant(config.lr), 1, every));
         let (states, work) = (local.states as u128, local.work as u128);
         let method = config.sync.row();
@@ -269,9 +269,9 @@ impl RankGroup<'_> {
         let microbatches = super::super::planned::microbatches(config) as u128;
         need.add(MemoryPurpose::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
         need.add(MemoryPurpose::Evaluation, self.run.eval_windows() as u128 * size_of::<i64>() as u128);
-        // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors; with documents also
-        // where they begin, and the weights of targets.
-        let buffers = if config.document_mask { 8 } else { 4 };
+        // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors; with documents or
+        // prefixes also where they begin or end, and the weights of targets.
+        let buffers = if config.document_mask || config.objective.has_prefix() { 8 } else { 4 };
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 
         need.add(MemoryPurpose::Checkpoint, self.checkpoint(rank, model, here).saturating_add(saved));

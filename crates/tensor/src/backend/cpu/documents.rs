@@ -1,7 +1,7 @@
-//! The documents of sequences that hold several of them, one after another.
+//! The documents of sequences that hold several of them, one after another, and their prefixes.
 
 use super::IN_HOST;
-use crate::{Result, Shape, TensorError, View};
+use crate::{Mask, Result, Shape, TensorError, View};
 
 /// Tokens of a sequence that belong to one document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,6 +11,15 @@ pub(super) struct Document {
     /// Its first token and the end of its last one, counted from the op's first token.
     pub(super) first: usize,
     pub(super) end: usize,
+    /// Number of the document's tokens, from its first one on, that are read in both directions.
+    pub(super) prefix: usize,
+}
+
+impl Document {
+    /// Returns the only document of a sequence of `len` tokens.
+    pub(super) const fn whole(len: usize) -> Self {
+        Self { start: 0, first: 0, end: len, prefix: 0 }
+    }
 }
 
 /// The documents of all sequences.
@@ -23,17 +32,48 @@ pub(super) struct Documents {
 
 impl Documents {
     /// Reads the documents of the `[B, T, C]` tokens of an op that follow `past` others; `None` if each
-    /// sequence is one document.
+    /// sequence is one document without a prefix.
     ///
-    /// Errors: [`TensorError::Documents`].
+    /// Errors: [`TensorError::Documents`], [`TensorError::Prefix`].
     pub(super) fn of_tokens(
         op: &'static str,
-        view: Option<&View<'_>>,
+        mask: &Mask<'_>,
         past: usize,
         shape: Shape,
     ) -> Result<Option<Self>> {
         let len = shape.dims().get(1).copied().unwrap_or(0);
-        Ok(starts(op, view, past, len)?.map(|starts| Self::of_starts(starts, len)))
+        let documents = starts(op, mask.documents.as_ref(), past, len)?;
+        let mut this = match (documents, &mask.prefixes) {
+            (Some(starts), _) => Self::of_starts(starts, len),
+            (None, Some(_)) => Self::undivided(shape.rows().checked_div(len).unwrap_or(0), len),
+            (None, None) => return Ok(None),
+        };
+        if let Some(view) = &mask.prefixes {
+            this.read_prefixes(op, view.host().expect(IN_HOST), past, len)?;
+        }
+        Ok(Some(this))
+    }
+
+    /// Returns sequences of `len` tokens that are one document each.
+    fn undivided(sequences: usize, len: usize) -> Self {
+        Self { all: vec![Document::whole(len); sequences], ends: (1..=sequences).collect() }
+    }
+
+    /// Reads where the prefix of each token's document ends.
+    fn read_prefixes(&mut self, op: &'static str, ends: &[u32], past: usize, len: usize) -> Result<()> {
+        for (sequence, ends) in ends.chunks_exact(len.max(1)).enumerate() {
+            let from = if sequence == 0 { 0 } else { self.ends[sequence - 1] };
+            for document in &mut self.all[from..self.ends[sequence]] {
+                let most = past + document.end;
+                for (token, &end) in (document.first..).zip(&ends[document.first..document.end]) {
+                    if end as usize > most || end != ends[document.first] {
+                        return Err(TensorError::Prefix { op, position: past + token, end, most });
+                    }
+                }
+                document.prefix = (ends[document.first] as usize).saturating_sub(document.start);
+            }
+        }
+        Ok(())
     }
 
     /// Reads the documents of sequences of `len` tokens from where the document of each token begins.
@@ -44,7 +84,7 @@ impl Documents {
                 let start = start as usize;
                 match all.last_mut() {
                     Some(last) if token > 0 && last.start == start => last.end = token + 1,
-                    _ => all.push(Document { start, first: token, end: token + 1 }),
+                    _ => all.push(Document { start, first: token, end: token + 1, prefix: 0 }),
                 }
             }
             ends.push(all.len());

@@ -178,20 +178,20 @@ impl Backend for Cpu {
             }
             Op::Attention { heads, mask, qkv, y, lse } => {
                 let l = Layout::packed(y.shape(), heads, mask.window);
-                let documents = Documents::of_tokens(name, mask.documents.as_ref(), 0, y.shape())?;
+                let documents = Documents::of_tokens(name, &mask, 0, y.shape())?;
                 let (y, lse) = (floats_mut(y), floats_mut(lse));
                 attention::train_forward(pool, l, documents.as_ref(), floats(&qkv), y, lse);
             }
             Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
                 let l = Layout::packed(y.shape(), heads, mask.window);
-                let documents = Documents::of_tokens(name, mask.documents.as_ref(), 0, y.shape())?;
+                let documents = Documents::of_tokens(name, &mask, 0, y.shape())?;
                 let read = [&qkv, &y, &lse, &dy].map(floats);
                 attention::train_backward(pool, l, documents.as_ref(), read, floats_mut(d_qkv));
             }
             Op::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
                 let layout = Layout::packed(y.shape(), heads, mask.window);
-                let documents = Documents::of_tokens(name, mask.documents.as_ref(), past, y.shape())?;
+                let documents = Documents::of_tokens(name, &mask, past, y.shape())?;
                 let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let (keys, values, lse) = (floats_mut(keys), floats_mut(values), lse.map(floats_mut));
                 attention::cached_forward(pool, tokens, floats(&qkv), [keys, values], floats_mut(y), lse);
@@ -212,7 +212,7 @@ impl Backend for Cpu {
             } => {
                 let cache = Cache { past, capacity: keys.shape().dims()[1] };
                 let layout = Layout::packed(y.shape(), heads, mask.window);
-                let documents = Documents::of_tokens(name, mask.documents.as_ref(), past, y.shape())?;
+                let documents = Documents::of_tokens(name, &mask, past, y.shape())?;
                 let tokens = NewTokens { layout, cache, documents: documents.as_ref() };
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);

@@ -6,7 +6,7 @@ use super::attention::RowsLaunch;
 use super::operand::Operand;
 use super::storage::Buffer;
 use super::{Cube, attention, cubes, u32_of};
-use crate::{Heads, Result, Shape};
+use crate::{Heads, Mask, Result, Shape, View};
 
 /// Returns the factor applied to scores: `1 / sqrt(dim)`.
 fn scale_of(dim: usize) -> f32 {
@@ -74,50 +74,69 @@ impl Sizes {
     }
 }
 
+/// The operands of a mask.
+pub(super) struct MaskOperands {
+    /// Where the document of each query begins.
+    documents: Option<Operand>,
+    /// Where its prefix ends.
+    prefixes: Option<Operand>,
+    window: Option<usize>,
+}
+
+impl MaskOperands {
+    pub(super) fn read(cube: &Cube, mask: &Mask<'_>) -> Result<Self> {
+        let read = |view: &Option<View<'_>>| view.as_ref().map(|view| cube.read(view)).transpose();
+        Ok(Self { documents: read(&mask.documents)?, prefixes: read(&mask.prefixes)?, window: mask.window })
+    }
+
+    /// Returns the operands, to be released.
+    pub(super) fn all(self) -> impl Iterator<Item = Operand> {
+        self.documents.into_iter().chain(self.prefixes)
+    }
+}
+
 /// Keys and values of an attention: operands, layouts, and the number of tokens before the first query.
 pub(super) struct KeysValues<'a> {
     keys: &'a Operand,
     values: &'a Operand,
-    /// Where the document of each query begins.
-    documents: Option<&'a Operand>,
-    window: Option<usize>,
+    mask: &'a MaskOperands,
     at: [[usize; 3]; 2],
     past: usize,
 }
 
 impl<'a> KeysValues<'a> {
     /// Those of the queries' own tokens, beside the queries.
-    pub(super) fn packed(sizes: Sizes, qkv: &'a Operand, documents: Option<&'a Operand>) -> Self {
+    pub(super) fn packed(sizes: Sizes, qkv: &'a Operand, mask: &'a MaskOperands) -> Self {
         let [_, keys, values] = sizes.packed();
-        Self { keys: qkv, values: qkv, documents, window: None, at: [keys, values], past: 0 }
+        Self { keys: qkv, values: qkv, mask, at: [keys, values], past: 0 }
     }
 
     /// Those of caches `[B, capacity, kv D]`.
     pub(super) fn cached(
         sizes: Sizes,
         [keys, values]: [&'a Operand; 2],
-        documents: Option<&'a Operand>,
+        mask: &'a MaskOperands,
         past: usize,
         capacity: usize,
     ) -> Self {
         let at = [sizes.plain(sizes.heads.kv, capacity); 2];
-        Self { keys, values, documents, window: None, at, past }
-    }
-
-    /// The same with a window of keys.
-    pub(super) fn within(self, window: Option<usize>) -> Self {
-        Self { window, ..self }
+        Self { keys, values, mask, at, past }
     }
 
     /// Returns the argument for the window: at most the number of all keys.
     fn window(&self, sizes: Sizes) -> u32 {
         let all = self.past + sizes.tokens;
-        u32_of(self.window.map_or(all, |window| window.clamp(1, all)))
+        u32_of(self.mask.window.map_or(all, |window| window.clamp(1, all)))
     }
 
     /// Returns the argument for the documents. Kernels of sequences that are not divided do not read it.
     fn documents(&self) -> BufferArg {
-        self.documents.unwrap_or(self.keys).arg()
+        self.mask.documents.as_ref().unwrap_or(self.keys).arg()
+    }
+
+    /// Returns the argument for the prefixes. Kernels of sequences without prefixes do not read it.
+    fn prefixes(&self) -> BufferArg {
+        self.mask.prefixes.as_ref().unwrap_or(self.keys).arg()
     }
 }
 
@@ -139,6 +158,7 @@ impl Cube {
             kv.keys.arg(),
             kv.values.arg(),
             kv.documents(),
+            kv.prefixes(),
             y.arg(),
             lse.unwrap_or(y).arg(),
             h.rows(h.packed()[0]),
@@ -152,7 +172,8 @@ impl Cube {
             kv.window(h),
             scale_of(h.dim),
             lse.is_some(),
-            kv.documents.is_some(),
+            kv.mask.documents.is_some(),
+            kv.mask.prefixes.is_some(),
             h.vectors(),
             self.units,
         );
@@ -200,6 +221,7 @@ impl Cube {
             kv.values.arg(),
             dy.arg(),
             kv.documents(),
+            kv.prefixes(),
             lse.arg(),
             delta.arg(),
             d_q.arg(),
@@ -213,7 +235,8 @@ impl Cube {
             u32_of(kv.past),
             kv.window(h),
             scale_of(h.dim),
-            kv.documents.is_some(),
+            kv.mask.documents.is_some(),
+            kv.mask.prefixes.is_some(),
             h.vectors(),
             self.units,
         );
@@ -227,6 +250,7 @@ impl Cube {
             kv.values.arg(),
             dy.arg(),
             kv.documents(),
+            kv.prefixes(),
             lse.arg(),
             delta.arg(),
             d_kv[0].arg(),
@@ -242,7 +266,8 @@ impl Cube {
             kv.window(h),
             scale_of(h.dim),
             accumulate,
-            kv.documents.is_some(),
+            kv.mask.documents.is_some(),
+            kv.mask.prefixes.is_some(),
             h.vectors(),
             self.units,
         );

@@ -1,15 +1,11 @@
-//! Kernels of causal attention and its gradients, without storing the matrix of scores (Dao 2022).
+//! Kernels of attention and its gradients, without storing the matrix of scores (Dao 2022).
 //!
 //! Each unit (thread) holds one row of queries or keys and loops over the rows of the other side; neighbouring
 //! units read the same rows at the same time. Sums run in token order and there are no atomics, so equal inputs
 //! give equal bits. There are no barriers: a software rasteriser takes minutes to compile them with this many
 //! live values.
 
-#![expect(
-    clippy::trivially_copy_pass_by_ref,
-    clippy::range_plus_one,
-    reason = "CubeCL kernels take a unit's own rows by reference, and do not support inclusive ranges"
-)]
+#![expect(clippy::trivially_copy_pass_by_ref, reason = "CubeCL kernels take a unit's own rows by reference")]
 
 use cubecl::prelude::*;
 
@@ -70,6 +66,17 @@ fn first_key(documents: &[u32], at: u32, position: u32, window: u32, #[comptime]
         first = u32::max(first, u32::min(documents[at as usize], position));
     }
     first
+}
+
+/// Returns the end of the keys that a token attends to, of `keys` keys: after its own, or where its prefix
+/// ends.
+#[cube]
+fn end_key(prefixes: &[u32], at: u32, position: u32, keys: u32, #[comptime] prefixed: bool) -> u32 {
+    let mut end = position + 1;
+    if comptime!(prefixed) {
+        end = u32::max(end, u32::min(prefixes[at as usize], keys));
+    }
+    end
 }
 
 /// Returns the dot product of a row in registers and a row in memory, `dim` vectors each.
@@ -147,13 +154,14 @@ fn put<N: Size>(
 
 /// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
 /// `group` heads of queries share a head of keys and values. If sequences are `divided`, `documents` says where
-/// the document of each query begins.
+/// the document of each query begins; if they are `prefixed`, `prefixes` says where its prefix ends.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
     documents: &[u32],
+    prefixes: &[u32],
     y: &mut [Vector<f32, N>],
     lse: &mut [f32],
     q_rows: Rows,
@@ -168,6 +176,7 @@ pub(super) fn forward<N: Size>(
     scale: f32,
     #[comptime] keep: bool,
     #[comptime] divided: bool,
+    #[comptime] prefixed: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -180,7 +189,7 @@ pub(super) fn forward<N: Size>(
         let mut scores = Array::<f32>::new(BLOCK as usize);
         let mut top = f32::new(MASKED);
         let mut total = 0.0f32;
-        let end = past + row + 1;
+        let end = end_key(prefixes, batch * tokens + row, past + row, past + tokens, prefixed);
         let mut first = first_key(documents, batch * tokens + row, past + row, window, divided);
         while first < end {
             let mut larger = top;
@@ -255,6 +264,7 @@ pub(super) fn queries<N: Size>(
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
     documents: &[u32],
+    prefixes: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_q: &mut [Vector<f32, N>],
@@ -269,6 +279,7 @@ pub(super) fn queries<N: Size>(
     window: u32,
     scale: f32,
     #[comptime] divided: bool,
+    #[comptime] prefixed: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -281,7 +292,8 @@ pub(super) fn queries<N: Size>(
         let mut sum = zeros::<N>(dim);
         let stat = ((batch * heads + head) * tokens + row) as usize;
         let first = first_key(documents, batch * tokens + row, past + row, window, divided);
-        for token in first..past + row + 1 {
+        let end = end_key(prefixes, batch * tokens + row, past + row, past + tokens, prefixed);
+        for token in first..end {
             let key = k_rows.at(batch, token, shared);
             let score = dot(&query, k, key, dim);
             let dp = dot(&grad, v, v_rows.at(batch, token, shared), dim);
@@ -301,6 +313,7 @@ pub(super) fn keys_values<N: Size>(
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
     documents: &[u32],
+    prefixes: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_k: &mut [Vector<f32, N>],
@@ -317,6 +330,7 @@ pub(super) fn keys_values<N: Size>(
     scale: f32,
     #[comptime] accumulate: bool,
     #[comptime] divided: bool,
+    #[comptime] prefixed: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -328,9 +342,18 @@ pub(super) fn keys_values<N: Size>(
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
         let mut d_key = zeros::<N>(dim);
         let mut d_value = zeros::<N>(dim);
-        // Queries before the key do not attend to it, nor do those of later documents.
-        let begin = u32::max(row, past) - past;
-        // Nor do those whose window begins later.
+        // Queries before the key do not attend to it, but for those of its prefix.
+        let mut begin = u32::max(row, past) - past;
+        if comptime!(prefixed) {
+            let own = begin;
+            for token in 0..own {
+                let end = end_key(prefixes, batch * tokens + token, past + token, seen, prefixed);
+                if begin == own && end > row {
+                    begin = token;
+                }
+            }
+        }
+        // Nor do those whose window begins later, or whose document does.
         let mut end = u32::min(tokens, u32::max(row + window, past) - past);
         if comptime!(divided) {
             let last = end;

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::attend::{KeysValues, Sizes};
+use super::attend::{KeysValues, MaskOperands, Sizes};
 use super::join::JoinedLaunch;
 use super::operand::Operand;
 use super::{Cube, bytes, cubes, embed, grid, join, loss, map, norm, reduce, swiglu, u32_of};
@@ -323,10 +323,10 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             }
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
-            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
-            let kv = KeysValues::packed(h, &qkv, documents.as_ref()).within(mask.window);
+            let mask = MaskOperands::read(cube, &mask)?;
+            let kv = KeysValues::packed(h, &qkv, &mask);
             cube.attend(h, &qkv, &kv, &y, Some(&lse));
-            cube.write_back([qkv, y, lse].into_iter().chain(documents));
+            cube.write_back([qkv, y, lse].into_iter().chain(mask.all()));
         }
         Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
             if y.is_empty() {
@@ -335,10 +335,10 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let h = Sizes::new(y.shape(), heads);
             let (qkv, y, lse, dy) = (cube.read(&qkv)?, cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let d = cube.write(&d_qkv)?;
-            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
-            let kv = KeysValues::packed(h, &qkv, documents.as_ref()).within(mask.window);
+            let mask = MaskOperands::read(cube, &mask)?;
+            let kv = KeysValues::packed(h, &qkv, &mask);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
-            cube.write_back([qkv, y, lse, dy, d].into_iter().chain(documents));
+            cube.write_back([qkv, y, lse, dy, d].into_iter().chain(mask.all()));
         }
         Op::AttentionCached { heads, past, mask, qkv, keys, values, y, lse } => {
             if y.is_empty() {
@@ -349,12 +349,11 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values, y) =
                 (cube.read(&qkv)?, cube.write(&keys)?, cube.write(&values)?, cube.write(&y)?);
             let lse = lse.map(|l| cube.write(&l)).transpose()?;
-            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
+            let mask = MaskOperands::read(cube, &mask)?;
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
-            let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
-            let kv = kv.within(mask.window);
+            let kv = KeysValues::cached(h, [&keys, &values], &mask, past, capacity);
             cube.attend(h, &qkv, &kv, &y, lse.as_ref());
-            cube.write_back([qkv, keys, values, y].into_iter().chain(lse).chain(documents));
+            cube.write_back([qkv, keys, values, y].into_iter().chain(lse).chain(mask.all()));
         }
         Op::AttentionCachedGrad {
             heads,
@@ -378,13 +377,12 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, keys, values) = (cube.read(&qkv)?, cube.read(&keys)?, cube.read(&values)?);
             let (y, lse, dy) = (cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
             let (d, d_keys, d_values) = (cube.write(&d_qkv)?, cube.write(&d_keys)?, cube.write(&d_values)?);
-            let documents = mask.documents.map(|documents| cube.read(&documents)).transpose()?;
-            let kv = KeysValues::cached(h, [&keys, &values], documents.as_ref(), past, capacity);
-            let kv = kv.within(mask.window);
+            let mask = MaskOperands::read(cube, &mask)?;
+            let kv = KeysValues::cached(h, [&keys, &values], &mask, past, capacity);
             cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
             cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
             let operands = [qkv, keys, values, y, lse, dy, d, d_keys, d_values];
-            cube.write_back(operands.into_iter().chain(documents));
+            cube.write_back(operands.into_iter().chain(mask.all()));
         }
         Op::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
             if y.is_empty() {

@@ -2,12 +2,15 @@
 //! from a seed, and most are not multiples of a tile. The bench `device-parity` includes this file too, by
 //! `#[path]`: the parent module must import the crates under the names `base` and `tensor`.
 
+mod attention;
+
 use half::{bf16, f16};
 
+use self::attention::{Seen, attention, attention_cached};
 use super::base::Philox;
 use super::tensor::{
-    DType, Device, Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary,
-    Shape, Tensor,
+    DType, Device, Fuse, Gelu, Heads, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary, Shape,
+    Tensor,
 };
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
@@ -195,75 +198,6 @@ fn norms(
     let (to_gain, to_bias) = (d_gain.view_mut(), biased.then(|| d_bias.view_mut()));
     d.run(Op::NormWeight { x, stats: stats_, dy, d_gain: to_gain, d_bias: to_bias, accumulate })?;
     Ok(vec![y, stats, dx, d_gain, d_bias])
-}
-
-fn attention(
-    d: &Device,
-    seed: u64,
-    s: Sizes,
-    (divided, window): (bool, Option<usize>),
-) -> Result<Vec<Tensor>> {
-    let (Sizes { b, t, heads, .. }, [c, _, w]) = (s, s.widths());
-    let documents = documents(d, seed + 6, [b, t], 0, divided)?;
-    let mask = Mask { documents: documents.as_ref().map(Tensor::view), window };
-    let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-    let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
-    let mut d_qkv = d.zeros([b, t, w])?;
-    d.run(Op::Attention { heads, mask, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
-    d.run(Op::AttentionGrad {
-        heads,
-        mask,
-        qkv: qkv.view(),
-        y: y.view(),
-        lse: lse.view(),
-        dy: dy.view(),
-        d_qkv: d_qkv.view_mut(),
-    })?;
-    Ok(vec![y, lse, d_qkv])
-}
-
-fn attention_cached(
-    d: &Device,
-    seed: u64,
-    s: Sizes,
-    past: usize,
-    (divided, window): (bool, Option<usize>),
-) -> Result<Vec<Tensor>> {
-    let (Sizes { b, t, heads, .. }, [c, kv, w], capacity) = (s, s.widths(), 120);
-    let documents = documents(d, seed + 6, [b, t], past, divided)?;
-    let mask = Mask { documents: documents.as_ref().map(Tensor::view), window };
-    let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-    let mut keys = noise(d, seed + 2, 1.0, [b, capacity, kv])?;
-    let mut values = noise(d, seed + 3, 1.0, [b, capacity, kv])?;
-    let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads.query, t])?);
-    d.run(Op::AttentionCached {
-        heads,
-        past,
-        mask,
-        qkv: qkv.view(),
-        keys: keys.view_mut(),
-        values: values.view_mut(),
-        y: y.view_mut(),
-        lse: Some(lse.view_mut()),
-    })?;
-    let mut d_qkv = d.zeros([b, t, w])?;
-    let mut d_keys = noise(d, seed + 4, 1.0, [b, capacity, kv])?;
-    let mut d_values = noise(d, seed + 5, 1.0, [b, capacity, kv])?;
-    d.run(Op::AttentionCachedGrad {
-        heads,
-        past,
-        mask,
-        qkv: qkv.view(),
-        keys: keys.view(),
-        values: values.view(),
-        y: y.view(),
-        lse: lse.view(),
-        dy: dy.view(),
-        d_qkv: d_qkv.view_mut(),
-        d_keys: d_keys.view_mut(),
-        d_values: d_values.view_mut(),
-    })?;
-    Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
 }
 
 fn joined_heads(
@@ -458,11 +392,18 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         let (start, pairs) = (draw.size(0, 20), draw.size(1, dim / 2));
         let rotated = rotates.then_some(2 * pairs);
         let narrow = draw.size(1, 30);
-        for (divided, window) in [(false, None), (true, None), (false, Some(narrow)), (true, Some(narrow))] {
-            let seen = (divided, window);
-            let what = format!("{s:?} and gradient, documents {divided}, window {window:?}");
+        for (documents, prefixes, window) in [
+            (false, false, None),
+            (true, false, None),
+            (false, false, Some(narrow)),
+            (true, false, Some(narrow)),
+            (false, true, None),
+            (true, true, Some(narrow)),
+        ] {
+            let seen = Seen { documents, prefixes, window };
+            let what = format!("{s:?} and gradient, {seen:?}");
             add("attention", what, false, Box::new(move |d| attention(d, seed, s, seen)));
-            let what = format!("{s:?} after {past}, and gradient, documents {divided}, window {window:?}");
+            let what = format!("{s:?} after {past}, and gradient, {seen:?}");
             let run = move |d: &Device| attention_cached(d, seed, s, past, seen);
             add("attention_cached", what, false, Box::new(run));
         }

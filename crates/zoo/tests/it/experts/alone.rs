@@ -9,7 +9,9 @@ use serde_json::Value;
 use super::tensor::{Device, ParamLayout, Tensor};
 use super::zoo::ModelSpec;
 use super::zoo::exchange::Alone;
-use super::zoo::layer::{Activations, Builder, Experts, Grads, Keep, Routed, RouterPass, StageContext, Then};
+use super::zoo::layer::{
+    Activations, Borders, Builder, Experts, Grads, Keep, Routed, RouterPass, StageContext, Then,
+};
 use super::zoo::spec::{
     Activation, BalanceOver, Capacity, ExpertWeights, ExpertsSpec, MlpSpec, RouterLosses,
 };
@@ -24,6 +26,7 @@ pub(crate) struct Mixture {
     pub(crate) layer: Experts,
     pub(crate) layout: ParamLayout,
     pub(crate) params: Tensor,
+    borders: Borders,
 }
 
 impl Mixture {
@@ -43,7 +46,7 @@ impl Mixture {
             fill(&param.name, &mut values[param.range()])?;
         }
         let params = cpu.tensor(&values, values.len())?;
-        Ok(Self { cpu, layer, layout, params })
+        Ok(Self { cpu, layer, layout, params, borders: Borders::default() })
     }
 
     pub(crate) fn cx<'a>(&'a self, router: RouterPass<'a>) -> StageContext<'a> {
@@ -55,7 +58,7 @@ impl Mixture {
             exchange: &Alone,
             gradient_scale: 1.0,
             router,
-            documents: None,
+            borders: &self.borders,
         }
     }
 

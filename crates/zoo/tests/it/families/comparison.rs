@@ -7,15 +7,16 @@ mod folders;
 #[path = "threads.rs"]
 pub(crate) mod threads;
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
 
 use super::tensor::{self, Device, Tensor};
 use super::zoo::exchange::Exchange;
-use super::zoo::layer::{Grads, Routed};
+use super::zoo::layer::{Borders, Grads, Routed};
 use super::zoo::naming::Names;
 use super::zoo::spec::{BalanceOver, RouterLosses};
 use super::zoo::weights::{StoredLayout, TensorFile, Weights, to_stored};
@@ -27,6 +28,9 @@ use threads::Threads;
 
 /// The folder of a model with one head of keys and values, which ranks cannot divide.
 pub(crate) const UNDIVIDED: &str = "llama-gqa-tied";
+
+/// The folder with expected values of `gptj` whose prompts are read in both directions, as GPT-JT was trained.
+pub(crate) const PREFIX: &str = "prefix";
 
 /// Result with an error of any kind: of files, of JSON, of the model.
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -64,6 +68,10 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
     let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
     let (batch, mut parts) = (Batch::of(&want)?, parts(folder, cuts)?);
     let names = parts[0].0.spec().names;
+    // Of another folder's model, a file has some of the gradients.
+    let of_other = want["base"].is_string();
+    let of = |name: &String| name.strip_prefix("grad.").map(|name| names.in_model(name));
+    let known: Option<BTreeSet<String>> = of_other.then(|| file.tensors().keys().filter_map(of).collect());
     let mut read = |name: &str| -> Outcome<(Vec<usize>, Vec<f32>)> {
         let name = &stored_name(&file, names, name);
         let shape = file.tensors().get(name).ok_or_else(|| format!("no tensor {name}"))?.shape.clone();
@@ -73,10 +81,12 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
     };
     let mut all = Vec::new();
     if let [(whole, params)] = &parts[..] {
-        let mut found = Distance::new("number of parameters", 0.0);
-        let (own, theirs) = (whole.spec().parameters(), number(&want["parameters"])?);
-        found.add((own as f64 - theirs).abs(), || format!("{own} instead of {theirs}"));
-        all.push(found);
+        if !of_other {
+            let mut found = Distance::new("number of parameters", 0.0);
+            let (own, theirs) = (whole.spec().parameters(), number(&want["parameters"])?);
+            found.add((own as f64 - theirs).abs(), || format!("{own} instead of {theirs}"));
+            all.push(found);
+        }
         all.push(logits(whole, params, &batch, &read("logits")?.1)?);
         if want["greedy"].is_object() {
             all.push(greedy(whole, params, &want["greedy"])?);
@@ -87,7 +97,7 @@ pub(crate) fn distances(folder: &Path, cuts: &[usize]) -> Outcome<Vec<Distance>>
     found.add((loss - number(&want["loss"])?).abs(), || format!("the value {loss}"));
     all.push(found);
     share_table(&parts, &mut grads)?;
-    all.push(gradients(&parts, &grads, |name| read(&format!("grad.{name}")))?);
+    all.push(gradients(&parts, &grads, known.as_ref(), |name| read(&format!("grad.{name}")))?);
     let losses = want["losses"].as_array().ok_or("no losses")?;
     all.push(five_steps(&mut parts, &batch, losses)?);
     Ok(all)
@@ -100,7 +110,7 @@ pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
     let of_rank = |(share, exchange): (AxisShare, Threads)| -> Outcome<Vec<Distance>> {
         let want = expected(folder)?;
         let mut file = TensorFile::open(&folder.join("expected.safetensors"))?;
-        let mut weights = Weights::open(folder)?;
+        let mut weights = Weights::open(&model_folder(folder, &want))?;
         let (spec, cpu) = (described(&weights, &want)?, Device::cpu(1)?);
         let axis: (AxisShare, Arc<dyn Exchange>) = (share.clone(), Arc::new(exchange));
         let piece = Stage::piece(&spec, 0..spec.layers(), &cpu, axis)?;
@@ -121,6 +131,9 @@ pub(crate) fn distances_of_pieces(folder: &Path) -> Outcome<Vec<Distance>> {
             let mut whole = vec![0.0; tensor.count()];
             let (stored_shape, _) = to_stored(spec.names, &tensor, &whole);
             let name = stored_name(&file, spec.names, &format!("grad.{}", tensor.name));
+            if want["base"].is_string() && !file.tensors().contains_key(&name) {
+                continue;
+            }
             file.read_f32(&name, &stored_shape, &mut whole)?;
             let mut shape = stored_shape;
             StoredLayout::of(&spec).from_file(&tensor.name, &mut shape, &mut whole);
@@ -164,6 +177,11 @@ fn stored_name(file: &TensorFile, names: &Names, name: &str) -> String {
     file.tensors().keys().find(in_model).map_or(name, |found| found).to_owned()
 }
 
+/// Returns the folder with the model that expected values are of: another one, if they name it.
+fn model_folder(folder: &Path, want: &Value) -> PathBuf {
+    want["base"].as_str().map_or_else(|| folder.to_owned(), |base| folder.join(base))
+}
+
 /// Returns the expected values of a folder that are no tensors.
 pub(crate) fn expected(folder: &Path) -> Outcome<Value> {
     Ok(serde_json::from_slice(&fs::read(folder.join("expected.json"))?)?)
@@ -171,8 +189,9 @@ pub(crate) fn expected(folder: &Path) -> Outcome<Value> {
 
 /// Returns the parts of a model that is cut before the layers `cuts`.
 pub(crate) fn parts(folder: &Path, cuts: &[usize]) -> Outcome<Vec<(Stage, Tensor)>> {
-    let mut weights = Weights::open(folder)?;
-    let (spec, cpu) = (described(&weights, &expected(folder)?)?, Device::cpu(2)?);
+    let want = expected(folder)?;
+    let mut weights = Weights::open(&model_folder(folder, &want))?;
+    let (spec, cpu) = (described(&weights, &want)?, Device::cpu(2)?);
     let bounds: Vec<usize> = [0].iter().chain(cuts).chain([&spec.layers()]).copied().collect();
     let part = |bounds: &[usize]| {
         let stage = Stage::new(&spec, bounds[0]..bounds[1], &cpu)?;
@@ -204,16 +223,26 @@ struct Batch {
     targets: Vec<u32>,
     weights: Vec<f32>,
     len: usize,
+    /// For each token, where its row's prefix ends, which is read in both directions.
+    prefixes: Option<Vec<u32>>,
 }
 
 impl Batch {
-    fn of(expected: &Value) -> Outcome<Self> {
-        let rows = |field: &str| serde_json::from_value::<Vec<Vec<i64>>>(expected[field].clone());
+    fn of(want: &Value) -> Outcome<Self> {
+        let rows = |field: &str| serde_json::from_value::<Vec<Vec<i64>>>(want[field].clone());
         let (ids, labels) = (rows("input_ids")?, rows("labels")?);
         let len = ids.first().ok_or("no ids")?.len();
         let next = labels.iter().flat_map(|row| row[1..].iter().copied().chain([-100]));
         let (targets, weights) = next.map(|id| (id.max(0) as u32, if id < 0 { 0.0 } else { 1.0 })).unzip();
-        Ok(Self { ids: ids.into_iter().flatten().map(|id| id as u32).collect(), targets, weights, len })
+        let prefixes: Option<Vec<u32>> = serde_json::from_value(want["prefixes"].clone())?;
+        let of_tokens = |ends: Vec<u32>| ends.iter().flat_map(|&end| std::iter::repeat_n(end, len)).collect();
+        let ids = ids.into_iter().flatten().map(|id| id as u32).collect();
+        Ok(Self { ids, targets, weights, len, prefixes: prefixes.map(of_tokens) })
+    }
+
+    fn borders(&self, stage: &Stage) -> Outcome<Borders> {
+        let prefixes = self.prefixes.as_ref().map(|ends| stage.tokens(ends, self.len)).transpose()?;
+        Ok(Borders { documents: None, prefixes })
     }
 
     fn count(&self) -> f32 {
@@ -223,8 +252,8 @@ impl Batch {
 
 fn logits(whole: &Stage, params: &Tensor, batch: &Batch, want: &[f32]) -> Outcome<Distance> {
     let mut found = Distance::new("logits", 1e-4);
-    let tokens = whole.tokens(&batch.ids, batch.len)?;
-    let got = whole.logits(params, tokens)?.to_vec::<f32>()?;
+    let tokens = Input::Tokens(whole.tokens(&batch.ids, batch.len)?);
+    let got = whole.logits(params, tokens.with_borders(batch.borders(whole)?))?.to_vec::<f32>()?;
     found.add(got.len().abs_diff(want.len()) as f64, || format!("{} of them", got.len()));
     for (i, (got, want)) in got.iter().zip(want).enumerate() {
         found.add(f64::from((got - want).abs()), || format!("logit {i}"));
@@ -258,7 +287,7 @@ fn step(parts: &[(Stage, Tensor)], batch: &Batch) -> Outcome<(f64, Vec<Tensor>)>
     let (mut kept, mut loss) = (Vec::new(), None);
     for (stage, params) in parts {
         let targets = stage.gives_losses().then_some(targets);
-        let packed = input.take().ok_or("a part has no input")?.with_documents(None);
+        let packed = input.take().ok_or("a part has no input")?.with_borders(batch.borders(stage)?);
         let packed = packed.with_sequence_weight(1.0 / shape[0] as f32);
         let (output, saved) = stage.forward(params, packed, targets)?;
         kept.push(saved);
@@ -305,12 +334,16 @@ fn share_table(parts: &[(Stage, Tensor)], grads: &mut [Tensor]) -> Outcome<()> {
 fn gradients(
     parts: &[(Stage, Tensor)],
     grads: &[Tensor],
+    known: Option<&BTreeSet<String>>,
     mut read: impl FnMut(&str) -> Outcome<(Vec<usize>, Vec<f32>)>,
 ) -> Outcome<Distance> {
     let mut found = Distance::new("gradients, relative to their norms", 1e-4);
     for ((stage, _), grads) in parts.iter().zip(grads) {
         let specs = stage.spec().tensors();
         for (index, param) in stage.layout().params().iter().enumerate() {
+            if known.is_some_and(|known| !known.contains(&param.name)) {
+                continue;
+            }
             let (shape, want) = read(&param.name)?;
             let spec = specs.iter().find(|spec| spec.name == param.name).ok_or("a tensor has no spec")?;
             let got = stage.layout().view(grads, index)?.to_vec::<f32>()?;

@@ -117,7 +117,9 @@ impl Pass<'_> {
                 for block in pieces(queries.clone(), rows) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
-                let seen = tile.end.min(past + queries.end);
+                // Where a prefix ends, blocks of keys and of queries are not aligned: all weights are written.
+                let ahead = self.head.looks_ahead(tile.start);
+                let seen = if ahead { tile.end } else { tile.end.min(past + queries.end) };
                 for block in pieces(tile.start..common, rows).chain(pieces(common..seen, rows)) {
                     self.block_of_keys(&block, &queries, &tile);
                 }
@@ -154,7 +156,10 @@ impl Pass<'_> {
             self.next.iter().flatten().for_each(|next| next.fetch(block));
         }
         let (rows, pitch, wide) = (block.len(), self.pitch, isa.tile().columns);
-        let meeting = self.head.meeting(block, tile);
+        let mut meeting = self.head.meeting(block, tile);
+        if self.head.looks_ahead(tile.start) {
+            meeting = meeting.with_all();
+        }
         let at = (block.start - queries.start) * pitch;
         let (p, ds) = (&mut self.p[at..], &mut self.ds[at..]);
 

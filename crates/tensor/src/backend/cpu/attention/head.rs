@@ -15,6 +15,9 @@ pub(super) struct Head {
     pub(super) keys: usize,
     /// Number of keys that the first query attends to. Each later query attends to one more, if there is one.
     pub(super) seen_first: usize,
+    /// Number of keys, from the first one on, up to which all queries attend at least: more than `seen_first`
+    /// if the first queries are of a prefix.
+    pub(super) seen_least: usize,
     /// Number of keys up to its own that a query attends to at most.
     pub(super) window: usize,
     /// Whether all queries are of the same token.
@@ -34,9 +37,14 @@ impl Head {
         std::f32::consts::LOG2_E * self.score_scale()
     }
 
-    /// Returns the first query that attends to `key`.
+    /// Returns the first query that attends to `key`, or to a later one.
     pub(super) fn first_query(&self, key: usize) -> usize {
-        key.saturating_sub(self.seen_first - 1)
+        if key < self.seen_least { 0 } else { key - (self.seen_first - 1) }
+    }
+
+    /// Returns whether some queries attend to keys after their own, of those from `key` on.
+    pub(super) fn looks_ahead(&self, key: usize) -> bool {
+        self.seen_first < self.seen_least && key < self.seen_least
     }
 
     /// Returns whether some query does not attend to an earlier key.
@@ -55,11 +63,14 @@ impl Head {
     }
 
     /// Returns which keys of a tile some queries attend to.
-    pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> CausalMask {
-        let first = (queries.start + self.seen_first).cast_signed() - keys.start.cast_signed();
+    pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> Meeting {
+        let from = keys.start.cast_signed();
+        let first = (queries.start + self.seen_first).cast_signed() - from;
+        let least = self.seen_least.cast_signed() - from;
         let hidden = if self.is_windowed() { first.saturating_sub_unsigned(self.window) } else { isize::MIN };
         let step = isize::from(!self.is_shared);
-        let mut meeting = CausalMask { first, keys: keys.len(), hidden, step, all: 0, whole: 0, padded: 0 };
+        let mut meeting =
+            Meeting { first, least, keys: keys.len(), hidden, step, all: 0, whole: 0, padded: 0 };
         meeting.all = meeting.seen(queries.len() - 1);
         let is_whole = meeting.hidden(queries.len() - 1) == 0;
         meeting.whole = if is_whole { meeting.seen(0) / LANES * LANES } else { 0 };
@@ -68,12 +79,14 @@ impl Head {
     }
 }
 
-/// The causal mask of some queries for a tile of keys.
+/// Which keys of a tile some queries attend to.
 #[derive(Clone, Copy)]
-pub(super) struct CausalMask {
-    /// Number of keys of the tile that the first query attends to, not yet clamped: it may be negative or
-    /// greater than `keys`.
+pub(super) struct Meeting {
+    /// Number of keys of the tile up to the first query's own, not yet clamped: it may be negative or greater
+    /// than `keys`.
     first: isize,
+    /// Number of keys of the tile up to which all queries attend at least, not yet clamped.
+    least: isize,
     /// Number of keys of the tile.
     keys: usize,
     /// Number of keys of the tile before the first query's window, not yet clamped, and how many more there are
@@ -88,14 +101,19 @@ pub(super) struct CausalMask {
     pub(super) padded: usize,
 }
 
-impl CausalMask {
+impl Meeting {
     fn seen(self, row: usize) -> usize {
-        (self.first + row.cast_signed()).clamp(0, self.keys.cast_signed()).cast_unsigned()
+        (self.first + row.cast_signed()).max(self.least).clamp(0, self.keys.cast_signed()).cast_unsigned()
     }
 
     fn hidden(self, row: usize) -> usize {
         let hidden = self.hidden.saturating_add(row.cast_signed() * self.step);
         hidden.clamp(0, self.keys.cast_signed()).cast_unsigned()
+    }
+
+    /// Returns the same with weights for all keys of the tile: 0 for those that no query attends to.
+    pub(super) fn with_all(self) -> Self {
+        Self { padded: self.keys.next_multiple_of(LANES), ..self }
     }
 
     /// Returns whether query `row` attends to a key of the tile.

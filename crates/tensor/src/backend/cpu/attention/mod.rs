@@ -1,4 +1,4 @@
-//! Causal attention of all heads, forward and backward, in tiles, without storing a matrix of all scores.
+//! Attention of all heads, forward and backward, in tiles, without storing a matrix of all scores.
 //!
 //! A task of the forward pass computes one head of queries of one sequence, or all that share a head of keys
 //! if there is one token. A task of the backward pass computes all heads of queries that share one head of
@@ -9,7 +9,8 @@
 //! hardware prefetchers do not predict them.
 //!
 //! A task computes the documents of its sequence one after another, each as a head whose first key is the
-//! document's. So nothing of other documents is read, and a document has the bits that it has alone.
+//! document's. So nothing of other documents is read, and a document has the bits that it has alone. The
+//! queries of a document's prefix attend to as many keys as the last of them.
 //!
 //! Within a register tile, masked weights are multiplied as zeros. A NaN in a value can therefore reach up to
 //! seven earlier queries.
@@ -94,7 +95,7 @@ impl Layout {
     /// Returns the sizes of a head with the queries of one document, of which `shared` are rows of each token.
     /// The queries are those of the last of `keys` tokens.
     const fn head_of(self, isa: Isa, keys: usize, document: &Document, shared: usize) -> Head {
-        let Document { start, first, end } = *document;
+        let Document { start, first, end, prefix } = *document;
         // Tokens of the sequence before the queries, from the document's first one on.
         let before = keys - self.tokens + first - start;
         let tokens = end - first;
@@ -103,6 +104,7 @@ impl Layout {
             queries: tokens * shared,
             keys: before + tokens,
             seen_first: before + 1,
+            seen_least: if prefix > before + 1 { prefix } else { before + 1 },
             window: self.window,
             is_shared: shared > 1,
             width: self.head_dim,
@@ -210,7 +212,7 @@ thread_local! {
 }
 
 /// Forward pass: `y = softmax(q kᵀ / sqrt(head_dim)) v` per head. A query attends to the keys up to its own
-/// position.
+/// position, and to those of its prefix.
 struct Forward<'a> {
     isa: Isa,
     layout: Layout,
@@ -242,7 +244,7 @@ impl<'a> Forward<'a> {
         // If each sequence has one new token, the queries that share keys and values are the rows of one head,
         // so that keys and values are packed once for all of them. All of its rows attend to all keys.
         let shared = if l.tokens == 1 { l.group() } else { 1 };
-        let whole = Document { start: 0, first: 0, end: l.tokens };
+        let whole = Document::whole(l.tokens);
         let stride = |place: HeadLayout| if shared > 1 { l.head_dim } else { place.stride };
         let reads = |task| {
             let QueryHead { sequence, query, kv } = l.head(task * shared);
@@ -266,7 +268,7 @@ impl<'a> Forward<'a> {
                 let next = (next < tasks && l.prefetches(3)).then(|| reads(next));
                 let sequence = l.head(task * shared).sequence;
                 for document in Layout::documents_of(self.documents, &whole, sequence) {
-                    let Document { start, first, end } = *document;
+                    let Document { start, first, end, .. } = *document;
                     let of = |[q, k, v]: [Rows<'a>; 3]| [q.after(first), k.after(start), v.after(start)];
                     let lse = lse.as_deref_mut().map(|lse| &mut lse[first * shared..end * shared]);
                     let head = l.head_of(self.isa, self.keys, document, shared);
@@ -325,7 +327,7 @@ impl<'a> Backward<'a> {
                 place.rows(data, l, (sequence, head))
             })
         };
-        let whole = Document { start: 0, first: 0, end: l.tokens };
+        let whole = Document::whole(l.tokens);
         let group = l.group();
         pool.run(l.query_heads() / group, |task| {
             for index in task * group..(task + 1) * group {
@@ -348,7 +350,7 @@ impl<'a> Backward<'a> {
                     if index + 1 < (task + 1) * group { index + 1 } else { (task + pool.threads()) * group };
                 let next = (next < l.query_heads() && l.prefetches(5)).then(|| reads(next));
                 for document in Layout::documents_of(self.documents, &whole, sequence) {
-                    let Document { start, first, end } = *document;
+                    let Document { start, first, end, .. } = *document;
                     let of = |[q, k, v, y, dy]: [Rows<'a>; 5]| {
                         [q.after(first), k.after(start), v.after(start), y.after(first), dy.after(first)]
                     };

@@ -12,12 +12,12 @@ use super::super::simd::simd;
 use super::super::tile::{MOST_ROWS, RowFactors};
 use super::super::vector::{LANES, Vector, exp2, greatest, sum};
 use super::super::vmath;
-use super::head::CausalMask;
+use super::head::Meeting;
 use super::rows::Rows;
 
 /// Products of a block of queries with a tile of keys, in rows `pitch` apart.
 pub(super) struct Block<'a> {
-    pub(super) meeting: CausalMask,
+    pub(super) meeting: Meeting,
     pub(super) products: &'a mut [f32],
     pub(super) pitch: usize,
     /// Factor that converts a product to an exponent of 2.

@@ -1,0 +1,28 @@
+//! Borders within the sequences of a pass.
+
+use farflung_tensor::{Mask, Tensor, View};
+
+/// Borders within the sequences of a pass.
+#[derive(Debug, Default)]
+pub struct Borders {
+    /// For each token of the pass, the position in its sequence at which its document begins: u32 `[B, T]`, as
+    /// in [`Batch::documents`](crate::Batch::documents). Tokens attend only to their own document, and
+    /// positions are counted from its first token. `None` if each sequence is one document.
+    pub documents: Option<Tensor>,
+    /// For each token of the pass, the position in its sequence at which its document's prefix ends: u32 `[B,
+    /// T]`, as in [`Batch::prefixes`](crate::Batch::prefixes). Tokens of a prefix attend to all of it. `None`
+    /// if there are no prefixes.
+    pub prefixes: Option<Tensor>,
+}
+
+impl Borders {
+    /// Returns where documents begin, as ops take it.
+    pub(crate) fn documents(&self) -> Option<View<'_>> {
+        self.documents.as_ref().map(Tensor::view)
+    }
+
+    /// Returns which keys a query attends to, as ops take it.
+    pub(crate) fn mask(&self, window: Option<usize>) -> Mask<'_> {
+        Mask { documents: self.documents(), prefixes: self.prefixes.as_ref().map(Tensor::view), window }
+    }
+}
