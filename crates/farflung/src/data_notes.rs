@@ -1,7 +1,7 @@
 //! What a run tells of the data that it read: lines for the terminal, and fields of the report.
 
 use farflung_zoo::Split;
-use farflung_zoo::data::{Reading, Skipped};
+use farflung_zoo::data::{ExampleRows, Reading, Skipped};
 use serde::{Deserialize, Serialize};
 
 /// Source of a run's text.
@@ -29,6 +29,9 @@ pub struct DataSource {
     /// Share of the bytes of text that are no text: not UTF-8, or control characters.
     #[serde(default)]
     pub no_text_share: f64,
+    /// What is told of examples; `None` for a text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub examples: Option<ExampleCounts>,
 }
 
 impl DataSource {
@@ -44,7 +47,66 @@ impl DataSource {
             training_tokens: training.len() as u64,
             held_out_tokens: held_out.len() as u64,
             no_text_share: reading.no_text_share(),
+            examples: None,
         }
+    }
+
+    /// Adds what is told of examples.
+    #[must_use]
+    pub fn with_examples(self, examples: Option<ExampleCounts>) -> Self {
+        Self { examples, ..self }
+    }
+}
+
+/// What is told of examples in the rows that a run trains on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExampleCounts {
+    /// Number of examples.
+    pub examples: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Tokens of a row.
+    pub row_tokens: usize,
+    /// Number of tokens to be predicted.
+    pub targets: u64,
+    /// Number of examples that were cut, since they are longer than a row.
+    pub cut: usize,
+    /// Number of examples that were left out, since none of their tokens is to be predicted.
+    pub left_out: usize,
+}
+
+impl ExampleCounts {
+    /// Describes rows.
+    #[must_use]
+    pub fn of(rows: &ExampleRows) -> Self {
+        Self {
+            examples: rows.examples(),
+            rows: rows.count(),
+            row_tokens: rows.length(),
+            targets: rows.targets(),
+            cut: rows.cut(),
+            left_out: rows.dropped(),
+        }
+    }
+
+    /// Returns the line on them.
+    #[must_use]
+    pub fn note(&self) -> String {
+        let Self { examples, rows, row_tokens, targets, cut, left_out } = self;
+        let cut = if *cut > 0 {
+            format!("; {cut} were cut at {row_tokens} tokens (--context)")
+        } else {
+            String::new()
+        };
+        let left_out = if *left_out > 0 {
+            format!("; {left_out} more were left out, without a token of an answer")
+        } else {
+            String::new()
+        };
+        format!(
+            "data: {examples} examples in {rows} rows of {row_tokens} tokens, {targets} of them to be \
+             predicted{cut}{left_out}"
+        )
     }
 }
 

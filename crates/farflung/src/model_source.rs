@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farflung_base::Rank;
-use farflung_zoo::data::ReadOptions;
+use farflung_zoo::data::{LossOn, ReadOptions};
 use farflung_zoo::file_kind::FileKind;
 use farflung_zoo::tokenizer::TokenizerFiles;
 use farflung_zoo::weights::{Holds, Weights};
@@ -65,7 +65,7 @@ pub struct ModelSource {
 }
 
 /// How a run reads its text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunReading {
     /// How files are read.
     pub options: ReadOptions,
@@ -73,8 +73,17 @@ pub struct RunReading {
     pub document_mask: bool,
     /// What the model learns to predict.
     pub objective: Objective,
+    /// Whether several examples are put into a sequence.
+    pub packing: bool,
     /// Seed of the run's randomness.
     pub seed: u64,
+}
+
+impl Default for RunReading {
+    fn default() -> Self {
+        let (options, objective) = (ReadOptions::default(), Objective::default());
+        Self { options, document_mask: false, objective, packing: true, seed: 0 }
+    }
 }
 
 impl ModelSource {
@@ -431,10 +440,12 @@ fn reading_in(settings: &str) -> RunReading {
         encoding: text("encoding").and_then(|name| name.parse().ok()),
         special_tokens: flag("special-tokens"),
         token_type: text("token-type").and_then(|name| name.parse().ok()),
+        loss_on: text("loss-on").and_then(LossOn::parse).unwrap_or_default(),
     };
     let objective = text("objective").and_then(|name| name.parse().ok()).unwrap_or_default();
+    let packing = table.get("packing").and_then(toml::Value::as_bool).unwrap_or(true);
     let seed = table.get("seed").and_then(toml::Value::as_integer).unwrap_or(0).cast_unsigned();
-    RunReading { options, document_mask: flag("document-mask"), objective, seed }
+    RunReading { options, document_mask: flag("document-mask"), objective, packing, seed }
 }
 
 /// Returns the tokenizer in the settings of a run.

@@ -8,11 +8,13 @@ use farflung_base::Bytes;
 
 use crate::{Algorithm, Mesh, ParallelError};
 
-/// Size of encoded values: `block_bytes` for each started block of `block` values.
+/// Size of encoded values: `header` bytes, and `block_bytes` for each started block of `block` values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Codec {
     /// Name of the codec, for display and to select the implementation.
     pub name: Cow<'static, str>,
+    /// Bytes of a message with values besides those of its blocks.
+    pub header: u64,
     /// Number of values in a block.
     pub block: u64,
     /// Bytes of a block, including its scales.
@@ -30,13 +32,18 @@ impl Codec {
     pub const INT8: Self = Self::fixed("int8", 256, 260);
 
     const fn fixed(name: &'static str, block: u64, block_bytes: u64) -> Self {
-        Self { name: Cow::Borrowed(name), block, block_bytes }
+        Self { name: Cow::Borrowed(name), header: 0, block, block_bytes }
     }
 
-    /// Returns the bytes of `values` encoded values. A block of 0 values is treated as a block of 1.
+    /// Returns the bytes of `values` encoded values, 0 for none. A block of 0 values is treated as a block of
+    /// 1.
     #[must_use]
     pub fn bytes(&self, values: u64) -> Bytes {
-        Bytes(values.div_ceil(self.block.max(1)).saturating_mul(self.block_bytes))
+        if values == 0 {
+            return Bytes(0);
+        }
+        let blocks = values.div_ceil(self.block.max(1)).saturating_mul(self.block_bytes);
+        Bytes(blocks.saturating_add(self.header))
     }
 }
 

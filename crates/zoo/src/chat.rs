@@ -3,13 +3,15 @@
 //!
 //! Templates are rendered as transformers' `apply_chat_template` does: `trim_blocks` and `lstrip_blocks`,
 //! Python's methods of strings, `raise_exception`, `strftime_now`, `tojson` as Python's `json.dumps` writes.
-//! `{% generation %}` has no effect here. A template is code from outside: it can open nothing, the number of
-//! its steps is limited, and so is the length of what it writes.
+//! `{% generation %}` changes no text; [`ChatTemplate::render_marked`] tells what is in it. A template is code
+//! from outside: it can open nothing, the number of its steps is limited, and so is the length of what it
+//! writes.
 
 mod date;
 mod python_json;
 
 use std::io::{self, Write};
+use std::ops::Range;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::Duration;
@@ -119,7 +121,12 @@ fn wrong(what: &str, problem: impl std::fmt::Display) -> ZooError {
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    /// Whether it marks what the assistant says.
+    marks_answers: bool,
 }
+
+/// What stands before and after a marked part of a rendered text, until it is taken out.
+const MARKS: [&str; 2] = ["\u{E0B1}farflung:answer\u{E0B2}", "\u{E0B2}farflung:answer\u{E0B1}"];
 
 /// Text that is written up to a length.
 struct Limited(Vec<u8>);
@@ -138,8 +145,8 @@ impl Write for Limited {
     }
 }
 
-/// Replaces the tags of an extension of transformers, which mark what the assistant says.
-fn without_generation(template: &str) -> String {
+/// Replaces the tags of an extension of transformers, which mark what the assistant says, by those of a filter.
+fn with_filter(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
     while let Some(at) = rest.find("{%") {
@@ -152,8 +159,8 @@ fn without_generation(template: &str) -> String {
             .unwrap_or("")
             .trim_matches(|c: char| c == '-' || c == '+' || c.is_whitespace());
         match inner {
-            "generation" => out.push_str(&tag.replacen(inner, "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen(inner, "endif", 1)),
+            "generation" => out.push_str(&tag.replacen(inner, "filter _answer", 1)),
+            "endgeneration" => out.push_str(&tag.replacen(inner, "endfilter", 1)),
             _ => out.push_str(tag),
         }
         rest = after;
@@ -195,15 +202,39 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template = without_generation(template);
-        environment.add_template_owned(NAME, template).map_err(|error| wrong(NAME, Shown(&error)))?;
-        Ok(Self { environment })
+        environment.add_filter("_answer", |text: String| format!("{}{text}{}", MARKS[0], MARKS[1]));
+        let filtered = with_filter(template);
+        let marks_answers = filtered != template;
+        environment.add_template_owned(NAME, filtered).map_err(|error| wrong(NAME, Shown(&error)))?;
+        Ok(Self { environment, marks_answers })
+    }
+
+    /// Returns whether the template marks what the assistant says.
+    #[must_use]
+    pub const fn marks_answers(&self) -> bool {
+        self.marks_answers
     }
 
     /// Renders a conversation.
     ///
     /// Errors: [`ZooError::Chat`] with what the template refuses, or how it fails.
     pub fn render(&self, conversation: &Conversation<'_>) -> Result<String, ZooError> {
+        Ok(self.render_marked(conversation)?.0)
+    }
+
+    /// Renders a conversation. Returns the text, and where in it the parts are that the template marks as what
+    /// the assistant says (`{% generation %}`); none if it marks none ([`ChatTemplate::marks_answers`]).
+    ///
+    /// Errors: as [`ChatTemplate::render`]; [`ZooError::Chat`] for a message with the marks that are used here.
+    pub fn render_marked(
+        &self,
+        conversation: &Conversation<'_>,
+    ) -> Result<(String, Vec<Range<usize>>), ZooError> {
+        let marked = self.render_with_marks(conversation)?;
+        taken_out(&marked).ok_or_else(|| wrong("a message", "it has a mark of this program"))
+    }
+
+    fn render_with_marks(&self, conversation: &Conversation<'_>) -> Result<String, ZooError> {
         let environment = self.environment.clone();
         let Conversation { messages, tools, asks, marks, date } = conversation.clone();
         let marks = [marks.begin.to_owned(), marks.end.to_owned()];
@@ -237,6 +268,24 @@ impl ChatTemplate {
         template.render_captured_to(context, &mut out).map_err(|error| wrong(NAME, Shown(&error)))?;
         Ok(String::from_utf8(out.0).expect("templates write text"))
     }
+}
+
+/// Takes the marks out of a text. Returns where the marked parts are; `None` if the marks are not in pairs.
+fn taken_out(marked: &str) -> Option<(String, Vec<Range<usize>>)> {
+    let [begin, end] = MARKS;
+    let (mut text, mut spans) = (String::with_capacity(marked.len()), Vec::new());
+    let mut rest = marked;
+    while let Some((before, after)) = rest.split_once(begin) {
+        let (inside, after) = after.split_once(end)?;
+        text.push_str(before);
+        let start = text.len();
+        text.push_str(inside);
+        spans.push(start..text.len());
+        rest = after;
+    }
+    text.push_str(rest);
+    let is_clean = MARKS.iter().all(|mark| !text.contains(mark));
+    is_clean.then_some((text, spans))
 }
 
 /// Works on a template in a thread with a large stack, for a limited time. A template that takes longer is left

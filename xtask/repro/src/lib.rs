@@ -84,6 +84,7 @@ mod families;
 mod gemm;
 mod gossip;
 mod gossip_packed;
+mod gpt_jt;
 mod gpt_step;
 #[cfg(feature = "wgpu")]
 mod gpu;
@@ -158,6 +159,7 @@ use harness::Bench;
 
 /// Every bench, in the order in which they run.
 pub const BENCHES: &[Bench] = &[
+    gpt_jt::BENCH,
     gpt_step::BENCH,
     llama_step::BENCH,
     families::BENCH,

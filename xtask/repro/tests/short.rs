@@ -29,6 +29,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("diloco", "trains for half a minute"),
     ("diloco-500", "trains for half a minute"),
     ("dipaco", "trains for minutes, and predicts 256 replicas"),
+    ("gpt-jt", "trains four arms"),
     ("disk", "needs root, strace and the `farflung` binary"),
     ("divergence", "one mark depends on the clock"),
     ("elastic-launch", "real processes; needs the `farflung` binary"),

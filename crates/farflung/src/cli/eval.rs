@@ -1,11 +1,14 @@
 //! `farflung eval`: measures a model's loss on held-out text.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use farflung::data_notes::{data_notes, one_document};
-use farflung::train::{check_room, check_split, no_targets, rows_of};
-use farflung::zoo::data::{ReadOptions, TextEncoding, TokenType};
-use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard};
+use farflung::config::choice::packing_of;
+use farflung::config::value::Setting as _;
+use farflung::data_notes::{ExampleCounts, data_notes, one_document};
+use farflung::train::{check_room, check_split, no_targets, rows_of, rows_of_examples};
+use farflung::zoo::data::{LossOn, ReadOptions, TextEncoding, TokenType};
+use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard, Tokenizer};
 use farflung::{Error, Result, corpus, terminal};
 
 use super::model::{Loaded, LoadedModel, ModelArgs, Models};
@@ -47,6 +50,9 @@ pub(crate) struct EvalCommand {
     /// at 0; a text is read as in the model's run by default.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     document_mask: Option<bool>,
+    /// Which tokens of examples are measured: answers or all. Default: as in the model's run, else answers.
+    #[arg(long, value_name = "TOKENS", value_parser = LossOn::from_flag)]
+    loss_on: Option<LossOn>,
     /// What is measured: causal (each token from those before it), prefix-lm or ul2, as in `farflung train`.
     /// With
     /// --tokens, prefix-lm reads the file's `prefixes`; there the default is causal. Of a text, the default is
@@ -110,6 +116,21 @@ impl EvalCommand {
         })
     }
 
+    /// Opens the data. By default it is our own text, if documents are kept apart with each file as one.
+    fn corpus(&self, tokenizer: &dyn Tokenizer, options: ReadOptions, document_mask: bool) -> Result<Corpus> {
+        let name = "the default text";
+        Ok(match &self.data {
+            Some(path) => {
+                Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
+            }
+            None if document_mask => {
+                let documents = corpus::default_documents()?;
+                Corpus::from_texts(name, documents.iter().map(Vec::as_slice), tokenizer)?
+            }
+            None => Corpus::from_bytes(name, &corpus::default_text()?.0, tokenizer)?,
+        })
+    }
+
     /// Measures held-out text.
     fn on_text(&self) -> Result<()> {
         let longest = self.context.map_or(USUAL_CONTEXT, |context| context as usize);
@@ -132,20 +153,12 @@ impl EvalCommand {
             encoding: self.encoding.or(reading.options.encoding),
             special_tokens: self.special_tokens.unwrap_or(reading.options.special_tokens),
             token_type: self.token_type.or(reading.options.token_type),
+            loss_on: self.loss_on.unwrap_or(reading.options.loss_on),
         };
         let document_mask = self.document_mask.unwrap_or(reading.document_mask);
         let objective = self.objective.unwrap_or(reading.objective);
         check_room(tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
-        let corpus = match &self.data {
-            Some(path) => {
-                Corpus::open_with(path, tokenizer, options).map_err(|error| Error::from(error).of_input())?
-            }
-            None if document_mask => {
-                let documents = corpus::default_documents()?;
-                Corpus::from_texts("the default text", documents.iter().map(Vec::as_slice), tokenizer)?
-            }
-            None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
-        };
+        let corpus = self.corpus(tokenizer, options, document_mask)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         if objective.own_ids() > 0 {
             check_split(&held_out, tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
@@ -153,6 +166,14 @@ impl EvalCommand {
         let one = one_document([&training, &held_out]).filter(|_| document_mask);
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
+        }
+        let examples = held_out
+            .has_examples()
+            .then(|| rows_of_examples(&held_out, context, packing_of(reading.packing), objective))
+            .transpose()
+            .map_err(Error::of_input)?;
+        if let Some(rows) = &examples {
+            terminal::write_stderr(format!("{}\n", ExampleCounts::of(rows).note()));
         }
         let (windows, shard) =
             (self.batches as usize * self.batch as usize, Shard::whole(self.batch as usize));
@@ -163,11 +184,13 @@ impl EvalCommand {
                 .take()
                 .map_or_else(|| self.model.open_whole(source, Some(longest)).map(Into::into), Ok)?;
             let all = held_out.clone();
-            let sampler = match &router {
-                Some(router) => Sampler::evaluation_routed(all, shard, context, windows, router, path)?,
-                None => Sampler::evaluation(all, shard, context, windows)?,
+            let sampler = match (&examples, &router) {
+                (Some(rows), _) => Sampler::evaluation_of_examples(Arc::clone(rows), shard, windows)?,
+                (_, Some(router)) => Sampler::evaluation_routed(all, shard, context, windows, router, path)?,
+                (None, None) => Sampler::evaluation(all, shard, context, windows)?,
             };
-            let sampler = if document_mask { sampler.by_documents() } else { sampler };
+            let is_text = examples.is_none();
+            let sampler = if document_mask && is_text { sampler.by_documents() } else { sampler };
             let (seed, vocab) = (reading.seed, model.stage.spec().vocab);
             let sampler = sampler
                 .with_objective(objective, seed, vocab)

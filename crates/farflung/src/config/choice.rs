@@ -12,7 +12,9 @@ use farflung_optim::{Groups, LossScale};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
-use farflung_zoo::data::{NoEncoding, NoObjective, NoSharding, NoTokenType, TextEncoding, TokenType};
+use farflung_zoo::data::{
+    LossOn, NoEncoding, NoObjective, NoSharding, NoTokenType, Packing, TextEncoding, TokenType,
+};
 use farflung_zoo::spec::BalanceOver;
 use farflung_zoo::{Objective, Sharding};
 use toml::Value;
@@ -460,6 +462,20 @@ macro_rules! by_text {
         }
     )*};
 }
+impl Setting for LossOn {
+    fn names() -> Vec<String> {
+        Self::ALL.map(|loss_on| loss_on.name().to_owned()).to_vec()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|loss_on| loss_on.name() == text)
+    }
+
+    fn value(&self) -> Value {
+        Value::String(self.name().to_owned())
+    }
+}
+
 impl Setting for BalanceOver {
     fn names() -> Vec<String> {
         Self::ALL.map(|over| over.name().to_owned()).to_vec()
@@ -556,4 +572,10 @@ impl Setting for Resume {
             Self::Path(path) => path.value(),
         }
     }
+}
+
+/// Returns how examples are put into rows, by the setting.
+#[must_use]
+pub const fn packing_of(packing: bool) -> Packing {
+    if packing { Packing::Packed } else { Packing::Alone }
 }

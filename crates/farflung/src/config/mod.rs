@@ -46,6 +46,7 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
 use farflung_tensor::Precision;
+use farflung_zoo::data::LossOn;
 use farflung_zoo::data::{TextEncoding, TokenType};
 use farflung_zoo::spec::BalanceOver;
 use farflung_zoo::{Objective, Sharding};
@@ -128,9 +129,10 @@ settings! {
         init_from: PathBuf, "PATH" => "the path may differ; the weights are compared";
     }
     "Data and output" {
-        /// Text file, folder of text files, or .bin file of tokens. Texts may be compressed by gzip, zstd, xz
-        /// or bzip2. A folder may have files for train, valid and test. Default: the source code of farflung's
-        /// own dependencies.
+        /// Text file, folder of text files, or .bin file of tokens; or .jsonl files of examples, each line with
+        /// `messages`, or with `prompt` and `completion` (or with `text`). All may be compressed by gzip, zstd,
+        /// xz or bzip2. A folder may have files for train, valid and test. Default: the source code of
+        /// farflung's own dependencies.
         data: PathBuf, "PATH" => "the path may differ; the tokens are compared";
         /// JSON file with rows of token ids to train on instead of a text: `input_ids`, and `labels` if not
         /// every token after a row's first is a target (-100 is none). Each step has all rows.
@@ -149,11 +151,17 @@ settings! {
         /// the files of a folder and what stands between end-of-text tokens. With --tokens, where the file's
         /// `position_ids` begin again at 0.
         document_mask: bool, "BOOL", false;
+        /// Which tokens of examples are predicted: answers (the completion, or what the assistant says, with
+        /// the token that ends it) or all.
+        loss_on: LossOn, "TOKENS", LossOn::Answers;
+        /// Put several examples into a sequence, as many as fit; attention, positions and targets stop at their
+        /// borders. With false, each has a sequence of its own.
+        packing: bool, "BOOL", true;
         /// What the model learns to predict: causal (each token from those before it), prefix-lm (a sequence is
         /// divided at a random place; what is before is read in both directions, what follows is predicted) or
         /// ul2 (half of the sequences as prefix-lm; from the others, spans are taken out and predicted). ul2
         /// needs 103 ids at the end of the vocabulary, which a new model gets. With --tokens, prefix-lm reads
-        /// the file's `prefixes`. docs/data.md.
+        /// the file's `prefixes`; of examples, what is before the answer is the prefix. docs/data.md.
         objective: Objective, "KIND", Objective::Causal;
         /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
         encoding: TextEncoding, "NAME" => "it may differ with the files; the tokens are compared";

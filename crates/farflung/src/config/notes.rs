@@ -195,6 +195,11 @@ impl TrainConfig {
             &["init-from"],
             "`resume` names a checkpoint, which has all of the model",
         );
+        notes.note_without_effect(
+            !self.run_settings().reads_examples(),
+            &["loss-on", "packing"],
+            "the data is no file of examples (.jsonl)",
+        );
         let each_step = self.sync.each_step;
         notes.note_without_effect(
             !run.elastic,

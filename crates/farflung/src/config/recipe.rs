@@ -101,9 +101,14 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "gpt-jt",
-        summary: "UL2's mixture of denoisers, and CocktailSGD every 4 steps",
+        summary: "UL2's mixture of denoisers, and CocktailSGD every 2 steps",
         source: "Together 2022, GPT-JT; Wang et al. 2023, CocktailSGD; Tay et al. 2022, UL2R",
-        settings: &[("objective", "ul2"), ("sync", "cocktail"), ("sync-every", "4")],
+        settings: &[
+            ("objective", "ul2"),
+            ("sync", "cocktail"),
+            ("sync-every", "2"),
+            ("codec", "rolling:10/topk:0.2/int4"),
+        ],
     },
     Recipe {
         name: "sparseloco",

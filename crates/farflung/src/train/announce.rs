@@ -55,6 +55,7 @@ pub(super) fn announce(
     for line in data_notes(&job.reading, &job.training, &job.held_out) {
         watch.note(&line);
     }
+    job.examples.iter().for_each(|examples| watch.note(&examples.counts().note()));
     if let Some(line) = one_document([&job.training, &job.held_out]).filter(|_| job.config.document_mask) {
         watch.note(&line);
     }

@@ -16,6 +16,7 @@ use farflung_zoo::{
 
 use super::bound_plan::BoundPlan;
 use super::costs::Machines;
+use super::examples::ExampleSets;
 use super::fault::{Departure, Failure, Fault};
 use super::initial::InitialWeights;
 use super::plan_start::PlanStart;
@@ -73,6 +74,8 @@ pub struct Job {
     pub training: Split,
     /// The validation data: the source's own validation files, else the last tenth of the text.
     pub held_out: Split,
+    /// The rows of both parts, if the data is examples.
+    pub examples: Option<ExampleSets>,
     /// Which replica trains on which part of the data.
     pub text_parts: TextParts,
     /// Description of where the text came from.
@@ -136,11 +139,16 @@ impl Job {
             (default_corpus(name, &config, &*tokenizer)?, name.to_owned())
         };
         let (hash, reading) = (corpus.hash(), Arc::clone(corpus.reading()));
-        let data_identity = corpus.identity(uses_documents(&config));
+        let mut data_identity = corpus.identity(uses_documents(&config));
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         check_tokens([&training, &held_out], &*tokenizer, &model, config.objective)?;
         let world = plan.ranks() as usize;
+        let splits = [&training, &held_out];
+        let examples = ExampleSets::of(&config.run_settings(), &plan, splits, model.context)?;
+        if examples.is_some() && !config.packing {
+            data_identity.push_str(", a row for each example");
+        }
         let text_parts = TextParts::of(&config.run_settings(), &plan, (&training, &reading), model.context)?;
         Ok(Self {
             config: config.run_settings(),
@@ -161,6 +169,7 @@ impl Job {
             tokenizer,
             training,
             held_out,
+            examples,
             text_parts,
             source,
             reading,
@@ -184,10 +193,12 @@ impl Job {
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
+        let splits = [&self.training, &self.held_out];
+        let examples = ExampleSets::of(&config.run_settings(), &plan, splits, self.model.context)?;
         let text = (&self.training, &*self.reading);
         let text_parts = TextParts::of(&config.run_settings(), &plan, text, self.model.context)?;
         let (given, config) = (Arc::new(config.clone()), config.run_settings());
-        Ok(Self { config, plan, given, cluster, rates, text_parts, world, ..self.clone() })
+        Ok(Self { config, plan, given, cluster, rates, examples, text_parts, world, ..self.clone() })
     }
 
     /// Returns the job with another plan, for the same model and data.
@@ -201,6 +212,7 @@ impl Job {
         expert_ranks::check(&plan, &self.model)?;
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
+        self.examples.iter().try_for_each(|examples| examples.check(config, &plan))?;
         let world = plan.ranks() as usize;
         let text = (&self.training, &*self.reading);
         let text_parts = TextParts::of(config, &plan, text, self.model.context)?;
@@ -266,6 +278,9 @@ impl Job {
     }
 
     fn whole_windows(&self, replica: usize) -> Result<Sampler, ZooError> {
+        if let Some(examples) = &self.examples {
+            return examples.sampler(self.config.seed, &self.plan);
+        }
         let shard = Shard::whole(self.plan.batch as usize);
         if self.training.rows().is_some() {
             let lanes = self.plan.sequences();
@@ -291,6 +306,9 @@ impl Job {
         let (replicas, paths, batch) = (plan.replicas() as usize, plan.paths() as usize, plan.batch as usize);
         let Some(router) = &self.text_parts.router else {
             let shard = Shard { rank: replica, world: replicas, batch };
+            if let Some(examples) = &self.examples {
+                return examples.evaluation(shard, windows);
+            }
             return self.sequences_of(Sampler::evaluation(held_out, shard, context, windows)?);
         };
         let shard = Shard { rank: replica / paths, world: replicas / paths, batch };
@@ -456,6 +474,7 @@ pub(super) const fn read_options(config: &TrainConfig) -> ReadOptions {
         encoding: config.encoding,
         special_tokens: config.special_tokens,
         token_type: config.token_type,
+        loss_on: config.loss_on,
     }
 }
 

@@ -218,7 +218,7 @@ fn counting(
             source: Source::Counted {
                 batch: plan.batch as usize,
                 context: model.context,
-                documents: config.document_mask,
+                documents: config.document_mask || config.reads_examples(),
                 prefixes: config.objective.has_prefix(),
             },
             dim: model.dim,

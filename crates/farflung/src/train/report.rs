@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::Totals;
 use super::costs::modelled;
 use super::decoder::Decoder;
+use super::examples::ExampleSets;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
 use super::trainer::Ending;
@@ -195,7 +196,8 @@ impl Report {
         Ok(Self {
             model: crate::model_name(&job.model),
             parameters: job.model.parameters(),
-            data: DataSource::new(&job.source, &job.hash, &job.reading, &job.training, &job.held_out),
+            data: DataSource::new(&job.source, &job.hash, &job.reading, &job.training, &job.held_out)
+                .with_examples(job.examples.as_ref().map(ExampleSets::counts)),
             workers: job.world,
             steps: job.config.steps,
             tokens,

@@ -1,6 +1,6 @@
 //! The number of tokens that count, by step, replica and microbatch. It is a pure function of the settings, so
-//! that every rank computes it for all replicas. With documents that are kept apart, and with
-//! prefixes, it changes from step to step.
+//! that every rank computes it for all replicas. With documents that are kept apart, with
+//! prefixes, and of examples, it changes from step to step.
 
 use farflung_zoo::{Sampler, ZooError};
 
@@ -44,7 +44,8 @@ impl StepTokens {
     /// Returns whether the counts change from step to step.
     pub(super) fn vary(job: &Job) -> bool {
         // Each step has all rows.
-        (job.config.document_mask || job.config.objective.has_prefix()) && job.training.rows().is_none()
+        let uneven = job.config.document_mask || job.config.objective.has_prefix() || job.examples.is_some();
+        uneven && job.training.rows().is_none()
     }
 
     /// Returns the counts if they change from step to step.

@@ -14,6 +14,7 @@ mod documents;
 mod earlier_checkpoints;
 mod events;
 mod expert_ranks;
+mod examples;
 mod experts;
 mod families;
 mod finished;

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::encode::{EncodeError, encode};
+use super::examples::{Found, Reader, is_examples, objects};
 use super::source::{
     Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
     no_text, refused, text_of, unpack, wrong_at,
@@ -24,6 +25,8 @@ pub struct Corpus {
     documents: Arc<[usize]>,
     reading: Arc<Reading>,
     rows: Option<Arc<TokenRows>>,
+    /// Whether each token is a target, if the corpus is examples, which its documents are then.
+    counts: Option<Arc<[bool]>>,
 }
 
 /// Part of a corpus that is kept for validation: always the end.
@@ -48,13 +51,15 @@ struct Builder<'a> {
     hasher: blake3::Hasher,
     files: Vec<usize>,
     reading: Reading,
+    /// Whether each token of examples is a target.
+    counts: Vec<bool>,
 }
 
 impl<'a> Builder<'a> {
     fn new(tokenizer: &'a dyn Tokenizer, options: ReadOptions) -> Self {
         let tokens = Tokens::for_vocab(tokenizer.vocab_size());
         let (hasher, files, reading) = (blake3::Hasher::new(), Vec::new(), Reading::default());
-        Self { tokenizer, options, tokens, hasher, files, reading }
+        Self { tokenizer, options, tokens, hasher, files, reading, counts: Vec::new() }
     }
 
     /// Reads a file of any form. In a folder of texts (`folder`), its text ends with the end-of-text token, and
@@ -88,11 +93,57 @@ impl<'a> Builder<'a> {
         if let Some(name) = decoded.from {
             *self.reading.encodings.entry(name).or_default() += 1;
         }
+        if is_examples(path) {
+            return self.lines(path, &decoded.text);
+        }
+        self.not_beside_examples(path)?;
         self.text(path, &decoded.text, decoded.mark)?;
         if folder.is_some() {
             self.end_text();
         }
         Ok(())
+    }
+
+    /// Adds the texts or the examples of a file of lines.
+    fn lines(&mut self, path: &Path, text: &[u8]) -> Result<(), ZooError> {
+        let mut reader = Reader::new(self.tokenizer, self.options.loss_on);
+        for (line, object) in objects(text) {
+            let wrong = |problem: String| SourceError::Line { path: path.to_owned(), line, problem };
+            let object =
+                std::str::from_utf8(object).map_err(|error| wrong(format!("it is no UTF-8 ({error})")))?;
+            match reader.read(object).map_err(wrong)? {
+                Found::Text(_) if !self.counts.is_empty() => {
+                    let problem = "it has a `text`, and others are examples, expected one kind of data";
+                    return Err(wrong(problem.to_owned()).into());
+                }
+                Found::Text(text) => {
+                    self.text(path, text.as_bytes(), 0)?;
+                    self.end_text();
+                }
+                Found::Example(_) if self.counts.len() < self.tokens.len() => {
+                    let problem = "it is an example, and others are texts, expected one kind of data";
+                    return Err(wrong(problem.to_owned()).into());
+                }
+                Found::Example(example) => {
+                    self.files.push(self.tokens.len());
+                    self.reading.bytes += object.len() as u64 + 1;
+                    self.reading.examples += 1;
+                    self.hasher.update(object.as_bytes());
+                    self.hasher.update(b"\n");
+                    self.tokens.extend(example.ids);
+                    self.counts.extend(example.counts);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that nothing else is read beside examples.
+    fn not_beside_examples(&self, path: &Path) -> Result<(), ZooError> {
+        if self.counts.is_empty() {
+            return Ok(());
+        }
+        Err(SourceError::NoExamples { path: path.to_owned() }.into())
     }
 
     /// Adds a text that follows a byte-order mark of `mark` bytes.
@@ -129,6 +180,7 @@ impl<'a> Builder<'a> {
     }
 
     fn token_file(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
+        self.not_beside_examples(path)?;
         let sidecar = Sidecar::of(path, bytes.len())?;
         let ids = Ids::of(path, bytes, sidecar.token_type(self.options.token_type)?)?;
         sidecar.check(self.tokenizer)?;
@@ -153,7 +205,8 @@ impl<'a> Builder<'a> {
             return Err(ZooError::EmptyCorpus { path: path.to_owned() });
         }
         let mut documents = self.files;
-        if let Some(end) = self.tokenizer.end_of_text() {
+        let is_examples = !self.counts.is_empty();
+        if let Some(end) = self.tokenizer.end_of_text().filter(|_| !is_examples) {
             documents.extend(self.tokens.positions(end).map(|at| at + 1));
         }
         documents.retain(|&at| at < self.tokens.len());
@@ -161,7 +214,17 @@ impl<'a> Builder<'a> {
         documents.dedup();
         let (tokens, hash) = (Arc::new(self.tokens), self.hasher.finalize());
         let reading = Arc::new(self.reading);
-        Ok(Corpus { tokens, hash, boundary, documents: documents.into(), reading, rows: None })
+        let counts = is_examples.then(|| self.counts.into());
+        let documents: Arc<[usize]> = documents.into();
+        let boundary = match boundary {
+            // A whole number of examples is held out, at least one of several.
+            None if is_examples => {
+                let kept = ((0.9 * documents.len() as f64).ceil() as usize).min(documents.len() - 1).max(1);
+                Some(documents.get(kept).copied().unwrap_or(tokens.len()))
+            }
+            boundary => boundary,
+        };
+        Ok(Corpus { tokens, hash, boundary, documents, reading, rows: None, counts })
     }
 }
 
@@ -255,6 +318,7 @@ impl Corpus {
             documents: (0..ids.len()).step_by(rows.length()).collect(),
             reading: Arc::new(reading),
             rows: Some(Arc::new(rows)),
+            counts: None,
         }
     }
 
@@ -293,6 +357,10 @@ impl Corpus {
             // Of rows, the labels count too.
             hasher.update(self.hash.as_bytes());
         }
+        if let Some(counts) = &self.counts {
+            hasher.update(&counts.iter().map(|&counts| u8::from(counts)).collect::<Vec<_>>());
+        }
+        let documents = documents || self.counts.is_some();
         hasher.update(&(self.standard_boundary() as u64).to_le_bytes());
         for start in self.documents.iter().filter(|_| documents) {
             hasher.update(&(*start as u64).to_le_bytes());
@@ -321,7 +389,7 @@ impl Corpus {
         };
         let part = |name, range| {
             let (tokens, documents) = (Arc::clone(&self.tokens), Arc::clone(&self.documents));
-            Split { name, tokens, range, documents, rows: self.rows.clone() }
+            Split { name, tokens, range, documents, rows: self.rows.clone(), counts: self.counts.clone() }
         };
         if self.rows.is_some() {
             return Ok((part("training", 0..n), part("held-out", 0..n)));

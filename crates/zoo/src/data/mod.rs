@@ -8,6 +8,7 @@ mod batch;
 mod corpus;
 mod encode;
 mod epochs;
+mod examples;
 mod kmeans;
 mod objective;
 mod router;
@@ -19,6 +20,7 @@ mod tokens;
 
 pub use batch::Batch;
 pub use corpus::{Corpus, HoldOut};
+pub use examples::{ExampleRows, LossOn, Packing, has_examples};
 pub use objective::{NoObjective, Objective};
 pub use router::TextRouter;
 pub use sampler::{Offsets, Sampler, Shard};

@@ -3,6 +3,7 @@
 //! draw.
 
 mod evaluation;
+mod examples;
 #[cfg(test)]
 mod tests;
 
@@ -15,6 +16,7 @@ use farflung_base::Philox;
 
 use super::batch::Batch;
 use super::epochs::Epochs;
+use super::examples::ExampleRows;
 use super::objective::{Denoised, Denoising, Objective};
 use super::token_rows::TokenRows;
 use super::tokens::Split;
@@ -127,6 +129,10 @@ enum Source {
     Recorded(Offsets),
     /// The windows of an evaluation that belong to one path. Sequences after the last one have no targets.
     Routed(Offsets),
+    /// Rows of examples in shuffled epochs.
+    Examples(Arc<ExampleRows>, Epochs),
+    /// The rows of an evaluation. Sequences after the last one have no targets.
+    SomeExamples(Arc<ExampleRows>, Offsets),
     /// Sequence `n` is row `n % lanes`.
     Rows {
         rows: Arc<TokenRows>,
@@ -348,8 +354,8 @@ impl Sampler {
     /// Makes sequences of an objective from windows, for a model with `vocab` tokens: batches then say where
     /// prefixes end, and only what follows a prefix are targets. A window always becomes the same sequence,
     /// which depends on the seed and on the window's place in the split alone. A sequence that is shorter than
-    /// the context is filled up with token 0 of weight 0. Rows are not changed: they have prefixes if they were
-    /// read so ([`TokenRows::read_prefixed`]).
+    /// the context is filled up with token 0 of weight 0. Rows and examples are not changed: they have
+    /// prefixes if they were made so ([`TokenRows::read_prefixed`], [`ExampleRows::new`]).
     ///
     /// The ids of the objective itself, the last [`Objective::own_ids`] of the vocabulary, must not be in the
     /// split.
@@ -360,12 +366,13 @@ impl Sampler {
         if objective == Objective::Causal {
             return Ok(self);
         }
-        if self.divided {
+        if self.divided && !self.split.has_examples() {
             let (field, expected) = ("documents kept apart", format!("0 with the objective {objective}"));
             return Err(ZooError::Sampler { field, value: 1, expected });
         }
         let denoising = Denoising::new(objective, seed, self.context, vocab)?;
-        self.denoising = self.split.rows().is_none().then_some(denoising);
+        let is_text = self.split.rows().is_none() && !self.split.has_examples();
+        self.denoising = is_text.then_some(denoising);
         Ok(self)
     }
 
@@ -390,8 +397,8 @@ impl Sampler {
     #[must_use]
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
-            Source::Random(_) | Source::Within(..) | Source::Epochs(_) => None,
-            Source::Recorded(offsets) | Source::Routed(offsets) => {
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_) | Source::Examples(..) => None,
+            Source::Recorded(offsets) | Source::Routed(offsets) | Source::SomeExamples(_, offsets) => {
                 Some(offsets.values.len().div_ceil(offsets.columns))
             }
             Source::Rows { lanes, .. } => Some((*lanes as usize).div_ceil(self.shard.global_batch())),
@@ -402,7 +409,7 @@ impl Sampler {
     #[must_use]
     pub const fn windows(&self) -> Option<u64> {
         match &self.source {
-            Source::Epochs(epochs) => Some(epochs.windows()),
+            Source::Epochs(epochs) | Source::Examples(_, epochs) => Some(epochs.windows()),
             _ => None,
         }
     }
@@ -412,7 +419,7 @@ impl Sampler {
     #[must_use]
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {
-            Source::Epochs(epochs) => Some(epochs.window(sequence)),
+            Source::Epochs(epochs) | Source::Examples(_, epochs) => Some(epochs.window(sequence)),
             _ => None,
         }
     }
@@ -433,7 +440,7 @@ impl Sampler {
                 return Ok(offsets.at(sequence));
             }
             Source::Routed(offsets) => return Ok(offsets.at(sequence)),
-            Source::Rows { .. } => return Ok(None),
+            Source::Rows { .. } | Source::Examples(..) | Source::SomeExamples(..) => return Ok(None),
         }))
     }
 
@@ -456,6 +463,9 @@ impl Sampler {
             let sequence = first.wrapping_add(index);
             match &self.source {
                 Source::Rows { rows, lanes } => rows.append_to(sequence % lanes, &mut batch),
+                Source::Examples(rows, _) | Source::SomeExamples(rows, _) => {
+                    rows.append_to(self.row_of_examples(sequence), &mut batch);
+                }
                 _ => self.append_window(self.offset(sequence)?, &mut batch),
             }
             if let Some(weights) = &mut batch.weights {
@@ -511,6 +521,7 @@ impl Sampler {
     pub fn is_divided(&self) -> bool {
         match &self.source {
             Source::Rows { rows, .. } => rows.rows().documents.is_some(),
+            Source::Examples(..) | Source::SomeExamples(..) => true,
             _ => self.divided,
         }
     }
@@ -520,6 +531,7 @@ impl Sampler {
     pub fn has_prefixes(&self) -> bool {
         match &self.source {
             Source::Rows { rows, .. } => rows.rows().prefixes.is_some(),
+            Source::Examples(rows, _) | Source::SomeExamples(rows, _) => rows.has_prefixes(),
             _ => self.denoising.is_some(),
         }
     }
@@ -567,6 +579,10 @@ impl Sampler {
             }
             Source::Rows { rows, lanes } => {
                 let of = |index| rows.counted(first.wrapping_add(index) % lanes, self.skipped);
+                Ok((0..count).map(of).sum())
+            }
+            Source::Examples(rows, _) | Source::SomeExamples(rows, _) => {
+                let of = |index| rows.counted(self.row_of_examples(first.wrapping_add(index)), self.skipped);
                 Ok((0..count).map(of).sum())
             }
             _ => {

@@ -24,7 +24,7 @@ pub use skipped::Skipped;
 pub use token_file::{NoTokenType, TokenType};
 
 pub(super) use decode::{no_text, text_of, wrong_at};
-pub(super) use form::{Form, LOOK};
+pub(super) use form::{Form, LOOK, unpacked_name};
 pub(super) use listing::{left_out_by_form, refused};
 pub(super) use sidecar::Sidecar;
 pub(super) use token_file::Ids;

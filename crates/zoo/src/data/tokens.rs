@@ -103,6 +103,8 @@ pub struct Split {
     pub(super) documents: Arc<[usize]>,
     /// The rows that the split is, if it is rows.
     pub(super) rows: Option<Arc<TokenRows>>,
+    /// Whether each token of the whole corpus is a target, if the split is examples.
+    pub(super) counts: Option<Arc<[bool]>>,
 }
 
 impl Split {
@@ -116,6 +118,17 @@ impl Split {
     #[must_use]
     pub const fn rows(&self) -> Option<&Arc<TokenRows>> {
         self.rows.as_ref()
+    }
+
+    /// Returns whether the split is examples, which its documents are then.
+    #[must_use]
+    pub const fn has_examples(&self) -> bool {
+        self.counts.is_some()
+    }
+
+    /// Returns whether a token is a target.
+    pub(super) fn counts(&self, at: usize) -> bool {
+        self.counts.as_ref().is_none_or(|counts| counts[self.range.start + at])
     }
 
     /// Returns the number of tokens.

@@ -4,6 +4,7 @@ mod chat;
 mod cuts;
 mod data;
 mod documents;
+mod examples;
 mod experts;
 mod families;
 mod found_weights;

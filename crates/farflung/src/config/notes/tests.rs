@@ -106,6 +106,12 @@ const CASES: &[Case] = &[
         true,
         "`first-moment-every`, `second-moment-every` change nothing: `sync` is ddp, not des-loc",
     ),
+    (
+        "data = 'book.txt'\nloss-on = 'all'\npacking = false",
+        4,
+        true,
+        "`loss-on`, `packing` change nothing: the data is no file of examples (.jsonl)",
+    ),
     ("balance = 'equal'", 4, false, "`balance` changes nothing: the run's members do not change"),
     ("min-members = 2", 4, false, "`min-members` changes nothing: the run's members do not change"),
     ("pooled = true\nstages = 2", 4, false, "`pooled` changes nothing: the run's members do not change"),

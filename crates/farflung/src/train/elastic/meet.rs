@@ -40,7 +40,11 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "none: members share out a text; `train` takes rows";
         return wrong("tokens", tokens.display().to_string(), expected);
     }
-    let uneven = [("document-mask", config.document_mask), ("objective", config.objective.has_prefix())];
+    let uneven = [
+        ("document-mask", config.document_mask),
+        ("objective", config.objective.has_prefix()),
+        ("data", config.run_settings().reads_examples()),
+    ];
     if let Some((setting, _)) = uneven.iter().find(|(_, set)| *set && !config.sync.row().each_step) {
         let why =
             "after a change of members, the tokens that earlier members counted in a round are not known";

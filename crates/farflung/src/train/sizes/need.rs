@@ -271,7 +271,8 @@ impl RankGroup<'_> {
         need.add(MemoryPurpose::Evaluation, self.run.eval_windows() as u128 * size_of::<i64>() as u128);
         // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors; with documents or
         // prefixes also where they begin or end, and the weights of targets.
-        let buffers = if config.document_mask || config.objective.has_prefix() { 8 } else { 4 };
+        let uneven = config.document_mask || config.objective.has_prefix() || self.run.reads_examples();
+        let buffers = if uneven { 8 } else { 4 };
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 
         need.add(MemoryPurpose::Checkpoint, self.checkpoint(rank, model, here).saturating_add(saved));

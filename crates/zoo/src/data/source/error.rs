@@ -76,6 +76,22 @@ pub enum SourceError {
         /// Whether an encoding was given.
         any: bool,
     },
+    /// A file of another kind is beside files of examples.
+    #[error("`{}` has no examples, and other files of the data have, expected one kind of data", path.display())]
+    NoExamples {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A line of a file of examples is wrong.
+    #[error("`{}`, line {line}: {problem}", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// The number of the line, counted from 1.
+        line: usize,
+        /// What is wrong, and what was expected.
+        problem: String,
+    },
     /// A file beside a file of tokens does not describe it.
     #[error("`{}`: {problem}", path.display())]
     Sidecar {

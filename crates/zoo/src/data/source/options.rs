@@ -1,6 +1,7 @@
 //! How the files of a data set are read.
 
 use super::{TextEncoding, TokenType};
+use crate::data::examples::LossOn;
 
 /// How the files of a data set are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -11,4 +12,6 @@ pub struct ReadOptions {
     pub special_tokens: bool,
     /// Type of the ids in `.bin` files that do not say it themselves. `None` is two bytes.
     pub token_type: Option<TokenType>,
+    /// Which tokens of examples are targets.
+    pub loss_on: LossOn,
 }

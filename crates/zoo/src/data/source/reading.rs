@@ -41,6 +41,8 @@ pub struct Reading {
     pub decoded_by: Option<PathBuf>,
     /// Bytes of text for which the tokenizer has no token, and which were left out.
     pub lost: u64,
+    /// Number of examples, pairs of prompt and completion or conversations.
+    pub examples: u64,
     /// Special tokens that stand in the text and were not made tokens.
     pub plain_special_tokens: Vec<PlainSpecialTokens>,
 }
@@ -86,6 +88,9 @@ impl fmt::Display for Reading {
             write!(f, " ({})", kinds.join(", "))?;
         }
         write!(f, ", {} bytes", self.bytes)?;
+        if self.examples > 0 {
+            write!(f, ", {} examples", self.examples)?;
+        }
         if let Some((path, offset)) = &self.first_no_text {
             // A share above 0 is not shown as 0.
             let percent = (100.0 * self.no_text_share()).max(0.01);

@@ -1,0 +1,141 @@
+//! Examples to learn answers from: pairs of a prompt and a completion, and conversations, one to a line of a
+//! file of JSON objects. Only the tokens of answers are targets.
+
+mod answers;
+mod lines;
+mod packing;
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::source::{Listing, ReadOptions};
+use crate::Tokenizer;
+use lines::Line;
+
+pub(super) use lines::{is_examples, objects};
+pub use packing::{ExampleRows, Packing};
+
+/// Which tokens of an example are targets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossOn {
+    /// Those of the completion, or of what the assistant says, with the token that ends it.
+    #[default]
+    Answers,
+    /// All but the first.
+    All,
+}
+
+impl LossOn {
+    /// Both values.
+    pub const ALL: [Self; 2] = [Self::Answers, Self::All];
+
+    /// Returns the name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Answers => "answers",
+            Self::All => "all",
+        }
+    }
+}
+
+/// The ids of an example, and whether each is to be predicted.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Example {
+    pub(super) ids: Vec<u32>,
+    pub(super) counts: Vec<bool>,
+}
+
+impl Example {
+    fn push(&mut self, ids: &[u32], counts: bool) {
+        self.ids.extend_from_slice(ids);
+        self.counts.resize(self.ids.len(), counts);
+    }
+}
+
+/// What a line of a file stands for.
+#[derive(Debug)]
+pub(super) enum Found {
+    /// A text of which all tokens are targets.
+    Text(String),
+    Example(Example),
+}
+
+/// Makes examples of lines.
+pub(super) struct Reader<'a> {
+    tokenizer: &'a dyn Tokenizer,
+    loss_on: LossOn,
+    #[cfg(feature = "chat")]
+    template: Option<crate::chat::ChatTemplate>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) const fn new(tokenizer: &'a dyn Tokenizer, loss_on: LossOn) -> Self {
+        Self {
+            tokenizer,
+            loss_on,
+            #[cfg(feature = "chat")]
+            template: None,
+        }
+    }
+
+    /// Reads a line.
+    ///
+    /// Errors: what is wrong with it, and what was expected.
+    pub(super) fn read(&mut self, line: &str) -> Result<Found, String> {
+        let mut example = match Line::parse(line)? {
+            Line::Text(text) => return Ok(Found::Text(text)),
+            Line::Pair { prompt, completion } => self.pair(&prompt, &completion)?,
+            Line::Messages(messages) => self.conversation(&messages)?,
+        };
+        if self.loss_on == LossOn::All {
+            example.counts.fill(true);
+        }
+        Ok(Found::Example(example))
+    }
+
+    fn pair(&self, prompt: &str, completion: &str) -> Result<Example, String> {
+        let told = |error: crate::ZooError| error.to_string();
+        let mut example = Example::default();
+        // The prompt is encoded as it is when text is generated, so that the model sees the same tokens then.
+        example.push(&self.tokenizer.encode_prompt(prompt).map_err(told)?, false);
+        example.push(&self.tokenizer.encode(completion).map_err(told)?, true);
+        example.push(self.tokenizer.end_of_text().as_slice(), true);
+        Ok(example)
+    }
+
+    #[cfg(feature = "chat")]
+    fn conversation(&mut self, messages: &[serde_json::Value]) -> Result<Example, String> {
+        let template = if let Some(template) = &self.template {
+            template
+        } else {
+            let text = self.tokenizer.chat_template().ok_or_else(|| {
+                format!(
+                    "it has `messages`, and the tokenizer {} has no template of conversations, expected `prompt` and \
+                     `completion`, or a model that was made for conversations",
+                    self.tokenizer.name()
+                )
+            })?;
+            let template = crate::chat::ChatTemplate::new(text).map_err(|error| error.to_string())?;
+            self.template.insert(template)
+        };
+        answers::conversation(self.tokenizer, template, messages)
+    }
+
+    #[cfg(not(feature = "chat"))]
+    fn conversation(&mut self, _: &[serde_json::Value]) -> Result<Example, String> {
+        Err("it has `messages`, and this program was built without templates of conversations, expected `prompt` and \
+             `completion`"
+            .to_owned())
+    }
+}
+
+/// Returns whether a file, or one in a folder, has lines of JSON by its name: `.jsonl` or `.ndjson`, also
+/// compressed. They may be texts ([`Corpus::open_with`](super::Corpus::open_with)).
+#[must_use]
+pub fn has_examples(path: &Path) -> bool {
+    let found = Listing::of(path, &ReadOptions::default());
+    found.is_ok_and(|listing| listing.files.iter().any(|file| is_examples(&file.path)))
+}
