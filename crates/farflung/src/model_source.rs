@@ -441,6 +441,7 @@ fn reading_in(settings: &str) -> RunReading {
         special_tokens: flag("special-tokens"),
         token_type: text("token-type").and_then(|name| name.parse().ok()),
         loss_on: text("loss-on").and_then(LossOn::parse).unwrap_or_default(),
+        as_texts: false,
     };
     let objective = text("objective").and_then(|name| name.parse().ok()).unwrap_or_default();
     let packing = table.get("packing").and_then(toml::Value::as_bool).unwrap_or(true);

@@ -93,6 +93,11 @@ impl Conversation<'_> {
         Ok(Self::new(parsed))
     }
 
+    /// Makes a conversation of values that are messages.
+    pub(crate) fn of_values(messages: &[Value]) -> Self {
+        Self::new(Value::from(messages.to_vec()))
+    }
+
     /// Asks for the assistant's next message.
     #[must_use]
     pub const fn asking(mut self) -> Self {

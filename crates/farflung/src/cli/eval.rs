@@ -7,8 +7,8 @@ use farflung::config::choice::packing_of;
 use farflung::config::value::Setting as _;
 use farflung::data_notes::{ExampleCounts, data_notes, one_document};
 use farflung::train::{check_room, check_split, no_targets, rows_of, rows_of_examples};
-use farflung::zoo::data::{LossOn, ReadOptions, TextEncoding, TokenType};
-use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard, Tokenizer};
+use farflung::zoo::data::{ExampleRows, LossOn, Packing, ReadOptions, TextEncoding, TextRouter, TokenType};
+use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard, Split, Tokenizer};
 use farflung::{Error, Result, corpus, terminal};
 
 use super::model::{Loaded, LoadedModel, ModelArgs, Models};
@@ -154,6 +154,7 @@ impl EvalCommand {
             special_tokens: self.special_tokens.unwrap_or(reading.options.special_tokens),
             token_type: self.token_type.or(reading.options.token_type),
             loss_on: self.loss_on.unwrap_or(reading.options.loss_on),
+            as_texts: false,
         };
         let document_mask = self.document_mask.unwrap_or(reading.document_mask);
         let objective = self.objective.unwrap_or(reading.objective);
@@ -167,14 +168,10 @@ impl EvalCommand {
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
         }
-        let examples = held_out
-            .has_examples()
-            .then(|| rows_of_examples(&held_out, context, packing_of(reading.packing), objective))
-            .transpose()
-            .map_err(Error::of_input)?;
-        if let Some(rows) = &examples {
-            terminal::write_stderr(format!("{}\n", ExampleCounts::of(rows).note()));
-        }
+        let learnt = (objective, options.loss_on);
+        let examples =
+            held_out_examples(&held_out, (context, packing_of(reading.packing)), learnt, router.as_ref())
+                .map_err(Error::of_input)?;
         let (windows, shard) =
             (self.batches as usize * self.batch as usize, Shard::whole(self.batch as usize));
         let (mut sum, mut count, mut paths) = (0.0, 0_u64, Vec::new());
@@ -231,6 +228,26 @@ impl EvalCommand {
             )
         })
     }
+}
+
+/// Returns the rows of held-out examples, and tells about them; `None` if they are a text.
+fn held_out_examples(
+    held_out: &Split,
+    (context, packing): (usize, Packing),
+    learnt: (Objective, LossOn),
+    router: Option<&TextRouter>,
+) -> Result<Option<Arc<ExampleRows>>> {
+    if !held_out.has_examples() {
+        return Ok(None);
+    }
+    if let Some(router) = router {
+        let value = format!("examples, and the run has {} paths", router.paths());
+        let expected = "a text, which takes a path by its beginning, or `--path N`".to_owned();
+        return Err(Error::Setting { field: "data", value, expected });
+    }
+    let rows = rows_of_examples(held_out, context, packing, learnt)?;
+    terminal::write_stderr(format!("{}\n", ExampleCounts::of(&rows).note()));
+    Ok(Some(rows))
 }
 
 /// Returns the sum of the losses of a sampler's targets, and their number.

@@ -34,7 +34,8 @@ impl TrainConfig {
     }
 
     /// Returns the number of steps between two averages: the setting, or what the method itself decides.
-    pub(crate) fn period(&self) -> u64 {
+    #[must_use]
+    pub fn period(&self) -> u64 {
         let is_wish = self.sync.reads.contains(&"sync-every") && self.was_given("sync-every");
         self.sync.every.filter(|_| !is_wish).unwrap_or(self.sync_every)
     }

@@ -57,13 +57,13 @@ pub(super) struct Totals {
     pub(super) bytes_received: u64,
 }
 
-/// `trainer.json`: counters, and values that must be the same when the run is continued.
 /// Returns whether an objective is the one that is not written down.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
 fn is_causal(objective: &Objective) -> bool {
     *objective == Objective::Causal
 }
 
+/// `trainer.json`: counters, and values that must be the same when the run is continued.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CheckpointRecord {

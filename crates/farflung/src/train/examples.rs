@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use farflung_zoo::data::{ExampleRows, Packing, has_examples};
+use farflung_zoo::data::{ExampleRows, LossOn, Packing, has_examples, is_file_of_examples};
 use farflung_zoo::{Objective, Sampler, Shard, Sharding, Split, ZooError};
 
 use super::bound_plan::BoundPlan;
@@ -18,6 +18,11 @@ pub struct ExampleSets {
 }
 
 impl RunSettings {
+    /// Returns whether the data is a file of examples, by its name.
+    pub(crate) fn reads_lines(&self) -> bool {
+        self.data.as_deref().is_some_and(is_file_of_examples)
+    }
+
     /// Returns whether the data is examples, by the names of its files.
     pub(crate) fn reads_examples(&self) -> bool {
         self.data.as_deref().is_some_and(has_examples)
@@ -31,16 +36,24 @@ pub fn rows_of_examples(
     split: &Split,
     length: usize,
     packing: Packing,
-    objective: Objective,
+    (objective, loss_on): (Objective, LossOn),
 ) -> Result<Arc<ExampleRows>> {
+    if objective.has_prefix() && loss_on == LossOn::All {
+        let expected = format!("answers with the objective {objective}: what is before them is the prefix");
+        return Err(Error::Setting { field: "loss-on", value: loss_on.name().to_owned(), expected });
+    }
     if objective == Objective::Ul2 {
         let expected = "causal or prefix-lm with examples: ul2 makes its sequences of a text".to_owned();
         return Err(Error::Setting { field: "objective", value: objective.to_string(), expected });
     }
+    if split.is_empty() {
+        let (value, expected) = ("a single example".to_owned(), "at least two: one is held out".to_owned());
+        return Err(Error::Setting { field: "data", value, expected });
+    }
     match ExampleRows::new(split.clone(), length, packing, objective.has_prefix()) {
         Ok(rows) => Ok(Arc::new(rows)),
         Err(ZooError::TooShort { .. }) => {
-            let value = format!("{} of {} examples", split.name(), split.documents().len());
+            let value = format!("such that the {} part has no target", split.name());
             let expected = format!("examples with a token of an answer among their first {length} tokens");
             Err(Error::Setting { field: "data", value, expected })
         }
@@ -61,7 +74,10 @@ impl ExampleSets {
         if !training.has_examples() {
             return Ok(None);
         }
-        let rows = |split| rows_of_examples(split, context, packing_of(config.packing), config.objective);
+        let rows = |split| {
+            let learnt = (config.objective, config.loss_on);
+            rows_of_examples(split, context, packing_of(config.packing), learnt)
+        };
         let this = Self { training: rows(training)?, held_out: rows(held_out)? };
         this.check(config, plan)?;
         Ok(Some(this))

@@ -475,6 +475,7 @@ pub(super) const fn read_options(config: &TrainConfig) -> ReadOptions {
         special_tokens: config.special_tokens,
         token_type: config.token_type,
         loss_on: config.loss_on,
+        as_texts: false,
     }
 }
 

@@ -64,7 +64,7 @@ fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
 #[test]
 fn every_plan_gives_the_losses_of_one_worker() {
     let run = pairs();
-    for more in ["", "--packing false", "--loss-on all", "--objective prefix-lm"] {
+    for more in ["", "--packing false", "--loss-on all", "--objective prefix-lm --packing false"] {
         let want = losses(&run, &format!("--workers 1 --batch 4 {more}"));
         for plan in [
             "--workers 2 --batch 2",
@@ -134,6 +134,7 @@ fn what_does_not_go_with_examples_is_said_and_ends_with_code_2() {
         ("--own-data true", "expected false: all ranks count"),
         ("--shards files", "expected random"),
         ("--objective ul2", "ul2 makes its sequences of a text"),
+        ("--objective prefix-lm --loss-on all", "expected answers with the objective prefix-lm"),
         ("--context 8 --loss-on some", "expected one of answers all"),
         ("--context 2", "expected examples with a token of an answer among their first 2 tokens"),
     ] {
@@ -146,6 +147,11 @@ fn what_does_not_go_with_examples_is_said_and_ends_with_code_2() {
     let done = farflung().args(run.args(&format!("--data {bad} --steps 1"))).output().unwrap();
     assert_eq!(done.status.code(), Some(2), "{}", said(&done));
     assert!(said(&done).contains("bad.jsonl`, line 2: its `prompt` is a number"), "{}", said(&done));
+    fs::write(run.at("one.jsonl"), "{\"prompt\": \"a\", \"completion\": \"b\"}").unwrap();
+    let one = run.at("one.jsonl").display().to_string();
+    let done = farflung().args(run.args(&format!("--data {one} --steps 1"))).output().unwrap();
+    assert_eq!(done.status.code(), Some(2), "{}", said(&done));
+    assert!(said(&done).contains("expected at least two: one is held out"), "{}", said(&done));
     // A run continues with the rows with which it was begun.
     assert!(train(&run, "begun", "").status.success());
     let begun = run.at("begun").display().to_string();

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::encode::{EncodeError, encode};
-use super::examples::{Found, Reader, is_examples, objects};
+use super::examples::{Found, Reader, are_examples, is_examples, objects};
 use super::source::{
     Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
     no_text, refused, text_of, unpack, wrong_at,
@@ -53,13 +53,15 @@ struct Builder<'a> {
     reading: Reading,
     /// Whether each token of examples is a target.
     counts: Vec<bool>,
+    /// Whether files of lines of JSON are read as such.
+    reads_lines: bool,
 }
 
 impl<'a> Builder<'a> {
     fn new(tokenizer: &'a dyn Tokenizer, options: ReadOptions) -> Self {
         let tokens = Tokens::for_vocab(tokenizer.vocab_size());
         let (hasher, files, reading) = (blake3::Hasher::new(), Vec::new(), Reading::default());
-        Self { tokenizer, options, tokens, hasher, files, reading, counts: Vec::new() }
+        Self { tokenizer, options, tokens, hasher, files, reading, counts: Vec::new(), reads_lines: false }
     }
 
     /// Reads a file of any form. In a folder of texts (`folder`), its text ends with the end-of-text token, and
@@ -93,10 +95,9 @@ impl<'a> Builder<'a> {
         if let Some(name) = decoded.from {
             *self.reading.encodings.entry(name).or_default() += 1;
         }
-        if is_examples(path) {
+        if self.reads_lines && is_examples(path) {
             return self.lines(path, &decoded.text);
         }
-        self.not_beside_examples(path)?;
         self.text(path, &decoded.text, decoded.mark)?;
         if folder.is_some() {
             self.end_text();
@@ -106,7 +107,7 @@ impl<'a> Builder<'a> {
 
     /// Adds the texts or the examples of a file of lines.
     fn lines(&mut self, path: &Path, text: &[u8]) -> Result<(), ZooError> {
-        let mut reader = Reader::new(self.tokenizer, self.options.loss_on);
+        let mut reader = Reader::new(self.tokenizer, &self.options);
         for (line, object) in objects(text) {
             let wrong = |problem: String| SourceError::Line { path: path.to_owned(), line, problem };
             let object =
@@ -136,14 +137,6 @@ impl<'a> Builder<'a> {
             }
         }
         Ok(())
-    }
-
-    /// Checks that nothing else is read beside examples.
-    fn not_beside_examples(&self, path: &Path) -> Result<(), ZooError> {
-        if self.counts.is_empty() {
-            return Ok(());
-        }
-        Err(SourceError::NoExamples { path: path.to_owned() }.into())
     }
 
     /// Adds a text that follows a byte-order mark of `mark` bytes.
@@ -180,7 +173,6 @@ impl<'a> Builder<'a> {
     }
 
     fn token_file(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
-        self.not_beside_examples(path)?;
         let sidecar = Sidecar::of(path, bytes.len())?;
         let ids = Ids::of(path, bytes, sidecar.token_type(self.options.token_type)?)?;
         sidecar.check(self.tokenizer)?;
@@ -253,9 +245,17 @@ impl Corpus {
     /// file, [`ZooError::TokenFile`], [`ZooError::TokenOutOfRange`] for a token outside the tokenizer's
     /// vocabulary.
     pub fn open_with(path: &Path, tokenizer: &dyn Tokenizer, options: ReadOptions) -> Result<Self, ZooError> {
-        let Listing { files, skipped, has_held_out } = Listing::of(path, &options)?;
+        let Listing { mut files, mut skipped, has_held_out } = Listing::of(path, &options)?;
         let in_folder = path.is_dir();
         let mut builder = Builder::new(tokenizer, options);
+        // Beside texts of other kinds, lines of JSON are text.
+        builder.reads_lines = are_examples(files.iter().map(|file| file.path.as_path()));
+        if builder.reads_lines {
+            for file in files.extract_if(.., |file| !is_examples(&file.path)) {
+                let name = file.path.strip_prefix(path).unwrap_or(&file.path).to_owned();
+                skipped.push(Skipped { path: name, why: "beside examples".to_owned() });
+            }
+        }
         builder.reading.skipped = skipped;
         let mut boundary = None;
         for file in files {
@@ -340,8 +340,8 @@ impl Corpus {
         &self.reading
     }
 
-    /// Returns the BLAKE3 hash of the texts (unpacked, in UTF-8) and of the files of ids, in hexadecimal: for
-    /// plain files what `b3sum` computes for all of them, concatenated.
+    /// Returns the BLAKE3 hash of the texts (unpacked, in UTF-8), of the lines of examples and of the files of
+    /// ids, in hexadecimal: for plain texts what `b3sum` computes for all of them, concatenated.
     #[must_use]
     pub fn hash(&self) -> String {
         self.hash.to_hex().to_string()

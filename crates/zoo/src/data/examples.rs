@@ -5,15 +5,15 @@ mod answers;
 mod lines;
 mod packing;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::source::{Listing, ReadOptions};
+use super::source::ReadOptions;
 use crate::Tokenizer;
 use lines::Line;
 
-pub(super) use lines::{is_examples, objects};
+pub(super) use lines::{are_examples, is_examples, objects};
 pub use packing::{ExampleRows, Packing};
 
 /// Which tokens of an example are targets.
@@ -67,15 +67,20 @@ pub(super) enum Found {
 pub(super) struct Reader<'a> {
     tokenizer: &'a dyn Tokenizer,
     loss_on: LossOn,
+    special_tokens: bool,
+    /// Whether examples are read as texts: what is said in them.
+    as_texts: bool,
     #[cfg(feature = "chat")]
     template: Option<crate::chat::ChatTemplate>,
 }
 
 impl<'a> Reader<'a> {
-    pub(super) const fn new(tokenizer: &'a dyn Tokenizer, loss_on: LossOn) -> Self {
+    pub(super) const fn new(tokenizer: &'a dyn Tokenizer, options: &ReadOptions) -> Self {
         Self {
             tokenizer,
-            loss_on,
+            loss_on: options.loss_on,
+            special_tokens: options.special_tokens,
+            as_texts: options.as_texts,
             #[cfg(feature = "chat")]
             template: None,
         }
@@ -87,8 +92,12 @@ impl<'a> Reader<'a> {
     pub(super) fn read(&mut self, line: &str) -> Result<Found, String> {
         let mut example = match Line::parse(line)? {
             Line::Text(text) => return Ok(Found::Text(text)),
+            Line::Pair { prompt, completion } if self.as_texts => {
+                return Ok(Found::Text(prompt + &completion));
+            }
+            Line::Messages if self.as_texts => return Ok(Found::Text(lines::said(line))),
             Line::Pair { prompt, completion } => self.pair(&prompt, &completion)?,
-            Line::Messages(messages) => self.conversation(&messages)?,
+            Line::Messages => self.conversation(line)?,
         };
         if self.loss_on == LossOn::All {
             example.counts.fill(true);
@@ -98,16 +107,31 @@ impl<'a> Reader<'a> {
 
     fn pair(&self, prompt: &str, completion: &str) -> Result<Example, String> {
         let told = |error: crate::ZooError| error.to_string();
-        let mut example = Example::default();
+        let tokenizer = self.tokenizer;
+        let encode = |text: &str| {
+            if !self.special_tokens {
+                return tokenizer.encode_prompt(text);
+            }
+            let mut ids = tokenizer.affixes().before;
+            ids.extend(tokenizer.encode_marked(text)?);
+            Ok(ids)
+        };
         // The prompt is encoded as it is when text is generated, so that the model sees the same tokens then.
-        example.push(&self.tokenizer.encode_prompt(prompt).map_err(told)?, false);
-        example.push(&self.tokenizer.encode(completion).map_err(told)?, true);
-        example.push(self.tokenizer.end_of_text().as_slice(), true);
+        let (ids, both) =
+            (encode(prompt).map_err(told)?, encode(&format!("{prompt}{completion}")).map_err(told)?);
+        let mut example = Example::default();
+        example.push(&ids, false);
+        match both.strip_prefix(&ids[..]) {
+            Some(rest) => example.push(rest, true),
+            // A token of both together has a part of each.
+            None => example.push(&tokenizer.encode(completion).map_err(told)?, true),
+        }
+        example.push(tokenizer.end_of_text().as_slice(), true);
         Ok(example)
     }
 
     #[cfg(feature = "chat")]
-    fn conversation(&mut self, messages: &[serde_json::Value]) -> Result<Example, String> {
+    fn conversation(&mut self, line: &str) -> Result<Example, String> {
         let template = if let Some(template) = &self.template {
             template
         } else {
@@ -121,21 +145,32 @@ impl<'a> Reader<'a> {
             let template = crate::chat::ChatTemplate::new(text).map_err(|error| error.to_string())?;
             self.template.insert(template)
         };
-        answers::conversation(self.tokenizer, template, messages)
+        answers::conversation(self.tokenizer, template, line)
     }
 
     #[cfg(not(feature = "chat"))]
-    fn conversation(&mut self, _: &[serde_json::Value]) -> Result<Example, String> {
+    fn conversation(&mut self, _: &str) -> Result<Example, String> {
         Err("it has `messages`, and this program was built without templates of conversations, expected `prompt` and \
              `completion`"
             .to_owned())
     }
 }
 
-/// Returns whether a file, or one in a folder, has lines of JSON by its name: `.jsonl` or `.ndjson`, also
-/// compressed. They may be texts ([`Corpus::open_with`](super::Corpus::open_with)).
+/// Returns whether a path is data of lines of JSON by its name: a file `.jsonl` or `.ndjson`, also compressed,
+/// or a folder that has such files and no others but descriptions (`README`, `LICENSE`, `.md`). The lines may
+/// be texts ([`Corpus::open_with`](super::Corpus::open_with)). Subfolders are not looked at.
 #[must_use]
 pub fn has_examples(path: &Path) -> bool {
-    let found = Listing::of(path, &ReadOptions::default());
-    found.is_ok_and(|listing| listing.files.iter().any(|file| is_examples(&file.path)))
+    let Ok(entries) = std::fs::read_dir(path) else { return is_examples(path) };
+    let files = entries.flatten().map(|entry| entry.path());
+    let is_hidden =
+        |file: &PathBuf| file.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
+    let files: Vec<PathBuf> = files.filter(|file| !is_hidden(file) && file.is_file()).collect();
+    are_examples(files.iter().map(PathBuf::as_path))
+}
+
+/// Returns whether a path is that of a file of lines of JSON.
+#[must_use]
+pub fn is_file_of_examples(path: &Path) -> bool {
+    is_examples(path)
 }

@@ -20,7 +20,7 @@ mod tokens;
 
 pub use batch::Batch;
 pub use corpus::{Corpus, HoldOut};
-pub use examples::{ExampleRows, LossOn, Packing, has_examples};
+pub use examples::{ExampleRows, LossOn, Packing, has_examples, is_file_of_examples};
 pub use objective::{NoObjective, Objective};
 pub use router::TextRouter;
 pub use sampler::{Offsets, Sampler, Shard};

@@ -39,7 +39,8 @@ pub enum Objective {
     /// UL2's mixture of denoisers, on a decoder. A sequence is `[S]` and a window that is divided as in
     /// [`Objective::PrefixLm`], or `[R]` or `[X]`, a window from which spans were taken out, and the spans.
     /// Half of the sequences are `[S]`. A fourth are `[R]`: spans of 3 or 8 tokens in the mean, 15 % of the
-    /// window. A fourth are `[X]`: the same with 50 %, or 15 % or 50 % in spans of 64.
+    /// window. A fourth are `[X]`: the same with 50 %, or 15 % or 50 % in spans of 64. There are at most 99
+    /// spans, so that they are longer in long sequences: of 50 %, 9 tokens in the mean at a context of 2048.
     Ul2,
 }
 

@@ -109,8 +109,7 @@ impl TokenRows {
     }
 
     /// Reads a file whose rows begin with a prefix that is read in both directions: `prefixes` has the number
-    /// of tokens of each row's. Targets are as in [`TokenRows::read`]: labels say which tokens of the prefix
-    /// are none.
+    /// of tokens of each row's. Tokens of the prefix are no targets; others are as in [`TokenRows::read`].
     ///
     /// Errors: as [`TokenRows::read`]; [`ZooError::Rows`] for prefixes that are missing, not one a row, or
     /// longer than a row.
@@ -145,9 +144,15 @@ impl TokenRows {
                 "number {row} of `prefixes` is {prefix}, expected 0 to {length}, a row's tokens"
             ));
         }
+        let weights = this.rows.weights.get_or_insert_default();
+        for (row, &prefix) in prefixes.iter().enumerate() {
+            // Its tokens attend to each other, so that none of them is there to be predicted.
+            let known = (prefix as usize).saturating_sub(1);
+            weights[row * length..][..known].fill(0.0);
+        }
         let all = prefixes.iter().flat_map(|&prefix| std::iter::repeat_n(prefix as u32, length));
         this.rows.prefixes = Some(all.collect());
-        Ok(this)
+        this.with_targets()
     }
 
     /// Returns the rows, if a token is a target.
@@ -349,6 +354,9 @@ mod tests {
         let of = |json: &str| TokenRows::prefixed_from_bytes(Path::new("rows.json"), json.as_bytes());
         let found = of(r#"{"input_ids": [[1, 2, 3], [4, 5, 6]], "prefixes": [2, 0]}"#).unwrap();
         assert_eq!(found.rows().prefixes.as_deref(), Some(&[2, 2, 2, 0, 0, 0][..]));
+        assert_eq!(found.rows().weights.as_deref(), Some(&[0.0, 1.0, 0.0, 1.0, 1.0, 0.0][..]));
+        let all = of(r#"{"input_ids": [[1, 2, 3]], "prefixes": [3]}"#).unwrap_err().to_string();
+        assert!(all.contains("no token is a target"), "{all}");
         let mut batch = Batch { length: 4, ..Batch::default() };
         (0..3).for_each(|row| found.append_to(row, &mut batch));
         assert_eq!(batch.prefixes.unwrap(), [[2; 4], [0; 4], [0; 4]].concat());

@@ -152,6 +152,29 @@ fn lines_of_texts_are_documents() {
     assert_eq!((training.documents(), training.has_examples()), (vec![0..3, 3..5], false));
 }
 
+/// Descriptions beside examples are left out; beside other texts, lines of JSON are text.
+#[test]
+fn a_folder_is_examples_or_texts() {
+    use farflung_zoo::data::has_examples;
+
+    let folder = Folder::new();
+    folder.write("data.jsonl", &pair("a", "b"));
+    folder.write("README.md", "what it is");
+    assert!(has_examples(folder.0.path()));
+    let corpus = Corpus::open(folder.0.path(), &Byte).unwrap();
+    assert_eq!((corpus.reading().examples, corpus.reading().skipped.len(), corpus.len()), (1, 1, 2));
+    folder.write("book.txt", "a text");
+    assert!(!has_examples(folder.0.path()));
+    let corpus = Corpus::open(folder.0.path(), &Byte).unwrap();
+    assert_eq!((corpus.reading().examples, corpus.reading().files), (0, 3));
+    // As texts, a tokenizer is trained on what is said.
+    let options = ReadOptions { as_texts: true, ..ReadOptions::default() };
+    let chat = r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}"#;
+    let path = folder.write("chat/x.jsonl", &format!("{chat}\n{}", pair("c", "d")));
+    let said = Corpus::open_with(&path, &Byte, options).unwrap();
+    assert_eq!((said.len(), said.split(HoldOut::Tokens(0)).unwrap().0.documents()), (7, vec![0..5, 5..7]));
+}
+
 #[test]
 fn what_is_wrong_has_its_file_and_its_line() {
     let good = pair("a", "b");
@@ -167,10 +190,9 @@ fn what_is_wrong_has_its_file_and_its_line() {
         ),
         (&[("x.jsonl", &format!("{good}\r\n[]\r\n"))], "line 3: it is a list"),
         (&[("x.jsonl", " \n\n")], "contains no data"),
-        (&[("a.jsonl", &good), ("b.txt", "text")], "b.txt` has no examples"),
         (
-            &[("a.txt", "text"), ("b.jsonl", &good)],
-            "b.jsonl`, line 1: it is an example, and others are texts",
+            &[("a.jsonl", &good), ("b.jsonl", "{\"text\": \"c\"}")],
+            "b.jsonl`, line 1: it has a `text`, and others",
         ),
         (
             &[("x.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}")],
@@ -180,6 +202,28 @@ fn what_is_wrong_has_its_file_and_its_line() {
         let error = Folder::error(files);
         assert!(error.contains(said), "{error}\n{said}");
     }
+}
+
+/// Keys of messages keep their order, as `tojson` writes them, and a template's date is always the same.
+#[cfg(all(feature = "chat", feature = "tokenizers"))]
+#[test]
+fn messages_are_rendered_as_they_are_written() {
+    use farflung_zoo::tokenizer::FileTokenizer;
+
+    let (folder, fixtures) =
+        (Folder::new(), PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures"));
+    let to = folder.0.path().join("tokenizer.json");
+    fs::copy(fixtures.join("tokenizers/gpt2/tokenizer.json"), to).unwrap();
+    folder.write(
+        "chat_template.jinja",
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m | tojson }}{% endfor %}",
+    );
+    let tokenizer = FileTokenizer::open(folder.0.path()).unwrap();
+    let line = r#"{"messages": [{"role": "user", "zebra": 1, "content": "x", "apple": 2}]}"#;
+    let corpus = opened(line, &tokenizer, LossOn::All);
+    let batch = all(&rows(&corpus, corpus.len(), Packing::Alone, false));
+    let text = String::from_utf8(tokenizer.decode(&batch.inputs).unwrap()).unwrap();
+    assert_eq!(text, r#"26 Jul 2024{"role": "user", "zebra": 1, "content": "x", "apple": 2}"#);
 }
 
 /// The assistant's tokens as transformers tells them, where the template marks them and where it does not.

@@ -57,7 +57,7 @@ fn job(config: &TrainConfig) -> Result<Job> {
 pub(super) fn sizes(setting: &Setting, arm: &Arm) -> Result<Sizes> {
     let config = setting.config(arm, 0)?;
     let model = job(&setting.pretraining_config(0)?)?.model;
-    let every = config.sync.every.unwrap_or(config.sync_every) as f64;
+    let every = config.period() as f64;
     let (params, ranks) = (model.parameters() as f64, config.workers as f64);
     let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
     let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();

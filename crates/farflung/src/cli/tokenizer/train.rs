@@ -76,7 +76,7 @@ impl Train {
     /// Reads the texts. What was read goes to stderr.
     fn documents(&self) -> Result<Vec<String>> {
         let mut documents = Vec::new();
-        let options = ReadOptions { encoding: self.encoding, ..ReadOptions::default() };
+        let options = ReadOptions { encoding: self.encoding, as_texts: true, ..ReadOptions::default() };
         for path in &self.texts {
             let corpus = Corpus::open_with(path, &Byte, options)?;
             terminal::write_stderr(format!("data: {}\n", corpus.reading()));

@@ -271,7 +271,7 @@ impl RankGroup<'_> {
         need.add(MemoryPurpose::Evaluation, self.run.eval_windows() as u128 * size_of::<i64>() as u128);
         // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors; with documents or
         // prefixes also where they begin or end, and the weights of targets.
-        let uneven = config.document_mask || config.objective.has_prefix() || self.run.reads_examples();
+        let uneven = config.document_mask || config.objective.has_prefix() || self.run.reads_lines();
         let buffers = if uneven { 8 } else { 4 };
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 

@@ -7,33 +7,38 @@
 
 use std::ops::Range;
 
-use serde_json::Value;
+use minijinja::Value;
 
 use super::Example;
-use crate::chat::{ChatTemplate, Conversation};
+use crate::chat::{ChatTemplate, Conversation, Date};
 use crate::{Tokenizer, ZooError};
 
-/// Makes an example of a conversation, of which the assistant's tokens count.
+/// Date that templates write which ask for it, 26 July 2024: what Llama's templates write without one. It is
+/// the same on all machines and on all days.
+const DATE: Date = Date::of_days(19_930);
+
+/// Makes an example of the conversation of a line, of which the assistant's tokens count.
 ///
 /// Errors: what the template refuses, and why its answers cannot be told.
 pub(super) fn conversation(
     tokenizer: &dyn Tokenizer,
     template: &ChatTemplate,
-    messages: &[Value],
+    line: &str,
 ) -> Result<Example, String> {
     let told = |error: ZooError| error.to_string();
+    let messages = messages_of(line).ok_or("its `messages` are no list")?;
     let render = |messages: &[Value], asks: bool| {
-        let text = serde_json::to_string(messages).expect("JSON can be written");
-        let mut conversation = Conversation::from_json(&text)?;
+        let mut conversation = Conversation::of_values(messages);
         conversation.asks = asks;
         conversation.marks = tokenizer.marks();
+        conversation.date = Some(DATE);
         template.render_marked(&conversation)
     };
-    let (text, mut spans) = render(messages, false).map_err(told)?;
+    let (text, mut spans) = render(&messages, false).map_err(told)?;
     if !template.marks_answers() {
         spans = Vec::new();
         for (at, message) in messages.iter().enumerate() {
-            if message["role"] == "assistant" {
+            if message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant")) {
                 let (before, _) = render(&messages[..at], true).map_err(told)?;
                 let (with, _) = render(&messages[..=at], false).map_err(told)?;
                 spans.push(added(&text, &before, &with).ok_or_else(|| untold(at))?);
@@ -50,6 +55,11 @@ pub(super) fn conversation(
         counts[first.min(end)..end].fill(true);
     }
     Ok(Example { ids, counts })
+}
+
+fn messages_of(line: &str) -> Option<Vec<Value>> {
+    let object: Value = serde_json::from_str(line).ok()?;
+    Some(object.get_attr("messages").ok()?.try_iter().ok()?.collect())
 }
 
 fn untold(message: usize) -> String {

@@ -10,8 +10,13 @@ use crate::data::source::unpacked_name;
 #[derive(Debug, PartialEq)]
 pub(super) enum Line {
     Text(String),
-    Pair { prompt: String, completion: String },
-    Messages(Vec<Value>),
+    Pair {
+        prompt: String,
+        completion: String,
+    },
+    /// A conversation, whose messages are read again where they are rendered, so that their keys keep their
+    /// order.
+    Messages,
 }
 
 /// Returns whether a file's name is that of lines of JSON.
@@ -19,6 +24,26 @@ pub(in crate::data) fn is_examples(path: &Path) -> bool {
     let endings = ["jsonl", "ndjson"];
     let name = unpacked_name(path);
     name.extension().is_some_and(|e| endings.iter().any(|known| e.eq_ignore_ascii_case(known)))
+}
+
+/// Returns whether files are examples by their names: lines of JSON, and beside them only descriptions.
+pub(in crate::data) fn are_examples<'f>(files: impl Iterator<Item = &'f Path> + Clone) -> bool {
+    files.clone().any(is_examples) && files.into_iter().all(|file| is_examples(file) || describes(file))
+}
+
+/// Returns whether a file's name is that of a description of a data set.
+fn describes(path: &Path) -> bool {
+    let name = path.file_name().map(|name| name.to_string_lossy().to_uppercase()).unwrap_or_default();
+    let is_prose = path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("md"));
+    is_prose || name.starts_with("README") || name.starts_with("LICENSE")
+}
+
+/// Returns what is said in the conversation of a line, message by message.
+pub(super) fn said(line: &str) -> String {
+    let object: Value = serde_json::from_str(line).unwrap_or_default();
+    let messages = object["messages"].as_array().into_iter().flatten();
+    let said: Vec<&str> = messages.filter_map(|message| message["content"].as_str()).collect();
+    said.join("\n")
 }
 
 /// Returns the lines of a text that are not empty, with their numbers, counted from 1.
@@ -54,7 +79,7 @@ impl Line {
                     }
                 }
             }
-            return Ok(Self::Messages(messages));
+            return Ok(Self::Messages);
         }
         if object.contains_key("prompt") || object.contains_key("completion") {
             let prompt = text(&mut object, "prompt")?;
@@ -93,7 +118,7 @@ mod tests {
         let pair = Line::Pair { prompt: text("a"), completion: text("b\u{1F600}") };
         assert_eq!(Line::parse(r#"{"prompt": "a", "completion": "b\ud83d\ude00"}"#), Ok(pair));
         let messages = Line::parse(r#"{"messages": [{"role": "user", "content": "x"}]}"#).unwrap();
-        assert!(matches!(messages, Line::Messages(list) if list.len() == 1));
+        assert_eq!(messages, Line::Messages);
         for (line, said) in [
             ("[1]", "it is a list"),
             ("{", "it is no JSON"),

@@ -76,12 +76,6 @@ pub enum SourceError {
         /// Whether an encoding was given.
         any: bool,
     },
-    /// A file of another kind is beside files of examples.
-    #[error("`{}` has no examples, and other files of the data have, expected one kind of data", path.display())]
-    NoExamples {
-        /// The file.
-        path: PathBuf,
-    },
     /// A line of a file of examples is wrong.
     #[error("`{}`, line {line}: {problem}", path.display())]
     Line {

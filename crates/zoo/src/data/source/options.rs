@@ -14,4 +14,6 @@ pub struct ReadOptions {
     pub token_type: Option<TokenType>,
     /// Which tokens of examples are targets.
     pub loss_on: LossOn,
+    /// Whether examples are read as texts, as which a tokenizer is trained on them: what is said in them.
+    pub as_texts: bool,
 }

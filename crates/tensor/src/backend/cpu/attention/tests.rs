@@ -233,6 +233,34 @@ fn gradient_of_documents_is_the_slope() {
     }
 }
 
+/// Tiles of each height: keys of a prefix that ends within a tile have the gradients of all its queries.
+#[test]
+fn levels_agree_on_prefixes() {
+    let cpu = crate::Device::cpu(1).unwrap();
+    let (t, pool) = (300, Pool::new(1).unwrap());
+    let l = layout(1, (2, 1), t, 5);
+    let (qkv, dy) = (noise(t * joined(l), 3), noise(t * l.width(), 4));
+    for prefix in [1_u32, 100, 127, 129, 147, 200, 257, 299] {
+        let ends = cpu.tensor(&vec![prefix; t], [1, t]).unwrap();
+        let mask = crate::Mask { prefixes: Some(ends.view()), ..crate::Mask::default() };
+        let documents = Documents::of_tokens("test", &mask, 0, Shape::from([1, t, l.width()])).unwrap();
+        let mut found: Vec<[Vec<f32>; 2]> = Vec::new();
+        for isa in Isa::available() {
+            let (mut y, mut lse) = (vec![f32::NAN; dy.len()], vec![f32::NAN; l.query_heads() * t]);
+            let mut d_qkv = vec![f32::NAN; qkv.len()];
+            forward(isa, &pool, (l, documents.as_ref()), &qkv, &mut y, &mut lse);
+            backward(isa, &pool, (l, documents.as_ref()), [&qkv, &y, &lse, &dy], &mut d_qkv);
+            found.push([y, d_qkv]);
+        }
+        let [y, d_qkv] = &found[0];
+        for other in &found[1..] {
+            assert_close(&other[0], &wide(y), 1e-5, &format!("output, prefix {prefix}"));
+            assert_close(&other[1], &wide(d_qkv), 1e-5, &format!("gradient, prefix {prefix}"));
+        }
+        assert!(d_qkv.iter().all(|x| x.is_finite()), "{prefix}");
+    }
+}
+
 /// Returns the rows of `t` tokens from token `past` on, of each of `b` sequences of `total` tokens.
 fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
     (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
