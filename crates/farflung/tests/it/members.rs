@@ -193,6 +193,11 @@ fn every_recipe_works_with_members_that_come_and_go() {
             assert_eq!(recipe.name, "dipaco");
             continue;
         }
+        if config.sync.on_member_loss != OnMemberLoss::MeanOfOthers {
+            // So is a method whose averages are in flight when a member is lost.
+            assert_eq!((recipe.name, config.sync.name), ("gpt-jt", "cocktail"));
+            continue;
+        }
         let each_step = config.sync.each_step;
         let config = TrainConfig { sync_every: if each_step { config.sync_every } else { 2 }, ..config };
         let job = job(folder.path(), 3, config);

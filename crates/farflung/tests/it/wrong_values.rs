@@ -165,21 +165,25 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
         codec: "int4+ef".parse().unwrap(),
         ..TrainConfig::default()
     };
-    let (streaming, cocktail) = (delayed(&STREAMING), delayed(&COCKTAIL));
+    let (streaming, local) = (delayed(&STREAMING), delayed(&COCKTAIL));
+    let cocktail = TrainConfig { sync_every: 1, ..local.clone() };
     let gossip = |sync| TrainConfig { codec: "none".parse().unwrap(), ..delayed(sync) };
     let piped =
         TrainConfig { sync: SyncKind::of(&STREAMING), sync_every: 2, fragments: Some(2), ..pipeline.clone() };
+    // Workers, and the step of the newest checkpoint before the fourth step: the averages of local steps of
+    // cocktail arrive one step late, and it is saved there.
     let ways = [
-        (TrainConfig::default(), 3),
-        (diloco, 3),
-        (streaming, 3),
-        (cocktail, 3),
-        (gossip(&D_PSGD), 3),
-        (gossip(&SHIFT_ONE), 4),
-        (pipeline, 4),
-        (piped, 4),
+        (TrainConfig::default(), 3, 2),
+        (diloco, 3, 2),
+        (streaming, 3, 2),
+        (cocktail, 3, 2),
+        (local, 3, 3),
+        (gossip(&D_PSGD), 3, 2),
+        (gossip(&SHIFT_ONE), 4, 2),
+        (pipeline, 4, 2),
+        (piped, 4, 2),
     ];
-    for (config, workers) in ways {
+    for (config, workers, saved) in ways {
         let config = TrainConfig { workers, checkpoint_every: 2, ..config };
         let train = |folder: &Path, resume: Resume, failure: Option<Failure>| {
             let job = six_steps(folder, TrainConfig { resume, ..config.clone() }).unwrap();
@@ -195,7 +199,7 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
             let said = error.to_string();
             let at = format!("moment {} of step 4", moment.number());
             assert!(said.contains(&at) || said.contains("rank 1"), "{moment:?}: {said}");
-            assert_eq!(newest(&folder.path().join("run")), 2, "{moment:?}: {said}");
+            assert_eq!(newest(&folder.path().join("run")), saved, "{moment:?}: {said}");
             let again = train(folder.path(), Resume::Auto, None).unwrap().unwrap().hash;
             assert_eq!(again, hash, "{moment:?}");
         }
