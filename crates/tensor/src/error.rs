@@ -87,8 +87,8 @@ pub enum TensorError {
     },
     /// The prefix of a document ends after the document's tokens, or not at the same token for all of them.
     #[error(
-        "{op}: the prefix of the document of the token at position {position} ends before {end}, expected at most \
-         {most}, the same for all tokens of the document"
+        "{op}: the prefix of the document of the token at position {position} ends before {end}, expected at \
+         most {most}, the same for all tokens of the document"
     )]
     Prefix {
         /// Name of the op.

@@ -3,9 +3,9 @@
 //!
 //! Templates are rendered as transformers' `apply_chat_template` does: `trim_blocks` and `lstrip_blocks`,
 //! Python's methods of strings, `raise_exception`, `strftime_now`, `tojson` as Python's `json.dumps` writes.
-//! `{% generation %}` changes no text; [`ChatTemplate::render_marked`] tells what is in it. A template is code
-//! from outside: it can open nothing, the number of its steps is limited, and so is the length of what it
-//! writes.
+//! `{% generation %}` does not change the text; [`ChatTemplate::render_marked`] returns where it was. A
+//! template is code from outside: it can open nothing, the number of its steps is limited, and so is the length
+//! of what it writes.
 
 mod date;
 mod python_json;

@@ -7,12 +7,11 @@ use anyhow::{Context, Result, anyhow};
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos, Topology};
 use farflung::parallel::{Cluster, Speed};
-use farflung::train::{AveragePrices, Job, Prediction, Synced, Trainer, plan_of, planned_codec};
-use farflung::zoo::weights::WriteOptions;
-use farflung::zoo::{ModelSpec, ZooError, weights};
+use farflung::train::{AveragePrices, Job, Prediction, Trainer, plan_of, planned_codec};
+use farflung::zoo::ModelSpec;
 
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::lab::{Published, resolved, to_meeting};
+use crate::lab::{Published, pretraining, resolved, to_meeting};
 use crate::workers::{JobTransport, again, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -126,15 +125,7 @@ fn pretrained(report: &mut Report<'_>, options: &Options, folder: &Path) -> Resu
     let flags =
         format!("--workers 1 --batch 16 --threads 0 --lr 4e-3 --steps {steps} --seed {}", report.seed());
     let job = job(resolved(&flags, COMMON)?, JobTransport::Memory)?;
-    let ranks = on_all(&job, |rank| {
-        (0..steps).try_for_each(|_| rank.step(false).map(|_| ()))?;
-        Ok((rank.evaluate()?, rank.stage().layout().clone(), rank.params().to_vec::<f32>()?))
-    })?;
-    let (loss, layout, params) = ranks.into_iter().next().context("the job has no ranks")?;
-    weights::write(folder, &job.model, WriteOptions::default(), |_, spec, values| {
-        values.copy_from_slice(&params[layout.params()[layout.find(&spec.name)?].range()]);
-        Ok::<_, ZooError>(())
-    })?;
+    let loss = pretraining::train(&job, folder)?;
     report.row(&format!("loss after {steps} steps of causal pretraining"), loss, "nats", Threshold::None)
 }
 
@@ -183,9 +174,8 @@ fn period(job: &Job) -> Result<(f64, f64)> {
         to_meeting(rank)?;
         let (steps, sent, begun) = (rank.steps_done(), rank.comm().stats().sent.payload.0, rank.comm().now());
         // Averages that arrive a step late: two periods have what is sent in two.
-        for _ in 0..2 {
-            while rank.step(false)?.synced == Synced::No {}
-        }
+        to_meeting(rank)?;
+        to_meeting(rank)?;
         let steps = (rank.steps_done() - steps) as f64;
         let time = rank.comm().now().saturating_sub(begun).as_secs_f64();
         Ok((time / steps, (rank.comm().stats().sent.payload.0 - sent) as f64 / steps))

@@ -9,7 +9,7 @@ pub(crate) mod arms;
 mod clock;
 pub(crate) mod kept;
 mod outcome;
-mod pretraining;
+pub(crate) mod pretraining;
 mod published;
 mod setting;
 mod sizes;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use farflung::config::choice::packing_of;
 use farflung::config::value::Setting as _;
 use farflung::data_notes::{ExampleCounts, data_notes, one_document};
-use farflung::train::{check_room, check_split, no_targets, rows_of, rows_of_examples};
+use farflung::train::{check_tokens, no_targets, rows_of, rows_of_examples};
 use farflung::zoo::data::{ExampleRows, LossOn, Packing, ReadOptions, TextEncoding, TextRouter, TokenType};
 use farflung::zoo::{Batch, Corpus, HoldOut, Input, Objective, Sampler, Shard, Split, Tokenizer};
 use farflung::{Error, Result, corpus, terminal};
@@ -54,9 +54,8 @@ pub(crate) struct EvalCommand {
     #[arg(long, value_name = "TOKENS", value_parser = LossOn::from_flag)]
     loss_on: Option<LossOn>,
     /// What is measured: causal (each token from those before it), prefix-lm or ul2, as in `farflung train`.
-    /// With
-    /// --tokens, prefix-lm reads the file's `prefixes`; there the default is causal. Of a text, the default is
-    /// what the model's run was trained for.
+    /// Default: of a text, what the model's run was trained for. With --tokens it is causal, and prefix-lm
+    /// reads the file's `prefixes`.
     #[arg(long, value_name = "KIND")]
     objective: Option<Objective>,
     /// Number of batches to measure, spread evenly over the held-out text.
@@ -158,12 +157,9 @@ impl EvalCommand {
         };
         let document_mask = self.document_mask.unwrap_or(reading.document_mask);
         let objective = self.objective.unwrap_or(reading.objective);
-        check_room(tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
         let corpus = self.corpus(tokenizer, options, document_mask)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        if objective.own_ids() > 0 {
-            check_split(&held_out, tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
-        }
+        check_tokens(&[&held_out], tokenizer, first.stage.spec(), objective).map_err(Error::of_input)?;
         let one = one_document([&training, &held_out]).filter(|_| document_mask);
         for line in data_notes(corpus.reading(), &training, &held_out).into_iter().chain(one) {
             terminal::write_stderr(format!("{line}\n"));
@@ -224,7 +220,8 @@ impl EvalCommand {
                 String::new()
             };
             format!(
-                "loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} tokens{apart}{of}{by}\n"
+                "loss {loss:.4} nats per token, perplexity {perplexity:.3}, over {count} \
+                 tokens{apart}{of}{by}\n"
             )
         })
     }

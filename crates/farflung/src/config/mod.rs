@@ -158,10 +158,11 @@ settings! {
         /// borders. With false, each has a sequence of its own.
         packing: bool, "BOOL", true;
         /// What the model learns to predict: causal (each token from those before it), prefix-lm (a sequence is
-        /// divided at a random place; what is before is read in both directions, what follows is predicted) or
-        /// ul2 (half of the sequences as prefix-lm; from the others, spans are taken out and predicted). ul2
-        /// needs 103 ids at the end of the vocabulary, which a new model gets. With --tokens, prefix-lm reads
-        /// the file's `prefixes`; of examples, what is before the answer is the prefix. docs/data.md.
+        /// divided at a random place; the tokens before it are read in both directions, the tokens after it are
+        /// predicted) or ul2 (half of the sequences as prefix-lm; from the others, spans are taken out and
+        /// predicted). ul2 needs 103 ids at the end of the vocabulary, which a new model gets. With --tokens,
+        /// prefix-lm reads the file's `prefixes`; in examples, the tokens before the answer are the prefix.
+        /// docs/data.md.
         objective: Objective, "KIND", Objective::Causal;
         /// Encoding of texts that are not UTF-8 and have no byte-order mark, such as windows-1252 or euc-jp.
         encoding: TextEncoding, "NAME" => "it may differ with the files; the tokens are compared";

@@ -399,8 +399,8 @@ const RULES: &[Rule] = &[
         refuses: |choices| {
             let objective = Some(choices.objective).filter(|objective| objective.has_prefix())?;
             let order = choices.schedule.as_ref().filter(|order| order.slices)?;
-            let why = "it computes the first tokens of a sequence before the others, and in a prefix they attend to \
-                       these";
+            let why = "it computes the first tokens of a sequence before the others, and in a prefix they attend \
+                       to these";
             Some(refuse("objective", objective, format!("causal with {}: {why}", order.name)))
         },
     },
@@ -434,8 +434,8 @@ struct Uneven {
 impl Uneven {
     /// Refuses methods that do not weigh replicas anew in each round.
     fn with_method(self, method: &SyncMethod) -> Option<Refusal> {
-        let why = "replicas have different numbers of targets in each step, and this method does not take, or is not \
-                   tested with, weights that change";
+        let why = "replicas have different numbers of targets in each step, and this method does not take, or is \
+                   not tested with, weights that change";
         let expected = format!("{} with {}: {why}", self.even, method.name);
         (!method.changing_weights).then(|| refuse(self.field, self.value, expected))
     }

@@ -39,7 +39,8 @@ pub fn rows_of_examples(
     (objective, loss_on): (Objective, LossOn),
 ) -> Result<Arc<ExampleRows>> {
     if objective.has_prefix() && loss_on == LossOn::All {
-        let expected = format!("answers with the objective {objective}: what is before them is the prefix");
+        let expected =
+            format!("answers with the objective {objective}: the tokens before an answer are the prefix");
         return Err(Error::Setting { field: "loss-on", value: loss_on.name().to_owned(), expected });
     }
     if objective == Objective::Ul2 {

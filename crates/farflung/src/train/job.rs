@@ -142,7 +142,7 @@ impl Job {
         let mut data_identity = corpus.identity(uses_documents(&config));
         let initial = InitialWeights::of(&config)?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        check_tokens([&training, &held_out], &*tokenizer, &model, config.objective)?;
+        check_tokens(&[&training, &held_out], &*tokenizer, &model, config.objective)?;
         let world = plan.ranks() as usize;
         let splits = [&training, &held_out];
         let examples = ExampleSets::of(&config.run_settings(), &plan, splits, model.context)?;

@@ -97,6 +97,6 @@ pub use spent::Spent;
 pub use staged_model::{Generated, OpenedPart, StagedModel};
 pub use step_tokens::no_targets;
 pub use stop_in_step::StopSummary;
-pub use text_tokens::{check_room, check_split};
+pub use text_tokens::{check_room, check_tokens};
 pub use token_rows::rows_of;
 pub use trainer::{StepDone, Synced, Thoroughness, Trainer};

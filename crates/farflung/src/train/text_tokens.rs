@@ -6,18 +6,21 @@ use crate::{Error, Result};
 
 /// Checks that the model has all tokens of a text, and that the text has none of the objective's own. A
 /// tokenizer with more tokens than the model is no error by itself: files of tokens may use only some.
-pub(super) fn check_tokens(
-    splits: [&Split; 2],
+///
+/// Errors: [`Error::Setting`] with the vocabulary that the objective needs, or the first id that a text should
+/// not have.
+pub fn check_tokens(
+    splits: &[&Split],
     tokenizer: &dyn Tokenizer,
     model: &ModelSpec,
     objective: Objective,
 ) -> Result<()> {
-    if splits[0].rows().is_some() {
+    if splits.iter().any(|split| split.rows().is_some()) {
         return Ok(());
     }
     check_room(tokenizer, model, objective)?;
     if model.vocab < tokenizer.vocab_size() || objective.own_ids() > 0 {
-        splits.into_iter().try_for_each(|split| check_split(split, tokenizer, model, objective))?;
+        splits.iter().try_for_each(|split| check_split(split, tokenizer, model, objective))?;
     }
     Ok(())
 }
@@ -40,18 +43,15 @@ pub fn check_room(tokenizer: &dyn Tokenizer, model: &ModelSpec, objective: Objec
     }
     let value = format!("{objective}, and the model has a vocabulary of {}", model.vocab);
     let expected = format!(
-        "an objective without ids of its own, or a vocabulary of at least {needed}: the {texts} ids of {} that stand \
-         for text, and {} of the objective",
+        "an objective without ids of its own, or a vocabulary of at least {needed}: the {texts} ids of {} that \
+         stand for text, and {} of the objective",
         tokenizer.name(),
         objective.own_ids()
     );
     Err(Error::Setting { field: "objective", value, expected })
 }
 
-/// Checks that a text has only ids of the model, and none of the objective's own.
-///
-/// Errors: [`Error::Setting`] with the first id that it should not have.
-pub fn check_split(
+fn check_split(
     split: &Split,
     tokenizer: &dyn Tokenizer,
     model: &ModelSpec,

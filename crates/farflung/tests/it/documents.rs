@@ -8,7 +8,7 @@ use std::process::Output;
 
 use serde_json::{Value, json};
 
-use crate::tiny::{Run, farflung};
+use crate::tiny::{Run, farflung, losses_and_last, losses_of, near, stderr as said};
 
 /// A run with a folder of documents of very different lengths.
 fn documents() -> Run {
@@ -23,10 +23,6 @@ fn documents() -> Run {
     run
 }
 
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
 fn train(run: &Run, out: &str, more: &str) -> Output {
     let docs = run.at("docs").display().to_string();
     let more = format!("--data {docs} --context 24 --steps 4 --codec none {more}");
@@ -38,18 +34,9 @@ fn losses(run: &Run, more: &str) -> Vec<f64> {
     let _ = fs::remove_dir_all(run.at("out"));
     let done = train(run, "out", more);
     assert!(done.status.success(), "{more}: {}", said(&done));
-    let text = fs::read_to_string(run.at("out").join("metrics.jsonl")).unwrap();
-    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(rows.len(), 4);
-    let of = |key: &str| rows.iter().map(|row| row[key].as_f64().unwrap()).collect::<Vec<_>>();
-    [of("train_loss"), of("val_loss")].concat()
-}
-
-#[track_caller]
-fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}: {got:?}");
-    let far = got.iter().zip(want).any(|(a, b)| (a - b).abs() > bound);
-    assert!(!far, "{what}: {got:?}, expected {want:?}");
+    let losses = losses_of(&run.at("out"));
+    assert_eq!(losses.len(), 8);
+    losses
 }
 
 /// The numbers of targets differ between microbatches, replicas and steps, and means are by targets.
@@ -151,10 +138,7 @@ fn packed_rows_train_as_in_transformers() {
         command.args(["--clip", "0", "--lr", "0.01", "--weight-decay", "0.1", "--codec", "none"]);
         let done = command.arg("--out").arg(run.at("out")).args(more.split_whitespace()).output().unwrap();
         assert!(done.status.success(), "{more}: {}", said(&done));
-        let text = fs::read_to_string(run.at("out").join("metrics.jsonl")).unwrap();
-        let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let after = rows.last().and_then(|row| row["val_loss"].as_f64()).unwrap();
-        rows.iter().map(|row| row["train_loss"].as_f64().unwrap()).chain([after]).collect()
+        losses_and_last(&run.at("out"))
     };
     for more in [
         "--workers 1",

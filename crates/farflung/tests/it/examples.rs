@@ -8,11 +8,7 @@ use std::process::Output;
 
 use serde_json::{Value, json};
 
-use crate::tiny::{Run, farflung};
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
+use crate::tiny::{Run, farflung, losses_of, near, stderr as said};
 
 /// Returns a prompt and its completion, which some prompts lack.
 fn pair(i: usize) -> (String, String) {
@@ -46,18 +42,9 @@ fn losses(run: &Run, more: &str) -> Vec<f64> {
     let _ = fs::remove_dir_all(run.at("out"));
     let done = train(run, "out", more);
     assert!(done.status.success(), "{more}: {}", said(&done));
-    let text = fs::read_to_string(run.at("out").join("metrics.jsonl")).unwrap();
-    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(rows.len(), 4);
-    let of = |key: &str| rows.iter().map(|row| row[key].as_f64().unwrap()).collect::<Vec<_>>();
-    [of("train_loss"), of("val_loss")].concat()
-}
-
-#[track_caller]
-fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}: {got:?}");
-    let far = got.iter().zip(want).any(|(a, b)| (a - b).abs() > bound);
-    assert!(!far, "{what}: {got:?}, expected {want:?}");
+    let losses = losses_of(&run.at("out"));
+    assert_eq!(losses.len(), 8);
+    losses
 }
 
 /// Numbers of targets differ between rows, and means are by targets; prefixes are of each example in a row.

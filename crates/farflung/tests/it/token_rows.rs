@@ -7,11 +7,10 @@ mod folders;
 
 use std::fs;
 use std::path::PathBuf;
-use std::process::Output;
 
 use serde_json::{Value, json};
 
-use crate::tiny::{Run, farflung};
+use crate::tiny::{Run, farflung, losses_and_last, near, stderr as said};
 use folders::FAMILIES;
 
 fn fixture(name: &str) -> PathBuf {
@@ -20,10 +19,6 @@ fn fixture(name: &str) -> PathBuf {
 
 fn read(path: PathBuf) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 /// The settings with which `transformers` made the trajectories.
@@ -39,17 +34,7 @@ fn losses(run: &Run, model: &str, rows: &str, more: &str) -> Vec<f64> {
     command.arg("--out").arg(&out).args(["--threads", "1", "--sample-tokens", "0"]);
     let done = command.args(format!("{REFERENCE} {more}").split_whitespace()).output().unwrap();
     assert!(done.status.success(), "{more}: {}", said(&done));
-    let text = fs::read_to_string(out.join("metrics.jsonl")).unwrap();
-    let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let after = rows.last().and_then(|row| row["val_loss"].as_f64()).unwrap();
-    rows.iter().map(|row| row["train_loss"].as_f64().unwrap()).chain([after]).collect()
-}
-
-#[track_caller]
-fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
-    assert_eq!(got.len(), want.len(), "{what}: {got:?}");
-    let far = got.iter().zip(want).any(|(a, b)| (a - b).abs() > bound);
-    assert!(!far, "{what}: {got:?}, expected {want:?}");
+    losses_and_last(&out)
 }
 
 #[test]

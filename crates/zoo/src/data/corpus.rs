@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::encode::{EncodeError, encode};
-use super::examples::{Found, Reader, are_examples, is_examples, objects};
+use super::examples::{Found, Reader, are_examples, is_file_of_examples, objects};
 use super::source::{
     Form, Ids, LOOK, Listing, Part, ReadOptions, Reading, Sidecar, Skipped, SourceError, left_out_by_form,
     no_text, refused, text_of, unpack, wrong_at,
@@ -95,7 +95,7 @@ impl<'a> Builder<'a> {
         if let Some(name) = decoded.from {
             *self.reading.encodings.entry(name).or_default() += 1;
         }
-        if self.reads_lines && is_examples(path) {
+        if self.reads_lines && is_file_of_examples(path) {
             return self.lines(path, &decoded.text);
         }
         self.text(path, &decoded.text, decoded.mark)?;
@@ -251,7 +251,7 @@ impl Corpus {
         // Beside texts of other kinds, lines of JSON are text.
         builder.reads_lines = are_examples(files.iter().map(|file| file.path.as_path()));
         if builder.reads_lines {
-            for file in files.extract_if(.., |file| !is_examples(&file.path)) {
+            for file in files.extract_if(.., |file| !is_file_of_examples(&file.path)) {
                 let name = file.path.strip_prefix(path).unwrap_or(&file.path).to_owned();
                 skipped.push(Skipped { path: name, why: "beside examples".to_owned() });
             }

@@ -13,7 +13,8 @@ use super::source::ReadOptions;
 use crate::Tokenizer;
 use lines::Line;
 
-pub(super) use lines::{are_examples, is_examples, objects};
+pub use lines::is_file_of_examples;
+pub(super) use lines::{are_examples, objects};
 pub use packing::{ExampleRows, Packing};
 
 /// Which tokens of an example are targets.
@@ -88,7 +89,7 @@ impl<'a> Reader<'a> {
 
     /// Reads a line.
     ///
-    /// Errors: what is wrong with it, and what was expected.
+    /// Errors: a text that says what is wrong with the line, and what was expected.
     pub(super) fn read(&mut self, line: &str) -> Result<Found, String> {
         let mut example = match Line::parse(line)? {
             Line::Text(text) => return Ok(Found::Text(text)),
@@ -137,8 +138,8 @@ impl<'a> Reader<'a> {
         } else {
             let text = self.tokenizer.chat_template().ok_or_else(|| {
                 format!(
-                    "it has `messages`, and the tokenizer {} has no template of conversations, expected `prompt` and \
-                     `completion`, or a model that was made for conversations",
+                    "it has `messages`, and the tokenizer {} has no template of conversations, expected `prompt` \
+                     and `completion`, or a model that was made for conversations",
                     self.tokenizer.name()
                 )
             })?;
@@ -150,8 +151,8 @@ impl<'a> Reader<'a> {
 
     #[cfg(not(feature = "chat"))]
     fn conversation(&mut self, _: &str) -> Result<Example, String> {
-        Err("it has `messages`, and this program was built without templates of conversations, expected `prompt` and \
-             `completion`"
+        Err("it has `messages`, and this program was built without templates of conversations, expected `prompt` \
+             and `completion`"
             .to_owned())
     }
 }
@@ -161,16 +162,10 @@ impl<'a> Reader<'a> {
 /// be texts ([`Corpus::open_with`](super::Corpus::open_with)). Subfolders are not looked at.
 #[must_use]
 pub fn has_examples(path: &Path) -> bool {
-    let Ok(entries) = std::fs::read_dir(path) else { return is_examples(path) };
+    let Ok(entries) = std::fs::read_dir(path) else { return is_file_of_examples(path) };
     let files = entries.flatten().map(|entry| entry.path());
     let is_hidden =
         |file: &PathBuf| file.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"."));
     let files: Vec<PathBuf> = files.filter(|file| !is_hidden(file) && file.is_file()).collect();
     are_examples(files.iter().map(PathBuf::as_path))
-}
-
-/// Returns whether a path is that of a file of lines of JSON.
-#[must_use]
-pub fn is_file_of_examples(path: &Path) -> bool {
-    is_examples(path)
 }

@@ -13,7 +13,7 @@ use crate::workers::on_all;
 /// Trains a job, writes its model into a folder, and returns the held-out loss.
 ///
 /// Errors: a rank fails; the folder cannot be written.
-pub(super) fn train(job: &Job, folder: &Path) -> Result<f64> {
+pub(crate) fn train(job: &Job, folder: &Path) -> Result<f64> {
     let ranks = on_all(job, |rank| {
         for _ in 0..job.config.steps {
             rank.step(false)?;

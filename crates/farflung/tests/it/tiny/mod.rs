@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -76,4 +76,30 @@ pub(crate) fn refused(output: &Output, expected: &str) {
     let said = stderr(output);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains(expected), "{said} / {expected}");
+}
+
+/// Returns the training losses of a run, and after them its validation losses.
+pub(crate) fn losses_of(folder: &Path) -> Vec<f64> {
+    let rows = metrics(folder);
+    let of = |key: &'static str| rows.iter().map(move |row| row[key].as_f64().unwrap());
+    of("train_loss").chain(of("val_loss")).collect()
+}
+
+/// Returns the training losses of a run, and the validation loss after its last step.
+pub(crate) fn losses_and_last(folder: &Path) -> Vec<f64> {
+    let rows = metrics(folder);
+    let after = rows.last().and_then(|row| row["val_loss"].as_f64()).unwrap();
+    rows.iter().map(|row| row["train_loss"].as_f64().unwrap()).chain([after]).collect()
+}
+
+fn metrics(folder: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[track_caller]
+pub(crate) fn near(got: &[f64], want: &[f64], bound: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}: {got:?}");
+    let far = got.iter().zip(want).any(|(a, b)| (a - b).abs() > bound);
+    assert!(!far, "{what}: {got:?}, expected {want:?}");
 }

@@ -19,8 +19,9 @@ pub(super) enum Line {
     Messages,
 }
 
-/// Returns whether a file's name is that of lines of JSON.
-pub(in crate::data) fn is_examples(path: &Path) -> bool {
+/// Returns whether a file has lines of JSON by its name: `.jsonl` or `.ndjson`, also compressed.
+#[must_use]
+pub fn is_file_of_examples(path: &Path) -> bool {
     let endings = ["jsonl", "ndjson"];
     let name = unpacked_name(path);
     name.extension().is_some_and(|e| endings.iter().any(|known| e.eq_ignore_ascii_case(known)))
@@ -28,7 +29,8 @@ pub(in crate::data) fn is_examples(path: &Path) -> bool {
 
 /// Returns whether files are examples by their names: lines of JSON, and beside them only descriptions.
 pub(in crate::data) fn are_examples<'f>(files: impl Iterator<Item = &'f Path> + Clone) -> bool {
-    files.clone().any(is_examples) && files.into_iter().all(|file| is_examples(file) || describes(file))
+    files.clone().any(is_file_of_examples)
+        && files.into_iter().all(|file| is_file_of_examples(file) || describes(file))
 }
 
 /// Returns whether a file's name is that of a description of a data set.
@@ -53,7 +55,7 @@ pub(in crate::data) fn objects(text: &[u8]) -> impl Iterator<Item = (usize, &[u8
 }
 
 impl Line {
-    /// Errors: what is wrong with it, and what was expected.
+    /// Errors: a text that says what is wrong with the line, and what was expected.
     pub(super) fn parse(line: &str) -> Result<Self, String> {
         const EXPECTED: &str =
             "expected an object with `messages`, with `prompt` and `completion`, or with `text`";
@@ -144,7 +146,7 @@ mod tests {
         assert_eq!(found, [(1, &b"{}"[..]), (4, b"{\"a\": 1}")]);
         for (name, is) in [("a.jsonl", true), ("a.JSONL.gz", true), ("a.ndjson.zst", true), ("a.json", false)]
         {
-            assert_eq!(is_examples(Path::new(name)), is, "{name}");
+            assert_eq!(is_file_of_examples(Path::new(name)), is, "{name}");
         }
     }
 }

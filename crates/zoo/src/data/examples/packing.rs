@@ -34,7 +34,7 @@ pub struct ExampleRows {
 
 impl ExampleRows {
     /// Puts the examples of a split into rows of `length` tokens. Longer ones are cut; those without a target
-    /// are left out. With `prefixed`, what is before an example's first target is read in both directions.
+    /// are left out. With `prefixed`, the tokens before an example's first target are read in both directions.
     ///
     /// Errors: [`ZooError::Sampler`] for a length of 0; [`ZooError::TooShort`] if no example has a target.
     ///
