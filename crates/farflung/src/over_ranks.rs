@@ -57,7 +57,7 @@ pub struct OverRanks {
     axes: BTreeMap<Axis, Communicator>,
     /// The codec of rows that are sent to others, and the seed of codecs that draw random numbers.
     rows: (LinkSpec, u64),
-    /// Time for which exchanges of rows were waited for.
+    /// Time for which sums and exchanges of rows were waited for.
     waited: Arc<AtomicU64>,
 }
 
@@ -75,10 +75,30 @@ impl OverRanks {
         Self { rows: (codec, seed), ..self }
     }
 
-    /// Returns the time for which exchanges of rows were waited for since the last call, by the transport's
-    /// clock.
+    /// Returns the time for which sums and exchanges of rows were waited for since the last call, by the
+    /// transport's clock.
     pub(crate) fn take_waited(&self) -> Nanos {
         Nanos(self.waited.swap(0, Ordering::Relaxed))
+    }
+
+    /// Combines the values of all ranks along an axis.
+    fn reduce(&self, axis: Axis, values: &mut Tensor, by: ReduceOp) -> Result<(), ZooError> {
+        let Some(comm) = self.among(axis) else { return Ok(()) };
+        let begun = comm.now();
+        if let Some(values) = values.host_mut::<f32>() {
+            comm.all_reduce(values, by).map_err(failed(axis))?;
+        } else {
+            let mut all = values.to_vec::<f32>()?;
+            comm.all_reduce(&mut all, by).map_err(failed(axis))?;
+            values.write(&all)?;
+        }
+        self.count_wait(comm, begun);
+        Ok(())
+    }
+
+    /// Adds the time since an exchange began to the time waited.
+    fn count_wait(&self, comm: &Communicator, begun: Nanos) {
+        self.waited.fetch_add(comm.now().saturating_sub(begun).0, Ordering::Relaxed);
     }
 
     /// Returns the communicator of an axis with several ranks.
@@ -101,13 +121,11 @@ impl Exchange for OverRanks {
     }
 
     fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
-        let Some(comm) = self.among(axis) else { return Ok(()) };
-        if let Some(values) = values.host_mut::<f32>() {
-            return comm.all_reduce(values, ReduceOp::Sum).map_err(failed(axis));
-        }
-        let mut sum = values.to_vec::<f32>()?;
-        comm.all_reduce(&mut sum, ReduceOp::Sum).map_err(failed(axis))?;
-        Ok(values.write(&sum)?)
+        self.reduce(axis, values, ReduceOp::Sum)
+    }
+
+    fn all_reduce_max(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
+        self.reduce(axis, values, ReduceOp::Max)
     }
 
     fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
@@ -174,7 +192,7 @@ impl Exchange for OverRanks {
         }
         let begun = comm.now();
         let received = comm.all_to_all_bytes(messages).map_err(failed(axis))?;
-        self.waited.fetch_add(comm.now().saturating_sub(begun).0, Ordering::Relaxed);
+        self.count_wait(comm, begun);
         let (mut all, mut counts) = (Vec::new(), Vec::new());
         for (from, message) in received.iter().enumerate() {
             let form = if from == comm.rank().index() { &mut plain } else { &mut coded };

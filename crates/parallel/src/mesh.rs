@@ -51,6 +51,16 @@ pub fn whole_pipelines<N: Div<Output = N>>(ranks: N, stages: N) -> N {
     ranks / stages
 }
 
+/// Returns how many whole replicas of `stages` stages, each of `tensor` ranks, a number of ranks or machines is
+/// enough for.
+///
+/// # Panics
+/// If `stages` or `tensor` is 0.
+#[must_use]
+pub fn whole_replicas<N: Div<Output = N>>(ranks: N, stages: N, tensor: N) -> N {
+    ranks / stages / tensor
+}
+
 /// A grid of ranks in row-major order: the last axis varies fastest, so neighbours along it have adjacent rank
 /// numbers.
 ///
@@ -106,6 +116,17 @@ impl Mesh {
     /// Errors: as [`Mesh::new`].
     pub fn data(ranks: u32) -> Result<Self, ParallelError> {
         Self::new(&[(Axis::Data, ranks)])
+    }
+
+    /// Returns the mesh with another axis of this size behind its axes; unchanged if the size is 1.
+    ///
+    /// Errors: as [`Mesh::new`].
+    pub fn and(mut self, axis: Axis, size: u32) -> Result<Self, ParallelError> {
+        if size == 1 {
+            return Ok(self);
+        }
+        self.axes.push((axis, size));
+        Self::new(&self.axes)
     }
 
     /// Returns the axes and their sizes, slowest-varying first.

@@ -14,6 +14,7 @@ mod part;
 mod paths;
 mod pooled;
 mod rebalance;
+mod tensor;
 mod text;
 mod unbroken;
 
@@ -75,9 +76,12 @@ pub use rebalance::{Advice, Hysteresis, Measured, Rebalance, is_worth_it, shares
 pub struct Plan {
     /// The model that the plan is for.
     pub model: PlannedModel,
-    /// The mesh `data=REPLICAS,pipeline=STAGES`, with axes in the order of [`Axis::ALL`]. [`Plan::check`]
-    /// returns an error for other axes of size 2 or more, which are not implemented yet.
+    /// The mesh `data=REPLICAS,pipeline=STAGES,tensor=RANKS`, with axes in the order of [`Axis::ALL`], of which
+    /// the last may be missing. [`Plan::check`] returns an error for a context axis of size 2 or more, which is
+    /// not implemented yet.
     pub mesh: Mesh,
+    /// How the ranks along the tensor axis divide the width of layers: a weight for each. Empty: equally.
+    pub tensor_weights: Vec<u32>,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
     /// Precision to which the operands of matrix products are rounded.
@@ -319,7 +323,8 @@ impl Plan {
         (self.levels.len() > 1).then(|| &self.levels[0].groups[..])
     }
 
-    /// Creates the mesh of a plan of `replicas` replicas with `stages` stages each.
+    /// Creates the mesh of a plan of `replicas` replicas with `stages` stages each, of one rank each. For
+    /// stages of several ranks, see [`Mesh::and`].
     ///
     /// Errors: as [`Mesh::new`].
     pub fn mesh_of(replicas: u32, stages: u32) -> Result<Mesh, ParallelError> {

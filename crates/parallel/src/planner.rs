@@ -231,6 +231,7 @@ impl Planned {
         let plan = Plan {
             model,
             mesh: Plan::mesh_of(busy().count() as u32, 1)?,
+            tensor_weights: Vec::new(),
             machines: busy().map(|(name, ..)| name.clone()).collect(),
             precision: self.precision,
             batch: u32::try_from(self.batch).unwrap_or(u32::MAX),

@@ -272,7 +272,7 @@ impl Op<'_> {
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
-            Self::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
+            Self::Embed { tokens, start, documents, tokens_table, positions_table, y, .. } => {
                 let [b, t, width] = c.tokens(y)?;
                 c.flat(tokens, DType::U32, [b, t])?;
                 c.documents(documents.as_ref(), [b, t])?;
@@ -282,7 +282,7 @@ impl Op<'_> {
                     .as_ref()
                     .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
             }
-            Self::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
+            Self::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table, .. } => {
                 let [b, t, width] = c.tokens(dy)?;
                 c.flat(tokens, DType::U32, [b, t])?;
                 c.documents(documents.as_ref(), [b, t])?;
@@ -310,6 +310,20 @@ impl Op<'_> {
                 c.flat(targets, DType::U32, s.rows())?;
                 weights.as_ref().map_or(Ok(()), |weights| c.flat(weights, DType::F32, s.rows()))?;
                 c.flat(losses, DType::F32, s.rows())
+            }
+            Self::LogitStats { logits, targets, stats, .. } => {
+                let s = c.typed(logits, DType::F32)?;
+                if s.cols() == 0 && s.rows() > 0 {
+                    return Err(TensorError::IdOutOfRange { op: self.name(), id: 0, position: 0, bound: 0 });
+                }
+                c.flat(targets, DType::U32, s.rows())?;
+                c.matrix(stats, s.rows(), 3)
+            }
+            Self::LogitGrad { logits, targets, weights, log_sums, .. } => {
+                let rows = c.typed(logits, DType::F32)?.rows();
+                c.flat(targets, DType::U32, rows)?;
+                weights.as_ref().map_or(Ok(()), |weights| c.flat(weights, DType::F32, rows))?;
+                c.flat(log_sums, DType::F32, rows)
             }
             Self::SumSquares { x, partials } => {
                 let len = c.typed(x, DType::F32)?.len();

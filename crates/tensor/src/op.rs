@@ -366,11 +366,14 @@ pub enum Op<'a> {
         /// Gradient of the cached values, `[B, capacity, kv D]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
-    /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T - documents[i]]`, or without the
-    /// second term.
+    /// `y[i] = tokens_table[tokens[i] - first] + positions_table[start + i mod T - documents[i]]`, or without
+    /// the second term.
     Embed {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
+        /// The id of the table's first row, if it is a piece of a table: tokens of other pieces add nothing.
+        /// `None`: it is a whole table, which has a row for each id.
+        first: Option<u32>,
         /// Position of each row's first token.
         start: usize,
         /// Where documents begin.
@@ -386,6 +389,8 @@ pub enum Op<'a> {
     EmbedGrad {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
+        /// `first` of the forward pass.
+        first: Option<u32>,
         /// Position of each row's first token.
         start: usize,
         /// `documents` of the forward pass.
@@ -440,6 +445,34 @@ pub enum Op<'a> {
         /// Scale of the gradient; `None` leaves the logits unchanged.
         grad_scale: Option<f32>,
     },
+    /// The statistics of each row of a piece of the logits, from which those of all pieces make the loss of
+    /// [`Op::CrossEntropy`]: the largest logit `m`, the sum of `exp(x - m)`, and the logit of the target, or 0
+    /// if it is in another piece.
+    LogitStats {
+        /// A piece of the logits: `[N, V']`.
+        logits: View<'a>,
+        /// The id of the piece's first column.
+        first: u32,
+        /// Ids of the target tokens: u32 `[N]`.
+        targets: View<'a>,
+        /// Output: `[N, 3]`.
+        stats: ViewMut<'a>,
+    },
+    /// Overwrites a piece of the logits by its gradient, `(exp(x - log_sum) - onehot) * weight * scale`.
+    LogitGrad {
+        /// A piece of the logits: `[N, V']`.
+        logits: ViewMut<'a>,
+        /// The id of the piece's first column.
+        first: u32,
+        /// Ids of the target tokens: u32 `[N]`.
+        targets: View<'a>,
+        /// Weights: `[N]`, as in [`Op::CrossEntropy`]; `None` for 1.
+        weights: Option<View<'a>>,
+        /// The logarithm of the sum of `exp(x)` over all pieces: `[N]`.
+        log_sums: View<'a>,
+        /// Scale of the gradient.
+        scale: f32,
+    },
     /// `partials[i] = sum of squares of x[i * chunk ..][..chunk]`, chunk = [`Op::SQUARES_CHUNK`].
     SumSquares {
         /// Input: f32, any shape.
@@ -488,6 +521,8 @@ impl Op<'_> {
             Self::CombineRows { .. } => "combine_rows",
             Self::RowDots { .. } => "row_dots",
             Self::CrossEntropy { .. } => "cross_entropy",
+            Self::LogitStats { .. } => "logit_stats",
+            Self::LogitGrad { .. } => "logit_grad",
             Self::SumSquares { .. } => "sum_squares",
             Self::Map { .. } => "map",
         }

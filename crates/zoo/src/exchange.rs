@@ -26,6 +26,11 @@ pub trait Exchange: fmt::Debug + Send + Sync {
     /// Errors: [`ZooError::Exchange`], for example if a rank is lost.
     fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError>;
 
+    /// Replaces the values by their maximum over all ranks.
+    ///
+    /// Errors: as [`Exchange::all_reduce`].
+    fn all_reduce_max(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError>;
+
     /// Returns the pieces of all ranks, joined along dimension `dim`, where they have these lengths.
     ///
     /// Errors: as [`Exchange::all_reduce`]; [`ZooError::Tensor`] for a piece of another length.
@@ -134,6 +139,10 @@ impl Exchange for Alone {
         Ok(())
     }
 
+    fn all_reduce_max(&self, _axis: Axis, _values: &mut Tensor) -> Result<(), ZooError> {
+        Ok(())
+    }
+
     fn gather(&self, _axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         check_length(piece.shape(), dim, lengths.iter().sum())?;
         Ok(piece)
@@ -173,8 +182,18 @@ impl Exchange for Alone {
 pub struct Counted {
     shares: BTreeMap<Axis, AxisShare>,
     sent: Mutex<AxisBytes>,
-    /// The exchanges of rows.
-    rows: Mutex<Vec<CountedRows>>,
+    /// The exchanges in their order.
+    exchanges: Mutex<Vec<CountedExchange>>,
+}
+
+/// An exchange that was counted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CountedExchange {
+    /// A sum, or a maximum, of this many values along an axis.
+    AllReduce(Axis, usize),
+    /// Rows that were sent along the view of experts.
+    Rows(CountedRows),
 }
 
 /// An exchange of rows that was counted.
@@ -219,7 +238,7 @@ impl Counted {
     /// Starts at zero. Along an axis without a share, the rank is alone.
     #[must_use]
     pub fn new(shares: impl IntoIterator<Item = (Axis, AxisShare)>) -> Self {
-        Self { shares: shares.into_iter().collect(), sent: Mutex::default(), rows: Mutex::default() }
+        Self { shares: shares.into_iter().collect(), sent: Mutex::default(), exchanges: Mutex::default() }
     }
 
     /// Returns the bytes since the last call, by axis.
@@ -227,9 +246,13 @@ impl Counted {
         std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the exchanges of rows since the last call.
-    pub fn take_rows(&self) -> Vec<CountedRows> {
-        std::mem::take(&mut self.rows.lock().unwrap_or_else(PoisonError::into_inner))
+    /// Returns the sums and the exchanges of rows since the last call. Sums of a rank alone are left out.
+    pub fn take_exchanges(&self) -> Vec<CountedExchange> {
+        std::mem::take(&mut self.exchanges.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn record(&self, exchange: CountedExchange) {
+        self.exchanges.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
     }
 
     fn add(&self, axis: Axis, bytes: u64) {
@@ -258,7 +281,14 @@ impl Exchange for Counted {
 
     fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
         self.add(axis, 2 * self.others(axis, bytes(values)));
+        if self.size(axis) > 1 {
+            self.record(CountedExchange::AllReduce(axis, values.shape().len()));
+        }
         Ok(())
+    }
+
+    fn all_reduce_max(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
+        self.all_reduce(axis, values)
     }
 
     fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
@@ -302,7 +332,9 @@ impl Exchange for Counted {
         self.add(axis, sent.sum());
         let numbers = counts.iter().map(Vec::len).collect();
         let counted = CountedRows { cols, rows: each.clone(), numbers };
-        self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(counted);
+        if self.size(axis) > 1 {
+            self.record(CountedExchange::Rows(counted));
+        }
         // Unless it is known, others send as many as this rank keeps.
         let arrived = [known.unwrap_or(each[rank] * self.size(axis)), cols];
         let rows = rows.device().empty(rows.dtype(), arrived)?;

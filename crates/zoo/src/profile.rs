@@ -72,15 +72,15 @@ impl ModelProfile {
         Self::of_share(spec, &AxisShare::whole())
     }
 
-    /// Runs one rank's piece of each layer, among the ranks that divide the width of blocks.
+    /// Runs one rank's piece of each layer, among the ranks that divide the width of layers.
     ///
     /// Errors: as [`ModelProfile::of`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no piece
-    /// of a block.
+    /// of a layer.
     pub fn of_share(spec: &ModelSpec, share: &AxisShare) -> Result<Self> {
         Self::of_shares(spec, [share, &AxisShare::whole()])
     }
 
-    /// Runs one rank's part of each layer, among the ranks that divide the width of blocks, and among those
+    /// Runs one rank's part of each layer, among the ranks that divide the width of layers, and among those
     /// that divide the experts, with even routing.
     ///
     /// Errors: as [`ModelProfile::of_share`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no
@@ -94,10 +94,10 @@ impl ModelProfile {
         Ok(Self {
             context: spec.context,
             hidden: (spec.context * spec.dim * size_of::<f32>()) as u64,
-            embedding: embedding(spec)?,
+            embedding: embedding(spec, share)?,
             blocks: blocks.collect::<Result<_>>()?,
-            head: head(spec)?,
-            table: spec.vocab as u64 * spec.dim as u64,
+            head: head(spec, share)?,
+            table: share.of(spec.vocab).len() as u64 * spec.dim as u64,
             tied: spec.head == HeadSpec::Tied,
         })
     }
@@ -304,38 +304,38 @@ fn block(spec: &ModelSpec, block: &BlockSpec, [share, experts]: [&AxisShare; 2])
     Ok(LayerProfile { experts, ..passes.profile(&bench.layout) })
 }
 
-fn embedding(spec: &ModelSpec) -> Result<LayerProfile> {
-    let mut builder = Builder::new(spec);
+fn embedding(spec: &ModelSpec, share: &AxisShare) -> Result<LayerProfile> {
+    let mut builder = Builder::new(spec).share(share.clone());
     let layer = builder.embedding(spec);
-    let whole = AxisShare::whole();
-    let bench = Bench::new(Device::sizes(), &builder, [&whole, &whole])?;
+    let bench = Bench::new(Device::sizes(), &builder, [share, &AxisShare::whole()])?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let tokens = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
     let mut meter = bench.meter();
     let y = layer.forward(&cx, &tokens, 0)?;
-    let forward = meter.read().work;
+    let forward = meter.read();
     layer.backward(&cx, &tokens, 0, &y, &mut Grads { flat: &mut flat, accumulate: false }, false)?;
     let weight = meter.read();
     Ok(LayerProfile {
         parameters: bench.layout.count() as u64,
         padded_parameters: bench.layout.len() as u64,
-        forward,
+        forward: forward.work,
         weight: weight.work,
+        sent_forward: forward.sent,
+        sent_backward: weight.sent,
         saved: bytes([&tokens]),
         backward_temporary: weight.peak,
         ..LayerProfile::default()
     })
 }
 
-fn head(spec: &ModelSpec) -> Result<LayerProfile> {
+fn head(spec: &ModelSpec, share: &AxisShare) -> Result<LayerProfile> {
     // A tied head uses the token table, whose parameters are the embedding's.
-    let mut builder = Builder::new(spec);
+    let mut builder = Builder::new(spec).share(share.clone());
     builder.layer(spec, LayerKind::Head)?;
     let own = builder.layout()?;
-    let mut builder = Builder::new(spec);
+    let mut builder = Builder::new(spec).share(share.clone());
     let layer = builder.head(spec);
-    let whole = AxisShare::whole();
-    let bench = Bench::new(Device::sizes(), &builder, [&whole, &whole])?;
+    let bench = Bench::new(Device::sizes(), &builder, [share, &AxisShare::whole()])?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let x = cx.empty([1, spec.context, spec.dim])?;
     let targets = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;

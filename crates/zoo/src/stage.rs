@@ -126,6 +126,12 @@ impl Stage {
         (tied && self.takes_tokens() != self.gives_losses()).then(|| self.layout.params()[0].range())
     }
 
+    /// Returns what this rank has of the width of layers.
+    #[must_use]
+    pub const fn share(&self) -> &AxisShare {
+        &self.share
+    }
+
     /// Returns the stage's device.
     #[must_use]
     pub const fn device(&self) -> &Device {
@@ -458,7 +464,7 @@ impl Stage {
     }
 
     fn has_tied_head(&self) -> bool {
-        self.layers.head.is_some_and(|head| head.is_tied())
+        self.layers.head.as_ref().is_some_and(Head::is_tied)
     }
 
     /// Runs the forward pass of a block again.

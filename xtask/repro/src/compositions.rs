@@ -16,7 +16,7 @@ use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
-    claim: "every pair of schedule, codec, boundary, method, optimizer, expert parallelism, paths, precision, \
+    claim: "every pair of schedule, codec, boundary, method, optimizer, tensor and expert parallelism, paths, precision, \
             recompute, sampling, algorithm and transport trains three steps to finite losses with equal replicas, or is rejected \
             with the reason that the table gives",
     source: "ours; covering arrays: Cohen et al. 1997, AETG",
@@ -30,7 +30,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let found = covering();
     let base = TrainConfig {
         layers: Some(4),
-        heads: Some(1),
+        heads: Some(2),
         dim: Some(8),
         context: Some(8),
         batch: 1,
@@ -43,7 +43,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // Slices of sequences need a router that takes each token by itself.
     let mixture = TrainConfig {
         model: "mixtral-nano".to_owned(),
-        heads: Some(2),
+        heads: Some(4),
         balance_loss: Some(0.0),
         workers: 1,
         ..base.clone()
@@ -100,7 +100,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 /// Returns a job of two replicas with the choices of `config`.
 fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
-    let workers = 2 * config.stages;
+    let workers = 2 * config.stages * config.tensor;
     config.workers = workers;
     config.microbatches = (config.stages > 1).then_some(4);
     if config.transport == TransportKind::of(&SIMULATED) {

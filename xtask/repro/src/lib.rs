@@ -147,6 +147,7 @@ mod strangers;
 mod streaming;
 mod swarm;
 mod swarm_rebalance;
+mod tensor_parallel;
 mod uneven;
 mod uneven_plan;
 mod utilisation;
@@ -205,6 +206,7 @@ pub const BENCHES: &[Bench] = &[
     mismatch::BENCH,
     dipaco::BENCH,
     moe::BENCH,
+    tensor_parallel::BENCH,
     morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,

@@ -118,6 +118,7 @@ pub(crate) fn plan(
     let replicas = microbatches.len() as u32;
     Ok(Plan {
         mesh: Plan::mesh_of(replicas, stages)?,
+        tensor_weights: Vec::new(),
         machines: (0..replicas * stages).map(|rank| format!("worker.{rank}")).collect(),
         microbatches: microbatches.to_vec(),
         parts: bounds.windows(2).map(part).collect(),

@@ -60,6 +60,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
             parameters: 1 + draw(3, 1 << 40),
         },
         mesh: Plan::mesh_of(replicas, stages)?,
+        tensor_weights: Vec::new(),
         machines: (0..replicas * stages).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
         precision: Precision::ALL[draw(5, 3) as usize],
         batch: 1 + draw(6, 64) as u32,

@@ -171,6 +171,7 @@ macro_rules! all_settings {
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
+                config.take_mesh();
                 config.take_pools();
                 if sync.is_none() {
                     config.take_sync_of_row();

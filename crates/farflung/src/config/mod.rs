@@ -17,6 +17,7 @@ pub mod flags;
 pub mod given;
 pub mod local_steps;
 pub mod member_name;
+mod mesh;
 pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
@@ -42,8 +43,8 @@ use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::Groups;
-use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
+use farflung_parallel::{Mesh, Recompute};
 
 use farflung_tensor::Precision;
 use farflung_zoo::data::LossOn;
@@ -403,6 +404,17 @@ settings! {
         /// sequences: with the default of 2 P microbatches, twice as many as the same workers take without
         /// stages.
         @stages: usize, "P", 1usize;
+        /// Number of ranks that divide the width of each layer (tensor parallelism): heads, inner columns, and
+        /// the rows of the token table. They wait for each other several times in each layer, so with fast
+        /// links between these: they are neighbours, such as the workers of one machine.
+        /// docs/tensor-parallel.md.
+        @tensor: usize, "T", 1usize;
+        /// Share of each layer of the ranks along the tensor axis, such as 2,1, for example by their speed.
+        /// Default: equal shares.
+        @tensor_weights: Numbers, "N,N";
+        /// Number of ranks along each axis, such as data=2,pipeline=2,tensor=2: another way to give --workers,
+        /// --stages and --tensor.
+        @mesh: Mesh, "AXIS=N,AXIS=N";
         /// Number of ranks of each stage, such as 1,2. Stages are then pools of ranks; each microbatch passes
         /// one rank of each pool, chosen in turn by speed. The run has one copy of the model on all its
         /// workers; the ranks of a pool average their part.

@@ -74,6 +74,7 @@ impl TrainConfig {
                 (microbatches == self.accumulate, "the same as `accumulate`, which is another name for it");
             check("microbatches", &microbatches, good, expected)?;
         }
+        self.validate_mesh()?;
         self.validate_pools()?;
         self.validate_sync()?;
         self.validate_optimizer()?;

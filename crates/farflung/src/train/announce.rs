@@ -10,10 +10,12 @@ use crate::config::notes::NoteContext;
 use crate::data_notes::{data_notes, one_document};
 use crate::{Result, TrainConfig};
 
-/// Returns a line with the predicted time of a pipeline, shown before its first step.
+/// Returns a line with the predicted time of a pipeline, or of ranks that divide layers, shown before its first
+/// step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let plan = &job.plan;
-    if plan.stages() == 1 {
+    let (stages, tensor) = (plan.stages(), plan.tensor_ranks());
+    if stages == 1 && tensor == 1 {
         return Ok(None);
     }
     let schedule = trainer.schedule();
@@ -24,11 +26,13 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     };
     let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
+    let pipeline = (stages > 1).then(|| format!("{} over {stages} stages", schedule.name));
+    let divided = (tensor > 1).then(|| format!("each layer on {tensor} ranks"));
+    let plan_text: Vec<String> = pipeline.into_iter().chain(divided).collect();
     Ok(Some(format!(
-        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
+        "{}, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
          per step, with {:.0}% bubble in its pass",
-        schedule.name,
-        plan.stages(),
+        plan_text.join(", "),
         if alike { each[0].clone() } else { each.join(" + ") },
         plan.sequences(),
         job.tokens_per_step(),

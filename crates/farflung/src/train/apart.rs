@@ -4,14 +4,14 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use farflung_base::Rank;
+use farflung_base::{Axis, Rank};
 use farflung_comm::Communicator;
 use farflung_optim::ApartHolders;
-use farflung_parallel::{PathLevel, Plan};
+use farflung_parallel::{Coordinates, PathLevel, Plan};
 use farflung_tensor::{Device, Param};
-use farflung_zoo::{ModelSpec, Stage};
+use farflung_zoo::{Cut, ModelSpec, Stage};
 
-use super::expert_ranks::ExpertRanks;
+use super::division::Division;
 use crate::Result;
 
 /// Parameters of a part that some replicas hold, of which one is this.
@@ -25,6 +25,8 @@ pub(super) struct ApartParams {
     pub(super) number: u32,
     /// The replicas that hold them, in order.
     pub(super) replicas: Vec<u32>,
+    /// Whether all ranks along the tensor axis hold the same, and not each its piece.
+    pub(super) along_tensor: bool,
     /// Factor of the mean over the replicas.
     factor: f64,
 }
@@ -41,10 +43,14 @@ impl ApartParams {
                 name: format!("the experts of rank {number} of each group"),
                 number,
                 replicas: (0..plan.replicas()).filter(|&other| plan.expert_rank(other) == number).collect(),
+                along_tensor: false,
                 factor: 1.0 / f64::from(plan.expert_ranks()),
             });
         }
         apart.extend(modules(plan, stage, replica));
+        if plan.tensor_ranks() > 1 {
+            apart = with_whole_tensors(plan, stage, &apart);
+        }
         apart.retain(|apart| !apart.ranges.is_empty());
         apart
     }
@@ -52,8 +58,32 @@ impl ApartParams {
     /// Returns those of the holders of a part that hold these parameters.
     pub(super) fn holders(&self, plan: &Plan, all: &[Rank]) -> Vec<Rank> {
         let holds = |rank: &Rank| self.replicas.binary_search(&plan.at(*rank).data).is_ok();
-        all.iter().copied().filter(holds).collect()
+        let along = |rank| if self.along_tensor { plan.group(rank, Axis::Tensor) } else { vec![rank] };
+        all.iter().copied().filter(holds).flat_map(along).collect()
     }
+}
+
+/// Divides what is held apart into pieces of tensors and whole tensors, and adds the whole tensors of the rest:
+/// all ranks along the tensor axis hold the same of them. They are averaged over all of these, so that they
+/// stay the same whatever codec and devices there are.
+fn with_whole_tensors(plan: &Plan, stage: &Stage, apart: &[ApartParams]) -> Vec<ApartParams> {
+    let of_kind = |kind: Option<usize>, whole: bool| {
+        stage.ranges_of(|param, spec| kind_of(apart, param) == kind && (spec.cut == Cut::Whole) == whole)
+    };
+    let divided = |(kind, all): (usize, &ApartParams)| {
+        let pieces = ApartParams { ranges: of_kind(Some(kind), false), ..all.clone() };
+        let name = format!("whole tensors of {}", all.name);
+        [pieces, ApartParams { ranges: of_kind(Some(kind), true), name, along_tensor: true, ..all.clone() }]
+    };
+    let rest = ApartParams {
+        ranges: of_kind(None, true),
+        name: "the tensors that no ranks divide".to_owned(),
+        number: 0,
+        replicas: (0..plan.replicas()).collect(),
+        along_tensor: true,
+        factor: 1.0,
+    };
+    apart.iter().enumerate().flat_map(divided).chain([rest]).collect()
 }
 
 /// Returns the modules of a replica's path that not all paths have.
@@ -70,6 +100,7 @@ fn modules(plan: &Plan, stage: &Stage, replica: u32) -> Vec<ApartParams> {
         name: format!("module {} of level {number}", own[number]),
         number: own[number],
         replicas: plan.replicas_of_module(replica, number),
+        along_tensor: false,
         factor: 1.0,
     };
     plan.paths.iter().enumerate().map(of).collect()
@@ -94,7 +125,7 @@ pub(super) fn ranges(apart: &[ApartParams]) -> Vec<Vec<Range<usize>>> {
 
 /// Returns the number of elements that one replica alone holds: they are not averaged.
 pub(super) fn alone(apart: &[ApartParams]) -> usize {
-    let alone = apart.iter().filter(|apart| apart.replicas.len() == 1);
+    let alone = apart.iter().filter(|apart| apart.replicas.len() == 1 && !apart.along_tensor);
     alone.flat_map(|apart| &apart.ranges).map(ExactSizeIterator::len).sum()
 }
 
@@ -118,8 +149,11 @@ pub(super) struct HeldApart {
 
 impl HeldApart {
     /// Makes the communicators. A collective of all holders of the part.
-    pub(super) fn new(params: Vec<ApartParams>, holders: &Communicator) -> Result<Self> {
-        let among = |apart: &ApartParams| holders.split(apart.number, holders.rank().0);
+    pub(super) fn new(params: Vec<ApartParams>, all: &Holders) -> Result<Self> {
+        let among = |apart: &ApartParams| {
+            let all = if apart.along_tensor { &all.along_tensor } else { &all.same };
+            all.split(apart.number, all.rank().0)
+        };
         let holders = params.iter().map(among).collect::<std::result::Result<_, _>>()?;
         Ok(Self { params, holders })
     }
@@ -147,21 +181,30 @@ impl HeldApart {
     }
 }
 
-/// Returns what a replica's rank holds apart in each of its parts, by the part's number. `layers` are those of
+/// The ranks that hold a part of the model.
+#[derive(Debug, Clone)]
+pub(super) struct Holders {
+    /// Those with the same number along the tensor axis, which hold the same.
+    pub(super) same: Communicator,
+    /// All of them: those that divide the width of the part's layers, too.
+    pub(super) along_tensor: Communicator,
+}
+
+/// Returns what a rank holds apart in each of its parts, by the part's number. `layers` are those of
 /// all parts, and `holders` the holders of this rank's. A collective of all holders of the parts.
 pub(super) fn by_part(
-    (plan, model, replica): (&Plan, &ModelSpec, u32),
+    (plan, model, at): (&Plan, &ModelSpec, Coordinates),
     layers: &[Range<usize>],
-    holders: &BTreeMap<u32, Communicator>,
+    holders: &BTreeMap<u32, Holders>,
 ) -> Result<BTreeMap<u32, HeldApart>> {
     let mut held = BTreeMap::new();
-    if plan.shares() == 1 {
+    if plan.shares() == 1 && plan.tensor_ranks() == 1 {
         return Ok(held);
     }
-    let (divided, device) = (ExpertRanks::of(plan), Device::cpu(1)?);
+    let (divided, device) = (Division::of(plan), Device::cpu(1)?);
     for (&part, holders) in holders {
         let layers = (model, layers[part as usize].clone());
-        let params = ApartParams::of(plan, &divided.counted_stage(layers, replica, &device)?, replica);
+        let params = ApartParams::of(plan, &divided.counted_stage(layers, at, &device)?, at.data);
         if !params.is_empty() {
             held.insert(part, HeldApart::new(params, holders)?);
         }

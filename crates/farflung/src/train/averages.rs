@@ -11,15 +11,21 @@ use farflung_zoo::ModelSpec;
 
 use super::apart::{self, ApartParams};
 use super::bound_plan::{BoundLevel, BoundPlan};
-use super::expert_ranks::ExpertRanks;
+use super::division::Division;
 use super::links;
 use crate::{Error, Result, RunSettings};
 
-/// Returns the ranks that hold a part of the model, in order, over all replicas and all copies in each replica.
-pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
+/// Returns the ranks with number `tensor` along the tensor axis that hold a part of the model, in order, over
+/// all replicas and all copies in each replica.
+pub(super) fn holders(plan: &Plan, placement: &Placement, (part, tensor): (u32, u32)) -> Vec<Rank> {
     let of_pipeline = placement.holders(part);
     let of_replica = |data: u32| {
-        let at = move |position: &Rank| Coordinates { data, pipeline: position.0, ..Coordinates::default() };
+        let at = move |position: &Rank| Coordinates {
+            data,
+            pipeline: position.0,
+            tensor,
+            ..Coordinates::default()
+        };
         of_pipeline.iter().map(move |position| plan.rank(at(position)))
     };
     (0..plan.replicas()).flat_map(of_replica).collect()
@@ -70,13 +76,13 @@ pub(super) fn resolve(
     let topology = links::of_plan(config, &plan, cluster)?;
     let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
     let placement = order.map_err(Error::schedule)?.placement().clone();
-    let (mut cut, divided) = (level.averages(), ExpertRanks::of(&plan));
+    let (mut cut, divided) = (level.averages(), Division::of(&plan));
     let device = Device::cpu(1)?;
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
-        let all = holders(&plan, &placement, part);
-        let stage = divided.counted_stage((model, layers), 0, &device)?;
+        let all = holders(&plan, &placement, (part, 0));
+        let stage = divided.counted_stage((model, layers), Coordinates::default(), &device)?;
         let apart = ApartParams::of(&plan, &stage, 0);
         cut.apart = apart::ranges(&apart);
         let among: Vec<Topology> =

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use farflung_base::{Link, Nanos, Rank, StageId};
+use farflung_base::{Axis, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
     Action, ArrivalRule, Boundary, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement, ResumedStep,
     Schedule, SliceShare, StageCost, TiedWeights, Updates,
@@ -16,6 +16,7 @@ use farflung_zoo::spec::HeadSpec;
 use super::bound_plan::BoundPlan;
 use super::boundary;
 use super::costs::{Machines, Work};
+use super::division::Division;
 use super::job::Job;
 use crate::{Error, Result};
 
@@ -86,7 +87,8 @@ impl ReplicaSchedule {
     ) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
         let pipeline = plan.pipeline_of(replica);
-        let work = Work::new(model, plan.batch as usize);
+        let works = Work::of_each(model, plan.batch as usize, &plan.shares_of_width())?;
+        let work = &works[0];
         let Machines { topology, rates } = machines;
         let link = |from: Rank, to: Rank| {
             let (from, to) = (pipeline[from.index()], pipeline[to.index()]);
@@ -106,32 +108,32 @@ impl ReplicaSchedule {
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
         // Costs do not affect where a part is placed, but its placement affects its cost: first place the parts
         // with equal rates.
-        let equal: Vec<_> = plan
-            .parts
-            .iter()
-            .map(|part| work.stage_cost(part, rates[pipeline[0].index()]))
-            .collect::<Result<_>>()?;
+        let cost_at = |part: &Part, position: Rank| {
+            let ranks = plan.group(pipeline[position.index()], Axis::Tensor);
+            slowest(part, ranks.into_iter().map(|rank| rates[rank.index()]).zip(&works))
+        };
+        let equal: Vec<_> = plan.parts.iter().map(|part| cost_at(part, Rank(0))).collect::<Result<_>>()?;
         let order_with = |cost: &[StageCost]| match (resumed, plan.pools()) {
             (Some(step), Some(pools)) => step.order(pools, cost, hop, plan.pipeline.memory),
             _ => plan.order_with(count, cost, hop),
         };
         let placement = order_with(&equal).map_err(Error::schedule)?.placement().clone();
-        let rate = |part: u32| {
-            let holders =
-                (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
-            holders.map(|position| rates[pipeline[position.index()].index()]).fold(f64::INFINITY, f64::min)
-        };
         let by_layer = recomputes_by_layer(&placement);
-        let priced = |part: &Part, rate| {
-            let cost = work.stage_cost(part, rate)?;
+        let priced = |part: &Part, position: Rank| {
+            let cost = cost_at(part, position)?;
             let within = by_layer && part.recompute != Recompute::None;
             Ok::<_, Error>(if within { recomputed_within(cost) } else { cost })
         };
-        let stages: Vec<_> =
-            plan.parts.iter().zip(0..).map(|(part, i)| priced(part, rate(i))).collect::<Result<_>>()?;
+        let of_part = |(part, number): (&Part, u32)| {
+            let copies = 0..placement.copies();
+            let holders = copies.map(|copy| placement.rank(StageId(copy * placement.depth() + number)));
+            holders
+                .map(|position| priced(part, position))
+                .try_fold(StageCost::default(), |most, cost| Ok::<_, Error>(larger(most, cost?)))
+        };
+        let stages: Vec<_> = plan.parts.iter().zip(0..).map(of_part).collect::<Result<_>>()?;
         let own_cost = |stage: StageId, placement: &Placement| {
-            let rate = rates[pipeline[placement.rank(stage).index()].index()];
-            priced(&plan.parts[placement.part(stage) as usize], rate)
+            priced(&plan.parts[placement.part(stage) as usize], placement.rank(stage))
         };
         let order = order_with(&stages).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
@@ -169,7 +171,7 @@ impl ReplicaSchedule {
             HeadSpec::Own | HeadSpec::OwnWithBias => TiedWeights::Whole,
         };
         let lowering = Lowering {
-            replicas: plan.replicas() > 1 && plan.averages_each_step(),
+            replicas: has_holders(plan) && plan.averages_each_step(),
             tied: tie == TiedWeights::Across,
             ..Lowering::default()
         };
@@ -207,6 +209,14 @@ impl ReplicaSchedule {
         }
     }
 
+    /// Returns the number of updates of each part in a step.
+    pub(super) fn updates_in_step(&self) -> u64 {
+        match self.updates() {
+            Updates::Flush => 1,
+            _ => u64::from(self.microbatches() / self.per_update()),
+        }
+    }
+
     /// Returns whether layers are recomputed one by one from their own inputs, within the backward pass, and
     /// not by computations of the schedule: in a model of one part, whose layers need not wait for each other.
     #[must_use]
@@ -227,16 +237,16 @@ impl ReplicaSchedule {
     /// Errors: none for schedules of this type.
     pub fn step(&self, position: Rank, plan: &BoundPlan) -> Result<RankStep> {
         let settings = StepSettings {
-            replicas: match (plan.averages_each_step(), plan.replicas()) {
+            replicas: match (plan.averages_each_step(), has_holders(plan)) {
                 (false, _) => ReplicaSteps::Apart,
-                (true, 1) => ReplicaSteps::Alone,
-                (true, _) => ReplicaSteps::Together,
+                (true, false) => ReplicaSteps::Alone,
+                (true, true) => ReplicaSteps::Together,
             },
             overlap: plan.outermost().overlap,
             tied: self.tie,
             by_arrivals: self.arrivals.is_some(),
             norm: match self.early_vote {
-                _ if plan.divides_experts() => NormVote::Divided,
+                _ if Division::of(plan).divides() => NormVote::Divided,
                 true => NormVote::Pipeline,
                 false => NormVote::All,
             },
@@ -270,8 +280,31 @@ impl ReplicaSchedule {
     }
 }
 
+/// Returns whether several ranks hold the same parameters: replicas, or the ranks along the tensor axis, of
+/// tensors that they do not divide.
+fn has_holders(plan: &BoundPlan) -> bool {
+    plan.replicas() > 1 || plan.tensor_ranks() > 1
+}
+
 fn recomputes_by_layer(placement: &Placement) -> bool {
     placement.depth() == 1
+}
+
+/// Returns the cost of a part for the slowest of the ranks that divide its layers, each with its rate.
+fn slowest<'a>(part: &Part, ranks: impl Iterator<Item = (f64, &'a Work)>) -> Result<StageCost> {
+    let mut ranks = ranks.map(|(rate, work)| work.stage_cost(part, rate));
+    ranks.try_fold(StageCost::default(), |most, cost| Ok(larger(most, cost?)))
+}
+
+/// Returns the larger of each time of two costs.
+fn larger(one: StageCost, other: StageCost) -> StageCost {
+    StageCost {
+        forward: one.forward.max(other.forward),
+        input: one.input.max(other.input),
+        weight: one.weight.max(other.weight),
+        recompute: one.recompute.max(other.recompute),
+        ..other
+    }
 }
 
 /// Returns the cost of a part whose layers are recomputed within its backward pass.

@@ -29,7 +29,7 @@ use std::path::PathBuf;
 use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::membership::ViewId;
-use farflung_zoo::Objective;
+use farflung_zoo::{AxisShare, Objective};
 use serde::{Deserialize, Serialize};
 
 use super::all_succeed::all_succeed;
@@ -46,7 +46,7 @@ pub(super) use neighbours::{beside, saved_steps};
 pub(super) use pieces::{Saved, saved};
 pub use room::{NoRoom, Shortage};
 pub(super) use room::{admit, admit_member, admit_newcomer};
-pub(super) use source::{Needed, Residuals, RestoredResiduals, Source};
+pub(super) use source::{Needed, OwnTensors, Residuals, RestoredResiduals, Source};
 
 /// Resources used by a run up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -61,6 +61,11 @@ pub(super) struct Totals {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
 fn is_causal(objective: &Objective) -> bool {
     *objective == Objective::Causal
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+const fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// `trainer.json`: counters, and values that must be the same when the run is continued.
@@ -79,6 +84,12 @@ struct CheckpointRecord {
     /// The weights of the replicas that divided the experts; empty if each had all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     experts: Vec<u32>,
+    /// The weights of the ranks that divided the width of layers, and the rank's number among them; empty if
+    /// each layer was on one rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    tensor_weights: Vec<u32>,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    tensor: u32,
     /// The levels of modules through which replicas trained paths; empty if they trained one model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     paths: Vec<String>,
@@ -119,6 +130,18 @@ struct CheckpointRecord {
     /// What the residuals of each average belong to, as hashes: see [`Trainer::residual_layouts`].
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     residuals: BTreeMap<String, String>,
+}
+
+impl CheckpointRecord {
+    /// Returns what the rank had of the width of layers.
+    ///
+    /// Errors: it has no number among the ranks that divided it.
+    fn width(&self) -> Result<AxisShare> {
+        match &self.tensor_weights[..] {
+            [] => Ok(AxisShare::whole()),
+            weights => Ok(AxisShare::new(self.tensor as usize, weights.to_vec())?),
+        }
+    }
 }
 
 const OPTIMIZER: &str = "optimizer.safetensors";

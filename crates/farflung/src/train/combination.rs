@@ -11,9 +11,9 @@ use std::fmt;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
+use farflung_parallel::ScheduleSource;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings};
 use farflung_parallel::plan::{NO_CODEC, POOLS};
-use farflung_parallel::{ScheduleSource, whole_pipelines};
 use farflung_tensor::Precision;
 use farflung_zoo::Objective;
 
@@ -46,6 +46,8 @@ struct Choices {
     document_mask: bool,
     objective: Objective,
     stages: usize,
+    /// Number of ranks that divide the width of layers.
+    tensor_ranks: usize,
     /// Number of replicas that divide the experts of a mixture.
     expert_ranks: usize,
     /// Number of paths that replicas train.
@@ -122,7 +124,7 @@ impl Choices {
     fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
-        let replicas = u32::try_from(whole_pipelines(world, config.stages.max(1))).unwrap_or(u32::MAX);
+        let replicas = u32::try_from(config.replicas_of(world)).unwrap_or(u32::MAX);
         Self {
             levels: vec![level(config, replicas)],
             schedule: match &config.pools {
@@ -134,6 +136,7 @@ impl Choices {
             backward: boundary(config.boundary_backward),
             precision: config.precision,
             stages: config.stages,
+            tensor_ranks: config.tensor,
             expert_ranks: config.expert,
             paths: config.path_count(),
             ..Self::beside(&config.run_settings(), config.sync.row())
@@ -157,6 +160,7 @@ impl Choices {
             document_mask: run.document_mask,
             objective: run.objective,
             stages: 1,
+            tensor_ranks: 1,
             expert_ranks: 1,
             paths: 1,
         }
@@ -176,6 +180,7 @@ impl Choices {
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
             stages: plan.stages() as usize,
+            tensor_ranks: plan.tensor_ranks() as usize,
             expert_ranks: plan.expert_ranks() as usize,
             paths: plan.paths() as usize,
             ..Self::beside(run, plan.outermost().method)

@@ -5,8 +5,8 @@ use std::ops::Range;
 use farflung_base::{Bytes, Nanos, Topology};
 use farflung_parallel::pipeline::StageCost;
 use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
-use farflung_zoo::ModelSpec;
 use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::{AxisShare, ModelSpec};
 
 use super::activations::{budgeted, profile, repeated};
 use super::links;
@@ -63,7 +63,10 @@ pub(super) fn rates(
 /// A microbatch of a model, for computing costs.
 #[derive(Debug, Clone)]
 pub(super) struct Work {
+    /// What a rank has of each layer.
     profile: ModelProfile,
+    /// The whole layers. What a memory budget recomputes is the same on all ranks that divide them.
+    whole: ModelProfile,
     /// Number of sequences.
     batch: usize,
 }
@@ -71,7 +74,25 @@ pub(super) struct Work {
 impl Work {
     /// Runs the model's layers on the counting device.
     pub(super) fn new(model: &ModelSpec, batch: usize) -> Self {
-        Self { profile: profile(model), batch }
+        let whole = profile(model);
+        Self { profile: whole.clone(), whole, batch }
+    }
+
+    /// Runs what each of the ranks with these weights has of the model's layers.
+    ///
+    /// Errors: a rank has no piece of a layer.
+    pub(super) fn of_each(model: &ModelSpec, batch: usize, weights: &[u32]) -> Result<Vec<Self>> {
+        let whole = profile(model);
+        let piece = |rank| {
+            let share = AxisShare::new(rank, weights.to_vec())?;
+            let profile = ModelProfile::of_share(model, &share)?;
+            Ok(Self { profile, whole: whole.clone(), batch })
+        };
+        if weights.len() == 1 {
+            Ok(vec![Self::new(model, batch)])
+        } else {
+            (0..weights.len()).map(piece).collect()
+        }
     }
 
     /// Returns the positions of a whole sequence.
@@ -131,7 +152,7 @@ impl Work {
         let time = |flops: f64| modelled(tokens * flops, rate);
         let forward = matrices + attention;
         let count = part.layers.end - part.layers.start;
-        let within = budgeted(part, &self.profile, self.batch)?;
+        let within = budgeted(part, &self.whole, self.batch)?;
         let repeated = within.map_or(0, |plan| repeated(&plan, part.layers.len()));
         Ok(StageCost {
             forward: time(forward + head),

@@ -4,11 +4,11 @@ use farflung_base::{Algorithm, Axis, Bandwidth, Bytes, Link, Nanos, Rank, Topolo
 use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
 use farflung_compress::CodecSpec;
 use farflung_optim::AverageConfig;
-use farflung_parallel::ScheduleSource;
+use farflung_parallel::{Coordinates, ScheduleSource};
 use farflung_tensor::Device;
 
 use super::apart::{self, ApartParams};
-use super::expert_ranks::ExpertRanks;
+use super::division::Division;
 use super::job::Job;
 use crate::config::choice::TransportName;
 use crate::{Error, Result};
@@ -62,19 +62,21 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     }
     let mut config = job.average_config();
     let layers = (&job.model, 0..job.model.layers());
-    let divided = ExpertRanks::of(&job.plan);
-    let stage = divided.counted_stage(layers, 0, &Device::cpu(1)?)?;
+    let divided = Division::of(&job.plan);
+    let stage = divided.counted_stage(layers, Coordinates::default(), &Device::cpu(1)?)?;
     let apart = ApartParams::of(&job.plan, &stage, 0);
     config.apart = apart::ranges(&apart);
     let (buckets, kinds) = (config.buckets(stage.layout()), config.apart_buckets(stage.layout()));
     let exchanges = config.exchanges(stage.layout());
-    let all: Vec<Rank> = (0..job.world as u32).map(Rank).collect();
+    // Of those that divide layers, the first ones hold the largest pieces, or ones as large as others'.
+    let all = job.plan.group(Rank(0), Axis::Data);
+    let holders = topology.among(&all);
     // The ranks vote in each step: each sends a loss, and whether to stop.
     let (numbers, algorithm) = (Bytes(16), job.plain_algorithm());
     let mut found = vec![average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers)];
     for kind in std::iter::once(None).chain((0..apart.len()).map(Some)) {
         let among = kind.map(|kind| topology.among(&apart[kind].holders(&job.plan, &all)));
-        let among = among.as_ref().unwrap_or(topology);
+        let among = among.as_ref().unwrap_or(&holders);
         let of_kind = || (0..buckets.len()).filter(|&bucket| kinds[bucket] == kind);
         let Some(largest) = of_kind().map(|bucket| buckets[bucket]).max().filter(|_| among.size() > 1) else {
             continue;

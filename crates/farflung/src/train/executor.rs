@@ -23,8 +23,8 @@ use farflung_parallel::pipeline::{
     Action, ComputeKind, ComputeOrder, LoweredKind, Message, Placement, StageCost, Updates, Worker,
 };
 use farflung_parallel::step::{Moment, RankStep, StepOp, StepWorker};
-use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
-use farflung_zoo::{Input, Output, Saved, Slices, Targets, ZooError, stage};
+use farflung_tensor::{Device, Interrupt, Param, Tensor, TensorError};
+use farflung_zoo::{Cut, Input, Output, Saved, Slices, Targets, TensorKind, TensorSpec, ZooError, stage};
 
 use super::boundary::Boundaries;
 use super::kept_pass::KeptPass;
@@ -70,12 +70,12 @@ pub(super) struct LossSum {
 }
 
 /// The gradients whose squares a rank reports.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Counts {
-    /// All of its own.
-    All,
-    /// Those of its experts: another replica reports the others, of which it has a copy.
-    Experts,
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Counts {
+    /// Those of its experts alone: another replica reports the others, of which it has a copy.
+    pub(super) only_experts: bool,
+    /// Those of its pieces of tensors alone: another rank along the tensor axis reports whole tensors.
+    pub(super) only_cut: bool,
 }
 
 /// Stage, microbatch and slice of an action.
@@ -411,14 +411,19 @@ pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
 fn own_squares(part: &Part, is_last: bool, counts: Counts) -> Result<f64> {
     let len = part.grads.shape().len();
     let start = if is_last { part.behind_table() } else { 0 };
-    match counts {
-        _ if len == 0 => Ok(0.0),
-        Counts::All => Ok(sum_of_squares(&part.grads, start..len)?),
-        Counts::Experts => {
-            let ranges = part.stage.expert_ranges().into_iter();
-            Ok(ranges.map(|range| sum_of_squares(&part.grads, range)).sum::<std::result::Result<_, _>>()?)
-        }
+    if len == 0 {
+        return Ok(0.0);
     }
+    if counts == Counts::default() {
+        return Ok(sum_of_squares(&part.grads, start..len)?);
+    }
+    let wanted = |_: &Param, spec: &TensorSpec| {
+        (!counts.only_experts || spec.kind == TensorKind::Expert)
+            && (!counts.only_cut || spec.cut != Cut::Whole)
+    };
+    let ranges = part.stage.ranges_of(wanted).into_iter().filter(|range| range.end > start);
+    let squares = ranges.map(|range| sum_of_squares(&part.grads, range.start.max(start)..range.end));
+    Ok(squares.sum::<std::result::Result<_, _>>()?)
 }
 
 impl StepWorker for Executor {

@@ -24,7 +24,7 @@ use super::round_plan::RoundPlan;
 use super::text_parts::TextParts;
 use super::text_tokens::check_tokens;
 use super::token_rows::fits;
-use super::{averages, combination, costs, expert_ranks, links, planned};
+use super::{averages, combination, costs, division, links, planned};
 use crate::config::choice::{BalanceKind, SamplingKind};
 use crate::signals::Stop;
 use crate::{Error, Result, RunSettings, TrainConfig, corpus, model_shape};
@@ -209,7 +209,7 @@ impl Job {
         let config = &self.config;
         combination::check(config, &plan)?;
         planned::check_warmup(config, &plan)?;
-        expert_ranks::check(&plan, &self.model)?;
+        division::check(&plan, &self.model)?;
         let plan = averages::resolve(plan, &self.model, config, self.cluster.as_ref())?;
         let rates = costs::rates(config, &self.model, &plan, self.cluster.as_ref());
         self.examples.iter().try_for_each(|examples| examples.check(config, &plan))?;

@@ -9,13 +9,14 @@
 mod tests;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use farflung_base::{Bytes, Rank, StageId};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::Placement;
 use farflung_parallel::step::{Moment, StepOp, StepWorker as _};
-use farflung_parallel::{Cluster, Plan};
+use farflung_parallel::{Cluster, Coordinates, Plan};
 use farflung_tensor::{Device, Interrupt};
 use farflung_zoo::ModelSpec;
 
@@ -24,8 +25,8 @@ use super::bind::ReplicaSchedule;
 use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
+use super::division::Division;
 use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires};
-use super::expert_ranks::ExpertRanks;
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
@@ -108,8 +109,8 @@ fn of_plan(
             StoreKind::Memory => SamplesSeen { held: seen, changed: if seen < all { of_step } else { 0 } },
             StoreKind::File | StoreKind::Mapped => SamplesSeen { held: 0, changed: of_step },
         };
-        let of_rank = |position| of_rank(plan, model, config, &schedule, (replica, position), seen);
-        let found: Vec<_> = (0..plan.stages()).map(Rank).map(of_rank).collect::<Result<_>>()?;
+        let of_rank = |rank| of_rank(plan, model, config, &schedule, plan.at(rank), seen);
+        let found: Vec<_> = plan.ranks_of(replica).into_iter().map(of_rank).collect::<Result<_>>()?;
         ranks.extend(&found);
         known.insert(kind, found);
     }
@@ -121,12 +122,13 @@ fn of_rank(
     model: &ModelSpec,
     config: &RunSettings,
     schedule: &ReplicaSchedule,
-    (replica, position): (u32, Rank),
+    at: Coordinates,
     seen: SamplesSeen,
 ) -> Result<StepMemory> {
+    let (replica, position) = (at.data, Rank(at.pipeline));
     let device = Device::sizes().with_precision(plan.precision);
     let held = || device.memory().1 as u64;
-    let mut executor = counting(plan, model, config, schedule, (replica, position), &device)?;
+    let mut executor = counting(plan, model, config, schedule, at, &device)?;
     let parts = || executor.parts.values().map(|part| part.stage.layout());
     let elements: u64 = parts().map(|layout| layout.count() as u64).sum();
     let weights: u64 = parts().map(|layout| buffer(layout.len())).sum();
@@ -182,14 +184,14 @@ fn counting(
     model: &ModelSpec,
     config: &RunSettings,
     schedule: &ReplicaSchedule,
-    (replica, position): (u32, Rank),
+    at: Coordinates,
     device: &Device,
 ) -> Result<Executor> {
-    let placement = schedule.placement();
+    let (placement, position) = (schedule.placement(), Rank(at.pipeline));
     let part = |stage: StageId| {
         let number = placement.part(stage) as usize;
-        let exchange = ExpertRanks::of(plan).counted(replica)?;
-        let built = stage_of(plan, (model, replica), schedule, number, (device, exchange))?;
+        let exchange = Arc::new(Division::of(plan).counted(at)?);
+        let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
         let chain = chain(config, device, &built, (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
             params: built.zeros()?,
@@ -237,7 +239,7 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
     step.run_pass(&schedule.schedule, position, executor)?;
     for &op in step.at(Moment::Reduce) {
         match op {
-            StepOp::StartVote(_) => drop(executor.squares(Counts::All)?),
+            StepOp::StartVote(_) => drop(executor.squares(Counts::default())?),
             StepOp::FinishVote(_) => {}
             op => executor.run_op(op)?,
         }

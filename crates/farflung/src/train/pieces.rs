@@ -2,8 +2,9 @@
 //! members send each other (`run_state.rs`) and what a rank keeps to return to are filters over it.
 
 use farflung_base::Rank;
-use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_tensor::{Param, Tensor};
 use farflung_zoo::weights::StoredLayout;
+use farflung_zoo::{AxisShare, Cut, Stage, TensorSpec};
 
 use super::part::Part;
 use crate::Result;
@@ -52,6 +53,8 @@ pub(super) struct FlatState<'a> {
 pub(super) struct Piece<'a> {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
+    /// Whether it is what a rank has of a tensor whose width ranks divide: files have it as memory has.
+    pub(super) cut: bool,
     pub(super) values: PieceValues<'a>,
 }
 
@@ -63,6 +66,24 @@ pub(super) enum PieceValues<'a> {
     Host(Vec<f32>),
     /// On another rank, which sends them in the order of the list.
     Elsewhere(Rank),
+    /// On several ranks, each of which has a piece.
+    Divided(DividedTensor<'a>),
+}
+
+/// A tensor of which several ranks have pieces.
+#[derive(Debug)]
+pub(super) struct DividedTensor<'a> {
+    pub(super) spec: TensorSpec,
+    pub(super) holders: Vec<PieceHolder<'a>>,
+}
+
+/// A rank that has a piece of a tensor.
+#[derive(Debug)]
+pub(super) struct PieceHolder<'a> {
+    pub(super) rank: Rank,
+    pub(super) share: AxisShare,
+    /// The flat buffer with this piece and its place there, if it is this rank's.
+    pub(super) own: Option<(&'a Tensor, usize)>,
 }
 
 /// Prefix of the names of an optimizer's states.
@@ -121,22 +142,40 @@ pub(super) fn with_values<T>(
 }
 
 impl Piece<'_> {
+    /// Returns what this rank has of it: all, or its piece of it; `None` if it has nothing.
+    pub(super) fn here(&self) -> Option<Self> {
+        let (name, shape) = (self.name.clone(), self.shape.clone());
+        match &self.values {
+            PieceValues::Flat(flat, start) => {
+                Some(Self { name, shape, cut: self.cut, values: PieceValues::Flat(flat, *start) })
+            }
+            PieceValues::Divided(DividedTensor { spec, holders }) => holders.iter().find_map(|holder| {
+                let (flat, start) = holder.own?;
+                let (shape, values) = (spec.shape_of(&holder.share), PieceValues::Flat(flat, start));
+                Some(Self { name: name.clone(), shape, cut: true, values })
+            }),
+            PieceValues::Host(_) | PieceValues::Elsewhere(_) => None,
+        }
+    }
+
     /// Returns the number of its values.
     pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
     }
 
     /// Calls `work` with the values as the model's files have them. They are copied only if they are not on the
-    /// host, or are transposed. Of a piece that is elsewhere, there are none.
+    /// host, or are transposed. Of a piece that is on other ranks, there are none.
     pub(super) fn stored_values<T>(
         &self,
         stored: &StoredLayout,
         work: impl FnOnce(&[f32]) -> T,
     ) -> Result<T> {
-        let work = |values: &[f32]| work(&stored.values(&self.name, values));
+        let work = |values: &[f32]| {
+            if self.cut { work(values) } else { work(&stored.values(&self.name, values)) }
+        };
         match &self.values {
             PieceValues::Host(values) => Ok(work(values)),
-            PieceValues::Elsewhere(_) => Ok(work(&[])),
+            PieceValues::Elsewhere(_) | PieceValues::Divided(_) => Ok(work(&[])),
             PieceValues::Flat(flat, start) => with_values(flat, *start, self.len(), work),
         }
     }
@@ -144,13 +183,15 @@ impl Piece<'_> {
 
 impl<'a> FlatState<'a> {
     /// Returns its tensors.
-    pub(super) fn pieces(&self, layout: &ParamLayout) -> Vec<Piece<'a>> {
-        let piece = |p: &Param| Piece {
+    pub(super) fn pieces(&self, stage: &Stage) -> Vec<Piece<'a>> {
+        let divided = stage.share().ranks() > 1;
+        let piece = |(p, spec): (&Param, &TensorSpec)| Piece {
             name: self.kind.of(&p.name),
             shape: p.shape.dims().to_vec(),
+            cut: divided && spec.cut != Cut::Whole,
             values: PieceValues::Flat(self.values, p.start),
         };
-        layout.params().iter().map(piece).collect()
+        stage.tensors().map(piece).collect()
     }
 }
 

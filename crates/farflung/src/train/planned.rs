@@ -10,13 +10,13 @@ use farflung_parallel::pipeline::{ComputeOrder, Method, Pools, Updates, slice_to
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, PathLevel, Pipeline, Plan, PlannedModel, Recompute,
-    ScheduleSource, whole_pipelines,
+    ScheduleSource,
 };
 use farflung_zoo::ModelSpec;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::costs::Work;
-use super::expert_ranks;
+use super::division;
 use super::links;
 use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
@@ -78,7 +78,8 @@ pub(super) fn divided(
     check(config, world)?;
     let own = config.schedule_file.as_deref().filter(|_| config.stages > 1).map(read_schedule).transpose()?;
     let (stages, count) = (small("stages", config.stages)?, small("microbatches", microbatches(config))?);
-    let replicas = whole_pipelines(small("workers", world)?, stages);
+    let replicas = small("workers", config.replicas_of(world))?;
+    let tensor = small("tensor", config.tensor)?;
     let pools = config.pools();
     let method = if config.stages == 1 || pools.is_some() { Method::OneFOneB } else { config.schedule };
     let chunks = config
@@ -121,7 +122,8 @@ pub(super) fn divided(
     check_slices(&slices, model)?;
     let plan = Plan {
         model: planned_model(&model_name(model), model),
-        mesh: Plan::mesh_of(replicas, stages)?,
+        mesh: Plan::mesh_of(replicas, stages)?.and(Axis::Tensor, tensor)?,
+        tensor_weights: config.tensor_weights(),
         machines: machines(world, cluster),
         precision: config.precision,
         batch: small("batch", config.batch)?,
@@ -140,7 +142,7 @@ pub(super) fn divided(
         },
         levels: vec![level(config, replicas).into_level()],
     };
-    expert_ranks::check(&plan, model).and_then(|()| BoundPlan::new(plan)).map_err(in_settings)
+    division::check(&plan, model).and_then(|()| BoundPlan::new(plan)).map_err(in_settings)
 }
 
 /// Returns a plan with what follows from the rates of the ranks' machines: the relative speeds of the ranks in
@@ -195,11 +197,11 @@ fn experts_by_speed(plan: &BoundPlan, model: &ModelSpec, rates: &[f64]) -> Optio
 
 /// Returns the number of local steps of each replica, from the rates of the ranks' machines.
 fn local_steps(plan: &BoundPlan, config: &TrainConfig, rates: &[f64]) -> Vec<u32> {
-    // A pipeline is as fast as its slowest rank.
+    // A replica is as fast as its slowest rank.
     let slowest = |ranks: &[Rank]| ranks.iter().map(|rank| rates[rank.index()]).fold(f64::INFINITY, f64::min);
-    let pipelines = plan.mesh.groups(Axis::Pipeline);
-    let pipelines = pipelines.iter().zip(&plan.microbatches);
-    let speeds: Vec<f64> = pipelines.map(|(ranks, &count)| slowest(ranks) / f64::from(count)).collect();
+    let replicas = (0..).zip(&plan.microbatches);
+    let speeds: Vec<f64> =
+        replicas.map(|(replica, &count)| slowest(&plan.ranks_of(replica)) / f64::from(count)).collect();
     let every = plan.outermost().every;
     // Workers that do not wait for each other need not meet at each average.
     let meets = config.meet_every.next_multiple_of(every.into());
@@ -230,6 +232,8 @@ fn in_settings(error: Error) -> Error {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
                 "experts" => "expert",
+                "mesh" => "tensor",
+                "tensor_weights" => "tensor-weights",
                 "expert_codec" => "expert-codec",
                 field if field.starts_with("path") => "paths",
                 field if field.rsplit('.').next() == Some("steps") => "local-steps",
@@ -335,7 +339,17 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     if !world.is_multiple_of(stages) {
         return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
     }
-    let replicas = whole_pipelines(world, stages);
+    let (replicas, tensor) = (config.replicas_of(world), config.tensor);
+    let whole = Plan::mesh_of(small("workers", replicas)?, small("stages", stages)?)
+        .and_then(|mesh| mesh.and(Axis::Tensor, small("tensor", tensor).unwrap_or(u32::MAX)));
+    if replicas == 0 || whole?.size() as usize != world {
+        let expected =
+            format!("a multiple of the ranks of {stages} stages, each of {tensor} ranks (`tensor`)");
+        return Err(refuse("workers", world, expected));
+    }
+    if let Some(mesh) = config.mesh.as_ref().filter(|mesh| mesh.size() as usize != world) {
+        return Err(refuse("mesh", mesh, format!("one of {world} ranks, as many as the run has")));
+    }
     if !replicas.is_multiple_of(config.expert) {
         return Err(refuse("expert", config.expert, format!("a divisor of the {replicas} replicas")));
     }
@@ -378,6 +392,9 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         batch: plan.batch as usize,
         microbatches: plan.microbatches.iter().max().map(|&m| m as usize),
         accumulate: 1,
+        tensor: plan.tensor_ranks() as usize,
+        tensor_weights: Some(Numbers(plan.tensor_weights.clone())).filter(|weights| !weights.0.is_empty()),
+        mesh: None,
         expert: plan.expert_ranks() as usize,
         expert_codec: plan.expert_codec(),
         expert_weights: plan.divides_experts().then(|| Numbers(plan.experts.clone())),
@@ -427,7 +444,7 @@ pub(super) fn from_file(path: &Path, model: &ModelSpec, world: usize) -> Result<
         }
     }
     check_slices(&plan.pipeline.slices, model)?;
-    expert_ranks::check(&plan, model)?;
+    division::check(&plan, model)?;
     let tokens: u64 = plan.pipeline.slices.iter().map(|&n| u64::from(n)).sum();
     if tokens > 0 && tokens != model.context as u64 {
         let expected =

@@ -1,9 +1,9 @@
 //! Predicts the time of a plan's steps: the lists that the trainer executes are priced, and played in virtual
 //! time over the links that the ranks share. Nothing is computed or sent.
 
+mod layer_exchanges;
 mod operations;
 mod pricing;
-mod token_exchanges;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::script::{Script, ScriptOp, ScriptTimes};
@@ -230,8 +230,8 @@ impl<'a> Sequence<'a> {
         operations.begin();
         let (mut ranks, mut marks) = (Vec::new(), Vec::new());
         for (replica, schedule) in (0..).zip(self.schedules) {
-            for position in (0..schedule.placement().ranks()).map(Rank) {
-                let mut pricing = Pricing::new(schedule, replica, position, operations)?;
+            for rank in operations.plan.ranks_of(replica) {
+                let mut pricing = Pricing::new(schedule, rank, operations)?;
                 if let Some(&before) = self.before.get(ranks.len()) {
                     pricing.compute(before);
                 }

@@ -148,7 +148,12 @@ pub(super) fn sample(job: &Job, decoder: &mut Decoder<'_>) -> Result<Option<Samp
 /// Predicts the time of other methods of synchronisation on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     let plan = &job.plan;
-    if job.world < 2 || plan.stages() > 1 || plan.shares() > 1 || !plan.local_steps().are_equal() {
+    if job.world < 2
+        || plan.stages() > 1
+        || plan.shares() > 1
+        || plan.tensor_ranks() > 1
+        || !plan.local_steps().are_equal()
+    {
         return Ok(None);
     }
     let config = &job.config;

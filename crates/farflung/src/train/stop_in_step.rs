@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use farflung_base::{Nanos, Rank};
 
 use super::checkpoint::{self, Totals};
+use super::division::Division;
 use super::job::Job;
 use super::record::{Clock, RunRecorder};
 use super::trainer::{Thoroughness, Trainer};
@@ -163,9 +164,9 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &mut RunProgress) 
     if step == 0 || kept.saved.as_ref().is_some_and(|(saved, _)| *saved == step) {
         return Ok(None);
     }
-    // If a rank of the first pipeline is missing, or of those that divide its experts, its part cannot be
-    // saved. Any other missing rank gets this step from the ranks that have it, when it returns.
-    let gathered = job.plan.stages() > 1 || job.plan.divides_experts();
+    // If a rank of the first replica is missing, or of those that divide its experts, its part cannot be saved.
+    // Any other missing rank gets this step from the ranks that have it, when it returns.
+    let gathered = job.plan.stages() > 1 || Division::of(&job.plan).divides();
     let gives = |rank: Rank| {
         let replica = job.plan.at(rank).data;
         job.plan.holders_of_model(replica).contains(&replica)

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use farflung_parallel::{Plan, whole_pipelines};
+use farflung_parallel::Plan;
 use farflung_zoo::spec::Positions;
 use farflung_zoo::{ModelSpec, Objective, TokenRows};
 
@@ -38,8 +38,7 @@ impl TrainConfig {
             self.context = Some(rows.length());
         }
         if self.plan.is_none() && !self.was_given("batch") {
-            let replicas =
-                if self.is_pooled() { 1 } else { whole_pipelines(world, self.stages.max(1)).max(1) };
+            let replicas = if self.is_pooled() { 1 } else { self.replicas_of(world).max(1) };
             self.batch = rows.count().div_ceil(replicas * planned::microbatches(&self).max(1));
         }
         self

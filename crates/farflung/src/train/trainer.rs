@@ -50,8 +50,8 @@ use farflung_zoo::Stage;
 
 use super::apart::HeldApart;
 use super::bind::ReplicaSchedule;
+use super::division::Division;
 use super::executor::{Counts, Executor, LossSum, Pass};
-use super::expert_ranks::ExpertRanks;
 use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::part::Part;
 use super::resync::Resync;
@@ -59,7 +59,7 @@ use super::spent::{Spent, add_since};
 use super::step_tokens::no_targets;
 use crate::signals::Armed;
 use crate::{Error, OverRanks, Result, Stop};
-use agree::{Request, StepRequests, SyncVote, Vote, Voting};
+use agree::{Request, StepRequests, SyncVote, Vote, Voters, Voting};
 pub(super) use build::{chain, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use ending::Ending;
@@ -88,6 +88,8 @@ pub struct Trainer {
     /// The rank in its pipeline, and the number of its replica.
     position: Rank,
     replica: u32,
+    /// Its number along the tensor axis.
+    tensor: u32,
     /// The microbatches of the data on which this replica trains.
     samples: ReplicaSamples,
     /// The factors of tokens' losses, if they change from step to step.
@@ -100,9 +102,9 @@ pub struct Trainer {
     executor: Executor,
     /// The executor's device without its interrupt.
     plain: Device,
-    /// The ranks that vote on each step: all ranks, or those of one pipeline if steps are local.
-    voters: Communicator,
-    /// The ranks of this rank's pipeline, if they alone vote on the norm of the gradients.
+    /// The ranks that vote on each step.
+    voters: Voters,
+    /// The ranks of this rank's replica, if they alone vote on the norm of the gradients.
     norm_voters: Option<Communicator>,
     /// Whether replicas have the same parameters after each step.
     each_step: bool,
@@ -118,9 +120,9 @@ pub struct Trainer {
     apart: BTreeMap<u32, HeldApart>,
     /// The ranks that hold the model which this replica trains.
     givers: Givers,
-    experts: ExpertRanks,
-    /// The exchange of tokens with the replicas that divide the experts.
-    tokens: Option<Arc<OverRanks>>,
+    division: Division,
+    /// The exchange with the ranks that divide its layers.
+    exchanges: Option<Arc<OverRanks>>,
     resync: Resync,
     /// Loss scale for products in 16 bits.
     scale: LossScale,
@@ -190,6 +192,11 @@ impl Trainer {
     /// Returns its replica's number.
     pub(super) const fn replica(&self) -> u32 {
         self.replica
+    }
+
+    /// Returns its number along the tensor axis.
+    pub(super) const fn tensor(&self) -> u32 {
+        self.tensor
     }
 
     /// Requests a change of members after the next step at which all replicas have the same parameters.
@@ -426,7 +433,7 @@ impl Trainer {
             None => self.list.run_pass(schedule, position, &mut self.executor)?,
         }
         self.pass = (begun, self.executor.comm.now());
-        let waited = self.tokens.as_ref().map_or(Nanos::ZERO, |tokens| tokens.take_waited());
+        let waited = self.exchanges.as_ref().map_or(Nanos::ZERO, |exchanges| exchanges.take_waited());
         self.executor.spent.wait = self.executor.spent.wait.saturating_add(waited);
         self.executor.sent()?;
         let Executor { comm, spent, .. } = &mut self.executor;
@@ -494,14 +501,12 @@ impl Trainer {
 
     /// Returns the sums of squared gradients by part of the model; 0 for parts that other voters report.
     fn squares(&self, vote: step::Vote) -> Result<Vec<f64>> {
-        let counts = if vote == step::Vote::Norm || self.replica == 0 || !self.each_step {
-            Counts::All
-        } else if self.experts.divides() && self.givers.replicas.contains(&self.replica) {
-            Counts::Experts
-        } else {
+        let first = vote == step::Vote::Norm || self.replica == 0 || !self.each_step;
+        let has_others = self.division.divides_experts() && self.givers.replicas.contains(&self.replica);
+        if !first && !has_others {
             return Ok(vec![0.0; self.executor.placement.depth() as usize]);
-        };
-        self.executor.squares(counts)
+        }
+        self.executor.squares(Counts { only_experts: !first, only_cut: self.tensor > 0 })
     }
 
     /// Returns whether the loss and the gradients of this rank are finite, before they are averaged.
@@ -512,10 +517,8 @@ impl Trainer {
 
     /// Returns the error of a dropped step: all ranks that voted report whether their own gradients are finite.
     fn not_finite(&self, cause: OptimError) -> Result<Error> {
-        let told = self.voters.all_gather_bytes(vec![u8::from(self.told.sound)])?;
-        // With local steps, the ranks of a pipeline vote.
-        let job_rank =
-            |voter: usize| if self.each_step { Rank(voter as u32) } else { self.executor.pipeline[voter] };
+        let told = self.voters.comm.all_gather_bytes(vec![u8::from(self.told.sound)])?;
+        let job_rank = |voter: usize| self.voters.ranks[voter];
         let ranks = told.iter().enumerate().filter(|(_, told)| told.as_slice() != [1]);
         let ranks = ranks.map(|(voter, _)| job_rank(voter)).collect();
         Ok(Error::StepNotFinite { step: self.step + 1, tries: self.tries, ranks, cause: Box::new(cause) })
@@ -544,6 +547,7 @@ impl Trainer {
         self.executor.sent()?;
         let total = self.executor.total_loss()?;
         drop(armed);
+        let total = total.filter(|_| self.tensor == 0);
         let mut sums = total.map_or([0.0; 2], |LossSum { sum, tokens }| [sum, tokens]);
         // One path may have all windows, while the others wait.
         let paths = self.givers.of_paths.len().max(1) as u64;

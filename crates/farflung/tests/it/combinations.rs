@@ -17,7 +17,7 @@ const STEPS: u64 = 3;
 fn base() -> (tempfile::TempDir, TrainConfig) {
     let (folder, config) = crate::small::config(STEPS);
     let config = TrainConfig {
-        heads: Some(1),
+        heads: Some(2),
         dim: Some(8),
         context: Some(8),
         batch: 1,
@@ -39,7 +39,7 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
         let axis = AXES.iter().find(|axis| axis.name == *name).unwrap();
         (axis.set)(&mut config, value);
     }
-    config.workers = 2 * config.stages;
+    config.workers = 2 * config.stages * config.tensor;
     config.microbatches = (config.stages > 1).then_some(4);
     config
 }
@@ -50,7 +50,7 @@ fn wholes(base: &TrainConfig) -> [Job; 2] {
     let gpt = TrainConfig { workers: 1, ..base.clone() };
     let mixture = TrainConfig {
         model: "mixtral-nano".to_owned(),
-        heads: Some(2),
+        heads: Some(4),
         balance_loss: Some(0.0),
         ..gpt.clone()
     };

@@ -46,10 +46,12 @@ fn describe(run: &Run, name: &str, changes: &[(&str, Value)]) {
 pub(crate) fn train(run: &Run, args: &str) -> Output {
     let given: Vec<&str> = args.split_whitespace().collect();
     let model = if given.contains(&"--init-from") { "" } else { "--model config.json" };
+    // A mesh says how many workers there are.
+    let workers = if given.contains(&"--mesh") { "" } else { "--workers 1" };
     let needed = [
         model,
         "--steps 3",
-        "--workers 1",
+        workers,
         "--batch 2",
         "--warmup 0",
         "--lr-schedule constant",

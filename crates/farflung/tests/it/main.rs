@@ -78,6 +78,7 @@ mod step_times;
 mod stopped_steps;
 mod stops;
 mod tensorboard;
+mod tensor_ranks;
 mod tiny;
 mod token_rows;
 mod tokenizers;

@@ -31,10 +31,11 @@ impl Plan {
     /// Checks that the plan can be executed. Does not check the names of codecs and synchronisation methods;
     /// the crates that have their tables check them.
     ///
-    /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for a mesh with axes
-    /// other than data and pipeline and for more than two levels, and the errors of [`Plan::order_with`].
+    /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for a mesh with a
+    /// context axis and for more than two levels, and the errors of [`Plan::order_with`].
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
+        self.check_tensor()?;
         self.check_experts()?;
         self.check_paths()?;
         self.check_parts()?;
@@ -52,15 +53,14 @@ impl Plan {
     fn check_mesh(&self) -> Result<(), ParallelError> {
         let axes = self.mesh.axes();
         if let Some((axis, size)) =
-            axes.iter().find(|(a, n)| !matches!(a, Axis::Data | Axis::Pipeline) && *n > 1)
+            axes.iter().find(|(a, n)| !matches!(a, Axis::Data | Axis::Pipeline | Axis::Tensor) && *n > 1)
         {
             return Err(ParallelError::NotBuilt { what: format!("a mesh with {axis}={size}") });
         }
-        // Other axes have size 1 here.
         let order: Vec<Axis> = axes.iter().map(|&(axis, _)| axis).collect();
         let usual: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| order.contains(axis)).collect();
-        let expected = "data=REPLICAS,pipeline=STAGES in this order, so that the ranks of a pipeline are \
-                        consecutive";
+        let expected = "data=REPLICAS,pipeline=STAGES, or data=REPLICAS,pipeline=STAGES,tensor=RANKS, in this \
+                        order, so that the ranks of a replica are consecutive";
         let good = order == usual && order.starts_with(&[Axis::Data, Axis::Pipeline]);
         ensure(good, "mesh", &self.mesh, expected)?;
 
@@ -81,6 +81,22 @@ impl Plan {
             ensure(count > 0, format!("microbatches[{replica}]"), count, "at least 1")?;
         }
         Ok(())
+    }
+
+    fn check_tensor(&self) -> Result<(), ParallelError> {
+        let (ranks, weights) = (self.tensor_ranks(), &self.tensor_weights);
+        let given = format!("{weights:?}");
+        let expected = match ranks {
+            1 => "nothing, because the mesh has no tensor axis".to_owned(),
+            _ => {
+                format!("{ranks} weights of at least 1, one for each rank along the tensor axis, or nothing")
+            }
+        };
+        let fits = ranks > 1 && weights.len() == ranks as usize && !weights.contains(&0);
+        ensure(weights.is_empty() || fits, "tensor_weights", given, expected)?;
+        let unlisted = self.pools().is_some() || self.updates() != Updates::Flush;
+        let expected = "no tensor axis, because the schedule has pools of ranks, or no flush";
+        ensure(ranks == 1 || !unlisted, "mesh", &self.mesh, expected)
     }
 
     fn check_experts(&self) -> Result<(), ParallelError> {

@@ -64,7 +64,8 @@ impl Plan {
         }
     }
 
-    /// Returns the ranks of a replica's pipeline, by position.
+    /// Returns the ranks of a replica's pipeline, by position: with a tensor axis, of its first one. All of
+    /// them are [`Plan::ranks_of`].
     ///
     /// # Panics
     /// If the plan has no such replica.
@@ -107,8 +108,8 @@ impl Plan {
         0..self.expert_ranks()
     }
 
-    /// Returns a number for the parts of the model that a rank holds: its position in its pipeline, or its
-    /// pool, and the replica's [share](Plan::share).
+    /// Returns a number for what a rank holds of the model: its position in its pipeline, or its pool, the
+    /// replica's [share](Plan::share), and its number along the tensor axis.
     ///
     /// # Panics
     /// As [`Plan::at`].
@@ -116,7 +117,7 @@ impl Plan {
     pub fn place(&self, rank: Rank) -> u32 {
         let at = self.at(rank);
         let position = self.pools().and_then(|pools| pools.stage_of(at.pipeline)).unwrap_or(at.pipeline);
-        position * self.shares() + self.share(at.data)
+        (position * self.shares() + self.share(at.data)) * self.tensor_ranks() + at.tensor
     }
 }
 

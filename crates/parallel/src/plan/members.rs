@@ -1,6 +1,6 @@
 //! Changing the replicas of a plan: some have left, others have joined.
 
-use farflung_base::Rank;
+use farflung_base::{Axis, Rank};
 
 use super::{Level, Plan};
 use crate::ParallelError;
@@ -50,7 +50,7 @@ impl Plan {
                     let count = self.microbatches.get(*old as usize).copied();
                     next.microbatches.push(count.ok_or_else(|| self.no_replica(*old))?);
                     let machine = |rank: Rank| self.machines[rank.index()].clone();
-                    next.machines.extend(self.pipeline_of(*old).into_iter().map(machine));
+                    next.machines.extend(self.ranks_of(*old).into_iter().map(machine));
                 }
                 Replica::New { machines, microbatches } => {
                     next.microbatches.push(*microbatches);
@@ -58,7 +58,8 @@ impl Plan {
                 }
             }
         }
-        next.mesh = Self::mesh_of(replicas.len() as u32, self.stages())?;
+        next.mesh =
+            Self::mesh_of(replicas.len() as u32, self.stages())?.and(Axis::Tensor, self.tensor_ranks())?;
         let old = |replica: &Replica| match replica {
             Replica::Stays(old) => Some(*old),
             Replica::New { .. } => None,

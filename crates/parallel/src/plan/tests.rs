@@ -12,6 +12,7 @@ pub(super) fn plan() -> Plan {
     Plan {
         model: PlannedModel { name: "nano".to_owned(), layers: 4, parameters: 834_304 },
         mesh: Plan::mesh_of(2, 2).unwrap(),
+        tensor_weights: Vec::new(),
         machines: ["a.0", "a.1", "b", "c"].map(str::to_owned).to_vec(),
         precision: Precision::F32,
         batch: 3,
@@ -84,6 +85,45 @@ fn experts_are_divided_among_neighbouring_replicas() {
     );
     let pools = Plan { experts: vec![1, 1], ..pooled() };
     assert!(pools.check().unwrap_err().to_string().contains("`experts`"));
+}
+
+#[test]
+fn the_ranks_of_a_replica_divide_layers_and_their_width() {
+    let on = |mesh: &str, weights: &[u32]| {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let machines = (0..mesh.size()).map(|rank| format!("m{rank}")).collect();
+        let microbatches = vec![2; mesh.along(Axis::Data) as usize];
+        Plan { mesh, machines, microbatches, tensor_weights: weights.to_vec(), ..plan() }
+    };
+    let plan = on("data=2,pipeline=2,tensor=3", &[2, 1, 1]);
+    plan.check().unwrap();
+    assert!(plan.to_string().contains("\ntensor_weights = [2, 1, 1]\n"), "{plan}");
+    assert_eq!(plan.to_string().parse::<Plan>().unwrap(), plan);
+    assert_eq!((plan.tensor_ranks(), plan.shares_of_width()), (3, vec![2, 1, 1]));
+    assert_eq!(on("data=2,pipeline=2,tensor=2", &[]).shares_of_width(), [1, 1]);
+    // Rank 10 is the second piece of the second stage of replica 1.
+    assert_eq!(plan.group(Rank(10), Axis::Tensor), [9, 10, 11].map(Rank));
+    assert_eq!(plan.group(Rank(10), Axis::Data), [4, 10].map(Rank));
+    assert_eq!(plan.group(Rank(10), Axis::Pipeline), [7, 10].map(Rank));
+    assert_eq!((plan.pipeline_of(1), plan.ranks_of(1).len()), (vec![Rank(6), Rank(9)], 6));
+    assert_eq!([0, 1, 2, 4, 6, 10].map(|rank| plan.place(Rank(rank))), [0, 1, 2, 4, 0, 4]);
+    // What replicas leave and join keeps the axis.
+    let left = plan.with_replicas(&[Replica::Stays(1)]).unwrap();
+    assert_eq!(left.mesh.to_string(), "data=1,pipeline=2,tensor=3");
+    assert_eq!(left.machines, plan.machines[6..]);
+    for (mesh, weights, reason) in [
+        ("data=2,pipeline=2", &[1, 1][..], "nothing, because the mesh has no tensor axis"),
+        ("data=2,pipeline=2,tensor=3", &[1, 1], "3 weights of at least 1"),
+        ("data=2,pipeline=2,tensor=2", &[1, 0], "2 weights of at least 1"),
+    ] {
+        let error = on(mesh, weights).check().unwrap_err().to_string();
+        assert!(error.contains("`tensor_weights`") && error.contains(reason), "{error}");
+    }
+    let error = on("tensor=2,data=2,pipeline=2", &[]).check().unwrap_err().to_string();
+    assert!(error.contains("`mesh`") && error.contains("in this order"), "{error}");
+    let stashed = Pipeline { schedule: ScheduleSource::Named(Method::PipeDream), ..Pipeline::default() };
+    let error = Plan { pipeline: stashed, ..on("data=2,pipeline=2,tensor=2", &[]) }.check().unwrap_err();
+    assert!(error.to_string().contains("no tensor axis"), "{error}");
 }
 
 #[test]
@@ -202,8 +242,8 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.mesh = "data=4".parse().unwrap()), "`mesh` is data=4"),
         (refusal(|p| p.mesh = "tensor=1,data=2,pipeline=2".parse().unwrap()), "`mesh` is tensor=1,data=2"),
         (
-            refusal(|p| p.mesh = "data=2,pipeline=2,tensor=2".parse().unwrap()),
-            "a mesh with tensor=2 is not supported",
+            refusal(|p| p.mesh = "data=2,pipeline=2,context=2".parse().unwrap()),
+            "a mesh with context=2 is not supported",
         ),
         (refusal(|p| drop(p.machines.pop())), "`machines` is 3 names, expected 4"),
         (refusal(|p| p.machines[1] = "b".to_owned()), "`machines` is \"b\" twice"),
@@ -397,6 +437,7 @@ proptest! {
         let plan = Plan {
             model: PlannedModel { name, layers: end, parameters: 1 },
             mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),
+            tensor_weights: Vec::new(),
             machines: (0..ranks).map(|r| format!("m{r}")).collect(),
             precision: Precision::Bf16,
             batch,

@@ -101,6 +101,8 @@ struct File {
     batch: u32,
     microbatches: Vec<u32>,
     #[serde(default)]
+    tensor_weights: Vec<u32>,
+    #[serde(default)]
     experts: Vec<u32>,
     expert_codec: Option<String>,
     model: ModelEntry,
@@ -279,6 +281,7 @@ impl File {
                 parameters: self.model.parameters,
             },
             mesh: self.mesh.0,
+            tensor_weights: self.tensor_weights,
             machines: self.machines,
             precision: self.precision.0,
             batch: self.batch,
@@ -309,6 +312,9 @@ impl Display for Plan {
         writeln!(f, "precision = \"{}\"", self.precision)?;
         writeln!(f, "batch = {}", self.batch)?;
         writeln!(f, "microbatches = {:?}", self.microbatches)?;
+        if !self.tensor_weights.is_empty() {
+            writeln!(f, "tensor_weights = {:?}", self.tensor_weights)?;
+        }
         if !self.experts.is_empty() {
             writeln!(f, "experts = {:?}", self.experts)?;
         }

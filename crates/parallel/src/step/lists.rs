@@ -32,8 +32,8 @@ pub enum NormVote {
     Pipeline,
     /// All ranks, together with the losses, after the averages.
     All,
-    /// All ranks, even if each has all layers, because replicas hold different parameters, such as experts that
-    /// they divide.
+    /// All ranks, even if each has all layers, because ranks hold different parameters: those of layers, or of
+    /// experts, that they divide.
     Divided,
 }
 

@@ -61,6 +61,8 @@ impl Op<'_> {
             Self::CombineRows { rows, y, .. } => 2 * (rows.len() * y.shape().cols()) as u128,
             Self::RowDots { a, .. } => 2 * n(a.shape()),
             Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
+            Self::LogitStats { logits, .. } => 3 * n(logits.shape()),
+            Self::LogitGrad { logits, .. } => 3 * n(logits.shape()),
             Self::SumSquares { x, .. } => 2 * n(x.shape()),
             Self::Map { program, writes, .. } => {
                 program.flops() as u128 * writes.first().map_or(0, |w| n(w.shape()))
@@ -139,6 +141,10 @@ impl Op<'_> {
             Self::CrossEntropy { logits, targets, weights, losses, grad_scale } => {
                 let weights = weights.as_ref().map_or(0, r);
                 rw(logits, grad_scale.is_some()) + r(targets) + weights + w(losses)
+            }
+            Self::LogitStats { logits, targets, stats, .. } => r(logits) + r(targets) + w(stats),
+            Self::LogitGrad { logits, targets, weights, log_sums, .. } => {
+                rw(logits, true) + r(targets) + weights.as_ref().map_or(0, r) + r(log_sums)
             }
             Self::SumSquares { x, partials } => r(x) + w(partials),
             Self::Map { program, reads, writes, .. } => {

@@ -374,6 +374,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
         let (tokens, tokens_table, positions_table) = (ids.view(), table.view(), Some(places.view()));
         cpu.run(Op::Embed {
             tokens,
+            first: None,
             start,
             documents: None,
             tokens_table,
@@ -392,6 +393,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     refused(
         cpu.run(Op::EmbedGrad {
             tokens,
+            first: None,
             start: 0,
             documents: None,
             dy: dy.view(),
@@ -404,6 +406,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let (tokens, d_tokens_table) = (ids.view(), places.view());
     let op = Op::Embed {
         tokens,
+        first: None,
         start: 9,
         documents: None,
         tokens_table: d_tokens_table,
@@ -414,6 +417,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let (tokens, d_tokens_table) = (ids.view(), d_places.view_mut());
     let op = Op::EmbedGrad {
         tokens,
+        first: None,
         start: 0,
         documents: None,
         dy: dy.view(),

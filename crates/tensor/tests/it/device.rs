@@ -108,6 +108,7 @@ fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
     let mut y = gpu.zeros([1, 3, 4]).unwrap();
     gpu.run(Op::Embed {
         tokens: tokens.view(),
+        first: None,
         start: 0,
         documents: None,
         tokens_table: table.view(),

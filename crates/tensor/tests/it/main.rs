@@ -11,6 +11,7 @@ mod norm;
 mod ops;
 #[cfg(feature = "wgpu")]
 mod parity;
+mod pieces;
 mod precision;
 mod rows;
 mod swiglu;

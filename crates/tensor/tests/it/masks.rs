@@ -34,8 +34,15 @@ fn documents_that_are_not_contiguous_are_refused() {
         let join = cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: joined.view_mut() });
         let (tokens_table, tokens) = (words.view(), ids.view());
         let y = y.view_mut();
-        let embed =
-            cpu.run(Op::Embed { tokens, start: past, documents, tokens_table, positions_table: None, y });
+        let embed = cpu.run(Op::Embed {
+            tokens,
+            first: None,
+            start: past,
+            documents,
+            tokens_table,
+            positions_table: None,
+            y,
+        });
         [whole, cached, join, embed]
     };
     let starts = |starts: &[u32; 6]| cpu.tensor(starts, [2, 3]).unwrap();

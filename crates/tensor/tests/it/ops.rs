@@ -207,23 +207,48 @@ fn positions_begin_again_with_each_document() {
         let (tokens_table, positions_table) = (words.view(), Some(places.view()));
         let documents = Some(begins.view());
         let (all, to) = (tokens.view(), y.view_mut());
-        cpu.run(Op::Embed { tokens: all, start: 0, documents, tokens_table, positions_table, y: to })
-            .unwrap();
+        cpu.run(Op::Embed {
+            tokens: all,
+            first: None,
+            start: 0,
+            documents,
+            tokens_table,
+            positions_table,
+            y: to,
+        })
+        .unwrap();
         let (d_tokens_table, d_positions_table) = (d_words.view_mut(), Some(d_places.view_mut()));
         let (start, from) = (0, dy.view());
-        cpu.run(Op::EmbedGrad { tokens: all, start, documents, dy: from, d_tokens_table, d_positions_table })
-            .unwrap();
+        cpu.run(Op::EmbedGrad {
+            tokens: all,
+            first: None,
+            start,
+            documents,
+            dy: from,
+            d_tokens_table,
+            d_positions_table,
+        })
+        .unwrap();
         for (row, first, new) in [(0, 0, 4), (0, 4, 5), (1, 0, 2), (1, 2, 7)] {
             let at = row * len + first;
             let tokens = tokens.view().part(at, [1, new]).unwrap();
             let documents = Some(begins.view().part(at, [1, new]).unwrap());
             let y = y_parts.view_mut().part(at * c, [1, new, c]).unwrap();
             let start = first;
-            cpu.run(Op::Embed { tokens, start, documents, tokens_table, positions_table, y }).unwrap();
+            cpu.run(Op::Embed { tokens, first: None, start, documents, tokens_table, positions_table, y })
+                .unwrap();
             let dy = dy.view().part(at * c, [1, new, c]).unwrap();
             let (d_tokens_table, d_positions_table) = (other.view_mut(), Some(d_parts.view_mut()));
-            cpu.run(Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table })
-                .unwrap();
+            cpu.run(Op::EmbedGrad {
+                tokens,
+                first: None,
+                start,
+                documents,
+                dy,
+                d_tokens_table,
+                d_positions_table,
+            })
+            .unwrap();
         }
         [y, d_words, d_places, y_parts, d_parts]
     });
@@ -265,6 +290,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (tokens_table, positions_table) = (table.view(), Some(places.view()));
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
+                first: None,
                 start,
                 documents: None,
                 tokens_table,
@@ -275,6 +301,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (tokens_table, to) = (table.view(), alone.view_mut());
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
+                first: None,
                 start,
                 documents: None,
                 tokens_table,
@@ -285,6 +312,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (d_tokens_table, dy_) = (d_alone.view_mut(), dy.view());
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                first: None,
                 start: 0,
                 documents: None,
                 dy: dy_,
@@ -295,6 +323,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             let (d_tokens_table, d_positions_table) = (table.view_mut(), Some(places.view_mut()));
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
+                first: None,
                 start: 0,
                 documents: None,
                 dy: dy.view(),

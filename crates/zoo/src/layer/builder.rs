@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use farflung_base::Axis;
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 use super::rotary;
+use super::vocabulary::VocabularyPiece;
 use super::{Block, Embedding, Experts, Head, Result};
 use crate::cut::{AxisShare, Cut};
 use crate::naming::{HeadsInFiles, Slot};
@@ -125,6 +127,18 @@ impl Builder {
         let named =
             |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape_of(&self.share))?));
         Ok(ParamLayout::new(self.specs.iter().map(named).collect::<Result<Vec<_>>>()?))
+    }
+
+    /// Returns this rank's piece of the vocabulary, if ranks divide it.
+    pub(super) fn piece_of_vocabulary(&self, vocab: usize) -> Option<VocabularyPiece> {
+        (self.share.ranks() > 1).then(|| VocabularyPiece::of(&self.share, vocab))
+    }
+
+    /// Adds a tensor with a row or a value for each token, and returns its index among those of the wanted
+    /// layers. Ranks divide the tokens.
+    pub(super) fn vocabulary_tensor(&mut self, slot: Slot, kind: TensorKind, shape: &[usize]) -> usize {
+        let cut = Cut::Along { axis: Axis::Tensor, dim: 0, units: shape[0], sections: vec![shape[0]] };
+        self.cut_tensor((slot, kind), shape, cut, ColumnOrder::AsInMemory)
     }
 
     /// Adds a tensor that every rank has whole, and returns its index among those of the wanted layers.

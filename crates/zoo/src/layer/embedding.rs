@@ -1,5 +1,6 @@
 //! The first layer: token embeddings, and position embeddings if the model has a table of them.
 
+use farflung_base::Axis;
 use farflung_tensor::{Op, Tensor};
 
 use super::builder::Builder;
@@ -16,19 +17,22 @@ pub struct Embedding {
     /// Index of the position table.
     positions: Option<usize>,
     dim: usize,
+    /// The id of the first row of the token table, if ranks divide it.
+    first: Option<u32>,
 }
 
 impl Embedding {
     /// Adds the token table, which a tied head uses too, and returns its index.
     pub(super) fn table(builder: &mut Builder, spec: &ModelSpec) -> usize {
-        builder.tensor(Slot::TokenTable, TensorKind::Table, &[spec.vocab, spec.dim])
+        builder.vocabulary_tensor(Slot::TokenTable, TensorKind::Table, &[spec.vocab, spec.dim])
     }
 
     pub(super) fn new(builder: &mut Builder, spec: &ModelSpec, table: usize) -> Self {
         let has_positions = spec.positions == Positions::Learned;
         let shape = [spec.context, spec.dim];
         let positions = has_positions.then(|| builder.tensor(Slot::PositionTable, TensorKind::Table, &shape));
-        Self { table, positions, dim: spec.dim }
+        let first = builder.piece_of_vocabulary(spec.vocab).map(|piece| piece.first);
+        Self { table, positions, dim: spec.dim, first }
     }
 
     /// Returns the index of the first parameter, and their number.
@@ -41,14 +45,21 @@ impl Embedding {
     pub fn forward(&self, cx: &StageContext<'_>, tokens: &Tensor, start: usize) -> Result<Tensor> {
         let (b, t) = (tokens.shape().rows(), tokens.shape().cols());
         let mut y = cx.empty([b, t, self.dim])?;
+        // If ranks divide the table, one has the row of each token, and one adds the positions.
+        let adds = self.first.is_none() || cx.exchange.rank(Axis::Tensor) == 0;
+        let positions = self.positions.filter(|_| adds);
         cx.device.run(Op::Embed {
             tokens: tokens.view(),
+            first: self.first,
             start,
             documents: cx.borders.documents(),
             tokens_table: cx.layout.view(cx.params, self.table)?,
-            positions_table: self.positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
+            positions_table: positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
             y: y.view_mut(),
         })?;
+        if self.first.is_some() {
+            cx.sum(&mut y)?;
+        }
         Ok(y)
     }
 
@@ -81,6 +92,7 @@ impl Embedding {
         }
         cx.device.run(Op::EmbedGrad {
             tokens: tokens.view(),
+            first: self.first,
             start,
             documents: cx.borders.documents(),
             dy: dy.view(),

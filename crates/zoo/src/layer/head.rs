@@ -1,22 +1,27 @@
 //! The last layer: final norm, logits by the token table or a matrix of its own, perhaps with a bias, and the
-//! loss. There is one buffer of logits; in training it is overwritten with the gradient of the logits.
+//! loss. There is one buffer of logits; in training it is overwritten with the gradient of the logits. Where
+//! ranks divide the vocabulary, none has all logits.
 
 use farflung_tensor::{Fuse, Op, Tensor};
 
 use super::builder::Builder;
+use super::vocabulary::VocabularyPiece;
 use super::{Grads, NormLayer, Result, StageContext, dims};
 use crate::naming::Slot;
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorKind;
 
 /// Head: `logits = norm(x) table^T`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Head {
     norm: NormLayer,
     /// Index of the table `[V, C]` in the layout; the bias follows if there is one.
     table: usize,
     kind: HeadSpec,
+    /// Number of logits of this rank.
     vocab: usize,
+    /// Its piece of the vocabulary, if ranks divide it.
+    piece: Option<VocabularyPiece>,
 }
 
 /// What a head is to predict.
@@ -67,13 +72,15 @@ impl Head {
         let table = match spec.head {
             HeadSpec::Tied => tied.unwrap_or(0),
             HeadSpec::Own | HeadSpec::OwnWithBias => {
-                builder.tensor(Slot::Head, TensorKind::Table, &[spec.vocab, spec.dim])
+                builder.vocabulary_tensor(Slot::Head, TensorKind::Table, &[spec.vocab, spec.dim])
             }
         };
         if spec.head == HeadSpec::OwnWithBias {
-            builder.tensor(Slot::Head, TensorKind::Bias, &[spec.vocab]);
+            builder.vocabulary_tensor(Slot::Head, TensorKind::Bias, &[spec.vocab]);
         }
-        Self { norm, table, kind: spec.head, vocab: spec.vocab }
+        let piece = builder.piece_of_vocabulary(spec.vocab);
+        let vocab = piece.as_ref().map_or(spec.vocab, VocabularyPiece::len);
+        Self { norm, table, kind: spec.head, vocab, piece }
     }
 
     /// Returns the index of the first parameter, and their number, without a tied table.
@@ -96,7 +103,7 @@ impl Head {
         self.kind == HeadSpec::OwnWithBias
     }
 
-    /// Returns the logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
+    /// Returns this rank's logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
     fn logits_of(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let [b, t, _] = dims(x)?;
         let (norm, stats) = self.norm.forward(cx, x)?;
@@ -117,12 +124,19 @@ impl Head {
 
     /// Returns the logits `[B, T, V]` of hidden states.
     pub fn logits(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<Tensor> {
-        Ok(self.logits_of(cx, x)?.0)
+        let logits = self.logits_of(cx, x)?.0;
+        match &self.piece {
+            Some(piece) => piece.gather(cx, logits),
+            None => Ok(logits),
+        }
     }
 
     /// Returns the losses `[B T]` in nats, per token, against `targets` (u32 `[B, T]`).
     pub fn losses(&self, cx: &StageContext<'_>, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let (mut logits, ..) = self.logits_of(cx, x)?;
+        if let Some(piece) = &self.piece {
+            return Ok(piece.losses(cx, &logits, (targets, None))?.losses);
+        }
         let mut losses = cx.empty(targets.shape().len())?;
         cx.device.run(Op::CrossEntropy {
             logits: logits.view_mut(),
@@ -143,6 +157,10 @@ impl Head {
         targets: Targets<'_>,
     ) -> Result<(Tensor, HeadSaved)> {
         let (mut d_logits, norm, stats) = self.logits_of(cx, &x)?;
+        if let Some(piece) = &self.piece {
+            let losses = piece.losses_and_gradient(cx, &mut d_logits, targets)?;
+            return Ok((losses, HeadSaved { x, stats, norm, d_logits, d_norm: None }));
+        }
         let mut losses = cx.empty(targets.ids.shape().len())?;
         cx.device.run(Op::CrossEntropy {
             logits: d_logits.view_mut(),
@@ -167,6 +185,9 @@ impl Head {
             scales: [cx.gradient_scale, 1.0],
             fuse: Fuse::None,
         })?;
+        if self.piece.is_some() {
+            cx.sum(&mut d_norm)?;
+        }
         let dx = self.norm.backward_input(cx, &saved.x, &saved.stats, &d_norm, None)?;
         saved.d_norm = Some(d_norm);
         Ok(dx)

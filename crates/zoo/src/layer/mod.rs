@@ -6,9 +6,9 @@
 //! puts into the named set [`Activations`]. One forward pass serves training, evaluation and decoding: [`Keep`]
 //! says whether anything is kept, and [`Before`] which tokens are already in a cache.
 //!
-//! Ranks can divide the width of blocks (Shoeybi et al. 2019, "Megatron-LM"): heads and inner columns are cut,
-//! norms, tables and hidden states are whole. A layer says how its tensors are cut ([`Cut`](crate::Cut)), and
-//! communicates through the [`Exchange`] of its context alone.
+//! Ranks can divide the width of layers (Shoeybi et al. 2019, "Megatron-LM"): heads, inner columns and the
+//! vocabulary are cut; norms, the table of positions and hidden states are whole. A layer says how its tensors
+//! are cut ([`Cut`](crate::Cut)), and communicates through the [`Exchange`] of its context alone.
 //!
 //! Shapes: `B` sequences of `T` tokens, width `C`, vocabulary `V`. Hidden states are `[B, T, C]`.
 
@@ -27,6 +27,7 @@ mod mlp;
 mod norm;
 mod rotary;
 mod routing;
+mod vocabulary;
 
 pub use activations::{Activations, Keep, Kept};
 pub use attention::{Attention, Before, KeyValues, Later};

@@ -75,17 +75,19 @@ impl ModelSpec {
         Ok(())
     }
 
-    /// Checks that each rank of those that divide the width of blocks has a piece of each block.
+    /// Checks that each rank of those that divide the width of layers has a piece of each layer.
     ///
     /// Errors: [`ZooError::Config`] with the field that cannot be cut so.
-    pub(crate) fn check_cut(&self, share: &AxisShare) -> Result<(), ZooError> {
+    pub fn check_cut(&self, share: &AxisShare) -> Result<(), ZooError> {
+        let has_one = |units| share.all().all(|rank| !rank.of(units).is_empty());
+        ensure(has_one(self.vocab), "vocab", self.vocab, "a token for each rank along the tensor axis")?;
         for block in self.blocks.iter().map(|run| &run.block) {
             let heads = block.attention.heads.kv;
             for (field, units, expected) in [
                 ("heads", heads, "enough key-value heads for each rank along the tensor axis to have one"),
                 ("mlp width", block.mlp.width, "a column for each rank along the tensor axis"),
             ] {
-                ensure(share.all().all(|rank| !rank.of(units).is_empty()), field, units, expected)?;
+                ensure(has_one(units), field, units, expected)?;
             }
         }
         Ok(())

@@ -27,10 +27,10 @@ impl Stage {
         Self::piece(spec, layers, device, (AxisShare::whole(), Arc::new(Alone)))
     }
 
-    /// Creates one rank's piece of a stage, among the ranks that divide the width of its blocks along
+    /// Creates one rank's piece of a stage, among the ranks that divide the width of its layers along
     /// [`Axis::Tensor`]: see [`TensorSpec::cut`](crate::TensorSpec::cut).
     ///
-    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a block, or the
+    /// Errors: as [`Stage::new`]; [`ZooError::Config`] if a rank has no head or no column of a layer, or the
     /// exchange is that of another rank.
     pub fn piece(
         spec: &ModelSpec,
@@ -41,7 +41,7 @@ impl Stage {
         Self::shared(spec, layers, device, [share, AxisShare::whole()], exchange)
     }
 
-    /// Creates one rank's part of a stage, among the ranks that divide the width of its blocks along
+    /// Creates one rank's part of a stage, among the ranks that divide the width of its layers along
     /// [`Axis::Tensor`], and among those that divide its experts along [`Axis::Expert`]. The latter each have
     /// sequences of their own, run the same passes at the same time, and send tokens to the experts. Each has
     /// all tensors but the experts of others; its gradients of experts are those of the sequences of all, and

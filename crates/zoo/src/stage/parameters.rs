@@ -3,29 +3,41 @@
 use std::ops::Range;
 use std::path::Path;
 
-use farflung_tensor::{Shape, Tensor, TensorError};
+use farflung_tensor::{Param, Shape, Tensor, TensorError};
 
 use super::Stage;
 use crate::weights::{self, Weights, WriteOptions};
-use crate::{TensorKind, ZooError};
+use crate::{TensorKind, TensorSpec, ZooError};
 
 impl Stage {
+    /// Returns the stage's tensors with their places in its flat buffers, which have the shapes of this rank's
+    /// pieces ([`TensorSpec::shape_of`]).
+    pub fn tensors(&self) -> impl Iterator<Item = (&Param, &TensorSpec)> {
+        self.layout.params().iter().zip(self.specs.iter().map(|(_, spec)| spec))
+    }
+
+    /// Returns the ranges of the flat buffers with tensors of some kind, in order and as few as possible.
+    #[must_use]
+    pub fn ranges_of(&self, wanted: impl Fn(&Param, &TensorSpec) -> bool) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let mut follows = false;
+        for (p, spec) in self.tensors() {
+            let is_wanted = wanted(p, spec);
+            match ranges.last_mut().filter(|_| follows) {
+                Some(last) if is_wanted => last.end = p.range().end,
+                _ if is_wanted => ranges.push(p.range()),
+                _ => {}
+            }
+            follows = is_wanted;
+        }
+        ranges
+    }
+
     /// Returns the ranges of the flat buffers with experts, in order and as few as possible. Where ranks divide
     /// the experts, others hold other values there.
     #[must_use]
     pub fn expert_ranges(&self) -> Vec<Range<usize>> {
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        let mut follows = false;
-        for (p, (_, spec)) in self.layout.params().iter().zip(&self.specs) {
-            let is_expert = spec.kind == TensorKind::Expert;
-            match ranges.last_mut().filter(|_| follows) {
-                Some(last) if is_expert => last.end = p.range().end,
-                _ if is_expert => ranges.push(p.range()),
-                _ => {}
-            }
-            follows = is_expert;
-        }
-        ranges
+        self.ranges_of(|_, spec| spec.kind == TensorKind::Expert)
     }
 
     /// Returns the range of the flat buffers with those of some blocks of the model that this stage has.

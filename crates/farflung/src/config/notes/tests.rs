@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 51] = [
+const ALWAYS: [&str; 54] = [
     "plan",
     "layers",
     "heads",
@@ -44,6 +44,9 @@ const ALWAYS: [&str; 51] = [
     "topology",
     "transport",
     "stages",
+    "tensor",
+    "tensor-weights",
+    "mesh",
     "pools",
     "microbatches",
     "recompute",

@@ -28,11 +28,11 @@ enum OwnCheckpoint {
 /// Errors: the same on all ranks.
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
-    let levels = job.plan.recorded_paths();
+    let (levels, width) = (job.plan.recorded_paths(), job.plan.recorded_width());
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| {
-            let held = (t.world, &t.parts, &t.experts, &t.paths);
-            held == (job.world, &parts, &job.plan.experts, &levels)
+            let held = (t.world, &t.parts, &t.experts, &t.paths, &t.tensor_weights);
+            held == (job.world, &parts, &job.plan.experts, &levels, &width)
         })
     };
     let needed = trainer.needed();

@@ -81,15 +81,29 @@ impl Content<'_> {
         match self {
             Self::Bytes(bytes) => out.write_all(bytes),
             Self::Tensors(pieces, metadata) => {
-                let shape = |piece: &Piece<'_>| stored.shape(&piece.name, piece.shape.clone());
+                let shape = |piece: &Piece<'_>| {
+                    if piece.cut {
+                        piece.shape.clone()
+                    } else {
+                        stored.shape(&piece.name, piece.shape.clone())
+                    }
+                };
                 let shapes: Vec<_> = pieces.iter().map(shape).collect();
                 let entries = pieces.iter().zip(&shapes);
                 let entries = entries.map(|(piece, shape)| (piece.name.as_str(), shape.as_slice()));
                 write_f32_tensors(out, entries, metadata, |index, out| {
                     let piece = &pieces[index];
-                    if let PieceValues::Elsewhere(from) = piece.values {
-                        incoming.begun = index + 1;
-                        return incoming.weights.write(from, piece.len(), out);
+                    match &piece.values {
+                        PieceValues::Elsewhere(from) => {
+                            incoming.begun = index + 1;
+                            return incoming.weights.write(*from, piece.len(), out);
+                        }
+                        PieceValues::Divided(divided) => {
+                            incoming.begun = index + 1;
+                            let whole = incoming.weights.join(divided).map_err(io::Error::other)?;
+                            return write_values(out, &stored.values(&piece.name, &whole));
+                        }
+                        PieceValues::Flat(..) | PieceValues::Host(_) => {}
                     }
                     let write = |values: &[f32]| write_values(out, values);
                     piece.stored_values(stored, write).map_err(io::Error::other)??;
@@ -201,6 +215,8 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         parts: trainer.layers(),
         stages: job.plan.stages() as usize,
         experts: job.plan.experts.clone(),
+        tensor_weights: job.plan.recorded_width(),
+        tensor: trainer.tensor(),
         paths: job.plan.recorded_paths(),
         routing: job.text_parts.routing.clone(),
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),

@@ -1,18 +1,21 @@
 //! The content of checkpoints: one rank's own, a copy of another rank's, or those of all ranks of a run that
 //! divided the model differently.
 
+mod pieces_of_tensors;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
 use farflung_zoo::weights::StoredLayout;
-use farflung_zoo::{ModelSpec, Stage};
+use farflung_zoo::{AxisShare, ModelSpec, Stage};
 
 use super::tensor_sink::{StoredTensor, TensorSink};
 use super::{AVERAGE, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
 use crate::train::pieces::tensor_name;
 use crate::{Checkpoint, Error, Result, finite};
+use pieces_of_tensors::PiecesOfTensors;
 
 /// The files of one checkpoint.
 #[derive(Debug)]
@@ -173,21 +176,37 @@ pub(in super::super) struct Source {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) enum Needed {
     All,
-    /// Those of its parts, with the number of parts that have each.
-    Parts(BTreeMap<String, usize>),
+    /// Those of its parts.
+    Parts(OwnTensors),
+}
+
+/// The tensors of a rank's parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) struct OwnTensors {
+    /// The number of parts that have each.
+    pub(in super::super) parts: BTreeMap<String, usize>,
+    /// What the rank has of the width of layers.
+    pub(in super::super) width: AxisShare,
 }
 
 impl Needed {
     fn has(&self, tensor: &str) -> bool {
         match self {
             Self::All => true,
-            Self::Parts(parts) => parts.contains_key(tensor),
+            Self::Parts(own) => own.parts.contains_key(tensor),
         }
     }
 
     /// Returns whether exactly one part has the tensor.
     fn has_once(&self, tensor: &str) -> bool {
-        matches!(self, Self::Parts(parts) if parts.get(tensor) == Some(&1))
+        matches!(self, Self::Parts(own) if own.parts.get(tensor) == Some(&1))
+    }
+
+    fn width(&self) -> AxisShare {
+        match self {
+            Self::All => AxisShare::whole(),
+            Self::Parts(own) => own.width.clone(),
+        }
     }
 }
 
@@ -215,6 +234,7 @@ impl Source {
         let stored = StoredLayout::of(model);
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
         let (mut foreign, mut averages) = (false, BTreeSet::new());
+        let [mut of_weights, mut of_states] = [(); 2].map(|()| PiecesOfTensors::new(model, needed.width()));
         let first = checkpoints.first().expect("at least one checkpoint is read");
         for files in &checkpoints {
             if files.record.step != first.record.step {
@@ -224,9 +244,17 @@ impl Source {
                 foreign |= whole.find(name).is_err();
                 needed.has(name)
             });
+            let width = files.record.width()?;
             for StoredTensor { name, mut shape, mut values } in read? {
-                stored.from_file(&name, &mut shape, &mut values);
-                weights.insert(name, (shape, values));
+                if !of_weights.is_piece(&name, values.len(), &width) {
+                    stored.from_file(&name, &mut shape, &mut values);
+                }
+                let len = values.len();
+                let Some(own) = of_weights.take(&name, &name, &width, values) else { continue };
+                if own.len() != len {
+                    shape = of_weights.shape(&name);
+                }
+                weights.insert(name, (shape, own));
             }
             let read = files.tensors(OPTIMIZER, |name, bytes| match name.split_once('/') {
                 _ if name.starts_with(AVERAGE) => {
@@ -238,7 +266,18 @@ impl Source {
                 Some((_, tensor)) => needed.has(tensor),
                 None => true,
             });
-            states.extend(read?.into_iter().map(|tensor| (tensor.name, tensor.values)));
+            for StoredTensor { name, values, .. } in read? {
+                let tensor = name.split_once('/').map_or("", |(_, tensor)| tensor);
+                if let Some(own) = of_states.take(&name, tensor, &width, values) {
+                    states.insert(name, own);
+                }
+            }
+        }
+        for (name, shape, values) in of_weights.finish() {
+            weights.entry(name).or_insert((shape, values));
+        }
+        for (name, _, values) in of_states.finish() {
+            states.entry(name).or_insert(values);
         }
         let samples = first.samples()?;
         let Files { path, record, settings, .. } =
@@ -355,7 +394,8 @@ impl Source {
         let all = self.state(name).filter(|all| all.len() == self.whole.len());
         for p in layout.params() {
             let values = match all {
-                Some(all) => &all[self.whole.params()[self.whole.find(&p.name).ok()?].range()],
+                Some(all) => Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()])
+                    .filter(|values| values.len() == p.shape.len())?,
                 None => self.state(&tensor_name(name, &p.name)).filter(|v| v.len() == p.shape.len())?,
             };
             flat[p.range()].copy_from_slice(values);

@@ -97,6 +97,7 @@ pub const AXES: &[Axis] = &[
         values: || words(OptimizerKind::all()),
         set: |config, value| config.optimizer = read(value),
     },
+    Axis { name: "tensor", values: || words(["1", "2"]), set: |config, value| config.tensor = read(value) },
     Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
         name: "expert-codec",

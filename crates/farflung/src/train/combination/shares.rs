@@ -1,5 +1,5 @@
-//! What cannot be combined with replicas that hold different parameters: those that divide the experts of a
-//! mixture, and those that train different paths.
+//! What cannot be combined with ranks that divide the width of layers, and with replicas that hold different
+//! parameters: those that divide the experts of a mixture, and those that train different paths.
 
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::Averages;
@@ -9,11 +9,45 @@ use crate::config::choice::SamplingKind;
 
 pub(super) const RULES: &[Rule] = &[
     Rule {
+        axes: ["tensor", "schedule"],
+        refuses: |choices| {
+            let why = "ranks that divide layers run each microbatch together, between two updates";
+            (choices.tensor_ranks > 1).then(|| unlisted(choices, "tensor", "1", why))?
+        },
+    },
+    Rule {
+        axes: ["tensor", "optimizer"],
+        refuses: |choices| {
+            let optimizer = Some(choices.optimizer).filter(|_| choices.tensor_ranks > 1)?;
+            let why = "it works on whole tensors, of which each rank has a piece";
+            let whole =
+                || refuse("tensor", choices.tensor_ranks, format!("1 with {}: {why}", optimizer.name));
+            optimizer.per_tensor.then(whole).or_else(|| averaging(choices, "`tensor` above 1"))
+        },
+    },
+    Rule {
         axes: ["expert", "sync"],
         refuses: |choices| {
             let method = Some(choices.sync).filter(|method| choices.experts() && method.name != "ddp")?;
             let why = "replicas that divide experts take each step together";
             Some(refuse("sync", method.name, format!("ddp with `expert` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["tensor", "sync"],
+        refuses: |choices| {
+            let averages = ["ddp", "diloco"].contains(&choices.sync.name);
+            let method = Some(choices.sync).filter(|_| choices.tensor_ranks > 1 && !averages)?;
+            let why = "what the ranks of the tensor axis do not divide must be averaged over them, too";
+            Some(refuse("sync", method.name, format!("ddp or diloco with `tensor` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["tensor", "own-data"],
+        refuses: |choices| {
+            let why = "ranks that divide layers read the same text";
+            (choices.own_data && choices.tensor_ranks > 1)
+                .then(|| refuse("own-data", true, format!("false with `tensor` above 1: {why}")))
         },
     },
     Rule {

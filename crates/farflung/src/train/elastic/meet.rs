@@ -63,6 +63,10 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "none, because a member that leaves would take its path with it";
         return wrong("paths", format!("{} paths", config.path_count()), expected);
     }
+    if config.tensor > 1 {
+        let expected = "1, because a member that leaves would take its piece of each layer with it";
+        return wrong("tensor", config.tensor.to_string(), expected);
+    }
     if config.expert > 1 {
         let expected = "1, because a member that leaves would take its experts with it";
         return wrong("expert", config.expert.to_string(), expected);

@@ -137,6 +137,34 @@ fn experts_that_replicas_divide_are_predicted_to_the_byte() {
     }
 }
 
+#[test]
+fn layers_whose_width_ranks_divide_are_predicted_to_the_byte() {
+    for (stages, weights, replicas, recompute) in [
+        (1, vec![1, 1], 1, Recompute::None),
+        (1, vec![3, 1], 2, Recompute::None),
+        (1, vec![1, 2, 1], 1, Recompute::Full),
+        (2, vec![1, 1], 2, Recompute::None),
+        (2, vec![3, 1], 1, Recompute::Full),
+    ] {
+        let config = TrainConfig {
+            heads: Some(4),
+            workers: stages * weights.len() * replicas,
+            microbatches: (stages > 1).then_some(4),
+            tensor: weights.len(),
+            tensor_weights: Some(Numbers(weights.clone())),
+            recompute,
+            ..config(stages, Method::OneFOneB)
+        };
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(
+            predicted,
+            measured(&job),
+            "{stages} stages, {weights:?}, {replicas} replicas, {recompute}"
+        );
+    }
+}
+
 /// The samples that AQ-SGD's ends store are those in a checkpoint, plus a few words each.
 #[test]
 fn samples_of_boundaries_are_predicted() {

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Bytes, Operation, Rank, StageId, Topology};
+use farflung_base::{Axis, Bytes, Operation, Rank, StageId, Topology};
 use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, all_to_all_operation, message_operation, operation,
     operation_coded,
@@ -15,7 +15,7 @@ use farflung_parallel::step::Vote;
 use farflung_tensor::Device;
 use farflung_zoo::ModelSpec;
 
-use super::token_exchanges::{ToRanks, TokenExchanges};
+use super::layer_exchanges::{LayerExchange, LayerExchanges};
 use crate::Result;
 use crate::train::apart::{self, ApartParams};
 use crate::train::averages;
@@ -23,22 +23,23 @@ use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary;
 use crate::train::costs::Machines;
-use crate::train::expert_ranks::ExpertRanks;
+use crate::train::division::Division;
 use crate::train::tied::TiedGroup;
 
 /// Identifies an operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Key {
-    /// A message between two stages of a replica.
-    Message(u32, Message),
+    /// A message between two stages of a pipeline, which begins at a rank.
+    Message(Rank, Message),
     /// An exchange of the average of a part's bucket, in an update.
-    Bucket { part: u32, update: u32, bucket: BucketKey, exchange: usize },
-    /// An exchange of tokens between the replicas of a group that divide experts, in a pass of a microbatch.
-    Tokens { group: u32, stage: StageId, microbatch: u32, slice: u16, pass: TokenPass, exchange: usize },
-    /// The sum of the gradients of a replica's token table.
-    Table { replica: u32, round: u32 },
-    /// The copy of the averaged token table from its first stage to its last.
-    TakenTable { replica: u32 },
+    Bucket { part: u32, tensor: u32, update: u32, bucket: BucketKey, exchange: usize },
+    /// An exchange between the ranks that divide layers, of which `first` is the first one, in a pass of a
+    /// microbatch.
+    Layer { first: Rank, stage: StageId, microbatch: u32, slice: u16, pass: LayerPass, exchange: usize },
+    /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
+    Table { first: Rank, round: u32 },
+    /// The copy of the averaged token table from a pipeline's first stage to its last.
+    TakenTable { first: Rank },
     /// A vote of a replica's ranks, or of all ranks.
     Vote(Vote, Option<u32>),
     /// The vote on whether replicas can synchronise.
@@ -61,11 +62,13 @@ struct ApartKey {
     kind: usize,
     /// The share of the first replica that holds them.
     share: u32,
+    /// Whether all ranks along the tensor axis hold them.
+    along_tensor: bool,
 }
 
-/// A pass in which tokens are exchanged.
+/// A pass in which layers exchange.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum TokenPass {
+pub(super) enum LayerPass {
     Forward,
     Recompute,
     Input,
@@ -74,8 +77,15 @@ pub(super) enum TokenPass {
     Backward(usize),
 }
 
-impl TokenPass {
-    fn of(self, exchanges: &TokenExchanges) -> &[ToRanks] {
+impl BucketKey {
+    /// Returns the number along the tensor axis by which the bucket is told from those of other ranks there.
+    pub(super) fn tensor_of(&self, own: u32) -> u32 {
+        if self.apart.is_some_and(|apart| apart.along_tensor) { 0 } else { own }
+    }
+}
+
+impl LayerPass {
+    fn of(self, exchanges: &LayerExchanges) -> &[LayerExchange] {
         match self {
             Self::Forward | Self::Recompute => &exchanges.forward,
             Self::Input => &exchanges.input,
@@ -95,29 +105,28 @@ pub(super) struct BucketFacts {
     pub(super) ready_after: usize,
 }
 
-/// A part of the model as one of the replicas that divide its experts has it, with the averages among its
-/// holders.
+/// A part of the model as one of the ranks that divide its layers has it, with the averages among its holders.
 pub(super) struct PartFacts {
     /// Elements of its flat buffer, padding included, and of the ranges that its backward pass makes final, in
     /// order.
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
     pub(super) buckets: Vec<BucketFacts>,
-    tokens: TokenExchanges,
+    layers: LayerExchanges,
 }
 
 impl PartFacts {
     fn new(
         (plan, model): (&BoundPlan, &ModelSpec),
         (schedule, topology): (&ReplicaSchedule, &Topology),
-        (part, replica): (u32, u32),
+        (part, at): (u32, Coordinates),
     ) -> Result<Self> {
         let (layers, device) = (schedule.layers[part as usize].clone(), Device::cpu(1)?);
-        let divided = ExpertRanks::of(plan);
-        let stage = divided.counted_stage((model, layers), replica, &device)?;
-        let apart = ApartParams::of(plan, &stage, replica);
+        let divided = Division::of(plan);
+        let stage = divided.counted_stage((model, layers), at, &device)?;
+        let apart = ApartParams::of(plan, &stage, at.data);
         let cut = AverageConfig { apart: apart::ranges(&apart), ..plan.outermost().averages() };
-        let all = averages::holders(plan, schedule.placement(), part);
+        let all = averages::holders(plan, schedule.placement(), (part, at.tensor));
         let of_apart: Vec<Vec<Rank>> = apart.iter().map(|apart| apart.holders(plan, &all)).collect();
         let sizes: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {
             Some(exchanges) => exchanges,
@@ -135,7 +144,10 @@ impl PartFacts {
             let exchange = |&len: &usize| Ok(average(plan, (len, kind.is_some()), &among)?.among(holders));
             let exchanges = sizes.map(exchange).collect::<Result<_>>()?;
             let count = &mut counts[kind.map_or(0, |kind| 1 + kind)];
-            let of = |kind: usize| ApartKey { kind, share: plan.share(apart[kind].replicas[0]) };
+            let of = |kind: usize| {
+                let ApartParams { replicas, along_tensor, .. } = &apart[kind];
+                ApartKey { kind, share: plan.share(replicas[0]), along_tensor: *along_tensor }
+            };
             let key = BucketKey { apart: kind.map(of), index: *count };
             *count += 1;
             buckets.push(BucketFacts { key, exchanges, ready_after });
@@ -144,7 +156,7 @@ impl PartFacts {
             elements: stage.layout().len() as u64,
             buckets,
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
-            tokens: TokenExchanges::of(plan, model, schedule, (part as usize, replica))?,
+            layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
         })
     }
 }
@@ -154,8 +166,9 @@ pub(super) struct Operations<'a> {
     pub(super) plan: &'a BoundPlan,
     model: &'a ModelSpec,
     topology: &'a Topology,
-    /// By the replica's share ([`Plan::share`](farflung_parallel::Plan::share)), and by part.
-    parts: Vec<Vec<PartFacts>>,
+    /// By the replica's share ([`Plan::share`](farflung_parallel::Plan::share)), by the number along the tensor
+    /// axis, and by part.
+    parts: Vec<Vec<Vec<PartFacts>>>,
     /// Numbers of operations by step and key.
     numbers: BTreeMap<(u32, Key), usize>,
     made: Vec<Operation>,
@@ -169,12 +182,16 @@ impl<'a> Operations<'a> {
         schedule: &ReplicaSchedule,
     ) -> Result<Self> {
         let topology = &machines.topology;
-        let facts = |replica| {
+        let facts = |at: Coordinates| {
             let all = 0..schedule.layers.len() as u32;
-            let of = |part| PartFacts::new((plan, model), (schedule, topology), (part, replica));
+            let of = |part| PartFacts::new((plan, model), (schedule, topology), (part, at));
             all.map(of).collect::<Result<_>>()
         };
-        let parts = (0..plan.shares()).map(facts).collect::<Result<_>>()?;
+        let of_share = |data| {
+            let at = |tensor| Coordinates { data, tensor, ..Coordinates::default() };
+            (0..plan.tensor_ranks()).map(|tensor| facts(at(tensor))).collect::<Result<_>>()
+        };
+        let parts = (0..plan.shares()).map(of_share).collect::<Result<_>>()?;
         Ok(Self { plan, model, topology, parts, numbers: BTreeMap::new(), made: Vec::new() })
     }
 
@@ -205,35 +222,44 @@ impl<'a> Operations<'a> {
     fn make(&self, key: Key, schedule: &ReplicaSchedule) -> Result<Operation> {
         let depth = schedule.placement().depth();
         Ok(match key {
-            Key::Message(replica, message) => {
+            Key::Message(first, message) => {
                 let slices = &schedule.slices;
                 let slice = &slices[usize::from(message.slice)..=usize::from(message.slice)];
                 let part = schedule.placement().part(message.from);
                 let boundary = if message.content == Content::Activation { part } else { part - 1 };
                 let bytes =
                     boundary::bytes(self.plan, boundary as usize, message.content, slice, self.model)?;
-                let rank = |stage| self.rank(schedule, replica, stage);
+                let rank = |stage| self.rank(schedule, first, stage);
                 message_operation(rank(message.from), rank(message.to()), bytes)
             }
-            Key::Bucket { part, bucket, exchange, .. } => {
-                let parts = &self.parts[bucket.apart.map_or(0, |apart| apart.share as usize)];
+            Key::Bucket { part, tensor, bucket, exchange, .. } => {
+                let share = bucket.apart.map_or(0, |apart| apart.share as usize);
+                let parts = &self.parts[share][tensor as usize];
                 let mut buckets = parts[part as usize].buckets.iter();
                 let found = buckets.find(|facts| facts.key == bucket);
                 found.expect("a bucket of the part").exchanges[exchange].clone()
             }
-            Key::Tokens { group, stage, pass, exchange, .. } => {
-                let part = schedule.placement().part(stage) as usize;
+            Key::Layer { first, stage, pass, exchange, .. } => {
+                let part = schedule.placement().part(stage);
                 let slices = schedule.slices.len() as u64;
-                let numbers = 0..self.plan.expert_ranks();
-                let ranks: Vec<Rank> =
-                    numbers.map(|number| self.rank(schedule, group + number, stage)).collect();
-                let bytes = |from: usize, to: usize| {
-                    Bytes(pass.of(&self.parts[from][part].tokens)[exchange][to] / slices)
-                };
-                all_to_all_operation(ranks.len(), bytes).among(&ranks)
+                let own = |rank: Rank| &pass.of(&self.part(part, rank).layers)[exchange];
+                let ranks = self.plan.group(first, own(first).axis());
+                match own(first) {
+                    LayerExchange::Sum(values) => {
+                        let bytes = (values * size_of::<f32>()) as u64 / slices;
+                        self.sum(*values, Bytes(bytes), &self.topology.among(&ranks)).among(&ranks)
+                    }
+                    LayerExchange::Tokens(_) => {
+                        let bytes = |from: usize, to: usize| match own(ranks[from]) {
+                            LayerExchange::Tokens(bytes) => Bytes(bytes[to] / slices),
+                            LayerExchange::Sum(_) => Bytes(0),
+                        };
+                        all_to_all_operation(ranks.len(), bytes).among(&ranks)
+                    }
+                }
             }
-            Key::Table { replica, .. } | Key::TakenTable { replica } => {
-                let pipeline = self.plan.pipeline_of(replica);
+            Key::Table { first, .. } | Key::TakenTable { first } => {
+                let pipeline = self.plan.group(first, Axis::Pipeline);
                 let bytes = Bytes(self.model.shared_table_bytes());
                 let mut ways: Vec<(Rank, Rank)> =
                     TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
@@ -253,36 +279,44 @@ impl<'a> Operations<'a> {
                 };
                 match voters {
                     Some(replica) => {
-                        let pipeline = self.plan.pipeline_of(replica);
-                        self.sum(numbers, &self.topology.among(&pipeline)).among(&pipeline)
+                        let ranks = self.plan.ranks_of(replica);
+                        self.vote(numbers, &self.topology.among(&ranks)).among(&ranks)
                     }
-                    None => self.sum(numbers, self.topology),
+                    None => self.vote(numbers, self.topology),
                 }
             }
-            Key::Refusals => self.sum(1, self.topology),
+            Key::Refusals => self.vote(1, self.topology),
         })
     }
 
-    /// Returns a part as a replica has it.
-    pub(super) fn part(&self, part: u32, replica: u32) -> &PartFacts {
-        &self.parts[self.plan.share(replica) as usize][part as usize]
+    /// Returns a part as a rank has it.
+    pub(super) fn part(&self, part: u32, rank: Rank) -> &PartFacts {
+        let at = self.plan.at(rank);
+        &self.parts[self.plan.share(at.data) as usize][at.tensor as usize][part as usize]
     }
 
-    /// Returns how often a replica exchanges tokens in a pass of a part.
-    pub(super) fn token_exchanges(&self, part: u32, replica: u32, pass: TokenPass) -> usize {
-        pass.of(&self.part(part, replica).tokens).len()
+    /// Returns the first ranks of those with which the layers of a rank exchange in a pass of a part, for each
+    /// exchange.
+    pub(super) fn layer_exchanges(&self, part: u32, rank: Rank, pass: LayerPass) -> Vec<Rank> {
+        let exchanges = pass.of(&self.part(part, rank).layers).iter();
+        exchanges.map(|exchange| self.plan.group(rank, exchange.axis())[0]).collect()
     }
 
-    fn rank(&self, schedule: &ReplicaSchedule, replica: u32, stage: StageId) -> Rank {
+    /// Returns the rank of a stage in the pipeline that begins at `first`.
+    fn rank(&self, schedule: &ReplicaSchedule, first: Rank, stage: StageId) -> Rank {
         let position = schedule.placement().rank(stage).0;
-        self.plan.rank(Coordinates { data: replica, pipeline: position, ..Coordinates::default() })
+        self.plan.rank(Coordinates { pipeline: position, ..self.plan.at(first) })
     }
 
     /// Returns an all-reduce of `numbers` f64 values.
-    fn sum(&self, numbers: usize, topology: &Topology) -> Operation {
-        let bytes = Bytes((numbers * size_of::<f64>()) as u64);
+    fn vote(&self, numbers: usize, topology: &Topology) -> Operation {
+        self.sum(numbers, Bytes((numbers * size_of::<f64>()) as u64), topology)
+    }
+
+    /// Returns an all-reduce of values of `bytes` bytes.
+    fn sum(&self, values: usize, bytes: Bytes, topology: &Topology) -> Operation {
         let algorithm = self.plan.outermost().plain_algorithm();
-        operation(&algorithm.programs(numbers, bytes, topology), bytes)
+        operation(&algorithm.programs(values, bytes, topology), bytes)
     }
 }
 

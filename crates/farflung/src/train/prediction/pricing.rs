@@ -4,14 +4,14 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use farflung_base::{Nanos, Rank, StageId};
+use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
     Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, StageCost,
 };
 use farflung_parallel::script::ScriptOp;
 use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
 
-use super::operations::{BucketFacts, Key, Operations, PartFacts, TokenPass};
+use super::operations::{BucketFacts, Key, LayerPass, Operations, PartFacts};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::executor::share;
@@ -60,6 +60,9 @@ pub(super) struct Pricing<'a, 'b, 'o> {
     schedule: &'a ReplicaSchedule,
     list: RankStep,
     operations: &'b mut Operations<'o>,
+    rank: Rank,
+    /// The first rank of its pipeline.
+    first: Rank,
     replica: u32,
     /// Times by stage and slice.
     costs: Vec<StageCost>,
@@ -79,11 +82,12 @@ pub(super) struct Pricing<'a, 'b, 'o> {
 impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
     pub(super) fn new(
         schedule: &'a ReplicaSchedule,
-        replica: u32,
-        position: Rank,
+        rank: Rank,
         operations: &'b mut Operations<'o>,
     ) -> Result<Self> {
-        let placement = schedule.placement();
+        let (placement, plan) = (schedule.placement(), operations.plan);
+        let (at, first) = (plan.at(rank), plan.group(rank, Axis::Pipeline)[0]);
+        let position = Rank(at.pipeline);
         Ok(Self {
             list: schedule.step(position, operations.plan)?,
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
@@ -98,7 +102,9 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
             step: 0,
             schedule,
             operations,
-            replica,
+            rank,
+            first,
+            replica: at.data,
         })
     }
 
@@ -139,7 +145,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
             StepOp::Pass(Lowered::Compute(op)) => self.actions(op)?,
             StepOp::Pass(entry @ Lowered::Move { kind, stage, .. }) => {
                 match (entry.message(self.placement()), kind) {
-                    (Some((_, message)), _) => drop(self.begin(Key::Message(self.replica, message))?),
+                    (Some((_, message)), _) => drop(self.begin(Key::Message(self.first, message))?),
                     (None, LoweredKind::Reduce) => self.begin_averages(stage)?,
                     (None, LoweredKind::ReduceTied) => {
                         let begun = self.begin_table()?;
@@ -213,7 +219,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         let crossing = |message: &Message| message.wire(placement).is_some();
         for action in op.actions() {
             if let Some(message) = Message::taken_by(action, placement).filter(crossing) {
-                let number = self.number(Key::Message(self.replica, message))?;
+                let number = self.number(Key::Message(self.first, message))?;
                 self.complete(number);
             }
         }
@@ -225,19 +231,19 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
                 }
                 ComputeKind::Backward => {
                     self.compute(cost.input);
-                    self.exchange_tokens(action, TokenPass::Input)?;
+                    self.exchange_layers(action, LayerPass::Input)?;
                     self.backward(action, cost.weight, false)?;
                 }
                 ComputeKind::BackwardWeight => self.backward(action, cost.weight, false)?,
                 kind => {
                     self.compute(cost.time(kind));
                     let pass = match kind {
-                        ComputeKind::Forward => Some(TokenPass::Forward),
-                        ComputeKind::Recompute => Some(TokenPass::Recompute),
-                        ComputeKind::BackwardInput => Some(TokenPass::Input),
+                        ComputeKind::Forward => Some(LayerPass::Forward),
+                        ComputeKind::Recompute => Some(LayerPass::Recompute),
+                        ComputeKind::BackwardInput => Some(LayerPass::Input),
                         _ => None,
                     };
-                    pass.map_or(Ok(()), |pass| self.exchange_tokens(action, pass))?;
+                    pass.map_or(Ok(()), |pass| self.exchange_layers(action, pass))?;
                 }
             }
             self.marks.worked.push(Worked { action, ops: before..self.ops.len() });
@@ -253,17 +259,17 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         if self.state(stage).average != Average::Open {
             self.compute(took);
             if !whole {
-                return self.exchange_tokens(action, TokenPass::Weight);
+                return self.exchange_layers(action, LayerPass::Weight);
             }
             return (0..=ranges)
-                .try_for_each(|range| self.exchange_tokens(action, TokenPass::Backward(range)));
+                .try_for_each(|range| self.exchange_layers(action, LayerPass::Backward(range)));
         }
         let facts = self.facts(stage);
         let shares: Vec<Nanos> = facts.ranges.iter().map(|&len| share(took, len, facts.elements)).collect();
         let ready_after: Vec<usize> = facts.buckets.iter().map(|bucket| bucket.ready_after).collect();
         for (range, share) in shares.into_iter().enumerate() {
             if whole {
-                self.exchange_tokens(action, TokenPass::Backward(range))?;
+                self.exchange_layers(action, LayerPass::Backward(range))?;
             }
             self.compute(share);
             for bucket in (0..ready_after.len()).filter(|&bucket| ready_after[bucket] == range) {
@@ -271,19 +277,19 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
             }
         }
         if whole {
-            self.exchange_tokens(action, TokenPass::Backward(ranges))?;
+            self.exchange_layers(action, LayerPass::Backward(ranges))?;
         }
         self.state(stage).average = Average::Started;
         Ok(())
     }
 
-    /// Prices the exchanges of tokens of a pass, each of which the rank waits for.
-    fn exchange_tokens(&mut self, action: Action, pass: TokenPass) -> Result<()> {
+    /// Prices the exchanges of layers in a pass, each of which the rank waits for.
+    fn exchange_layers(&mut self, action: Action, pass: LayerPass) -> Result<()> {
         let Action { stage, microbatch, slice, .. } = action;
-        let count = self.operations.token_exchanges(self.placement().part(stage), self.replica, pass);
-        let group = self.operations.plan.expert_group(self.replica).start;
-        for exchange in 0..count {
-            let number = self.begin(Key::Tokens { group, stage, microbatch, slice, pass, exchange })?;
+        let part = self.placement().part(stage);
+        let groups = self.operations.layer_exchanges(part, self.rank, pass);
+        for (exchange, first) in groups.into_iter().enumerate() {
+            let number = self.begin(Key::Layer { first, stage, microbatch, slice, pass, exchange })?;
             self.complete(number);
         }
         Ok(())
@@ -295,7 +301,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         if let Some(stage) =
             self.table.filter(|&stage| self.buckets(stage).iter().any(|bucket| !bucket.exchanges.is_empty()))
         {
-            let number = self.begin(Key::TakenTable { replica: self.replica })?;
+            let number = self.begin(Key::TakenTable { first: self.first })?;
             if !self.placement().is_first(stage) {
                 self.complete(number);
             }
@@ -329,9 +335,9 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         self.costs[action.stage.index() * self.schedule.slices.len() + usize::from(action.slice)]
     }
 
-    /// Returns a part as this replica has it.
+    /// Returns a part as this rank has it.
     fn facts(&self, stage: StageId) -> &PartFacts {
-        self.operations.part(self.placement().part(stage), self.replica)
+        self.operations.part(self.placement().part(stage), self.rank)
     }
 
     fn buckets(&self, stage: StageId) -> &[BucketFacts] {
@@ -343,7 +349,9 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         let update = self.state(stage).updates;
         let BucketFacts { key, exchanges, .. } = &self.buckets(stage)[bucket];
         let part = self.placement().part(stage);
-        (exchange < exchanges.len()).then_some(Key::Bucket { part, update, bucket: *key, exchange })
+        let tensor = key.tensor_of(self.operations.plan.at(self.rank).tensor);
+        let key = Key::Bucket { part, tensor, update, bucket: *key, exchange };
+        (exchange < exchanges.len()).then_some(key)
     }
 
     fn begin_bucket(&mut self, stage: StageId, bucket: usize, exchange: usize) -> Result<()> {
@@ -389,7 +397,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         if let Some(begun) = self.begun_table.take() {
             return Ok(begun);
         }
-        let key = Key::Table { replica: self.replica, round: self.rounds };
+        let key = Key::Table { first: self.first, round: self.rounds };
         self.rounds += 1;
         self.begin(key)
     }

@@ -5,12 +5,12 @@
 
 use std::ops::Range;
 
-use farflung_base::{Bytes, Rank};
+use farflung_base::{Axis, Bytes, Rank};
 use farflung_comm::Algorithm;
 use farflung_comm::tcp::{SEGMENT_BYTES, SharedMemory};
 use farflung_compress::link::SampleShape;
 use farflung_optim::LrSchedule;
-use farflung_parallel::{Plan, whole_pipelines};
+use farflung_parallel::{Plan, whole_replicas};
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::ModelSpec;
 
@@ -218,8 +218,10 @@ impl RankGroup<'_> {
     /// Returns the memory that one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> MemoryNeed {
         let config = self.config;
-        let replicas = whole_pipelines(self.world, self.positions.len()).max(1);
-        let mesh = Plan::mesh_of(replicas as u32, self.positions.len() as u32);
+        let tensor = config.tensor.max(1);
+        let replicas = whole_replicas(self.world, self.positions.len(), tensor).max(1);
+        let mesh = Plan::mesh_of(replicas as u32, self.positions.len() as u32)
+            .and_then(|mesh| mesh.and(Axis::Tensor, tensor as u32));
         // Workers that form no whole pipelines are refused later.
         let at = mesh.and_then(|mesh| mesh.at(Rank(rank as u32))).unwrap_or_default();
         let position = &self.positions[at.pipeline as usize];
@@ -288,11 +290,13 @@ impl RankGroup<'_> {
     fn checkpoint(&self, rank: usize, model: u128, here: bool) -> u128 {
         let sizes = self.model.tensors().into_iter().map(|tensor| tensor.shape.iter().product::<usize>());
         let largest = F32.saturating_mul(sizes.max().unwrap_or(0) as u128).min(model);
+        // A tensor of which several ranks have pieces is joined before it is written.
         let copies = u128::from(!here)
+            + u128::from(self.config.tensor > 1)
             + u128::from(self.model.names.outputs_first || self.model.mixtures().next().is_some());
         // Chunks of weights that are on their way to rank 0.
-        let senders =
-            if rank == 0 { self.positions.len() - 1 } else { usize::from(self.positions.len() > 1) };
+        let givers = self.positions.len() * self.config.tensor.max(1);
+        let senders = if rank == 0 { givers - 1 } else { usize::from(givers > 1) };
         largest.saturating_mul(copies).saturating_add(F32 * (senders * CHUNK_WINDOW * CHUNK_LEN) as u128)
     }
 

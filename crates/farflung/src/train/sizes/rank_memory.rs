@@ -8,7 +8,7 @@ use std::ops::Range;
 use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
 use farflung_zoo::profile::ModelProfile;
-use farflung_zoo::{AxisShare, ModelSpec};
+use farflung_zoo::{AxisShare, ModelSpec, ZooError};
 
 use super::super::activations::{PerToken, profile};
 use super::super::planned::cut;
@@ -58,15 +58,22 @@ fn parameters(profile: &ModelProfile, blocks: Range<usize>, first: bool, last: b
 /// Parameters in flat buffers begin at multiples of this many values.
 const PADDING: u64 = 64;
 
-/// Returns what layers cost a replica: one with the most experts, if replicas divide them. A division that does
-/// not work is refused later.
+/// Returns what layers cost a rank: one with the most of their width and the most experts, if ranks divide
+/// them. A division that does not work is refused later.
 fn divided(config: &TrainConfig, model: &ModelSpec) -> ModelProfile {
     let count = model.mixtures().map(|(_, experts)| experts.count).max().unwrap_or(0);
     let part = AxisShare::new(0, config.expert_weights()).and_then(|share| {
         let most = share.all().max_by_key(|share| share.of(count).len()).unwrap_or(share);
-        ModelProfile::of_shares(model, [&AxisShare::whole(), &most])
+        ModelProfile::of_shares(model, [&widest(config)?, &most])
     });
     part.unwrap_or_else(|_| profile(model))
+}
+
+/// Returns the largest share of the width of layers.
+fn widest(config: &TrainConfig) -> std::result::Result<AxisShare, ZooError> {
+    let weights = config.tensor_weights.clone().map_or_else(|| vec![1; config.tensor.max(1)], |n| n.0);
+    let most = weights.iter().enumerate().max_by_key(|(_, weight)| **weight).map_or(0, |(rank, _)| rank);
+    AxisShare::new(most, weights)
 }
 
 /// Returns the memory that a rank with the whole model needs.

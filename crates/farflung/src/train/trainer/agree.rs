@@ -3,7 +3,7 @@
 //! pipeline.
 
 use farflung_base::{Pending, Rank};
-use farflung_comm::{CommError, ReduceOp};
+use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_parallel::pipeline::{Action, ComputeKind};
 use farflung_parallel::plan::Measured;
 
@@ -11,8 +11,27 @@ use super::speed::{Measures, Speedometer};
 use super::{TRIES, Trainer};
 use crate::Result;
 use crate::metrics::MixtureMetrics;
+use crate::train::bound_plan::BoundPlan;
 use crate::train::executor::Routers;
 use crate::train::fault::FaultyValue;
+
+/// The ranks that vote on each step: all ranks, or those of one replica if steps are local.
+#[derive(Debug)]
+pub(super) struct Voters {
+    pub(super) comm: Communicator,
+    /// Their ranks in the job.
+    pub(super) ranks: Vec<Rank>,
+}
+
+impl Voters {
+    /// Makes those of a replica. A collective of all ranks of `comm`, unless all vote.
+    pub(super) fn new(plan: &BoundPlan, comm: &Communicator, replica: u32) -> Result<Self> {
+        if plan.averages_each_step() {
+            return Ok(Self { comm: comm.clone(), ranks: (0..plan.ranks()).map(Rank).collect() });
+        }
+        Ok(Self { comm: comm.split(replica, comm.rank().0)?, ranks: plan.ranks_of(replica) })
+    }
+}
 
 /// Result of the vote after a pass, the same on all ranks that voted.
 #[derive(Debug)]
@@ -127,7 +146,9 @@ impl Trainer {
         let wish = self.wish(stop);
         // What routers add is a mean over all sequences, whatever the numbers of their targets.
         let of_routers = self.executor.routers.loss() * f64::from(replicas) / self.sequences as f64;
-        let mut mine = vec![loss * weight + of_routers, wish.weigh()];
+        // The ranks along the tensor axis have the same losses.
+        let tells = self.tensor == 0;
+        let mut mine = vec![if tells { loss * weight + of_routers } else { 0.0 }, wish.weigh()];
         // If each pipeline votes on the norm alone, one of them may repeat a step that the others apply: a
         // value that is not finite may be in a copy of one rank only.
         let attempt = self.norm_voters.as_ref().map(|_| (self.step * u64::from(TRIES + 1)) as f64);
@@ -138,9 +159,10 @@ impl Trainer {
         mine.extend(&told);
         let told = told.len();
         let routers = &self.executor.routers;
-        mine.extend(routers.told());
+        mine.extend(routers.told().iter().map(|count| if tells { *count } else { 0.0 }));
         let (routed, mixtures) = (routers.told().len(), routers.mixtures().to_vec());
-        let (sums, voters) = (self.voters.start_all_reduce(mine, ReduceOp::Sum), self.voters.size());
+        let Voters { comm, .. } = &self.voters;
+        let (sums, voters) = (comm.start_all_reduce(mine, ReduceOp::Sum), comm.size());
         let read = move |sums: Vec<f64>| {
             let (sums, routed) = sums.split_at(sums.len() - routed);
             let (sums, speeds) = sums.split_at(sums.len() - told);
@@ -227,8 +249,8 @@ impl Trainer {
     ///
     /// Errors: those of the sampler.
     pub(super) fn vote_on_window(&mut self, stop: bool) -> Result<Voting<SyncVote>> {
-        // All ranks of a pipeline have its losses; only its first rank sends them, so that they count once.
-        let tells = self.position.0 == 0;
+        // All ranks of a replica have its losses; only its first rank sends them, so that they count once.
+        let tells = self.position.0 == 0 && self.tensor == 0;
         let window = std::mem::take(&mut self.window);
         let first = self.step + 1 - window.len() as u64;
         let told = |(step, loss): (u64, f64)| Ok(if tells { loss * self.part_of(step)? } else { 0.0 });

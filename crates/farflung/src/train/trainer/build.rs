@@ -8,14 +8,14 @@ use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
 use farflung_optim::{AverageConfig, Chain};
-use farflung_parallel::ParallelError;
-use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights, Updates};
+use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights};
 use farflung_parallel::step::{Moment, StepOp, Vote};
+use farflung_parallel::{Coordinates, ParallelError};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::exchange::Alone;
 use farflung_zoo::{ActivationPolicy, Exchange, ModelSpec, Stage};
 
-use super::agree::StepRequests;
+use super::agree::{StepRequests, Voters};
 use super::gather::Givers;
 use super::replica_samples::ReplicaSamples;
 use super::speed::{Measures, Speedometer};
@@ -23,20 +23,20 @@ use super::token_weights::TokenWeights;
 use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
-use crate::train::apart::{self, HeldApart};
+use crate::train::apart::{self, HeldApart, Holders};
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
+use crate::train::division::{self, Division};
 use crate::train::executor::{Components, Executor, Routers, Source, Wires};
-use crate::train::expert_ranks::{self, ExpertRanks};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
 use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
-use crate::{OverRanks, Result, RunSettings};
+use crate::{Result, RunSettings};
 
 impl Trainer {
     /// Makes the trainer of one rank at step 0 of a job.
@@ -77,27 +77,26 @@ impl Trainer {
 
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
-        let holders = groups(job, &comm, &placement, position)?;
-        let tokens = expert_ranks::exchange((plan, job.config.seed), &messages, rank)?;
-        let exchange = exchange_of_layers(tokens.as_ref());
-        let apart = apart::by_part((plan, &job.model, replica), &schedule.layers, &holders)?;
-        let tied = tie(&comm, &schedule, (position, replica))?;
-        let voters = if each_step { comm.clone() } else { comm.split(replica, rank.0)? };
+        let holders = groups(job, &comm, &placement, at)?;
+        let exchanges = division::exchange((plan, job.config.seed), &messages, rank)?;
+        let exchange: Arc<dyn Exchange> =
+            exchanges.clone().map_or_else(|| Arc::new(Alone) as _, |exchanges| exchanges as _);
+        let apart = apart::by_part((plan, &job.model, at), &schedule.layers, &holders)?;
+        let tied = tie(&comm, &schedule, (at, plan.tensor_ranks()))?;
+        let voters = Voters::new(plan, &comm, replica)?;
         let list = schedule.step(position, plan)?;
         let has_norm_vote = list.at(Moment::Reduce).contains(&StepOp::StartVote(Vote::Norm));
         let norm_voters = has_norm_vote.then(|| comm.split(replica, rank.0)).transpose()?;
         let copies = !holders.is_empty() || schedule.is_tied_across();
         let resync = Resync::new(job, &comm, device.name(), copies)?;
-        let updates = match schedule.updates() {
-            Updates::Flush => 1,
-            _ => u64::from(schedule.microbatches() / schedule.per_update()),
-        };
+        let updates = schedule.updates_in_step();
         let mut parts = BTreeMap::new();
         for stage in placement.homes_of(position) {
             let number = placement.part(stage);
-            let holders = PartHolders { all: holders.get(&number), apart: apart.get(&number) };
+            let all = holders.get(&number).map(|holders| &holders.same);
+            let holders = PartHolders { all, apart: apart.get(&number) };
             let devices = (&device, &plain);
-            let part = build_part(job, &schedule, (stage, replica), (devices, &exchange), holders, updates)?;
+            let part = build_part(job, &schedule, (stage, at), (devices, &exchange), holders, updates)?;
             parts.insert(stage, part);
         }
 
@@ -131,6 +130,7 @@ impl Trainer {
             evaluation: schedule.forwards(held_out)?,
             position,
             replica,
+            tensor: at.tensor,
             samples: ReplicaSamples::new(job, replica)?,
             sequences: weights.sequences(),
             token_weights: weights.if_varying(job),
@@ -143,11 +143,11 @@ impl Trainer {
             each_step,
             window: Vec::new(),
             voting: None,
-            experts: ExpertRanks::of(plan),
+            division: Division::of(plan),
             givers: Givers::of(plan, replica),
-            tokens,
+            exchanges,
             apart,
-            holders,
+            holders: holders.into_iter().map(|(part, holders)| (part, holders.same)).collect(),
             resync,
             scale,
             step: 0,
@@ -172,13 +172,13 @@ impl Trainer {
     }
 }
 
-/// Checks that the ranks that divide the experts run the same list: they wait for each other in each layer with
-/// experts.
+/// Checks that the ranks that divide layers run the same list: they wait for each other in each of these
+/// layers.
 ///
 /// Errors: [`ParallelError::Plan`], if the order of work depends on the speed of machines, or on arrivals.
 fn check_orders(job: &Job, own: &ReplicaSchedule, replica: u32) -> Result<()> {
     let plan = &job.plan;
-    if !plan.divides_experts() {
+    if !Division::of(plan).divides() {
         return Ok(());
     }
     let mut equal = own.arrivals.is_none();
@@ -188,8 +188,8 @@ fn check_orders(job: &Job, own: &ReplicaSchedule, replica: u32) -> Result<()> {
     if equal {
         return Ok(());
     }
-    let expected = "one with the same order of work for all replicas that divide the experts, whatever their \
-                    speed: they run each microbatch together";
+    let expected = "one with the same order of work for all ranks that divide layers or experts, whatever \
+                    their speed: they run each microbatch together";
     let (field, value) = ("pipeline.schedule".to_owned(), plan.pipeline.schedule.to_string());
     Err(ParallelError::Plan { field, value, expected: expected.to_owned() }.into())
 }
@@ -201,14 +201,6 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
         Some(change) => comm.with_other_cancel(change),
         None => comm,
     })
-}
-
-/// Returns what the layers of this rank exchange by.
-fn exchange_of_layers(tokens: Option<&Arc<OverRanks>>) -> Arc<dyn Exchange> {
-    match tokens {
-        Some(tokens) => Arc::clone(tokens) as _,
-        None => Arc::new(Alone),
-    }
 }
 
 /// The ranks that hold a part; `None` if this one alone does.
@@ -225,14 +217,14 @@ struct PartHolders<'a> {
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
-    (stage, replica): (StageId, u32),
+    (stage, at): (StageId, Coordinates),
     ((device, plain), exchange): ((&Device, &Device), &Arc<dyn Exchange>),
     holders: PartHolders<'_>,
     updates: u64,
 ) -> Result<Part> {
-    let number = schedule.placement().part(stage) as usize;
+    let (number, replica) = (schedule.placement().part(stage) as usize, at.data);
     let planned = &job.plan.parts[number];
-    let model = stage_of(&job.plan, (&job.model, replica), schedule, number, (device, Arc::clone(exchange)))?;
+    let model = stage_of(&job.plan, (&job.model, at), schedule, number, (device, Arc::clone(exchange)))?;
     let params = match &job.initial {
         Some(initial) => model.load(&mut initial.source.open()?)?,
         None => model.init(job.config.seed)?,
@@ -280,18 +272,18 @@ fn build_part(
     })
 }
 
-/// Makes a replica's part of the model of a number, with what it keeps of its activations. Its layers exchange
-/// by `exchange`.
+/// Makes a rank's part of the model of a number, with what it keeps of its activations. Its layers exchange by
+/// `exchange`.
 pub(in crate::train) fn stage_of(
     plan: &BoundPlan,
-    (spec, replica): (&ModelSpec, u32),
+    (spec, at): (&ModelSpec, Coordinates),
     schedule: &ReplicaSchedule,
     number: usize,
     (device, exchange): (&Device, Arc<dyn Exchange>),
 ) -> Result<Stage> {
     let planned = &plan.parts[number];
     let layers = (spec, schedule.layers[number].clone());
-    let mut model = ExpertRanks::of(plan).stage(layers, replica, device, exchange)?;
+    let mut model = Division::of(plan).stage(layers, at, device, exchange)?;
     if schedule.recomputes_by_layer() {
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
@@ -393,33 +385,38 @@ pub(in crate::train) fn chain(
     Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }
 
-/// Makes a communicator of the holders of each part of this rank, by the part's number: ranks of other
-/// replicas, of the other copy of the model, or of the same pool. Empty if there is only one replica and one
-/// copy of the model, except in an elastic run with local steps.
+/// Makes communicators of the holders of each part of this rank, by the part's number: ranks of other
+/// replicas, of the other copy of the model, of the same pool, or along the tensor axis. Empty if there is only
+/// one replica and one copy of the model, except in an elastic run with local steps.
 fn groups(
     job: &Job,
     comm: &Communicator,
     placement: &Placement,
-    position: Rank,
-) -> Result<BTreeMap<u32, Communicator>> {
+    at: Coordinates,
+) -> Result<BTreeMap<u32, Holders>> {
     let mut groups = BTreeMap::new();
     // In an elastic run, a method with local steps keeps its state even while there is one replica: others may
     // come.
     let keeps = job.elastic && !job.averages_each_step();
+    // What all ranks along the tensor axis have is averaged over them in each step.
+    let divides = job.plan.tensor_ranks() > 1;
+    let keeps = keeps || divides && job.averages_each_step();
     if job.plan.replicas() == 1 && placement.copies() == 1 && !keeps {
         return Ok(groups);
     }
-    if placement.ranks() == 1 {
-        groups.insert(0, comm.clone());
+    if placement.ranks() == 1 && !divides {
+        groups.insert(0, Holders { same: comm.clone(), along_tensor: comm.clone() });
         return Ok(groups);
     }
     // A rank may hold several parts: the communicator is split once for each part, into its holders and the
     // rest.
     for part in 0..placement.depth() {
-        let holds = placement.stages_of(position).any(|stage| placement.part(stage) == part);
-        let group = comm.split(u32::from(holds), comm.rank().0)?;
+        let holds = placement.stages_of(Rank(at.pipeline)).any(|stage| placement.part(stage) == part);
+        let among = |color: u32| comm.split(if holds { 1 + color } else { 0 }, comm.rank().0);
+        let same = among(at.tensor)?;
+        let along_tensor = if divides { among(0)? } else { same.clone() };
         if holds {
-            groups.insert(part, group);
+            groups.insert(part, Holders { same, along_tensor });
         }
     }
     Ok(groups)
@@ -429,21 +426,22 @@ fn groups(
 fn tie(
     comm: &Communicator,
     schedule: &ReplicaSchedule,
-    (position, replica): (Rank, u32),
+    (at, tensor_ranks): (Coordinates, u32),
 ) -> Result<TiedTable> {
-    let placement = schedule.placement();
+    let (placement, position) = (schedule.placement(), Rank(at.pipeline));
     let mine = placement.end_of(position);
     Ok(match schedule.tie() {
         TiedWeights::Whole => TiedTable::No,
         TiedWeights::Local => mine.map_or(TiedTable::No, |_| TiedTable::Here),
         TiedWeights::Across => {
             let groups = TiedGroup::of(placement);
-            let at = groups.iter().position(|group| group.ranks.contains(&position));
-            let color = at.map_or(0, |at| 1 + replica * groups.len() as u32 + at as u32);
+            let own = groups.iter().position(|group| group.ranks.contains(&position));
+            let pipeline = at.data * tensor_ranks + at.tensor;
+            let color = own.map_or(0, |own| 1 + pipeline * groups.len() as u32 + own as u32);
             let group = comm.split(color, comm.rank().0)?;
-            match (mine, at) {
-                (Some(stage), Some(at)) => {
-                    let (to, from) = groups[at].partners(position);
+            match (mine, own) {
+                (Some(stage), Some(own)) => {
+                    let (to, from) = groups[own].partners(position);
                     TiedTable::Across(TableExchange { group, to, from, stage, round: 0, begun: None })
                 }
                 _ => TiedTable::No,

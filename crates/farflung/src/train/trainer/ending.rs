@@ -36,8 +36,8 @@ fn received(bytes: &[u8]) -> Result<Option<SampleText>> {
 
 impl Trainer {
     /// Returns what the run tells of its model, on rank 0 of a pipeline; without stages, on each rank with
-    /// `tells`. The stages of a replica generate the sample together, and the replicas that divide its experts
-    /// the same one at the same time. A collective: all ranks must call it.
+    /// `tells`. The stages of a replica generate the sample together, and the ranks that divide its layers the
+    /// same one at the same time. A collective: all ranks must call it.
     pub(in crate::train) fn ending(&self, job: &Job, tells: bool) -> Result<Option<Ending>> {
         let (hash, paths) = self.digests()?;
         if !self.is_divided() && job.plan.shares() == 1 {
@@ -53,8 +53,9 @@ impl Trainer {
             Ok(None)
         };
         let replicas = job.plan.holders_of_model(job.path_of_prompt()?);
-        let apart = job.plan.shares() > 1;
-        let pipeline = apart.then(|| self.comm().split(self.replica, self.comm().rank().0)).transpose()?;
+        let apart = job.plan.shares() > 1 || self.division.divides();
+        let first = self.executor.pipeline[0];
+        let pipeline = apart.then(|| self.comm().split(first.0, self.comm().rank().0)).transpose()?;
         let comm = pipeline.as_ref().unwrap_or(self.comm());
         let takes_part = replicas.contains(&self.replica);
         let sample = if takes_part { self.sample(job, comm).or_else(lost)? } else { None };
@@ -142,7 +143,7 @@ impl Trainer {
         let mut mine = String::new();
         if first || self.givers.replicas.contains(&self.replica) {
             for part in parts.values() {
-                for p in part.stage.layout().params() {
+                for (p, _) in part.stage.tensors().filter(|(_, spec)| !self.is_divided_tensor(spec)) {
                     let hash = with_values(&part.params, p.start, p.shape.len(), digest)?;
                     let _ = writeln!(mine, "{} {}", p.name, hash.to_hex());
                 }
@@ -158,6 +159,7 @@ impl Trainer {
                 tensors.entry(name.to_owned()).or_insert_with(|| hash.to_owned());
             }
         }
+        tensors.extend(self.divided_digests()?.into_iter().map(|(name, hash)| (name, hash.to_string())));
         let lines: String = tensors
             .into_iter()
             .flat_map(|(name, hash)| [name, " ".to_owned(), hash, "\n".to_owned()])

@@ -1,15 +1,14 @@
 //! Gathers the model that a replica trains on one rank, from the parts of the first replica that trains it, or
-//! of those that divide its experts.
+//! of those that divide its experts, and of all ranks that divide the width of layers.
 
 use std::ops::Range;
 
 use farflung_base::{Rank, StageId};
-use farflung_parallel::Plan;
+use farflung_parallel::{Coordinates, Plan};
 use farflung_tensor::Tensor;
-use farflung_zoo::Stage;
+use farflung_zoo::{Cut, Stage, TensorKind, TensorSpec};
 
 use super::Trainer;
-use crate::train::apart::is_in;
 use crate::train::executor::Executor;
 use crate::train::floats::floats;
 use crate::train::part::Part;
@@ -83,28 +82,36 @@ impl Trainer {
         }
         let spec = self.stage().spec().clone();
         let whole = Stage::whole(&spec, device)?;
-        let mut all = whole.zeros()?;
-        let first = replicas.start;
-        for (replica, stage) in replicas.flat_map(|replica| stages.clone().map(move |stage| (replica, stage)))
-        {
-            let layers = (&spec, self.schedule.layers[stage.index()].clone());
-            let there = self.experts.counted_stage(layers, replica, device)?;
-            let values = if let Some(part) = parts.get(&stage).filter(|_| replica == self.replica) {
-                of(part).to_vec::<f32>()?
-            } else {
-                let rank = self.experts.rank(replica, placement.rank(stage))?;
-                let bytes = comm.recv(rank, GATHERED - stage.0)?;
-                floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
-                    message: format!("part {stage} of the model"),
-                    problem: "does not have the length of its parameters",
-                })?
-            };
-            let experts = there.expert_ranges();
-            for param in there.layout().params().iter().filter(|p| replica == first || is_in(&experts, p)) {
-                let to = &whole.layout().params()[whole.layout().find(&param.name)?];
-                all.view_mut().part(to.start, to.shape.len())?.write(&values[param.range()])?;
+        let mut all = vec![0.0; whole.layout().len()];
+        for stage in stages {
+            let layers = self.schedule.layers[stage.index()].clone();
+            for holder in self.division.holders(replicas.clone(), placement.rank(stage)) {
+                let rank = self.division.rank(holder)?;
+                let there = self.division.counted_stage((&spec, layers.clone()), holder, device)?;
+                let values = if let Some(part) = parts.get(&stage).filter(|_| rank == to) {
+                    of(part).to_vec::<f32>()?
+                } else {
+                    let bytes = comm.recv(rank, GATHERED - stage.0)?;
+                    floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
+                        message: format!("part {stage} of the model"),
+                        problem: "does not have the length of its parameters",
+                    })?
+                };
+                for (param, spec) in there.tensors().filter(|(_, spec)| gives(spec, holder, &replicas)) {
+                    let to = &whole.layout().params()[whole.layout().find(&param.name)?];
+                    let target = &mut all[to.range()];
+                    let share = self.division.width_of(holder)?;
+                    spec.cut.put(&spec.shape, &share, &values[param.range()], target);
+                }
             }
         }
-        Ok(Some(all))
+        Ok(Some(device.tensor(&all, all.len())?))
     }
+}
+
+/// Returns whether a tensor of the model that some replicas hold together is taken from the one at `holder`:
+/// from the first of them if all have it, whole or in pieces, and an expert from the replica that has it.
+pub(super) fn gives(spec: &TensorSpec, holder: Coordinates, replicas: &Range<u32>) -> bool {
+    let is_own = holder.data == replicas.start || spec.kind == TensorKind::Expert;
+    is_own && (holder.tensor == 0 || spec.cut != Cut::Whole)
 }

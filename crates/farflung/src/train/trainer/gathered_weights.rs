@@ -2,19 +2,23 @@
 //! those that divide its experts, sends its own tensors in chunks, so that no rank has the whole model in
 //! memory. The rank is rank 0, or the first rank of each path.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_tensor::Param;
-use farflung_zoo::Stage;
+use farflung_parallel::Coordinates;
 use farflung_zoo::weights::StoredLayout;
+use farflung_zoo::{Cut, TensorSpec};
 
 use super::Trainer;
-use crate::train::apart::is_in;
+use super::gather::gives;
 use crate::train::executor::Executor;
-use crate::train::pieces::{CHUNK_LEN, CHUNK_WINDOW, Piece, PieceValues, StateKind};
+use crate::train::fingerprint::digest;
+use crate::train::floats::floats;
+use crate::train::pieces::{
+    CHUNK_LEN, CHUNK_WINDOW, DividedTensor, Piece, PieceHolder, PieceValues, StateKind, with_values,
+};
 use crate::{Error, Result};
 
 /// Tag of the chunks, and of the answers to them. Far from the tags of a step's messages.
@@ -46,11 +50,12 @@ impl Answer {
     }
 }
 
-/// A tensor of the model, and the rank whose copy counts: of the first replica, or of the one with the expert.
+/// A tensor of the model, and the ranks that have it: of the first replica, or of the one with the expert.
 struct OwnedTensor {
-    rank: Rank,
+    /// One rank whose copy counts, or several of which each has a piece.
+    holders: Vec<Coordinates>,
     stage: StageId,
-    param: Param,
+    spec: TensorSpec,
 }
 
 impl Trainer {
@@ -75,60 +80,111 @@ impl Trainer {
 
     /// Returns whether no rank has the whole model.
     pub(super) fn is_divided(&self) -> bool {
-        self.executor.placement.depth() > 1 || self.experts.divides()
+        self.executor.placement.depth() > 1 || self.division.divides()
     }
 
     /// Returns the tensors of the model in the order of its layers, each once.
     fn owned(&self) -> Result<Vec<OwnedTensor>> {
         let Executor { placement, device, .. } = &self.executor;
         let spec = self.stage().spec();
-        let (mut names, mut owned) = (BTreeSet::new(), Vec::new());
+        let (mut places, mut owned) = (BTreeMap::new(), Vec::<OwnedTensor>::new());
+        let replicas = &self.givers.replicas;
         for stage in (0..placement.depth()).map(StageId) {
             let layers = self.schedule.layers[stage.index()].clone();
-            let whole = Stage::new(spec, layers.clone(), device)?;
-            // The experts that the first replica does not have.
-            let mut of_others = BTreeMap::new();
-            for replica in self.givers.replicas.clone().skip(1) {
-                let there = self.experts.counted_stage((spec, layers.clone()), replica, device)?;
-                let experts = there.expert_ranges();
-                let params = there.layout().params().iter().filter(|param| is_in(&experts, param));
-                of_others.extend(params.map(|param| (param.name.clone(), replica)));
-            }
-            for param in whole.layout().params().iter().filter(|param| names.insert(param.name.clone())) {
-                let replica = of_others.get(&param.name).copied().unwrap_or(self.givers.replicas.start);
-                let rank = self.experts.rank(replica, placement.rank(stage))?;
-                owned.push(OwnedTensor { rank, stage, param: param.clone() });
+            for holder in self.division.holders(replicas.clone(), placement.rank(stage)) {
+                let there = self.division.counted_stage((spec, layers.clone()), holder, device)?;
+                for (_, spec) in there.tensors().filter(|(_, spec)| gives(spec, holder, replicas)) {
+                    let place = *places.entry(spec.name.clone()).or_insert(owned.len());
+                    match owned.get_mut(place) {
+                        None => owned.push(OwnedTensor { holders: vec![holder], stage, spec: spec.clone() }),
+                        // The token table of the last stage counts with the first one.
+                        Some(tensor) if tensor.stage == stage => tensor.holders.push(holder),
+                        Some(_) => {}
+                    }
+                }
             }
         }
+        let whole = self.stage().spec().tensors();
+        let order: BTreeMap<&str, usize> =
+            whole.iter().enumerate().map(|(at, spec)| (spec.name.as_str(), at)).collect();
+        owned.sort_by_key(|tensor| order.get(tensor.spec.name.as_str()).copied());
         Ok(owned)
     }
 
     fn piece(&self, tensor: &OwnedTensor) -> Result<Piece<'_>> {
-        let OwnedTensor { rank, stage, param } = tensor;
-        let here = self.executor.parts.get(stage).filter(|_| *rank == self.comm().rank());
-        let values = match here {
-            // A rank that lacks experts has the others at other places than a whole stage.
-            Some(part) => {
+        let OwnedTensor { holders, stage, spec } = tensor;
+        let here = |rank: Rank| -> Result<_> {
+            let part = self.executor.parts.get(stage).filter(|_| rank == self.comm().rank());
+            part.map(|part| {
                 let layout = part.stage.layout();
-                PieceValues::Flat(&part.params, layout.params()[layout.find(&param.name)?].start)
-            }
-            None => PieceValues::Elsewhere(*rank),
+                Ok((&part.params, layout.params()[layout.find(&spec.name)?].start))
+            })
+            .transpose()
         };
-        Ok(Piece { name: param.name.clone(), shape: param.shape.dims().to_vec(), values })
+        let holder = |at: &Coordinates| {
+            let rank = self.division.rank(*at)?;
+            Ok(PieceHolder { rank, share: self.division.width_of(*at)?, own: here(rank)? })
+        };
+        let mut holders = holders.iter().map(holder).collect::<Result<Vec<_>>>()?;
+        let values = match (holders.len(), holders.pop()) {
+            (1, Some(PieceHolder { rank, own, .. })) => match own {
+                // A rank that lacks experts has the others at other places than a whole stage.
+                Some((flat, start)) => PieceValues::Flat(flat, start),
+                None => PieceValues::Elsewhere(rank),
+            },
+            (_, last) => {
+                holders.extend(last);
+                PieceValues::Divided(DividedTensor { spec: spec.clone(), holders })
+            }
+        };
+        Ok(Piece { name: spec.name.clone(), shape: spec.shape.clone(), cut: false, values })
     }
 
     /// Sends the tensors that rank 0 writes for this rank, while it writes them. Returns when rank 0 has those
     /// of all ranks; on rank 0, and without stages, at once.
     pub(in crate::train) fn send_weights(&self, stored: &StoredLayout) -> Result<()> {
-        let comm = self.comm();
         if !self.is_divided() || self.gathers() {
             return Ok(());
         }
+        self.send_tensors(stored, |_| true)
+    }
+
+    /// Returns whether several ranks have pieces of a tensor.
+    pub(super) fn is_divided_tensor(&self, spec: &TensorSpec) -> bool {
+        self.division.divides_width() && spec.cut != Cut::Whole
+    }
+
+    /// Returns the hashes of the tensors of which several ranks have pieces, on the rank that has the model
+    /// then. A collective, if there are any.
+    pub(super) fn divided_digests(&self) -> Result<Vec<(String, blake3::Hash)>> {
+        if !self.division.divides_width() {
+            return Ok(Vec::new());
+        }
+        if !self.gathers() {
+            let stored = StoredLayout::of(self.stage().spec());
+            self.send_tensors(&stored, |spec| self.is_divided_tensor(spec))?;
+            return Ok(Vec::new());
+        }
+        let (mut incoming, mut digests) = (self.receive_weights(true), Vec::new());
+        for tensor in self.owned()? {
+            if let PieceValues::Divided(divided) = self.piece(&tensor)?.values {
+                let Ok(whole) = incoming.join(&divided) else { break };
+                digests.push((tensor.spec.name, digest(&whole)));
+            }
+        }
+        incoming.finish(std::iter::empty())?;
+        Ok(digests)
+    }
+
+    /// Sends this rank's tensors, or its pieces of them, to the rank that has the model then. Returns when that
+    /// rank has those of all ranks.
+    fn send_tensors(&self, stored: &StoredLayout, wanted: impl Fn(&TensorSpec) -> bool) -> Result<()> {
+        let comm = self.comm();
         let mut unanswered = 0;
         let (gives, to) = (self.givers.replicas.contains(&self.replica), self.givers.to);
-        let sends = |tensor: &&OwnedTensor| gives && tensor.rank == comm.rank();
-        for tensor in self.owned()?.iter().filter(sends) {
+        for tensor in self.owned()?.iter().filter(|tensor| gives && wanted(&tensor.spec)) {
             let piece = self.piece(tensor)?;
+            let Some(piece) = piece.here() else { continue };
             let sent = piece.stored_values(stored, |values| {
                 for chunk in values.chunks(CHUNK_LEN) {
                     while unanswered == CHUNK_WINDOW {
@@ -191,6 +247,26 @@ impl IncomingWeights<'_> {
         written
     }
 
+    /// Returns the next tensor, of which other ranks send their pieces.
+    ///
+    /// Errors: of the link: [`IncomingWeights::finish`] returns them.
+    pub(in crate::train) fn join(&mut self, divided: &DividedTensor<'_>) -> io::Result<Vec<f32>> {
+        let DividedTensor { spec, holders } = divided;
+        let mut whole = vec![0.0; spec.count()];
+        for PieceHolder { rank, share, own } in holders {
+            let len = spec.shape_of(share).iter().product();
+            let piece = if let Some((flat, start)) = own {
+                with_values(flat, *start, len, <[f32]>::to_vec).map_err(io::Error::other)?
+            } else {
+                let mut bytes = Vec::new();
+                self.write(*rank, len, &mut bytes)?;
+                floats(&bytes, len).unwrap_or_default()
+            };
+            spec.cut.put(&spec.shape, share, &piece, &mut whole);
+        }
+        Ok(whole)
+    }
+
     fn chunk(&mut self, from: Rank, len: usize) -> io::Result<Vec<u8>> {
         let arrived = self.comm.recv(from, CHUNK).map_err(Error::from).and_then(|bytes| {
             let problem = "do not have the length of a part of a tensor";
@@ -232,8 +308,12 @@ impl IncomingWeights<'_> {
     /// Errors: the failure of a link, if there was one.
     pub(in crate::train) fn finish<'p>(mut self, rest: impl Iterator<Item = &'p Piece<'p>>) -> Result<()> {
         for piece in rest {
-            if let (PieceValues::Elsewhere(from), None) = (&piece.values, &self.failed) {
-                let _ = self.write(*from, piece.len(), &mut io::sink());
+            match &piece.values {
+                PieceValues::Elsewhere(from) if self.failed.is_none() => {
+                    let _ = self.write(*from, piece.len(), &mut io::sink());
+                }
+                PieceValues::Divided(divided) if self.failed.is_none() => drop(self.join(divided)),
+                _ => {}
             }
         }
         match self.failed.take() {

@@ -11,7 +11,9 @@ use super::{Trainer, by_number};
 use crate::Result;
 use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::checkpoint::{AVERAGE, Counters, LOSS_SCALE, Needed, Residuals, RestoredResiduals, Source};
+use crate::train::checkpoint::{
+    AVERAGE, Counters, LOSS_SCALE, Needed, OwnTensors, Residuals, RestoredResiduals, Source,
+};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
@@ -68,7 +70,8 @@ impl Trainer {
         for param in self.executor.parts.values().flat_map(|part| part.stage.layout().params()) {
             *parts.entry(param.name.clone()).or_default() += 1;
         }
-        Needed::Parts(parts)
+        let width = self.stage().share().clone();
+        Needed::Parts(OwnTensors { parts, width })
     }
 
     /// Returns the numbers of steps, of the method's averages, and of rounds.
@@ -88,7 +91,7 @@ impl Trainer {
     ) -> impl Iterator<Item = Piece<'_>> {
         self.executor.parts.values().flat_map(move |part| {
             let states = part.states(self.each_step).into_iter().filter(|state| is_wanted(&state.kind));
-            states.flat_map(|state| state.pieces(part.stage.layout())).collect::<Vec<_>>()
+            states.flat_map(|state| state.pieces(&part.stage)).collect::<Vec<_>>()
         })
     }
 
@@ -100,6 +103,7 @@ impl Trainer {
         let host = |name: String, values: Vec<f32>| Piece {
             name,
             shape: vec![values.len()],
+            cut: false,
             values: PieceValues::Host(values),
         };
         let mut states: Vec<Piece<'_>> = by_name.into_values().collect();

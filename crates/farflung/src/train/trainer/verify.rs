@@ -1,10 +1,12 @@
 //! Checks every `--check-every` steps and before a checkpoint: all values are finite, and copies are equal to
 //! the bit.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use farflung_base::Rank;
-use farflung_tensor::{ParamLayout, Tensor};
+use farflung_tensor::{Param, Tensor};
+use farflung_zoo::{Cut, Stage, TensorSpec};
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
@@ -88,17 +90,16 @@ impl Trainer {
             }
             let number = placement.part(stage);
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
-            let layout = part.stage.layout();
             let held = self.apart.get(&number).map_or(&[][..], |held| &held.params);
-            let told = |what: &str, Hashes { rest, apart }: Hashes| {
-                let named = apart.into_iter().zip(held).map(|(hash, apart)| {
-                    let name = of(&format!("{what} of {}", apart.name));
-                    NamedValue::new(name, hash)
-                });
-                std::iter::once(NamedValue::new(of(what), rest)).chain(named).collect::<Vec<_>>()
+            let copy_of = |param: &Param, spec: &TensorSpec| self.copy_of(held, param, spec);
+            let told = |what: &str, hashes: Hashes| {
+                let named = hashes
+                    .into_iter()
+                    .map(|(of_which, hash)| NamedValue::new(of(&format!("{what}{of_which}")), hash));
+                named.collect::<Vec<_>>()
             };
-            let params = hash((layout, held), [("", &part.params)])?;
-            let shared = if all { shared_states(part, held, self.each_step)? } else { Vec::new() };
+            let params = hash(&part.stage, &copy_of, [("", &part.params)])?;
+            let shared = if all { shared_states(part, &copy_of, self.each_step)? } else { Vec::new() };
             if compared {
                 copies.extend(told("parameters", params));
                 let table = part.table();
@@ -106,13 +107,24 @@ impl Trainer {
                     let values = part.params.view().part(table.start, table.len())?;
                     let mut hasher = Hasher::default();
                     hasher.update(&values.to_vec::<f32>()?);
-                    copies.push(NamedValue::new("token table", hasher.finish()));
+                    let (param, spec) = part.stage.tensors().next().expect("the table is its first tensor");
+                    let name = format!("token table{}", self.copy_of(&[], param, spec));
+                    copies.push(NamedValue::new(name, hasher.finish()));
                 }
             }
             let shared = shared.into_iter().filter(|_| !unlike);
             copies.extend(shared.flat_map(|(what, hashes)| told(what, hashes)));
         }
         Ok(ChecksumMessage { copies, broken: None })
+    }
+
+    /// Returns which copy of a tensor of a part this rank has, in the words that follow what is compared; empty
+    /// if all holders of the part have the same.
+    fn copy_of(&self, held: &[ApartParams], param: &Param, spec: &TensorSpec) -> String {
+        let of_some = kind_of(held, param).map(|kind| format!(" of {}", held[kind].name));
+        let piece = self.division.divides_width() && spec.cut != Cut::Whole;
+        let piece = piece.then(|| format!(" in the piece of rank {} of the tensor axis", self.tensor));
+        of_some.unwrap_or_default() + &piece.unwrap_or_default()
     }
 
     /// Compares the reports of all ranks.
@@ -165,40 +177,37 @@ fn odd(groups: Vec<Vec<Rank>>) -> SuspectRanks {
     SuspectRanks { ranks, majority: most.is_some() }
 }
 
-/// The hashes of flat buffers.
-#[derive(Debug)]
-struct Hashes {
-    /// Of each kind that is held apart.
-    apart: Vec<String>,
-    /// Of everything else.
-    rest: String,
-}
+/// The hashes of flat buffers, by the copies to which they belong.
+type Hashes = BTreeMap<String, String>;
 
-/// Returns the hashes of flat buffers, without padding, where some parameters are held `apart`.
+/// Returns the copy to which a tensor belongs: [`Trainer::copy_of`].
+type CopyOf<'a> = &'a dyn Fn(&Param, &TensorSpec) -> String;
+
+/// Returns the hashes of flat buffers, without padding.
 ///
 /// Errors: [`Error::NotFinite`] with the tensor's name, after the buffer's name.
 fn hash<'a>(
-    (layout, apart): (&ParamLayout, &[ApartParams]),
+    stage: &Stage,
+    copy_of: CopyOf<'_>,
     flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
 ) -> Result<Hashes> {
-    let mut rest = Hasher::default();
-    let mut of_kinds: Vec<_> = apart.iter().map(|_| Hasher::default()).collect();
+    let mut hashers: BTreeMap<String, Hasher> = BTreeMap::new();
     for (name, flat) in flats {
         with_values(flat, 0, flat.shape().len(), |values| {
-            finite::check_flat(&name.to_string(), layout, values)?;
-            for p in layout.params() {
-                let hasher = kind_of(apart, p).map_or(&mut rest, |kind| &mut of_kinds[kind]);
-                hasher.update(&values[p.range()]);
+            finite::check_flat(&name.to_string(), stage.layout(), values)?;
+            for (param, spec) in stage.tensors() {
+                let hasher = hashers.entry(copy_of(param, spec)).or_default();
+                hasher.update(&values[param.range()]);
             }
             Ok::<_, Error>(())
         })??;
     }
-    Ok(Hashes { apart: of_kinds.iter().map(Hasher::finish).collect(), rest: rest.finish() })
+    Ok(hashers.into_iter().map(|(copy, hasher)| (copy, hasher.finish())).collect())
 }
 
 /// Returns the hashes of a part's states that all of its ranks share, with what they are. States of a replica
 /// are checked, too.
-fn shared_states(part: &Part, apart: &[ApartParams], each_step: bool) -> Result<Vec<(&'static str, Hashes)>> {
+fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Vec<(&'static str, Hashes)>> {
     let all = part.states(each_step);
     let is_method =
         |state: &&FlatState<'_>| matches!(state.kind, StateKind::Method(_)) && state.scope == Scope::Run;
@@ -210,7 +219,7 @@ fn shared_states(part: &Part, apart: &[ApartParams], each_step: bool) -> Result<
     let mut hashes = Vec::new();
     for (what, states) in groups {
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
-        let hash = hash((part.stage.layout(), apart), named)?;
+        let hash = hash(&part.stage, copy_of, named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
             hashes.push((what, hash));
         }

@@ -22,11 +22,11 @@ impl Positions<'_> {
     }
 }
 
-/// Computes `y[i] = table[tokens[i]] + positions[position of i]`, or without positions. All ids must be valid
-/// row indices.
+/// Computes `y[i] = table[tokens[i] - first] + positions[position of i]`, or without positions. Tokens that
+/// have no row add nothing.
 pub(super) fn forward(
     pool: &Pool,
-    tokens: &[u32],
+    (tokens, first): (&[u32], u32),
     at: Positions<'_>,
     table: &[f32],
     positions: Option<&[f32]>,
@@ -37,9 +37,17 @@ pub(super) fn forward(
     pool.for_chunks([(y, rows * cols)], |t, [y]| {
         for (r, y) in y.chunks_exact_mut(cols).enumerate() {
             let i = t * rows + r;
-            let token = &table[tokens[i] as usize * cols..][..cols];
+            let row = tokens[i].checked_sub(first).and_then(|row| (row as usize).checked_mul(cols));
+            let token = row.and_then(|at| table.get(at..at + cols));
             let Some(positions) = positions else {
-                y.copy_from_slice(token);
+                match token {
+                    Some(token) => y.copy_from_slice(token),
+                    None => y.fill(0.0),
+                }
+                continue;
+            };
+            let Some(token) = token else {
+                y.copy_from_slice(&positions[at.of(i) * cols..][..cols]);
                 continue;
             };
             let position = &positions[at.of(i) * cols..][..cols];
@@ -53,7 +61,7 @@ pub(super) fn forward(
 /// Adds the gradients `dy` to the rows that were gathered.
 pub(super) fn backward(
     pool: &Pool,
-    tokens: &[u32],
+    (tokens, first): (&[u32], u32),
     at: Positions<'_>,
     dy: &[f32],
     d_table: &mut [f32],
@@ -72,8 +80,9 @@ pub(super) fn backward(
     pool.for_chunks([(d_table, ROWS_PER_TASK * cols)], |t, [rows]| {
         let owned = t * ROWS_PER_TASK..t * ROWS_PER_TASK + rows.len() / cols;
         for (i, &token) in tokens.iter().enumerate() {
-            if owned.contains(&(token as usize)) {
-                add(&mut rows[(token as usize - owned.start) * cols..][..cols], i);
+            let Some(row) = token.checked_sub(first).map(|row| row as usize) else { continue };
+            if owned.contains(&row) {
+                add(&mut rows[(row - owned.start) * cols..][..cols], i);
             }
         }
     });

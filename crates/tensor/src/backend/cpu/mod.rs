@@ -72,6 +72,11 @@ fn ids<'a>(op: &'static str, v: &View<'a>, bound: usize) -> Result<&'a [u32]> {
     }
 }
 
+/// Returns the bound of ids of rows of a table, or of a piece of one that begins at the row of id `first`.
+fn bound(first: Option<u32>, table: Shape) -> usize {
+    first.map_or(table.rows(), |_| usize::MAX)
+}
+
 /// Returns a matrix operand. `shape` is its shape in memory, before the transposition.
 fn operand(values: &[f32], shape: Shape, transposed: bool) -> Mat<'_> {
     let m = Mat::row_major(values, shape.rows(), shape.cols(), shape.cols());
@@ -218,21 +223,21 @@ impl Backend for Cpu {
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);
                 attention::cached_backward(pool, tokens, read, written);
             }
-            Op::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
-                let ids = ids(name, &tokens, tokens_table.shape().rows())?;
+            Op::Embed { tokens, first, start, documents, tokens_table, positions_table, y } => {
+                let ids = ids(name, &tokens, bound(first, tokens_table.shape()))?;
                 let len = y.shape().dims()[1];
                 let documents = starts(name, documents.as_ref(), start, len)?;
                 let at = embed::Positions { start, len, documents };
                 let (table, positions) = (floats(&tokens_table), positions_table.as_ref().map(floats));
-                embed::forward(pool, ids, at, table, positions, floats_mut(y));
+                embed::forward(pool, (ids, first.unwrap_or(0)), at, table, positions, floats_mut(y));
             }
-            Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
-                let ids = ids(name, &tokens, d_tokens_table.shape().rows())?;
+            Op::EmbedGrad { tokens, first, start, documents, dy, d_tokens_table, d_positions_table } => {
+                let ids = ids(name, &tokens, bound(first, d_tokens_table.shape()))?;
                 let len = dy.shape().dims()[1];
                 let documents = starts(name, documents.as_ref(), start, len)?;
                 let at = embed::Positions { start, len, documents };
                 let (table, positions) = (floats_mut(d_tokens_table), d_positions_table.map(floats_mut));
-                embed::backward(pool, ids, at, floats(&dy), table, positions);
+                embed::backward(pool, (ids, first.unwrap_or(0)), at, floats(&dy), table, positions);
             }
             Op::CombineRows { x, rows, factors, add, y } => {
                 let (factors, add) = (factors.as_ref().map(floats), add.as_ref().map(floats));
@@ -247,6 +252,16 @@ impl Backend for Cpu {
                 let ids = ids(name, &targets, logits.shape().cols())?;
                 let weights = weights.as_ref().map(floats);
                 loss::cross_entropy(pool, floats_mut(logits), ids, weights, floats_mut(losses), grad_scale);
+            }
+            Op::LogitStats { logits, first, targets, stats } => {
+                let targets = targets.host().expect(IN_HOST);
+                loss::stats(pool, floats(&logits), (targets, first), floats_mut(stats));
+            }
+            Op::LogitGrad { logits, first, targets, weights, log_sums, scale } => {
+                let targets = targets.host().expect(IN_HOST);
+                let weights = weights.as_ref().map(floats);
+                let sums = floats(&log_sums);
+                loss::part_grad(pool, floats_mut(logits), (targets, first), weights, sums, scale);
             }
             Op::SumSquares { x, partials } => reduce::sum_squares(pool, floats(&x), floats_mut(partials)),
             Op::Map { program, scalars, reads, writes } => {

@@ -39,8 +39,8 @@ pub(super) fn check_ids(
     }
 }
 
-/// Copies the ids' rows of the table, plus the rows of the positions if `add`. If sequences are `divided`,
-/// `documents` says where the document of each token begins.
+/// Copies the ids' rows of the table, whose first row is that of id `first`, plus the rows of the positions if
+/// `add`. If sequences are `divided`, `documents` says where the document of each token begins.
 #[cube(launch)]
 pub(super) fn gather(
     ids: &[u32],
@@ -53,6 +53,7 @@ pub(super) fn gather(
     tokens: u32,
     start: u32,
     vocabulary: u32,
+    first: u32,
     #[comptime] add: bool,
     #[comptime] divided: bool,
 ) {
@@ -61,21 +62,25 @@ pub(super) fn gather(
         let cols = cols as usize;
         let row = at / cols;
         let col = at % cols;
-        let id = u32::min(ids[row], vocabulary - 1) as usize;
+        // Of an id below `first` the difference wraps.
+        let wanted = ids[row] - first;
+        let inside = ids[row] >= first && wanted < vocabulary;
+        let id = select(inside, wanted, 0u32) as usize;
+        let value = select(inside, table[id * cols + col], 0.0);
         if comptime!(add) {
             let mut position = start as usize + row % tokens as usize;
             if comptime!(divided) {
                 position -= usize::min(documents[row] as usize, position);
             }
-            y[at] = table[id * cols + col] + positions[position * cols + col];
+            y[at] = value + positions[position * cols + col];
         } else {
-            y[at] = table[id * cols + col];
+            y[at] = value;
         }
     }
 }
 
-/// Adds the rows of `dy` to their ids' rows of the table. The cube (workgroup) of an id's first row sums all
-/// rows of that id, in order.
+/// Adds the rows of `dy` to their ids' rows of the table, whose first row is that of id `first`. The cube
+/// (workgroup) of an id's first row sums all rows of that id, in order.
 #[cube(launch)]
 pub(super) fn scatter(
     ids: &[u32],
@@ -84,6 +89,7 @@ pub(super) fn scatter(
     rows: u32,
     cols: u32,
     vocabulary: u32,
+    first: u32,
     #[comptime] units: u32,
 ) {
     let mut seen = Shared::<[u32]>::new_slice(units as usize);
@@ -102,10 +108,12 @@ pub(super) fn scatter(
         for u in 0..units {
             before += seen[u as usize];
         }
-        if before == 0 && id < vocabulary {
+        // Of an id below `first` the difference wraps.
+        let wanted = id - first;
+        if before == 0 && id >= first && wanted < vocabulary {
             let mut col = UNIT_POS;
             while col < cols {
-                let to = (id * cols + col) as usize;
+                let to = (wanted * cols + col) as usize;
                 let mut sum = d_table[to];
                 for r in row..rows {
                     if ids[r as usize] == id {

@@ -384,7 +384,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let operands = [qkv, keys, values, y, lse, dy, d, d_keys, d_values];
             cube.write_back(operands.into_iter().chain(mask.all()));
         }
-        Op::Embed { tokens, start, documents, tokens_table, positions_table, y } => {
+        Op::Embed { tokens, first, start, documents, tokens_table, positions_table, y } => {
             if y.is_empty() {
                 return Ok(());
             }
@@ -397,7 +397,9 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let positions = positions_table.map(|p| cube.read(&p)).transpose()?;
             let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
             let y = cube.write(&y)?;
-            cube.check_ids(name, &ids, tokens.len(), vocabulary);
+            if first.is_none() {
+                cube.check_ids(name, &ids, tokens.len(), vocabulary);
+            }
             let (count, dim) = cube.each(len);
             embed::gather::launch(
                 client,
@@ -413,12 +415,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 u32_of(length),
                 u32_of(start),
                 u32_of(vocabulary),
+                first.unwrap_or(0),
                 positions.is_some(),
                 documents.is_some(),
             );
             cube.write_back([ids, table, y].into_iter().chain(positions).chain(documents));
         }
-        Op::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table } => {
+        Op::EmbedGrad { tokens, first, start, documents, dy, d_tokens_table, d_positions_table } => {
             if dy.is_empty() {
                 return Ok(());
             }
@@ -431,11 +434,13 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let from = if documents.is_some() { 0 } else { start };
             let own = |all: ViewMut<'_>| cube.write(&all.part(from * cols, [start + length - from, cols])?);
             let positions = d_positions_table.map(own).transpose()?;
-            cube.check_ids(name, &ids, rows, vocabulary);
+            if first.is_none() {
+                cube.check_ids(name, &ids, rows, vocabulary);
+            }
             let (count, dim) = cube.row_each(rows);
             let (n, c) = (u32_of(rows), u32_of(cols));
-            let (i, d, t) = (ids.arg(), dy.arg(), table.arg());
-            embed::scatter::launch(client, count, dim, i, d, t, n, c, u32_of(vocabulary), cube.units);
+            let (i, d, t, all) = (ids.arg(), dy.arg(), table.arg(), u32_of(vocabulary));
+            embed::scatter::launch(client, count, dim, i, d, t, n, c, all, first.unwrap_or(0), cube.units);
             match (&positions, &documents) {
                 (Some(to), Some(documents)) => {
                     let scratch = cube.scratch(rows * 4)?;
@@ -445,7 +450,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                     embed::positions::launch(client, each, units, of, at.arg(), n, t, u32_of(start));
                     let (count, dim) = cube.row_each(rows);
                     let (i, d, t, all) = (at.arg(), dy.arg(), to.arg(), u32_of(start + length));
-                    embed::scatter::launch(client, count, dim, i, d, t, n, c, all, cube.units);
+                    embed::scatter::launch(client, count, dim, i, d, t, n, c, all, 0, cube.units);
                     cube.pool.give(scratch);
                 }
                 (Some(to), None) => {
@@ -497,6 +502,12 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
                 cube.units,
             );
             cube.write_back([logits, ids, losses].into_iter().chain(weights));
+        }
+        Op::LogitStats { logits, first, targets, stats } => {
+            cube.logit_stats([&logits, &targets], first, &stats)?;
+        }
+        Op::LogitGrad { logits, first, targets, weights, log_sums, scale } => {
+            cube.logit_grad(&logits, first, [&targets, &log_sums], weights.as_ref(), scale)?;
         }
         Op::SumSquares { x, partials } => {
             if x.is_empty() {

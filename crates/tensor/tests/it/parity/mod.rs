@@ -227,19 +227,20 @@ fn joined_heads(
 fn embedding(
     d: &Device,
     seed: u64,
-    [b, t, vocabulary, cols]: [usize; 4],
+    ([b, t, vocabulary, cols], first): ([usize; 4], Option<u32>),
     start: usize,
     positioned: bool,
     divided: bool,
 ) -> Result<Vec<Tensor>> {
     let documents = documents(d, seed + 6, [b, t], start, divided)?;
     let documents = documents.as_ref().map(Tensor::view);
-    let tokens = ids(d, seed, vocabulary, [b, t])?;
+    let tokens = ids(d, seed, if first.is_some() { 2 * vocabulary } else { vocabulary }, [b, t])?;
     let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
     let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
     let mut y = d.zeros([b, t, cols])?;
     d.run(Op::Embed {
         tokens: tokens.view(),
+        first,
         start,
         documents,
         tokens_table: table.view(),
@@ -251,6 +252,7 @@ fn embedding(
     let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
     d.run(Op::EmbedGrad {
         tokens: tokens.view(),
+        first,
         start,
         documents,
         dy: dy.view(),
@@ -444,7 +446,16 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
             "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, documents {divided}, and \
              gradient"
         );
-        add("embed", what, false, Box::new(move |d| embedding(d, seed, size, start, positioned, divided)));
+        // A piece of the table has some of the ids alone.
+        for first in [None, Some(0), Some(3)] {
+            let (what, table) = (format!("{what}, first {first:?}"), (size, first));
+            add(
+                "embed",
+                what,
+                false,
+                Box::new(move |d| embedding(d, seed, table, start, positioned, divided)),
+            );
+        }
     }
 
     for (each, weighted, adds) in [(1, false, false), (1, true, false), (2, true, true), (3, false, true)] {
@@ -497,6 +508,38 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                     grad_scale,
                 })?;
                 Ok(vec![logits, losses])
+            }),
+        );
+    }
+
+    for first in [0, 7] {
+        let (rows, cols) = (draw.size(1, 40), draw.size(1, 300));
+        add(
+            "logit_stats",
+            format!("[{rows}, {cols}] from {first}"),
+            false,
+            Box::new(move |d| {
+                // Some targets are in other pieces.
+                let (mut logits, targets) =
+                    (noise(d, seed, 4.0, [rows, cols])?, ids(d, seed + 1, 2 * cols, rows)?);
+                let mut stats = d.zeros([rows, 3])?;
+                d.run(Op::LogitStats {
+                    logits: logits.view(),
+                    first,
+                    targets: targets.view(),
+                    stats: stats.view_mut(),
+                })?;
+                let weight: Vec<f32> = (0..rows).map(|row| (row % 3) as f32 * 0.75).collect();
+                let (weights, log_sums) = (d.tensor(&weight, rows)?, noise(d, seed + 2, 4.0, rows)?);
+                d.run(Op::LogitGrad {
+                    logits: logits.view_mut(),
+                    first,
+                    targets: targets.view(),
+                    weights: (first > 0).then(|| weights.view()),
+                    log_sums: log_sums.view(),
+                    scale: 0.25,
+                })?;
+                Ok(vec![stats, logits])
             }),
         );
     }

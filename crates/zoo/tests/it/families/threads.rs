@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use super::tensor::Tensor;
 use super::zoo::ZooError;
-use super::zoo::exchange::{Alone, ArrivedRows, Axis, Exchange, rows_for};
+use super::zoo::exchange::{Alone, ArrivedRows, Axis, Exchange, rows_for, with_length};
 
 const LOCK: &str = "no thread panicked";
 
@@ -42,6 +42,26 @@ impl Threads {
     }
 }
 
+impl Threads {
+    /// Returns what each rank tells.
+    fn told(&self, own: Vec<f32>) -> Vec<Vec<f32>> {
+        self.all.values.lock().expect(LOCK)[self.rank] = own;
+        self.all.barrier.wait();
+        let all = self.all.values.lock().expect(LOCK).clone();
+        self.all.barrier.wait();
+        all
+    }
+
+    fn reduce(&self, axis: Axis, values: &mut Tensor, by: fn(f32, f32) -> f32) -> Result<(), ZooError> {
+        if axis != self.axis {
+            return Alone.all_reduce(axis, values);
+        }
+        let all = self.told(values.to_vec()?);
+        let of = |at: usize| all.iter().map(|of_rank| of_rank[at]).reduce(by).unwrap_or_default();
+        Ok(values.write(&(0..all[0].len()).map(of).collect::<Vec<f32>>())?)
+    }
+}
+
 impl Exchange for Threads {
     fn size(&self, axis: Axis) -> usize {
         if axis == self.axis { self.all.values.lock().expect(LOCK).len() } else { 1 }
@@ -52,23 +72,30 @@ impl Exchange for Threads {
     }
 
     fn all_reduce(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
-        if axis != self.axis {
-            return Alone.all_reduce(axis, values);
-        }
-        let own = values.to_vec()?;
-        self.all.values.lock().expect(LOCK)[self.rank] = own;
-        self.all.barrier.wait();
-        let sum = {
-            let all = self.all.values.lock().expect(LOCK);
-            (0..all[0].len()).map(|at| all.iter().map(|of_rank| of_rank[at]).sum::<f32>()).collect::<Vec<_>>()
-        };
-        values.write(&sum)?;
-        self.all.barrier.wait();
-        Ok(())
+        self.reduce(axis, values, |sum, value| sum + value)
     }
 
-    fn gather(&self, _: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
-        Alone.gather(Axis::Tensor, piece, dim, lengths)
+    fn all_reduce_max(&self, axis: Axis, values: &mut Tensor) -> Result<(), ZooError> {
+        self.reduce(axis, values, f32::max)
+    }
+
+    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+        if axis != self.axis {
+            return Alone.gather(axis, piece, dim, lengths);
+        }
+        let all = self.told(piece.to_vec()?);
+        let shape = piece.shape();
+        let dims = shape.dims();
+        let (outer, inner): (usize, usize) = (dims[..dim].iter().product(), dims[dim + 1..].iter().product());
+        let run = |row: usize, rank: usize| {
+            let len = lengths[rank] * inner;
+            all[rank][row * len..][..len].to_vec()
+        };
+        let whole: Vec<f32> = (0..outer)
+            .flat_map(|row| (0..all.len()).flat_map(|rank| run(row, rank)).collect::<Vec<_>>())
+            .collect();
+        let shape = with_length(piece.shape(), dim, lengths.iter().sum())?;
+        Ok(piece.device().tensor(&whole, shape)?)
     }
 
     fn scatter(&self, _: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {

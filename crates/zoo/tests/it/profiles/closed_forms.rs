@@ -58,7 +58,8 @@ pub(crate) fn figures(spec: &ModelSpec) -> Result<Vec<Figure>, ZooError> {
 
 fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooError> {
     let profile = ModelProfile::of_share(spec, share)?;
-    let (t, c, v) = (spec.context as u64, spec.dim as u64, spec.vocab as u64);
+    // The rank's own tokens.
+    let (t, c, v) = (spec.context as u64, spec.dim as u64, share.of(spec.vocab).len() as u64);
     let (_, block) = profile.blocks[0];
     let of = spec.blocks[0].block;
     // The rank's own heads and inner columns.
@@ -105,7 +106,9 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
     let most = (2 * c).max(if gated { qkv } else { q });
     let head = profile.head;
     let head_products = 2 * t * v * c;
-    let sent = |sums: u64| 4 * (2 * sums * hidden * (ranks - 1) / ranks);
+    // An odd number of values is rounded down.
+    let sent_by = |sums: u64, values: u64| 2 * sums * (4 * values * (ranks - 1) / ranks);
+    let sent = |sums: u64| sent_by(sums, hidden);
     // Causal attention over T (T + 1) / 2 pairs per head, without those before a window.
     let outside = of.attention.window.map_or(0, |window| t.saturating_sub(window as u64));
     let pairs = t * (t + 1) - outside * (outside + 1);
@@ -129,6 +132,15 @@ fn figures_of(spec: &ModelSpec, share: &AxisShare) -> Result<Vec<Figure>, ZooErr
         ("products of a block's forward pass", block.forward.products, products),
         ("products for a block's input", block.input.products, products),
         ("products for a block's weights", block.weight.products, products),
+        // The embedding sums hidden states, and so does the head the gradient of its input. The loss needs the
+        // largest logit of each token, and the sum of exponentials and the target's logit.
+        (
+            "bytes that the embedding sends",
+            profile.embedding.sent_forward.along(Axis::Tensor),
+            sent_by(1, t * c),
+        ),
+        ("bytes that the head sends forward", head.sent_forward.along(Axis::Tensor), sent_by(3, t)),
+        ("bytes that the head sends backward", head.sent_backward.along(Axis::Tensor), sent_by(1, t * c)),
         // Two products forward, five backward.
         ("attention of a block's forward pass", block.forward.attention, 2 * q * pairs),
         ("attention for a block's input", block.input.attention, 5 * q * pairs),

@@ -45,7 +45,8 @@ fn files(step: u64, model: Vec<u8>) -> Files {
 fn read(all: Vec<Files>) -> Result<Vec<f32>> {
     let device = farflung_tensor::Device::cpu(1)?;
     let layout = Stage::whole(&model(), &device)?.layout().clone();
-    let needed = Needed::Parts(layout.params().iter().map(|p| (p.name.clone(), 1)).collect());
+    let parts = layout.params().iter().map(|p| (p.name.clone(), 1)).collect();
+    let needed = Needed::Parts(OwnTensors { parts, width: AxisShare::whole() });
     Source::new(&model(), all, Residuals::None, needed)?.take_weights(&layout)
 }
 

@@ -1,12 +1,13 @@
-//! The messages with which the replicas that divide experts send each other tokens, in the passes of a stage:
-//! found by running the stage on the device that only counts, with even routing.
+//! What the ranks that divide layers send each other in the passes of a stage: found by running the stage on
+//! the device that only counts, with even routing.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use farflung_base::Axis;
+use farflung_parallel::Coordinates;
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::exchange::{Counted, CountedRows};
+use farflung_zoo::exchange::CountedExchange;
 use farflung_zoo::layer::Grads;
 use farflung_zoo::{Input, ModelSpec, Packed, Stage, Targets};
 
@@ -14,47 +15,71 @@ use crate::Result;
 use crate::row_messages::RowMessages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
-use crate::train::expert_ranks::ExpertRanks;
+use crate::train::division::Division;
 use crate::train::trainer::stage_of;
 
-/// The bytes of an exchange to each rank of a group.
-pub(super) type ToRanks = Vec<u64>;
+/// An exchange of a layer, as one of the ranks that divide it takes part in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum LayerExchange {
+    /// A sum of this many values along the tensor axis.
+    Sum(usize),
+    /// Tokens for experts: the bytes to each replica of a group.
+    Tokens(Vec<u64>),
+}
 
-/// Returns the bytes of exchanges, in the plan's codec.
-fn sent(plan: &BoundPlan, exchanges: Vec<CountedRows>) -> Result<Vec<ToRanks>> {
-    let of = |CountedRows { cols, rows, numbers }: CountedRows| {
-        let messages = RowMessages::new(plan.expert_codec(), cols, 0)?;
-        Ok(rows.iter().zip(numbers).map(|(&rows, count)| messages.bytes(rows, count) as u64).collect())
+impl LayerExchange {
+    /// Returns the axis of the ranks that take part.
+    pub(super) const fn axis(&self) -> Axis {
+        match self {
+            Self::Sum(_) => Axis::Tensor,
+            Self::Tokens(_) => Axis::Expert,
+        }
+    }
+}
+
+/// Returns the exchanges that were counted, in the plan's codec.
+fn sent(plan: &BoundPlan, counted: Vec<CountedExchange>) -> Result<Vec<LayerExchange>> {
+    let of = |exchange| {
+        Ok(match exchange {
+            CountedExchange::Rows(sent) => {
+                let messages = RowMessages::new(plan.expert_codec(), sent.cols, 0)?;
+                let bytes = |(&rows, &count): (&usize, &usize)| messages.bytes(rows, count) as u64;
+                LayerExchange::Tokens(sent.rows.iter().zip(&sent.numbers).map(bytes).collect())
+            }
+            CountedExchange::AllReduce(_, values) => LayerExchange::Sum(values),
+            other => unreachable!("layers do not have the exchange {other:?}"),
+        })
     };
-    exchanges.into_iter().map(of).collect()
+    counted.into_iter().map(of).collect()
 }
 
 /// The exchanges of a rank in the passes of a stage for one microbatch, in their order.
 #[derive(Debug, Clone, Default)]
-pub(super) struct TokenExchanges {
-    pub(super) forward: Vec<ToRanks>,
+pub(super) struct LayerExchanges {
+    pub(super) forward: Vec<LayerExchange>,
     /// Those of a whole backward pass before each range of gradients is final; after the last range at its end.
-    pub(super) backward: Vec<Vec<ToRanks>>,
+    pub(super) backward: Vec<Vec<LayerExchange>>,
     /// Those of the gradient of the input alone, and of the gradients of the weights after it.
-    pub(super) input: Vec<ToRanks>,
-    pub(super) weight: Vec<ToRanks>,
+    pub(super) input: Vec<LayerExchange>,
+    pub(super) weight: Vec<LayerExchange>,
 }
 
-impl TokenExchanges {
-    /// Runs the stage of part `number` as `replica` has it.
+impl LayerExchanges {
+    /// Runs the stage of part `number` as the rank at `at` has it.
     pub(super) fn of(
         plan: &BoundPlan,
         model: &ModelSpec,
         schedule: &ReplicaSchedule,
-        (number, replica): (usize, u32),
+        (number, at): (usize, Coordinates),
     ) -> Result<Self> {
-        if !plan.divides_experts() {
+        let division = Division::of(plan);
+        if !division.divides() || schedule.layers[number].is_empty() {
             return Ok(Self::default());
         }
         let device = Device::sizes().with_precision(plan.precision);
-        let counted = Arc::new(Counted::new([(Axis::Expert, ExpertRanks::of(plan).share(replica)?)]));
+        let counted = Arc::new(division.counted(at)?);
         let exchange = Arc::clone(&counted) as _;
-        let stage = stage_of(plan, (model, replica), schedule, number, (&device, exchange))?;
+        let stage = stage_of(plan, (model, at), schedule, number, (&device, exchange))?;
         let run = Run {
             batch: plan.batch as usize,
             layers: schedule.layers[number].clone(),
@@ -62,7 +87,7 @@ impl TokenExchanges {
             grads: stage.zeros()?,
             stage,
         };
-        run.exchanges(&|| sent(plan, counted.take_rows()))
+        run.exchanges(&|| sent(plan, counted.take_exchanges()))
     }
 }
 
@@ -76,7 +101,7 @@ struct Run {
 }
 
 impl Run {
-    fn exchanges(mut self, taken: &dyn Fn() -> Result<Vec<ToRanks>>) -> Result<TokenExchanges> {
+    fn exchanges(mut self, taken: &dyn Fn() -> Result<Vec<LayerExchange>>) -> Result<LayerExchanges> {
         let spec = self.stage.spec().clone();
         let device = self.stage.device().clone();
         let hidden = || device.empty(farflung_tensor::DType::F32, [self.batch, spec.context, spec.dim]);
@@ -91,7 +116,7 @@ impl Run {
         };
         let from_above = || Ok::<_, crate::Error>(if is_last { None } else { Some(hidden()?) });
         let saved = forward()?;
-        let mut found = TokenExchanges { forward: taken()?, ..TokenExchanges::default() };
+        let mut found = LayerExchanges { forward: taken()?, ..LayerExchanges::default() };
         let dy = from_above()?;
         let mut again = forward()?;
         let dy_again = from_above()?;

@@ -1,0 +1,116 @@
+//! The settings of the axes along which ranks divide the model: `mesh`, and those of the tensor axis.
+
+use farflung_base::Axis;
+use farflung_parallel::{Mesh, whole_replicas};
+use toml::Value;
+
+use super::TrainConfig;
+use super::pools::Numbers;
+use super::validate::check;
+use super::value::Setting;
+use crate::Result;
+
+impl Setting for Mesh {
+    fn expected() -> String {
+        "axes with their sizes, such as data=2,pipeline=2,tensor=2".to_owned()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+impl TrainConfig {
+    /// Sets the numbers of workers, stages and ranks along the tensor axis to those of `mesh`, unless others
+    /// were given.
+    pub(super) fn take_mesh(&mut self) {
+        let Some(mesh) = self.mesh.clone() else { return };
+        let along = |axis| mesh.along(axis) as usize;
+        for (name, size) in [
+            ("workers", mesh.size() as usize),
+            ("stages", along(Axis::Pipeline)),
+            ("tensor", along(Axis::Tensor)),
+        ] {
+            if !self.was_given(name) {
+                match name {
+                    "workers" => self.workers = size,
+                    "stages" => self.stages = size,
+                    _ => self.tensor = size,
+                }
+            }
+        }
+    }
+
+    pub(super) fn validate_mesh(&self) -> Result<()> {
+        let most = Mesh::MAX_RANKS;
+        let good = (1..=most as usize).contains(&self.tensor);
+        check("tensor", &self.tensor, good, &format!("1 to {most}"))?;
+        if let Some(weights) = &self.tensor_weights {
+            let expected = format!("{} numbers, one for each rank of `tensor`", self.tensor);
+            check("tensor-weights", &weights.value(), weights.0.len() == self.tensor, &expected)?;
+        }
+        let Some(mesh) = &self.mesh else { return Ok(()) };
+        let along = |axis| mesh.along(axis) as usize;
+        check("mesh", mesh, along(Axis::Context) == 1, "no context axis, which is not implemented yet")?;
+        for (field, value, axis) in
+            [("stages", self.stages, Axis::Pipeline), ("tensor", self.tensor, Axis::Tensor)]
+        {
+            check(field, &value, value == along(axis), &format!("{}, as `mesh` says", along(axis)))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the weights of the ranks along the tensor axis, as a plan has them.
+    pub(crate) fn tensor_weights(&self) -> Vec<u32> {
+        match &self.tensor_weights {
+            Some(Numbers(weights)) if self.tensor > 1 => weights.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Returns the number of replicas that `world` ranks make.
+    pub(crate) fn replicas_of(&self, world: usize) -> usize {
+        whole_replicas(world, self.stages.max(1), self.tensor.max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TrainArgs;
+
+    fn resolved(mesh: &str, more: TrainArgs) -> Result<TrainConfig> {
+        let given = TrainArgs { mesh: Some(mesh.parse().unwrap()), ..more };
+        TrainConfig::merge(given, TrainArgs::default())
+    }
+
+    #[test]
+    fn a_mesh_says_how_many_ranks_there_are_along_each_axis() {
+        for mesh in ["data=3,pipeline=2,tensor=4", "tensor=4,data=3,pipeline=2"] {
+            let config = resolved(mesh, TrainArgs::default()).unwrap();
+            assert_eq!((config.workers, config.stages, config.tensor), (24, 2, 4), "{mesh}");
+            assert_eq!(config.replicas_of(24), 3);
+        }
+        let other = TrainArgs { workers: Some(8), tensor: Some(4), ..TrainArgs::default() };
+        assert_eq!(resolved("data=3,tensor=4", other).unwrap().workers, 8);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_its_name() {
+        let refused = |mesh, more| resolved(mesh, more).unwrap_err().to_string();
+        let other = TrainArgs { stages: Some(3), ..TrainArgs::default() };
+        assert!(refused("pipeline=2", other).contains("`stages` is 3, expected 2, as `mesh` says"));
+        let other = TrainArgs { tensor: Some(3), ..TrainArgs::default() };
+        assert!(refused("data=2", other).contains("`tensor` is 3, expected 1, as `mesh` says"));
+        assert!(refused("context=2", TrainArgs::default()).contains("`mesh` is context=2"));
+        let weights = TrainArgs { tensor_weights: Numbers::parse("1,2"), ..TrainArgs::default() };
+        assert!(refused("tensor=3", weights).contains("`tensor-weights` is"));
+        for wrong in ["", "data", "data=0", "row=2", "data=2,data=2"] {
+            assert_eq!(<Mesh as Setting>::parse(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Ranks that divide the width of layers: losses, gradients and bytes under every product of the axes, and
+//! Megatron's efficiencies on the virtual clock.
+
+use anyhow::{Result, anyhow};
+use farflung::TrainConfig;
+use farflung::base::{Bandwidth, Link, Nanos, Topology};
+use farflung::config::choice::OptimizerKind;
+use farflung::config::pools::Numbers;
+use farflung::optim::local::SGD;
+use farflung::parallel::pipeline::Method;
+use farflung::parallel::{Axis, Recompute};
+use farflung::tensor::Device;
+use farflung::train::{Job, Machines, Prediction, plan_of};
+use farflung::zoo::spec::HeadSpec;
+use farflung::zoo::weights::{Dtype, TokenIds, config_text};
+use farflung::zoo::{AxisShare, Cut, ModelSpec, Stage, gpt2};
+
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all, relative_l2};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "tensor-parallel",
+    claim: "ranks that divide the width of layers train as one process, under every product of the axes, and send \
+            what the closed forms say; Megatron's efficiencies follow from one calibrated link, and the link at \
+            which two ranks are as fast as one is the predicted one",
+    source: "Shoeybi et al. 2019, Megatron-LM, figures 5 and 6; shared/facts/larger-than-a-machine.md 1",
+    seed: 1337,
+    run,
+};
+
+const STEPS: usize = 10;
+/// Microbatches of a step, of all replicas, and sequences in each.
+const MICROBATCHES: usize = 4;
+const BATCH: usize = 2;
+
+fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
+    for family in ["gpt2", "llama"] {
+        products(report, family)?;
+    }
+    megatron(report)?;
+    break_even(report)
+}
+
+/// Returns a small model of a family: with a tied head and learned positions, or with a head of its own.
+fn small(family: &str) -> Result<ModelSpec> {
+    let mut model = ModelSpec::preset(if family == "gpt2" { "nano" } else { "llama-nano" })?;
+    model.context = 64;
+    if family != "gpt2" {
+        model.head = HeadSpec::Own;
+    }
+    Ok(model)
+}
+
+/// What a rank has of some steps.
+struct OfRank {
+    losses: Vec<f64>,
+    /// The gradients of the first step, on rank 0.
+    grads: Option<Vec<f32>>,
+    /// Bytes that it sent in the second step.
+    sent: u64,
+}
+
+fn trained(job: &Job) -> Result<Vec<OfRank>> {
+    on_all(job, |worker| {
+        let mut losses = vec![worker.step(false)?.loss];
+        let grads = worker.gather_grads()?.map(|grads| grads.to_vec::<f32>()).transpose()?;
+        let sent = |worker: &farflung::train::Trainer| worker.comm().stats().sent.payload.0;
+        let before = sent(worker);
+        losses.push(worker.step(false)?.loss);
+        let sent = sent(worker) - before;
+        for _ in 2..STEPS {
+            losses.push(worker.step(false)?.loss);
+        }
+        Ok(OfRank { losses, grads, sent })
+    })
+}
+
+/// Compares all products of the axes with one process.
+fn products(report: &mut Report<'_>, family: &str) -> Result<()> {
+    let model = small(family)?;
+    let base = TrainConfig {
+        model: config_text(&model, Dtype::F32, &TokenIds::default()),
+        layers: None,
+        heads: None,
+        dim: None,
+        context: Some(model.context),
+        batch: BATCH,
+        accumulate: MICROBATCHES,
+        workers: 1,
+        // Adam would turn the rounding of gradients that are 0, such as those of the keys' biases, into steps.
+        optimizer: OptimizerKind::of(&SGD),
+        lr: 0.1,
+        ..config(report.seed(), false)
+    };
+    let first = job(base.clone(), JobTransport::Memory)?;
+    let mut alone = trained(&first)?;
+    let alone = alone.pop().ok_or_else(|| anyhow!("no rank"))?;
+    let whole = Stage::whole(&first.model, &Device::cpu(1)?)?;
+    let mut shapes = Vec::new();
+    for tensor in [1, 2, 4] {
+        for (stages, replicas) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+            shapes.push((tensor, stages, replicas, None));
+        }
+    }
+    shapes.push((2, 2, 1, Some(vec![3, 1])));
+    for (tensor, stages, replicas, weights) in shapes.into_iter().filter(|&(t, p, d, _)| t * p * d > 1) {
+        let plan = TrainConfig {
+            workers: tensor * stages * replicas,
+            stages,
+            tensor,
+            tensor_weights: weights.clone().map(Numbers),
+            microbatches: Some(MICROBATCHES / replicas),
+            accumulate: 1,
+            ..base.clone()
+        };
+        let job = again(&first, plan, JobTransport::Memory);
+        let all = trained(&job)?;
+        let shares = weights.map_or_else(String::new, |weights| format!(" as {weights:?}"));
+        let row = |what: &str| format!("{family}, t {tensor}{shares}, p {stages}, d {replicas}: {what}");
+        let off =
+            alone.losses.iter().zip(&all[0].losses).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+        report.row(
+            &row(&format!("largest relative difference of {STEPS} losses")),
+            off,
+            "",
+            Threshold::AtMost(1e-5),
+        )?;
+        let (grads, want) = (all[0].grads.as_ref(), alone.grads.as_ref());
+        let (grads, want) = grads.zip(want).ok_or_else(|| anyhow!("rank 0 gathers no gradients"))?;
+        let mut farthest = 0.0_f64;
+        for param in whole.layout().params() {
+            let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+            let (own, want) = (&grads[param.range()], &want[param.range()]);
+            // Of a small tensor relative to a norm of 0.01.
+            farthest = farthest.max(relative_l2(own, want) * norm(want) / norm(want).max(1e-2));
+        }
+        report.row(
+            &row("gradients, relative to each tensor's norm"),
+            farthest,
+            "",
+            Threshold::AtMost(1e-5),
+        )?;
+        let mut off = 0.0_f64;
+        for (rank, of) in all.iter().enumerate() {
+            let closed = closed_form(&job, rank as u32)?;
+            off = off.max((of.sent as f64 / closed - 1.0).abs());
+        }
+        report.row(
+            &row("bytes that ranks send, off the closed forms"),
+            100.0 * off,
+            "%",
+            Threshold::AtMost(1.0),
+        )?;
+    }
+    Ok(())
+}
+
+/// Returns the bytes that a rank sends in a step with a flush, without votes.
+fn closed_form(job: &Job, rank: u32) -> Result<f64> {
+    let (plan, model) = (&job.plan, &job.model);
+    let at = plan.at(farflung::base::Rank(rank));
+    let (t, p, d) = (f64::from(plan.tensor_ranks()), plan.stages(), f64::from(plan.replicas()));
+    let microbatches = f64::from(plan.microbatches[at.data as usize]);
+    let (first, last) = (at.pipeline == 0, at.pipeline + 1 == p);
+    let tokens = (BATCH * model.context) as f64;
+    let hidden = 4.0 * tokens * model.dim as f64;
+    // An all-reduce of `n` bytes among `k` ranks.
+    let sum = |n: f64, k: f64| 2.0 * n * (k - 1.0) / k;
+    let layers = plan.parts[at.pipeline as usize].layers.len() as f64;
+    // Twice forward and twice backward in each layer; the embedding, and the gradient of the head's input; the
+    // largest logits, and the sums of exponentials with the targets' logits.
+    let sums = 4.0 * layers + f64::from(u8::from(first)) + f64::from(u8::from(last));
+    let loss = if last { 3.0 * 4.0 * tokens } else { 0.0 };
+    let tensor = microbatches * (sum(sums * hidden, t) + sum(loss, t));
+    let boundaries = f64::from(u8::from(!last)) + f64::from(u8::from(!first));
+    let pipeline = microbatches * boundaries * hidden;
+    let share = AxisShare::new(at.tensor as usize, plan.shares_of_width())?;
+    let part = &plan.parts[at.pipeline as usize].layers;
+    let stage = Stage::new(model, part.start as usize..part.end as usize, &Device::cpu(1)?)?;
+    let [mut pieces, mut whole, mut table] = [0.0; 3];
+    for (index, (_, spec)) in stage.tensors().enumerate() {
+        let own = 4.0 * spec.shape_of(&share).iter().product::<usize>() as f64;
+        let cut = spec.cut != Cut::Whole && plan.tensor_ranks() > 1;
+        *(if cut { &mut pieces } else { &mut whole }) += own;
+        if index == 0 && stage.shared_table().is_some() {
+            table = own;
+        }
+    }
+    // Pieces are averaged over replicas, whole tensors over the ranks of the tensor axis, too. The two stages
+    // of a tied table exchange its gradient.
+    Ok(tensor + pipeline + sum(pieces, d) + sum(whole, d * t) + if p > 1 { table } else { 0.0 })
+}
+
+/// A model of Megatron's figure 5: the ranks that divide it, its width, heads and layers.
+const MEGATRON: [(u32, usize, usize, usize); 4] =
+    [(1, 1536, 16, 40), (2, 1920, 20, 54), (4, 2304, 24, 64), (8, 3072, 32, 72)];
+
+/// Predicts the efficiencies of Megatron's weak scaling. The rate of a GPU is that of its baseline; the rate of
+/// the links is calibrated on eight ranks, so that those of two and four follow.
+fn megatron(report: &mut Report<'_>) -> Result<()> {
+    /// Operations of a second of the baseline: 39 TF.
+    const RATE: f64 = 39e12;
+    /// Bits a second of a ring in one direction: 69.5 GB/s for 16-bit values. Our sums have 32.
+    const RING: u64 = 2 * 8 * 69_500_000_000;
+    for (ranks, dim, heads, layers) in MEGATRON {
+        let model = gpt2(layers, heads, dim, 1024, 51_200)?;
+        let predicted = predicted(
+            &model,
+            (ranks, 8, Recompute::Full),
+            RATE,
+            Link { bandwidth: Bandwidth(RING), latency: Nanos::ZERO },
+        )?;
+        let efficiency = 100.0 * predicted.compute.as_secs_f64() / predicted.step().as_secs_f64();
+        let (note, mark) = match ranks {
+            1 => continue,
+            2 => ("", 93.9),
+            4 => ("", 85.7),
+            _ => (", calibrated", 77.0),
+        };
+        let metric =
+            format!("Megatron on {ranks} ranks: {efficiency:.1}% of ideal{note}, points off {mark}%");
+        report.row(&metric, (efficiency - mark).abs(), "", Threshold::AtMost(1.0))?;
+    }
+    Ok(())
+}
+
+/// Predicts a step of a model that some ranks divide, on machines and links of these rates.
+fn predicted(
+    model: &ModelSpec,
+    (ranks, batch, recompute): (u32, usize, Recompute),
+    rate: f64,
+    link: Link,
+) -> Result<Prediction> {
+    let config = TrainConfig {
+        model: config_text(model, Dtype::F32, &TokenIds::default()),
+        context: Some(model.context),
+        workers: ranks as usize,
+        tensor: ranks as usize,
+        batch,
+        recompute,
+        schedule: Method::OneFOneB,
+        codec: "none".parse()?,
+        ..TrainConfig::default()
+    };
+    let plan = plan_of(config, ranks as usize)?;
+    let machines =
+        Machines { topology: Topology::uniform(ranks as usize, link), rates: vec![rate; ranks as usize] };
+    assert_eq!(plan.mesh.along(Axis::Tensor), ranks, "the plan divides layers among all ranks");
+    Ok(Prediction::new(&plan, model, &machines)?)
+}
+
+/// Compares two ranks with one at the link at which they are predicted to be as fast, of a model whose
+/// embedding and head cost next to nothing.
+fn break_even(report: &mut Report<'_>) -> Result<()> {
+    for (dim, heads, rate) in [(768, 12, 50e9), (512, 8, 20e9)] {
+        let model = gpt2(48, heads, dim, 1024, 256)?;
+        let (h, s) = (dim as f64, model.context as f64);
+        let bytes = 4.0 * rate / (9.0 * h * (1.0 + s / (6.0 * h)));
+        let link = Link { bandwidth: Bandwidth((8.0 * bytes) as u64), latency: Nanos::ZERO };
+        let time = |ranks| {
+            let found = predicted(&model, (ranks, 1, Recompute::None), rate, link)?;
+            Ok::<_, anyhow::Error>(found.step().as_secs_f64())
+        };
+        let ratio = time(2)? / time(1)?;
+        let metric = format!(
+            "width {dim} at {:.0} GFLOP/s, two ranks over {:.1} MB/s, off the time of one",
+            rate / 1e9,
+            bytes / 1e6
+        );
+        report.row(&metric, 100.0 * (ratio - 1.0).abs(), "%", Threshold::AtMost(2.0))?;
+    }
+    Ok(())
+}
