@@ -128,10 +128,11 @@ impl Exchange for OverRanks {
         self.reduce(axis, values, ReduceOp::Max)
     }
 
-    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+    fn gather(&self, axis: Axis, piece: &Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         check_pieces(lengths, self.size(axis))?;
         check_length(piece.shape(), dim, lengths[self.rank(axis)])?;
-        let Some(comm) = self.among(axis) else { return Ok(piece) };
+        let Some(comm) = self.among(axis) else { return Alone.gather(axis, piece, dim, lengths) };
+        let begun = comm.now();
         let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
         let pieces = Pieces::new(axis, whole, dim, lengths)?;
         let counts = pieces.counts();
@@ -139,6 +140,7 @@ impl Exchange for OverRanks {
         let mut packed = vec![0.0; whole.len()];
         packed[start..][..piece.shape().len()].copy_from_slice(&piece.to_vec::<f32>()?);
         comm.all_gather_v(&mut packed, &counts).map_err(failed(axis))?;
+        self.count_wait(comm, begun);
         Ok(piece.device().tensor(&pieces.joined(&packed), whole)?)
     }
 
@@ -146,10 +148,12 @@ impl Exchange for OverRanks {
         check_pieces(lengths, self.size(axis))?;
         check_length(whole.shape(), dim, lengths.iter().sum())?;
         let Some(comm) = self.among(axis) else { return Ok(whole) };
+        let begun = comm.now();
         let pieces = Pieces::new(axis, whole.shape(), dim, lengths)?;
         let mut packed = pieces.split(&whole.to_vec::<f32>()?);
         let own =
             comm.reduce_scatter_v(&mut packed, &pieces.counts(), ReduceOp::Sum).map_err(failed(axis))?;
+        self.count_wait(comm, begun);
         let piece = with_length(whole.shape(), dim, lengths[comm.rank().index()])?;
         Ok(whole.device().tensor(&packed[own], piece)?)
     }

@@ -82,6 +82,8 @@ pub struct Plan {
     pub mesh: Mesh,
     /// How the ranks along the tensor axis divide the width of layers: a weight for each. Empty: equally.
     pub tensor_weights: Vec<u32>,
+    /// Whether these ranks divide the positions of sequences, too, where each has whole layers.
+    pub sequence_parallel: bool,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
     /// Precision to which the operands of matrix products are rounded.

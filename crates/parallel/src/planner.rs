@@ -232,6 +232,7 @@ impl Planned {
             model,
             mesh: Plan::mesh_of(busy().count() as u32, 1)?,
             tensor_weights: Vec::new(),
+            sequence_parallel: false,
             machines: busy().map(|(name, ..)| name.clone()).collect(),
             precision: self.precision,
             batch: u32::try_from(self.batch).unwrap_or(u32::MAX),

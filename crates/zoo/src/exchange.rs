@@ -34,7 +34,7 @@ pub trait Exchange: fmt::Debug + Send + Sync {
     /// Returns the pieces of all ranks, joined along dimension `dim`, where they have these lengths.
     ///
     /// Errors: as [`Exchange::all_reduce`]; [`ZooError::Tensor`] for a piece of another length.
-    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError>;
+    fn gather(&self, axis: Axis, piece: &Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError>;
 
     /// Returns this rank's piece of the sum over all ranks. Pieces have these lengths along dimension `dim`.
     ///
@@ -143,9 +143,11 @@ impl Exchange for Alone {
         Ok(())
     }
 
-    fn gather(&self, _axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+    fn gather(&self, _axis: Axis, piece: &Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         check_length(piece.shape(), dim, lengths.iter().sum())?;
-        Ok(piece)
+        let mut same = piece.device().empty(piece.dtype(), piece.shape())?;
+        piece.device().run(Op::Cast { x: piece.view(), y: same.view_mut() })?;
+        Ok(same)
     }
 
     fn scatter(&self, _axis: Axis, whole: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
@@ -188,10 +190,13 @@ pub struct Counted {
 
 /// An exchange that was counted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum CountedExchange {
     /// A sum, or a maximum, of this many values along an axis.
     AllReduce(Axis, usize),
+    /// A gather along an axis, of pieces of these numbers of values.
+    Gather(Axis, Vec<usize>),
+    /// A scatter of a sum along an axis, into pieces of these numbers of values.
+    Scatter(Axis, Vec<usize>),
     /// Rows that were sent along the view of experts.
     Rows(CountedRows),
 }
@@ -246,9 +251,25 @@ impl Counted {
         std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the sums and the exchanges of rows since the last call. Sums of a rank alone are left out.
+    /// Returns the sums, gathers, scatters and exchanges of rows since the last call. Sums of a rank alone are
+    /// left out.
     pub fn take_exchanges(&self) -> Vec<CountedExchange> {
         std::mem::take(&mut self.exchanges.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Records an exchange of pieces of these lengths along a dimension, of tensors that are else like `shape`.
+    fn record_pieces(
+        &self,
+        exchange: fn(Axis, Vec<usize>) -> CountedExchange,
+        axis: Axis,
+        shape: Shape,
+        (dim, lengths): (usize, &[usize]),
+    ) -> Result<(), ZooError> {
+        if self.size(axis) > 1 {
+            let values = lengths.iter().map(|&length| Ok(with_length(shape, dim, length)?.len()));
+            self.record(exchange(axis, values.collect::<Result<_, ZooError>>()?));
+        }
+        Ok(())
     }
 
     fn record(&self, exchange: CountedExchange) {
@@ -291,10 +312,11 @@ impl Exchange for Counted {
         self.all_reduce(axis, values)
     }
 
-    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+    fn gather(&self, axis: Axis, piece: &Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         check_pieces(lengths, self.size(axis))?;
         check_length(piece.shape(), dim, lengths[self.rank(axis)])?;
-        self.add(axis, bytes(&piece) * (self.size(axis) as u64 - 1));
+        self.add(axis, bytes(piece) * (self.size(axis) as u64 - 1));
+        self.record_pieces(CountedExchange::Gather, axis, piece.shape(), (dim, lengths))?;
         let whole = with_length(piece.shape(), dim, lengths.iter().sum())?;
         Ok(piece.device().empty(piece.dtype(), whole)?)
     }
@@ -305,6 +327,7 @@ impl Exchange for Counted {
         let own = lengths[self.rank(axis)];
         let piece = whole.device().empty(whole.dtype(), with_length(whole.shape(), dim, own)?)?;
         self.add(axis, bytes(&whole) - bytes(&piece));
+        self.record_pieces(CountedExchange::Scatter, axis, whole.shape(), (dim, lengths))?;
         Ok(piece)
     }
 
@@ -381,7 +404,7 @@ mod tests {
         let sent = || counted.take().along(Axis::Tensor);
         counted.all_reduce(Axis::Tensor, &mut tensor([2, 6, 4])).unwrap();
         assert_eq!(sent(), 2 * 48 * 4 * 2 / 3);
-        let whole = counted.gather(Axis::Tensor, tensor([2, 2, 4]), 1, &[3, 2, 1]).unwrap();
+        let whole = counted.gather(Axis::Tensor, &tensor([2, 2, 4]), 1, &[3, 2, 1]).unwrap();
         assert_eq!((whole.shape().dims(), sent()), (&[2, 6, 4][..], 2 * 16 * 4));
         let piece = counted.scatter(Axis::Tensor, whole, 1, &[3, 2, 1]).unwrap();
         assert_eq!((piece.shape().dims(), sent()), (&[2, 2, 4][..], 32 * 4));
@@ -390,7 +413,7 @@ mod tests {
         // Along the other axes the rank is alone.
         counted.all_reduce(Axis::Data, &mut tensor([2, 6, 4])).unwrap();
         assert_eq!(counted.take(), AxisBytes::default());
-        assert!(counted.gather(Axis::Tensor, tensor([2, 3, 4]), 1, &[3, 2, 1]).is_err());
+        assert!(counted.gather(Axis::Tensor, &tensor([2, 3, 4]), 1, &[3, 2, 1]).is_err());
         assert!(counted.all_to_all(Axis::Tensor, tensor([2, 4, 4]), 1, 2).is_err());
         assert!(counted.scatter(Axis::Tensor, tensor([2, 5, 4]), 3, &[5]).is_err());
     }
@@ -403,12 +426,12 @@ mod tests {
         Alone.all_reduce(Axis::Tensor, &mut sum).unwrap();
         for same in [
             sum,
-            Alone.gather(Axis::Tensor, tensor(), 1, &[4]).unwrap(),
+            Alone.gather(Axis::Tensor, &tensor(), 1, &[4]).unwrap(),
             Alone.scatter(Axis::Tensor, tensor(), 1, &[4]).unwrap(),
             Alone.all_to_all(Axis::Tensor, tensor(), 0, 1).unwrap(),
         ] {
             assert_eq!(same.to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
         }
-        assert!(Alone.gather(Axis::Tensor, tensor(), 1, &[3]).is_err());
+        assert!(Alone.gather(Axis::Tensor, &tensor(), 1, &[3]).is_err());
     }
 }

@@ -6,8 +6,8 @@ use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 
 use crate::exchange::{AxisBytes, Counted};
 use crate::layer::{
-    Activations, Before, Borders, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, StageContext,
-    Targets,
+    Activations, Before, Borders, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, SequencePieces,
+    StageContext, Targets,
 };
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 use crate::{AxisShare, TensorKind};
@@ -85,18 +85,28 @@ impl ModelProfile {
     ///
     /// Errors: as [`ModelProfile::of_share`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no
     /// expert.
-    pub fn of_shares(spec: &ModelSpec, [share, experts]: [&AxisShare; 2]) -> Result<Self> {
+    pub fn of_shares(spec: &ModelSpec, shares: [&AxisShare; 2]) -> Result<Self> {
+        Self::of_pieces(spec, shares, false)
+    }
+
+    /// As [`ModelProfile::of_shares`]; `sequences` says whether the ranks that divide the width of layers
+    /// divide the positions of sequences, too ([`Stage::divide_sequences`](crate::Stage::divide_sequences)).
+    ///
+    /// Errors: as [`ModelProfile::of_shares`].
+    pub fn of_pieces(spec: &ModelSpec, [share, experts]: [&AxisShare; 2], sequences: bool) -> Result<Self> {
         spec.validate()?;
         spec.check_cut(share)?;
         spec.check_experts(experts)?;
-        let blocks =
-            spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, [share, experts])?)));
+        let pieces = sequences.then(|| SequencePieces::of(share, spec.context));
+        let positions = pieces.as_ref().map_or(spec.context, SequencePieces::len);
+        let of = Pieces { shares: [share, experts], sequence: pieces.as_ref(), positions };
+        let blocks = spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, of)?)));
         Ok(Self {
             context: spec.context,
-            hidden: (spec.context * spec.dim * size_of::<f32>()) as u64,
-            embedding: embedding(spec, share)?,
+            hidden: (positions * spec.dim * size_of::<f32>()) as u64,
+            embedding: embedding(spec, of)?,
             blocks: blocks.collect::<Result<_>>()?,
-            head: head(spec, share)?,
+            head: head(spec, of)?,
             table: share.of(spec.vocab).len() as u64 * spec.dim as u64,
             tied: spec.head == HeadSpec::Tied,
         })
@@ -167,27 +177,49 @@ fn kept(saved: &Activations) -> u64 {
     bytes(saved.iter().map(|(_, tensor)| tensor))
 }
 
+/// What a rank has of layers.
+#[derive(Clone, Copy)]
+struct Pieces<'a> {
+    /// Of their width, and of their experts.
+    shares: [&'a AxisShare; 2],
+    /// Of the positions of sequences, if ranks divide them.
+    sequence: Option<&'a SequencePieces>,
+    /// The number of its positions.
+    positions: usize,
+}
+
 /// A layer's parameters on the counting device.
-struct Bench {
+struct Bench<'a> {
     device: Device,
     layout: ParamLayout,
     params: Tensor,
     exchange: Counted,
     borders: Borders,
+    sequence: Option<&'a SequencePieces>,
 }
 
-impl Bench {
-    fn new(device: Device, builder: &Builder, [share, experts]: [&AxisShare; 2]) -> Result<Self> {
+impl<'a> Bench<'a> {
+    fn new(device: Device, builder: &Builder, of: Pieces<'a>) -> Result<Self> {
+        let [share, experts] = of.shares;
         let layout = builder.layout()?;
         let params = device.zeros(layout.len())?;
         let exchange = Counted::new([(Axis::Tensor, share.clone()), (Axis::Expert, experts.clone())]);
-        Ok(Self { device, layout, params, exchange, borders: Borders::default() })
+        Ok(Self { device, layout, params, exchange, borders: Borders::default(), sequence: of.sequence })
     }
 
     fn cx(&self) -> StageContext<'_> {
-        let Self { device, layout, params, exchange, borders } = self;
+        let Self { device, layout, params, exchange, borders, sequence } = self;
         let router = RouterPass::NONE;
-        StageContext { device, layout, params, exchange, gradient_scale: 1.0, router, borders }
+        StageContext {
+            device,
+            layout,
+            params,
+            exchange,
+            gradient_scale: 1.0,
+            router,
+            borders,
+            sequence: *sequence,
+        }
     }
 
     fn meter(&self) -> Meter<'_> {
@@ -271,13 +303,13 @@ impl Passes {
     }
 }
 
-fn block(spec: &ModelSpec, block: &BlockSpec, [share, experts]: [&AxisShare; 2]) -> Result<LayerProfile> {
-    let device = Device::sizes();
+fn block(spec: &ModelSpec, block: &BlockSpec, of: Pieces<'_>) -> Result<LayerProfile> {
+    let (device, [share, experts]) = (Device::sizes(), of.shares);
     let mut builder = Builder::new(spec).share(share.clone()).experts_of(experts.clone()).on(&device);
     let layer = builder.block(spec, block)?;
-    let bench = Bench::new(device, &builder, [share, experts])?;
+    let bench = Bench::new(device, &builder, of)?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
-    let x = cx.empty([1, spec.context, spec.dim])?;
+    let x = cx.empty([1, of.positions, spec.dim])?;
     let hidden = bytes([&x]);
     let mut meter = bench.meter();
     let (y, mut saved) = layer.forward(&cx, x, Before::Nothing, Keep::All)?;
@@ -304,10 +336,10 @@ fn block(spec: &ModelSpec, block: &BlockSpec, [share, experts]: [&AxisShare; 2])
     Ok(LayerProfile { experts, ..passes.profile(&bench.layout) })
 }
 
-fn embedding(spec: &ModelSpec, share: &AxisShare) -> Result<LayerProfile> {
-    let mut builder = Builder::new(spec).share(share.clone());
+fn embedding(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
+    let mut builder = Builder::new(spec).share(of.shares[0].clone());
     let layer = builder.embedding(spec);
-    let bench = Bench::new(Device::sizes(), &builder, [share, &AxisShare::whole()])?;
+    let bench = Bench::new(Device::sizes(), &builder, of)?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let tokens = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
     let mut meter = bench.meter();
@@ -328,16 +360,17 @@ fn embedding(spec: &ModelSpec, share: &AxisShare) -> Result<LayerProfile> {
     })
 }
 
-fn head(spec: &ModelSpec, share: &AxisShare) -> Result<LayerProfile> {
+fn head(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
+    let share = of.shares[0];
     // A tied head uses the token table, whose parameters are the embedding's.
     let mut builder = Builder::new(spec).share(share.clone());
     builder.layer(spec, LayerKind::Head)?;
     let own = builder.layout()?;
     let mut builder = Builder::new(spec).share(share.clone());
     let layer = builder.head(spec);
-    let bench = Bench::new(Device::sizes(), &builder, [share, &AxisShare::whole()])?;
+    let bench = Bench::new(Device::sizes(), &builder, of)?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
-    let x = cx.empty([1, spec.context, spec.dim])?;
+    let x = cx.empty([1, of.positions, spec.dim])?;
     let targets = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
     let mut meter = bench.meter();
     let (losses, mut saved) = layer.forward(&cx, x, Targets::all(&targets, 1.0))?;

@@ -7,6 +7,7 @@ mod made;
 mod packed;
 mod parameters;
 mod routed;
+mod sequences;
 mod slices;
 
 use std::ops::Range;
@@ -20,7 +21,7 @@ use crate::cut::AxisShare;
 use crate::exchange::Exchange;
 use crate::layer::{
     Activations, Before, Borders, Grads, Head, HeadSaved, Keep, KeyValues, Later, Layers, Routed, RouterPass,
-    StageContext, Targets, dims,
+    SequencePieces, StageContext, Targets,
 };
 use crate::spec::{HeadSpec, ModelSpec};
 use crate::tensor_spec::TensorSpec;
@@ -47,6 +48,8 @@ pub struct Stage {
     share: AxisShare,
     experts: AxisShare,
     exchange: Arc<dyn Exchange>,
+    /// Which positions of whole sequences this rank has, if ranks divide them.
+    sequence: Option<SequencePieces>,
     layers: Layers,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
@@ -198,6 +201,7 @@ impl Stage {
             gradient_scale: self.gradient_scale,
             router: RouterPass::NONE,
             borders,
+            sequence: None,
         }
     }
 
@@ -237,10 +241,10 @@ impl Stage {
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
-        let cx = self.cx(params, &borders);
+        let cx = self.cx_of(params, &borders, seen.is_some());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
-        let positions = start..start + dims(&x)?[1];
+        let positions = start..start + self.positions_of(&cx, &x)?;
         let mut blocks = Vec::with_capacity(self.layers.blocks.len());
         let mut routed = RoutedPass { sequence_weight, ..RoutedPass::default() };
         for i in 0..self.layers.blocks.len() {
@@ -294,7 +298,7 @@ impl Stage {
         let mut routed = saved.routed;
         self.join_alone(&mut routed);
         let router = self.router_pass(&routed)?;
-        let cx = StageContext { router, ..self.cx(params, &saved.borders) };
+        let cx = StageContext { router, ..self.cx_of(params, &saved.borders, false) };
         let tied_head = self.has_tied_head();
         let mut dx = match (&self.layers.head, saved.head, dy) {
             (Some(head), Some(mut saved), None) => {
@@ -338,7 +342,7 @@ impl Stage {
         saved: &mut Saved,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(), ZooError> {
-        let cx = self.cx(params, &saved.borders);
+        let cx = self.cx_of(params, &saved.borders, seen.is_some());
         let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.layers.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
@@ -372,7 +376,7 @@ impl Stage {
         self.check_whole(saved)?;
         self.join_alone(&mut saved.routed);
         let router = self.router_pass(&saved.routed)?;
-        let cx = StageContext { router, ..self.cx(params, &saved.borders) };
+        let cx = StageContext { router, ..self.cx_of(params, &saved.borders, false) };
         let mut dx = match (&self.layers.head, &mut saved.head, dy) {
             (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
             (None, None, Some(dy)) => dy,
@@ -407,7 +411,7 @@ impl Stage {
     ) -> Result<(), ZooError> {
         // The weight halves do not read the parameters, so an empty tensor is passed in their place.
         let nothing = self.device.zeros(0)?;
-        let cx = self.cx(&nothing, &saved.borders);
+        let cx = self.cx_of(&nothing, &saved.borders, false);
         let tied_head = self.has_tied_head();
         if let (Some(head), Some(saved)) = (&self.layers.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
@@ -509,7 +513,7 @@ impl Stage {
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
-        let cx = self.cx(params, &borders);
+        let cx = self.cx_of(params, &borders, seen.is_some());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, _) = self.enter(&cx, input, start)?;
         for (i, block) in self.layers.blocks.iter().enumerate() {

@@ -119,6 +119,7 @@ pub(crate) fn plan(
     Ok(Plan {
         mesh: Plan::mesh_of(replicas, stages)?,
         tensor_weights: Vec::new(),
+        sequence_parallel: false,
         machines: (0..replicas * stages).map(|rank| format!("worker.{rank}")).collect(),
         microbatches: microbatches.to_vec(),
         parts: bounds.windows(2).map(part).collect(),

@@ -61,6 +61,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
         },
         mesh: Plan::mesh_of(replicas, stages)?,
         tensor_weights: Vec::new(),
+        sequence_parallel: false,
         machines: (0..replicas * stages).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
         precision: Precision::ALL[draw(5, 3) as usize],
         batch: 1 + draw(6, 64) as u32,

@@ -11,6 +11,7 @@ use farflung::parallel::pipeline::Method;
 use farflung::parallel::{Axis, Recompute};
 use farflung::tensor::Device;
 use farflung::train::{Job, Machines, Prediction, plan_of};
+use farflung::zoo::profile::ModelProfile;
 use farflung::zoo::spec::HeadSpec;
 use farflung::zoo::weights::{Dtype, TokenIds, config_text};
 use farflung::zoo::{AxisShare, Cut, ModelSpec, Stage, gpt2};
@@ -33,10 +34,11 @@ const STEPS: usize = 10;
 const MICROBATCHES: usize = 4;
 const BATCH: usize = 2;
 
-fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for family in ["gpt2", "llama"] {
-        products(report, family)?;
+        products(report, family, options.quick)?;
     }
+    kept(report)?;
     megatron(report)?;
     break_even(report)
 }
@@ -76,7 +78,7 @@ fn trained(job: &Job) -> Result<Vec<OfRank>> {
 }
 
 /// Compares all products of the axes with one process.
-fn products(report: &mut Report<'_>, family: &str) -> Result<()> {
+fn products(report: &mut Report<'_>, family: &str, quick: bool) -> Result<()> {
     let model = small(family)?;
     let base = TrainConfig {
         model: config_text(&model, Dtype::F32, &TokenIds::default()),
@@ -103,20 +105,32 @@ fn products(report: &mut Report<'_>, family: &str) -> Result<()> {
         }
     }
     shapes.push((2, 2, 1, Some(vec![3, 1])));
-    for (tensor, stages, replicas, weights) in shapes.into_iter().filter(|&(t, p, d, _)| t * p * d > 1) {
+    shapes.retain(|&(tensor, stages, replicas, _)| tensor.max(stages).max(replicas) > 1);
+    if quick {
+        shapes.retain(|&(tensor, stages, replicas, _)| (tensor, stages, replicas) == (2, 2, 2));
+    }
+    let both = shapes.into_iter().flat_map(|shape| {
+        let divides = shape.0 > 1;
+        std::iter::once((shape.clone(), false)).chain(divides.then_some((shape, true)))
+    });
+    for ((tensor, stages, replicas, weights), sequence_parallel) in both {
         let plan = TrainConfig {
             workers: tensor * stages * replicas,
             stages,
             tensor,
             tensor_weights: weights.clone().map(Numbers),
+            sequence_parallel,
             microbatches: Some(MICROBATCHES / replicas),
             accumulate: 1,
             ..base.clone()
         };
         let job = again(&first, plan, JobTransport::Memory);
         let all = trained(&job)?;
+        let equal = weights.is_none();
         let shares = weights.map_or_else(String::new, |weights| format!(" as {weights:?}"));
-        let row = |what: &str| format!("{family}, t {tensor}{shares}, p {stages}, d {replicas}: {what}");
+        let sequences = if sequence_parallel { ", sequences too" } else { "" };
+        let row =
+            |what: &str| format!("{family}, t {tensor}{shares}{sequences}, p {stages}, d {replicas}: {what}");
         let off =
             alone.losses.iter().zip(&all[0].losses).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
         report.row(
@@ -140,6 +154,10 @@ fn products(report: &mut Report<'_>, family: &str) -> Result<()> {
             "",
             Threshold::AtMost(1e-5),
         )?;
+        if sequence_parallel && !equal {
+            // A rank sends more where others have longer pieces.
+            continue;
+        }
         let mut off = 0.0_f64;
         for (rank, of) in all.iter().enumerate() {
             let closed = closed_form(&job, rank as u32)?;
@@ -167,13 +185,21 @@ fn closed_form(job: &Job, rank: u32) -> Result<f64> {
     // An all-reduce of `n` bytes among `k` ranks.
     let sum = |n: f64, k: f64| 2.0 * n * (k - 1.0) / k;
     let layers = plan.parts[at.pipeline as usize].layers.len() as f64;
-    // Twice forward and twice backward in each layer; the embedding, and the gradient of the head's input; the
-    // largest logits, and the sums of exponentials with the targets' logits.
-    let sums = 4.0 * layers + f64::from(u8::from(first)) + f64::from(u8::from(last));
-    let loss = if last { 3.0 * 4.0 * tokens } else { 0.0 };
-    let tensor = microbatches * (sum(sums * hidden, t) + sum(loss, t));
-    let boundaries = f64::from(u8::from(!last)) + f64::from(u8::from(!first));
-    let pipeline = microbatches * boundaries * hidden;
+    let [at_first, at_last] = [first, last].map(|holds| f64::from(u8::from(holds)));
+    // Halves of all-reduces of the hidden states. Without divided sequences: twice forward and twice backward
+    // in each layer; the embedding, and the gradient of the head's input. Else two gathers and two scatters
+    // forward; backward two of each, and two gathers of what was not kept; one of each of the embedding, and
+    // three of the head.
+    let halves = if plan.sequence_parallel {
+        10.0 * layers + 2.0 * at_first + 3.0 * at_last
+    } else {
+        2.0 * (4.0 * layers + at_first + at_last)
+    };
+    // The largest logits, and the sums of exponentials with the targets' logits.
+    let loss = 3.0 * 4.0 * tokens * at_last;
+    let tensor = microbatches * (halves * sum(hidden, t) / 2.0 + sum(loss, t));
+    let own = if plan.sequence_parallel { hidden / t } else { hidden };
+    let pipeline = microbatches * (2.0 - at_first - at_last) * own;
     let share = AxisShare::new(at.tensor as usize, plan.shares_of_width())?;
     let part = &plan.parts[at.pipeline as usize].layers;
     let stage = Stage::new(model, part.start as usize..part.end as usize, &Device::cpu(1)?)?;
@@ -189,6 +215,25 @@ fn closed_form(job: &Job, rank: u32) -> Result<f64> {
     // Pieces are averaged over replicas, whole tensors over the ranks of the tensor axis, too. The two stages
     // of a tied table exchange its gradient.
     Ok(tensor + pipeline + sum(pieces, d) + sum(whole, d * t) + if p > 1 { table } else { 0.0 })
+}
+
+/// Compares what a block of GPT-2 keeps with the closed forms.
+fn kept(report: &mut Report<'_>) -> Result<()> {
+    let model = ModelSpec::preset("gpt2")?;
+    let (h, a) = (model.dim as f64, model.blocks[0].block.attention.heads.query as f64);
+    for ranks in [1, 2, 4] {
+        let (t, share) = (ranks as f64, AxisShare::new(0, vec![1; ranks])?);
+        for (sequences, floats) in
+            [(false, 4.0 * h + 4.0 + (12.0 * h + a) / t), (true, (16.0 * h + a + 4.0) / t)]
+        {
+            let profile = ModelProfile::of_pieces(&model, [&share, &AxisShare::whole()], sequences)?;
+            let found = profile.blocks[0].1.saved as f64 / (4 * model.context) as f64;
+            let name = if sequences { ", sequences too" } else { "" };
+            let metric = format!("GPT-2's block over {ranks}{name}: {found} floats kept a token, off by");
+            report.row(&metric, (found - floats).abs(), "", Threshold::AtMost(0.0))?;
+        }
+    }
+    Ok(())
 }
 
 /// A model of Megatron's figure 5: the ranks that divide it, its width, heads and layers.

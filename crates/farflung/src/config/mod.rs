@@ -412,6 +412,10 @@ settings! {
         /// Share of each layer of the ranks along the tensor axis, such as 2,1, for example by their speed.
         /// Default: equal shares.
         @tensor_weights: Numbers, "N,N";
+        /// Divide the positions of sequences among the ranks along the tensor axis, too, where each has whole
+        /// layers (sequence parallelism): norms, residuals and what stages send each other are then divided as
+        /// well, for a quarter more bytes within layers.
+        @sequence_parallel: bool, "BOOL", false;
         /// Number of ranks along each axis, such as data=2,pipeline=2,tensor=2: another way to give --workers,
         /// --stages and --tensor.
         @mesh: Mesh, "AXIS=N,AXIS=N";

@@ -70,10 +70,13 @@ fn with_whole_tensors(plan: &Plan, stage: &Stage, apart: &[ApartParams]) -> Vec<
     let of_kind = |kind: Option<usize>, whole: bool| {
         stage.ranges_of(|param, spec| kind_of(apart, param) == kind && (spec.cut == Cut::Whole) == whole)
     };
+    // Where ranks divide sequences, each has a part of the gradient, and the sum counts instead of the mean.
+    let factor = if plan.sequence_parallel { f64::from(plan.tensor_ranks()) } else { 1.0 };
     let divided = |(kind, all): (usize, &ApartParams)| {
         let pieces = ApartParams { ranges: of_kind(Some(kind), false), ..all.clone() };
-        let name = format!("whole tensors of {}", all.name);
-        [pieces, ApartParams { ranges: of_kind(Some(kind), true), name, along_tensor: true, ..all.clone() }]
+        let (name, factor) = (format!("whole tensors of {}", all.name), all.factor * factor);
+        let ranges = of_kind(Some(kind), true);
+        [pieces, ApartParams { ranges, name, along_tensor: true, factor, ..all.clone() }]
     };
     let rest = ApartParams {
         ranges: of_kind(None, true),
@@ -81,7 +84,7 @@ fn with_whole_tensors(plan: &Plan, stage: &Stage, apart: &[ApartParams]) -> Vec<
         number: 0,
         replicas: (0..plan.replicas()).collect(),
         along_tensor: true,
-        factor: 1.0,
+        factor,
     };
     apart.iter().enumerate().flat_map(divided).chain([rest]).collect()
 }
@@ -127,6 +130,12 @@ pub(super) fn ranges(apart: &[ApartParams]) -> Vec<Vec<Range<usize>>> {
 pub(super) fn alone(apart: &[ApartParams]) -> usize {
     let alone = apart.iter().filter(|apart| apart.replicas.len() == 1 && !apart.along_tensor);
     alone.flat_map(|apart| &apart.ranges).map(ExactSizeIterator::len).sum()
+}
+
+/// Returns the number of elements that all ranks along the tensor axis have.
+pub(super) fn whole(apart: &[ApartParams]) -> usize {
+    let whole = apart.iter().filter(|apart| apart.along_tensor);
+    whole.flat_map(|apart| &apart.ranges).map(ExactSizeIterator::len).sum()
 }
 
 /// Returns the kind of a tensor of a layout, if it is held apart.

@@ -103,7 +103,8 @@ impl ReplicaSchedule {
         // The order of work is made as if all boundaries had the time of the slowest link, with messages of the
         // size that the first boundary has forward.
         let slices = positions(&plan.pipeline.slices, model.context);
-        let crossing = |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model);
+        let own = Division::of(plan).positions(0, &slices)?;
+        let crossing = |boundary: usize, content| boundary::bytes(plan, boundary, content, &own, model);
         let bytes = if links.is_empty() { work.hidden_bytes() } else { crossing(0, Content::Activation)? };
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
         // Costs do not affect where a part is placed, but its placement affects its cost: first place the parts

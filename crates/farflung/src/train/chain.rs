@@ -117,6 +117,7 @@ pub fn pipeline_plan(
         model: planned_model(name, model),
         mesh: Plan::mesh_of(1, count)?,
         tensor_weights: Vec::new(),
+        sequence_parallel: false,
         machines: planned.stages.iter().map(|stage| names[order[stage.machine].index()].clone()).collect(),
         precision: Precision::F32,
         batch: sizes.batch,

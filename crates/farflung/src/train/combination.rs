@@ -46,12 +46,19 @@ struct Choices {
     document_mask: bool,
     objective: Objective,
     stages: usize,
-    /// Number of ranks that divide the width of layers.
-    tensor_ranks: usize,
+    tensor: TensorAxis,
     /// Number of replicas that divide the experts of a mixture.
     expert_ranks: usize,
     /// Number of paths that replicas train.
     paths: usize,
+}
+
+/// The ranks that divide the width of layers.
+#[derive(Debug, Clone, Copy)]
+struct TensorAxis {
+    ranks: usize,
+    /// Whether they divide sequences, too.
+    divide_sequences: bool,
 }
 
 /// The properties of a pipeline's schedule that rules examine.
@@ -136,7 +143,7 @@ impl Choices {
             backward: boundary(config.boundary_backward),
             precision: config.precision,
             stages: config.stages,
-            tensor_ranks: config.tensor,
+            tensor: TensorAxis { ranks: config.tensor, divide_sequences: config.sequence_parallel },
             expert_ranks: config.expert,
             paths: config.path_count(),
             ..Self::beside(&config.run_settings(), config.sync.row())
@@ -160,7 +167,7 @@ impl Choices {
             document_mask: run.document_mask,
             objective: run.objective,
             stages: 1,
-            tensor_ranks: 1,
+            tensor: TensorAxis { ranks: 1, divide_sequences: false },
             expert_ranks: 1,
             paths: 1,
         }
@@ -180,7 +187,10 @@ impl Choices {
             backward: plan.links().iter().map(|links| links.backward).collect(),
             precision: plan.precision,
             stages: plan.stages() as usize,
-            tensor_ranks: plan.tensor_ranks() as usize,
+            tensor: TensorAxis {
+                ranks: plan.tensor_ranks() as usize,
+                divide_sequences: plan.sequence_parallel,
+            },
             expert_ranks: plan.expert_ranks() as usize,
             paths: plan.paths() as usize,
             ..Self::beside(run, plan.outermost().method)

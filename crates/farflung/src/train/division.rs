@@ -22,13 +22,16 @@ pub(super) struct Division {
     experts: Vec<u32>,
     /// The weights of the ranks along the tensor axis.
     width: Vec<u32>,
+    /// Whether these divide the positions of sequences, too.
+    sequences: bool,
     mesh: Mesh,
 }
 
 impl Division {
     pub(super) fn of(plan: &Plan) -> Self {
         let experts = if plan.divides_experts() { plan.experts.clone() } else { vec![1] };
-        Self { experts, width: plan.shares_of_width(), mesh: plan.mesh.clone() }
+        let (width, sequences) = (plan.shares_of_width(), plan.sequence_parallel);
+        Self { experts, width, sequences, mesh: plan.mesh.clone() }
     }
 
     /// Returns whether a rank lacks a part of its layers.
@@ -70,6 +73,15 @@ impl Division {
         Ok(AxisShare::new(at.tensor as usize, self.width.clone())?)
     }
 
+    /// Returns the positions of a rank's hidden states in slices of sequences, counted from the first.
+    pub(super) fn positions(&self, tensor: u32, slices: &[Range<usize>]) -> Result<Vec<Range<usize>>> {
+        if !self.sequences {
+            return Ok(slices.to_vec());
+        }
+        let share = self.width_of(Coordinates { tensor, ..Coordinates::default() })?;
+        Ok(slices.iter().map(|slice| 0..share.of(slice.len()).len()).collect())
+    }
+
     /// Makes the stage that a rank has of some layers. Its layers exchange by `exchange`.
     pub(super) fn stage(
         &self,
@@ -79,7 +91,11 @@ impl Division {
         exchange: Arc<dyn Exchange>,
     ) -> Result<Stage> {
         let shares = [self.width_of(at)?, self.experts_of(at.data)?];
-        Ok(Stage::shared(spec, layers, device, shares, exchange)?)
+        let mut stage = Stage::shared(spec, layers, device, shares, exchange)?;
+        if self.sequences {
+            stage.divide_sequences()?;
+        }
+        Ok(stage)
     }
 
     /// Makes such a stage without other ranks: exchanges are only counted.
@@ -111,6 +127,19 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
             weights => ("tensor_weights", format!("{weights:?}")),
         };
         return refuse(field, value, format!("a tensor axis along which each rank has a piece: {error}"));
+    }
+    if plan.sequence_parallel {
+        let expected =
+            "false for a model with experts, whose routers take all tokens of a sequence".to_owned();
+        if model.mixtures().next().is_some() {
+            return refuse("sequence_parallel", "true".to_owned(), expected);
+        }
+        let share = AxisShare::new(0, plan.shares_of_width())?;
+        if share.all().any(|share| share.of(model.context).is_empty()) {
+            let expected =
+                format!("false, or shares with which each rank has one of {} positions", model.context);
+            return refuse("sequence_parallel", "true".to_owned(), expected);
+        }
     }
     if plan.experts.is_empty() {
         return Ok(());

@@ -78,6 +78,7 @@ mod tests {
             model: PlannedModel { name: "gpt2".to_owned(), layers: 12, parameters: model.parameters() },
             mesh: Plan::mesh_of(2, 1).unwrap(),
             tensor_weights: Vec::new(),
+            sequence_parallel: false,
             machines: cluster.rank_names(),
             precision: Precision::F32,
             batch: 1,

@@ -142,23 +142,29 @@ fn of_rank(
     let model_bytes = elements * F32;
     let of_part = |stage| placement.holders(placement.part(stage)).len();
     let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
-    let alone_in = |part: &Part| apart::alone(&ApartParams::of(plan, &part.stage, replica));
-    let alone: usize = executor.parts.values().map(alone_in).sum();
-    let averaged_bytes = model_bytes.saturating_sub(alone as u64 * F32);
+    let apart: Vec<ApartParams> =
+        executor.parts.values().flat_map(|part| ApartParams::of(plan, &part.stage, replica)).collect();
+    let averaged_bytes = match holders {
+        // Without replicas, the ranks along the tensor axis average what they do not divide.
+        1 => F32 * apart::whole(&apart) as u64,
+        _ => model_bytes.saturating_sub(apart::alone(&apart) as u64 * F32),
+    };
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
-    let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen);
+    let slices = Division::of(plan).positions(at.tensor, &schedule.slices)?;
+    let coded = coded_bytes(plan, schedule.placement(), position, &slices, model.dim, seen);
     // One message that is being sent or received, as numbers and as bytes. Messages that are in flight are
     // buffered by the transport and are not counted.
     let largest = if let Wires::Counted(largest) = executor.wires { largest } else { 0 };
     let mut messages = 2 * largest + coded;
-    if holders > 1 {
+    if averaged_bytes > 0 && (holders > 1 || plan.averages_each_step()) {
         let level = plan.outermost();
         let buffers = config.buffer_settings(level.method, level.codec, level.every.into());
         optimizer += (level.method.buffers)(&buffers).held as u64 * model_bytes;
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
-        let averages = averaging(&level.codec, averaged_bytes.into(), holders, bucket);
+        let averages =
+            averaging(&level.codec, averaged_bytes.into(), holders.max(plan.tensor_ranks() as usize), bucket);
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
     }

@@ -42,7 +42,7 @@ fn exchanged(over: &dyn Exchange, sent: &dyn Fn() -> u64, lengths: &[usize]) -> 
     over.all_reduce(Axis::Tensor, &mut sum).unwrap();
     note(sum, before);
     let before = sent();
-    note(over.gather(Axis::Tensor, piece, 1, lengths).unwrap(), before);
+    note(over.gather(Axis::Tensor, &piece, 1, lengths).unwrap(), before);
     let before = sent();
     note(over.scatter(Axis::Tensor, full(), 1, lengths).unwrap(), before);
     let before = sent();
@@ -170,7 +170,7 @@ fn pieces_that_do_not_fit_the_ranks_are_refused_without_waiting() {
         let over = OverRanks::new([(Axis::Tensor, comm)]);
         let device = Device::cpu(1).unwrap();
         let full = || tensor(&device, SHAPE, |at| value(0, at));
-        let gathered = over.gather(Axis::Tensor, full(), 1, &[6]).unwrap_err().to_string();
+        let gathered = over.gather(Axis::Tensor, &full(), 1, &[6]).unwrap_err().to_string();
         let scattered = over.scatter(Axis::Tensor, full(), 1, &[2, 2, 2]).unwrap_err().to_string();
         [gathered, scattered, over.all_to_all(Axis::Tensor, full(), 3, 1).unwrap_err().to_string()]
     });

@@ -66,7 +66,17 @@ fn ranks_that_divide_layers_train_as_one_process() {
             let stages = "--mesh pipeline=2,tensor=2 --microbatches 4";
             same(schedule.name(), 1e-5, &format!("{stages} --schedule {}", schedule.name()));
         }
+        // Ranks divide sequences, too.
+        let sequences = "--sequence-parallel true --check-every 1";
+        same("sequences", 1e-5, &format!("--mesh tensor=2 --accumulate 4 {sequences}"));
+        let uneven = "--mesh data=2,tensor=2 --tensor-weights 3,2 --accumulate 2 --recompute full";
+        same("uneven-sequences", 1e-5, &format!("{uneven} {sequences}"));
+        for schedule in Method::ALL.into_iter().filter(listed).filter(|method| !method.slices()) {
+            let stages = format!("--mesh pipeline=2,tensor=2 --microbatches 4 --schedule {schedule}");
+            same(&format!("sequences-{schedule}"), 1e-5, &format!("{stages} {sequences}"));
+        }
         let all = "--mesh data=2,pipeline=2,tensor=2 --batch 1 --microbatches 4 --check-every 1";
+        same("all-axes-and-sequences", 1e-5, &format!("{all} --sequence-parallel true"));
         same("all-axes", 1e-5, all);
         same("recomputed-stages", 1e-5, &format!("{all} --recompute full"));
         // Averages and boundaries in codecs, also with random rounding and error feedback: what ranks do not
@@ -76,6 +86,8 @@ fn ranks_that_divide_layers_train_as_one_process() {
         for coded in ["codec int8+ef", "codec topk:0.5", "codec sign+ef", "boundary int8"] {
             let steps = same(&coded.replace([' ', ':'], "-"), 0.05, &format!("{all} --{coded}"));
             assert!(sent(&steps) < plain, "{model} {coded}: {} {plain}", sent(&steps));
+            let name = format!("{}-sequences", coded.replace([' ', ':'], "-"));
+            same(&name, 0.05, &format!("{all} --sequence-parallel true --{coded}"));
         }
         let local = "--sync diloco --sync-every 2 --outer-lr 0.7";
         let apart =
@@ -129,15 +141,21 @@ fn the_gradient_of_each_tensor_is_that_of_one_process() {
     let (_folder, config) = config(1);
     let base = TrainConfig { heads: Some(4), clip: 0.0, accumulate: 4, workers: 1, ..config };
     let alone = gradients(&base);
-    for (workers, stages, tensor, weights) in
-        [(2, 1, 2, None), (4, 1, 4, None), (3, 1, 3, Some(vec![1, 2, 1])), (8, 2, 2, Some(vec![3, 1]))]
-    {
+    for (workers, stages, tensor, weights, sequence_parallel) in [
+        (2, 1, 2, None, false),
+        (4, 1, 4, None, true),
+        (3, 1, 3, Some(vec![1, 2, 1]), false),
+        (3, 1, 3, Some(vec![1, 2, 1]), true),
+        (8, 2, 2, Some(vec![3, 1]), false),
+        (8, 2, 2, None, true),
+    ] {
         let replicas = whole_replicas(workers, stages, tensor);
         let divided = gradients(&TrainConfig {
             workers,
             stages,
             tensor,
             tensor_weights: weights.map(Numbers),
+            sequence_parallel,
             microbatches: (stages > 1).then_some(4 / replicas),
             accumulate: if stages > 1 { 1 } else { 4 / replicas },
             ..base.clone()
@@ -154,15 +172,22 @@ fn the_gradient_of_each_tensor_is_that_of_one_process() {
 #[test]
 fn steps_take_the_time_that_was_predicted() {
     let (_folder, config) = config(3);
-    for (workers, stages, tensor, weights) in
-        [(2, 1, 2, None), (4, 1, 2, None), (4, 1, 4, None), (8, 2, 2, None), (2, 1, 2, Some(vec![3, 1]))]
-    {
+    for (workers, stages, tensor, weights, sequence_parallel) in [
+        (2, 1, 2, None, false),
+        (4, 1, 2, None, false),
+        (4, 1, 4, None, true),
+        (8, 2, 2, None, false),
+        (8, 2, 2, None, true),
+        (2, 1, 2, Some(vec![3, 1]), false),
+        (4, 2, 2, Some(vec![3, 1]), true),
+    ] {
         let config = TrainConfig {
             heads: Some(4),
             workers,
             stages,
             tensor,
             tensor_weights: weights.map(Numbers),
+            sequence_parallel,
             microbatches: Some(4),
             transport: TransportKind::of(&SIMULATED),
             link: "200mbit,1ms".parse().unwrap(),
@@ -191,6 +216,7 @@ fn any_division_of_layers_continues_any_other() {
         ("halves", "--mesh tensor=2 --accumulate 4"),
         ("uneven", "--mesh data=2,tensor=2 --tensor-weights 3,1 --accumulate 2"),
         ("stages", "--mesh pipeline=2,tensor=2 --microbatches 4"),
+        ("sequences", "--mesh tensor=2 --sequence-parallel true --accumulate 4"),
     ];
     for model in ["gpt2", "llama"] {
         let common = format!("--model {model}.json");
@@ -258,6 +284,13 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         ("--mesh tensor=2 --optimizer lamb", "it works on whole tensors"),
         ("--mesh data=2,tensor=2 --optimizer onebit-adam", "such as adamw"),
         ("--mesh data=2,tensor=2 --sync parameter-server", "ddp or diloco with `tensor` above 1"),
+        ("--mesh data=2 --sequence-parallel true", "the ranks along the tensor axis divide sequences"),
+        ("--mesh data=2,tensor=2 --sequence-parallel true --sync diloco", "ddp with `sequence-parallel`"),
+        (
+            "--mesh pipeline=2,tensor=2 --sequence-parallel true --schedule terapipe",
+            "it divides the positions of sequences itself",
+        ),
+        ("--mesh tensor=2 --context 1 --sequence-parallel true", "each rank has one of 1 positions"),
         ("--mesh tensor=2 --own-data true", "read the same text"),
         ("--mesh pipeline=2,tensor=2 --schedule pipedream --clip 0", "run each microbatch together"),
         ("--mesh pipeline=2,tensor=2 --schedule varuna", "run each microbatch together"),
@@ -265,6 +298,8 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
     ] {
         refused(&train(&run, &format!("--model llama.json {args} --out no")), reason);
     }
+    let mixture = "--model mixtral.json --mesh tensor=2 --sequence-parallel true --out no";
+    refused(&train(&run, mixture), "whose routers take all tokens");
     let host = output(&run, "host --model llama.json --tensor 2 --data text.txt --out no");
     refused(&host, "would take its piece of each layer with it");
 }

@@ -94,6 +94,10 @@ impl Plan {
         };
         let fits = ranks > 1 && weights.len() == ranks as usize && !weights.contains(&0);
         ensure(weights.is_empty() || fits, "tensor_weights", given, expected)?;
+        let sliced = !self.pipeline.slices.is_empty();
+        let expected = "false, because sequences are sliced, or the mesh has no tensor axis";
+        let good = !self.sequence_parallel || (ranks > 1 && !sliced);
+        ensure(good, "sequence_parallel", self.sequence_parallel, expected)?;
         let unlisted = self.pools().is_some() || self.updates() != Updates::Flush;
         let expected = "no tensor axis, because the schedule has pools of ranks, or no flush";
         ensure(ranks == 1 || !unlisted, "mesh", &self.mesh, expected)

@@ -13,6 +13,7 @@ pub(super) fn plan() -> Plan {
         model: PlannedModel { name: "nano".to_owned(), layers: 4, parameters: 834_304 },
         mesh: Plan::mesh_of(2, 2).unwrap(),
         tensor_weights: Vec::new(),
+        sequence_parallel: false,
         machines: ["a.0", "a.1", "b", "c"].map(str::to_owned).to_vec(),
         precision: Precision::F32,
         batch: 3,
@@ -119,6 +120,11 @@ fn the_ranks_of_a_replica_divide_layers_and_their_width() {
         let error = on(mesh, weights).check().unwrap_err().to_string();
         assert!(error.contains("`tensor_weights`") && error.contains(reason), "{error}");
     }
+    let divided = Plan { sequence_parallel: true, ..plan };
+    assert_eq!(divided.to_string().parse::<Plan>().unwrap(), divided);
+    assert!(divided.check().is_ok() && divided.to_string().contains("\nsequence_parallel = true\n"));
+    let error = Plan { sequence_parallel: true, ..on("data=2,pipeline=2", &[]) }.check().unwrap_err();
+    assert!(error.to_string().contains("`sequence_parallel` is true"), "{error}");
     let error = on("tensor=2,data=2,pipeline=2", &[]).check().unwrap_err().to_string();
     assert!(error.contains("`mesh`") && error.contains("in this order"), "{error}");
     let stashed = Pipeline { schedule: ScheduleSource::Named(Method::PipeDream), ..Pipeline::default() };
@@ -438,6 +444,7 @@ proptest! {
             model: PlannedModel { name, layers: end, parameters: 1 },
             mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),
             tensor_weights: Vec::new(),
+            sequence_parallel: false,
             machines: (0..ranks).map(|r| format!("m{r}")).collect(),
             precision: Precision::Bf16,
             batch,

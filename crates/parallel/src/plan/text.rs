@@ -103,6 +103,8 @@ struct File {
     #[serde(default)]
     tensor_weights: Vec<u32>,
     #[serde(default)]
+    sequence_parallel: bool,
+    #[serde(default)]
     experts: Vec<u32>,
     expert_codec: Option<String>,
     model: ModelEntry,
@@ -282,6 +284,7 @@ impl File {
             },
             mesh: self.mesh.0,
             tensor_weights: self.tensor_weights,
+            sequence_parallel: self.sequence_parallel,
             machines: self.machines,
             precision: self.precision.0,
             batch: self.batch,
@@ -314,6 +317,9 @@ impl Display for Plan {
         writeln!(f, "microbatches = {:?}", self.microbatches)?;
         if !self.tensor_weights.is_empty() {
             writeln!(f, "tensor_weights = {:?}", self.tensor_weights)?;
+        }
+        if self.sequence_parallel {
+            writeln!(f, "sequence_parallel = true")?;
         }
         if !self.experts.is_empty() {
             writeln!(f, "experts = {:?}", self.experts)?;

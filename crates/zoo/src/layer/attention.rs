@@ -211,7 +211,7 @@ impl Attention {
         &self,
         cx: &StageContext<'_>,
         x: &Tensor,
-        residual: &Tensor,
+        residual: Option<&Tensor>,
         before: &mut Before<'_>,
         saved: &mut Activations,
     ) -> Result<Tensor> {
@@ -251,7 +251,7 @@ impl Attention {
             }
         }
         saved.put(Kept::Qkv, qkv);
-        let y = self.out.forward_part(cx, &attended, Then::Add(residual))?;
+        let y = self.out.forward_part(cx, &attended, residual.map_or(Then::Nothing, Then::Add))?;
         saved.put(Kept::Attended, attended);
         Ok(y)
     }
@@ -297,7 +297,7 @@ impl Attention {
             Some(mut dx) => linear.add_backward_input(cx, dy, &mut dx).map(|()| dx),
             None => linear.backward_input(cx, dy, None),
         };
-        let mut dx = match &self.inputs {
+        let dx = match &self.inputs {
             Inputs::Fused(linear) => {
                 if self.rotary.is_some() {
                     let parts = self.split(cx, &d_qkv, self.rotary(cx, later.past()))?;
@@ -328,8 +328,7 @@ impl Attention {
                 dx
             }
         };
-        cx.sum(&mut dx)?;
-        Ok(dx)
+        cx.reduced(dx)
     }
 
     /// Computes the weight gradients, given the input `x` and the gradient of the output.

@@ -6,6 +6,7 @@ use farflung_tensor::Tensor;
 
 use super::builder::Builder;
 use super::feed_forward::FeedForward;
+use super::sequence::Whole;
 use super::{
     Activations, Attention, Before, Grads, Keep, Kept, Later, NormLayer, Result, StageContext, Then,
 };
@@ -60,25 +61,33 @@ impl Block {
         let mut saved = Activations::new(keep);
         let (normed, stats) = self.attention_norm.forward(cx, &x)?;
         saved.put(Kept::AttentionStats, stats);
-        let mut middle = self.attention.forward_part(cx, &normed, &x, &mut before, &mut saved)?;
+        let whole = cx.whole(&normed)?;
+        let beside = cx.before_sum(&x);
+        let mut middle = self.attention.forward_part(cx, &whole, beside, &mut before, &mut saved)?;
         let y = match &self.mlp_norm {
             Some(norm) if self.is_sequential() => {
+                drop(whole);
                 saved.put(Kept::AttentionNormed, normed);
+                middle = cx.reduced(middle)?;
+                cx.after_sum(&mut middle, &x)?;
                 saved.put(Kept::Input, x);
-                cx.sum(&mut middle)?;
                 let y = self.mlp_of_normed(cx, (norm, &middle), Then::Add(&middle), &mut saved)?;
                 saved.put(Kept::Middle, middle);
                 y
             }
             Some(norm) => {
+                drop(whole);
                 saved.put(Kept::AttentionNormed, normed);
                 // What ranks have parts of is summed once, with the other network's.
-                let y = self.mlp_of_normed(cx, (norm, &x), Then::AddPart(&middle), &mut saved)?;
+                let mut y = self.mlp_of_normed(cx, (norm, &x), Then::AddPart(&middle), &mut saved)?;
+                cx.after_sum(&mut y, &x)?;
                 saved.put(Kept::Input, x);
                 y
             }
             None => {
-                let y = self.mlp.forward(cx, &normed, Then::AddPart(&middle), &mut saved)?;
+                let mut y = self.mlp.forward(cx, &whole, Then::AddPart(&middle), &mut saved)?;
+                cx.after_sum(&mut y, &x)?;
+                drop(whole);
                 saved.put(Kept::AttentionNormed, normed);
                 saved.put(Kept::Input, x);
                 y
@@ -97,7 +106,7 @@ impl Block {
     ) -> Result<Tensor> {
         let (normed, stats) = norm.forward(cx, x)?;
         saved.put(Kept::MlpStats, stats);
-        let y = self.mlp.forward(cx, &normed, then, saved)?;
+        let y = self.mlp.forward(cx, &*cx.whole(&normed)?, then, saved)?;
         saved.put(Kept::MlpNormed, normed);
         Ok(y)
     }
@@ -111,24 +120,29 @@ impl Block {
         dy: Tensor,
         mut later: Later<'_>,
     ) -> Result<Tensor> {
-        let mut d_normed = self.mlp.backward_input(cx, saved, &dy)?;
+        let whole = cx.whole(&dy)?;
+        let d_normed = self.mlp.backward_input(cx, saved, &whole)?;
         let Some(norm) = &self.mlp_norm else {
             // The two gradients of the norm's output are added up before the norm, also over ranks.
-            let d_normed = self.attention.backward_input(cx, saved, &mut later, &dy, Some(d_normed))?;
+            let d_normed = self.attention.backward_input(cx, saved, &mut later, &whole, Some(d_normed))?;
             let dx = self.through_attention_norm(cx, saved, d_normed, &dy)?;
-            saved.put(Kept::OutputGrad, dy);
+            let whole = whole.gathered();
+            saved.put(Kept::OutputGrad, whole.unwrap_or(dy));
             return Ok(dx);
         };
-        cx.sum(&mut d_normed)?;
+        let d_normed = cx.reduced(d_normed)?;
         let (x, stats) = (saved.get(self.mlp_norm_input()), saved.get(Kept::MlpStats));
         let d_middle = norm.backward_input(cx, x, stats, &d_normed, Some(&dy))?;
         saved.put(Kept::MlpNormedGrad, d_normed);
-        let d_attention = if self.is_sequential() { &d_middle } else { &dy };
+        let of_middle = if self.is_sequential() { Some(cx.whole(&d_middle)?) } else { None };
+        let d_attention = of_middle.as_ref().unwrap_or(&whole);
         let d_normed = self.attention.backward_input(cx, saved, &mut later, d_attention, None)?;
         let dx = self.through_attention_norm(cx, saved, d_normed, &d_middle)?;
-        saved.put(Kept::OutputGrad, dy);
+        // The gradients of the weights need those of all positions.
+        let (whole, of_middle) = (whole.gathered(), of_middle.and_then(Whole::gathered));
+        saved.put(Kept::OutputGrad, whole.unwrap_or(dy));
         if self.is_sequential() {
-            saved.put(Kept::MiddleGrad, d_middle);
+            saved.put(Kept::MiddleGrad, of_middle.unwrap_or(d_middle));
         }
         Ok(dx)
     }
@@ -163,10 +177,11 @@ impl Block {
     ) -> Result<()> {
         let get = |name| saved.get(name);
         let mlp_input = if self.mlp_norm.is_some() { Kept::MlpNormed } else { Kept::AttentionNormed };
-        self.mlp.backward_weight(cx, saved, get(mlp_input), get(Kept::OutputGrad), grads)?;
+        self.mlp.backward_weight(cx, saved, &*cx.whole(get(mlp_input))?, get(Kept::OutputGrad), grads)?;
         let d_attention = if self.is_sequential() { Kept::MiddleGrad } else { Kept::OutputGrad };
-        let x = get(Kept::AttentionNormed);
-        self.attention.backward_weight(cx, saved, x, get(d_attention), grads)?;
+        let x = cx.whole(get(Kept::AttentionNormed))?;
+        self.attention.backward_weight(cx, saved, &x, get(d_attention), grads)?;
+        drop(x);
         if let Some(norm) = &self.mlp_norm {
             let (x, stats) = (get(self.mlp_norm_input()), get(Kept::MlpStats));
             norm.backward_weight(cx, x, stats, get(Kept::MlpNormedGrad), grads)?;

@@ -57,10 +57,7 @@ impl Embedding {
             positions_table: positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
             y: y.view_mut(),
         })?;
-        if self.first.is_some() {
-            cx.sum(&mut y)?;
-        }
-        Ok(y)
+        if self.first.is_some() { cx.reduced(y) } else { Ok(y) }
     }
 
     /// Computes the gradients of the tables, with the `start` of the forward pass. If a tied head, which uses
@@ -75,6 +72,8 @@ impl Embedding {
         grads: &mut Grads<'_>,
         tied_head_wrote: bool,
     ) -> Result<()> {
+        let dy = cx.whole(dy)?;
+        let adds = cx.has_gradient_of_whole();
         let (mut table, mut positions) = if self.positions.is_some() {
             let [table, positions] = cx.layout.views_mut(grads.flat, self.table)?;
             (table, Some(positions))
@@ -97,7 +96,7 @@ impl Embedding {
             documents: cx.borders.documents(),
             dy: dy.view(),
             d_tokens_table: table,
-            d_positions_table: positions,
+            d_positions_table: positions.filter(|_| adds),
         })?;
         Ok(())
     }

@@ -105,12 +105,13 @@ impl Head {
 
     /// Returns this rank's logits `[B, T, V]`, the normalised hidden states, and the statistics of the norm.
     fn logits_of(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
-        let [b, t, _] = dims(x)?;
         let (norm, stats) = self.norm.forward(cx, x)?;
+        let whole = cx.whole(&norm)?;
+        let [b, t, _] = dims(&whole)?;
         let mut logits = cx.empty([b, t, self.vocab])?;
         let bias = self.has_bias().then(|| cx.layout.view(cx.params, self.table + 1)).transpose()?;
         cx.device.run(Op::MatMul {
-            a: norm.view(),
+            a: whole.view(),
             a_t: false,
             b: cx.layout.view(cx.params, self.table)?,
             b_t: true,
@@ -119,6 +120,7 @@ impl Head {
             scales: [1.0; 2],
             fuse: bias.map_or(Fuse::None, Fuse::Bias),
         })?;
+        drop(whole);
         Ok((logits, norm, stats))
     }
 
@@ -126,7 +128,7 @@ impl Head {
     pub fn logits(&self, cx: &StageContext<'_>, x: &Tensor) -> Result<Tensor> {
         let logits = self.logits_of(cx, x)?.0;
         match &self.piece {
-            Some(piece) => piece.gather(cx, logits),
+            Some(piece) => piece.gather(cx, &logits),
             None => Ok(logits),
         }
     }
@@ -174,7 +176,8 @@ impl Head {
 
     /// Returns the gradient of the hidden states.
     pub fn backward_input(&self, cx: &StageContext<'_>, saved: &mut HeadSaved) -> Result<Tensor> {
-        let mut d_norm = cx.empty(saved.x.shape())?;
+        let [b, t, _] = dims(&saved.d_logits)?;
+        let mut d_norm = cx.empty([b, t, dims(&saved.x)?[2]])?;
         cx.device.run(Op::MatMul {
             a: saved.d_logits.view(),
             a_t: false,
@@ -186,7 +189,7 @@ impl Head {
             fuse: Fuse::None,
         })?;
         if self.piece.is_some() {
-            cx.sum(&mut d_norm)?;
+            d_norm = cx.reduced(d_norm)?;
         }
         let dx = self.norm.backward_input(cx, &saved.x, &saved.stats, &d_norm, None)?;
         saved.d_norm = Some(d_norm);
@@ -208,7 +211,7 @@ impl Head {
         cx.device.run(Op::MatMul {
             a: saved.d_logits.view(),
             a_t: true,
-            b: saved.norm.view(),
+            b: cx.whole(&saved.norm)?.view(),
             b_t: false,
             c: table,
             accumulate: grads.accumulate,

@@ -89,10 +89,15 @@ impl Linear {
 
     /// Returns `[B, T, outputs]` of `[B, T, inputs]`.
     pub fn forward(&self, cx: &StageContext<'_>, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
-        let mut y = self.forward_part(cx, x, then)?;
-        if self.partial {
-            cx.sum(&mut y)?;
+        if !self.partial {
+            return self.forward_part(cx, x, then);
         }
+        let (then, beside) = match then {
+            Then::Add(beside) => (cx.before_sum(beside).map_or(Then::Nothing, Then::Add), Some(beside)),
+            then => (then, None),
+        };
+        let mut y = cx.reduced(self.forward_part(cx, x, then)?)?;
+        beside.map_or(Ok(()), |beside| cx.after_sum(&mut y, beside))?;
         Ok(y)
     }
 
@@ -214,7 +219,13 @@ impl Linear {
         grads: &mut Grads<'_>,
     ) -> Result<()> {
         self.weight_gradient(cx, x.view(), dy.view(), grads)?;
-        if self.bias {
+        if self.bias && self.partial && !cx.has_gradient_of_whole() {
+            // The first rank adds the bias.
+            if !grads.accumulate {
+                let [y] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
+                cx.device.run(Op::Fill { value: 0.0, y })?;
+            }
+        } else if self.bias {
             let [db] = cx.layout.views_mut(grads.flat, self.weight + 1)?;
             cx.device.run(Op::SumRows { x: dy.view(), y: db, accumulate: grads.accumulate })?;
         }

@@ -27,6 +27,7 @@ mod mlp;
 mod norm;
 mod rotary;
 mod routing;
+mod sequence;
 mod vocabulary;
 
 pub use activations::{Activations, Keep, Kept};
@@ -43,6 +44,7 @@ pub use mlp::Mlp;
 pub use norm::NormLayer;
 pub use rotary::table as rotary_table;
 pub use routing::{Routed, RouterLossValues, RouterPass};
+pub use sequence::SequencePieces;
 
 use farflung_base::Axis;
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
@@ -69,6 +71,9 @@ pub struct StageContext<'a> {
     pub router: RouterPass<'a>,
     /// Where the documents of the pass's tokens begin and prefixes end.
     pub borders: &'a Borders,
+    /// The positions of this rank in hidden states, if ranks divide sequences. Gradients of whole tensors are
+    /// then parts of a sum over the ranks.
+    pub sequence: Option<&'a SequencePieces>,
 }
 
 impl StageContext<'_> {

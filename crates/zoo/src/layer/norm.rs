@@ -112,7 +112,7 @@ impl NormLayer {
     }
 
     /// Computes the gradient of the gain of [`NormLayer::forward_heads`]. Ranks that divide the heads have the
-    /// same gain: its gradient is summed over them.
+    /// same gain: its gradient is summed over them, unless those of all whole tensors are.
     pub(super) fn backward_weight_heads(
         &self,
         cx: &StageContext<'_>,
@@ -131,7 +131,9 @@ impl NormLayer {
             d_bias: None,
             accumulate: false,
         })?;
-        cx.sum(&mut sum)?;
+        if cx.sequence.is_none() {
+            cx.sum(&mut sum)?;
+        }
         let accumulate = grads.accumulate;
         let [gain] = cx.layout.views_mut(grads.flat, self.gain)?;
         cx.device.run(Op::SumRows { x: sum.view(), y: gain, accumulate })?;

@@ -38,7 +38,7 @@ impl VocabularyPiece {
     }
 
     /// Returns the logits of the whole vocabulary, `[B, T, V]`.
-    pub(super) fn gather(&self, cx: &StageContext<'_>, logits: Tensor) -> Result<Tensor> {
+    pub(super) fn gather(&self, cx: &StageContext<'_>, logits: &Tensor) -> Result<Tensor> {
         cx.exchange.gather(Axis::Tensor, logits, 2, &self.lengths)
     }
 

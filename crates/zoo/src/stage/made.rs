@@ -88,6 +88,7 @@ impl Stage {
             share,
             experts,
             exchange,
+            sequence: None,
             layers: made,
             gradient_scale: 1.0,
             activation_policy: ActivationPolicy::default(),

@@ -399,6 +399,7 @@ impl Alone {
             gradient_scale: 1.0,
             router: RouterPass::NONE,
             borders: &self.borders,
+            sequence: None,
         }
     }
 

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 54] = [
+const ALWAYS: [&str; 55] = [
     "plan",
     "layers",
     "heads",
@@ -46,6 +46,7 @@ const ALWAYS: [&str; 54] = [
     "stages",
     "tensor",
     "tensor-weights",
+    "sequence-parallel",
     "mesh",
     "pools",
     "microbatches",

@@ -28,6 +28,9 @@ pub struct Axis {
 /// Value of the axis of schedules for runs without a pipeline.
 const NO_STAGES: &str = "no-stages";
 
+/// Value of the axis of tensor ranks at which they divide sequences, too.
+const TWO_AND_SEQUENCES: &str = "2-sequences";
+
 /// Parses a value of an axis.
 fn read<T: Setting>(text: &str) -> T {
     T::parse(text).expect("an axis reads its own values")
@@ -97,7 +100,14 @@ pub const AXES: &[Axis] = &[
         values: || words(OptimizerKind::all()),
         set: |config, value| config.optimizer = read(value),
     },
-    Axis { name: "tensor", values: || words(["1", "2"]), set: |config, value| config.tensor = read(value) },
+    Axis {
+        name: "tensor",
+        values: || words(["1", "2", TWO_AND_SEQUENCES]),
+        set: |config, value| {
+            config.sequence_parallel = value == TWO_AND_SEQUENCES;
+            config.tensor = if value == "1" { 1 } else { 2 };
+        },
+    },
     Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
         name: "expert-codec",

@@ -4,7 +4,7 @@
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::Averages;
 
-use super::{Choices, Refusal, Rule, Uneven, Work, refuse};
+use super::{Choices, Refusal, Rule, TensorAxis, Uneven, Work, refuse};
 use crate::config::choice::SamplingKind;
 
 pub(super) const RULES: &[Rule] = &[
@@ -12,16 +12,16 @@ pub(super) const RULES: &[Rule] = &[
         axes: ["tensor", "schedule"],
         refuses: |choices| {
             let why = "ranks that divide layers run each microbatch together, between two updates";
-            (choices.tensor_ranks > 1).then(|| unlisted(choices, "tensor", "1", why))?
+            (choices.tensor.ranks > 1).then(|| unlisted(choices, "tensor", "1", why))?
         },
     },
     Rule {
         axes: ["tensor", "optimizer"],
         refuses: |choices| {
-            let optimizer = Some(choices.optimizer).filter(|_| choices.tensor_ranks > 1)?;
+            let optimizer = Some(choices.optimizer).filter(|_| choices.tensor.ranks > 1)?;
             let why = "it works on whole tensors, of which each rank has a piece";
             let whole =
-                || refuse("tensor", choices.tensor_ranks, format!("1 with {}: {why}", optimizer.name));
+                || refuse("tensor", choices.tensor.ranks, format!("1 with {}: {why}", optimizer.name));
             optimizer.per_tensor.then(whole).or_else(|| averaging(choices, "`tensor` above 1"))
         },
     },
@@ -37,16 +37,59 @@ pub(super) const RULES: &[Rule] = &[
         axes: ["tensor", "sync"],
         refuses: |choices| {
             let averages = ["ddp", "diloco"].contains(&choices.sync.name);
-            let method = Some(choices.sync).filter(|_| choices.tensor_ranks > 1 && !averages)?;
+            let method = Some(choices.sync).filter(|_| choices.tensor.ranks > 1 && !averages)?;
             let why = "what the ranks of the tensor axis do not divide must be averaged over them, too";
             Some(refuse("sync", method.name, format!("ddp or diloco with `tensor` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["tensor", "tensor"],
+        refuses: |choices| {
+            let TensorAxis { ranks, divide_sequences } = choices.tensor;
+            let why = "the ranks along the tensor axis divide sequences";
+            (divide_sequences && ranks < 2)
+                .then(|| refuse("sequence-parallel", true, format!("false with `tensor` 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["tensor", "sync"],
+        refuses: |choices| {
+            let method = Some(choices.sync).filter(|_| choices.tensor.divide_sequences)?;
+            let why = "the parts of gradients that ranks have are added up where gradients are averaged";
+            let refused = || refuse("sync", method.name, format!("ddp with `sequence-parallel`: {why}"));
+            (method.name != "ddp").then(refused)
+        },
+    },
+    Rule {
+        axes: ["tensor", "schedule"],
+        refuses: |choices| {
+            let divides = choices.tensor.divide_sequences;
+            let order = choices.schedule.as_ref().filter(|order| divides && order.slices)?;
+            let why = "it divides the positions of sequences itself";
+            Some(refuse("sequence-parallel", true, format!("false with {}: {why}", order.name)))
+        },
+    },
+    Rule {
+        axes: ["tensor", "expert"],
+        refuses: |choices| {
+            let why = "routers of experts take all tokens of a sequence";
+            (choices.tensor.divide_sequences && choices.experts())
+                .then(|| refuse("sequence-parallel", true, format!("false with `expert` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["tensor", "paths"],
+        refuses: |choices| {
+            let why = "gradients of paths are not averaged";
+            (choices.tensor.divide_sequences && choices.paths())
+                .then(|| refuse("sequence-parallel", true, format!("false with `paths`: {why}")))
         },
     },
     Rule {
         axes: ["tensor", "own-data"],
         refuses: |choices| {
             let why = "ranks that divide layers read the same text";
-            (choices.own_data && choices.tensor_ranks > 1)
+            (choices.own_data && choices.tensor.ranks > 1)
                 .then(|| refuse("own-data", true, format!("false with `tensor` above 1: {why}")))
         },
     },

@@ -80,7 +80,9 @@ impl Executor {
 
     /// Returns the shape of a message's values.
     fn message_shape(&self, message: Message) -> [usize; 3] {
-        [self.source.batch(), self.positions(message.slice).len(), self.dim]
+        let positions = self.positions(message.slice).len();
+        let own = self.parts.values().next().map_or(positions, |part| part.stage.own_positions(positions));
+        [self.source.batch(), own, self.dim]
     }
 
     pub(super) fn send_message(&mut self, to: Rank, message: Message, data: Flow) -> Result<()> {

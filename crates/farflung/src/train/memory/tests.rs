@@ -139,14 +139,18 @@ fn experts_that_replicas_divide_are_predicted_to_the_byte() {
 
 #[test]
 fn layers_whose_width_ranks_divide_are_predicted_to_the_byte() {
-    for (stages, weights, replicas, recompute) in [
+    let shapes = [
         (1, vec![1, 1], 1, Recompute::None),
         (1, vec![3, 1], 2, Recompute::None),
         (1, vec![1, 2, 1], 1, Recompute::Full),
         (2, vec![1, 1], 2, Recompute::None),
         (2, vec![3, 1], 1, Recompute::Full),
-    ] {
+    ];
+    for ((stages, weights, replicas, recompute), sequence_parallel) in
+        shapes.into_iter().flat_map(|shape| [(shape.clone(), false), (shape, true)])
+    {
         let config = TrainConfig {
+            sequence_parallel,
             heads: Some(4),
             workers: stages * weights.len() * replicas,
             microbatches: (stages > 1).then_some(4),
@@ -160,7 +164,7 @@ fn layers_whose_width_ranks_divide_are_predicted_to_the_byte() {
         assert_eq!(
             predicted,
             measured(&job),
-            "{stages} stages, {weights:?}, {replicas} replicas, {recompute}"
+            "{stages} stages, {weights:?}, {replicas} replicas, {recompute}, {sequence_parallel}"
         );
     }
 }

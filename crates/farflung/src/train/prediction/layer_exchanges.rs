@@ -4,7 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::Axis;
+use farflung_base::{Axis, Bytes, Operation, Rank};
+use farflung_comm::{Program, operation, ring_all_gather, ring_reduce_scatter};
 use farflung_parallel::Coordinates;
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::exchange::CountedExchange;
@@ -23,6 +24,10 @@ use crate::train::trainer::stage_of;
 pub(super) enum LayerExchange {
     /// A sum of this many values along the tensor axis.
     Sum(usize),
+    /// A gather along the tensor axis: the number of values of each rank's piece.
+    Gather(Vec<usize>),
+    /// A scatter of a sum along the tensor axis: the number of values of each rank's piece.
+    Scatter(Vec<usize>),
     /// Tokens for experts: the bytes to each replica of a group.
     Tokens(Vec<u64>),
 }
@@ -31,9 +36,22 @@ impl LayerExchange {
     /// Returns the axis of the ranks that take part.
     pub(super) const fn axis(&self) -> Axis {
         match self {
-            Self::Sum(_) => Axis::Tensor,
+            Self::Sum(_) | Self::Gather(_) | Self::Scatter(_) => Axis::Tensor,
             Self::Tokens(_) => Axis::Expert,
         }
+    }
+}
+
+impl LayerExchange {
+    /// Returns the operation of a gather or a scatter among its ranks.
+    pub(super) fn in_ring(&self) -> Operation {
+        let (Self::Gather(values) | Self::Scatter(values)) = self else { return Operation::default() };
+        let gathers = matches!(self, Self::Gather(_));
+        let program = if gathers { ring_all_gather } else { ring_reduce_scatter };
+        let ranks = (0..values.len() as u32).map(Rank);
+        let programs: Vec<Program> =
+            ranks.map(|rank| program(rank, values.len()).with_counts(values)).collect();
+        operation(&programs, Bytes((values.iter().sum::<usize>() * size_of::<f32>()) as u64))
     }
 }
 
@@ -47,7 +65,8 @@ fn sent(plan: &BoundPlan, counted: Vec<CountedExchange>) -> Result<Vec<LayerExch
                 LayerExchange::Tokens(sent.rows.iter().zip(&sent.numbers).map(bytes).collect())
             }
             CountedExchange::AllReduce(_, values) => LayerExchange::Sum(values),
-            other => unreachable!("layers do not have the exchange {other:?}"),
+            CountedExchange::Gather(_, values) => LayerExchange::Gather(values),
+            CountedExchange::Scatter(_, values) => LayerExchange::Scatter(values),
         })
     };
     counted.into_iter().map(of).collect()
@@ -104,7 +123,8 @@ impl Run {
     fn exchanges(mut self, taken: &dyn Fn() -> Result<Vec<LayerExchange>>) -> Result<LayerExchanges> {
         let spec = self.stage.spec().clone();
         let device = self.stage.device().clone();
-        let hidden = || device.empty(farflung_tensor::DType::F32, [self.batch, spec.context, spec.dim]);
+        let own = self.stage.own_positions(spec.context);
+        let hidden = || device.empty(farflung_tensor::DType::F32, [self.batch, own, spec.dim]);
         let tokens = || self.stage.tokens(&vec![0; self.batch * spec.context], spec.context);
         let is_last = self.layers.end == spec.layers();
         let forward = || {

@@ -223,7 +223,8 @@ impl<'a> Operations<'a> {
         let depth = schedule.placement().depth();
         Ok(match key {
             Key::Message(first, message) => {
-                let slices = &schedule.slices;
+                let tensor = self.plan.at(first).tensor;
+                let slices = Division::of(self.plan).positions(tensor, &schedule.slices)?;
                 let slice = &slices[usize::from(message.slice)..=usize::from(message.slice)];
                 let part = schedule.placement().part(message.from);
                 let boundary = if message.content == Content::Activation { part } else { part - 1 };
@@ -245,6 +246,9 @@ impl<'a> Operations<'a> {
                 let own = |rank: Rank| &pass.of(&self.part(part, rank).layers)[exchange];
                 let ranks = self.plan.group(first, own(first).axis());
                 match own(first) {
+                    LayerExchange::Gather(_) | LayerExchange::Scatter(_) => {
+                        own(first).in_ring().among(&ranks)
+                    }
                     LayerExchange::Sum(values) => {
                         let bytes = (values * size_of::<f32>()) as u64 / slices;
                         self.sum(*values, Bytes(bytes), &self.topology.among(&ranks)).among(&ranks)
@@ -252,7 +256,7 @@ impl<'a> Operations<'a> {
                     LayerExchange::Tokens(_) => {
                         let bytes = |from: usize, to: usize| match own(ranks[from]) {
                             LayerExchange::Tokens(bytes) => Bytes(bytes[to] / slices),
-                            LayerExchange::Sum(_) => Bytes(0),
+                            _ => Bytes(0),
                         };
                         all_to_all_operation(ranks.len(), bytes).among(&ranks)
                     }

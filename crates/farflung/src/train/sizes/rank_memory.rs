@@ -64,7 +64,7 @@ fn divided(config: &TrainConfig, model: &ModelSpec) -> ModelProfile {
     let count = model.mixtures().map(|(_, experts)| experts.count).max().unwrap_or(0);
     let part = AxisShare::new(0, config.expert_weights()).and_then(|share| {
         let most = share.all().max_by_key(|share| share.of(count).len()).unwrap_or(share);
-        ModelProfile::of_shares(model, [&widest(config)?, &most])
+        ModelProfile::of_pieces(model, [&widest(config)?, &most], config.sequence_parallel)
     });
     part.unwrap_or_else(|_| profile(model))
 }

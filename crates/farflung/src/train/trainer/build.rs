@@ -79,8 +79,7 @@ impl Trainer {
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, at)?;
         let exchanges = division::exchange((plan, job.config.seed), &messages, rank)?;
-        let exchange: Arc<dyn Exchange> =
-            exchanges.clone().map_or_else(|| Arc::new(Alone) as _, |exchanges| exchanges as _);
+        let exchange = exchanges.clone().map_or_else(|| Arc::new(Alone) as _, |all| all as Arc<dyn Exchange>);
         let apart = apart::by_part((plan, &job.model, at), &schedule.layers, &holders)?;
         let tied = tie(&comm, &schedule, (at, plan.tensor_ranks()))?;
         let voters = Voters::new(plan, &comm, replica)?;
@@ -107,7 +106,7 @@ impl Trainer {
             if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
         let weights = TokenWeights::new(job, &schedule, replica, group)?;
         let token_weights = weights.of_step(weights.first_of_plan())?;
-        let boundaries = Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?;
+        let boundaries = boundaries(job, &schedule, at)?;
         let executor = Executor::new(
             &schedule,
             Components {
@@ -201,6 +200,12 @@ fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
         Some(change) => comm.with_other_cancel(change),
         None => comm,
     })
+}
+
+/// Makes the codecs of a rank's boundaries, with their samples in memory.
+fn boundaries(job: &Job, schedule: &ReplicaSchedule, at: Coordinates) -> Result<Boundaries> {
+    let slices = Division::of(&job.plan).positions(at.tensor, &schedule.slices)?;
+    Boundaries::new(job, schedule.placement(), Rank(at.pipeline), &slices, &Stores::Memory)
 }
 
 /// The ranks that hold a part; `None` if this one alone does.

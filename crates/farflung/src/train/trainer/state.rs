@@ -140,8 +140,9 @@ impl Trainer {
             StoreKind::Mapped => true,
         };
         let stores = Stores::files(folder, mapped, windows);
-        let (placement, slices) = (&self.executor.placement, &self.schedule.slices);
-        self.executor.boundaries = Boundaries::new(job, placement, self.position, slices, &stores)?;
+        let slices = self.division.positions(self.tensor, &self.schedule.slices)?;
+        let placement = &self.executor.placement;
+        self.executor.boundaries = Boundaries::new(job, placement, self.position, &slices, &stores)?;
         Ok(())
     }
 

@@ -59,6 +59,7 @@ impl Mixture {
             gradient_scale: 1.0,
             router,
             borders: &self.borders,
+            sequence: None,
         }
     }
 

@@ -79,7 +79,7 @@ impl Exchange for Threads {
         self.reduce(axis, values, f32::max)
     }
 
-    fn gather(&self, axis: Axis, piece: Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
+    fn gather(&self, axis: Axis, piece: &Tensor, dim: usize, lengths: &[usize]) -> Result<Tensor, ZooError> {
         if axis != self.axis {
             return Alone.gather(axis, piece, dim, lengths);
         }
