@@ -123,6 +123,14 @@ impl ModelProfile {
         self.blocks.iter().flat_map(|(count, profile)| std::iter::repeat_n(profile, *count))
     }
 
+    /// Returns the bytes that a rank sends along an axis for a sequence, forward and backward.
+    #[must_use]
+    pub fn sent_along(&self, axis: Axis) -> u64 {
+        let sent = |layer: &LayerProfile| layer.sent_forward.along(axis) + layer.sent_backward.along(axis);
+        let of_blocks: u64 = self.blocks.iter().map(|(count, block)| *count as u64 * sent(block)).sum();
+        sent(&self.embedding) + of_blocks + sent(&self.head)
+    }
+
     /// Returns the floating-point operations of the matrix products of forward and backward pass, per token:
     /// three times those of a forward pass. Attention is counted in full, even if a causal kernel skips half of
     /// it.

@@ -10,6 +10,7 @@ mod ranking;
 mod regional;
 mod side_by_side;
 mod drafts;
+mod tensor_drafts;
 mod what_if;
 
 pub use candidate::{Candidate, PlanKind, rank_memory, sent};
@@ -31,8 +32,9 @@ use crate::{Error, Result};
 /// Returns the fastest plans that fit.
 ///
 /// The candidates are: one pipeline over machines in order (`planner::uneven`); replicas with shares by speed;
-/// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; and
-/// the plans of DAPPLE's planner for every number of copies. Each is tried with the schedules and all-reduce
+/// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; the
+/// plans of DAPPLE's planner for every number of copies; and plans in which machines near each other divide the
+/// width of layers. Each is tried with the schedules and all-reduce
 /// algorithms that fit it. Replicas average gradients at each step: methods with local steps change the
 /// result of training, so only `farflung plan FILE` considers them.
 ///
@@ -51,6 +53,7 @@ pub fn auto(
     request.data(&mut drafts)?;
     request.both(&mut drafts)?;
     request.dapple(&mut drafts)?;
+    request.tensor(&mut drafts)?;
     if drafts.is_empty() {
         pipelines?;
         return Err(ParallelError::NoDevices.into());

@@ -52,7 +52,11 @@ pub fn chain(
 
 /// Returns the layers of a model for microbatches of `batch` sequences, as in [`chain`].
 pub(super) fn layers(model: &ModelSpec, batch: u32) -> Vec<ChainLayer> {
-    let profile = profile(model);
+    layers_of(&profile(model), batch)
+}
+
+/// Returns the layers of a model, or what a rank has of them, for microbatches of `batch` sequences.
+pub(super) fn layers_of(profile: &ModelProfile, batch: u32) -> Vec<ChainLayer> {
     let (batch, context) = (u64::from(batch), profile.context);
     let (tokens, state) = (batch * context as u64, state_per_parameter());
     let (last, head) = (profile.layers().saturating_sub(1), profile.head);
@@ -67,7 +71,7 @@ pub(super) fn layers(model: &ModelSpec, batch: u32) -> Vec<ChainLayer> {
             output: Bytes(profile.hidden.saturating_mul(batch)),
         }
     };
-    let blocks = profile.each_block().enumerate().zip(layer_parameters(&profile));
+    let blocks = profile.each_block().enumerate().zip(layer_parameters(profile));
     blocks.map(|((at, block), parameters)| layer((at, block, parameters))).collect()
 }
 

@@ -177,6 +177,50 @@ between = ["fast", "slow"]
 link = "300mbit,1ms"
 "#;
 
+/// Four machines that hold GPT-2 only if they divide its layers' width; and a plan of that kind is executed.
+#[test]
+fn auto_divides_layers_among_machines_that_hold_the_model_only_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("four.toml");
+    let device = "[[device]]\nname = \"a\"\ncount = 4\nflops = \"20 TFLOPS\"\nmemory = \"1300MB\"\n";
+    std::fs::write(&file, format!("default = \"100gbit,10us\"\n{device}")).unwrap();
+    let file = file.display();
+    let found = json(&format!("auto {file} --model gpt2"));
+    let first = &found["candidates"][0];
+    assert_eq!(
+        (first["what"].as_str(), first["tensor"].as_u64()),
+        (Some("layers over 4"), Some(4)),
+        "{first}"
+    );
+    let most = found["memory"].as_object().unwrap().values().map(|held| held.as_u64().unwrap()).max();
+    assert!(most.unwrap() < 1_300_000_000, "{most:?}");
+    let text = String::from_utf8(plan_output(&format!("auto {file} --model gpt2"))).unwrap();
+    assert!(text.contains("0..12 1/4"), "{text}");
+    let plan = folder.path().join("plan.toml");
+    let of_nano = json(&format!("auto {file} --model nano --only tensor --out {}", plan.display()));
+    assert!(of_nano["candidates"][0]["tensor"].as_u64().unwrap() > 1, "{of_nano}");
+    let train = Command::new(env!("CARGO_BIN_EXE_farflung"))
+        .args([
+            "train",
+            "--model",
+            "nano",
+            "--steps",
+            "1",
+            "--eval-batches",
+            "1",
+            "--sample-tokens",
+            "0",
+            "--quiet",
+        ])
+        .arg("--plan")
+        .arg(&plan)
+        .arg("--out")
+        .arg(folder.path().join("run"))
+        .output()
+        .unwrap();
+    assert!(train.status.success(), "{}", String::from_utf8_lossy(&train.stderr));
+}
+
 #[test]
 fn auto_tells_the_bottleneck_the_costs_and_what_a_change_makes_of_a_step() {
     let folder = tempfile::tempdir().unwrap();

@@ -85,6 +85,8 @@ enum Only {
     Data,
     /// Several pipelines in parallel.
     Both,
+    /// Replicas whose layers are divided among several machines each.
+    Tensor,
 }
 
 impl Only {
@@ -93,6 +95,7 @@ impl Only {
             Self::Pipeline => PlanKind::Pipeline,
             Self::Data => PlanKind::Data,
             Self::Both => PlanKind::Both,
+            Self::Tensor => PlanKind::Tensor,
         }
     }
 }
@@ -282,6 +285,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize) -> serde
             "what": candidate.what, "step_s": candidate.step.as_secs_f64(), "bubble": candidate.bubble,
             "tokens_per_s": rate(*tokens, candidate.step), "compute_s": candidate.compute.as_secs_f64(),
             "replicas": candidate.plan.replicas(), "stages": candidate.plan.stages(),
+            "tensor": candidate.plan.tensor_ranks(),
             "baseline": candidate.is_baseline,
         })
     });
@@ -324,8 +328,14 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usi
         "machine", "replica", "layers", "memory", "activations"
     );
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
-        let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
-        let layers = format!("{}..{}", part.layers.start, part.layers.end);
+        let at = plan.at(Rank(rank as u32));
+        let (replica, part) = (at.data, &plan.parts[at.pipeline as usize]);
+        let weights = plan.shares_of_width();
+        let piece = match weights.len() {
+            1 => String::new(),
+            _ => format!(" {}/{}", weights[at.tensor as usize], weights.iter().sum::<u32>()),
+        };
+        let layers = format!("{}..{}{piece}", part.layers.start, part.layers.end);
         let _ = writeln!(
             text,
             "{machine:>16} {replica:>8} {layers:>12} {:>10} {:>12}",

@@ -2,12 +2,15 @@
 
 use std::fmt;
 
-use farflung_base::{Bytes, Nanos, Rank};
+use farflung_base::{Axis, Bytes, Nanos, Rank};
 use farflung_parallel::pipeline::Method;
+use farflung_parallel::planner::uneven::ChainLayer;
 use farflung_parallel::{Coordinates, Plan, ScheduleSource, all_reduce_bytes};
-use farflung_zoo::ModelSpec;
+use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::{AxisShare, ModelSpec};
 
-use crate::train::chain::layers;
+use crate::train::activations::profile;
+use crate::train::chain::layers_of;
 use crate::train::memory::StepMemory;
 
 /// Kind of a plan.
@@ -19,6 +22,8 @@ pub enum PlanKind {
     Data,
     /// Replicas that are pipelines.
     Both,
+    /// Replicas whose layers are divided among several machines each.
+    Tensor,
 }
 
 impl fmt::Display for PlanKind {
@@ -27,6 +32,7 @@ impl fmt::Display for PlanKind {
             Self::Pipeline => "pipeline",
             Self::Data => "data",
             Self::Both => "both",
+            Self::Tensor => "tensor",
         })
     }
 }
@@ -75,11 +81,12 @@ pub struct Candidate {
 /// holds as many as there are stages; with any other schedule a stage may hold all.
 #[must_use]
 pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
-    let layers = layers(model, plan.batch);
+    let pieces: Vec<Vec<ChainLayer>> =
+        pieces(plan, model).iter().map(|profile| layers_of(profile, plan.batch)).collect();
     let stages = plan.parts.len();
     let of = |rank: u32| {
-        let Coordinates { data, pipeline, .. } = plan.at(Rank(rank));
-        let (replica, stage) = (data as usize, pipeline as usize);
+        let Coordinates { data, pipeline, tensor, .. } = plan.at(Rank(rank));
+        let (replica, stage, layers) = (data as usize, pipeline as usize, &pieces[tensor as usize]);
         let most = match plan.pipeline.schedule {
             ScheduleSource::Named(Method::OneFOneB) => stages - stage,
             ScheduleSource::Named(Method::ZbH1) => stages,
@@ -97,15 +104,30 @@ pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
     (0..plan.ranks()).map(of).collect()
 }
 
-/// Returns the bytes that all ranks of a plan send in a step: hidden states and their gradients, and gradients
-/// of parameters as sent by a ring.
+/// Returns what each rank along the tensor axis has of the model's layers; of a division that the plan's check
+/// refuses, the whole layers.
+fn pieces(plan: &Plan, model: &ModelSpec) -> Vec<ModelProfile> {
+    let weights = plan.shares_of_width();
+    let piece = |rank| {
+        let share = AxisShare::new(rank, weights.clone())?;
+        ModelProfile::of_pieces(model, [&share, &AxisShare::whole()], plan.sequence_parallel)
+    };
+    (0..weights.len()).map(|rank| piece(rank).unwrap_or_else(|_| profile(model))).collect()
+}
+
+/// Returns the bytes that all ranks of a plan send in a step: hidden states and their gradients, what the ranks
+/// that divide layers exchange, and gradients of parameters as sent by a ring.
 #[must_use]
 pub fn sent(plan: &Plan, model: &ModelSpec) -> Bytes {
-    let hidden = model.hidden_bytes(u64::from(plan.batch));
+    let pieces = pieces(plan, model);
     let hops = 2 * plan.parts.len().saturating_sub(1) as u64 * plan.all_microbatches();
+    // Each rank sends the hidden states that it has, and what layers exchange.
+    let hidden: u64 = pieces.iter().map(|profile| profile.hidden * u64::from(plan.batch)).sum();
+    let layers: u64 = pieces.iter().map(|profile| profile.sent_along(Axis::Tensor)).sum();
+    let exchanged = layers * u64::from(plan.batch) * plan.all_microbatches();
     let replicas = plan.replicas();
     let averaged = all_reduce_bytes(replicas, Bytes(model.parameters() * 4)).0 * u64::from(replicas);
     // The first and the last stage add their gradients of a tied token table.
     let tied = if plan.stages() > 1 { 2 * model.shared_table_bytes() * u64::from(replicas) } else { 0 };
-    Bytes(hidden * hops + averaged + tied)
+    Bytes(hidden * hops + exchanged + averaged + tied)
 }

@@ -93,7 +93,7 @@ impl PlanRequest<'_> {
     }
 
     /// Adds drafts of a plan, one for each schedule that supports its sizes and fits into memory.
-    fn schedules(&self, kind: PlanKind, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
+    pub(super) fn schedules(&self, kind: PlanKind, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
         for &method in methods {
             let mut plan = plan.clone();
@@ -118,7 +118,7 @@ impl PlanRequest<'_> {
 
     /// Returns the orders of machines that are tried: the file's order, and the shortest path by the time of a
     /// microbatch's hidden states between two machines, in both directions.
-    fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
+    pub(super) fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
         let topology = self.cluster.topology()?;
         let size = topology.size();
         let listed: Vec<Rank> = (0..size as u32).map(Rank).collect();

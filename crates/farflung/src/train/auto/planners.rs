@@ -10,11 +10,11 @@ mod piper;
 
 use std::ops::Range;
 
-use farflung_base::{Nanos, Rank};
+use farflung_base::{Axis, Nanos, Rank};
 use farflung_parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
 use farflung_parallel::planner::dapple::PhaseCost;
 use farflung_parallel::planner::uneven::ChainStage;
-use farflung_parallel::{Cluster, ParallelError, Plan};
+use farflung_parallel::{Cluster, Mesh, ParallelError, Plan, whole_pipelines};
 use farflung_zoo::ModelSpec;
 
 use super::candidate::Candidate;
@@ -153,9 +153,9 @@ impl NamedPlanner {
 /// for stages that do not fit into memory.
 fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Result<Candidate> {
     let not_built = |what: &str| Err(ParallelError::NotBuilt { what: what.to_owned() }.into());
-    let replicas = stages.first().map_or(0, |stage| stage.devices.len());
-    if stages.iter().any(|stage| stage.tensor > 1) {
-        return not_built("tensor ranks");
+    let (devices, tensor) = stages.first().map_or((0, 1), |stage| (stage.devices.len(), stage.tensor));
+    if stages.iter().any(|stage| stage.tensor != tensor) {
+        return not_built("stages with unequal numbers of tensor ranks");
     }
     let by_tokens = |cut: &OperatorCut| ["tokens", "tokens x tokens", "alone"].contains(&cut.cut.as_str());
     if stages.iter().flat_map(|stage| &stage.operators).any(|cut| !by_tokens(cut)) {
@@ -167,17 +167,29 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
     if stages.iter().any(|stage| stage.recompute) {
         return not_built("a choice of layers to recompute in a pipeline");
     }
-    if stages.iter().any(|stage| stage.devices.len() != replicas) {
+    if stages.iter().any(|stage| stage.devices.len() != devices) {
         return not_built("stages with unequal numbers of copies");
     }
-    if replicas > instance.sizes.microbatches as usize {
+    let copies = whole_pipelines(devices as u32, tensor);
+    if copies as usize > instance.sizes.microbatches as usize {
         return not_built("microbatches that copies share; ask for as many as there are copies");
     }
     let Instance { name: model_name, model, cluster, sizes, .. } = *instance;
     let request = PlanRequest { name: model_name, model, cluster, sizes };
-    let rows = rows(stages, replicas);
     let mut drafts = Vec::new();
-    request.rows(name, &rows, &chain_stages(stages), &mut drafts)?;
+    if tensor == 1 {
+        request.rows(name, &rows(stages, devices), &chain_stages(stages), &mut drafts)?;
+    } else {
+        let pieces = Mesh::new(&[(Axis::Data, copies), (Axis::Tensor, tensor)])?.groups(Axis::Tensor);
+        let group = |stage: &PlannedStage, places: &[Rank]| {
+            places.iter().map(|place| Rank(stage.devices[place.index()])).collect::<Vec<Rank>>()
+        };
+        let of_copy =
+            |places: &Vec<Rank>| stages.iter().map(|stage| group(stage, places)).collect::<Vec<_>>();
+        let groups: Vec<Vec<Rank>> = pieces.iter().flat_map(of_copy).collect();
+        let equal = vec![1; tensor as usize];
+        request.divided(&format!(", {name}"), &groups, &chain_stages(stages), &equal, &mut drafts)?;
+    }
     if drafts.is_empty() {
         return not_built("a schedule for these stages");
     }

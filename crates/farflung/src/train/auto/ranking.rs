@@ -140,7 +140,8 @@ impl Best {
 /// at least once, and not faster than its uplink or all of its links together.
 fn averages_at_least(plan: &Plan, model: &ModelSpec, cluster: &Cluster) -> Result<Nanos> {
     let replicas = plan.replicas() as usize;
-    if replicas == 1 {
+    // Of ranks that divide layers, one may have little of them.
+    if replicas == 1 || plan.tensor_ranks() > 1 {
         return Ok(Nanos::ZERO);
     }
     let topology = Machines::of_plan(plan, model, cluster)?.topology;

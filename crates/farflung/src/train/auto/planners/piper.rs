@@ -12,19 +12,20 @@ use crate::Result;
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     let devices = facts.equal();
     let all = facts.devices.len() as u32;
-    let shapes = |data: u32| {
-        let tensor = tensor_degrees(facts.each, facts.each, runnable).into_iter();
-        tensor.filter(move |t| t * data <= all).flat_map(move |tensor| {
-            let again = if runnable { &[false][..] } else { &[false, true] };
-            again.iter().map(move |&recompute| StageShape { tensor, data, recompute })
-        })
+    let again = if runnable { &[false][..] } else { &[false, true] };
+    let degrees = tensor_degrees(facts.each, facts.each, false);
+    let shapes = |tensor: u32, data: u32| {
+        again.iter().map(move |&recompute| StageShape { tensor, data, recompute }).collect::<Vec<_>>()
     };
+    let pairs = (1..=all).flat_map(|data| degrees.iter().map(move |&tensor| (tensor, data)));
+    let pairs: Vec<(u32, u32)> = pairs.filter(|(tensor, data)| tensor * data <= all).collect();
     if !runnable {
-        return with_shapes(facts, &devices, (1..=all).flat_map(shapes).collect());
+        return with_shapes(facts, &devices, pairs.into_iter().flat_map(|(t, d)| shapes(t, d)).collect());
     }
-    let mut best = with_shapes(facts, &devices, shapes(1).collect());
-    for data in 2..=all.min(facts.microbatches) {
-        let found = with_shapes(facts, &devices, shapes(data).collect());
+    // The trainer runs stages that are all divided and copied alike.
+    let mut best = with_shapes(facts, &devices, shapes(1, 1));
+    for (tensor, data) in pairs.into_iter().skip(1).filter(|&(_, data)| data <= facts.microbatches) {
+        let found = with_shapes(facts, &devices, shapes(tensor, data));
         let slower = |best: &Planned| found.as_ref().is_ok_and(|found| found.modelled < best.modelled);
         if best.as_ref().map_or(true, slower) && found.is_ok() {
             best = found;
