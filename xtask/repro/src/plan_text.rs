@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
-use farflung::base::{Algorithm, Bytes, Philox, Precision};
+use farflung::base::{Algorithm, Axis, Bytes, Philox, Precision};
 use farflung::comm::{Communicator, memory};
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::parallel::{
@@ -53,16 +53,22 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let paths = (!divides && draw(61, 2) == 1)
         .then(|| PathLevel { layers: draw(62, u64::from(end)) as u32..end, modules: replicas });
     let experts: Vec<u32> = (0..replicas).filter(|_| divides).map(weight).collect();
+    let tensor = 1 + draw(58, 3) as u32;
+    let mesh = Plan::mesh_of(replicas, stages)?.and(Axis::Tensor, tensor)?;
+    let weighted = tensor > 1 && draw(59, 2) == 1;
     Ok(Plan {
         model: PlannedModel {
             name: format!("m{}", draw(2, 9)),
             layers: end,
             parameters: 1 + draw(3, 1 << 40),
         },
-        mesh: Plan::mesh_of(replicas, stages)?,
-        tensor_weights: Vec::new(),
-        sequence_parallel: false,
-        machines: (0..replicas * stages).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
+        tensor_weights: (0..u64::from(tensor))
+            .filter(|_| weighted)
+            .map(|r| 1 + draw(28 + r, 9) as u32)
+            .collect(),
+        sequence_parallel: tensor > 1 && draw(63, 2) == 1,
+        machines: (0..mesh.size()).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
+        mesh,
         precision: Precision::ALL[draw(5, 3) as usize],
         batch: 1 + draw(6, 64) as u32,
         microbatches: (0..replicas)
@@ -105,6 +111,8 @@ fn changes() -> Vec<Change> {
         ("model.layers", |p| p.model.layers += 1),
         ("model.parameters", |p| p.model.parameters += 1),
         ("mesh", |p| p.mesh = Plan::mesh_of(p.replicas() + 1, p.stages()).unwrap_or_else(|_| p.mesh.clone())),
+        ("tensor_weights", |p| p.tensor_weights.push(7)),
+        ("sequence_parallel", |p| p.sequence_parallel ^= true),
         ("machines", |p| p.machines[0].push('x')),
         ("precision", |p| {
             p.precision = if p.precision == Precision::F32 { Precision::F16 } else { Precision::F32 };
@@ -154,7 +162,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         refused += u32::from(plan.check().is_err());
         let read: Plan = plan.to_string().parse()?;
         wrong += u32::from(read != plan || read.digest() != plan.digest());
-        staged = staged.or_else(|| Some(plan).filter(|p| p.stages() > 1 && !p.paths.is_empty()));
+        staged = staged.or_else(|| {
+            Some(plan).filter(|p| p.stages() > 1 && !p.paths.is_empty() && !p.tensor_weights.is_empty())
+        });
     }
     report.row("random plans", count as f64, "plans", Threshold::None)?;
     report.row(
@@ -170,7 +180,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Threshold::None,
     )?;
 
-    let plan = staged.ok_or_else(|| anyhow!("no plan with stages and paths was drawn"))?;
+    let plan =
+        staged.ok_or_else(|| anyhow!("no plan with stages, paths and weights of tensor ranks was drawn"))?;
     let named: std::collections::BTreeSet<&str> = changes().iter().map(|(field, _)| *field).collect();
     let fields: Vec<String> =
         plan.fields().into_keys().filter(|f| !f.contains("[1]") && !f.contains("[2]")).collect();
