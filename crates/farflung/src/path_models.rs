@@ -37,8 +37,8 @@ pub struct PathModels {
 impl PathModels {
     /// Returns those of a plan, for the checkpoint of a rank.
     pub(crate) fn of(plan: &Plan, own: Rank, router: &TextRouter) -> Self {
-        // In a pipeline, only the first rank of the first replica has the weights of the others.
-        let replicas = if plan.stages() > 1 { 1 } else { usize::MAX };
+        // If ranks divide the model, only the first rank of the first replica has the weights of the others.
+        let replicas = if plan.ranks() > plan.replicas() { 1 } else { usize::MAX };
         let ranks = |path| plan.first_ranks_of_path(path).iter().take(replicas).map(|rank| rank.0).collect();
         let path = |path| PathModel { modules: plan.modules(path), ranks: ranks(path) };
         Self { own: own.0, paths: (0..plan.paths()).map(path).collect(), router: router.clone() }

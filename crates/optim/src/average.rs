@@ -243,7 +243,7 @@ impl Average {
         });
         let reduction = |(index, bucket): (usize, &Bucket)| {
             let comm = holders(&self.comm, &self.apart, bucket);
-            if bucket.apart.is_some() && comm.size() == 1 {
+            if !self.apart.is_empty() && comm.size() == 1 {
                 // A lossy codec would only change the values.
                 return Ok(BucketReduction::Plain(bucket.len));
             }

@@ -129,6 +129,12 @@ impl Stage {
         (tied && self.takes_tokens() != self.gives_losses()).then(|| self.layout.params()[0].range())
     }
 
+    /// Returns the bytes of [`Stage::shared_table`]; 0 if there is none.
+    #[must_use]
+    pub fn shared_table_bytes(&self) -> u64 {
+        self.shared_table().map_or(0, |range| (range.len() * size_of::<f32>()) as u64)
+    }
+
     /// Returns what this rank has of the width of layers.
     #[must_use]
     pub const fn share(&self) -> &AxisShare {

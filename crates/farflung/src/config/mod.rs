@@ -399,14 +399,14 @@ settings! {
         deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "the waiting time changes no results";
     }
     "Pipeline" {
-        /// Number of ranks P that share one copy of the model in a pipeline. The workers make workers / P such
-        /// replicas, so the default four make two with --stages 2. A step takes batch x microbatches x replicas
-        /// sequences: with the default of 2 P microbatches, twice as many as the same workers take without
-        /// stages.
+        /// Number of ranks P that share one copy of the model in a pipeline. The workers make workers / (P T)
+        /// such replicas, with T ranks along the tensor axis, so the default four make two with --stages 2. A
+        /// step takes batch x microbatches x replicas sequences: with the default of 2 P microbatches, twice as
+        /// many as the same workers take without stages.
         @stages: usize, "P", 1usize;
         /// Number of ranks that divide the width of each layer (tensor parallelism): heads, inner columns, and
-        /// the rows of the token table. They wait for each other several times in each layer, so with fast
-        /// links between these: they are neighbours, such as the workers of one machine.
+        /// the rows of the token table. They wait for each other several times in each layer, so the links
+        /// between them should be fast. They are neighbours, such as the workers of one machine.
         /// docs/tensor-parallel.md.
         @tensor: usize, "T", 1usize;
         /// Share of each layer of the ranks along the tensor axis, such as 2,1, for example by their speed.

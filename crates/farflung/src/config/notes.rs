@@ -168,7 +168,7 @@ impl TrainConfig {
         ];
         notes.note_without_effect(alone, &exchanged, "the run has one worker, which sends nothing");
         notes.note_without_effect(
-            run.world <= self.stages,
+            self.replicas_of(run.world) <= 1,
             &["shards"],
             "there is one replica, which has all data",
         );
@@ -180,11 +180,7 @@ impl TrainConfig {
                 self.codec, self.optimizer.name
             )
         });
-        notes.note_without_effect(
-            self.averages_nothing(run.world),
-            &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
-            "no two ranks hold the same part of the model, so nothing is averaged",
-        );
+        self.note_nothing_averaged(run.world, notes);
         notes.note_without_effect(
             self.outweighs_recipe(),
             &["recipe"],
@@ -248,6 +244,21 @@ impl TrainConfig {
         );
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.note_without_effect(!each_step, &["overlap"], &after);
+    }
+
+    fn note_nothing_averaged(&self, world: usize, notes: &mut Notes<'_>) {
+        let nothing = self.averages_nothing(world);
+        notes.note_without_effect(
+            nothing && self.tensor == 1,
+            &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
+            "no two ranks hold the same part of the model, so nothing is averaged",
+        );
+        notes.note_without_effect(
+            nothing && self.tensor > 1,
+            &["codec", "error-feedback"],
+            "no two ranks hold the same piece of the model, and what all ranks along the tensor axis have is \
+             averaged as plain f32",
+        );
     }
 
     fn note_codec(&self, notes: &mut Notes<'_>) {
@@ -432,7 +443,8 @@ impl TrainConfig {
             Some(pools) => pools.fewest() > 1,
             None => self.schedule.copies() > 1,
         };
-        self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()
+        let divides = self.stages > 1 || self.tensor > 1;
+        divides && self.replicas_of(world) <= 1 && !copies && self.schedule_file.is_none()
     }
 
     /// Returns the largest number of layers in a part of the model.

@@ -58,6 +58,7 @@ impl BoundPlan {
             .map(|(i, level)| BoundLevel::of(i, level))
             .collect::<Result<_>>()?;
         levels.iter().enumerate().try_for_each(|(i, level)| level.check(i))?;
+        check_alone(&plan, &levels)?;
         let boundaries = plan.boundaries.iter().enumerate();
         let bind = |(i, boundary): (usize, &BoundaryCodecs)| {
             let spec = |direction: &str, name: &str| {
@@ -289,4 +290,18 @@ impl BoundaryLinks {
 
 fn wrong(field: String, value: &str, expected: String) -> Error {
     ParallelError::Plan { field, value: format!("{value:?}"), expected }.into()
+}
+
+/// Checks that ranks that divide layers average what each of them has whole: a single replica never reaches the
+/// averages of local steps.
+fn check_alone(plan: &Plan, levels: &[BoundLevel]) -> Result<()> {
+    let local = levels.iter().position(|level| !level.method.each_step);
+    match local.filter(|_| plan.tensor_ranks() > 1 && plan.replicas() == 1) {
+        Some(i) => {
+            let expected = "a method that averages in each step, because a single replica divides layers: what \
+                            each of its ranks has whole is averaged over them";
+            Err(wrong(format!("level[{i}].method"), levels[i].method.name, expected.to_owned()))
+        }
+        None => Ok(()),
+    }
 }

@@ -90,6 +90,9 @@ struct CheckpointRecord {
     tensor_weights: Vec<u32>,
     #[serde(default, skip_serializing_if = "is_zero")]
     tensor: u32,
+    /// Whether they divided positions where layers are whole.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    sequence_parallel: bool,
     /// The levels of modules through which replicas trained paths; empty if they trained one model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     paths: Vec<String>,

@@ -68,7 +68,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Operation>> {
     config.apart = apart::ranges(&apart);
     let (buckets, kinds) = (config.buckets(stage.layout()), config.apart_buckets(stage.layout()));
     let exchanges = config.exchanges(stage.layout());
-    // Of those that divide layers, the first ones hold the largest pieces, or ones as large as others'.
+    // Of those that divide layers, the first ones: a bound needs no larger pieces.
     let all = job.plan.group(Rank(0), Axis::Data);
     let holders = topology.among(&all);
     // The ranks vote in each step: each sends a loss, and whether to stop.
@@ -185,7 +185,13 @@ fn message(job: &Job, topology: &Topology) -> Option<Operation> {
     if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;
     }
-    let bytes = Bytes(model.hidden_bytes(u64::from(plan.batch)));
+    // The fewest positions that a rank's hidden states have.
+    let whole = 0..model.context;
+    let lengths = (0..plan.tensor_ranks())
+        .map(|tensor| Division::of(plan).positions(tensor, std::slice::from_ref(&whole)));
+    let fewest = lengths.map(|found| found.map_or(0, |found| found[0].len())).min()?;
+    let all = model.hidden_bytes(u64::from(plan.batch));
+    let bytes = Bytes(all / model.context as u64 * fewest as u64);
     let ranks = || (0..job.world as u32).map(Rank);
     let latency = |from| ranks().map(move |to| topology.link(from, to).latency);
     let rounds = u64::from(usize::BITS - (job.world - 1).leading_zeros());

@@ -171,7 +171,8 @@ fn of_rank(
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
         // The messages contain this rank's gradient of the token table and that of the other rank with the
         // table.
-        messages += 2 * model.shared_table_bytes();
+        let tables = executor.parts.values().map(|part| part.stage.shared_table_bytes());
+        messages += 2 * tables.max().unwrap_or(0);
     }
     Ok(StepMemory {
         weights: Bytes(weights + versions),

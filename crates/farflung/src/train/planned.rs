@@ -238,6 +238,7 @@ fn in_settings(error: Error) -> Error {
                 "sequence_parallel" => "sequence-parallel",
                 "expert_codec" => "expert-codec",
                 field if field.starts_with("path") => "paths",
+                field if field.rsplit('.').next() == Some("method") => "sync",
                 field if field.rsplit('.').next() == Some("steps") => "local-steps",
                 _ => "plan",
             };

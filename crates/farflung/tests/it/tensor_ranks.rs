@@ -77,6 +77,7 @@ fn ranks_that_divide_layers_train_as_one_process() {
         }
         let all = "--mesh data=2,pipeline=2,tensor=2 --batch 1 --microbatches 4 --check-every 1";
         same("all-axes-and-sequences", 1e-5, &format!("{all} --sequence-parallel true"));
+        same("repeated", 1e-5, &format!("{all} --sequence-parallel true --deterministic true"));
         same("all-axes", 1e-5, all);
         same("recomputed-stages", 1e-5, &format!("{all} --recompute full"));
         // Averages and boundaries in codecs, also with random rounding and error feedback: what ranks do not
@@ -172,17 +173,20 @@ fn the_gradient_of_each_tensor_is_that_of_one_process() {
 #[test]
 fn steps_take_the_time_that_was_predicted() {
     let (_folder, config) = config(3);
-    for (workers, stages, tensor, weights, sequence_parallel) in [
-        (2, 1, 2, None, false),
-        (4, 1, 2, None, false),
-        (4, 1, 4, None, true),
-        (8, 2, 2, None, false),
-        (8, 2, 2, None, true),
-        (2, 1, 2, Some(vec![3, 1]), false),
-        (4, 2, 2, Some(vec![3, 1]), true),
+    for (workers, stages, tensor, weights, sequence_parallel, dim) in [
+        (2, 1, 2, None, false, 16),
+        (4, 1, 2, None, false, 16),
+        (4, 1, 4, None, true, 16),
+        (8, 2, 2, None, false, 16),
+        (8, 2, 2, None, true, 16),
+        (2, 1, 2, Some(vec![3, 1]), false, 16),
+        (4, 2, 2, Some(vec![3, 1]), true, 16),
+        // The first and the last stage send each other a table that takes most of the step.
+        (4, 2, 2, None, false, 256),
     ] {
         let config = TrainConfig {
             heads: Some(4),
+            dim: Some(dim),
             workers,
             stages,
             tensor,
@@ -266,6 +270,36 @@ fn any_division_of_layers_continues_any_other() {
 }
 
 #[test]
+fn ranks_that_divide_sequences_no_more_drop_what_boundaries_stored() {
+    let run = described();
+    for store in ["memory", "file"] {
+        let out = format!("samples-{store}");
+        let common = "--model llama.json --mesh pipeline=2,tensor=2 --microbatches 4 --check-every 1";
+        let coded = format!("{common} --sampling epochs --boundary aqsgd:8 --boundary-store {store}");
+        done(&run, &out, &format!("{coded} --steps 2 --sequence-parallel true"));
+        assert_eq!(done(&run, &out, &format!("{coded} --steps 4 --resume auto")).last().unwrap().step, 4);
+    }
+}
+
+#[test]
+fn texts_find_the_models_of_paths_whose_layers_are_divided() {
+    let run = described();
+    let paths = "--paths 2 --route-tokens 4 --sync diloco --sync-every 2 --mesh data=4,tensor=2 --accumulate 1 --steps 4";
+    done(&run, "paths", &format!("--model llama.json {paths}"));
+    for folder in ["paths", "paths/ranks/rank-00002"] {
+        for prompt in ["the", "a", "of"] {
+            let told = output(&run, &format!("generate {folder} --prompt {prompt} --tokens 4 --json"));
+            assert!(json_of(&told)["text"].is_string(), "{folder}, {prompt}: {}", stderr(&told));
+        }
+        let known = fs::read_to_string(run.at(folder).join("step-00000004/paths.json")).unwrap();
+        let known: serde_json::Value = serde_json::from_str(&known).unwrap();
+        // The other ranks of these replicas, and all ranks of others, have pieces.
+        let ranks = |path: usize| known["paths"][path]["ranks"].to_string();
+        assert_eq!([ranks(0), ranks(1)], ["[0]", "[2]"]);
+    }
+}
+
+#[test]
 fn what_cannot_be_divided_is_refused_with_the_reason() {
     let run = described();
     for (args, reason) in [
@@ -291,6 +325,7 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
             "it divides the positions of sequences itself",
         ),
         ("--mesh tensor=2 --context 1 --sequence-parallel true", "each rank has one of 1 positions"),
+        ("--mesh tensor=2 --sync diloco", "because a single replica divides layers"),
         ("--mesh tensor=2 --own-data true", "read the same text"),
         ("--mesh pipeline=2,tensor=2 --schedule pipedream --clip 0", "run each microbatch together"),
         ("--mesh pipeline=2,tensor=2 --schedule varuna", "run each microbatch together"),

@@ -271,6 +271,12 @@ const CASES: &[Case] = &[
         "`codec` changes nothing: no two ranks hold the same part of the model",
     ),
     (
+        "codec = 'int8'\ntensor = 2\nstages = 2",
+        4,
+        true,
+        "`codec` changes nothing: no two ranks hold the same piece of the model",
+    ),
+    (
         "outer-lr = 0.7\nouter-momentum = 0.9",
         4,
         true,

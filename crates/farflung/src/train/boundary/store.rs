@@ -51,7 +51,16 @@ impl Stores {
         };
         std::fs::create_dir_all(folder).map_err(failed)?;
         let path = folder.join(format!("{name}.samples"));
-        let file = FileStore::open(&path, samples, *windows)?;
+        let file = match FileStore::open(&path, samples, *windows) {
+            // Ranks divided the model otherwise, or stored values in another format. What they have stored only
+            // saves bytes.
+            Err(CompressError::Store { kind: io::ErrorKind::InvalidData, why, .. }) => {
+                tracing::warn!("{} is made anew: {why}", path.display());
+                std::fs::remove_file(&path).map_err(failed)?;
+                FileStore::open(&path, samples, *windows)?
+            }
+            other => other?,
+        };
         // A write to a part of a mapped file for which the disk has no room would end the process.
         let is_mapped = *mapped && disk::reserve(&path);
         if *mapped && !is_mapped {

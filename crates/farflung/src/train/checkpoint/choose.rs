@@ -31,8 +31,9 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
     let (levels, width) = (job.plan.recorded_paths(), job.plan.recorded_width());
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| {
-            let held = (t.world, &t.parts, &t.experts, &t.paths, &t.tensor_weights);
-            held == (job.world, &parts, &job.plan.experts, &levels, &width)
+            let width_of_each = (&t.tensor_weights, t.sequence_parallel);
+            let held = (t.world, &t.parts, &t.experts, &t.paths, width_of_each);
+            held == (job.world, &parts, &job.plan.experts, &levels, (&width, job.plan.sequence_parallel))
         })
     };
     let needed = trainer.needed();

@@ -112,6 +112,8 @@ pub(super) struct PartFacts {
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
     pub(super) buckets: Vec<BucketFacts>,
+    /// Bytes of a token table that the last part has too.
+    shared_table: u64,
     layers: LayerExchanges,
 }
 
@@ -156,6 +158,7 @@ impl PartFacts {
             elements: stage.layout().len() as u64,
             buckets,
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
+            shared_table: stage.shared_table_bytes(),
             layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
         })
     }
@@ -264,7 +267,7 @@ impl<'a> Operations<'a> {
             }
             Key::Table { first, .. } | Key::TakenTable { first } => {
                 let pipeline = self.plan.group(first, Axis::Pipeline);
-                let bytes = Bytes(self.model.shared_table_bytes());
+                let bytes = Bytes(self.part(0, first).shared_table);
                 let mut ways: Vec<(Rank, Rank)> =
                     TiedGroup::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
                 if let Key::TakenTable { .. } = key {
