@@ -210,14 +210,21 @@ impl ModelSource {
         } else {
             Weights::open_holding(&self.path, holds)
         };
-        opened.map_err(|error| match error {
-            ZooError::NoTensor { path, tensor } if self.path.join(MANIFEST).exists() => {
-                let found = format!("is a checkpoint that holds a part of the model, without `{tensor}`");
+        opened.map_err(|error| {
+            let part = |path, lacks: String| {
+                let found = format!("is a checkpoint that holds a part of the model, {lacks}");
                 let advice =
                     "give the folder of a rank that saves the whole model, such as rank 0".to_owned();
                 ModelError::NotAModel { path, found, advice: Some(advice) }.into()
+            };
+            match error {
+                error if !self.path.join(MANIFEST).exists() => error.into(),
+                ZooError::NoTensor { path, tensor } => part(path, format!("without `{tensor}`")),
+                ZooError::TensorShape { path, tensor, found, expected } => {
+                    part(path, format!("with {found:?} of the {expected:?} values of `{tensor}`"))
+                }
+                error => error.into(),
             }
-            error => error.into(),
         })
     }
 

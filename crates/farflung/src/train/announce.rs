@@ -31,13 +31,14 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let plan_text: Vec<String> = pipeline.into_iter().chain(divided).collect();
     Ok(Some(format!(
         "{}, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
-         per step, with {:.0}% bubble in its pass",
+         per step, with {:.0}% {} in its pass",
         plan_text.join(", "),
         if alike { each[0].clone() } else { each.join(" + ") },
         plan.sequences(),
         job.tokens_per_step(),
         prediction.step(),
-        prediction.bubble * 100.0
+        prediction.bubble * 100.0,
+        if tensor > 1 { "waiting" } else { "bubble" }
     )))
 }
 

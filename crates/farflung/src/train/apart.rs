@@ -1,5 +1,5 @@
-//! Parameters of a part of the model that only some of the part's holders have, or of which others have another
-//! copy: the experts that replicas divide, and the modules that paths share.
+//! Parameters of a part of the model that are averaged over other ranks than the rest: the experts that
+//! replicas divide, the modules that paths share, and what ranks have whole of layers that they divide.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use farflung_zoo::{Cut, ModelSpec, Stage};
 use super::division::Division;
 use crate::Result;
 
-/// Parameters of a part that some replicas hold, of which one is this.
+/// Parameters of a part that are averaged over a set of ranks of their own, to which this one belongs.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct ApartParams {
     /// Their ranges of the part's flat buffers, in order.

@@ -39,7 +39,9 @@ fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
     let input = if stage.takes_tokens() { Input::Tokens(tokens(0)?) } else { Input::Hidden(hidden(0)?) };
     let targets = if stage.gives_losses() { Some(tokens(1)?) } else { None };
     let scale = 1.0 / (batch * config.context) as f32;
-    let (output, saved) = stage.forward(params, input, targets.as_ref().map(|t| Targets::all(t, scale)))?;
+    let (output, mut saved) =
+        stage.forward(params, input, targets.as_ref().map(|t| Targets::all(t, scale)))?;
+    saved.join_alone();
     let mut grads = stage.zeros()?;
     let dy = if stage.gives_losses() { None } else { Some(hidden(1)?) };
     let dx =

@@ -59,6 +59,8 @@ pub struct RunFacts {
     pub replicas: Option<u32>,
     /// Number of stages of each replica.
     pub stages: Option<u32>,
+    /// Number of ranks that divide each layer.
+    pub tensor: Option<u32>,
     /// Method of synchronisation between replicas.
     pub method: Option<String>,
     /// Codec of averages.
@@ -135,6 +137,9 @@ pub struct MemberFacts {
     pub replica: Option<u32>,
     /// The member's stage in the replica.
     pub stage: Option<u32>,
+    /// The member's number among those that divide the layers of its stage, if several do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tensor: Option<u32>,
     /// The member's fraction of a step's sequences.
     pub share: Option<f64>,
     /// Whether the member belongs to the run.
@@ -191,6 +196,8 @@ pub enum Carries {
     Averages,
     /// Hidden states and their gradients, between two stages.
     Activations,
+    /// Hidden states and their gradients, between ranks that divide layers.
+    Layers,
 }
 
 /// A step's time on each rank.

@@ -369,6 +369,7 @@ impl State {
             steps: self.steps,
             replicas: plan.filter(|_| self.who.ranks().is_some()).map(Plan::replicas),
             stages: plan.map(Plan::stages),
+            tensor: plan.map(Plan::tensor_ranks),
             method: plan.map(|plan| cut(&plan.outermost().method)),
             codec: plan.map(|plan| cut(&plan.outermost().codec)),
             simulated: self.simulated,

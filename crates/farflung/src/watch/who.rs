@@ -88,19 +88,28 @@ impl Who {
         (members, more)
     }
 
-    /// Returns the links between neighbours in an average's ring, in a pipeline, or in pools of neighbouring
-    /// stages.
+    /// Returns the links between neighbours in an average's ring, in a pipeline, in pools of neighbouring
+    /// stages, or in the ring of those that divide layers.
     pub(super) fn links(&self, members: &[MemberFacts]) -> Vec<LinkFacts> {
-        let mut stages: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        // By the stage, and the number along the tensor axis.
+        let mut same: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
+        let mut dividing: BTreeMap<(u32, Option<u32>), Vec<usize>> = BTreeMap::new();
         for (i, member) in members.iter().enumerate() {
             if let Some(stage) = member.stage.filter(|_| member.presence == Presence::Here) {
-                stages.entry(stage).or_default().push(i);
+                same.entry((stage, member.tensor.unwrap_or(0))).or_default().push(i);
+                if member.tensor.is_some() {
+                    dividing.entry((stage, member.replica)).or_default().push(i);
+                }
             }
         }
-        let rings = stages.values().flat_map(|holders| ring(holders));
-        let mut links: Vec<LinkFacts> = rings.map(|(a, b)| self.link(a, b, Carries::Averages)).collect();
-        for (stage, holders) in &stages {
-            let next = stage.checked_add(1).and_then(|next| stages.get(&next)).into_iter().flatten();
+        let rings = |of: Vec<&Vec<usize>>, carries| {
+            let pairs = of.into_iter().flat_map(|holders| ring(holders));
+            pairs.map(|(a, b)| self.link(a, b, carries)).collect::<Vec<_>>()
+        };
+        let mut links = rings(same.values().collect(), Carries::Averages);
+        links.extend(rings(dividing.values().collect(), Carries::Layers));
+        for (&(stage, tensor), holders) in &same {
+            let next = stage.checked_add(1).and_then(|next| same.get(&(next, tensor))).into_iter().flatten();
             let pairs = next.flat_map(|&b| holders.iter().map(move |&a| (a, b)));
             // In pools, replicas are not told apart: each member sends to all of the next stage.
             let neighbours = pairs.filter(|&(a, b)| members[a].replica == members[b].replica);
@@ -159,6 +168,7 @@ fn ring(of: &[usize]) -> Vec<(usize, usize)> {
 struct Seat {
     replica: Option<u32>,
     stage: Option<u32>,
+    tensor: Option<u32>,
 }
 
 impl Seat {
@@ -167,7 +177,8 @@ impl Seat {
         let Some(PlanPosition { replica, position }) = plan.position_of(Rank(rank)) else {
             return Self::default();
         };
-        Self { replica: plan.pools().is_none().then_some(replica), stage: Some(position) }
+        let tensor = (plan.tensor_ranks() > 1).then(|| plan.at(Rank(rank)).tensor);
+        Self { replica: plan.pools().is_none().then_some(replica), stage: Some(position), tensor }
     }
 }
 
@@ -175,13 +186,14 @@ impl Seat {
 fn planned(plan: &Plan) -> Vec<MemberFacts> {
     let all = plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>();
     let member = |(rank, name): (u32, &String)| {
-        let Seat { replica, stage } = Seat::of(plan, rank);
+        let Seat { replica, stage, tensor } = Seat::of(plan, rank);
         let microbatches = plan.microbatches.get(replica.unwrap_or(0) as usize);
         MemberFacts {
             name: cut(name),
             rank: Some(rank),
             replica,
             stage,
+            tensor,
             share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
             ..MemberFacts::default()
         }
@@ -203,7 +215,7 @@ impl Roster {
         let stages = plan.filter(|plan| plan.stages() > 1);
         let ranks: BTreeMap<u32, u32> = stages.into_iter().flat_map(slots).collect();
         let seat = |slot: &u32, rank: u32| match stages {
-            None => Seat { replica: Some(rank), stage: Some(0) },
+            None => Seat { replica: Some(rank), stage: Some(0), tensor: None },
             Some(plan) => ranks.get(slot).map_or_else(Seat::default, |&rank| Seat::of(plan, rank)),
         };
         let count = stages.map_or(self.here.len(), |plan| plan.replicas() as usize);
@@ -213,7 +225,7 @@ impl Roster {
         let name = |slot| called(self.names.get(&slot).map(String::as_str), slot);
         let named = |slot: u32| MemberFacts { name: name(slot), ..MemberFacts::default() };
         let here = (0..).zip(&self.here).map(|(rank, &slot)| {
-            let Seat { replica, stage } = seat(&slot, rank);
+            let Seat { replica, stage, .. } = seat(&slot, rank);
             let share = replica.filter(|_| all > 0).and_then(share);
             MemberFacts { rank: Some(rank), replica, stage, share, ..named(slot) }
         });
@@ -301,6 +313,21 @@ mod tests {
         assert_eq!(pairs(&links, Carries::Activations), [(0, 1), (2, 3)]);
         assert_eq!(links[0].bits_per_s, Some(20_000_000));
         assert_eq!((links[1].bits_per_s, links[1].latency_s), (Some(5_000), Some(0.025)));
+    }
+
+    #[test]
+    fn ranks_that_divide_layers_are_drawn_together() {
+        let machines = ["a", "b", "c", "d", "e", "f", "g", "h"];
+        let plan = plan("data=2,pipeline=2,tensor=2", &machines, "[3, 1]", &["0..2", "2..4"]);
+        let who = Who { plan: Some(plan), ..Who::default() };
+        let (members, _) = who.members();
+        let seats: Vec<_> = members.iter().map(|m| (m.replica, m.stage, m.tensor)).collect();
+        let all = (0..8).map(|rank| (Some(rank / 4), Some(rank / 2 % 2), Some(rank % 2)));
+        assert_eq!(seats, all.collect::<Vec<_>>());
+        let links = who.links(&members);
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 4), (1, 5), (2, 6), (3, 7)]);
+        assert_eq!(pairs(&links, Carries::Layers), [(0, 1), (4, 5), (2, 3), (6, 7)]);
+        assert_eq!(pairs(&links, Carries::Activations), [(0, 2), (4, 6), (1, 3), (5, 7)]);
     }
 
     fn change(joined: Vec<u32>, left: Vec<u32>) -> Change {

@@ -318,7 +318,10 @@ fn a_pipeline_says_how_many_replicas_there_are_and_what_a_step_takes() {
     let help = Command::new(env!("CARGO_BIN_EXE_farflung")).args(["train", "--help"]).output().unwrap();
     let help = String::from_utf8_lossy(&help.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(
-        help.contains("workers / P such replicas, so the default four make two with --stages 2"),
+        help.contains(
+            "workers / (P T) such replicas, with T ranks along the tensor axis, so the default four make two \
+             with --stages 2"
+        ),
         "{help}"
     );
 }

@@ -1,4 +1,4 @@
-//! The ranks that hold parameters which others do not have, or of which others have another copy.
+//! The ranks that hold parameters which are averaged over other ranks than the rest.
 
 use farflung_base::Algorithm;
 use farflung_comm::Communicator;

@@ -35,9 +35,9 @@ pub struct AverageConfig {
     pub overlap: bool,
     /// Seed of codecs that draw random numbers.
     pub seed: u64,
-    /// Ranges of whole parameters of the layout that fewer ranks hold than the others: an entry for each set of
-    /// holders, such as those of the same experts, or of the same module of several paths. They are in buckets
-    /// of their own.
+    /// Ranges of whole parameters of the layout that are averaged over other ranks than the rest: an entry for
+    /// each set of holders. These are fewer ranks, such as those of the same experts or of the same module of
+    /// several paths, or more, where each rank has a piece of the rest. They are in buckets of their own.
     pub apart: Vec<Vec<Range<usize>>>,
 }
 

@@ -30,6 +30,12 @@ impl Saved {
     pub fn join_routed(&mut self, chosen: Vec<u32>) {
         self.routed.joined = Some(chosen);
     }
+
+    /// Like [`Saved::join_routed`], as if the routers of all other stages had chosen nothing: for passes whose
+    /// gradients train nothing.
+    pub fn join_alone(&mut self) {
+        self.routed.joined = Some(Routed::join(&self.routed.layers));
+    }
 }
 
 impl Stage {

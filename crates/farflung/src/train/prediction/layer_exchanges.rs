@@ -132,7 +132,9 @@ impl Run {
                 if self.layers.start == 0 { Input::Tokens(tokens()?) } else { Input::Hidden(hidden()?) };
             let targets = if is_last { Some(tokens()?) } else { None };
             let targets = targets.as_ref().map(|ids| Targets::all(ids, 1.0));
-            Ok::<_, crate::Error>(self.stage.forward(&self.params, Packed::from(input), targets)?.1)
+            let mut saved = self.stage.forward(&self.params, Packed::from(input), targets)?.1;
+            saved.join_alone();
+            Ok::<_, crate::Error>(saved)
         };
         let from_above = || Ok::<_, crate::Error>(if is_last { None } else { Some(hidden()?) });
         let saved = forward()?;
