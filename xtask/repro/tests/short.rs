@@ -144,6 +144,7 @@ short! {
     uneven: "uneven",
     uneven_plan: "uneven-plan",
     trainer_cost: "trainer-cost",
+    tensor_parallel: "tensor-parallel",
     tune: "tune",
     utilisation: "utilisation",
     zero_bubble: "zero-bubble",
