@@ -8,7 +8,7 @@ use farflung::parallel::pipeline::Method;
 use farflung::train::refusal;
 
 use crate::experts::models;
-use crate::families::{done, farthest, train};
+use crate::families::{done, each_continues_any, farthest, train};
 use crate::tiny::{json_of, output, refused, stderr};
 
 #[test]
@@ -120,32 +120,8 @@ fn any_division_of_experts_continues_any_other() {
         ("halves", "--workers 2 --expert 2 --accumulate 2"),
         ("stages", "--workers 4 --stages 2 --expert 2 --expert-weights 3,1 --microbatches 2"),
     ];
-    for (name, args) in divisions {
-        done(&run, name, &format!("{args} --steps 4"));
-        done(&run, &format!("{name}-2"), &format!("{args} --steps 2"));
-    }
+    each_continues_any(&run, ("", ""), &divisions, 1e-3);
     let whole = |out: &str| fs::read(run.at(out).join("step-00000004/model.safetensors")).unwrap();
-    for (from, _) in divisions {
-        for (to, args) in divisions {
-            let out = format!("{from}-{to}");
-            let copied = std::process::Command::new("cp")
-                .args(["-r", &format!("{from}-2"), &out])
-                .current_dir(run.at("."))
-                .status();
-            assert!(copied.unwrap().success());
-            done(&run, &out, &format!("{args} --steps 4 --resume auto"));
-            if from == to {
-                assert!(whole(&out) == whole(to), "{out}");
-            }
-            let loss = |out: &str| {
-                let text = fs::read_to_string(run.at(out).join("metrics.jsonl")).unwrap();
-                let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-                last["val_loss"].as_f64().unwrap()
-            };
-            let off = (loss(&out) - loss("alone")).abs();
-            assert!(off < 1e-3, "{out}: {off}");
-        }
-    }
     // A rank's older checkpoint of this division is not used where there is a newer one of another.
     let by_two = "--workers 2 --expert 2 --accumulate 2";
     done(&run, "back", &format!("{by_two} --steps 1"));

@@ -78,6 +78,43 @@ pub(crate) fn done(run: &Run, out: &str, args: &str) -> Vec<StepMetrics> {
     steps
 }
 
+/// Checks that a run of each division, whose names begin with `prefix`, is continued under any other, with a
+/// validation loss within `most` of the first division's; under its own with the same bits.
+#[track_caller]
+pub(crate) fn each_continues_any(
+    run: &Run,
+    (prefix, common): (&str, &str),
+    divisions: &[(&str, &str)],
+    most: f64,
+) {
+    for (name, args) in divisions {
+        done(run, &format!("{prefix}{name}"), &format!("{common} {args} --steps 4"));
+        done(run, &format!("{prefix}{name}-2"), &format!("{common} {args} --steps 2"));
+    }
+    let whole = |out: &str| fs::read(run.at(out).join("step-00000004/model.safetensors")).unwrap();
+    let loss = |out: &str| {
+        let text = fs::read_to_string(run.at(out).join("metrics.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        last["val_loss"].as_f64().unwrap()
+    };
+    for (from, _) in divisions {
+        for (to, args) in divisions {
+            let out = format!("{prefix}{from}-{to}");
+            let copied = std::process::Command::new("cp")
+                .args(["-r", &format!("{prefix}{from}-2"), &out])
+                .current_dir(run.at("."))
+                .status();
+            assert!(copied.unwrap().success());
+            done(run, &out, &format!("{common} {args} --steps 4 --resume auto"));
+            if from == to {
+                assert!(whole(&out) == whole(&format!("{prefix}{to}")), "{out}");
+            }
+            let off = (loss(&out) - loss(&format!("{prefix}{}", divisions[0].0))).abs();
+            assert!(off < most, "{out}: {off}");
+        }
+    }
+}
+
 /// Returns the largest relative difference between the losses of two runs of the same length.
 #[track_caller]
 pub(crate) fn farthest(a: &[StepMetrics], b: &[StepMetrics]) -> f64 {

@@ -15,7 +15,7 @@ use farflung::transports::SIMULATED;
 use farflung::{StepMetrics, TrainConfig};
 
 use crate::experts::models;
-use crate::families::{done, farthest, train};
+use crate::families::{done, each_continues_any, farthest, train};
 use crate::small::{config, job, on_all};
 use crate::tiny::{Run, json_of, output, refused, stderr};
 
@@ -227,32 +227,8 @@ fn any_division_of_layers_continues_any_other() {
     ];
     for model in ["gpt2", "llama"] {
         let common = format!("--model {model}.json");
-        for (name, args) in divisions {
-            done(&run, &format!("{model}-{name}"), &format!("{common} {args} --steps 4"));
-            done(&run, &format!("{model}-{name}-2"), &format!("{common} {args} --steps 2"));
-        }
+        each_continues_any(&run, (&format!("{model}-"), &common), &divisions, 1e-4);
         let whole = |out: &str| fs::read(run.at(out).join("step-00000004/model.safetensors")).unwrap();
-        for (from, _) in divisions {
-            for (to, args) in divisions {
-                let out = format!("{model}-{from}-{to}");
-                let copied = std::process::Command::new("cp")
-                    .args(["-r", &format!("{model}-{from}-2"), &out])
-                    .current_dir(run.at("."))
-                    .status();
-                assert!(copied.unwrap().success());
-                done(&run, &out, &format!("{common} {args} --steps 4 --resume auto"));
-                if from == to {
-                    assert!(whole(&out) == whole(&format!("{model}-{to}")), "{out}");
-                }
-                let loss = |out: &str| {
-                    let text = fs::read_to_string(run.at(out).join("metrics.jsonl")).unwrap();
-                    let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
-                    last["val_loss"].as_f64().unwrap()
-                };
-                let off = (loss(&out) - loss(&format!("{model}-alone"))).abs();
-                assert!(off < 1e-4, "{out}: {off}");
-            }
-        }
         // Rank 0 has the whole model, in the layout of the model's files.
         let text = json_of(&output(&run, &format!("generate {model}-halves --prompt the --tokens 8 --json")));
         assert!(text["text"].as_str().is_some_and(|text| !text.is_empty()));
@@ -290,7 +266,8 @@ fn ranks_that_divide_sequences_no_more_drop_what_boundaries_stored() {
 #[test]
 fn texts_find_the_models_of_paths_whose_layers_are_divided() {
     let run = described();
-    let paths = "--paths 2 --route-tokens 4 --sync diloco --sync-every 2 --mesh data=4,tensor=2 --accumulate 1 --steps 4";
+    let paths = "--paths 2 --route-tokens 4 --sync diloco --sync-every 2 --mesh data=4,tensor=2 --accumulate 1 \
+                 --steps 4";
     done(&run, "paths", &format!("--model llama.json {paths}"));
     for folder in ["paths", "paths/ranks/rank-00002"] {
         for prompt in ["the", "a", "of"] {

@@ -88,7 +88,8 @@ impl StageContext<'_> {
         }
     }
 
-    /// Returns what is added to a sum before it is made: `beside`, unless it is of this rank's positions alone.
+    /// Returns what this rank adds to its part of a sum over ranks: `beside`, or nothing if `beside` has only
+    /// this rank's positions.
     pub(super) fn before_sum<'x>(&self, beside: &'x Tensor) -> Option<&'x Tensor> {
         self.sequence.is_none().then_some(beside)
     }

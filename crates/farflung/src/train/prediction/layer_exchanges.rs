@@ -40,9 +40,7 @@ impl LayerExchange {
             Self::Tokens(_) => Axis::Expert,
         }
     }
-}
 
-impl LayerExchange {
     /// Returns the operation of a gather or a scatter among its ranks.
     pub(super) fn in_ring(&self) -> Operation {
         let (Self::Gather(values) | Self::Scatter(values)) = self else { return Operation::default() };
