@@ -10,8 +10,10 @@ use super::call::Call;
 use crate::CommError;
 use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
-use crate::element::Element;
+use crate::element::{Element, First};
+use crate::owners::{gather_from_owners, scatter_to_owners};
 use crate::plans::Kind;
+use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
 
 /// A call with a buffer of its own, and the range of the buffer that is the result.
@@ -192,6 +194,63 @@ impl Communicator {
         received: &[usize],
     ) -> Pending<Result<Vec<T>, CommError>> {
         self.start_moved(self.exchanged_v(data, sent, received))
+    }
+
+    /// Adds the values of all ranks in rank order: rank `r` gets those of `counts[r]` elements of `data`, in
+    /// its own part of the result. The other elements of the result are unspecified. The order of the sum does
+    /// not depend on who gets an element, so that a sum is the same bit for bit under any `counts`.
+    pub fn start_reduce_scatter_in_order<T: Element>(
+        &self,
+        data: Vec<T>,
+        counts: &[usize],
+        op: impl Into<Reduction<T>>,
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        const NAME: &str = "reduce_scatter_in_order";
+        let (n, me, op) = (self.size(), self.group.me, op.into());
+        let checked = self.counts(NAME, counts, data.len()).and_then(|()| op.is_defined(NAME));
+        if let Err(error) = checked {
+            return Pending::ready(Err(error));
+        }
+        let own = counts[..me].iter().sum::<usize>()..counts[..=me].iter().sum::<usize>();
+        let (all, mut buffer) = (data.len(), data);
+        buffer.resize(all + (n - 1) * own.len(), T::zeroed());
+        let program = scatter_to_owners(self.rank(), counts);
+        self.owned(Ok(Call::moving(NAME, program, all)), buffer).map(move |done| {
+            let mut buffer = done?;
+            let mut coming = buffer.split_off(all);
+            let sum = &mut buffer[own];
+            let len = sum.len();
+            if len > 0 {
+                let (lower, higher) = coming.split_at_mut(me * len);
+                if let Some((first, next)) = lower.split_at_mut_checked(len) {
+                    for part in next.chunks(len) {
+                        op.reduce(NAME, first, part, First::Into)?;
+                    }
+                    op.reduce(NAME, sum, first, First::Other)?;
+                }
+                for part in higher.chunks(len) {
+                    op.reduce(NAME, sum, part, First::Into)?;
+                }
+                if op.is_mean() {
+                    T::divide(sum, n);
+                }
+            }
+            Ok(buffer)
+        })
+    }
+
+    /// Fills `data` with `counts[rank]` elements of each rank, in rank order, in one latency: an
+    /// [`Communicator::all_gather_v`] for parts of unequal lengths, which a ring passes on as slowly as the
+    /// longest. The input is this rank's own part of `data`.
+    pub fn start_gather_from_owners<T: Element>(
+        &self,
+        data: Vec<T>,
+        counts: &[usize],
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        const NAME: &str = "gather_from_owners";
+        let len = data.len();
+        let program = self.counts(NAME, counts, len).map(|()| gather_from_owners(self.rank(), counts));
+        self.owned(program.map(|program| Call::moving(NAME, program, len)), data)
     }
 
     fn met<T: Element>(&self, data: &[T], neighbors: &[Rank]) -> Result<Moved<T>, CommError> {

@@ -15,6 +15,7 @@ mod mixed;
 mod mpi;
 mod mpi_native;
 mod order;
+mod owners;
 mod pace;
 mod path;
 mod recording;
