@@ -12,6 +12,7 @@ mod bucket_protocols;
 mod bucket_reduction;
 mod residual_layout;
 mod saved;
+mod shards;
 mod state_buffers;
 
 use std::collections::VecDeque;
@@ -28,10 +29,12 @@ use bucket_protocols::BucketProtocols;
 use bucket_reduction::{BucketReduction, PendingBucket, ReductionStep};
 use coder::Codecs;
 use density::DensityWarmup;
+use shards::OwnedBucket;
 
 pub use apart::ApartHolders;
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
 pub use config::AverageConfig;
+pub use shards::Shards;
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
@@ -132,8 +135,9 @@ pub struct Averaged {
 impl Average {
     /// Creates an average for flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] if `bucket_bytes` or `fragments` is 0; [`OptimError::Comm`] if the
-    /// algorithm cannot reduce a codec's bytes.
+    /// Errors: [`OptimError::Setting`] if `bucket_bytes` or `fragments` is 0, or if shards are not those of the
+    /// communicator's ranks and the layout; [`OptimError::Comm`] if the algorithm cannot reduce a codec's
+    /// bytes.
     pub fn new(
         comm: Communicator,
         device: &Device,
@@ -161,6 +165,7 @@ impl Average {
                 return Err(OptimError::Setting { transform, field, value: 0.0, expected });
             }
         }
+        config.check_shards(&comm, layout)?;
         let (slots, buckets) = config.cut(layout);
         let mut average = Self {
             density: DensityWarmup::new(&config.codec, config.density_warmup),
@@ -198,6 +203,10 @@ impl Average {
             match reduction {
                 BucketReduction::Plain(_) | BucketReduction::Rounds(_) => {
                     bucket.place(std::slice::from_ref(&(0..bucket.len)));
+                }
+                BucketReduction::Owned(owned) => {
+                    bucket.place(std::slice::from_ref(&(0..bucket.len)));
+                    bucket.own = Some(owned.own());
                 }
                 BucketReduction::Coded(codecs) => bucket.place(&codecs.blocks()),
             }
@@ -246,6 +255,10 @@ impl Average {
             if !self.apart.is_empty() && comm.size() == 1 {
                 // A lossy codec would only change the values.
                 return Ok(BucketReduction::Plain(bucket.len));
+            }
+            if let (Some(shards), None) = (&config.shards, bucket.apart) {
+                let counts = shards.counts(bucket.pieces());
+                return Ok(BucketReduction::Owned(OwnedBucket::new(counts, comm)));
             }
             let config = apart.as_ref().filter(|_| bucket.apart.is_some()).unwrap_or(config);
             Ok(match (&streams, &protocols) {

@@ -4,6 +4,7 @@
 mod contribution;
 mod accumulated;
 mod pass;
+mod shard;
 
 use std::fmt;
 use std::ops::Range;
@@ -111,7 +112,23 @@ impl ChainBuilder {
     /// [`PerTensor::check`](crate::PerTensor::check), such as [`OptimError::NotAMatrix`];
     /// [`OptimError::Tensor`] if a link needs more buffers than a pass can have.
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
+        self.build_shard(device, layout, 0..layout.len())
+    }
+
+    /// Binds the chain to a range of a layout's flat buffers, of which other ranks update the rest (Rajbhandari
+    /// et al. 2020, "ZeRO", stage 1). State buffers have the range's length. [`Chain::commit`] takes whole
+    /// buffers of parameters and gradients, and reads and writes only the range.
+    ///
+    /// Errors: as [`ChainBuilder::build`]; [`OptimError::Setting`] if a link works on whole tensors and the
+    /// range begins or ends within one, or if replicas average more than gradients.
+    pub fn build_shard(
+        self,
+        device: &Device,
+        layout: &ParamLayout,
+        shard: Range<usize>,
+    ) -> Result<Chain, OptimError> {
         self.check()?;
+        self.check_shard(layout, &shard)?;
         let mut named: Vec<(String, Tensor)> = Vec::new();
         let mut kinds = Vec::new();
         let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
@@ -123,7 +140,7 @@ impl ChainBuilder {
             numbers.push((scalars, begun));
             scalars += link.scalar_count();
             for (i, state) in link.states().iter().enumerate().skip(named.len() - begun) {
-                named.push((format!("{}{number}.{state}", link.name()), device.zeros(layout.len())?));
+                named.push((format!("{}{number}.{state}", link.name()), device.zeros(shard.len())?));
                 kinds.push(link.state_kind(i));
             }
         }
@@ -155,8 +172,11 @@ impl ChainBuilder {
             last = Some(classify(&mut classes, last, group, (passes, gathered), param));
         }
         close(&mut classes, last, layout);
+        for class in &mut classes {
+            class.cut(&shard);
+        }
         let several = classes.iter().any(|class| class.passes.len() > 1);
-        let update = several.then(|| device.zeros(layout.len())).transpose()?;
+        let update = several.then(|| device.zeros(shard.len())).transpose()?;
         Ok(Chain {
             links: self.links.into_iter().map(|link| link.transform).collect(),
             classes,
@@ -167,7 +187,7 @@ impl ChainBuilder {
             update,
             factor: factor()?,
             step: 0,
-            len: layout.len(),
+            shard,
             scalars: Vec::new(),
         })
     }
@@ -209,7 +229,8 @@ pub struct Chain {
     /// Program that multiplies a tensor's update by a factor.
     factor: Program,
     step: u64,
-    len: usize,
+    /// The range of the flat buffers that the chain updates.
+    shard: Range<usize>,
     scalars: Vec<f32>,
 }
 
@@ -335,6 +356,7 @@ impl Chain {
                         let count = self.links[*link].states().len();
                         let tensors = &mut Tensors {
                             list: &class.tensors,
+                            first: self.shard.start,
                             params,
                             update,
                             factor: &self.factor,
@@ -350,6 +372,7 @@ impl Chain {
                             grads,
                             update: self.update.as_mut(),
                             states: &mut self.states,
+                            first: self.shard.start,
                         };
                         for range in &class.ranges {
                             let (start, len) = (range.start, range.len());
@@ -372,7 +395,14 @@ impl Chain {
         self.step -= 1;
     }
 
-    /// Returns the state buffers with their names; each has the layout's length.
+    /// Returns the range of the layout's flat buffers that it updates: all, unless
+    /// [`ChainBuilder::build_shard`] made it.
+    #[must_use]
+    pub fn shard(&self) -> Range<usize> {
+        self.shard.clone()
+    }
+
+    /// Returns the state buffers with their names; each has the length of [`Chain::shard`].
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.states.iter().map(|(name, t)| (name.as_str(), t))
     }
@@ -387,7 +417,7 @@ impl Chain {
         self.kinds.iter().copied().zip(self.states.iter_mut().map(|(_, state)| state))
     }
 
-    /// Returns the number of buffers of the layout's length that are used only during a step.
+    /// Returns the number of buffers of the shard's length that are used only during a step.
     #[must_use]
     pub const fn work_buffers(&self) -> usize {
         self.update.is_some() as usize
@@ -403,12 +433,12 @@ impl Chain {
     ) -> Result<(), OptimError> {
         let mut found = Vec::with_capacity(self.states.len());
         for (name, _) in &self.states {
-            let values = get(name).filter(|v| v.len() == self.len);
+            let values = get(name).filter(|v| v.len() == self.shard.len());
             let len = get(name).map_or(0, <[f32]>::len);
             found.push(values.ok_or_else(|| OptimError::State {
                 name: name.clone(),
                 found: len,
-                expected: self.len,
+                expected: self.shard.len(),
             })?);
         }
         for ((_, state), values) in self.states.iter_mut().zip(found) {
@@ -428,10 +458,12 @@ struct Buffers<'a> {
     grads: &'a Tensor,
     update: Option<&'a mut Tensor>,
     states: &'a mut [(String, Tensor)],
+    /// Index in the flat buffers of the first element of `update` and `states`.
+    first: usize,
 }
 
 impl Buffers<'_> {
-    /// Runs a fused pass over a range.
+    /// Runs a fused pass over a range of the flat buffers.
     fn run(
         &mut self,
         program: &Program,
@@ -444,24 +476,26 @@ impl Buffers<'_> {
         let device = self.grads.device();
         let scalars = &scalars[..program.scalars()];
         let grads = self.grads.view().part(start, len)?;
+        let own = start - self.first;
         let (reads, first) = match (place.first, place.last) {
-            (true, true) => ([grads, grads], self.params.view_mut()),
+            (true, true) => ([grads, grads], self.params.view_mut().part(start, len)?),
             (true, false) => {
                 let update = self.update.as_mut().expect(IN_MEMORY);
-                ([grads, self.params.view().part(start, len)?], update.view_mut())
+                ([grads, self.params.view().part(start, len)?], update.view_mut().part(own, len)?)
             }
             (false, true) => {
-                let update = self.update.as_ref().expect(IN_MEMORY).view().part(start, len)?;
-                ([update, update], self.params.view_mut())
+                let update = self.update.as_ref().expect(IN_MEMORY).view().part(own, len)?;
+                ([update, update], self.params.view_mut().part(start, len)?)
             }
             (false, false) => {
                 let params = self.params.view().part(start, len)?;
-                ([params, params], self.update.as_mut().expect(IN_MEMORY).view_mut())
+                let update = self.update.as_mut().expect(IN_MEMORY);
+                ([params, params], update.view_mut().part(own, len)?)
             }
         };
-        let (reads, first) = (&reads[..program.reads()], first.part(start, len)?);
+        let reads = &reads[..program.reads()];
         let picked = self.states.iter_mut().enumerate().filter(|(i, _)| states.contains(i));
-        let mut picked = picked.map(|(_, (_, state))| state.view_mut().part(start, len));
+        let mut picked = picked.map(|(_, (_, state))| state.view_mut().part(own, len));
         let mut next = || -> Result<ViewMut<'_>, OptimError> {
             Ok(picked.next().expect("a program has as many states as its links")?)
         };

@@ -38,8 +38,8 @@ pub use scaling::LossScale;
 // For averages over ranks (feature `sync`). The methods of synchronisation are in the module `sync`.
 #[cfg(feature = "sync")]
 pub use average::{
-    ApartHolders, Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree,
-    token_weight,
+    ApartHolders, Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, Shards,
+    agree, token_weight,
 };
 
 // For users who write their own transform or trainer.

@@ -25,7 +25,10 @@ pub trait PerTensor: Debug + Send {
 /// Tensors of a layout with their parameters and their current updates.
 #[derive(Debug)]
 pub struct Tensors<'a> {
+    /// The tensors, with their places in `update` and `states`.
     pub(crate) list: &'a [Param],
+    /// The element of `params` with which these buffers begin.
+    pub(crate) first: usize,
     pub(crate) params: &'a Tensor,
     pub(crate) update: &'a mut Tensor,
     pub(crate) factor: &'a Program,
@@ -79,7 +82,7 @@ impl Tensors<'_> {
 
     /// Returns the parameters of tensor `i` as they were before the step.
     pub fn param(&self, i: usize) -> Result<View<'_>, OptimError> {
-        Ok(self.params.view().part(self.list[i].start, self.list[i].shape)?)
+        Ok(self.params.view().part(self.first + self.list[i].start, self.list[i].shape)?)
     }
 
     /// Returns the update of tensor `i`.
@@ -115,12 +118,12 @@ impl Tensors<'_> {
 
     /// Returns the l2 norm of each tensor's parameters.
     pub fn param_norms(&self) -> Result<Vec<f64>, OptimError> {
-        Ok(norms(self.params, self.list)?)
+        Ok(norms(self.params, self.list, self.first)?)
     }
 
     /// Returns the l2 norm of each tensor's update.
     pub fn update_norms(&self) -> Result<Vec<f64>, OptimError> {
-        Ok(norms(self.update, self.list)?)
+        Ok(norms(self.update, self.list, 0)?)
     }
 
     /// Multiplies the update of tensor `i` by `factor`.

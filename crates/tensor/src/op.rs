@@ -495,7 +495,7 @@ pub enum Op<'a> {
 
 impl Op<'_> {
     /// Number of elements in each partial sum of [`Op::SumSquares`].
-    pub const SQUARES_CHUNK: usize = 1 << 15;
+    pub const SQUARES_CHUNK: usize = 1 << 10;
 
     /// Returns the op's name in errors and traces.
     #[must_use]

@@ -39,6 +39,8 @@ pub(super) struct Bucket {
     pub(super) params: usize,
     /// Number of parameters that are not final yet in this round.
     pub(super) missing: usize,
+    /// The packed elements of which this rank gets the mean; `None`: all.
+    pub(super) own: Option<Range<usize>>,
     /// Packed buffers, kept for the next round.
     pub(super) packed: Option<Packed>,
 }
@@ -49,6 +51,16 @@ struct Part {
     flat: Range<usize>,
     shard: usize,
     at: usize,
+}
+
+impl Part {
+    /// Returns what of it is in a range of the packed elements, of one shard.
+    fn within(&self, own: Option<&Range<usize>>) -> Option<Self> {
+        let Some(own) = own else { return Some(self.clone()) };
+        let (from, to) = (own.start.max(self.at), own.end.min(self.at + self.flat.len()));
+        let flat = self.flat.start + from.checked_sub(self.at)?;
+        (from < to).then(|| Self { flat: flat..flat + to - from, shard: self.shard, at: from })
+    }
 }
 
 /// Packed elements of a bucket.
@@ -258,7 +270,8 @@ impl Bucket {
     pub(super) fn unpack(&mut self, flat: &mut Tensor) -> Result<(), OptimError> {
         let packed = self.packed.as_mut().expect("the mean of the bucket has arrived");
         let device = flat.device().clone();
-        for part in &self.parts {
+        for part in self.parts.iter().filter_map(|part| part.within(self.own.as_ref())) {
+            let part = &part;
             let mut y = flat.view_mut().part(part.flat.start, part.flat.len())?;
             if let Some(values) = packed.host(part) {
                 y.write(values)?;

@@ -1,4 +1,5 @@
-//! How one bucket is averaged: as plain f32, through codecs, or by protocols.
+//! How one bucket is averaged: as plain f32, for all ranks or for those that update it alone; through codecs;
+//! or by protocols.
 
 use farflung_base::Pending;
 use farflung_comm::{CommError, Communicator, ReduceOp};
@@ -6,6 +7,7 @@ use farflung_comm::{CommError, Communicator, ReduceOp};
 use super::bucket::Packed;
 use super::bucket_protocols::{BucketProtocols, Exchanged};
 use super::coder::{Codecs, Values};
+use super::shards::OwnedBucket;
 use crate::OptimError;
 
 /// Exchange of a bucket in progress.
@@ -15,6 +17,8 @@ pub(super) type PendingBucket = Pending<Result<Packed, CommError>>;
 pub(super) enum BucketReduction {
     /// As plain f32, with the number of values.
     Plain(usize),
+    /// As plain f32, which reach only the ranks that update them.
+    Owned(OwnedBucket),
     Coded(Codecs),
     Rounds(BucketProtocols),
 }
@@ -41,7 +45,7 @@ impl BucketReduction {
     /// Returns buffers for the bucket's values, not filled yet.
     pub(super) fn empty(&self, len: usize) -> Result<Packed, OptimError> {
         match self {
-            Self::Plain(_) | Self::Rounds(_) => Ok(Packed::Plain(vec![0.0; len])),
+            Self::Plain(_) | Self::Owned(_) | Self::Rounds(_) => Ok(Packed::Plain(vec![0.0; len])),
             Self::Coded(codecs) => codecs.empty(),
         }
     }
@@ -55,6 +59,9 @@ impl BucketReduction {
                 reduced.map(|values| values.map(Values::into_packed))
             }
             (Self::Rounds(rounds), Packed::Plain(values)) => plain(comm, rounds.begin(values)?),
+            (Self::Owned(owned), Packed::Plain(values)) => {
+                owned.start(comm, values).map(|values| values.map(Packed::Plain))
+            }
             (_, Packed::Plain(values)) => plain(comm, values),
             (_, Packed::Coded(_)) => unreachable!("only codecs produce shards"),
         })
@@ -79,6 +86,7 @@ impl BucketReduction {
     pub(super) fn sent(&self) -> u64 {
         match self {
             Self::Plain(values) => 4 * *values as u64,
+            Self::Owned(owned) => 4 * owned.len() as u64,
             Self::Coded(codecs) => codecs.sent(),
             Self::Rounds(rounds) => 4 * rounds.sizes().iter().sum::<usize>() as u64,
         }
@@ -86,7 +94,7 @@ impl BucketReduction {
 
     pub(super) fn commit(&mut self) {
         match self {
-            Self::Plain(_) => {}
+            Self::Plain(_) | Self::Owned(_) => {}
             Self::Coded(codecs) => codecs.commit(),
             Self::Rounds(rounds) => rounds.commit(),
         }
@@ -94,7 +102,7 @@ impl BucketReduction {
 
     pub(super) fn rollback(&mut self) {
         match self {
-            Self::Plain(_) => {}
+            Self::Plain(_) | Self::Owned(_) => {}
             Self::Coded(codecs) => codecs.rollback(),
             Self::Rounds(rounds) => rounds.rollback(),
         }
@@ -103,7 +111,7 @@ impl BucketReduction {
     /// Appends the state that is kept between rounds; each name begins with `prefix`.
     pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
         match self {
-            Self::Plain(_) => Ok(()),
+            Self::Plain(_) | Self::Owned(_) => Ok(()),
             Self::Coded(codecs) => codecs.save(prefix, saved),
             Self::Rounds(rounds) => rounds.save(prefix, saved),
         }
@@ -116,7 +124,7 @@ impl BucketReduction {
         get: &dyn Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         match self {
-            Self::Plain(_) => Ok(()),
+            Self::Plain(_) | Self::Owned(_) => Ok(()),
             Self::Coded(codecs) => codecs.restore(prefix, get),
             Self::Rounds(rounds) => rounds.restore(prefix, get),
         }

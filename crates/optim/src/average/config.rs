@@ -3,11 +3,15 @@
 use std::ops::Range;
 
 use farflung_base::Algorithm;
-use farflung_tensor::ParamLayout;
+use farflung_comm::Communicator;
+use farflung_tensor::{Device, ParamLayout};
+
+use crate::OptimError;
 
 use super::bucket::{Bucket, Slot, cut};
 use super::bucket_protocols::BucketProtocols;
 use super::coding::Coding;
+use super::shards::Shards;
 
 /// Configuration of averages.
 #[derive(Debug, Clone)]
@@ -39,6 +43,10 @@ pub struct AverageConfig {
     /// each set of holders. These are fewer ranks, such as those of the same experts or of the same module of
     /// several paths, or more, where each rank has a piece of the rest. They are in buckets of their own.
     pub apart: Vec<Vec<Range<usize>>>,
+    /// The range of the flat buffers that each rank updates: only its mean reaches the rank, and the rest of
+    /// the buffer stays. What is in [`AverageConfig::apart`] is averaged for all. Contributions are added in
+    /// rank order, whatever the algorithm. `None`: all ranks get the mean of all.
+    pub shards: Option<Shards>,
 }
 
 impl Default for AverageConfig {
@@ -55,11 +63,28 @@ impl Default for AverageConfig {
             overlap: true,
             seed: 0,
             apart: Vec::new(),
+            shards: None,
         }
     }
 }
 
 impl AverageConfig {
+    pub(super) fn check_shards(&self, comm: &Communicator, layout: &ParamLayout) -> Result<(), OptimError> {
+        let Some(shards) = &self.shards else { return Ok(()) };
+        let refuse = |value: usize, expected| {
+            let (transform, field, value) = ("average", "shards", value as f64);
+            Err(OptimError::Setting { transform, field, value, expected })
+        };
+        if shards.ranks() != comm.size() {
+            return refuse(shards.ranks(), "one for each rank");
+        }
+        if shards.whole() != layout.len() {
+            return refuse(shards.whole(), "the elements of the layout, padding included");
+        }
+        let plain = self.codec.streams(&Device::cpu(1)?)?.is_none() && self.codec.protocols().is_none();
+        if plain { Ok(()) } else { refuse(shards.ranks(), "none with a codec of averages") }
+    }
+
     pub(super) fn cut(&self, layout: &ParamLayout) -> (Vec<Slot>, Vec<Bucket>) {
         cut(layout, self.bucket_bytes, self.fragments, &self.apart)
     }
@@ -75,6 +100,12 @@ impl AverageConfig {
     #[must_use]
     pub fn apart_buckets(&self, layout: &ParamLayout) -> Vec<Option<usize>> {
         self.cut(layout).1.iter().map(|bucket| bucket.apart).collect()
+    }
+
+    /// Returns for each bucket, in the same order, the ranges of the flat buffer whose elements are in it.
+    #[must_use]
+    pub fn bucket_ranges(&self, layout: &ParamLayout) -> Vec<Vec<Range<usize>>> {
+        self.cut(layout).1.iter().map(|bucket| bucket.pieces().to_vec()).collect()
     }
 
     /// Returns the number of values in each exchange of each bucket, in the order of

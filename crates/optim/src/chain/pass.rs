@@ -49,9 +49,22 @@ pub(super) struct Class {
     pub(super) passes: Vec<Pass>,
     /// Program that applies the mean of what replicas accumulated; `None` if no link of the class accumulates.
     pub(super) accumulated: Option<Program>,
+    /// The tensors that the chain updates as a whole, with their places in its state buffers.
     pub(super) tensors: Vec<Param>,
     /// Ranges of the flat buffers, merged where they adjoin. Padding belongs to the range before it.
     pub(super) ranges: Vec<Range<usize>>,
+}
+
+impl Class {
+    /// Keeps what is in a range of the flat buffers.
+    pub(super) fn cut(&mut self, shard: &Range<usize>) {
+        self.tensors.retain(|tensor| shard.start <= tensor.start && tensor.range().end <= shard.end);
+        self.tensors.iter_mut().for_each(|tensor| tensor.start -= shard.start);
+        for range in &mut self.ranges {
+            *range = range.start.max(shard.start)..range.end.min(shard.end);
+        }
+        self.ranges.retain(|range| !range.is_empty());
+    }
 }
 
 /// A link with its index in the chain and the indices of its first scalar and its first state.

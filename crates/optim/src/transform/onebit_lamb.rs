@@ -216,7 +216,7 @@ impl<'a, 't> Layer<'a, 't> {
     }
 
     fn norm(&self, flat: &Tensor) -> Result<f64, OptimError> {
-        Ok(norms(flat, std::slice::from_ref(&self.param))?[0])
+        Ok(norms(flat, std::slice::from_ref(&self.param), 0)?[0])
     }
 
     /// Adds weight decay to the update.

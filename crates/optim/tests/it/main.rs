@@ -18,6 +18,7 @@ mod momentum_averages;
 mod onebit_lamb;
 mod restore;
 mod rounds;
+mod shards;
 mod signs;
 mod synchronise;
 mod too_large;

@@ -10,6 +10,8 @@ use crate::op::Op;
 
 /// Number of rows per partial result.
 const BLOCK: usize = 128;
+/// Number of sums of squares that a thread computes at a time.
+const CHUNKS: usize = 32;
 
 thread_local! {
     /// Partial results of this thread's current reduction. The buffer is kept between calls.
@@ -62,21 +64,17 @@ simd! {
 
 simd! {
     fn squares<L: Level>(x: &[f32]) -> f64 {
-        let mut total = 0.0_f64;
-        for x in x.chunks(1024) {
-            let mut lanes = [0.0_f32; 32];
-            let whole = x.len() / 32 * 32;
-            for x in x[..whole].chunks_exact(32) {
-                for (lane, x) in lanes.iter_mut().zip(x) {
-                    *lane = L::mul_add(*x, *x, *lane);
-                }
-            }
-            for (lane, x) in lanes.iter_mut().zip(&x[whole..]) {
+        let mut lanes = [0.0_f32; 32];
+        let whole = x.len() / 32 * 32;
+        for x in x[..whole].chunks_exact(32) {
+            for (lane, x) in lanes.iter_mut().zip(x) {
                 *lane = L::mul_add(*x, *x, *lane);
             }
-            total += lanes.iter().map(|&l| f64::from(l)).sum::<f64>();
         }
-        total
+        for (lane, x) in lanes.iter_mut().zip(&x[whole..]) {
+            *lane = L::mul_add(*x, *x, *lane);
+        }
+        lanes.iter().map(|&l| f64::from(l)).sum::<f64>()
     }
 }
 
@@ -92,8 +90,10 @@ pub(super) fn sum_rows(pool: &Pool, x: &[f32], y: &mut [f32], accumulate: bool) 
 /// Computes the sum of squares of each chunk of `x`.
 pub(super) fn sum_squares(pool: &Pool, x: &[f32], partials: &mut [f32]) {
     let isa = Isa::detect();
-    pool.for_chunks([(partials, 1)], |t, [out]| {
-        let x = &x[t * Op::SQUARES_CHUNK..];
-        out[0] = squares(isa, &x[..x.len().min(Op::SQUARES_CHUNK)]) as f32;
+    pool.for_chunks([(partials, CHUNKS)], |t, [out]| {
+        let x = &x[t * CHUNKS * Op::SQUARES_CHUNK..];
+        for (sum, x) in out.iter_mut().zip(x.chunks(Op::SQUARES_CHUNK)) {
+            *sum = squares(isa, x) as f32;
+        }
     });
 }

@@ -1,0 +1,188 @@
+//! Shards of flat buffers: the range that each rank updates, after the gradients' means have reached it, and
+//! that it then sends to all others (Rajbhandari et al. 2020, "ZeRO").
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use farflung_base::Pending;
+use farflung_comm::{CommError, Communicator, ReduceOp};
+use farflung_tensor::Tensor;
+
+use crate::OptimError;
+
+/// Values that are on their way.
+type PendingValues = Pending<Result<Vec<f32>, CommError>>;
+
+/// The ranges of flat buffers that the ranks of a communicator update, in rank order: together they are the
+/// whole, and some may be empty.
+///
+/// ```
+/// use farflung_optim::Shards;
+///
+/// let shards = Shards::new([3, 0, 7]);
+/// assert_eq!([shards.of(0), shards.of(1), shards.of(2)], [0..3, 3..3, 3..10]);
+/// assert_eq!(shards.counts(&[1..4, 6..8]), [2, 0, 3]);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shards {
+    ranges: Vec<Range<usize>>,
+}
+
+impl Shards {
+    /// Returns shards of these lengths.
+    #[must_use]
+    pub fn new(lengths: impl IntoIterator<Item = usize>) -> Self {
+        let mut end = 0;
+        let range = |len| {
+            let start = end;
+            end += len;
+            start..end
+        };
+        Self { ranges: lengths.into_iter().map(range).collect() }
+    }
+
+    /// Returns the range of a rank.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    #[must_use]
+    pub fn of(&self, rank: usize) -> Range<usize> {
+        self.ranges[rank].clone()
+    }
+
+    /// Returns the number of ranks.
+    #[must_use]
+    pub const fn ranks(&self) -> usize {
+        self.ranges.len()
+    }
+
+    /// Returns the length of the flat buffers.
+    #[must_use]
+    pub fn whole(&self) -> usize {
+        self.ranges.last().map_or(0, |range| range.end)
+    }
+
+    /// Returns how many elements of some ranges of the flat buffers each rank has.
+    #[must_use]
+    pub fn counts(&self, pieces: &[Range<usize>]) -> Vec<usize> {
+        let common = |one: &Range<usize>, other: &Range<usize>| {
+            one.end.min(other.end).saturating_sub(one.start.max(other.start))
+        };
+        self.ranges.iter().map(|own| pieces.iter().map(|piece| common(own, piece)).sum()).collect()
+    }
+
+    /// Returns the windows in which a gather sends shards: for each, the range of each rank. A window has a
+    /// part of each shard, so that all ranks send at the same time, and together at most about `most` elements.
+    #[must_use]
+    pub fn windows(&self, most: usize) -> Vec<Self> {
+        let count = self.whole().div_ceil(most.max(1));
+        let cut = |range: &Range<usize>, i: usize| range.start + range.len() * i / count;
+        let window = |i| self.ranges.iter().map(|range| cut(range, i)..cut(range, i + 1)).collect();
+        (0..count).map(|i| Self { ranges: window(i) }).collect()
+    }
+
+    /// Returns the lengths of the ranges.
+    #[must_use]
+    pub fn lengths(&self) -> Vec<usize> {
+        self.ranges.iter().map(ExactSizeIterator::len).collect()
+    }
+
+    /// Fills a flat buffer with the shards of all ranks. The input is this rank's own shard, which stays.
+    /// Values are sent in [`Shards::windows`] of `most` elements, [`Shards::IN_FLIGHT`] at a time. A
+    /// collective, which may be repeated after it failed.
+    ///
+    /// Errors: a peer that was lost; those of the device.
+    ///
+    /// # Panics
+    /// If the buffer or the communicator has another size than the shards.
+    pub fn gather(&self, comm: &Communicator, flat: &mut Tensor, most: usize) -> Result<(), OptimError> {
+        let sizes = (flat.shape().len(), comm.size());
+        assert_eq!(sizes, (self.whole(), self.ranks()), "shards of this buffer and these ranks");
+        let me = comm.rank().index();
+        let mut coming: VecDeque<(Self, PendingValues)> = VecDeque::new();
+        let mut windows = self.windows(most).into_iter();
+        loop {
+            while coming.len() < Self::IN_FLIGHT
+                && let Some(window) = windows.next()
+            {
+                let (lengths, own) = (window.lengths(), window.of(me));
+                let mut values = vec![0.0; lengths.iter().sum()];
+                let at = lengths[..me].iter().sum::<usize>();
+                with_part(flat, own.clone(), |part| values[at..at + own.len()].copy_from_slice(part))?;
+                coming.push_back((window, comm.start_gather_from_owners(values, &lengths)));
+            }
+            let Some((window, values)) = coming.pop_front() else { return Ok(()) };
+            let (values, mut at) = (values.wait()?, 0);
+            for (rank, range) in window.ranges.iter().enumerate() {
+                let part = &values[at..at + range.len()];
+                if rank != me && !part.is_empty() {
+                    flat.view_mut().part(range.start, range.len())?.write(part)?;
+                }
+                at += range.len();
+            }
+        }
+    }
+
+    /// Number of windows of a gather that are on their way at the same time.
+    pub const IN_FLIGHT: usize = 4;
+}
+
+/// Calls `work` with a range of a flat buffer.
+fn with_part(flat: &Tensor, range: Range<usize>, work: impl FnOnce(&[f32])) -> Result<(), OptimError> {
+    match flat.host::<f32>() {
+        Some(values) => work(&values[range]),
+        None if range.is_empty() => {}
+        None => work(&flat.view().part(range.start, range.len())?.to_vec::<f32>()?),
+    }
+    Ok(())
+}
+
+/// A bucket whose means each reach only the rank that updates the element.
+#[derive(Debug)]
+pub(super) struct OwnedBucket {
+    /// Number of the bucket's elements that each rank updates.
+    counts: Vec<usize>,
+    rank: usize,
+}
+
+impl OwnedBucket {
+    pub(super) fn new(counts: Vec<usize>, comm: &Communicator) -> Self {
+        Self { counts, rank: comm.rank().index() }
+    }
+
+    /// Returns the bucket's elements that this rank updates.
+    pub(super) fn own(&self) -> Range<usize> {
+        let start = self.counts[..self.rank].iter().sum::<usize>();
+        start..start + self.counts[self.rank]
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// Sends each rank what it updates. The result has the means of this rank's elements; the others are
+    /// unspecified. Contributions are added in rank order, so that the sums do not depend on who updates what.
+    pub(super) fn start(&self, comm: &Communicator, values: Vec<f32>) -> PendingValues {
+        comm.start_reduce_scatter_in_order(values, &self.counts, ReduceOp::Mean)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_cover_each_shard_once_and_all_ranks_send_in_each() {
+        let shards = Shards::new([10, 0, 5, 7]);
+        for most in [1, 3, 8, 22, 100] {
+            let windows = shards.windows(most);
+            assert_eq!(windows.len(), 22_usize.div_ceil(most));
+            for rank in 0..4 {
+                let covered: Vec<usize> = windows.iter().flat_map(|window| window.of(rank)).collect();
+                assert_eq!(covered, shards.of(rank).collect::<Vec<_>>());
+            }
+            assert!(windows.iter().all(|window| window.lengths().iter().sum::<usize>() <= most + 3));
+        }
+        assert!(Shards::new([0, 0]).windows(4).is_empty());
+    }
+}

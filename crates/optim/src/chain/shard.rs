@@ -1,0 +1,46 @@
+//! Which chains can update a part of a layout while other ranks update the rest.
+
+use std::ops::Range;
+
+use farflung_tensor::ParamLayout;
+
+use super::{ChainBuilder, Link};
+use crate::OptimError;
+
+impl ChainBuilder {
+    /// Checks whether the links can update a part of a layout alone.
+    pub(super) fn check_shard(&self, layout: &ParamLayout, shard: &Range<usize>) -> Result<(), OptimError> {
+        if *shard == (0..layout.len()) {
+            return Ok(());
+        }
+        let refuse = |link: &Link, field, value: usize, expected| {
+            let transform = link.transform.name();
+            Err(OptimError::Setting { transform, field, value: value as f64, expected })
+        };
+        let inside = |at: &usize| layout.params().iter().any(|p| p.start < *at && *at < p.range().end);
+        for link in &self.links {
+            let transform = &link.transform;
+            // After any warm-up.
+            let more = transform.contribution(u64::MAX).is_some() || transform.accumulates().is_some();
+            if more {
+                return refuse(
+                    link,
+                    "shard",
+                    shard.len(),
+                    "the whole layout, because more than gradients is averaged",
+                );
+            }
+            let borders = [shard.start, shard.end];
+            let cut = borders.iter().find(|at| inside(at)).filter(|_| transform.per_tensor().is_some());
+            if let Some(&at) = cut {
+                return refuse(
+                    link,
+                    "shard",
+                    at,
+                    "a border between tensors, because it works on whole tensors",
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,117 @@
+//! Tests of shards: each rank gets the mean of what it updates, updates that, and sends it to the others.
+#![cfg(feature = "sync")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+use std::thread;
+
+use farflung_base::Nanos;
+use farflung_comm::{Communicator, memory};
+use farflung_optim::local::{Averages, LocalMethod, LocalSettings, Lookahead, METHODS};
+use farflung_optim::{Average, AverageConfig, ChainBuilder, OptimError, Prepared, Shards};
+use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor};
+
+fn layout() -> ParamLayout {
+    let shapes = [("wte", vec![37, 16]), ("ln", vec![16]), ("w", vec![16, 48]), ("b", vec![48])];
+    ParamLayout::new(shapes.map(|(name, shape)| (name.to_owned(), Shape::new(&shape).unwrap())))
+}
+
+fn value(seed: usize, i: usize) -> f32 {
+    ((seed * 7919 + i * 104_729) % 1013) as f32 / 997.0 - 0.5
+}
+
+fn chain(row: &LocalMethod) -> ChainBuilder {
+    let lookahead = Some(Lookahead { every: 2, alpha: 0.5 });
+    row.chain(LocalSettings { weight_decay: 0.1, clip: Some(0.5), lookahead, ..LocalSettings::default() })
+}
+
+/// Returns a buffer of the layout with values that depend on `seed`, and zeros as padding.
+fn flat(device: &Device, seed: usize) -> Tensor {
+    let layout = layout();
+    let mut values = vec![0.0; layout.len()];
+    for i in layout.params().iter().flat_map(Param::range) {
+        values[i] = value(seed, i);
+    }
+    device.tensor(&values, layout.len()).unwrap()
+}
+
+/// Trains three steps on three ranks, each of which updates a shard. Returns the parameters of each, or an
+/// error.
+fn trained(row: &LocalMethod, lengths: Option<[usize; 3]>, bucket: usize) -> Vec<Vec<f32>> {
+    let layout = layout();
+    let rank = |comm: Communicator| {
+        let cpu = Device::cpu(1).unwrap();
+        let me = comm.rank().index();
+        let shards = Shards::new(lengths.unwrap_or([layout.len(), 0, 0]));
+        let own = shards.of(me);
+        let config =
+            AverageConfig { bucket_bytes: bucket, shards: Some(shards.clone()), ..Default::default() };
+        let mut average = Average::new(comm.clone(), &cpu, &layout, config).unwrap();
+        let mut chain = chain(row).build_shard(&cpu, &layout, own.clone()).unwrap();
+        assert!(chain.states().all(|(_, state)| state.shape().len() == own.len()));
+        let mut params = flat(&cpu, 99);
+        for step in 0..3 {
+            let mut grads = flat(&cpu, 10 * step + me);
+            average.all(&mut grads).unwrap();
+            average.commit();
+            let prepared = Prepared::with_norm(1.0).unwrap();
+            chain.commit(&mut params, &grads, prepared).unwrap();
+            shards.gather(&comm, &mut params, 100).unwrap();
+        }
+        params.to_vec::<f32>().unwrap()
+    };
+    thread::scope(|scope| {
+        let rank = &rank;
+        let comms = memory::cluster(3).into_iter().map(|end| Communicator::new(end));
+        let comms = comms.map(|comm| comm.with_deadline(Nanos::from_millis(20_000)));
+        let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || rank(comm))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Whoever updates what, all ranks have the bits of one rank that updates everything.
+#[test]
+fn the_bits_do_not_depend_on_who_updates_what() {
+    let len = layout().len();
+    for row in METHODS.iter().filter(|row| row.averages == Averages::Gradients) {
+        let alone = trained(row, None, 1 << 20);
+        let start = flat(&Device::cpu(1).unwrap(), 99).to_vec::<f32>().unwrap();
+        assert!(alone[0].iter().all(|x| x.is_finite()) && alone[0] != start, "{}", row.name);
+        let cuts: &[[usize; 3]] = if row.per_tensor {
+            // The borders of tensors: 640 and 1472.
+            &[[640, 832, len - 1472], [704, 0, len - 704]]
+        } else {
+            &[[640, 832, len - 1472], [0, 64, len - 64], [128, len - 128, 0]]
+        };
+        for &lengths in cuts {
+            for bucket in [256, 1 << 20] {
+                for (rank, params) in trained(row, Some(lengths), bucket).iter().enumerate() {
+                    let same = params.iter().zip(&alone[0]).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "{}, {lengths:?}, buckets of {bucket}, rank {rank}", row.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_updated_in_shards_is_refused() {
+    let (cpu, layout) = (Device::cpu(1).unwrap(), layout());
+    let refused = |name: &str, shard| {
+        let row = METHODS.iter().find(|row| row.name == name).unwrap();
+        chain(row).build_shard(&cpu, &layout, shard).unwrap_err().to_string()
+    };
+    assert!(refused("lamb", 0..128).contains("a border between tensors"));
+    assert!(refused("onebit-adam", 0..640).contains("more than gradients is averaged"));
+    let comm = Communicator::new(memory::cluster(1).remove(0));
+    for (shards, codec, reason) in [
+        (Shards::new([layout.len(), 0]), "none", "one for each rank"),
+        (Shards::new([layout.len() - 1]), "none", "the elements of the layout"),
+        (Shards::new([layout.len()]), "int8", "none with a codec"),
+    ] {
+        let config =
+            AverageConfig { shards: Some(shards), codec: codec.parse().unwrap(), ..Default::default() };
+        let error = Average::new(comm.clone(), &cpu, &layout, config).unwrap_err();
+        assert!(matches!(error, OptimError::Setting { field: "shards", .. }), "{error}");
+        assert!(error.to_string().contains(reason), "{error}");
+    }
+}
