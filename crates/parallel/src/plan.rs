@@ -17,6 +17,7 @@ mod rebalance;
 mod tensor;
 mod text;
 mod unbroken;
+mod zero;
 
 #[cfg(test)]
 mod tests;
@@ -84,6 +85,15 @@ pub struct Plan {
     pub tensor_weights: Vec<u32>,
     /// Whether these ranks divide the positions of sequences, too, where each has whole layers.
     pub sequence_parallel: bool,
+    /// What replicas divide of what all of them would hold, by its number in "ZeRO" (Rajbhandari et al. 2020):
+    /// 0 nothing; 1 the optimizer's state. Each rank then updates a shard of its parameters and sends it to the
+    /// others. 2 and 3, gradients and parameters too, are not implemented yet.
+    pub zero: u32,
+    /// How replicas divide it: a weight for each, of which some may be 0. Empty: equally.
+    pub zero_weights: Vec<u32>,
+    /// Whether each tensor is in one shard, for optimizers that work on whole tensors. Shards are then as long
+    /// as their weights say up to half a tensor.
+    pub zero_tensors: bool,
     /// Name of each rank's machine, as in [`Cluster::rank_names`](crate::Cluster::rank_names).
     pub machines: Vec<String>,
     /// Precision to which the operands of matrix products are rounded.

@@ -62,6 +62,8 @@ pub enum StepOp {
         /// The last microbatch of the update.
         microbatch: u32,
     },
+    /// `0GATHER_PARAMS`: fills a part's parameters with the shards that each holder has updated.
+    GatherParameters(StageId),
     /// `0DEFER3`: puts off an update until the sum of tied gradients arrives. Starts the sum if it was not
     /// started.
     Defer {
@@ -95,10 +97,11 @@ pub enum StepOp {
 type OfStage = fn(StageId) -> StepOp;
 
 /// The text of each operation of a stage without a microbatch.
-const OF_STAGE: [(&str, OfStage); 9] = [
+const OF_STAGE: [(&str, OfStage); 10] = [
     ("OPEN_GRAD", StepOp::OpenReduce),
     ("WAIT_GRAD", StepOp::FinishReduce),
     ("CONTRIBUTE", StepOp::Contribute),
+    ("GATHER_PARAMS", StepOp::GatherParameters),
     ("CATCH_UP", StepOp::CatchUp),
     ("EXCHANGE", StepOp::Exchange),
     ("PREPARE", StepOp::Prepare),
@@ -132,6 +135,7 @@ impl fmt::Display for StepOp {
             Self::OpenReduce(stage)
             | Self::FinishReduce(stage)
             | Self::Contribute(stage)
+            | Self::GatherParameters(stage)
             | Self::CatchUp(stage)
             | Self::Exchange(stage)
             | Self::Prepare(stage)

@@ -152,6 +152,7 @@ mod uneven;
 mod uneven_plan;
 mod utilisation;
 mod whole_model_nowhere;
+mod zero;
 mod zero_bubble;
 
 use std::io::Write;
@@ -207,6 +208,7 @@ pub const BENCHES: &[Bench] = &[
     dipaco::BENCH,
     moe::BENCH,
     tensor_parallel::BENCH,
+    zero::BENCH,
     morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,

@@ -56,6 +56,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let tensor = 1 + draw(58, 3) as u32;
     let mesh = Plan::mesh_of(replicas, stages)?.and(Axis::Tensor, tensor)?;
     let weighted = tensor > 1 && draw(59, 2) == 1;
+    let zero = u32::from(replicas > 1 && draw(12, 4) == 0);
     Ok(Plan {
         model: PlannedModel {
             name: format!("m{}", draw(2, 9)),
@@ -67,6 +68,9 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
             .map(|r| 1 + draw(28 + r, 9) as u32)
             .collect(),
         sequence_parallel: tensor > 1 && draw(63, 2) == 1,
+        zero,
+        zero_weights: (0..replicas).filter(|_| zero > 0 && draw(13, 2) == 1).map(|r| 1 + r).collect(),
+        zero_tensors: zero > 0 && draw(14, 2) == 1,
         machines: (0..mesh.size()).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
         mesh,
         precision: Precision::ALL[draw(5, 3) as usize],
@@ -113,6 +117,9 @@ fn changes() -> Vec<Change> {
         ("mesh", |p| p.mesh = Plan::mesh_of(p.replicas() + 1, p.stages()).unwrap_or_else(|_| p.mesh.clone())),
         ("tensor_weights", |p| p.tensor_weights.push(7)),
         ("sequence_parallel", |p| p.sequence_parallel ^= true),
+        ("zero", |p| p.zero += 1),
+        ("zero_weights", |p| p.zero_weights.push(7)),
+        ("zero_tensors", |p| p.zero_tensors ^= true),
         ("machines", |p| p.machines[0].push('x')),
         ("precision", |p| {
             p.precision = if p.precision == Precision::F32 { Precision::F16 } else { Precision::F32 };

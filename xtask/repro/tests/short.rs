@@ -147,6 +147,7 @@ short! {
     tensor_parallel: "tensor-parallel",
     tune: "tune",
     utilisation: "utilisation",
+    zero: "zero",
     zero_bubble: "zero-bubble",
 }
 

@@ -148,6 +148,7 @@ fn steps(schedule: &Schedule, replicas: ReplicaSteps) -> std::result::Result<Str
         tied: placement.tie(),
         by_arrivals: false,
         norm: NormVote::Pipeline,
+        shards: false,
     };
     let mut text = String::new();
     for rank in (0..placement.ranks()).map(Rank) {

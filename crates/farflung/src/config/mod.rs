@@ -34,6 +34,7 @@ pub mod value;
 
 #[cfg(test)]
 mod tests;
+pub mod zero;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -64,6 +65,7 @@ use pools::Numbers;
 use shared::PerRankSetting;
 use validate::check;
 use value::Setting;
+use zero::Weights;
 
 /// The default link, `home`: the uplink of a fibre or cable connection at home.
 const HOME: Link = Link { bandwidth: Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
@@ -416,6 +418,12 @@ settings! {
         /// layers (sequence parallelism): norms, residuals and what stages send each other are then divided as
         /// well, for a quarter more bytes within layers.
         @sequence_parallel: bool, "BOOL", false;
+        /// What replicas divide of what each would hold otherwise (ZeRO): 0 nothing; 1 the optimizer's state,
+        /// of which each then keeps and updates a shard. Sends as much as gradients alone. docs/zero.md.
+        @zero: usize, "0|1", 0usize;
+        /// Share of the state of each replica, such as 3,1, for example by their memory; 0 for one that keeps
+        /// none. Default: equal shares.
+        @zero_weights: Weights, "N,N";
         /// Number of ranks along each axis, such as data=2,pipeline=2,tensor=2: another way to give --workers,
         /// --stages and --tensor.
         @mesh: Mesh, "AXIS=N,AXIS=N";

@@ -242,8 +242,22 @@ impl TrainConfig {
             &["algorithm"],
             "all-gather is only for values that a codec packs; a ring is used instead",
         );
+        self.note_zero(notes);
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.note_without_effect(!each_step, &["overlap"], &after);
+    }
+
+    fn note_zero(&self, notes: &mut Notes<'_>) {
+        notes.note_without_effect(
+            self.zero == 0,
+            &["zero-weights"],
+            "`zero` is 0, and each replica has all of the optimizer's state",
+        );
+        notes.note_without_effect(
+            self.zero > 0,
+            &["algorithm"],
+            "with `zero`, each gradient goes to the rank that updates it, which adds all up in rank order",
+        );
     }
 
     fn note_nothing_averaged(&self, world: usize, notes: &mut Notes<'_>) {

@@ -6,6 +6,7 @@ use farflung_optim::sync::{
     AsynchronousSettings, BufferSettings, MomentPeriods, Quorum, SyncMethod, Timeline, WorldSettings,
 };
 use farflung_optim::{LrSchedule, OptimError};
+use farflung_parallel::plan::NO_CODEC;
 
 use super::choice::SyncKind;
 use super::value::Setting as _;
@@ -14,9 +15,10 @@ use crate::{Error, Result};
 
 impl TrainConfig {
     /// Sets the codec to the default of the optimizer or of the method of synchronisation, if one of them has
-    /// its own.
+    /// its own, and to none where gradients reach only the ranks that update them.
     pub(super) fn take_codec_of_rows(&mut self) {
-        if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec) {
+        let unpacked = (self.zero > 0).then_some(NO_CODEC);
+        if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec).or(unpacked) {
             self.codec = name.parse().expect("a row's codec is in the list of codecs");
         }
     }

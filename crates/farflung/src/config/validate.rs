@@ -75,6 +75,7 @@ impl TrainConfig {
             check("microbatches", &microbatches, good, expected)?;
         }
         self.validate_mesh()?;
+        self.validate_zero()?;
         self.validate_pools()?;
         self.validate_sync()?;
         self.validate_optimizer()?;

@@ -48,6 +48,7 @@ impl ApartParams {
             });
         }
         apart.extend(modules(plan, stage, replica));
+        apart.extend(shared_table(plan, stage));
         if plan.tensor_ranks() > 1 {
             apart = with_whole_tensors(plan, stage, &apart);
         }
@@ -87,6 +88,20 @@ fn with_whole_tensors(plan: &Plan, stage: &Stage, apart: &[ApartParams]) -> Vec<
         factor,
     };
     apart.iter().enumerate().flat_map(divided).chain([rest]).collect()
+}
+
+/// Returns the token table that two stages have, where replicas update shards: the stages have it in different
+/// shards, so that each rank needs the whole mean to add up both gradients.
+fn shared_table(plan: &Plan, stage: &Stage) -> Option<ApartParams> {
+    let table = stage.shared_table().filter(|_| plan.divides_state())?;
+    Some(ApartParams {
+        ranges: vec![table],
+        name: "the token table".to_owned(),
+        number: 0,
+        replicas: (0..plan.replicas()).collect(),
+        along_tensor: false,
+        factor: 1.0,
+    })
 }
 
 /// Returns the modules of a replica's path that not all paths have.
@@ -207,7 +222,7 @@ pub(super) fn by_part(
     holders: &BTreeMap<u32, Holders>,
 ) -> Result<BTreeMap<u32, HeldApart>> {
     let mut held = BTreeMap::new();
-    if plan.shares() == 1 && plan.tensor_ranks() == 1 {
+    if plan.shares() == 1 && plan.tensor_ranks() == 1 && !plan.divides_state() {
         return Ok(held);
     }
     let (divided, device) = (Division::of(plan), Device::cpu(1)?);

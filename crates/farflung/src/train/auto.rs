@@ -4,6 +4,7 @@
 mod plan_request;
 mod candidate;
 mod cost;
+mod divided_state;
 mod improve;
 mod planners;
 mod ranking;
@@ -34,9 +35,9 @@ use crate::{Error, Result};
 /// The candidates are: one pipeline over machines in order (`planner::uneven`); replicas with shares by speed;
 /// several pipelines, placed by DT-FM's search, with layers divided for the slowest machine of each stage; the
 /// plans of DAPPLE's planner for every number of copies; and plans in which machines near each other divide the
-/// width of layers. Each is tried with the schedules and all-reduce
-/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change the
-/// result of training, so only `farflung plan FILE` considers them.
+/// width of layers. Each is tried with the schedules and all-reduce algorithms that fit it. Replicas divide the
+/// optimizer's state if machines have no memory for all of it. Replicas average gradients at each step: methods
+/// with local steps change the result of training, so only `farflung plan FILE` considers them.
 ///
 /// Errors: the missing memory, if no plan fits into the machines; [`Error::Setting`] if there are only plans of
 /// kinds that were not requested; those of [`Prediction::on`](super::prediction::Prediction::on).

@@ -247,10 +247,11 @@ impl ReplicaSchedule {
             tied: self.tie,
             by_arrivals: self.arrivals.is_some(),
             norm: match self.early_vote {
-                _ if Division::of(plan).divides() => NormVote::Divided,
+                _ if Division::of(plan).divides() || plan.divides_state() => NormVote::Divided,
                 true => NormVote::Pipeline,
                 false => NormVote::All,
             },
+            shards: plan.divides_state(),
         };
         RankStep::new(&self.schedule, position, settings).map_err(Error::schedule)
     }

@@ -93,6 +93,10 @@ struct CheckpointRecord {
     /// Whether they divided positions where layers are whole.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     sequence_parallel: bool,
+    /// The weights of the replicas that divided the optimizer's state, of which the rank then has a shard;
+    /// empty if each had all of it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    zero_weights: Vec<u32>,
     /// The levels of modules through which replicas trained paths; empty if they trained one model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     paths: Vec<String>,

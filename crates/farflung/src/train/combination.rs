@@ -5,6 +5,7 @@
 mod axes;
 mod covering;
 mod shares;
+mod state;
 
 use std::fmt;
 
@@ -24,6 +25,7 @@ use crate::{Error, Result, RunSettings, TrainConfig};
 
 pub use axes::{AXES, Axis, all_values};
 pub use covering::{Covering, covering};
+use state::Zero;
 
 /// The choices that rules examine: those of the plan, and those of settings that the plan does not decide.
 #[derive(Debug, Clone)]
@@ -51,6 +53,8 @@ struct Choices {
     expert_ranks: usize,
     /// Number of paths that replicas train.
     paths: usize,
+    /// What replicas divide of the state that all would hold.
+    zero: Zero,
 }
 
 /// The ranks that divide the width of layers.
@@ -146,6 +150,7 @@ impl Choices {
             tensor: TensorAxis { ranks: config.tensor, divide_sequences: config.sequence_parallel },
             expert_ranks: config.expert,
             paths: config.path_count(),
+            zero: Zero::wished(config),
             ..Self::beside(&config.run_settings(), config.sync.row())
         }
     }
@@ -170,6 +175,7 @@ impl Choices {
             tensor: TensorAxis { ranks: 1, divide_sequences: false },
             expert_ranks: 1,
             paths: 1,
+            zero: Zero::default(),
         }
     }
 
@@ -193,6 +199,7 @@ impl Choices {
             },
             expert_ranks: plan.expert_ranks() as usize,
             paths: plan.paths() as usize,
+            zero: Zero::planned(plan),
             ..Self::beside(run, plan.outermost().method)
         }
     }
@@ -489,7 +496,7 @@ fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
 }
 
 fn rules() -> impl Iterator<Item = &'static Rule> {
-    RULES.iter().chain(shares::RULES)
+    RULES.iter().chain(shares::RULES).chain(state::RULES)
 }
 
 /// Returns the first reason why choices cannot be combined.

@@ -360,14 +360,21 @@ impl Executor {
         part.commit(prepared, needed)
     }
 
-    /// Applies the updates on which all ranks have agreed.
-    pub(super) fn commit(&mut self, step: &RankStep, prepared: Prepared) -> Result<()> {
+    /// Applies the updates on which all ranks have agreed. If holders of a part update shards of it, each then
+    /// has its own.
+    pub(super) fn update_all(&mut self, step: &RankStep, prepared: Prepared) -> Result<()> {
         for &op in step.at(Moment::Commit) {
             if let StepOp::Update { stage, microbatch } = op {
                 self.update(stage, microbatch, Some(prepared))?;
             }
         }
         Ok(())
+    }
+
+    /// Gathers the shards that were updated. If that fails, it can be repeated.
+    pub(super) fn gather_all(&mut self, step: &RankStep) -> Result<()> {
+        let gathers = step.at(Moment::Commit).iter().filter(|op| matches!(op, StepOp::GatherParameters(_)));
+        gathers.copied().collect::<Vec<_>>().into_iter().try_for_each(|op| self.run_op(op))
     }
 
     /// Returns the sums of squared gradients by part of the model: of the parts that this rank reports, and 0
@@ -410,19 +417,24 @@ pub(super) const fn share(took: Nanos, of: u64, elements: u64) -> Nanos {
 /// Returns the sum of a part's squared gradients, without those of a table that counts with another part.
 fn own_squares(part: &Part, is_last: bool, counts: Counts) -> Result<f64> {
     let len = part.grads.shape().len();
-    let start = if is_last { part.behind_table() } else { 0 };
-    if len == 0 {
+    // Of gradients that others update, this rank has its own contribution alone.
+    let shard = part.chain.shard();
+    let start = shard.start.max(if is_last { part.behind_table() } else { 0 });
+    let end = shard.end.min(len);
+    if start >= end {
         return Ok(0.0);
     }
     if counts == Counts::default() {
-        return Ok(sum_of_squares(&part.grads, start..len)?);
+        return Ok(sum_of_squares(&part.grads, start..end)?);
     }
     let wanted = |_: &Param, spec: &TensorSpec| {
         (!counts.only_experts || spec.kind == TensorKind::Expert)
             && (!counts.only_cut || spec.cut != Cut::Whole)
     };
-    let ranges = part.stage.ranges_of(wanted).into_iter().filter(|range| range.end > start);
-    let squares = ranges.map(|range| sum_of_squares(&part.grads, range.start.max(start)..range.end));
+    let ranges = part.stage.ranges_of(wanted).into_iter();
+    let ranges =
+        ranges.map(|range| range.start.max(start)..range.end.min(end)).filter(|range| !range.is_empty());
+    let squares = ranges.map(|range| sum_of_squares(&part.grads, range));
     Ok(squares.sum::<std::result::Result<_, _>>()?)
 }
 
@@ -444,6 +456,7 @@ impl StepWorker for Executor {
                 self.part(stage).defer_update(table, needed)?;
             }
             StepOp::CatchUp(stage) => self.part(stage).catch_up()?,
+            StepOp::GatherParameters(stage) => self.part(stage).gather_parameters()?,
             StepOp::Pass(_)
             | StepOp::StartVote(_)
             | StepOp::FinishVote(_)

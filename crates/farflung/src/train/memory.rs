@@ -33,6 +33,7 @@ use super::part::{Part, Parts};
 use super::sizes::averaging;
 use super::tied::TiedTable;
 use super::trainer::{chain, stage_of};
+use super::zero;
 use crate::config::choice::StoreKind;
 use crate::{Result, RunSettings, TrainConfig};
 
@@ -90,11 +91,12 @@ fn of_plan(
     windows: Option<u64>,
 ) -> Result<Vec<StepMemory>> {
     let mut ranks: Vec<StepMemory> = Vec::new();
-    let mut known: BTreeMap<(u32, u32), Vec<StepMemory>> = BTreeMap::new();
+    let mut known: BTreeMap<(u32, u32, u32), Vec<StepMemory>> = BTreeMap::new();
     for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
-        // Replicas with the same number of microbatches, and of experts, hold the same: the effect of different
-        // speeds on a schedule is small.
-        let kind = (microbatches, plan.expert_rank(replica));
+        // Replicas with the same number of microbatches, and of experts, hold the same, except for shards of
+        // different lengths: the effect of different speeds on a schedule is small.
+        let shard = if plan.divides_state() { replica } else { 0 };
+        let kind = (microbatches, plan.expert_rank(replica), shard);
         if let Some(same) = known.get(&kind) {
             ranks.extend(same);
             continue;
@@ -199,7 +201,8 @@ fn counting(
         let number = placement.part(stage) as usize;
         let exchange = Arc::new(Division::of(plan).counted(at)?);
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
-        let chain = chain(config, device, &built, (1, plan.outermost().every.into()))?;
+        let shard = zero::own_shard(plan, built.layout(), at)?;
+        let chain = chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
             params: built.zeros()?,
             stage: built,
@@ -211,6 +214,7 @@ fn counting(
             offload: 0,
             weight: 1.0,
             keeps: false,
+            shards: None,
         })?;
         Ok((stage, part))
     };
@@ -251,7 +255,7 @@ fn run(schedule: &ReplicaSchedule, position: Rank, plan: &BoundPlan, executor: &
             op => executor.run_op(op)?,
         }
     }
-    executor.commit(&step, Prepared::with_norm(1.0)?)
+    executor.update_all(&step, Prepared::with_norm(1.0)?)
 }
 
 /// Returns the bytes of older versions of an executor's parameters.

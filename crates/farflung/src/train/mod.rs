@@ -67,6 +67,7 @@ mod token_rows;
 mod all_succeed;
 mod trainer;
 pub mod tune;
+mod zero;
 
 pub use crate::data_notes::DataSource;
 pub use bind::ReplicaSchedule;

@@ -15,6 +15,7 @@ use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
+use super::zero::PartShards;
 use crate::Result;
 
 /// A part of the model with its state.
@@ -33,6 +34,10 @@ pub(super) struct Part {
     pub(super) recompute: Recompute,
     /// Number of layers whose activations are kept in the host's memory.
     pub(super) offload: usize,
+    /// The shards of its parameters, if its holders each update one.
+    pub(super) shards: Option<PartShards>,
+    /// Whether only this rank's shard has been updated.
+    pub(super) stale: bool,
     /// This replica's own parameters, while `params` are those common to all replicas.
     pub(super) own: Option<Tensor>,
     /// Weight of this rank's gradients in a mean; 1 is an equal share.
@@ -109,6 +114,7 @@ pub(super) struct Parts {
     pub(super) weight: f64,
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
+    pub(super) shards: Option<PartShards>,
 }
 
 /// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
@@ -178,7 +184,7 @@ impl<'a> Leaving<'a> {
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps } = made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, shards } = made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -188,6 +194,8 @@ impl Part {
             costs,
             recompute,
             offload,
+            shards,
+            stale: false,
             own: None,
             weight,
             contribution: None,
@@ -442,11 +450,29 @@ impl Part {
         if let Some(average) = self.average() {
             average.commit();
         }
+        self.stale = self.shards.is_some();
         self.before = None;
         self.version += 1;
         self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));
         self.pending = false;
         Ok(())
+    }
+
+    /// Fills the parameters with the shards that the other holders have updated. A collective of the holders.
+    pub(super) fn gather_parameters(&mut self) -> Result<()> {
+        if let Some(shards) = &self.shards {
+            shards.gather(&mut self.params)?;
+        }
+        self.stale = false;
+        Ok(())
+    }
+
+    /// Fills the averaged gradients likewise: a step leaves each holder those of its shard.
+    pub(super) fn gather_gradients(&mut self) -> Result<()> {
+        match &self.shards {
+            Some(shards) => shards.gather(&mut self.grads),
+            None => Ok(()),
+        }
     }
 
     /// Flips the bit that a test requests, in the last tensor.
@@ -463,10 +489,12 @@ impl Part {
                 for (name, state) in self.chain.states() {
                     states.insert(name.to_owned(), state.to_vec::<f32>()?);
                 }
-                states
-                    .values_mut()
-                    .take(1)
-                    .for_each(|state| fault.flip_bit_in_values(&mut state[range.clone()]));
+                let shard = self.chain.shard();
+                let range =
+                    range.start.clamp(shard.start, shard.end)..range.end.clamp(shard.start, shard.end);
+                let range = range.start - shard.start..range.end - shard.start;
+                let first = states.values_mut().take(1).filter(|_| !range.is_empty());
+                first.for_each(|state| fault.flip_bit_in_values(&mut state[range.clone()]));
                 let step = self.chain.step();
                 Ok(self.chain.restore(step, |name| states.get(name).map(Vec::as_slice))?)
             }

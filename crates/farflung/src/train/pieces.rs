@@ -1,6 +1,8 @@
 //! The state of a part of the model, as a list of its tensors. A checkpoint, the comparison of copies, what
 //! members send each other (`run_state.rs`) and what a rank keeps to return to are filters over it.
 
+use std::ops::Range;
+
 use farflung_base::Rank;
 use farflung_tensor::{Param, Tensor};
 use farflung_zoo::weights::StoredLayout;
@@ -36,16 +38,18 @@ pub(super) enum StateKind {
 pub(super) enum Scope {
     /// All ranks that hold the part.
     Run,
-    /// Those of one replica.
+    /// Those of one replica; of a shard, the rank alone.
     Replica,
 }
 
-/// The state of one kind of all tensors of a part, in the layout of its parameters.
+/// The state of one kind of all tensors of a part, or of a shard of them, in the layout of its parameters.
 #[derive(Debug, Clone)]
 pub(super) struct FlatState<'a> {
     pub(super) kind: StateKind,
     pub(super) scope: Scope,
     pub(super) values: &'a Tensor,
+    /// The element of the layout with which `values` begin.
+    pub(super) first: usize,
 }
 
 /// A named tensor of a rank's state. Its values are read when they are needed.
@@ -182,16 +186,43 @@ impl Piece<'_> {
 }
 
 impl<'a> FlatState<'a> {
-    /// Returns its tensors.
+    /// Returns its tensors, or what it has of them.
     pub(super) fn pieces(&self, stage: &Stage) -> Vec<Piece<'a>> {
         let divided = stage.share().ranks() > 1;
-        let piece = |(p, spec): (&Param, &TensorSpec)| Piece {
-            name: self.kind.of(&p.name),
-            shape: p.shape.dims().to_vec(),
-            cut: divided && spec.cut != Cut::Whole,
-            values: PieceValues::Flat(self.values, p.start),
+        let own = self.first..self.first + self.values.shape().len();
+        let piece = |(p, spec): (&Param, &TensorSpec)| {
+            let range = p.range().start.max(own.start)..p.range().end.min(own.end);
+            let whole = range == p.range();
+            let part = || range.start - p.start..range.end - p.start;
+            (whole || !range.is_empty()).then(|| Piece {
+                name: self.kind.of(&if whole { p.name.clone() } else { TensorPart::name(&p.name, part()) }),
+                shape: if whole { p.shape.dims().to_vec() } else { vec![range.len()] },
+                cut: !whole || (divided && spec.cut != Cut::Whole),
+                values: PieceValues::Flat(self.values, range.start.saturating_sub(own.start)),
+            })
         };
-        stage.tensors().map(piece).collect()
+        stage.tensors().filter_map(piece).collect()
+    }
+}
+
+/// A part of a tensor's elements, as files name it: `h.0.mlp.c_fc.weight[128..4096]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TensorPart<'a> {
+    pub(super) tensor: &'a str,
+    pub(super) elements: Range<usize>,
+}
+
+impl<'a> TensorPart<'a> {
+    fn name(tensor: &str, elements: Range<usize>) -> String {
+        format!("{tensor}[{}..{}]", elements.start, elements.end)
+    }
+
+    /// Reads a name; `None` for one of a whole tensor.
+    pub(super) fn of(name: &'a str) -> Option<Self> {
+        let (tensor, range) = name.strip_suffix(']')?.rsplit_once('[')?;
+        let (start, end) = range.split_once("..")?;
+        let elements: Range<usize> = start.parse().ok()?..end.parse().ok()?;
+        (elements.start < elements.end).then_some(Self { tensor, elements })
     }
 }
 
@@ -201,12 +232,18 @@ impl Part {
         let differ = self.sync.as_ref().is_some_and(|sync| sync.replicas_differ());
         let of_run = |run: bool| if run { Scope::Run } else { Scope::Replica };
         let parameters = of_run(self.own.is_some() || !differ);
-        let mut all =
-            vec![FlatState { kind: StateKind::Parameters, scope: parameters, values: &self.params }];
+        let mut all = vec![FlatState {
+            kind: StateKind::Parameters,
+            scope: parameters,
+            values: &self.params,
+            first: 0,
+        }];
+        let shard = self.chain.shard();
         all.extend(self.chain.states().map(|(name, values)| FlatState {
             kind: StateKind::Optimizer(name.to_owned()),
-            scope: of_run(each_step),
+            scope: of_run(each_step && self.shards.is_none()),
             values,
+            first: shard.start,
         }));
         if let Some(sync) = &self.sync {
             let shared = sync.states().into_iter().map(|(name, values)| (name, Scope::Run, values));
@@ -215,13 +252,29 @@ impl Part {
                 kind: StateKind::Method(name.to_owned()),
                 scope,
                 values,
+                first: 0,
             }));
         }
         all.extend(self.own.iter().map(|own| FlatState {
             kind: StateKind::OwnParameters,
             scope: Scope::Replica,
             values: own,
+            first: 0,
         }));
         all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_tensors_have_names_that_read_back() {
+        let name = TensorPart::name("h.0.w[a]", 128..4096);
+        assert_eq!(TensorPart::of(&name), Some(TensorPart { tensor: "h.0.w[a]", elements: 128..4096 }));
+        for whole in ["wte.weight", "w[3]", "w[3..]", "w[5..5]", "w[9..2]", "w[a..b]", "w]", ""] {
+            assert_eq!(TensorPart::of(whole), None, "{whole}");
+        }
     }
 }

@@ -22,6 +22,7 @@ use crate::config::choice::SyncKind;
 use crate::config::local_steps::LocalStepsKind;
 use crate::config::pools::Numbers;
 use crate::config::value::Setting as _;
+use crate::config::zero::Weights;
 use crate::{Error, Result, RunSettings, TrainConfig, model_name};
 
 /// Returns why `train` does not support a schedule; `None` if it does.
@@ -125,6 +126,9 @@ pub(super) fn divided(
         mesh: Plan::mesh_of(replicas, stages)?.and(Axis::Tensor, tensor)?,
         tensor_weights: config.tensor_weights(),
         sequence_parallel: config.sequence_parallel,
+        zero: small("zero", config.zero)?,
+        zero_weights: config.zero_weights(),
+        zero_tensors: config.zero > 0 && config.optimizer.row().per_tensor,
         machines: machines(world, cluster),
         precision: config.precision,
         batch: small("batch", config.batch)?,
@@ -236,6 +240,8 @@ fn in_settings(error: Error) -> Error {
                 "mesh" => "tensor",
                 "tensor_weights" => "tensor-weights",
                 "sequence_parallel" => "sequence-parallel",
+                "zero" | "zero_tensors" => "zero",
+                "zero_weights" => "zero-weights",
                 "expert_codec" => "expert-codec",
                 field if field.starts_with("path") => "paths",
                 field if field.rsplit('.').next() == Some("method") => "sync",
@@ -398,6 +404,8 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         tensor: plan.tensor_ranks() as usize,
         tensor_weights: Some(Numbers(plan.tensor_weights.clone())).filter(|weights| !weights.0.is_empty()),
         sequence_parallel: plan.sequence_parallel,
+        zero: plan.zero as usize,
+        zero_weights: Some(Weights(plan.zero_weights.clone())).filter(|weights| !weights.0.is_empty()),
         mesh: None,
         expert: plan.expert_ranks() as usize,
         expert_codec: plan.expert_codec(),

@@ -242,6 +242,7 @@ impl<'a> Sequence<'a> {
                     if self.pace.is_none_or(takes) {
                         pricing.run(Moment::Pass)?;
                         pricing.run(Moment::Reduce)?;
+                        pricing.run(Moment::Commit)?;
                     }
                     if self.meets && step + 1 == self.steps {
                         pricing.run(Moment::Meet)?;

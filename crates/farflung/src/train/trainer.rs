@@ -326,7 +326,7 @@ impl Trainer {
             match self.prepare(&vote) {
                 Ok(prepared) => {
                     self.fail_if_due(Moment::Prepared, self.step + 1)?;
-                    self.executor.commit(&self.list, prepared)?;
+                    self.executor.update_all(&self.list, prepared)?;
                     break vote;
                 }
                 // All ranks that voted get this error, and none of them commits the step. Those of other
@@ -352,6 +352,8 @@ impl Trainer {
         self.half_done = false;
         self.undecided.committed(vote.loss, vote.squares, vote.requests);
         self.tell_speeds(&vote.speeds);
+        // The step is done: if a stop ends this, the ranks gather what they have updated before they save it.
+        self.executor.gather_all(&self.list)?;
         self.fail_if_due(Moment::Committed, self.step)?;
         self.inject_fault(FaultyValue::Parameters, self.step)?;
         self.inject_fault(FaultyValue::Moments, self.step)?;
@@ -501,7 +503,8 @@ impl Trainer {
 
     /// Returns the sums of squared gradients by part of the model; 0 for parts that other voters report.
     fn squares(&self, vote: step::Vote) -> Result<Vec<f64>> {
-        let first = vote == step::Vote::Norm || self.replica == 0 || !self.each_step;
+        let sharded = self.executor.parts.values().any(|part| part.shards.is_some());
+        let first = vote == step::Vote::Norm || self.replica == 0 || !self.each_step || sharded;
         let has_others = self.division.divides_experts() && self.givers.replicas.contains(&self.replica);
         if !first && !has_others {
             return Ok(vec![0.0; self.executor.placement.depth() as usize]);

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::tiny::{Run, json_of, output, refused, stderr};
 
 /// Returns a folder with a text and a description of the model.
-fn llama() -> Run {
+pub(crate) fn llama() -> Run {
     let run = Run::new();
     describe(&run, "config.json", &[]);
     run

@@ -86,3 +86,4 @@ mod usage_errors;
 mod virtual_members;
 mod watch;
 mod wrong_values;
+mod zero_ranks;

@@ -172,8 +172,10 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
         TrainConfig { sync: SyncKind::of(&STREAMING), sync_every: 2, fragments: Some(2), ..pipeline.clone() };
     // Workers, and the step of the newest checkpoint before the fourth step: the averages of local steps of
     // cocktail arrive one step late, and it is saved there.
-    let ways = [
+    let shards = TrainConfig { zero: 1, codec: "none".parse().unwrap(), ..TrainConfig::default() };
+    let ways = vec![
         (TrainConfig::default(), 3, 2),
+        (shards, 3, 2),
         (diloco, 3, 2),
         (streaming, 3, 2),
         (cocktail, 3, 2),

@@ -36,6 +36,7 @@ impl Plan {
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
         self.check_tensor()?;
+        self.check_zero()?;
         self.check_experts()?;
         self.check_paths()?;
         self.check_parts()?;
@@ -101,6 +102,41 @@ impl Plan {
         let unlisted = self.pools().is_some() || self.updates() != Updates::Flush;
         let expected = "no tensor axis, because the schedule has pools of ranks, or no flush";
         ensure(ranks == 1 || !unlisted, "mesh", &self.mesh, expected)
+    }
+
+    fn check_zero(&self) -> Result<(), ParallelError> {
+        let (stage, weights, replicas) = (self.zero, &self.zero_weights, self.replicas());
+        ensure(stage <= 3, "zero", stage, "0 to 3")?;
+        if stage > 1 {
+            return Err(ParallelError::NotBuilt { what: format!("stage {stage} of ZeRO (`zero`)") });
+        }
+        let expected = if stage == 0 {
+            "nothing, because replicas divide nothing (`zero` is 0)".to_owned()
+        } else {
+            format!("{replicas} weights, one for each replica and at least one above 0, or nothing")
+        };
+        let fits =
+            stage > 0 && weights.len() == replicas as usize && weights.iter().any(|&weight| weight > 0);
+        ensure(weights.is_empty() || fits, "zero_weights", format!("{weights:?}"), expected)?;
+        if stage == 0 {
+            let expected = "false, because replicas divide nothing (`zero` is 0)";
+            return ensure(!self.zero_tensors, "zero_tensors", self.zero_tensors, expected);
+        }
+        let refused = |why: &str| Err(refuse("zero", stage, format!("0, because {why}")));
+        if replicas == 1 {
+            return refused("there is one replica, which divides nothing");
+        }
+        if self.pools().is_some() || self.updates() != Updates::Flush {
+            return refused("the schedule has pools of ranks, or no flush");
+        }
+        if self.shares() > 1 {
+            return refused("replicas hold different experts, or modules of paths");
+        }
+        let level = self.levels.last();
+        if self.levels.len() > 1 || level.is_some_and(|level| level.codec != NO_CODEC) {
+            return refused("averages have two levels, or a codec");
+        }
+        Ok(())
     }
 
     fn check_experts(&self) -> Result<(), ParallelError> {

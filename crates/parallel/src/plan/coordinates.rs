@@ -108,8 +108,9 @@ impl Plan {
         0..self.expert_ranks()
     }
 
-    /// Returns a number for what a rank holds of the model: its position in its pipeline, or its pool, the
-    /// replica's [share](Plan::share), and its number along the tensor axis.
+    /// Returns a number for what a rank holds of the model and of the optimizer's state: its position in its
+    /// pipeline, or its pool, the replica's [share](Plan::share), or its shard of the state, and its number
+    /// along the tensor axis.
     ///
     /// # Panics
     /// As [`Plan::at`].
@@ -117,7 +118,12 @@ impl Plan {
     pub fn place(&self, rank: Rank) -> u32 {
         let at = self.at(rank);
         let position = self.pools().and_then(|pools| pools.stage_of(at.pipeline)).unwrap_or(at.pipeline);
-        (position * self.shares() + self.share(at.data)) * self.tensor_ranks() + at.tensor
+        let (shares, share) = if self.divides_state() {
+            (self.replicas(), at.data)
+        } else {
+            (self.shares(), self.share(at.data))
+        };
+        (position * shares + share) * self.tensor_ranks() + at.tensor
     }
 }
 

@@ -14,6 +14,9 @@ pub(super) fn plan() -> Plan {
         mesh: Plan::mesh_of(2, 2).unwrap(),
         tensor_weights: Vec::new(),
         sequence_parallel: false,
+        zero: 0,
+        zero_weights: Vec::new(),
+        zero_tensors: false,
         machines: ["a.0", "a.1", "b", "c"].map(str::to_owned).to_vec(),
         precision: Precision::F32,
         batch: 3,
@@ -445,6 +448,9 @@ proptest! {
             mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),
             tensor_weights: Vec::new(),
             sequence_parallel: false,
+            zero: 0,
+            zero_weights: Vec::new(),
+            zero_tensors: false,
             machines: (0..ranks).map(|r| format!("m{r}")).collect(),
             precision: Precision::Bf16,
             batch,
@@ -471,5 +477,40 @@ proptest! {
     #[test]
     fn any_text_is_read_or_refused(text in "\\PC*") {
         let _: Result<Plan, ParallelError> = text.parse();
+    }
+}
+
+#[test]
+fn replicas_divide_the_optimizers_state_by_weights() {
+    let on = |zero, weights: &[u32]| Plan { zero, zero_weights: weights.to_vec(), ..plan() };
+    assert_eq!(plan().replicas(), 2, "of the plan that tests change");
+    let divided = on(1, &[3, 0]);
+    divided.check().unwrap();
+    assert!(divided.to_string().contains("\nzero = 1\nzero_weights = [3, 0]\n"), "{divided}");
+    assert_eq!(divided.to_string().parse::<Plan>().unwrap(), divided);
+    assert_eq!((divided.shares_of_state(), on(1, &[]).shares_of_state()), (vec![3, 0], vec![1, 1]));
+    assert_eq!((divided.recorded_state(), plan().recorded_state()), (vec![3, 0], Vec::new()));
+    let tensors = Plan { zero_tensors: true, ..divided.clone() };
+    tensors.check().unwrap();
+    assert_eq!(tensors.to_string().parse::<Plan>().unwrap(), tensors);
+    // No two ranks hold the same: each place of a pipeline is in both replicas.
+    let places = |plan: &Plan| {
+        let mut places: Vec<u32> = (0..plan.ranks()).map(|rank| plan.place(Rank(rank))).collect();
+        places.sort_unstable();
+        places.dedup();
+        places.len() as u32
+    };
+    assert_eq!((places(&divided), places(&plan())), (plan().ranks(), plan().ranks() / 2));
+    for (wrong, reason) in [
+        (on(0, &[1, 1]), "`zero_weights` is [1, 1], expected nothing"),
+        (on(1, &[1, 1, 1]), "expected 2 weights"),
+        (on(1, &[0, 0]), "at least one above 0"),
+        (on(4, &[]), "`zero` is 4, expected 0 to 3"),
+        (on(2, &[]), "stage 2 of ZeRO"),
+        (Plan { zero_tensors: true, ..plan() }, "`zero_tensors` is true, expected false"),
+        (Plan { levels: two_levels(), ..on(1, &[]) }, "two levels"),
+    ] {
+        let error = wrong.check().unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
     }
 }

@@ -105,6 +105,12 @@ struct File {
     #[serde(default)]
     sequence_parallel: bool,
     #[serde(default)]
+    zero: u32,
+    #[serde(default)]
+    zero_weights: Vec<u32>,
+    #[serde(default)]
+    zero_tensors: bool,
+    #[serde(default)]
     experts: Vec<u32>,
     expert_codec: Option<String>,
     model: ModelEntry,
@@ -285,6 +291,9 @@ impl File {
             mesh: self.mesh.0,
             tensor_weights: self.tensor_weights,
             sequence_parallel: self.sequence_parallel,
+            zero: self.zero,
+            zero_weights: self.zero_weights,
+            zero_tensors: self.zero_tensors,
             machines: self.machines,
             precision: self.precision.0,
             batch: self.batch,
@@ -320,6 +329,15 @@ impl Display for Plan {
         }
         if self.sequence_parallel {
             writeln!(f, "sequence_parallel = true")?;
+        }
+        if self.zero > 0 {
+            writeln!(f, "zero = {}", self.zero)?;
+        }
+        if !self.zero_weights.is_empty() {
+            writeln!(f, "zero_weights = {:?}", self.zero_weights)?;
+        }
+        if self.zero_tensors {
+            writeln!(f, "zero_tensors = true")?;
         }
         if !self.experts.is_empty() {
             writeln!(f, "experts = {:?}", self.experts)?;

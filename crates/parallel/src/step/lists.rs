@@ -32,8 +32,8 @@ pub enum NormVote {
     Pipeline,
     /// All ranks, together with the losses, after the averages.
     All,
-    /// All ranks, even if each has all layers, because ranks hold different parameters: those of layers, or of
-    /// experts, that they divide.
+    /// All ranks, even if each has all layers, because ranks hold different parameters, or gradients of
+    /// different ones: those of layers, of experts, or of shards, that they divide.
     Divided,
 }
 
@@ -51,6 +51,8 @@ pub struct StepSettings {
     pub by_arrivals: bool,
     /// Who votes on the norm of the gradients.
     pub norm: NormVote,
+    /// Whether each holder of a part updates a shard of its parameters, which it then sends to the others.
+    pub shards: bool,
 }
 
 /// A moment of a step, with a list of its own.
@@ -102,6 +104,7 @@ impl Moment {
 ///     tied: TiedWeights::Across,
 ///     by_arrivals: false,
 ///     norm: NormVote::Pipeline,
+///     shards: false,
 /// };
 /// let step = RankStep::new(&schedule, Rank(1), settings)?;
 /// assert_eq!(
@@ -379,7 +382,10 @@ impl<'a> Builder<'a> {
             return Vec::new();
         }
         let microbatch = self.schedule.order().microbatches() - 1;
-        self.homes.iter().map(|&stage| StepOp::Update { stage, microbatch }).collect()
+        let updates = self.homes.iter().map(|&stage| StepOp::Update { stage, microbatch });
+        let gathers =
+            self.homes.iter().copied().filter(|_| self.settings.shards).map(StepOp::GatherParameters);
+        updates.chain(gathers).collect()
     }
 
     fn after_local_step(&self, of: fn(StageId) -> StepOp) -> Vec<StepOp> {

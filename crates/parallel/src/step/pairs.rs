@@ -110,7 +110,8 @@ pub(super) fn check(ops: impl Iterator<Item = StepOp>) -> Result<(), ParallelErr
             | StepOp::Contribute(_)
             | StepOp::Update { .. }
             | StepOp::Mix(_)
-            | StepOp::Depart(_) => {}
+            | StepOp::Depart(_)
+            | StepOp::GatherParameters(_) => {}
         }
     }
     check_ends(parts)?;

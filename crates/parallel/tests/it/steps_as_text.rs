@@ -17,6 +17,7 @@ const ALONE: StepSettings = StepSettings {
     tied: TiedWeights::Across,
     by_arrivals: false,
     norm: NormVote::Pipeline,
+    shards: false,
 };
 
 /// Replicas that average the gradients of each step.
@@ -52,6 +53,7 @@ fn lists(method: Method, ranks: u32, settings: StepSettings) -> Vec<RankStep> {
 fn steps_of_plans() {
     let untied = StepSettings { tied: TiedWeights::Whole, ..REPLICAS };
     let divided = StepSettings { norm: NormVote::Divided, ..REPLICAS };
+    let sharded = StepSettings { shards: true, ..divided };
     for (name, method, ranks, settings) in [
         ("gpipe, alone", Method::GPipe, 2, ALONE),
         ("1f1b, replicas", Method::OneFOneB, 2, REPLICAS),
@@ -60,6 +62,7 @@ fn steps_of_plans() {
         ("one rank, replicas", Method::OneFOneB, 1, REPLICAS),
         ("one rank, divided", Method::OneFOneB, 1, divided),
         ("1f1b, divided", Method::OneFOneB, 2, divided),
+        ("1f1b, shards", Method::OneFOneB, 2, sharded),
         ("interleaved, replicas, untied", Method::Interleaved, 2, untied),
         ("zb-h1, members", Method::ZbH1, 2, MEMBERS),
         ("zb-h1, replicas", Method::ZbH1, 2, REPLICAS),

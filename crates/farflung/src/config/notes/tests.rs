@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 55] = [
+const ALWAYS: [&str; 56] = [
     "plan",
     "layers",
     "heads",
@@ -47,6 +47,7 @@ const ALWAYS: [&str; 55] = [
     "tensor",
     "tensor-weights",
     "sequence-parallel",
+    "zero",
     "mesh",
     "pools",
     "microbatches",
@@ -67,6 +68,18 @@ const ALWAYS: [&str; 55] = [
 type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
+    (
+        "zero-weights = '2,1'",
+        2,
+        true,
+        "`zero-weights` changes nothing: `zero` is 0, and each replica has all of the optimizer's state",
+    ),
+    (
+        "algorithm = 'ring'\nzero = 1",
+        2,
+        true,
+        "`algorithm` changes nothing: with `zero`, each gradient goes to the rank that updates it",
+    ),
     (
         "algorithm = 'all-gather'\ncodec = 'none'",
         4,

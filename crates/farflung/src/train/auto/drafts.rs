@@ -12,7 +12,8 @@ use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainSt
 use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Level, Machine, Mesh, Plan, ScheduleSource, Speed, whole_pipelines};
 
-use super::candidate::{Draft, PlanKind, rank_memory};
+use super::candidate::{Draft, PlanKind};
+use super::divided_state::Fitting;
 use super::plan_request::PlanRequest;
 use super::planners::{chain_stages, equal_replicas, rows};
 use crate::Result;
@@ -88,32 +89,32 @@ impl PlanRequest<'_> {
         drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let plan = pipeline_plan(self.name, self.model, self.cluster, order, planned, self.sizes)?;
-        self.schedules(PlanKind::Pipeline, what, &plan, drafts);
-        Ok(())
+        self.schedules(PlanKind::Pipeline, what, &plan, drafts)
     }
 
     /// Adds drafts of a plan, one for each schedule that supports its sizes and fits into memory.
-    pub(super) fn schedules(&self, kind: PlanKind, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
+    ///
+    /// Errors: those of [`planned_memory`](crate::train::planned_memory).
+    pub(super) fn schedules(
+        &self,
+        kind: PlanKind,
+        what: &str,
+        plan: &Plan,
+        drafts: &mut Vec<Draft>,
+    ) -> Result<()> {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
-            if plan.check().is_ok() && self.fits(&plan) {
+            if plan.check().is_err() {
+                continue;
+            }
+            for Fitting { plan, how } in self.fitting(&plan)? {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
-                drafts.push(Draft { kind, what, plan, is_baseline: false });
+                drafts.push(Draft { kind, what: what + how, plan, is_baseline: false });
             }
         }
-    }
-
-    /// Returns whether each machine has enough memory for its part.
-    fn fits(&self, plan: &Plan) -> bool {
-        let names = self.cluster.rank_names();
-        let memory = |name: &String| {
-            let at = names.iter().position(|known| known == name)?;
-            self.cluster.ranks().nth(at)?.memory
-        };
-        let needs = rank_memory(plan, self.model);
-        plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has))
+        Ok(())
     }
 
     /// Returns the orders of machines that are tried: the file's order, and the shortest path by the time of a
@@ -338,7 +339,7 @@ impl PlanRequest<'_> {
         plan.microbatches = microbatches;
         for algorithm in ALGORITHMS {
             plan.levels = vec![Level { algorithm, ..Level::default() }];
-            self.schedules(kind, &format!("{what}, {algorithm}"), &plan, drafts);
+            self.schedules(kind, &format!("{what}, {algorithm}"), &plan, drafts)?;
         }
         Ok(())
     }

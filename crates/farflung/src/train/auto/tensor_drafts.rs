@@ -92,7 +92,7 @@ impl PlanRequest<'_> {
                 (_, 1) => format!("{replicas} replicas, {layers} over {ranks}{by}"),
                 _ => format!("{replicas} pipelines of {count}, {layers} over {ranks}{by}"),
             };
-            self.schedules(PlanKind::Tensor, &what, &plan, drafts);
+            self.schedules(PlanKind::Tensor, &what, &plan, drafts)?;
         }
         Ok(())
     }

@@ -218,6 +218,7 @@ fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> Chec
         tensor_weights: job.plan.recorded_width(),
         tensor: trainer.tensor(),
         sequence_parallel: job.plan.sequence_parallel,
+        zero_weights: job.plan.recorded_state(),
         paths: job.plan.recorded_paths(),
         routing: job.text_parts.routing.clone(),
         sequences: microbatches.map_or(job.plan.sequences(), |each| each * u64::from(job.plan.batch)),

@@ -1,10 +1,12 @@
 //! The content of checkpoints: one rank's own, a copy of another rank's, or those of all ranks of a run that
 //! divided the model differently.
 
+mod parts_of_states;
 mod pieces_of_tensors;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write as _;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
@@ -13,8 +15,9 @@ use farflung_zoo::{AxisShare, ModelSpec, Stage};
 
 use super::tensor_sink::{StoredTensor, TensorSink};
 use super::{AVERAGE, CheckpointRecord, LOSS_SCALE, MODEL, OPTIMIZER, SAMPLES, SETTINGS, TRAINER};
-use crate::train::pieces::tensor_name;
+use crate::train::pieces::{TensorPart, tensor_name};
 use crate::{Checkpoint, Error, Result, finite};
+use parts_of_states::{Parts, PartsOfStates};
 use pieces_of_tensors::PiecesOfTensors;
 
 /// The files of one checkpoint.
@@ -132,6 +135,12 @@ impl Files {
     }
 }
 
+/// A state of a tensor, or of a part of it, by its name in a file.
+pub(super) struct StoredState {
+    name: String,
+    values: Vec<f32>,
+}
+
 /// The rank whose codec residuals a checkpoint contains. Each rank has its own residuals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum Residuals {
@@ -163,6 +172,8 @@ pub(in super::super) struct Source {
     pub(super) samples: Vec<u8>,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
+    /// Of states of which only some elements were read, which these are.
+    parts: BTreeMap<String, Parts>,
     /// Names of residuals that are not empty. They are read only if they are this rank's.
     averages: BTreeSet<String>,
     /// Whether there are weights that the model does not have.
@@ -235,6 +246,7 @@ impl Source {
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
         let (mut foreign, mut averages) = (false, BTreeSet::new());
         let [mut of_weights, mut of_states] = [(); 2].map(|()| PiecesOfTensors::new(model, needed.width()));
+        let mut parts = PartsOfStates::new(model);
         let first = checkpoints.first().expect("at least one checkpoint is read");
         for files in &checkpoints {
             if files.record.step != first.record.step {
@@ -263,15 +275,24 @@ impl Source {
                     }
                     residuals == Residuals::Own
                 }
-                Some((_, tensor)) => needed.has(tensor),
+                Some((_, tensor)) => needed.has(TensorPart::of(tensor).map_or(tensor, |part| part.tensor)),
                 None => true,
             });
             for StoredTensor { name, values, .. } in read? {
+                let Some(StoredState { name, values }) = parts.take(StoredState { name, values }, &width)
+                else {
+                    continue;
+                };
                 let tensor = name.split_once('/').map_or("", |(_, tensor)| tensor);
                 if let Some(own) = of_states.take(&name, tensor, &width, values) {
                     states.insert(name, own);
                 }
             }
+        }
+        let mut some = BTreeMap::new();
+        for (name, read) in parts.finish(&needed.width()) {
+            states.entry(name.clone()).or_insert(read.values);
+            some.insert(name, read.parts);
         }
         for (name, shape, values) in of_weights.finish() {
             weights.entry(name).or_insert((shape, values));
@@ -290,6 +311,7 @@ impl Source {
             samples,
             weights,
             states,
+            parts: some,
             averages,
             foreign,
             whole,
@@ -387,25 +409,44 @@ impl Source {
         (kinds.into_iter().collect(), tensors)
     }
 
-    /// Returns a state of an optimizer as a flat buffer of a layout, assembled tensor by tensor: ranks with
-    /// stages save each tensor under its name, ranks with the whole model save one flat buffer.
-    pub(in super::super) fn flat(&self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {
-        let mut flat = vec![0.0; layout.len()];
+    /// Returns a range of a state of an optimizer in the flat buffer of a layout, assembled tensor by tensor:
+    /// ranks with stages save each tensor under its name, ranks with the whole model save one flat buffer.
+    /// `None` if some of it is missing.
+    pub(in super::super) fn flat(
+        &self,
+        name: &str,
+        layout: &ParamLayout,
+        own: &Range<usize>,
+    ) -> Option<Vec<f32>> {
+        let mut flat = vec![0.0; own.len()];
         let all = self.state(name).filter(|all| all.len() == self.whole.len());
         for p in layout.params() {
-            let values = match all {
-                Some(all) => Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()])
-                    .filter(|values| values.len() == p.shape.len())?,
-                None => self.state(&tensor_name(name, &p.name)).filter(|v| v.len() == p.shape.len())?,
+            let range = p.range().start.max(own.start)..p.range().end.min(own.end);
+            if range.is_empty() {
+                continue;
+            }
+            let part = range.start - p.start..range.end - p.start;
+            let values = if let Some(all) = all {
+                Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()])
+            } else {
+                let name = tensor_name(name, &p.name);
+                let parts = self.parts.get(&name).is_none_or(|parts| parts.has(&part));
+                self.state(&name).filter(|_| parts)
             };
-            flat[p.range()].copy_from_slice(values);
+            let values = values.filter(|values| values.len() == p.shape.len())?;
+            flat[range.start - own.start..range.end - own.start].copy_from_slice(&values[part]);
         }
         Some(flat)
     }
 
     /// Like [`Source::flat`], and forgets the tensors that no other part needs.
-    pub(in super::super) fn take_flat(&mut self, name: &str, layout: &ParamLayout) -> Option<Vec<f32>> {
-        let flat = self.flat(name, layout)?;
+    pub(in super::super) fn take_flat(
+        &mut self,
+        name: &str,
+        layout: &ParamLayout,
+        own: &Range<usize>,
+    ) -> Option<Vec<f32>> {
+        let flat = self.flat(name, layout, own)?;
         for p in layout.params().iter().filter(|p| self.needed.has_once(&p.name)) {
             self.states.remove(&tensor_name(name, &p.name));
         }

@@ -26,8 +26,9 @@ pub(super) fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkp
 }
 
 /// Returns the checkpoints that together contain a model and its states: rank 0's at `path`, and beside it
-/// those of the other ranks of its first replica, or of those that divided its experts; or those of the
-/// members that saved in the same view. If the run trained paths, they are those of the first replica of `own`.
+/// those of the other ranks of its first replica, or of those that divided its experts or the optimizer's
+/// state; or those of the members that saved in the same view. If the run trained paths, they are those of the
+/// first replica of `own`.
 pub(super) fn all_of(path: &Path, job: &Job, own: u32) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let record = source::record(&first)?;
@@ -36,6 +37,7 @@ pub(super) fn all_of(path: &Path, job: &Job, own: u32) -> Result<Vec<Checkpoint>
     }
     let ranks = record.stages.checked_mul(record.experts.len().max(1));
     let ranks = ranks.and_then(|ranks| ranks.checked_mul(record.tensor_weights.len().max(1)));
+    let ranks = ranks.and_then(|ranks| ranks.checked_mul(record.zero_weights.len().max(1)));
     let ranks = ranks.and_then(|ranks| u32::try_from(ranks).ok()).ok_or_else(|| Error::Damaged {
         path: path.join(TRAINER),
         what: "it has a number of ranks that no run has",

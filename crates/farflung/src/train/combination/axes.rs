@@ -108,6 +108,7 @@ pub const AXES: &[Axis] = &[
             config.tensor = if value == "1" { 1 } else { 2 };
         },
     },
+    Axis { name: "zero", values: || words(["0", "1"]), set: |config, value| config.zero = read(value) },
     Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
         name: "expert-codec",

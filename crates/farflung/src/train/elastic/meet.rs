@@ -67,6 +67,11 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "1, because a member that leaves would take its piece of each layer with it";
         return wrong("tensor", config.tensor.to_string(), expected);
     }
+    if config.zero > 0 {
+        let expected =
+            "0, because a member that leaves would take its shard of the optimizer's state with it";
+        return wrong("zero", config.zero.to_string(), expected);
+    }
     if config.expert > 1 {
         let expected = "1, because a member that leaves would take its experts with it";
         return wrong("expert", config.expert.to_string(), expected);

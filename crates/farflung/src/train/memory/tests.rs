@@ -12,6 +12,8 @@ use super::*;
 use crate::Stop;
 use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKind, TransportKind};
 use crate::config::pools::Numbers;
+use crate::config::value::Setting as _;
+use crate::config::zero::Weights;
 use crate::train::{Trainer, connections};
 use crate::transports::MEMORY;
 
@@ -166,6 +168,30 @@ fn layers_whose_width_ranks_divide_are_predicted_to_the_byte() {
             measured(&job),
             "{stages} stages, {weights:?}, {replicas} replicas, {recompute}, {sequence_parallel}"
         );
+    }
+}
+
+#[test]
+fn shards_of_the_state_are_predicted_to_the_byte() {
+    for (stages, tensor, weights, optimizer) in [
+        (1, 1, vec![1, 1], "adamw"),
+        (1, 1, vec![5, 0, 1], "sgd"),
+        (1, 1, vec![1, 2], "lamb"),
+        (1, 1, vec![1, 1, 1, 1], "muon"),
+        (2, 1, vec![3, 1], "adamw"),
+        (2, 2, vec![0, 1], "adamw"),
+    ] {
+        let config = TrainConfig {
+            workers: stages * tensor * weights.len(),
+            tensor,
+            zero: 1,
+            optimizer: OptimizerKind::parse(optimizer).unwrap(),
+            zero_weights: Some(Weights(weights.clone())),
+            ..config(stages, Method::OneFOneB)
+        };
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(predicted, measured(&job), "{stages} stages, {weights:?}, {optimizer}");
     }
 }
 

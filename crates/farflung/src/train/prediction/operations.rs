@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Axis, Bytes, Operation, Rank, StageId, Topology};
 use farflung_comm::{
     AllReduce as _, CodedAllReduce as _, CodedBuffer, all_to_all_operation, message_operation, operation,
-    operation_coded,
+    operation_coded, owners_operation, scatter_to_owners,
 };
 use farflung_optim::{ApartHolders, AverageConfig};
 use farflung_parallel::Coordinates;
@@ -25,6 +25,7 @@ use crate::train::boundary;
 use crate::train::costs::Machines;
 use crate::train::division::Division;
 use crate::train::tied::TiedGroup;
+use crate::train::zero;
 
 /// Identifies an operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,6 +37,8 @@ pub(super) enum Key {
     /// An exchange between the ranks that divide layers, of which `first` is the first one, in a pass of a
     /// microbatch.
     Layer { first: Rank, stage: StageId, microbatch: u32, slice: u16, pass: LayerPass, exchange: usize },
+    /// A window of the gather of a part's shards, among ranks with this number along the tensor axis.
+    Shards { part: u32, tensor: u32, window: usize },
     /// The sum of the gradients of the token table of a pipeline, which begins at a rank.
     Table { first: Rank, round: u32 },
     /// The copy of the averaged token table from a pipeline's first stage to its last.
@@ -112,6 +115,8 @@ pub(super) struct PartFacts {
     pub(super) elements: u64,
     pub(super) ranges: Vec<u64>,
     pub(super) buckets: Vec<BucketFacts>,
+    /// The windows in which holders send each other the shards that they have updated.
+    pub(super) gathers: Vec<Operation>,
     /// Bytes of a token table that the last part has too.
     shared_table: u64,
     layers: LayerExchanges,
@@ -127,6 +132,7 @@ impl PartFacts {
         let divided = Division::of(plan);
         let stage = divided.counted_stage((model, layers), at, &device)?;
         let apart = ApartParams::of(plan, &stage, at.data);
+        let shards = zero::shards(plan, stage.layout())?;
         let cut = AverageConfig { apart: apart::ranges(&apart), ..plan.outermost().averages() };
         let all = averages::holders(plan, schedule.placement(), (part, at.tensor));
         let of_apart: Vec<Vec<Rank>> = apart.iter().map(|apart| apart.holders(plan, &all)).collect();
@@ -137,14 +143,21 @@ impl PartFacts {
         let ranges = stage.backward_ranges();
         let ready_after = cut.ready_after(stage.layout(), &ranges);
         let (mut buckets, mut counts) = (Vec::new(), vec![0; 1 + apart.len()]);
-        for ((sizes, kind), ready_after) in
-            sizes.iter().zip(cut.apart_buckets(stage.layout())).zip(ready_after)
+        let ranges_of = cut.bucket_ranges(stage.layout());
+        for (((sizes, kind), ready_after), ranges) in
+            sizes.iter().zip(cut.apart_buckets(stage.layout())).zip(ready_after).zip(ranges_of)
         {
             let holders = kind.map_or(&all, |kind| &of_apart[kind]);
             let among = topology.among(holders);
             let sizes = sizes.iter().filter(|_| holders.len() > 1);
             let exchange = |&len: &usize| Ok(average(plan, (len, kind.is_some()), &among)?.among(holders));
-            let exchanges = sizes.map(exchange).collect::<Result<_>>()?;
+            let exchanges = match &shards {
+                Some(shards) if kind.is_none() => {
+                    let counts = shards.counts(&ranges);
+                    vec![owners_operation(scatter_to_owners, &counts).among(holders)]
+                }
+                _ => sizes.map(exchange).collect::<Result<_>>()?,
+            };
             let count = &mut counts[kind.map_or(0, |kind| 1 + kind)];
             let of = |kind: usize| {
                 let ApartParams { replicas, along_tensor, .. } = &apart[kind];
@@ -157,6 +170,11 @@ impl PartFacts {
         Ok(Self {
             elements: stage.layout().len() as u64,
             buckets,
+            gathers: shards
+                .iter()
+                .flat_map(|shards| zero::gathers(plan, shards))
+                .map(|op| op.among(&all))
+                .collect(),
             ranges: ranges.iter().map(|range| range.len() as u64).collect(),
             shared_table: stage.shared_table_bytes(),
             layers: LayerExchanges::of(plan, model, schedule, (part as usize, at))?,
@@ -242,6 +260,9 @@ impl<'a> Operations<'a> {
                 let mut buckets = parts[part as usize].buckets.iter();
                 let found = buckets.find(|facts| facts.key == bucket);
                 found.expect("a bucket of the part").exchanges[exchange].clone()
+            }
+            Key::Shards { part, tensor, window } => {
+                self.parts[0][tensor as usize][part as usize].gathers[window].clone()
             }
             Key::Layer { first, stage, pass, exchange, .. } => {
                 let part = schedule.placement().part(stage);

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
+use farflung_optim::Shards;
 use farflung_parallel::pipeline::{
     Action, ComputeKind, Lowered, LoweredKind, Message, Op, Placement, StageCost,
 };
@@ -184,6 +185,7 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
                     self.complete(number);
                 }
             }
+            StepOp::GatherParameters(stage) => self.gather_shards(stage)?,
             StepOp::TakeExchanged => self.take_exchanged()?,
             StepOp::Agree => {
                 let refusals = self.begin(Key::Refusals)?;
@@ -389,6 +391,24 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         }
         let state = self.state(stage);
         (state.average, state.updates) = (Average::NotStarted, state.updates + 1);
+        Ok(())
+    }
+
+    /// Prices the gather of what the holders of a part have updated, in its windows.
+    fn gather_shards(&mut self, stage: StageId) -> Result<()> {
+        let part = self.placement().part(stage);
+        let tensor = self.operations.plan.at(self.rank).tensor;
+        let windows = self.facts(stage).gathers.len();
+        let mut begun = VecDeque::new();
+        for window in 0..windows {
+            if begun.len() == Shards::IN_FLIGHT {
+                begun.pop_front().into_iter().for_each(|number| self.complete(number));
+            }
+            begun.push_back(self.begin(Key::Shards { part, tensor, window })?);
+        }
+        for number in begun {
+            self.complete(number);
+        }
         Ok(())
     }
 

@@ -237,7 +237,8 @@ impl RankGroup<'_> {
         if here {
             need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(MemoryPurpose::Gradients, model);
-            need.add(MemoryPurpose::Optimizer, model.saturating_mul(states + work));
+            let state = config.share_of_state(at.data as usize, replicas);
+            need.add(MemoryPurpose::Optimizer, state.of(model.saturating_mul(states + work)));
             // The replica's own parameters are kept aside while the common ones are in use.
             need.add(MemoryPurpose::Outer, model.saturating_mul(outer.held as u128 + apart));
         }

@@ -1,13 +1,14 @@
 //! Construction of a trainer: the parts, communicators and samplers of one rank, made from the job's plan.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use farflung_base::{Axis, Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncSettings, Synchroniser};
 use farflung_optim::transform::SyncSchedule;
-use farflung_optim::{AverageConfig, Chain};
+use farflung_optim::{AverageConfig, Chain, Shards};
 use farflung_parallel::pipeline::{Placement, ResumedStep, TiedWeights};
 use farflung_parallel::step::{Moment, StepOp, Vote};
 use farflung_parallel::{Coordinates, ParallelError};
@@ -36,6 +37,7 @@ use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::tied::{TableExchange, TiedGroup, TiedTable};
+use crate::train::zero::{self, PartShards};
 use crate::{Result, RunSettings};
 
 impl Trainer {
@@ -237,8 +239,10 @@ fn build_part(
     if job.config.deterministic {
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
-    let chain =
-        chain(&own_steps(job, replica), device, &model, (updates, job.plan.outermost().every.into()))?;
+    let shards = zero::shards(&job.plan, model.layout())?;
+    let shard = zero::own_shard(&job.plan, model.layout(), at)?;
+    let every = job.plan.outermost().every.into();
+    let chain = chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
     let sync = match holders.all {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
@@ -250,7 +254,7 @@ fn build_part(
             };
             let share = job.weight(replica)?;
             let group = averages::in_regions(group.clone(), &job.plan)?;
-            let group = (group, holders.apart);
+            let group = (group, holders.apart, shards.clone());
             Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
@@ -274,6 +278,7 @@ fn build_part(
             false => job.weight(replica)?,
         },
         keeps: job.keeps_work(),
+        shards: holders.all.zip(shards).map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan)),
     })
 }
 
@@ -311,7 +316,7 @@ struct Warmups {
 /// `rounds` are the steps after which an optimizer with a schedule of its own (0/1 Adam) synchronises.
 fn synchroniser(
     job: &Job,
-    (group, apart): (Communicator, Option<&HeldApart>),
+    (group, apart, shards): (Communicator, Option<&HeldApart>, Option<Shards>),
     (device, share): (&Device, f64),
     model: &Stage,
     (params, warmup, rounds): (&Tensor, Warmups, Option<SyncSchedule>),
@@ -321,6 +326,7 @@ fn synchroniser(
     let period = u64::from(local.period());
     let mut average = job.average_config();
     average.apart = apart.map_or_else(Vec::new, |held| apart::ranges(&held.params));
+    average.shards = shards;
     if job.plan.pools().is_some() && group.size() == 1 {
         // A pool of one rank counts rounds as the others do, but sends nothing. A lossy codec would only change
         // its values.
@@ -367,7 +373,7 @@ pub(super) fn replayed_method(
 ) -> Result<Box<dyn Synchroniser>> {
     // Nothing goes through a codec here.
     let warmup = Warmups { plain: 0, density: 0 };
-    synchroniser(job, (alone.clone(), None), (device, 1.0), model, (params, warmup, None))
+    synchroniser(job, (alone.clone(), None, None), (device, 1.0), model, (params, warmup, None))
 }
 
 /// Returns the settings of a replica's optimizer. A slower replica takes fewer local steps: its learning-rate
@@ -379,15 +385,15 @@ fn own_steps(job: &Job, replica: u32) -> RunSettings {
 }
 
 /// Makes the optimizer chain of a run whose replicas average every `every` steps, for `updates` updates in a
-/// step.
+/// step of a shard of a stage.
 pub(in crate::train) fn chain(
     config: &RunSettings,
     device: &Device,
-    stage: &Stage,
+    (stage, shard): (&Stage, Range<usize>),
     (updates, every): (u64, u64),
 ) -> Result<Chain> {
     let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates, every));
-    Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
+    Ok(local.groups(config.group.clone().unwrap_or_default()).build_shard(device, stage.layout(), shard)?)
 }
 
 /// Makes communicators of the holders of each part of this rank, by the part's number: ranks of other

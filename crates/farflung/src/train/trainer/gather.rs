@@ -55,6 +55,7 @@ impl Trainer {
     /// `None` on other ranks: averaged over replicas if the method averages gradients, else those of the first
     /// replica. A collective: all ranks must call it.
     pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
+        self.executor.parts.values_mut().try_for_each(Part::gather_gradients)?;
         self.gather(|part| &part.grads)
     }
 

@@ -4,19 +4,22 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::{Nanos, Rank, StageId};
+use farflung_comm::ReduceOp;
 use farflung_optim::Average;
+use farflung_parallel::Plan;
 use farflung_parallel::pipeline::Updates;
 use farflung_tensor::{Device, Tensor};
 
-use super::Trainer;
 use super::undecided::Committed;
-use crate::train::executor::Pass;
+use super::{Trainer, by_number};
+use crate::train::executor::{Executor, Pass};
 use crate::train::exit_listener::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
 use crate::train::pieces::{FlatState, StateKind};
 use crate::train::run_state::OptimizerCounters;
 use crate::train::stop_in_step::missing;
+use crate::train::zero;
 use crate::{Error, Result};
 
 /// Copy of a rank's state at the last step after which all replicas were equal.
@@ -200,7 +203,31 @@ impl Trainer {
             .map(|other| other.rank)
             .collect();
         self.executor.comm = comm.with_deadline(job.config.deadline);
+        self.gather_shards(&job.plan)?;
         Ok(missing(world, &self.members))
+    }
+
+    /// Gathers the shards of the last step if the stop has interrupted that on some rank. Without all holders
+    /// of this rank's parts, they stay as they are, and cannot be saved. A collective.
+    fn gather_shards(&mut self, plan: &Plan) -> Result<()> {
+        let Executor { comm, parts, placement, .. } = &mut self.executor;
+        let mut stale = [u64::from(parts.values().any(|part| part.stale))];
+        if !plan.divides_state() {
+            return Ok(());
+        }
+        comm.all_reduce(&mut stale, ReduceOp::Max)?;
+        if stale == [0] {
+            return Ok(());
+        }
+        let own = plan.at(self.members[comm.rank().index()]);
+        let holders = comm.split(zero::group_of(plan, own), own.data)?;
+        for (_, part) in by_number(parts, placement) {
+            part.shards = part.shards.as_ref().and_then(|shards| shards.among(holders.clone()));
+            if part.shards.is_some() {
+                part.gather_parameters()?;
+            }
+        }
+        Ok(())
     }
 
     /// Drops the rest of the step in flight. Returns to the rollback point if this rank has trained since.

@@ -178,15 +178,17 @@ impl Trainer {
             // If the checkpoint was written under another division of the model, state that differs between
             // replicas and exchanges in flight cannot be assigned to ranks. Only the shared state is restored
             // then.
-            let alike = from.residuals != Residuals::None;
+            let (alike, whole) = (from.residuals != Residuals::None, 0..layout.len());
             let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
             let state = |name: &str| {
                 let known = alike || shared.iter().any(|shared| shared == name);
-                known.then(|| from.flat(&StateKind::Method(name.to_owned()).name(), &layout)).flatten()
+                known
+                    .then(|| from.flat(&StateKind::Method(name.to_owned()).name(), &layout, &whole))
+                    .flatten()
             };
             sync.restore(from.outer_step(), &state)?;
             if let Some(own) = from
-                .flat(&StateKind::OwnParameters.name(), &layout)
+                .flat(&StateKind::OwnParameters.name(), &layout, &whole)
                 .filter(|_| alike && sync.replicas_differ())
             {
                 part.params.write(&own)?;
@@ -223,11 +225,12 @@ fn average_prefix(stage: StageId) -> String {
 /// Restores a part's optimizer from a checkpoint's states, after `updates` updates.
 fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &mut Source, updates: u64) -> Result<()> {
     let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
+    let shard = part.chain.shard();
     let states: BTreeMap<String, Vec<f32>> = names
         .into_iter()
         .filter_map(|name| {
             let state = StateKind::Optimizer(name.clone());
-            Some((name, from.take_flat(&state.name(), layout)?))
+            Some((name, from.take_flat(&state.name(), layout, &shard)?))
         })
         .collect();
     Ok(part.chain.restore(updates, |name| states.get(name).map(Vec::as_slice))?)

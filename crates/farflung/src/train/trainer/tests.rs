@@ -17,6 +17,11 @@ const STEPS: u64 = 5;
 
 /// Makes a job with a pipeline on a small GPT, whose copies are compared every two steps.
 fn job(schedule: Method, stages: usize, workers: usize) -> Job {
+    job_of(TrainConfig { workers, stages, schedule, ..TrainConfig::default() })
+}
+
+/// Makes such a job with other settings.
+fn job_of(settings: TrainConfig) -> Job {
     let data = tempfile::NamedTempFile::new().unwrap();
     let text: Vec<_> = (0..2000).map(|i| format!("{i} and {}", i * i)).collect();
     std::fs::write(data.path(), text.join(", ")).unwrap();
@@ -35,11 +40,9 @@ fn job(schedule: Method, stages: usize, workers: usize) -> Job {
         threads: 1,
         resync_every: 2,
         steps: STEPS,
-        schedule,
-        stages,
-        workers,
-        ..TrainConfig::default()
+        ..settings
     };
+    let workers = config.workers;
     Job::new(config, workers, Stop::manual()).unwrap()
 }
 

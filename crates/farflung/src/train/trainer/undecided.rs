@@ -132,7 +132,7 @@ impl Trainer {
         match newest {
             Committed { step, loss, squares: Some(squares) } if step == self.step + 1 => {
                 if self.schedule.updates() == Updates::Flush {
-                    self.executor.commit(&self.list, Prepared::with_norm(squares.sqrt())?)?;
+                    self.executor.update_all(&self.list, Prepared::with_norm(squares.sqrt())?)?;
                 }
                 self.executor.boundaries.commit();
                 self.executor.kept.end();

@@ -14,7 +14,7 @@ use crate::config::shared::NamedValue;
 use crate::train::apart::{ApartParams, kind_of};
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
-use crate::train::pieces::{FlatState, Scope, StateKind, with_values};
+use crate::train::pieces::{FlatState, PieceValues, Scope, StateKind, with_values};
 use crate::{Error, Result, finite};
 
 /// Amount of values that are checked.
@@ -218,6 +218,9 @@ fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Ve
     ];
     let mut hashes = Vec::new();
     for (what, states) in groups {
+        let (states, shards): (Vec<_>, Vec<_>) =
+            states.into_iter().partition(|state| state.values.shape() == part.params.shape());
+        shards.into_iter().try_for_each(|shard| check_shard(part, shard))?;
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
         let hash = hash(&part.stage, copy_of, named)?;
         if !states.is_empty() && states.iter().all(|state| state.scope == Scope::Run) {
@@ -225,6 +228,18 @@ fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Ve
         }
     }
     Ok(hashes)
+}
+
+/// Checks that the values of a shard, which no other rank has, are finite.
+///
+/// Errors: [`Error::NotFinite`] with the tensor.
+fn check_shard(part: &Part, shard: &FlatState<'_>) -> Result<()> {
+    shard.pieces(&part.stage).into_iter().try_for_each(|piece| match piece.values {
+        PieceValues::Flat(flat, start) => {
+            with_values(flat, start, piece.len(), |values| finite::check(&piece.name, values))?
+        }
+        _ => Ok(()),
+    })
 }
 
 #[cfg(test)]

@@ -97,6 +97,57 @@ fn a_pipeline_that_cannot_commit_what_another_has_committed_saves_the_step_befor
     }
 }
 
+/// Trains two steps and a third one, after which `ready` decides what a rank has done of its end: it has voted,
+/// or it has also updated its shard, but not gathered those of others. Then all handle a stop.
+fn stopped_before_the_gather(job: &Job, out: &std::path::Path, updated: &[bool]) -> Vec<(Error, Values)> {
+    on_all(job, |mut rank| {
+        (0..2).for_each(|_| drop(rank.step(false).unwrap()));
+        let run = RunDir::open(&folder(out, rank.rank()), Existing::Continue).unwrap();
+        if rank.rank() == Rank(0) {
+            run.metrics(0).unwrap();
+        }
+        let clock = Clock::new(rank.comm(), Totals::default(), Stats::default());
+        rank.undecided.begin();
+        let vote = rank.pass(false).unwrap();
+        if updated[rank.rank().index()] {
+            let prepared = rank.prepare(&vote).unwrap();
+            rank.executor.update_all(&rank.list, prepared).unwrap();
+            rank.step += 1;
+            rank.undecided.committed(vote.loss, vote.squares, vote.requests);
+        } else {
+            rank.undecided.voted();
+        }
+        job.stop.request(Signal::Terminate);
+        let kept = RunProgress::at(2, Some(&run), Totals::default(), clock);
+        let mut events = EventLog::new(Some(run.path()));
+        let error = Error::Tensor(TensorError::Interrupted);
+        let error = stop_in_step::handle_stop(job, &mut rank, Some(&run), &mut events, kept, None, error);
+        (error, values(&rank))
+    })
+}
+
+#[test]
+fn shards_that_a_stop_found_on_their_way_are_gathered_before_they_are_saved() {
+    for (stages, workers) in [(1, 3), (2, 4)] {
+        let job = job_of(TrainConfig { zero: 1, stages, workers, ..TrainConfig::default() });
+        let whole = on_all(&job, |mut rank| {
+            (0..3).for_each(|_| drop(rank.step(false).unwrap()));
+            values(&rank)
+        });
+        for updated in [vec![true; workers], (0..workers).map(|rank| rank % 2 == 0).collect()] {
+            let out = tempfile::tempdir().unwrap();
+            let job = Job { out: Some(out.path().to_owned()), stop: Stop::manual(), ..job.clone() };
+            for ((error, values), expected) in
+                stopped_before_the_gather(&job, out.path(), &updated).into_iter().zip(&whole)
+            {
+                let Error::StoppedAt { left, .. } = error else { panic!("{error}") };
+                assert_eq!((left.step, left.dropped, left.problem), (3, 0, None), "{stages} {updated:?}");
+                assert_eq!(&values, expected, "{stages} {updated:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_pipeline_that_repeats_a_step_alone_is_noticed_by_all() {
     let job = job(Method::OneFOneB, 2, 4);

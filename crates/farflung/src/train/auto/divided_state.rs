@@ -1,0 +1,131 @@
+//! Plans that fit only if replicas divide the optimizer's state.
+
+use farflung_base::{Bytes, Rank};
+use farflung_parallel::{Level, Plan};
+
+use super::candidate::rank_memory;
+use super::plan_request::PlanRequest;
+use crate::Result;
+use crate::train::memory::{StepMemory, planned_memory};
+
+/// The unit of weights that follow memory.
+const WHOLE: f64 = 1000.0;
+
+/// A plan that fits, and what was done to it in words.
+pub(super) struct Fitting {
+    pub(super) plan: Plan,
+    pub(super) how: &'static str,
+}
+
+impl PlanRequest<'_> {
+    /// Returns the plan if each machine has the memory for it, by a rough estimate. Unless all have plenty,
+    /// also with the optimizer's state divided among the replicas, if each has what is counted then: equally,
+    /// or by memory.
+    pub(super) fn fitting(&self, plan: &Plan) -> Result<Vec<Fitting>> {
+        let mut all = Vec::new();
+        if self.fits(plan, 1) {
+            all.push(Fitting { plan: plan.clone(), how: "" });
+        }
+        let mut equal = Plan { zero: 1, ..plan.clone() };
+        // Gradients go to their owners, whatever the algorithm: one plan for all.
+        equal.levels.iter_mut().for_each(|level| level.algorithm = Level::unless_told(&level.codec));
+        if self.fits(plan, 2) || equal.check().is_err() {
+            return Ok(all);
+        }
+        let held = planned_memory(&equal, self.model, self.cluster)?;
+        let has = |held: &StepMemory, rank: usize| {
+            self.memory(&equal.machines[rank]).is_none_or(|has| held.total() <= has)
+        };
+        if held.iter().zip(0..).all(|(held, rank)| has(held, rank)) {
+            all.push(Fitting { plan: equal, how: ", state divided" });
+        } else if let Some(zero_weights) = self.weights_by_memory(&equal, &held) {
+            all.push(Fitting { plan: Plan { zero_weights, ..equal }, how: ", state divided by memory" });
+        }
+        Ok(all)
+    }
+
+    /// Returns weights by the part of the state that the machines of each replica have memory for, where ranks
+    /// hold this much with equal shares. `None` if one lacks memory for the rest, or all together for the
+    /// state.
+    fn weights_by_memory(&self, plan: &Plan, held: &[StepMemory]) -> Option<Vec<u32>> {
+        let mut room = vec![1.0_f64; plan.replicas() as usize];
+        for (rank, held) in (0..).map(Rank).zip(held) {
+            let Some(has) = self.memory(&plan.machines[rank.index()]) else { continue };
+            let left = has.0.checked_sub(held.total().0 - held.optimizer.0)? as f64;
+            let state = (held.optimizer.0 * u64::from(plan.replicas())).max(1) as f64;
+            let room = &mut room[plan.at(rank).data as usize];
+            *room = room.min(left / state);
+        }
+        let weights: Vec<u32> = room.into_iter().map(|room| (WHOLE * room) as u32).collect();
+        (weights.iter().map(|&weight| f64::from(weight)).sum::<f64>() >= WHOLE).then_some(weights)
+    }
+
+    /// Returns the memory of a machine of the file.
+    fn memory(&self, name: &str) -> Option<Bytes> {
+        let at = self.cluster.rank_names().iter().position(|known| known == name)?;
+        self.cluster.ranks().nth(at)?.memory
+    }
+
+    /// Returns whether each machine has memory for its part `times` times.
+    fn fits(&self, plan: &Plan, times: u64) -> bool {
+        let needs = rank_memory(plan, self.model);
+        let fits = |(name, needs): (&String, Bytes)| {
+            self.memory(name).is_none_or(|has| needs.0.saturating_mul(times) <= has.0)
+        };
+        plan.machines.iter().zip(needs).all(fits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Bytes;
+    use farflung_parallel::Cluster;
+    use farflung_zoo::ModelSpec;
+
+    use super::super::{Wanted, auto};
+    use crate::train::{PipelineSizes, planned_memory};
+
+    /// Returns the fastest plan of replicas on two machines with these bytes of memory.
+    fn found(memory: [u64; 2]) -> Option<farflung_parallel::Plan> {
+        let model = ModelSpec::preset("nano").unwrap();
+        let machine = |(name, bytes): (&str, u64)| {
+            format!("[[device]]\nname = \"{name}\"\nflops = \"100 GFLOPS\"\nmemory = \"{bytes}B\"\n")
+        };
+        let file: String = ["a", "b"].into_iter().zip(memory).map(machine).collect();
+        let cluster: Cluster = format!("default = \"10gbit,10us\"\n{file}").parse().unwrap();
+        let sizes = PipelineSizes { batch: 1, microbatches: 2 };
+        let wanted = Wanted { only: Some(super::super::PlanKind::Data), keep: 1, each_kind: false };
+        let plan = auto("nano", &model, &cluster, sizes, wanted).ok()?.candidates.swap_remove(0).plan;
+        let held = planned_memory(&plan, &model, &cluster).unwrap();
+        let fits = plan
+            .machines
+            .iter()
+            .zip(held)
+            .all(|(name, held)| held.total() <= Bytes(memory[usize::from(name == "b")]));
+        assert!(fits, "{plan}");
+        Some(plan)
+    }
+
+    #[test]
+    fn replicas_divide_the_state_where_memory_says_so() {
+        let parameters = ModelSpec::preset("nano").unwrap().parameters();
+        let (plenty, rest) = (1 << 30, 20 << 20);
+        assert_eq!(found([plenty, plenty]).unwrap().zero, 0);
+        // Both have memory for weights, gradients, activations and half of the state, not for all of it.
+        let halves = 8 * parameters + rest;
+        let whole = found([halves + 8 * parameters, halves + 8 * parameters]).unwrap();
+        assert_eq!(whole.zero, 0, "{whole}");
+        let least = (0..40)
+            .map(|step| rest - (step << 19))
+            .find(|&rest| found([8 * parameters + rest; 2]).is_none_or(|plan| plan.zero == 1));
+        let least = 8 * parameters + least.unwrap();
+        let divided = found([least, least]).unwrap();
+        assert_eq!((divided.zero, divided.zero_weights.len()), (1, 0), "{divided}");
+        // One has memory for little of it.
+        let uneven = found([least - 5 * parameters, plenty]).unwrap();
+        assert_eq!(uneven.zero, 1);
+        let small = uneven.machines.iter().position(|name| name == "a").unwrap();
+        assert!(uneven.zero_weights[small] < uneven.zero_weights[1 - small] / 2, "{uneven}");
+        assert!(found([parameters, parameters]).is_none());
+    }
+}

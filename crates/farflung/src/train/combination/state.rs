@@ -1,0 +1,98 @@
+//! What cannot be combined with replicas that divide the optimizer's state.
+
+use farflung_optim::local::Averages;
+use farflung_parallel::Plan;
+
+use super::{Choices, Refusal, Rule, Work, refuse};
+use crate::TrainConfig;
+
+/// What replicas divide of the state that all would hold.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Zero {
+    stage: usize,
+    /// Whether each tensor is in one shard.
+    tensors: bool,
+}
+
+impl Zero {
+    pub(super) fn wished(config: &TrainConfig) -> Self {
+        Self { stage: config.zero, tensors: config.optimizer.row().per_tensor }
+    }
+
+    pub(super) const fn planned(plan: &Plan) -> Self {
+        Self { stage: plan.zero as usize, tensors: plan.zero_tensors }
+    }
+}
+
+pub(super) const RULES: &[Rule] = &[
+    Rule {
+        axes: ["zero", "sync"],
+        refuses: |choices| {
+            let method = choices.divides_state()?.sync;
+            let why = "the shards of an update belong to one step of all replicas";
+            (method.name != "ddp").then(|| refuse("sync", method.name, format!("ddp with `zero` 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["zero", "schedule"],
+        refuses: |choices| {
+            let order = choices.divides_state()?.schedule.as_ref()?;
+            let why = "the holders of a part update it at the end of a step, each a shard";
+            let fits = order.work == Work::Listed && order.flushes && !order.copies;
+            (!fits).then(|| zero(format!("0 with {}: {why}", order.name)))
+        },
+    },
+    Rule {
+        axes: ["zero", "optimizer"],
+        refuses: |choices| {
+            let optimizer = choices.divides_state()?.optimizer;
+            let why = "only gradients are averaged to the ranks that update them";
+            let expected = format!("one that averages gradients with `zero` 1, such as adamw: {why}");
+            (optimizer.averages != Averages::Gradients).then(|| refuse("optimizer", optimizer.name, expected))
+        },
+    },
+    Rule {
+        axes: ["zero", "codec"],
+        refuses: |choices| {
+            let level = choices.divides_state()?.levels.iter().find(|level| !level.codec.is_plain())?;
+            let why = "gradients reach only the rank that updates them, as plain f32";
+            Some(refuse("codec", level.codec, format!("none with `zero` 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["zero", "optimizer"],
+        refuses: |choices| {
+            let choices = choices.divides_state()?;
+            let (optimizer, cut) = (choices.optimizer, !choices.zero.tensors);
+            let why = "it works on whole tensors, which the plan's shards cut (`zero_tensors`)";
+            let expected = format!("another than {}: {why}", optimizer.name);
+            (optimizer.per_tensor && cut).then(|| refuse("optimizer", optimizer.name, expected))
+        },
+    },
+    Rule {
+        axes: ["zero", "expert"],
+        refuses: |choices| {
+            let why = "replicas that divide experts hold different parameters";
+            (choices.divides_state()?.expert_ranks > 1)
+                .then(|| zero(format!("0 with `expert` above 1: {why}")))
+        },
+    },
+    Rule {
+        axes: ["zero", "paths"],
+        refuses: |choices| {
+            let why = "paths hold different parameters";
+            (choices.divides_state()?.paths > 1).then(|| zero(format!("0 with `paths`: {why}")))
+        },
+    },
+];
+
+fn zero(expected: String) -> Refusal {
+    refuse("zero", 1, expected)
+}
+
+impl Choices {
+    /// Returns the choices if replicas divide the optimizer's state.
+    fn divides_state(&self) -> Option<&Self> {
+        (self.zero.stage > 0).then_some(self)
+    }
+}

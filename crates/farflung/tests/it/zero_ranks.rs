@@ -1,0 +1,185 @@
+//! Runs in which replicas divide the optimizer's state: the bits of replicas that each have all of it, files
+//! that any other division continues, times that were predicted, and what cannot be divided.
+
+#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+use std::fs;
+
+use farflung::TrainConfig;
+use farflung::config::choice::TransportKind;
+use farflung::config::zero::Weights;
+use farflung::parallel::pipeline::Method;
+use farflung::train::{Fault, FaultyValue, Job, Prediction, Thoroughness, Trainer, refusal};
+use farflung::transports::SIMULATED;
+
+use crate::families::{done, each_continues_any, farthest, llama, train};
+use crate::small::{config, job, on_all};
+use crate::tiny::{Run, output, refused, stderr};
+
+fn weights(run: &Run, out: &str, steps: u64) -> Vec<u8> {
+    fs::read(run.at(out).join(format!("step-{steps:08}/model.safetensors"))).unwrap()
+}
+
+/// Two replicas add two numbers, so that the order of sums is the same.
+#[test]
+fn shards_change_no_bit() {
+    let run = llama();
+    for (name, args) in [
+        ("two", "--workers 2 --accumulate 2"),
+        ("clipped", "--workers 2 --accumulate 2 --clip 0.1"),
+        ("f16", "--workers 2 --precision f16"),
+        ("sgd", "--workers 2 --optimizer sgd --overlap false --bucket-mb 0.01"),
+        // Their shards do not begin with the chunks in which squares are added up.
+        ("lamb", "--workers 2 --optimizer lamb --clip 0"),
+        ("muon", "--workers 2 --optimizer muon --clip 0"),
+        ("tensor", "--mesh data=2,tensor=2 --accumulate 2"),
+        ("sequences", "--mesh data=2,pipeline=2,tensor=2 --microbatches 4 --sequence-parallel true"),
+    ] {
+        let whole = done(&run, &format!("{name}-whole"), args);
+        for (number, zero) in ["", "--zero-weights 3,1", "--zero-weights 0,1"].into_iter().enumerate() {
+            let out = format!("{name}-{number}");
+            let steps = done(&run, &out, &format!("{args} --zero 1 {zero} --check-every 1"));
+            assert_eq!(farthest(&steps, &whole).to_bits(), 0.0_f64.to_bits(), "{args} {zero}");
+            assert!(weights(&run, &out, 3) == weights(&run, &format!("{name}-whole"), 3), "{args} {zero}");
+            let sent = |steps: &[farflung::StepMetrics]| steps.last().unwrap().bytes_sent as f64;
+            // Of two owners, each sends what the other updates, and then what it updates itself.
+            if number == 0 && name == "two" {
+                let off = (sent(&steps) / sent(&whole) - 1.0).abs();
+                assert!(off < 0.01, "{} {}", sent(&steps), sent(&whole));
+            }
+        }
+    }
+}
+
+#[test]
+fn shards_work_with_every_schedule_that_ends_a_step_at_once() {
+    let run = llama();
+    for method in Method::ALL.into_iter().filter(|method| refusal(*method).is_none()) {
+        if !method.is_synchronous() || method.copies() > 1 || method == Method::Varuna {
+            continue;
+        }
+        let args = format!("--workers 4 --stages 2 --microbatches 4 --schedule {method}");
+        done(&run, &format!("{method}-whole"), &args);
+        done(&run, &format!("{method}"), &format!("{args} --zero 1 --zero-weights 1,2 --check-every 1"));
+        assert!(weights(&run, method.name(), 3) == weights(&run, &format!("{method}-whole"), 3), "{method}");
+    }
+}
+
+/// With more replicas, sums are added in rank order whoever gets them.
+#[test]
+fn any_shards_of_many_replicas_have_the_same_bits() {
+    let run = llama();
+    let of = |out: &str, args: &str| {
+        done(&run, out, &format!("--workers 5 --zero 1 {args} --clip 0.5 --check-every 1"))
+    };
+    let equal = of("equal", "");
+    let whole = done(&run, "whole", "--workers 5 --clip 0.5");
+    assert!(farthest(&equal, &whole) < 1e-6);
+    for (out, args) in [
+        ("uneven", "--zero-weights 5,1,0,2,1"),
+        ("one", "--zero-weights 0,0,1,0,0"),
+        ("small-buckets", "--bucket-mb 0.001"),
+    ] {
+        of(out, args);
+        assert!(weights(&run, out, 3) == weights(&run, "equal", 3), "{args}");
+    }
+}
+
+#[test]
+fn any_division_of_the_state_continues_any_other() {
+    let run = llama();
+    let divisions = [
+        ("whole", "--workers 4"),
+        ("equal", "--workers 4 --zero 1"),
+        ("uneven", "--workers 2 --zero 1 --zero-weights 1,3 --accumulate 2"),
+        ("stages", "--workers 4 --stages 2 --zero 1 --microbatches 2"),
+        ("tensor", "--mesh data=2,tensor=2 --zero 1 --zero-weights 2,0 --accumulate 2"),
+    ];
+    each_continues_any(&run, ("", ""), &divisions, 1e-4);
+    // What one rank alone had cannot be had from another.
+    done(&run, "lost", "--workers 2 --zero 1 --steps 2");
+    fs::remove_dir_all(run.at("lost/ranks/rank-00001")).unwrap();
+    let lost = train(&run, "--workers 2 --zero 1 --steps 4 --resume auto --out lost");
+    assert!(
+        stderr(&lost).contains("no other rank holds the same part of the model and of the optimizer's state")
+    );
+}
+
+#[test]
+fn steps_take_the_time_that_was_predicted() {
+    let (_folder, config) = config(3);
+    for (workers, stages, tensor, shares, overlap) in [
+        (2, 1, 1, None, true),
+        (4, 1, 1, None, false),
+        (4, 1, 1, Some(vec![3, 0, 2, 1]), true),
+        (4, 2, 1, None, true),
+        (8, 2, 2, Some(vec![1, 3]), true),
+    ] {
+        let config = TrainConfig {
+            heads: Some(4),
+            dim: Some(32),
+            workers,
+            stages,
+            tensor,
+            zero: 1,
+            zero_weights: shares.map(Weights),
+            overlap,
+            bucket_mb: 0.01,
+            microbatches: Some(4),
+            codec: "none".parse().unwrap(),
+            transport: TransportKind::of(&SIMULATED),
+            link: "200mbit,1ms".parse().unwrap(),
+            compute_rate: 1e9,
+            ..config.clone()
+        };
+        let job = job(&config);
+        let all = on_all(&job, |connection| {
+            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
+            let begun = rank.comm().now();
+            rank.step(false).unwrap();
+            (rank.comm().now() - begun).as_secs_f64()
+        });
+        let took = all.into_iter().fold(0.0, f64::max);
+        let predicted = Prediction::of(&job).unwrap().step().as_secs_f64();
+        let off = (took / predicted - 1.0).abs();
+        assert!(off < 0.01, "{workers} ranks, {stages} stages, {tensor}: {took} s, predicted {predicted} s");
+    }
+}
+
+#[test]
+fn what_cannot_be_divided_is_refused_with_the_reason() {
+    let run = llama();
+    for (args, reason) in [
+        ("--workers 2 --zero 2", "stages 2 and 3, which divide gradients and parameters"),
+        ("--workers 2 --zero 9", "`zero` is 9, expected 0 or 1"),
+        ("--workers 1 --zero 1", "there is one replica, which divides nothing"),
+        ("--workers 2 --zero 1 --zero-weights 1,1,1", "expected 2 weights, one for each replica"),
+        ("--workers 2 --zero 1 --zero-weights 0,0", "at least one above 0"),
+        ("--workers 2 --zero 1 --codec int8", "none with `zero` 1"),
+        ("--workers 2 --zero 1 --sync diloco", "ddp with `zero` 1"),
+        ("--workers 2 --zero 1 --optimizer onebit-adam", "averages gradients with `zero` 1"),
+        ("--workers 4 --stages 2 --zero 1 --schedule chimera", "0 with chimera"),
+        ("--workers 4 --stages 2 --zero 1 --schedule pipedream --clip 0", "0 with pipedream"),
+        ("--workers 3 --pools 1,2 --zero 1", "0 with pools"),
+    ] {
+        refused(&train(&run, &format!("{args} --out no")), reason);
+    }
+    let host = output(&run, "host --model config.json --zero 1 --data text.txt --out no");
+    refused(&host, "would take its shard of the optimizer's state with it");
+}
+
+/// A bit that flips in what one rank alone updates is in the others' copies, too; one that flips later is
+/// found.
+#[test]
+fn copies_that_differ_are_found() {
+    let (_folder, config) = config(2);
+    let base = TrainConfig { workers: 2, zero: 1, check_every: 1, codec: "none".parse().unwrap(), ..config };
+    let fault = Fault { rank: 1, step: 1, value: FaultyValue::Parameters, element: 0, bit: 3 };
+    let job = Job { fault: Some(fault), ..job(&base) };
+    let found = on_all(&job, |connection| {
+        let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
+        rank.step(false).unwrap();
+        rank.verify(Thoroughness::All).unwrap_err().to_string()
+    });
+    assert!(found.iter().all(|error| error.contains("parameters")), "{found:?}");
+}

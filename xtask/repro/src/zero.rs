@@ -1,0 +1,211 @@
+//! Replicas that divide the optimizer's state (stage 1 of ZeRO): bits, bytes held and sent, and the time of a
+//! step.
+
+use anyhow::{Result, anyhow};
+use farflung::TrainConfig;
+use farflung::base::{Bandwidth, Link, Nanos};
+use farflung::config::choice::OptimizerKind;
+use farflung::config::value::Setting as _;
+use farflung::config::zero::Weights;
+use farflung::train::{Job, Prediction, step_memory};
+
+use crate::harness::{Bench, Options, Report, Threshold};
+use crate::workers::{JobTransport, again, config, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "zero",
+    claim: "replicas that divide the optimizer's state, equally or not, take the steps of replicas that each have \
+            all of it, hold and send what the closed forms say, whatever is accumulated, and take the time of what \
+            they send",
+    source: "Rajbhandari et al. 2020, ZeRO; shared/facts/larger-than-a-machine.md 3",
+    seed: 1337,
+    run,
+};
+
+const STEPS: usize = 10;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let first = job(TrainConfig { workers: 1, ..config(report.seed(), false) }, JobTransport::Memory)?;
+    let optimizers: &[&str] =
+        if options.quick { &["adamw", "muon"] } else { &["adamw", "sgd", "lamb", "muon"] };
+    for optimizer in optimizers {
+        steps(report, &first, optimizer)?;
+    }
+    let nano = job(TrainConfig { workers: 1, ..config(report.seed(), true) }, JobTransport::Memory)?;
+    held(report, &nano)?;
+    sent(report, &nano, options.quick)?;
+    times(report, &nano)
+}
+
+/// Returns a job of replicas that divide the state by some weights, or not at all.
+fn divided(first: &Job, shares: Option<&[u32]>, settings: TrainConfig, over: JobTransport) -> Job {
+    let zero = usize::from(shares.is_some());
+    let zero_weights = shares.map(|shares| Weights(shares.to_vec()));
+    again(first, TrainConfig { zero, zero_weights, ..settings }, over)
+}
+
+fn named(shares: &[u32]) -> String {
+    let equal = shares.windows(2).all(|pair| pair[0] == pair[1]);
+    if equal { format!("{} equal shards", shares.len()) } else { format!("shards as {shares:?}") }
+}
+
+/// What the replicas have after some steps.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    losses: Vec<f64>,
+    params: Vec<f32>,
+}
+
+fn trained(job: &Job) -> Result<Trained> {
+    let all = on_all(job, |worker| {
+        let losses = (0..STEPS).map(|_| Ok(worker.step(false)?.loss)).collect::<Result<Vec<_>>>()?;
+        let params = worker.gather_params()?.map(|params| params.to_vec::<f32>()).transpose()?;
+        Ok(params.map(|params| Trained { losses, params }))
+    })?;
+    all.into_iter().flatten().next().ok_or_else(|| anyhow!("no rank has the parameters"))
+}
+
+fn other_bits(one: &Trained, other: &Trained) -> f64 {
+    let differs = |(a, b): (&f32, &f32)| a.to_bits() != b.to_bits();
+    one.params.iter().zip(&other.params).filter(|&pair| differs(pair)).count() as f64
+}
+
+/// Compares steps of shards with those of replicas that each have all of the state. Two numbers have one sum;
+/// of more, the owner of each element adds them in rank order, and `ddp` by its own algorithm.
+fn steps(report: &mut Report<'_>, first: &Job, optimizer: &str) -> Result<()> {
+    let kind = OptimizerKind::parse(optimizer).ok_or_else(|| anyhow!("no such optimizer"))?;
+    // Whole tensors do not begin with the chunks in which the squares of a clipped norm are added up.
+    let clip = if kind.row().per_tensor { 0.0 } else { 1.0 };
+    let settings = |workers| TrainConfig {
+        workers,
+        optimizer: kind,
+        clip,
+        bucket_mb: 0.05,
+        ..config(first.config.seed, false)
+    };
+    let (two, four) = (settings(2), settings(4));
+    let over = JobTransport::Memory;
+    let whole = trained(&divided(first, None, two.clone(), over))?;
+    for shares in [&[1, 1][..], &[3, 1], &[0, 1]] {
+        let found = trained(&divided(first, Some(shares), two.clone(), over))?;
+        let metric = format!("{optimizer}, {}: parameters with other bits than ddp's", named(shares));
+        report.row(&metric, other_bits(&found, &whole), "", Threshold::AtMost(0.0))?;
+    }
+    let whole = trained(&divided(first, None, four.clone(), over))?;
+    let equal = trained(&divided(first, Some(&[1; 4]), four.clone(), over))?;
+    let off = whole.losses.iter().zip(&equal.losses).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+    let metric =
+        format!("{optimizer}, 4 equal shards: largest relative difference of {STEPS} losses from ddp's");
+    report.row(&metric, off, "", Threshold::AtMost(1e-6))?;
+    for shares in [&[5, 1, 0, 2][..], &[0, 0, 1, 0]] {
+        let found = trained(&divided(first, Some(shares), four.clone(), over))?;
+        let metric = format!("{optimizer}, {}: parameters with other bits than equal shards", named(shares));
+        report.row(&metric, other_bits(&found, &equal), "", Threshold::AtMost(0.0))?;
+    }
+    Ok(())
+}
+
+/// Compares the bytes of weights, gradients and state, counted at the allocator, with the closed forms in f32:
+/// with AdamW and LAMB `8 P + 8 P / N`, with the momentum of SGD `8 P + 4 P / N`.
+fn held(report: &mut Report<'_>, nano: &Job) -> Result<()> {
+    let parameters = nano.model.parameters() as f64;
+    for (optimizer, state) in [("adamw", 8.0), ("sgd", 4.0)] {
+        let optimizer_kind = OptimizerKind::parse(optimizer).ok_or_else(|| anyhow!("no such optimizer"))?;
+        for shares in [&[1, 1][..], &[1; 4], &[1; 8], &[5, 0, 2, 1]] {
+            let settings = TrainConfig {
+                workers: shares.len(),
+                optimizer: optimizer_kind,
+                momentum: 0.9,
+                ..config(nano.config.seed, true)
+            };
+            let job = divided(nano, Some(shares), settings, JobTransport::Memory);
+            let all: u32 = shares.iter().sum();
+            let mut off = 0.0_f64;
+            for (memory, &own) in step_memory(&job)?.iter().zip(shares) {
+                let found = (memory.weights.0 + memory.gradients.0 + memory.optimizer.0) as f64;
+                let form = (8.0 + state * f64::from(own) / f64::from(all)) * parameters;
+                off = off.max((found / form - 1.0).abs());
+            }
+            let metric = format!("{optimizer}, {}: bytes held, off the closed form", named(shares));
+            report.row(&metric, 100.0 * off, "%", Threshold::AtMost(1.0))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the lengths of the shards that weights make of the parameters.
+fn lengths(shares: &[u32], parameters: f64) -> Vec<f64> {
+    let all = f64::from(shares.iter().sum::<u32>());
+    shares.iter().map(|&own| parameters * f64::from(own) / all).collect()
+}
+
+/// Compares the bytes that a rank sends in a step with the closed form: to each owner what it updates, and its
+/// own shard to all others, once a step whatever is accumulated.
+fn sent(report: &mut Report<'_>, nano: &Job, quick: bool) -> Result<()> {
+    let parameters = nano.model.parameters() as f64;
+    let accumulated: &[usize] = if quick { &[4] } else { &[1, 4, 16] };
+    for &accumulate in accumulated {
+        for shares in [&[1, 1][..], &[1; 4], &[5, 3, 1, 1]] {
+            let settings =
+                TrainConfig { workers: shares.len(), batch: 1, accumulate, ..config(nano.config.seed, true) };
+            let job = divided(nano, Some(shares), settings, JobTransport::Memory);
+            let bytes = on_all(&job, |worker| {
+                worker.step(false)?;
+                let sent = |worker: &farflung::train::Trainer| worker.comm().stats().sent.payload.0;
+                let before = sent(worker);
+                worker.step(false)?;
+                Ok(sent(worker) - before)
+            })?;
+            let mut off = 0.0_f64;
+            for (bytes, own) in bytes.into_iter().zip(lengths(shares, parameters)) {
+                let form = 4.0 * (parameters - own + (shares.len() - 1) as f64 * own);
+                off = off.max((bytes as f64 / form - 1.0).abs());
+            }
+            let metric =
+                format!("{}, {accumulate} microbatches: bytes sent, off P + (N - 2) p", named(shares));
+            report.row(&metric, 100.0 * off, "%", Threshold::AtMost(1.0))?;
+        }
+    }
+    Ok(())
+}
+
+/// Compares the virtual time of a step, and its prediction, with the closed form: computation, then each rank
+/// sends and receives what the shards say, at the rate of its link.
+fn times(report: &mut Report<'_>, nano: &Job) -> Result<()> {
+    let parameters = nano.model.parameters() as f64;
+    for mbits in [20, 200] {
+        for shares in [&[1, 1][..], &[1; 4], &[5, 3, 1, 1], &[1, 0, 0, 0]] {
+            let bandwidth = Bandwidth(mbits * 1_000_000);
+            let link = Link { bandwidth, latency: Nanos::ZERO };
+            let settings = TrainConfig {
+                workers: shares.len(),
+                batch: 1,
+                overlap: false,
+                compute_rate: 5e9,
+                ..config(nano.config.seed, true)
+            };
+            let job = divided(nano, Some(shares), settings, JobTransport::Simulated(link));
+            let took = on_all(&job, |worker| {
+                worker.step(false)?;
+                let begun = worker.comm().now();
+                worker.step(false)?;
+                Ok((worker.comm().now() - begun).as_secs_f64())
+            })?;
+            let took = took.into_iter().fold(0.0, f64::max);
+            let predicted = Prediction::of(&job)?;
+            // The gradients of others leave, and the others' contributions arrive; then the reverse.
+            let busiest = |(own, others): (f64, f64)| (parameters - own).max(others * own);
+            let others = (shares.len() - 1) as f64;
+            let floats = lengths(shares, parameters).into_iter().map(|own| busiest((own, others)));
+            let transfer = 2.0 * 4.0 * floats.fold(0.0, f64::max) * 8.0 / (mbits as f64 * 1e6);
+            let form = predicted.compute.as_secs_f64() + transfer;
+            let name = named(shares);
+            let metric = format!("{name} at {mbits} Mbit/s: a step of {took:.2} s, off the closed form");
+            report.row(&metric, 100.0 * (took / form - 1.0).abs(), "%", Threshold::AtMost(2.0))?;
+            let off = (predicted.step().as_secs_f64() / took - 1.0).abs();
+            let metric = format!("{name} at {mbits} Mbit/s: the predicted step, off the step");
+            report.row(&metric, 100.0 * off, "%", Threshold::AtMost(2.0))?;
+        }
+    }
+    Ok(())
+}
