@@ -5,29 +5,43 @@ use farflung_base::operation::{OperationStep, RankPart, SendOrder};
 use farflung_base::{Bytes, Operation, Rank};
 
 use crate::FRAME_BYTES;
+use crate::butterfly::in_chunks;
 use crate::steps::{Merge, Program, Step};
 
-/// Returns the exchange in which each rank sends the part of each owner to it. Rank `r` owns `counts[r]`
-/// elements of the first `size` blocks. The next blocks have what an owner receives: its part from each other
-/// rank, in rank order; its own of these blocks is empty.
+/// Number of elements of the longest part of an owner that is sent at a time. Owners take contributions in rank
+/// order: if parts were sent as a whole, all would wait for rank 0, then for rank 1.
+const CHUNK: usize = 1 << 16;
+
+/// Number of chunks that are on their way at the same time.
+const IN_FLIGHT: usize = 8;
+
+/// Returns the exchange in which each rank sends the part of each owner to it, which adds them up in rank
+/// order. Rank
+/// `r` owns the `r`-th `counts[r]` elements; behind those of all is room for what the rank itself owns, where
+/// its sum is in the end. Parts are sent in chunks.
 ///
 /// # Panics
 /// If `counts` has no such rank.
 #[must_use]
 pub fn scatter_to_owners(rank: Rank, counts: &[usize]) -> Program {
     let (n, me) = (counts.len(), rank.index());
-    // Each rank starts with its next neighbour, so that not all send to the same owner first.
-    let after = (1..n).map(|i| (me + i) % n).filter(|&r| counts[r] > 0);
-    let before = (1..n).map(|i| (me + n - i) % n).filter(|_| counts[me] > 0);
-    let step = Step {
-        sends: after.map(|r| (Rank(r as u32), r..r + 1)).collect(),
-        recvs: before.map(|r| (Rank(r as u32), n + r..n + r + 1, Merge::Copy)).collect(),
+    let chunks = counts.iter().max().map_or(1, |most| most.div_ceil(CHUNK).max(1));
+    // Each rank starts with its next neighbour, so that not all send to the same owner first. An owner also
+    // sends to itself, for its place in the order of the sum.
+    let owners = || (1..=n).map(|i| (me + i) % n).filter(|&r| counts[r] > 0);
+    let contributions = || (0..n).filter(|_| counts[me] > 0);
+    let merge = |r| if r == 0 { Merge::Copy } else { Merge::Reduce };
+    let block = |r: usize, chunk: usize| r * chunks + chunk..r * chunks + chunk + 1;
+    let step = |chunk| Step {
+        sends: owners().map(|r| (Rank(r as u32), block(r, chunk))).collect(),
+        recvs: contributions().map(|r| (Rank(r as u32), block(n, chunk), merge(r))).collect(),
         ..Step::default()
     };
-    let coming = (0..n).map(|r| if r == me { 0 } else { counts[me] });
-    let counts: Vec<usize> = counts.iter().copied().chain(coming).collect();
-    let steps = if step.is_empty() { Vec::new() } else { vec![step] };
-    Program::new(2 * n, steps).with_counts(&counts)
+    let lane = |chunk| Some(step(chunk)).filter(|step| !step.is_empty()).into_iter().collect();
+    let counts: Vec<usize> = counts.iter().copied().chain([counts[me]]).collect();
+    Program::side_by_side((n + 1) * chunks, (0..chunks).map(lane).collect())
+        .with_window(IN_FLIGHT)
+        .with_counts(&in_chunks(&counts, chunks))
 }
 
 /// Returns the exchange in which each owner sends its part to all other ranks: an all-gather of `counts[r]`
@@ -57,10 +71,13 @@ pub fn owners_operation(program: fn(Rank, &[usize]) -> Program, counts: &[usize]
         let bytes = |blocks: &std::ops::Range<usize>| {
             Bytes((program.elements(blocks, 0).len() * size_of::<f32>()) as u64)
         };
+        // What a rank sends to itself takes no time.
+        let sends = |step: &Step| step.sends.clone().into_iter().filter(|(to, _)| *to != rank);
+        let receives = |step: &Step| step.recvs.clone().into_iter().filter(|(from, _, _)| *from != rank);
         let turn = |step: &Step| OperationStep {
-            sends: step.sends.iter().map(|(to, blocks)| (*to, bytes(blocks))).collect(),
+            sends: sends(step).map(|(to, blocks)| (to, bytes(&blocks))).collect(),
             order: SendOrder::RoundRobin,
-            receives: step.recvs.iter().map(|(from, blocks, _)| (*from, bytes(blocks))).collect(),
+            receives: receives(step).map(|(from, blocks, _)| (from, bytes(&blocks))).collect(),
         };
         let lanes = program.lanes.iter().map(|lane| lane.iter().map(turn).collect()).collect();
         (rank, RankPart { lanes, window: program.window })

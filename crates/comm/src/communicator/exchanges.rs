@@ -10,7 +10,7 @@ use super::call::Call;
 use crate::CommError;
 use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
-use crate::element::{Element, First};
+use crate::element::{Element, ReduceOp};
 use crate::owners::{gather_from_owners, scatter_to_owners};
 use crate::plans::Kind;
 use crate::reduction::Reduction;
@@ -212,29 +212,18 @@ impl Communicator {
             return Pending::ready(Err(error));
         }
         let own = counts[..me].iter().sum::<usize>()..counts[..=me].iter().sum::<usize>();
-        let (all, mut buffer) = (data.len(), data);
-        buffer.resize(all + (n - 1) * own.len(), T::zeroed());
+        let (all, mut buffer, is_mean) = (data.len(), data, op.is_mean());
+        buffer.resize(all + own.len(), T::zeroed());
         let program = scatter_to_owners(self.rank(), counts);
-        self.owned(Ok(Call::moving(NAME, program, all)), buffer).map(move |done| {
+        let sum = if is_mean { ReduceOp::Sum.into() } else { op };
+        let call = Call { name: NAME, plan: program.into(), op: sum, len: all, native: None };
+        self.owned(Ok(call), buffer).map(move |done| {
             let mut buffer = done?;
-            let mut coming = buffer.split_off(all);
-            let sum = &mut buffer[own];
-            let len = sum.len();
-            if len > 0 {
-                let (lower, higher) = coming.split_at_mut(me * len);
-                if let Some((first, next)) = lower.split_at_mut_checked(len) {
-                    for part in next.chunks(len) {
-                        op.reduce(NAME, first, part, First::Into)?;
-                    }
-                    op.reduce(NAME, sum, first, First::Other)?;
-                }
-                for part in higher.chunks(len) {
-                    op.reduce(NAME, sum, part, First::Into)?;
-                }
-                if op.is_mean() {
-                    T::divide(sum, n);
-                }
+            if is_mean {
+                T::divide(&mut buffer[all..], n);
             }
+            buffer.copy_within(all.., own.start);
+            buffer.truncate(all);
             Ok(buffer)
         })
     }

@@ -30,7 +30,7 @@ use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires
 use super::job::Job;
 use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
-use super::sizes::averaging;
+use super::sizes::{averaging, sharing};
 use super::tied::TiedTable;
 use super::trainer::{chain, stage_of};
 use super::zero;
@@ -169,6 +169,10 @@ fn of_rank(
             averaging(&level.codec, averaged_bytes.into(), holders.max(plan.tensor_ranks() as usize), bucket);
         let bytes = averages.buckets + averages.messages + averages.residuals;
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
+        if plan.divides_state() {
+            let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
+            messages += u64::try_from(sharing(averaged_bytes.into(), own.into(), bucket)).unwrap_or(u64::MAX);
+        }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
         // The messages contain this rank's gradient of the token table and that of the other rank with the

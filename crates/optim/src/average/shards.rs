@@ -124,7 +124,7 @@ impl Shards {
     }
 
     /// Number of windows of a gather that are on their way at the same time.
-    pub const IN_FLIGHT: usize = 4;
+    pub const IN_FLIGHT: usize = 2;
 }
 
 /// Calls `work` with a range of a flat buffer.

@@ -59,6 +59,11 @@ fn trained(row: &LocalMethod, lengths: Option<[usize; 3]>, bucket: usize) -> Vec
         }
         params.to_vec::<f32>().unwrap()
     };
+    on_three(rank)
+}
+
+/// Runs `rank` on three ranks.
+fn on_three<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let rank = &rank;
         let comms = memory::cluster(3).into_iter().map(|end| Communicator::new(end));
@@ -113,5 +118,33 @@ fn what_cannot_be_updated_in_shards_is_refused() {
         let error = Average::new(comm.clone(), &cpu, &layout, config).unwrap_err();
         assert!(matches!(error, OptimError::Setting { field: "shards", .. }), "{error}");
         assert!(error.to_string().contains(reason), "{error}");
+    }
+}
+
+/// A rank on a GPU, whose buffers pass through the host in pieces, has what the others have.
+#[cfg(feature = "wgpu")]
+#[test]
+fn a_rank_on_a_gpu_gets_and_sends_its_shard() {
+    let layout = layout();
+    let shards = Shards::new([640, 0, layout.len() - 640]);
+    let rank = |comm: Communicator| {
+        let me = comm.rank().index();
+        let device = if me == 2 { Device::wgpu(0).unwrap() } else { Device::cpu(1).unwrap() };
+        let config = AverageConfig { bucket_bytes: 512, shards: Some(shards.clone()), ..Default::default() };
+        let mut average = Average::new(comm.clone(), &device, &layout, config).unwrap();
+        let mut grads = flat(&device, me);
+        average.all(&mut grads).unwrap();
+        average.commit();
+        let own = grads.to_vec::<f32>().unwrap()[shards.of(me)].to_vec();
+        shards.gather(&comm, &mut grads, 100).unwrap();
+        (own, grads.to_vec::<f32>().unwrap())
+    };
+    let ranks = on_three(rank);
+    let mean = |i: usize| (0..3).skip(1).fold(value(0, i), |sum, seed| sum + value(seed, i)) / 3.0;
+    for (me, (own, all)) in ranks.iter().enumerate() {
+        assert!(own.iter().zip(&all[shards.of(me)]).all(|(a, b)| a.to_bits() == b.to_bits()), "{me}");
+        for i in layout.params().iter().flat_map(Param::range) {
+            assert_eq!(all[i].to_bits(), mean(i).to_bits(), "{me} {i}");
+        }
     }
 }

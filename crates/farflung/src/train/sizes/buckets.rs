@@ -1,6 +1,7 @@
 //! Memory that a rank needs to average a part of the model over its holders.
 
 use farflung_compress::AverageSpec;
+use farflung_optim::Shards;
 
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
@@ -47,6 +48,12 @@ pub(in crate::train) fn averaging(
     let messages = model.saturating_mul(packed) / (block * F32) * 3 / 2;
     let saved = if codec.feedback() { model.saturating_add(share) } else { 0 };
     AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }
+}
+
+/// Returns the bytes besides those of [`averaging`] for a part of `model` bytes, of which the rank updates
+/// `own`: room for the sum of what it owns, and the windows in which it sends that and gets the rest.
+pub(in crate::train) fn sharing(model: u128, own: u128, bucket: usize) -> u128 {
+    own + model.min(Shards::IN_FLIGHT as u128 * bucket as u128)
 }
 
 #[cfg(test)]

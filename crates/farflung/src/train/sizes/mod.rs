@@ -20,7 +20,7 @@ use farflung_zoo::ModelSpec;
 use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
 use available::{Available, available};
-pub(super) use buckets::averaging;
+pub(super) use buckets::{averaging, sharing};
 use need::{MemoryNeed, RankGroup, size};
 use order::Pipeline;
 

@@ -17,7 +17,7 @@ use farflung_zoo::ModelSpec;
 use super::super::boundary::held_bytes;
 use super::super::links::shared_memory;
 use super::super::pieces::{CHUNK_LEN, CHUNK_WINDOW};
-use super::buckets::averaging;
+use super::buckets::{averaging, sharing};
 use super::data::{Data, token_bytes};
 use super::rank_memory::RankMemory;
 use crate::config::choice::{Resume, StoreKind};
@@ -262,6 +262,10 @@ impl RankGroup<'_> {
         // Number of ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;
         let saved = self.averaging(&mut need, model, holders, here);
+        if config.zero > 0 {
+            let own = config.share_of_state(at.data as usize, replicas).of(model);
+            need.add(MemoryPurpose::Averaging, sharing(model, own, (config.bucket_mb * 1e6) as usize));
+        }
         self.activations(&mut need, position, here);
 
         need.add(MemoryPurpose::Samples, self.samples(replicas));
