@@ -44,6 +44,13 @@ pub fn scatter_to_owners(rank: Rank, counts: &[usize]) -> Program {
         .with_counts(&in_chunks(&counts, chunks))
 }
 
+/// Returns the most elements of a buffer that an owner of `own` of them holds from each other rank before it
+/// can add them, because those of lower ranks come first.
+#[must_use]
+pub const fn waiting_at_owner(own: usize) -> usize {
+    if own < IN_FLIGHT * CHUNK { own } else { IN_FLIGHT * CHUNK }
+}
+
 /// Returns the exchange in which each owner sends its part to all other ranks: an all-gather of `counts[r]`
 /// elements of each rank `r`.
 ///

@@ -419,7 +419,8 @@ settings! {
         /// well, for a quarter more bytes within layers.
         @sequence_parallel: bool, "BOOL", false;
         /// What replicas divide of what each would hold otherwise (ZeRO): 0 nothing; 1 the optimizer's state,
-        /// of which each then keeps and updates a shard. Sends as much as gradients alone. docs/zero.md.
+        /// of which each then keeps and updates a shard. Equal shards send as much as gradients alone. The
+        /// codec of averages is then none. docs/zero.md.
         @zero: usize, "0|1", 0usize;
         /// Share of the state of each replica, such as 3,1, for example by their memory; 0 for one that keeps
         /// none. Default: equal shares.

@@ -171,7 +171,8 @@ fn of_rank(
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
         if plan.divides_state() {
             let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
-            messages += u64::try_from(sharing(averaged_bytes.into(), own.into(), bucket)).unwrap_or(u64::MAX);
+            messages += u64::try_from(sharing(averaged_bytes.into(), own.into(), holders, bucket))
+                .unwrap_or(u64::MAX);
         }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {

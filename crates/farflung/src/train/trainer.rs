@@ -353,7 +353,10 @@ impl Trainer {
         self.undecided.committed(vote.loss, vote.squares, vote.requests);
         self.tell_speeds(&vote.speeds);
         // The step is done: if a stop ends this, the ranks gather what they have updated before they save it.
-        self.executor.gather_all(&self.list)?;
+        if let Err(error) = self.executor.gather_all(&self.list) {
+            self.undecided.unrecorded();
+            return Err(error);
+        }
         self.fail_if_due(Moment::Committed, self.step)?;
         self.inject_fault(FaultyValue::Parameters, self.step)?;
         self.inject_fault(FaultyValue::Moments, self.step)?;

@@ -111,8 +111,12 @@ impl Job {
     }
 
     /// Returns the algorithms to try: all for encoded values if there is a codec, else all for uncompressed
-    /// values; hierarchical only if there may be regions.
+    /// values; hierarchical only if there may be regions. Of averages without one, the plan's own.
     fn algorithms(&self) -> Vec<Algorithm> {
+        if self.plan.divides_state() {
+            // Gradients go to their owners, whatever the algorithm.
+            return vec![self.plan.outermost().algorithm];
+        }
         let packed = self.plan.outermost().packs();
         let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };
         all.iter().copied().filter(|a| *a != Algorithm::Hierarchical || self.has_regions()).collect()

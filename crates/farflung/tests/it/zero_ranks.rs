@@ -96,6 +96,28 @@ fn any_division_of_the_state_continues_any_other() {
         ("tensor", "--mesh data=2,tensor=2 --zero 1 --zero-weights 2,0 --accumulate 2"),
     ];
     each_continues_any(&run, ("", ""), &divisions, 1e-4);
+    // A border of shards lies in the token table, which two stages have.
+    let tied = serde_json::json!({
+        "model_type": "gpt2", "vocab_size": 256, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 8,
+    });
+    fs::write(run.at("gpt2.json"), tied.to_string()).unwrap();
+    let divisions = [
+        ("whole", "--workers 2 --accumulate 2"),
+        ("stages", "--workers 4 --stages 2 --zero 1 --zero-weights 1,3 --microbatches 2"),
+    ];
+    each_continues_any(&run, ("tied-", "--model gpt2.json"), &divisions, 1e-4);
+    // Without the folder of a rank, no other division begins again in silence.
+    for (number, args) in ["--workers 4 --zero 1", "--workers 2 --accumulate 2"].into_iter().enumerate() {
+        let out = format!("beside-{number}");
+        done(&run, &out, "--workers 4 --zero 1 --zero-weights 1,1,1,2 --steps 2");
+        fs::remove_dir_all(run.at(&format!("{out}/ranks/rank-00002"))).unwrap();
+        let other = train(&run, &format!("{args} --steps 4 --resume auto --out {out}"));
+        assert!(!other.status.success() && stderr(&other).contains("rank-00002"), "{}", stderr(&other));
+    }
+    // Nothing is missing without that of a rank that had no share of the state.
+    done(&run, "without", "--workers 3 --zero 1 --zero-weights 3,0,1 --steps 2");
+    fs::remove_dir_all(run.at("without/ranks/rank-00001")).unwrap();
+    assert_eq!(done(&run, "without", "--workers 3 --zero 1 --steps 4 --resume auto").last().unwrap().step, 4);
     // What one rank alone had cannot be had from another.
     done(&run, "lost", "--workers 2 --zero 1 --steps 2");
     fs::remove_dir_all(run.at("lost/ranks/rank-00001")).unwrap();

@@ -128,7 +128,15 @@ fn before_first(
     let is_first = all_gather_u64(comm, others as u64)?.iter().all(|&others| others == 0);
     match all_succeed(comm, cut_otherwise(comm, run, job))? {
         Some(all) => Ok(Some(all)),
-        None if is_first => Ok(None),
+        None if is_first => {
+            let rank = lacking.0;
+            tracing::warn!(
+                rank,
+                step = agreed,
+                "this rank's first checkpoint is missing: the run begins again"
+            );
+            Ok(None)
+        }
         None => Err(Error::NoCopy { rank: lacking, step: agreed }),
     }
 }
@@ -212,8 +220,11 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
                 // error is ignored. With other ranks, they may be on another disk, so the error is kept.
                 Err(error) => {
                     let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
-                    let same =
-                        same.is_ok_and(|t| t.world == job.world && t.stages == job.plan.stages() as usize);
+                    let same = same.is_ok_and(|t| {
+                        let divided = (&t.experts, &t.tensor_weights, &t.zero_weights);
+                        let now = (&job.plan.experts, &job.plan.recorded_width(), &job.plan.recorded_state());
+                        (t.world, t.stages) == (job.world, job.plan.stages() as usize) && divided == now
+                    });
                     missing = missing.or(Some(error).filter(|_| !same));
                 }
             }

@@ -172,7 +172,7 @@ pub(in super::super) struct Source {
     pub(super) samples: Vec<u8>,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
-    /// Of states of which only some elements were read, which these are.
+    /// States of which only some elements were read.
     parts: BTreeMap<String, Parts>,
     /// Names of residuals that are not empty. They are read only if they are this rank's.
     averages: BTreeSet<String>,
@@ -289,11 +289,7 @@ impl Source {
                 }
             }
         }
-        let mut some = BTreeMap::new();
-        for (name, read) in parts.finish(&needed.width()) {
-            states.entry(name.clone()).or_insert(read.values);
-            some.insert(name, read.parts);
-        }
+        let parts = parts.finish(&needed.width()).collect();
         for (name, shape, values) in of_weights.finish() {
             weights.entry(name).or_insert((shape, values));
         }
@@ -311,7 +307,7 @@ impl Source {
             samples,
             weights,
             states,
-            parts: some,
+            parts,
             averages,
             foreign,
             whole,
@@ -426,15 +422,18 @@ impl Source {
                 continue;
             }
             let part = range.start - p.start..range.end - p.start;
-            let values = if let Some(all) = all {
-                Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()])
-            } else {
-                let name = tensor_name(name, &p.name);
-                let parts = self.parts.get(&name).is_none_or(|parts| parts.has(&part));
-                self.state(&name).filter(|_| parts)
+            let into = &mut flat[range.start - own.start..range.end - own.start];
+            let state = tensor_name(name, &p.name);
+            let values = match all {
+                Some(all) => Some(&all[self.whole.params()[self.whole.find(&p.name).ok()?].range()]),
+                None => self.state(&state),
             };
-            let values = values.filter(|values| values.len() == p.shape.len())?;
-            flat[range.start - own.start..range.end - own.start].copy_from_slice(&values[part]);
+            if let Some(values) = values.filter(|values| values.len() == p.shape.len()) {
+                into.copy_from_slice(&values[part]);
+            } else {
+                let parts = self.parts.get(&state).filter(|parts| parts.len() == p.shape.len())?;
+                parts.copy(&part, into)?;
+            }
         }
         Some(flat)
     }

@@ -47,7 +47,13 @@ pub(super) fn all_of(path: &Path, job: &Job, own: u32) -> Result<Vec<Checkpoint>
         let begin = own.saturating_mul(ranks);
         return (begin..begin.saturating_add(ranks)).map(|rank| open(Rank(rank))).collect();
     }
-    let others = (1..ranks).map(|rank| open(Rank(rank)));
+    // Replicas without a share of the optimizer's state have nothing that others lack.
+    let each = ranks / record.zero_weights.len().max(1) as u32;
+    let has_state = |rank: &u32| {
+        let share = rank.checked_div(each).and_then(|replica| record.zero_weights.get(replica as usize));
+        share.is_none_or(|&weight| weight > 0)
+    };
+    let others = (1..ranks).filter(has_state).map(|rank| open(Rank(rank)));
     std::iter::once(Ok(first)).chain(others).collect()
 }
 

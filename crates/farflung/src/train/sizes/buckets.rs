@@ -1,5 +1,6 @@
 //! Memory that a rank needs to average a part of the model over its holders.
 
+use farflung_comm::waiting_at_owner;
 use farflung_compress::AverageSpec;
 use farflung_optim::Shards;
 
@@ -50,10 +51,14 @@ pub(in crate::train) fn averaging(
     AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }
 }
 
-/// Returns the bytes besides those of [`averaging`] for a part of `model` bytes, of which the rank updates
-/// `own`: room for the sum of what it owns, and the windows in which it sends that and gets the rest.
-pub(in crate::train) fn sharing(model: u128, own: u128, bucket: usize) -> u128 {
-    own + model.min(Shards::IN_FLIGHT as u128 * bucket as u128)
+/// Returns the bytes besides those of [`averaging`] for a part of `model` bytes that `holders` ranks have, of
+/// which the rank updates `own`: room for the sum of what it owns, the contributions that came before others,
+/// and the windows in which it sends what it has updated and gets the rest.
+pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: usize) -> u128 {
+    let buckets = model.div_ceil((bucket as u128).max(1)).max(1);
+    let of_bucket = usize::try_from(own / buckets / F32).unwrap_or(usize::MAX);
+    let waiting = waiting_at_owner(of_bucket) as u128 * F32 * buckets * holders.saturating_sub(1) as u128;
+    own + waiting + model.min(Shards::IN_FLIGHT as u128 * bucket as u128)
 }
 
 #[cfg(test)]

@@ -38,7 +38,8 @@ pub(super) struct Undecided {
     loss: f64,
     /// Sum of the squares of all gradients in the last committed step, if its vote contained it.
     squares: Option<f64>,
-    /// Whether the last step was committed because of what another rank has reported, and is not recorded yet.
+    /// Whether the last step was committed because of what another rank has reported, or before a stop, and is
+    /// not recorded yet.
     settled: bool,
     /// Whether this rank of a pipeline has sent its vote on the step in flight and not received the result.
     open: bool,
@@ -79,6 +80,11 @@ impl Undecided {
     pub(super) const fn carry(&mut self, before: Self) {
         self.loss = before.loss;
         self.settled = before.settled;
+    }
+
+    /// Records that the last step was committed, and that [`Trainer::step`] does not return it.
+    pub(super) const fn unrecorded(&mut self) {
+        self.settled = true;
     }
 
     pub(super) const fn is_open(self) -> bool {

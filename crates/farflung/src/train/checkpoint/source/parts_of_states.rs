@@ -1,6 +1,6 @@
 //! Joins the parts of the states of tensors that replicas saved, of which each has had a shard.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use farflung_zoo::{AxisShare, ModelSpec, TensorSpec};
@@ -13,43 +13,66 @@ pub(super) struct PartsOfStates {
     specs: BTreeMap<String, TensorSpec>,
     /// By the state's name, and the number along the tensor axis of the ranks that have had it.
     read: BTreeMap<(String, usize), ReadState>,
+    /// Those of which all parts were read: of the token table, two stages have the same ones.
+    done: BTreeSet<(String, usize)>,
 }
 
 /// A state of which some elements were read.
-pub(super) struct ReadState {
-    pub(super) values: Vec<f32>,
-    pub(super) parts: Parts,
+struct ReadState {
+    parts: Parts,
     width: AxisShare,
 }
 
-/// Ranges of elements, in order and apart.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Parts(Vec<Range<usize>>);
+/// Parts of a tensor's elements, sorted by their first element. They take the memory of what was read.
+#[derive(Debug, Default)]
+pub(super) struct Parts {
+    len: usize,
+    read: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Part {
+    start: usize,
+    values: Vec<f32>,
+}
 
 impl Parts {
-    fn add(&mut self, part: Range<usize>) {
-        self.0.push(part);
-        self.0.sort_by_key(|part| part.start);
-        let mut joined: Vec<Range<usize>> = Vec::new();
-        for part in self.0.drain(..) {
-            match joined.last_mut() {
-                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
-                _ => joined.push(part),
-            }
-        }
-        self.0 = joined;
+    fn add(&mut self, start: usize, values: Vec<f32>) {
+        let at = self.read.partition_point(|part| part.start <= start);
+        self.read.insert(at, Part { start, values });
     }
 
-    /// Returns whether all elements of a range are in them.
-    pub(super) fn has(&self, range: &Range<usize>) -> bool {
-        self.0.iter().any(|part| part.start <= range.start && range.end <= part.end)
+    /// Returns the number of the tensor's elements.
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Copies a range of elements; `None` if some were not read.
+    pub(super) fn copy(&self, range: &Range<usize>, into: &mut [f32]) -> Option<()> {
+        let mut next = range.start;
+        for Part { start, values } in &self.read {
+            let end = (start + values.len()).min(range.end);
+            if *start <= next && next < end {
+                into[next - range.start..end - range.start]
+                    .copy_from_slice(&values[next - start..end - start]);
+                next = end;
+            }
+        }
+        (next >= range.end).then_some(())
+    }
+
+    fn whole(&self) -> Option<Vec<f32>> {
+        let read: usize = self.read.iter().map(|part| part.values.len()).sum();
+        // Nothing is allocated for a length of which only some was read.
+        let mut values = vec![0.0; Some(self.len).filter(|len| read >= *len)?];
+        self.copy(&(0..self.len), &mut values).map(|()| values)
     }
 }
 
 impl PartsOfStates {
     pub(super) fn new(model: &ModelSpec) -> Self {
         let specs = model.tensors().into_iter().map(|spec| (spec.name.clone(), spec)).collect();
-        Self { specs, read: BTreeMap::new() }
+        Self { specs, read: BTreeMap::new(), done: BTreeSet::new() }
     }
 
     /// Takes a state that ranks with the share `width` have saved. Returns it if it is that of a whole tensor,
@@ -62,24 +85,23 @@ impl PartsOfStates {
             return Some(StoredState { name, values });
         };
         let len = self.specs.get(tensor)?.shape_of(width).iter().product();
-        if elements.end > len || elements.len() != values.len() {
-            return None;
-        }
         let key = (tensor_name(kind, tensor), width.rank());
-        let nothing = || ReadState { values: vec![0.0; len], parts: Parts::default(), width: width.clone() };
-        let read = self.read.entry(key.clone()).or_insert_with(nothing);
-        read.values[elements.clone()].copy_from_slice(&values);
-        read.parts.add(elements);
-        if !read.parts.has(&(0..len)) {
+        if elements.end > len || elements.len() != values.len() || self.done.contains(&key) {
             return None;
         }
-        self.read.remove(&key).map(|read| StoredState { name: key.0, values: read.values })
+        let nothing = || ReadState { parts: Parts { len, read: Vec::new() }, width: width.clone() };
+        let read = self.read.entry(key.clone()).or_insert_with(nothing);
+        read.parts.add(elements.start, values);
+        let values = read.parts.whole()?;
+        self.read.remove(&key);
+        self.done.insert(key.clone());
+        Some(StoredState { name: key.0, values })
     }
 
     /// Returns the states of which only some elements were read, of ranks with a share.
-    pub(super) fn finish(self, own: &AxisShare) -> impl Iterator<Item = (String, ReadState)> {
+    pub(super) fn finish(self, own: &AxisShare) -> impl Iterator<Item = (String, Parts)> {
         let read = self.read.into_iter().filter(move |(_, read)| read.width == *own);
-        read.map(|((name, _), read)| (name, read))
+        read.map(|((name, _), read)| (name, read.parts))
     }
 }
 
@@ -108,12 +130,16 @@ mod tests {
         assert!(parts.take(state("chain.m/none[0..1]", &[1.0]), &whole).is_none());
         let joined = parts.take(of(0..3), &whole).unwrap();
         assert_eq!((joined.name, joined.values), (format!("chain.m/{bias}"), vec![1.5; len]));
+        // The other stage with the tensor has the same.
         assert!(parts.take(of(2..5), &whole).is_none());
+        let other = state("chain.v/h.0.ln_1.bias[2..5]", &[1.0, 2.0, 3.0]);
+        assert!(parts.take(other, &whole).is_none());
         let left: Vec<_> = parts.finish(&whole).collect();
         let [(name, read)] = &left[..] else { panic!("{} are left", left.len()) };
-        assert_eq!(
-            (&**name, read.parts.has(&(2..5)), read.parts.has(&(1..3))),
-            (&*format!("chain.m/{bias}"), true, false)
-        );
+        let mut copied = [0.0; 2];
+        assert_eq!((&**name, read.len()), ("chain.v/h.0.ln_1.bias", len));
+        assert!(read.copy(&(3..5), &mut copied).is_some());
+        assert_eq!(copied.map(f32::to_bits), [2.0_f32, 3.0].map(f32::to_bits));
+        assert!(read.copy(&(1..3), &mut copied).is_none() && read.copy(&(4..6), &mut copied).is_none());
     }
 }

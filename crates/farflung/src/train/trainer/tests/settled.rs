@@ -114,6 +114,7 @@ fn stopped_before_the_gather(job: &Job, out: &std::path::Path, updated: &[bool])
             rank.executor.update_all(&rank.list, prepared).unwrap();
             rank.step += 1;
             rank.undecided.committed(vote.loss, vote.squares, vote.requests);
+            rank.undecided.unrecorded();
         } else {
             rank.undecided.voted();
         }
@@ -144,6 +145,8 @@ fn shards_that_a_stop_found_on_their_way_are_gathered_before_they_are_saved() {
                 assert_eq!((left.step, left.dropped, left.problem), (3, 0, None), "{stages} {updated:?}");
                 assert_eq!(&values, expected, "{stages} {updated:?}");
             }
+            let rows = metrics::read(&out.path().join("metrics.jsonl")).unwrap();
+            assert_eq!(rows.iter().map(|row| row.step).collect::<Vec<_>>(), [3], "{stages} {updated:?}");
         }
     }
 }
