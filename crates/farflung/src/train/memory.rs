@@ -152,6 +152,7 @@ fn of_rank(
         _ => model_bytes.saturating_sub(apart::alone(&apart) as u64 * F32),
     };
     let mut optimizer = begun - 2 * weights;
+    let activations = passed.saturating_sub(begun + versions);
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
     let slices = Division::of(plan).positions(at.tensor, &schedule.slices)?;
@@ -171,8 +172,10 @@ fn of_rank(
         messages += u64::try_from(bytes).unwrap_or(u64::MAX);
         if plan.divides_state() {
             let own: u64 = executor.parts.values().map(|part| part.chain.shard().len() as u64 * F32).sum();
-            messages += u64::try_from(sharing(averaged_bytes.into(), own.into(), holders, bucket))
-                .unwrap_or(u64::MAX);
+            let bytes = sharing(averaged_bytes.into(), own.into(), holders, bucket);
+            // The windows are sent when the activations are no more.
+            let windows = bytes.windows.saturating_sub(activations.into());
+            messages += u64::try_from(bytes.sums + windows).unwrap_or(u64::MAX);
         }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
@@ -185,7 +188,7 @@ fn of_rank(
         weights: Bytes(weights + versions),
         gradients: Bytes(weights),
         optimizer: Bytes(optimizer),
-        activations: Bytes(passed.saturating_sub(begun + versions)),
+        activations: Bytes(activations),
         operands: Bytes(operands),
         messages: Bytes(messages),
     })

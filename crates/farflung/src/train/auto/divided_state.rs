@@ -38,7 +38,7 @@ impl PlanRequest<'_> {
         };
         if held.iter().zip(0..).all(|(held, rank)| has(held, rank)) {
             all.push(Fitting { plan: equal, how: ", state divided" });
-        } else if let Some(zero_weights) = self.weights_by_memory(&equal, &held) {
+        } else if let Some(zero_weights) = self.weights_by_memory(&equal, &held)? {
             all.push(Fitting { plan: Plan { zero_weights, ..equal }, how: ", state divided by memory" });
         }
         Ok(all)
@@ -47,17 +47,26 @@ impl PlanRequest<'_> {
     /// Returns weights by the part of the state that the machines of each replica have memory for, where ranks
     /// hold this much with equal shares. `None` if one lacks memory for the rest, or all together for the
     /// state.
-    fn weights_by_memory(&self, plan: &Plan, held: &[StepMemory]) -> Option<Vec<u32>> {
-        let mut room = vec![1.0_f64; plan.replicas() as usize];
+    fn weights_by_memory(&self, plan: &Plan, held: &[StepMemory]) -> Result<Option<Vec<u32>>> {
+        let replicas = plan.replicas() as usize;
+        // What ranks hold while another replica has all of the state.
+        let without = |owner: usize| {
+            let zero_weights = (0..replicas).map(|replica| u32::from(replica == owner)).collect();
+            planned_memory(&Plan { zero_weights, ..plan.clone() }, self.model, self.cluster)
+        };
+        let without = [without(0)?, without(1)?];
+        let mut room = vec![1.0_f64; replicas];
         for (rank, held) in (0..).map(Rank).zip(held) {
             let Some(has) = self.memory(&plan.machines[rank.index()]) else { continue };
-            let left = has.0.checked_sub(held.total().0 - held.optimizer.0)? as f64;
-            let state = (held.optimizer.0 * u64::from(plan.replicas())).max(1) as f64;
-            let room = &mut room[plan.at(rank).data as usize];
-            *room = room.min(left / state);
+            let replica = plan.at(rank).data as usize;
+            let least = without[usize::from(replica == 0)][rank.index()].total();
+            let Some(left) = has.0.checked_sub(least.0) else { return Ok(None) };
+            let all = held.total().0.saturating_sub(least.0).max(1) as f64 * replicas as f64;
+            room[replica] = room[replica].min(left as f64 / all);
         }
         let weights: Vec<u32> = room.into_iter().map(|room| (WHOLE * room) as u32).collect();
-        (weights.iter().map(|&weight| f64::from(weight)).sum::<f64>() >= WHOLE).then_some(weights)
+        let all = weights.iter().map(|&weight| f64::from(weight)).sum::<f64>();
+        Ok((all >= WHOLE).then_some(weights))
     }
 
     /// Returns the memory of a machine of the file.

@@ -51,14 +51,23 @@ pub(in crate::train) fn averaging(
     AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }
 }
 
-/// Returns the bytes besides those of [`averaging`] for a part of `model` bytes that `holders` ranks have, of
-/// which the rank updates `own`: room for the sum of what it owns, the contributions that came before others,
-/// and the windows in which it sends what it has updated and gets the rest.
-pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: usize) -> u128 {
+/// Bytes of shards besides those of [`averaging`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::train) struct SharingBytes {
+    /// Room for the sum of what the rank owns, and the contributions that came before others.
+    pub(in crate::train) sums: u128,
+    /// The windows in which it sends what it has updated and gets the rest, after the passes of a step.
+    pub(in crate::train) windows: u128,
+}
+
+/// Returns the bytes for a part of `model` bytes that `holders` ranks have, of which the rank updates `own`.
+pub(in crate::train) fn sharing(model: u128, own: u128, holders: usize, bucket: usize) -> SharingBytes {
     let buckets = model.div_ceil((bucket as u128).max(1)).max(1);
     let of_bucket = usize::try_from(own / buckets / F32).unwrap_or(usize::MAX);
-    let waiting = waiting_at_owner(of_bucket) as u128 * F32 * buckets * holders.saturating_sub(1) as u128;
-    own + waiting + model.min(Shards::IN_FLIGHT as u128 * bucket as u128)
+    // Its own contribution and the next one do not wait.
+    let others = holders.saturating_sub(2) as u128;
+    let waiting = waiting_at_owner(of_bucket) as u128 * F32 * buckets * others;
+    SharingBytes { sums: own + waiting, windows: model.min(Shards::IN_FLIGHT as u128 * bucket as u128) }
 }
 
 #[cfg(test)]

@@ -264,10 +264,8 @@ impl RankGroup<'_> {
         let saved = self.averaging(&mut need, model, holders, here);
         if config.zero > 0 {
             let own = config.share_of_state(at.data as usize, replicas).of(model);
-            need.add(
-                MemoryPurpose::Averaging,
-                sharing(model, own, holders, (config.bucket_mb * 1e6) as usize),
-            );
+            let bytes = sharing(model, own, holders, (config.bucket_mb * 1e6) as usize);
+            need.add(MemoryPurpose::Averaging, bytes.sums.saturating_add(bytes.windows));
         }
         self.activations(&mut need, position, here);
 
