@@ -1,5 +1,7 @@
 //! What a run tells its user before the first step.
 
+use farflung_base::Bytes;
+
 use super::callbacks::RunObserver;
 use super::checkpoint::Resumed;
 use super::job::Job;
@@ -42,6 +44,21 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     )))
 }
 
+/// Returns a line with what replicas divide, and what a step sends for it.
+fn zero_note(job: &Job) -> String {
+    let plan = &job.plan;
+    let replicas = u64::from(plan.replicas());
+    let shares: Vec<String> = plan.shares_of_state().iter().map(ToString::to_string).collect();
+    let by = if plan.zero_weights.is_empty() { String::new() } else { format!(" as {}", shares.join(":")) };
+    // The last stage has a tied token table, too.
+    let table = if plan.stages() > 1 { job.model.shared_table_bytes() } else { 0 };
+    let sent = Bytes((replicas - 1) * (4 * job.model.parameters() + table));
+    format!(
+        "{replicas} replicas divide the optimizer's state{by}: once a step, all ranks together send {sent} of \
+         gradients to those that update them, and as much of weights back"
+    )
+}
+
 /// Shows the facts that are known before the first step.
 pub(super) fn announce(
     job: &Job,
@@ -74,6 +91,9 @@ pub(super) fn announce(
     }
     if let Some(note) = note(trainer, job)? {
         watch.note(&note);
+    }
+    if job.plan.divides_state() {
+        watch.note(&zero_note(job));
     }
     watch.begin(trainer.steps_done(), job.config.steps);
     if trainer.steps_done() > 0 && resumed.is_some() {

@@ -186,6 +186,8 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
     ] {
         refused(&train(&run, &format!("{args} --out no")), reason);
     }
+    let told = stderr(&train(&run, "--workers 3 --zero 1 --zero-weights 3,1,0 --out told"));
+    assert!(told.contains("3 replicas divide the optimizer's state as 3:1:0: once a step"), "{told}");
     let host = output(&run, "host --model config.json --zero 1 --data text.txt --out no");
     refused(&host, "would take its shard of the optimizer's state with it");
 }
