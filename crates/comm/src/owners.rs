@@ -16,9 +16,8 @@ const CHUNK: usize = 1 << 16;
 const IN_FLIGHT: usize = 8;
 
 /// Returns the exchange in which each rank sends the part of each owner to it, which adds them up in rank
-/// order. Rank
-/// `r` owns the `r`-th `counts[r]` elements; behind those of all is room for what the rank itself owns, where
-/// its sum is in the end. Parts are sent in chunks.
+/// order. Rank `r` owns the `r`-th `counts[r]` elements; behind those of all is room for what the rank itself
+/// owns, where its sum is in the end. Parts are sent in chunks.
 ///
 /// # Panics
 /// If `counts` has no such rank.

@@ -390,7 +390,8 @@ pub enum Error {
     },
     /// A rank's checkpoint is lost, and no other rank holds the same parts of the model.
     #[error(
-        "the folder of rank {} has no good checkpoint of step {step}, and no other rank holds the same part of the model and of the optimizer's state",
+        "the folder of rank {} has no good checkpoint of step {step}, and no other rank holds the same \
+         part of the model and of the optimizer's state",
         rank.0
     )]
     NoCopy {

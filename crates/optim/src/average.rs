@@ -165,7 +165,7 @@ impl Average {
                 return Err(OptimError::Setting { transform, field, value: 0.0, expected });
             }
         }
-        config.check_shards(&comm, layout)?;
+        config.check_shards(&comm, device, layout)?;
         let (slots, buckets) = config.cut(layout);
         let mut average = Self {
             density: DensityWarmup::new(&config.codec, config.density_warmup),

@@ -83,7 +83,7 @@ impl Total {
     }
 
     fn get(&self) -> f64 {
-        // Of an infinite sum, what was lost is not a number.
+        // If the sum is infinite, `lost` is NaN.
         if self.sum.is_finite() { self.sum + self.lost } else { self.sum }
     }
 }

@@ -10,8 +10,8 @@ fn value(rank: usize, i: usize) -> f32 {
     ((rank * 7919 + i * 104_729) % 1013) as f32 / 997.0 + 1e-3 * rank as f32
 }
 
-/// Sums are those of rank order, bit for bit, whoever gets an element and over every transport; owners of
-/// nothing take part.
+/// Elements are added in rank order, whichever rank owns them and over every transport: no bit differs. Ranks
+/// that own nothing take part too.
 #[test]
 fn sums_do_not_depend_on_who_owns_what() {
     let len = 70_001;

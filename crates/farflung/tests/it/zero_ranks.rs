@@ -65,7 +65,7 @@ fn shards_work_with_every_schedule_that_ends_a_step_at_once() {
     }
 }
 
-/// With more replicas, sums are added in rank order whoever gets them.
+/// Gradients of many replicas are added in rank order, whichever of them owns a shard.
 #[test]
 fn any_shards_of_many_replicas_have_the_same_bits() {
     let run = llama();

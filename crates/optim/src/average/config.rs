@@ -6,12 +6,11 @@ use farflung_base::Algorithm;
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout};
 
-use crate::OptimError;
-
 use super::bucket::{Bucket, Slot, cut};
 use super::bucket_protocols::BucketProtocols;
 use super::coding::Coding;
 use super::shards::Shards;
+use crate::OptimError;
 
 /// Configuration of averages.
 #[derive(Debug, Clone)]
@@ -69,7 +68,12 @@ impl Default for AverageConfig {
 }
 
 impl AverageConfig {
-    pub(super) fn check_shards(&self, comm: &Communicator, layout: &ParamLayout) -> Result<(), OptimError> {
+    pub(super) fn check_shards(
+        &self,
+        comm: &Communicator,
+        device: &Device,
+        layout: &ParamLayout,
+    ) -> Result<(), OptimError> {
         let Some(shards) = &self.shards else { return Ok(()) };
         let refuse = |value: usize, expected| {
             let (transform, field, value) = ("average", "shards", value as f64);
@@ -81,7 +85,7 @@ impl AverageConfig {
         if shards.whole() != layout.len() {
             return refuse(shards.whole(), "the elements of the layout, padding included");
         }
-        let plain = self.codec.streams(&Device::cpu(1)?)?.is_none() && self.codec.protocols().is_none();
+        let plain = self.codec.streams(device)?.is_none() && self.codec.protocols().is_none();
         if plain { Ok(()) } else { refuse(shards.ranks(), "none with a codec of averages") }
     }
 

@@ -5,6 +5,7 @@ use farflung_parallel::{Level, Plan};
 
 use super::candidate::rank_memory;
 use super::plan_request::PlanRequest;
+use super::ranking::too_small;
 use crate::Result;
 use crate::train::memory::{StepMemory, planned_memory};
 
@@ -26,17 +27,17 @@ impl PlanRequest<'_> {
         if self.fits(plan, 1) {
             all.push(Fitting { plan: plan.clone(), how: "" });
         }
+        if self.fits(plan, 2) {
+            return Ok(all);
+        }
         let mut equal = Plan { zero: 1, ..plan.clone() };
         // Gradients go to their owners, whatever the algorithm: one plan for all.
         equal.levels.iter_mut().for_each(|level| level.algorithm = Level::unless_told(&level.codec));
-        if self.fits(plan, 2) || equal.check().is_err() {
+        if equal.check().is_err() {
             return Ok(all);
         }
         let held = planned_memory(&equal, self.model, self.cluster)?;
-        let has = |held: &StepMemory, rank: usize| {
-            self.memory(&equal.machines[rank]).is_none_or(|has| held.total() <= has)
-        };
-        if held.iter().zip(0..).all(|(held, rank)| has(held, rank)) {
+        if too_small(&equal, &held, self.cluster).is_none() {
             all.push(Fitting { plan: equal, how: ", state divided" });
         } else if let Some(zero_weights) = self.weights_by_memory(&equal, &held)? {
             all.push(Fitting { plan: Plan { zero_weights, ..equal }, how: ", state divided by memory" });

@@ -182,7 +182,7 @@ fn different(drafts: Vec<Draft>, model: &ModelSpec, cluster: &Cluster) -> Result
 }
 
 /// Returns the machine of a plan that lacks the most memory.
-fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<ParallelError> {
+pub(super) fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<ParallelError> {
     let names = cluster.rank_names();
     let memory = |name: &str| names.iter().zip(cluster.ranks()).find(|(known, _)| *known == name)?.1.memory;
     plan.machines

@@ -240,7 +240,7 @@ fn build_part(
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
     let shards = zero::shards(&job.plan, model.layout())?;
-    let shard = zero::own_shard(&job.plan, model.layout(), at)?;
+    let shard = shards.as_ref().map_or(0..model.layout().len(), |shards| shards.of(replica as usize));
     let every = job.plan.outermost().every.into();
     let chain = chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
     let sync = match holders.all {

@@ -211,10 +211,10 @@ impl Trainer {
     /// of this rank's parts, they stay as they are, and cannot be saved. A collective.
     fn gather_shards(&mut self, plan: &Plan) -> Result<()> {
         let Executor { comm, parts, placement, .. } = &mut self.executor;
-        let mut stale = [u64::from(parts.values().any(|part| part.stale))];
         if !plan.divides_state() {
             return Ok(());
         }
+        let mut stale = [u64::from(parts.values().any(|part| part.stale))];
         comm.all_reduce(&mut stale, ReduceOp::Max)?;
         if stale == [0] {
             return Ok(());
