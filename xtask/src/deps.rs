@@ -22,7 +22,7 @@ Checked for normal and build dependencies, including optional ones:
 The files of a library may not have a dependency cycle: what both need goes into a file below them. A module
 may use the files of its own folder, and error.rs the values that errors carry.
 A dev-dependency may be any crate of a lower layer:
-  base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
+  base, store; base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
 
 Examples:
   cargo xtask deps
@@ -41,6 +41,7 @@ const ALLOWED_DEPENDENCIES: &[AllowedDependencies] = &[
     AllowedDependencies { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
     AllowedDependencies { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
     AllowedDependencies { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
+    AllowedDependencies { from: "farflung-store", layer: 0, to: &[] },
     // Depending on `base` is harmless: the other dependencies use its ids and units in their APIs already.
     AllowedDependencies {
         from: "farflung-optim",
@@ -62,6 +63,7 @@ const ALLOWED_DEPENDENCIES: &[AllowedDependencies] = &[
             "farflung-parallel",
             "farflung-compress",
             "farflung-optim",
+            "farflung-store",
             "farflung-zoo",
         ],
     },
