@@ -8,13 +8,21 @@ use crate::{Error, Result};
 ///
 /// Errors: [`Error::NotFinite`] with the tensor's name and the first element that is not finite.
 pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
+    check_from(tensor, 0, values)
+}
+
+/// Checks a part of a tensor, which begins with its element `first`.
+///
+/// Errors: as [`check`].
+pub fn check_from(tensor: &str, first: usize, values: &[f32]) -> Result<()> {
     if farflung_optim::all_finite(values) {
         return Ok(());
     }
     match values.iter().position(|x| !x.is_finite()) {
         None => Ok(()),
         Some(index) => {
-            Err(Error::NotFinite { tensor: tensor.to_owned(), index, value: values[index].to_string() })
+            let value = values[index].to_string();
+            Err(Error::NotFinite { tensor: tensor.to_owned(), index: first + index, value })
         }
     }
 }

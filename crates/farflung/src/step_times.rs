@@ -25,10 +25,30 @@ pub struct StepTimes {
     /// Part of `took_s`: waiting for averages, votes and exchanges between replicas, including the wait for
     /// slower ranks.
     pub communicate_s: f64,
+    /// Part of the time that is neither waiting nor communication: updates whose optimizer has its state on
+    /// disk, and the wait for earlier ones to reach it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub disk_s: f64,
+    /// Bytes of that state that this rank has read, since its process began.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub disk_read: u64,
+    /// Bytes that it has written.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub disk_written: u64,
     /// Bytes sent by this rank since the run's first step.
     pub bytes_sent: u64,
     /// Whether all replicas had the same parameters at the step's end.
     pub met: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+const fn is_zero(seconds: &f64) -> bool {
+    *seconds == 0.0
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+const fn is_none(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 impl StepTimes {
@@ -40,11 +60,12 @@ impl StepTimes {
 
     /// Returns the times of a step, with the other fields at their defaults.
     pub(crate) fn of(spent: Spent) -> Self {
-        let Spent { took, wait, communicate } = spent;
+        let Spent { took, wait, communicate, disk } = spent;
         Self {
             took_s: took.as_secs_f64(),
             wait_s: wait.as_secs_f64(),
             communicate_s: communicate.as_secs_f64(),
+            disk_s: disk.as_secs_f64(),
             ..Self::default()
         }
     }

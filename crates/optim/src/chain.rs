@@ -1,23 +1,27 @@
 //! A chain of transforms, fused: one pass over memory for the norm, and for the update one pass where all links
 //! fit into it.
 
-mod contribution;
 mod accumulated;
+mod commit;
+mod contribution;
 mod pass;
 mod shard;
+mod stored;
 
 use std::fmt;
 use std::ops::Range;
 
-use farflung_tensor::{Device, Op, Param, ParamLayout, Program, Tensor, ViewMut};
+use farflung_tensor::{Device, Op, Param, ParamLayout, Program, Tensor};
 
 use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
-use crate::per_tensor::{Tensors, factor};
-use crate::transform::{StateKind, StepInfo, SyncSchedule, Transform};
+use crate::per_tensor::factor;
+use crate::transform::{StateKind, SyncSchedule, Transform};
 pub use accumulated::AccumulatedUpdate;
-use pass::{Class, Numbered, Pass, PassPosition, classify, close, passes};
+use pass::{Class, Numbered, classify, close, passes};
+pub use stored::StateStore;
+use stored::StoredStates;
 
 /// Predicate that tells whether a link applies to a parameter.
 type Select = Box<dyn Fn(&Param) -> bool + Send>;
@@ -41,6 +45,14 @@ impl fmt::Debug for Link {
         let some = if matches!(self.applies_to, AppliesTo::All) { "" } else { " for some parameters" };
         write!(f, "{:?}{some}", self.transform)
     }
+}
+
+/// The state buffers of links, and what each link uses.
+struct NumberedLinks {
+    names: Vec<String>,
+    kinds: Vec<StateKind>,
+    /// Indices of each link's first scalar and first state.
+    numbers: Vec<(u16, usize)>,
 }
 
 /// Links in order, not yet bound to a device and a layout.
@@ -127,25 +139,24 @@ impl ChainBuilder {
         layout: &ParamLayout,
         shard: Range<usize>,
     ) -> Result<Chain, OptimError> {
-        self.check()?;
         self.check_shard(layout, &shard)?;
-        let mut named: Vec<(String, Tensor)> = Vec::new();
-        let mut kinds = Vec::new();
-        let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
-        for (i, Link { transform: link, applies_to: is_for }) in self.links.iter().enumerate() {
-            // The states of a second link of the same name are numbered: `trace2.momentum`.
-            let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
-            let number = if before == 0 { String::new() } else { (before + 1).to_string() };
-            begun = if matches!(is_for, AppliesTo::Others) { begun } else { named.len() };
-            numbers.push((scalars, begun));
-            scalars += link.scalar_count();
-            for (i, state) in link.states().iter().enumerate().skip(named.len() - begun) {
-                named.push((format!("{}{number}.{state}", link.name()), device.zeros(shard.len())?));
-                kinds.push(link.state_kind(i));
-            }
-        }
+        self.bind(device, layout, shard, None)
+    }
+
+    /// Binds the chain to a range of a layout's flat buffers. `stored` says where its states are, unless they
+    /// are in the device's memory.
+    fn bind(
+        self,
+        device: &Device,
+        layout: &ParamLayout,
+        shard: Range<usize>,
+        stored: Option<StoredStates>,
+    ) -> Result<Chain, OptimError> {
+        self.check()?;
+        let named = self.numbered();
+        let numbers = &named.numbers;
         let passes_of = |selected: &[bool], group: ParamGroup| {
-            let all = self.links.iter().zip(&numbers).enumerate().filter(|(i, _)| selected[*i]);
+            let all = self.links.iter().zip(numbers).enumerate().filter(|(i, _)| selected[*i]);
             let all: Vec<_> = all
                 .map(|(index, (link, &(scalars, states)))| Numbered {
                     index,
@@ -172,24 +183,57 @@ impl ChainBuilder {
             last = Some(classify(&mut classes, last, group, (passes, gathered), param));
         }
         close(&mut classes, last, layout);
+        let pieces = stored.as_ref().map_or_else(|| vec![shard.clone()], |stored| stored.pieces.clone());
         for class in &mut classes {
-            class.cut(&shard);
+            class.cut(&pieces);
         }
         let several = classes.iter().any(|class| class.passes.len() > 1);
-        let update = several.then(|| device.zeros(shard.len())).transpose()?;
+        let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let update = several.then(|| device.zeros(longest)).transpose()?;
+        let here = if stored.is_some() { 0 } else { named.names.len() };
+        let states = (0..here).map(|_| device.zeros(shard.len())).collect::<Result<_, _>>()?;
+        let first_states = named.numbers.iter().map(|&(_, states)| states).collect();
         Ok(Chain {
             links: self.links.into_iter().map(|link| link.transform).collect(),
             classes,
+            pieces,
             contribution: contribution::program()?,
-            states: named,
-            kinds,
-            first_states: numbers.into_iter().map(|(_, states)| states).collect(),
+            names: named.names,
+            states,
+            store: stored.map(|stored| stored.store),
+            kinds: named.kinds,
+            first_states,
             update,
             factor: factor()?,
             step: 0,
             shard,
             scalars: Vec::new(),
         })
+    }
+
+    /// Returns the names of the state buffers, and which of them and of the scalars each link uses.
+    fn numbered(&self) -> NumberedLinks {
+        let mut all = NumberedLinks { names: Vec::new(), kinds: Vec::new(), numbers: Vec::new() };
+        let (mut scalars, mut begun) = (0, 0);
+        for (i, Link { transform: link, applies_to: is_for }) in self.links.iter().enumerate() {
+            // The states of a second link of the same name are numbered: `trace2.momentum`.
+            let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
+            let number = if before == 0 { String::new() } else { (before + 1).to_string() };
+            begun = if matches!(is_for, AppliesTo::Others) { begun } else { all.names.len() };
+            all.numbers.push((scalars, begun));
+            scalars += link.scalar_count();
+            for (i, state) in link.states().iter().enumerate().skip(all.names.len() - begun) {
+                all.names.push(format!("{}{number}.{state}", link.name()));
+                all.kinds.push(link.state_kind(i));
+            }
+        }
+        all
+    }
+
+    /// Returns the names of the chain's state buffers, in the order of [`Chain::states`].
+    #[must_use]
+    pub fn state_names(&self) -> Vec<String> {
+        self.numbered().names
     }
 
     /// Checks the settings and the position of each link.
@@ -217,14 +261,21 @@ impl ChainBuilder {
 pub struct Chain {
     links: Vec<Box<dyn Transform>>,
     classes: Vec<Class>,
+    /// Ranges of the flat buffers that are updated one after another: the whole shard, unless states are in
+    /// `store`.
+    pieces: Vec<Range<usize>>,
     /// Program that computes, from a state and the gradient, the values that replicas average.
     contribution: Program,
-    states: Vec<(String, Tensor)>,
+    /// Names of the state buffers.
+    names: Vec<String>,
+    /// The state buffers; none if they are in `store`.
+    states: Vec<Tensor>,
+    store: Option<Box<dyn StateStore>>,
     /// Kind of each state buffer.
     kinds: Vec<StateKind>,
     /// Index of each link's first state buffer.
     first_states: Vec<usize>,
-    /// Update between two passes; `None` if no class of parameters has several passes.
+    /// Update of a piece between two passes; `None` if no class of parameters has several passes.
     update: Option<Tensor>,
     /// Program that multiplies a tensor's update by a factor.
     factor: Program,
@@ -313,7 +364,8 @@ impl Chain {
                 let Some(scale) = contribution.scale else {
                     return buffers.blend(&self.contribution, contribution, range, 1.0);
                 };
-                let tensors = self.classes.iter().flat_map(|class| &class.tensors);
+                let tensors =
+                    self.classes.iter().flat_map(|class| &class.parts).flat_map(|part| &part.tensors);
                 for tensor in tensors.filter(|tensor| range.contains(&tensor.start)) {
                     let number = buffers.number(scale, tensor.start)?;
                     buffers.blend(&self.contribution, contribution, tensor.range(), number)?;
@@ -334,62 +386,10 @@ impl Chain {
         Prepared::with_norm(global_norm(grads)?)
     }
 
-    /// Takes the step in place. If all links fit into one pass, it goes over parameters, gradients and state
-    /// once.
-    pub fn commit(
-        &mut self,
-        params: &mut Tensor,
-        grads: &Tensor,
-        prepared: Prepared,
-    ) -> Result<(), OptimError> {
-        for class in &self.classes {
-            let info = StepInfo { step: self.step, norm: prepared.norm, lr: class.group.lr };
-            self.scalars.clear();
-            for link in &self.links {
-                link.scalars(info, &mut self.scalars);
-            }
-            for pass in &class.passes {
-                match pass {
-                    Pass::PerTensor(link) => {
-                        let update = self.update.as_mut().expect(IN_MEMORY);
-                        let own = self.first_states[*link]..;
-                        let count = self.links[*link].states().len();
-                        let tensors = &mut Tensors {
-                            list: &class.tensors,
-                            first: self.shard.start,
-                            params,
-                            update,
-                            factor: &self.factor,
-                            states: &mut self.states[own][..count],
-                            step: self.step,
-                            decay: class.group.decay,
-                        };
-                        self.links[*link].per_tensor().map_or(Ok(()), |link| link.rewrite(tensors))?;
-                    }
-                    Pass::Fused { program, place, states } => {
-                        let mut buffers = Buffers {
-                            params: &mut *params,
-                            grads,
-                            update: self.update.as_mut(),
-                            states: &mut self.states,
-                            first: self.shard.start,
-                        };
-                        for range in &class.ranges {
-                            let (start, len) = (range.start, range.len());
-                            buffers.run(program, &self.scalars, *place, states, start, len)?;
-                        }
-                    }
-                }
-            }
-        }
-        self.step += 1;
-        Ok(())
-    }
-
     /// Undoes what the last committed step did to the chain's own state; the caller restores the parameters.
     /// `states` are copies of the states before that step, in the order of [`Chain::states`].
     pub(crate) fn take_back(&mut self, states: Vec<Tensor>) {
-        for ((_, state), before) in self.states.iter_mut().zip(states) {
+        for (state, before) in self.states.iter_mut().zip(states) {
             *state = before;
         }
         self.step -= 1;
@@ -402,19 +402,25 @@ impl Chain {
         self.shard.clone()
     }
 
-    /// Returns the state buffers with their names; each has the length of [`Chain::shard`].
+    /// Returns the names of the state buffers.
+    pub fn state_names(&self) -> impl Iterator<Item = &str> {
+        self.names.iter().map(String::as_str)
+    }
+
+    /// Returns the state buffers with their names; each has the length of [`Chain::shard`]. None, if a
+    /// [`StateStore`] has them.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.states.iter().map(|(name, t)| (name.as_str(), t))
+        self.state_names().zip(&self.states)
     }
 
     /// Returns the state buffers with their kinds, in the order of [`Chain::states`].
     pub fn kinds(&self) -> impl Iterator<Item = (StateKind, &Tensor)> {
-        self.kinds.iter().copied().zip(self.states.iter().map(|(_, state)| state))
+        self.kinds.iter().copied().zip(&self.states)
     }
 
     /// Returns the state buffers with their kinds for writing, so that a mean over replicas can replace them.
     pub fn kinds_mut(&mut self) -> impl Iterator<Item = (StateKind, &mut Tensor)> {
-        self.kinds.iter().copied().zip(self.states.iter_mut().map(|(_, state)| state))
+        self.kinds.iter().copied().zip(&mut self.states)
     }
 
     /// Returns the number of buffers of the shard's length that are used only during a step.
@@ -423,7 +429,8 @@ impl Chain {
         self.update.is_some() as usize
     }
 
-    /// Restores the step counter and all state buffers; `get` returns each buffer by its name.
+    /// Restores the step counter and all state buffers, which are in memory; `get` returns each buffer by its
+    /// name.
     ///
     /// Errors: [`OptimError::State`] if a buffer is missing or has another length; nothing has changed then.
     pub fn restore<'a>(
@@ -432,7 +439,7 @@ impl Chain {
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         let mut found = Vec::with_capacity(self.states.len());
-        for (name, _) in &self.states {
+        for name in &self.names {
             let values = get(name).filter(|v| v.len() == self.shard.len());
             let len = get(name).map_or(0, <[f32]>::len);
             found.push(values.ok_or_else(|| OptimError::State {
@@ -441,7 +448,7 @@ impl Chain {
                 expected: self.shard.len(),
             })?);
         }
-        for ((_, state), values) in self.states.iter_mut().zip(found) {
+        for (state, values) in self.states.iter_mut().zip(found) {
             state.write(values)?;
         }
         self.step = step;
@@ -449,71 +456,9 @@ impl Chain {
     }
 }
 
-/// Reason why the update buffer exists, for `expect`.
-const IN_MEMORY: &str = "a chain with several passes has a buffer for the update";
-
-/// The flat buffers of a step.
-struct Buffers<'a> {
-    params: &'a mut Tensor,
-    grads: &'a Tensor,
-    update: Option<&'a mut Tensor>,
-    states: &'a mut [(String, Tensor)],
-    /// Index in the flat buffers of the first element of `update` and `states`.
-    first: usize,
-}
-
-impl Buffers<'_> {
-    /// Runs a fused pass over a range of the flat buffers.
-    fn run(
-        &mut self,
-        program: &Program,
-        scalars: &[f32],
-        place: PassPosition,
-        states: &[usize],
-        start: usize,
-        len: usize,
-    ) -> Result<(), OptimError> {
-        let device = self.grads.device();
-        let scalars = &scalars[..program.scalars()];
-        let grads = self.grads.view().part(start, len)?;
-        let own = start - self.first;
-        let (reads, first) = match (place.first, place.last) {
-            (true, true) => ([grads, grads], self.params.view_mut().part(start, len)?),
-            (true, false) => {
-                let update = self.update.as_mut().expect(IN_MEMORY);
-                ([grads, self.params.view().part(start, len)?], update.view_mut().part(own, len)?)
-            }
-            (false, true) => {
-                let update = self.update.as_ref().expect(IN_MEMORY).view().part(own, len)?;
-                ([update, update], self.params.view_mut().part(start, len)?)
-            }
-            (false, false) => {
-                let params = self.params.view().part(start, len)?;
-                let update = self.update.as_mut().expect(IN_MEMORY);
-                ([params, params], update.view_mut().part(own, len)?)
-            }
-        };
-        let reads = &reads[..program.reads()];
-        let picked = self.states.iter_mut().enumerate().filter(|(i, _)| states.contains(i));
-        let mut picked = picked.map(|(_, (_, state))| state.view_mut().part(own, len));
-        let mut next = || -> Result<ViewMut<'_>, OptimError> {
-            Ok(picked.next().expect("a program has as many states as its links")?)
-        };
-        match program.writes() {
-            1 => device.run(Op::Map { program, scalars, reads, writes: &mut [first] })?,
-            2 => device.run(Op::Map { program, scalars, reads, writes: &mut [first, next()?] })?,
-            3 => device.run(Op::Map { program, scalars, reads, writes: &mut [first, next()?, next()?] })?,
-            _ => {
-                let writes = &mut [first, next()?, next()?, next()?];
-                device.run(Op::Map { program, scalars, reads, writes })?;
-            }
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::pass::Pass;
     use super::*;
     use crate::transform::{add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule};
     use crate::{LrSchedule, diloco_outer};
@@ -529,7 +474,7 @@ mod tests {
             .then(scale_by_adam(0.9, 0.95, 1e-8))
             .then(add_decayed_weights(0.1))
             .then(scale_by_schedule(LrSchedule::constant(0.01)));
-        for (builder, parts, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
+        for (builder, count, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
             let mut chain = builder.build(&cpu, &layout).unwrap();
             // Each class has one program, which reads one buffer (the gradient) and stores the parameters and
             // each state once.
@@ -548,10 +493,11 @@ mod tests {
             }
             // AdamW's weight decay splits the layout into ranges of matrices and of vectors. Together the
             // ranges cover the layout.
-            let ranges: Vec<_> = chain.classes.iter().flat_map(|class| class.ranges.clone()).collect();
-            assert_eq!(ranges.len(), parts);
+            let parts = chain.classes.iter().flat_map(|class| &class.parts);
+            let ranges: Vec<_> = parts.flat_map(|part| part.ranges.clone()).collect();
+            assert_eq!(ranges.len(), count);
             assert!(ranges.windows(2).all(|p| p[0].end == p[1].start));
-            assert_eq!((ranges[0].start, ranges[parts - 1].end), (0, layout.len()));
+            assert_eq!((ranges[0].start, ranges[count - 1].end), (0, layout.len()));
             let values = |f: fn(usize) -> f32| {
                 let mut values = vec![0.0; layout.len()];
                 for i in layout.params().iter().flat_map(Param::range) {

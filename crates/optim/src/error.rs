@@ -52,6 +52,9 @@ pub enum OptimError {
         /// Number of elements expected.
         expected: usize,
     },
+    /// A [`StateStore`](crate::StateStore) failed. The step was taken by some parameters only.
+    #[error(transparent)]
+    Store(Box<dyn std::error::Error + Send + Sync>),
     /// A parameter did not become ready as a whole and exactly once in a round of averaging.
     #[cfg(feature = "sync")]
     #[error("average: parameter `{parameter}` was {problem}")]

@@ -24,7 +24,7 @@ pub mod device_codec;
 pub mod sync;
 
 // For all users: optimizers and chains, schedules, groups, norms, loss scales and errors.
-pub use chain::{Chain, ChainBuilder, Prepared};
+pub use chain::{Chain, ChainBuilder, Prepared, StateStore};
 pub use error::OptimError;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};
 pub use local::{

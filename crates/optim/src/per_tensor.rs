@@ -32,8 +32,8 @@ pub struct Tensors<'a> {
     pub(crate) params: &'a Tensor,
     pub(crate) update: &'a mut Tensor,
     pub(crate) factor: &'a Program,
-    /// State buffers of the link, with their names.
-    pub(crate) states: &'a mut [(String, Tensor)],
+    /// State buffers of the link.
+    pub(crate) states: &'a mut [Tensor],
     /// The step, counted from 0.
     pub(crate) step: u64,
     /// Weight decay of the tensors' group; `None` means the optimizer's own.
@@ -113,7 +113,7 @@ impl Tensors<'_> {
     /// If the link has no state of this number.
     pub fn state_mut(&mut self, number: usize, i: usize) -> Result<ViewMut<'_>, OptimError> {
         let Param { start, shape, .. } = self.list[i];
-        Ok(self.states[number].1.view_mut().part(start, shape)?)
+        Ok(self.states[number].view_mut().part(start, shape)?)
     }
 
     /// Returns the l2 norm of each tensor's parameters.

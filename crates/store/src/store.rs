@@ -244,6 +244,17 @@ impl Store {
         self.flush()
     }
 
+    /// Forgets all generations but one, or all: for work that goes on from an older one, or from elsewhere.
+    ///
+    /// Errors: a file that cannot be written.
+    pub fn keep_only(&self, generation: Option<u64>) -> Result<(), StoreError> {
+        for slot in (0..2).filter(|slot| generation.is_none_or(|kept| kept % 2 != *slot)) {
+            let empty = blocks(self.layout.record_slot());
+            self.write_at(bytes_of(&empty), self.layout.record_at(slot))?;
+        }
+        self.flush()
+    }
+
     /// Checks that a record has room.
     pub(crate) fn check_record(&self, record: &[u8]) -> Result<(), StoreError> {
         let (found, most) = (record.len(), self.layout.record_bytes());

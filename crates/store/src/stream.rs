@@ -44,6 +44,8 @@ struct Open {
 struct Cycle {
     /// The generation to read. `None`: there is none, and arrays are zeros.
     from: Option<u64>,
+    /// Whether the stream wrote that generation itself, of which the writer may still have pieces.
+    is_own: bool,
 }
 
 /// Work of the writer.
@@ -160,7 +162,7 @@ impl<B: Arrays> Stream<B> {
         assert!(self.newest.is_none_or(|newest| newest + 1 == next), "generations follow each other");
         self.cycle = Some(Open { next, taken: 0, given: 0 });
         // A reader that has ended has failed, which `take` reports.
-        let _ = self.reads.send(Cycle { from: self.newest });
+        let _ = self.reads.send(Cycle { from: self.newest, is_own: self.committing.is_some() });
     }
 
     /// Returns the next piece: its first arrays hold the newest generation's values, or zeros if there is none.
@@ -261,12 +263,10 @@ fn read_cycles<B: Arrays>(
     fill: &Sender<B>,
     reads: usize,
 ) {
-    while let Ok(Cycle { from }) = cycles.recv() {
+    while let Ok(Cycle { from, is_own }) = cycles.recv() {
         for piece in 0..store.layout().pieces() {
             // A piece of a generation that is still being written can be read once it is written itself.
-            let is_there = |progress: &Progress| {
-                progress.written.is_none_or(|written| Some(written) > from.map(|from| (from, piece)))
-            };
+            let is_there = |progress: &Progress| !is_own || progress.written > from.map(|from| (from, piece));
             let ended = {
                 let progress = shared.wait(is_there);
                 progress.failed || progress.closed

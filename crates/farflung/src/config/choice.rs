@@ -155,6 +155,15 @@ choice!(
     }
 );
 choice!(
+    /// Place in which a rank's optimizer keeps its state between updates.
+    StatePlace {
+        /// In the memory of the rank's device.
+        Device = "device",
+        /// In a file, from which each update reads it.
+        Disk = "disk",
+    }
+);
+choice!(
     /// The workers that run the servers of asynchronous methods.
     ServersKind {
         /// Each worker serves its part of the model.

@@ -56,7 +56,7 @@ use farflung_zoo::{Objective, Sharding};
 use crate::Result;
 use choice::{
     BalanceKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume,
-    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
+    SamplingKind, ServersKind, StatePlace, StoreKind, SyncKind, TokenizerKind, TransportKind,
 };
 use given::Given;
 use local_steps::LocalStepsKind;
@@ -425,6 +425,12 @@ settings! {
         /// Share of the state of each replica, such as 3,1, for example by their memory; 0 for one that keeps
         /// none. Default: equal shares.
         @zero_weights: Weights, "N,N";
+        /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update
+        /// reads it, and to which it writes it back with the weights, so that a run that is killed continues
+        /// from its last step. docs/state-on-disk.md.
+        state: StatePlace, "WHERE", StatePlace::Device => "each rank keeps its own state";
+        /// Folder of the state on disk; each rank has its own in it. Default: the run's folder.
+        state_dir: PathBuf, "PATH" => "each machine has its own disks";
         /// Number of ranks along each axis, such as data=2,pipeline=2,tensor=2: another way to give --workers,
         /// --stages and --tensor.
         @mesh: Mesh, "AXIS=N,AXIS=N";
@@ -519,6 +525,9 @@ settings! {
         /// Steps between checkpoints; 0 saves only at the end and on a signal. One for which the disk has no
         /// room is left out, with a warning.
         checkpoint_every: u64, "STEPS", 0u64;
+        /// Whether the end of the run is saved. With false, the last state on disk (--state disk) is what is
+        /// left of the run.
+        save_end: bool, "BOOL", true;
         /// Number of checkpoints to keep; 0 keeps all. With 1, two are kept, because a rank may fail while it
         /// writes the newest. The oldest is deleted after the newest is written.
         keep_last: usize, "N", 2usize => "each rank has its own checkpoints";

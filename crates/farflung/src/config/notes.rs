@@ -11,7 +11,9 @@ use farflung_tensor::Precision;
 use farflung_zoo::ModelSpec;
 
 use super::TrainConfig;
-use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TokenizerKind, TransportKind};
+use super::choice::{
+    LrScheduleKind, OptimizerKind, Resume, StatePlace, SyncKind, TokenizerKind, TransportKind,
+};
 use super::local_steps::LocalStepsKind;
 use crate::transports::{IROH, MEMORY, MPI, MPI_NATIVE, SHARED_MEMORY};
 
@@ -243,6 +245,7 @@ impl TrainConfig {
             "all-gather is only for values that a codec packs; a ring is used instead",
         );
         self.note_zero(notes);
+        self.note_state(notes);
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.note_without_effect(!each_step, &["overlap"], &after);
     }
@@ -258,6 +261,17 @@ impl TrainConfig {
             &["algorithm"],
             "with `zero`, each gradient goes to the rank that updates it, which adds all up in rank order",
         );
+    }
+
+    fn note_state(&self, notes: &mut Notes<'_>) {
+        notes.note_without_effect(
+            self.state == StatePlace::Device,
+            &["state-dir"],
+            "`state` is device, and the optimizer's state is in memory",
+        );
+        notes.note_if(!self.save_end && self.state == StatePlace::Device, || {
+            "`save-end` is false and `state` is device: the end of the run is not saved".to_owned()
+        });
     }
 
     fn note_nothing_averaged(&self, world: usize, notes: &mut Notes<'_>) {
@@ -422,7 +436,11 @@ impl TrainConfig {
     fn note_ends(&self, notes: &mut Notes<'_>) {
         let steps = self.steps;
         let end = format!("the run ends at step {steps} and saves then anyway");
-        notes.note_without_effect(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
+        notes.note_without_effect(
+            self.save_end && self.checkpoint_every >= steps,
+            &["checkpoint-every"],
+            &end,
+        );
         let checked = format!("the run ends at step {steps} and is checked then anyway");
         notes.note_without_effect(self.check_every >= steps, &["check-every"], &checked);
         notes.note_if(self.keep_last == 1, || {

@@ -8,16 +8,17 @@ use farflung_optim::sync::{
 use farflung_optim::{LrSchedule, OptimError};
 use farflung_parallel::plan::NO_CODEC;
 
-use super::choice::SyncKind;
+use super::choice::{StatePlace, SyncKind};
 use super::value::Setting as _;
 use super::{RunSettings, TrainConfig, check};
 use crate::{Error, Result};
 
 impl TrainConfig {
     /// Sets the codec to the default of the optimizer or of the method of synchronisation, if one of them has
-    /// its own, and to none where gradients reach only the ranks that update them.
+    /// its own, and to none where gradients reach only the ranks that update them, or where the state is on
+    /// disk.
     pub(super) fn take_codec_of_rows(&mut self) {
-        let unpacked = (self.zero > 0).then_some(NO_CODEC);
+        let unpacked = (self.zero > 0 || self.state == StatePlace::Disk).then_some(NO_CODEC);
         if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec).or(unpacked) {
             self.codec = name.parse().expect("a row's codec is in the list of codecs");
         }

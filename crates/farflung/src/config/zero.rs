@@ -3,6 +3,7 @@
 use toml::Value;
 
 use super::TrainConfig;
+use super::choice::StatePlace;
 use super::validate::check;
 use super::value::Setting;
 use crate::Result;
@@ -44,7 +45,10 @@ impl TrainConfig {
     pub(super) fn validate_zero(&self) -> Result<()> {
         let expected =
             "0 or 1: stages 2 and 3, which divide gradients and parameters, are not implemented yet";
-        check("zero", &self.zero, self.zero <= 1, expected)
+        check("zero", &self.zero, self.zero <= 1, expected)?;
+        let expected = "0 with `state` disk: the trial steps would be written over the run's state";
+        let trials = self.state == StatePlace::Disk && self.tune > 0;
+        check("tune", &self.tune, !trials, expected)
     }
 
     /// Returns the share of the optimizer's state that a replica of several keeps.

@@ -7,6 +7,7 @@ use std::path::Path;
 use farflung_comm::{CommError, Refusal};
 use farflung_optim::OptimError;
 use farflung_parallel::ParallelError;
+use farflung_store::StoreError;
 use farflung_tensor::TensorError;
 use farflung_zoo::ZooError;
 
@@ -38,6 +39,9 @@ impl Error {
             | Self::ForeignFolder { .. }
             | Self::PartsElsewhere { .. }
             | Self::NoCopy { .. }
+            | Self::StateExists { .. }
+            | Self::StateBehind { .. }
+            | Self::State(StoreError::Room { .. } | StoreError::Locked { .. } | StoreError::Foreign { .. })
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }
@@ -218,6 +222,10 @@ impl From<OptimError> for Error {
     fn from(error: OptimError) -> Self {
         match error {
             OptimError::Comm(error) => error.into(),
+            OptimError::Store(error) => match error.downcast::<StoreError>() {
+                Ok(error) => Self::State(*error),
+                Err(error) => Self::Optim(OptimError::Store(error)),
+            },
             error => Self::Optim(error),
         }
     }

@@ -1,9 +1,12 @@
 //! What a run tells its user before the first step.
 
+use std::path::Path;
+
 use farflung_base::Bytes;
 
 use super::callbacks::RunObserver;
 use super::checkpoint::Resumed;
+use super::disk_state::DiskSizes;
 use super::job::Job;
 use super::planned;
 use super::prediction::Prediction;
@@ -59,6 +62,25 @@ fn zero_note(job: &Job) -> String {
     )
 }
 
+/// Returns a line with what this rank's optimizer keeps on disk, and what a step reads and writes there; `None`
+/// if that is nothing.
+fn disk_note(trainer: &Trainer, folder: &Path) -> Option<String> {
+    let DiskSizes { file, read, written } = trainer.disk_sizes()?;
+    let how = if trainer.is_disk_direct() {
+        ""
+    } else {
+        " through the page cache, since the file system refuses direct reads and writes"
+    };
+    let (path, terabytes) = (folder.display(), 100_000_000_000_000_u64.checked_div(written)?);
+    Some(format!(
+        "the optimizer's state is on disk: {} in {path}; each step reads {} and writes {} there{how}, so that 100 \
+         TB of the disk's endurance last {terabytes} steps",
+        Bytes(file),
+        Bytes(read),
+        Bytes(written),
+    ))
+}
+
 /// Shows the facts that are known before the first step.
 pub(super) fn announce(
     job: &Job,
@@ -94,6 +116,11 @@ pub(super) fn announce(
     }
     if job.plan.divides_state() {
         watch.note(&zero_note(job));
+    }
+    if let Some(folder) = trainer.state_folder(job)
+        && let Some(line) = disk_note(trainer, &folder)
+    {
+        watch.note(&line);
     }
     watch.begin(trainer.steps_done(), job.config.steps);
     if trainer.steps_done() > 0 && resumed.is_some() {

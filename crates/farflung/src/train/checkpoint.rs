@@ -20,6 +20,7 @@ mod pieces;
 mod room;
 mod samples;
 mod source;
+mod state_on_disk;
 mod tensor_sink;
 mod whole;
 
@@ -47,6 +48,7 @@ pub(super) use pieces::{Saved, saved};
 pub use room::{NoRoom, Shortage};
 pub(super) use room::{admit, admit_member, admit_newcomer};
 pub(super) use source::{Needed, OwnTensors, Residuals, RestoredResiduals, Source};
+pub(super) use state_on_disk::StepRecord;
 
 /// Resources used by a run up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -295,7 +297,25 @@ pub(super) struct Resumed {
 /// it. `None` if the run starts at step 0. A collective.
 ///
 /// Errors: the same on all ranks.
-pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Resumed>> {
+pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: Option<&RunDir>) -> Result<Option<Resumed>> {
+    if job.elastic {
+        // Members keep their state in memory.
+        let restored = run.map(|run| from_checkpoint(trainer, job, run)).transpose()?.flatten();
+        return Ok(restored.map(|(resumed, _)| resumed));
+    }
+    let on_disk = state_on_disk::resume(trainer, job, run)?;
+    let (resumed, source) = match (on_disk, run) {
+        (Some(resumed), _) => (Some(resumed), None),
+        (None, Some(run)) => from_checkpoint(trainer, job, run)?.unzip(),
+        (None, None) => (None, None),
+    };
+    let totals = resumed.as_ref().map_or_else(Totals::default, |resumed| resumed.totals);
+    state_on_disk::start(trainer, job, source.as_ref(), totals)?;
+    Ok(resumed)
+}
+
+/// Restores the checkpoint that `--resume` selects, and returns it with what it contains.
+fn from_checkpoint(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<(Resumed, Source)>> {
     let Some(whole::Chosen { mut source, mut notes }) = choose::source(trainer, job, run)? else {
         // There is no checkpoint that has the weights, so the run needs those of `init-from`.
         if let (Some(path), None) = (&job.config.init_from, &job.initial) {
@@ -313,7 +333,8 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));
     let plan_start = source.record.plan_start.unwrap_or(job.plan_start);
-    Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), plan_start }))
+    let (totals, from) = (source.record.totals, source.path().to_owned());
+    Ok(Some((Resumed { totals, notes, from, plan_start }, source)))
 }
 
 /// Sends this rank's number to all others; returns all numbers, by rank.

@@ -20,7 +20,7 @@ use farflung_zoo::Objective;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
 use super::planned::{level, refusal};
-use crate::config::choice::{LossScaling, SamplingKind};
+use crate::config::choice::{LossScaling, SamplingKind, StatePlace};
 use crate::{Error, Result, RunSettings, TrainConfig};
 
 pub use axes::{AXES, Axis, all_values};
@@ -55,6 +55,7 @@ struct Choices {
     paths: usize,
     /// What replicas divide of the state that all would hold.
     zero: Zero,
+    state: StatePlace,
 }
 
 /// The ranks that divide the width of layers.
@@ -176,6 +177,7 @@ impl Choices {
             expert_ranks: 1,
             paths: 1,
             zero: Zero::default(),
+            state: run.state,
         }
     }
 
@@ -496,7 +498,7 @@ fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
 }
 
 fn rules() -> impl Iterator<Item = &'static Rule> {
-    RULES.iter().chain(shares::RULES).chain(state::RULES)
+    RULES.iter().chain(shares::RULES).chain(state::RULES).chain(state::OF_DISK)
 }
 
 /// Returns the first reason why choices cannot be combined.

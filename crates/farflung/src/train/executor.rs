@@ -351,13 +351,18 @@ impl Executor {
     /// Applies an update of a part. `agreed` is what all ranks have agreed on; without it, the norm is that of
     /// the part's own gradients.
     fn update(&mut self, stage: StageId, microbatch: u32, agreed: Option<Prepared>) -> Result<()> {
-        let needed = self.needed_after(stage, microbatch);
+        let (needed, begun) = (self.needed_after(stage, microbatch), self.comm.now());
         let part = self.part(stage);
         let prepared = match agreed {
             Some(prepared) => prepared,
             None => Prepared::with_norm(farflung_optim::global_norm(&part.grads)?)?,
         };
-        part.commit(prepared, needed)
+        let is_on_disk = part.disk.is_some();
+        part.commit(prepared, needed)?;
+        if is_on_disk {
+            add_since(begun, &self.comm, &mut self.spent.disk);
+        }
+        Ok(())
     }
 
     /// Applies the updates on which all ranks have agreed. If holders of a part update shards of it, each then

@@ -32,7 +32,7 @@ use super::kept_pass::KeptPass;
 use super::part::{Part, Parts};
 use super::sizes::{averaging, sharing};
 use super::tied::TiedTable;
-use super::trainer::{chain, stage_of};
+use super::trainer::{BuiltChain, chain, stage_of};
 use super::zero;
 use crate::config::choice::StoreKind;
 use crate::{Result, RunSettings, TrainConfig};
@@ -210,7 +210,8 @@ fn counting(
         let exchange = Arc::new(Division::of(plan).counted(at)?);
         let built = stage_of(plan, (model, at), schedule, number, (device, exchange))?;
         let shard = zero::own_shard(plan, built.layout(), at)?;
-        let chain = chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
+        let BuiltChain { chain, disk } =
+            chain(config, device, (&built, shard), (1, plan.outermost().every.into()))?;
         let part = Part::new(Parts {
             params: built.zeros()?,
             stage: built,
@@ -223,6 +224,7 @@ fn counting(
             weight: 1.0,
             keeps: false,
             shards: None,
+            disk,
         })?;
         Ok((stage, part))
     };

@@ -19,6 +19,7 @@ pub mod combination;
 mod costs;
 mod deadline;
 mod decoder;
+mod disk_state;
 mod division;
 pub mod elastic;
 mod examples;

@@ -13,6 +13,7 @@ use farflung_tensor::{Op, Param, Tensor};
 use farflung_zoo::layer::Grads;
 use farflung_zoo::{Input, Output, Packed, Saved, Slices, Stage, Targets};
 
+use super::disk_state::DiskState;
 use super::exchange::Exchange;
 use super::fault::{Fault, FaultyValue};
 use super::zero::PartShards;
@@ -36,6 +37,8 @@ pub(super) struct Part {
     pub(super) offload: usize,
     /// The shards of its parameters, if its holders each update one.
     pub(super) shards: Option<PartShards>,
+    /// The optimizer's state, if it is on disk.
+    pub(super) disk: Option<DiskState>,
     /// Whether only this rank's shard has been updated.
     pub(super) stale: bool,
     /// This replica's own parameters, while `params` are those common to all replicas.
@@ -115,6 +118,7 @@ pub(super) struct Parts {
     /// Whether a step that fails may continue with this rank's gradients.
     pub(super) keeps: bool,
     pub(super) shards: Option<PartShards>,
+    pub(super) disk: Option<DiskState>,
 }
 
 /// Writes this replica's contribution to the average, for a range of the gradients, into `into`. For a token
@@ -184,7 +188,8 @@ impl<'a> Leaving<'a> {
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, shards } = made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, weight, keeps, shards, disk } =
+            made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -195,6 +200,7 @@ impl Part {
             recompute,
             offload,
             shards,
+            disk,
             stale: false,
             own: None,
             weight,

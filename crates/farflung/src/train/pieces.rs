@@ -8,6 +8,7 @@ use farflung_tensor::{Param, Tensor};
 use farflung_zoo::weights::StoredLayout;
 use farflung_zoo::{AxisShare, Cut, Stage, TensorSpec};
 
+use super::disk_state::DiskState;
 use super::part::Part;
 use crate::Result;
 
@@ -47,9 +48,53 @@ pub(super) enum Scope {
 pub(super) struct FlatState<'a> {
     pub(super) kind: StateKind,
     pub(super) scope: Scope,
-    pub(super) values: &'a Tensor,
+    pub(super) values: FlatValues<'a>,
     /// The element of the layout with which `values` begin.
     pub(super) first: usize,
+}
+
+/// Where the values of a flat buffer are.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum FlatValues<'a> {
+    Tensor(&'a Tensor),
+    /// In an array of the state on disk, by its number.
+    Disk(&'a DiskState, usize),
+}
+
+/// Values of a state on disk that are read at a time.
+const DISK_CHUNK: usize = 1 << 20;
+
+impl<'a> FlatValues<'a> {
+    /// Returns the number of values.
+    pub(super) fn len(self) -> usize {
+        match self {
+            Self::Tensor(tensor) => tensor.shape().len(),
+            Self::Disk(disk, _) => disk.len(),
+        }
+    }
+
+    /// Returns the tensor with the values, if they are in memory.
+    pub(super) const fn tensor(self) -> Option<&'a Tensor> {
+        match self {
+            Self::Tensor(tensor) => Some(tensor),
+            Self::Disk(..) => None,
+        }
+    }
+
+    /// Returns the ranges in which a range should be read: one, unless it is on disk.
+    pub(super) fn chunks(self, range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let most = match self {
+            Self::Tensor(_) => range.len().max(1),
+            Self::Disk(..) => DISK_CHUNK,
+        };
+        range.clone().step_by(most).map(move |start| start..(start + most).min(range.end))
+    }
+}
+
+impl<'a> From<&'a Tensor> for FlatValues<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Tensor(tensor)
+    }
 }
 
 /// A named tensor of a rank's state. Its values are read when they are needed.
@@ -65,8 +110,8 @@ pub(super) struct Piece<'a> {
 /// Where the values of a piece are.
 #[derive(Debug)]
 pub(super) enum PieceValues<'a> {
-    /// In a flat buffer of the device, from an index on.
-    Flat(&'a Tensor, usize),
+    /// In a flat buffer, from an index on.
+    Flat(FlatValues<'a>, usize),
     Host(Vec<f32>),
     /// On another rank, which sends them in the order of the list.
     Elsewhere(Rank),
@@ -87,7 +132,7 @@ pub(super) struct PieceHolder<'a> {
     pub(super) rank: Rank,
     pub(super) share: AxisShare,
     /// The flat buffer with this piece and its place there, if it is this rank's.
-    pub(super) own: Option<(&'a Tensor, usize)>,
+    pub(super) own: Option<(FlatValues<'a>, usize)>,
 }
 
 /// Prefix of the names of an optimizer's states.
@@ -133,15 +178,18 @@ pub(super) fn tensor_name(kind: &str, tensor: &str) -> String {
 }
 
 /// Calls `work` with values of a flat buffer. They are copied only if they are not on the host.
-pub(super) fn with_values<T>(
-    flat: &Tensor,
+pub(super) fn with_values<'a, T>(
+    flat: impl Into<FlatValues<'a>>,
     start: usize,
     len: usize,
     work: impl FnOnce(&[f32]) -> T,
 ) -> Result<T> {
-    Ok(match flat.host::<f32>() {
-        Some(values) => work(&values[start..start + len]),
-        None => work(&flat.view().part(start, len)?.to_vec::<f32>()?),
+    Ok(match flat.into() {
+        FlatValues::Tensor(flat) => match flat.host::<f32>() {
+            Some(values) => work(&values[start..start + len]),
+            None => work(&flat.view().part(start, len)?.to_vec::<f32>()?),
+        },
+        FlatValues::Disk(disk, array) => work(&disk.read(array, start..start + len)?),
     })
 }
 
@@ -151,7 +199,7 @@ impl Piece<'_> {
         let (name, shape) = (self.name.clone(), self.shape.clone());
         match &self.values {
             PieceValues::Flat(flat, start) => {
-                Some(Self { name, shape, cut: self.cut, values: PieceValues::Flat(flat, *start) })
+                Some(Self { name, shape, cut: self.cut, values: PieceValues::Flat(*flat, *start) })
             }
             PieceValues::Divided(DividedTensor { spec, holders }) => holders.iter().find_map(|holder| {
                 let (flat, start) = holder.own?;
@@ -180,7 +228,7 @@ impl Piece<'_> {
         match &self.values {
             PieceValues::Host(values) => Ok(work(values)),
             PieceValues::Elsewhere(_) | PieceValues::Divided(_) => Ok(work(&[])),
-            PieceValues::Flat(flat, start) => with_values(flat, *start, self.len(), work),
+            PieceValues::Flat(flat, start) => with_values(*flat, *start, self.len(), work),
         }
     }
 }
@@ -189,7 +237,7 @@ impl<'a> FlatState<'a> {
     /// Returns its tensors, or what it has of them.
     pub(super) fn pieces(&self, stage: &Stage) -> Vec<Piece<'a>> {
         let divided = stage.share().ranks() > 1;
-        let own = self.first..self.first + self.values.shape().len();
+        let own = self.first..self.first + self.values.len();
         let piece = |(p, spec): (&Param, &TensorSpec)| {
             let range = p.range().start.max(own.start)..p.range().end.min(own.end);
             let whole = range == p.range();
@@ -235,30 +283,34 @@ impl Part {
         let mut all = vec![FlatState {
             kind: StateKind::Parameters,
             scope: parameters,
-            values: &self.params,
+            values: (&self.params).into(),
             first: 0,
         }];
-        let shard = self.chain.shard();
-        all.extend(self.chain.states().map(|(name, values)| FlatState {
-            kind: StateKind::Optimizer(name.to_owned()),
-            scope: of_run(each_step && self.shards.is_none()),
-            values,
-            first: shard.start,
-        }));
+        let first = self.chain.shard().start;
+        let scope = of_run(each_step && self.shards.is_none());
+        let optimizer = |name: &str, values| {
+            let kind = StateKind::Optimizer(name.to_owned());
+            FlatState { kind, scope, values, first }
+        };
+        all.extend(self.chain.states().map(|(name, values)| optimizer(name, values.into())));
+        if let Some(disk) = &self.disk {
+            let names = disk.names().iter().enumerate();
+            all.extend(names.map(|(array, name)| optimizer(name, FlatValues::Disk(disk, array))));
+        }
         if let Some(sync) = &self.sync {
             let shared = sync.states().into_iter().map(|(name, values)| (name, Scope::Run, values));
             let own = sync.own_states().into_iter().map(|(name, values)| (name, Scope::Replica, values));
             all.extend(shared.chain(own).map(|(name, scope, values)| FlatState {
                 kind: StateKind::Method(name.to_owned()),
                 scope,
-                values,
+                values: values.into(),
                 first: 0,
             }));
         }
         all.extend(self.own.iter().map(|own| FlatState {
             kind: StateKind::OwnParameters,
             scope: Scope::Replica,
-            values: own,
+            values: own.into(),
             first: 0,
         }));
         all

@@ -236,10 +236,7 @@ fn train(
 ) -> Result<Option<Report>> {
     let first = trainer.comm().rank().0 == 0;
     trainer.hold_samples(job, run.map(RunDir::path))?;
-    let resumed = match run {
-        Some(run) => checkpoint::resume(trainer, job, run)?,
-        None => None,
-    };
+    let resumed = checkpoint::resume(trainer, job, run)?;
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
     let from = resumed.as_ref().map(|resumed| resumed.from.as_path());

@@ -6,7 +6,7 @@ use farflung_comm::Stats;
 
 use super::announce::announce;
 use super::callbacks::RunObserver;
-use super::checkpoint::{Resumed, Totals};
+use super::checkpoint::{self, Resumed, Totals};
 use super::finished;
 use super::job::Job;
 use super::record::{Clock, RunRecorder};
@@ -169,6 +169,7 @@ impl Start<'_, '_> {
         if let Some(Resumed { from, notes, .. }) = resumed {
             events.write(begun, EventKind::Resumed { from: from.display().to_string(), notes });
         }
+        save_end(trainer, &mut steps, events, kept)?;
         let done = take_steps(hook, trainer, &mut steps, events, kept, self.evaluates);
         // The time of a run is that of its steps: its sample does not count.
         let mut totals = steps.clock.totals(trainer.comm());
@@ -198,6 +199,26 @@ impl Start<'_, '_> {
     }
 }
 
+/// Saves the last step, if the run continues from a state on disk that has it and no checkpoint does.
+fn save_end(
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    kept: &mut RunProgress,
+) -> Result<()> {
+    let (step, job) = (trainer.steps_done(), &steps.job);
+    let is_over = step == job.config.steps && job.config.save_end && !job.elastic;
+    let Some(run) = steps.run.filter(|_| is_over) else { return Ok(()) };
+    let lacks = u64::from(kept.saved.is_none());
+    if checkpoint::all_gather_u64(trainer.comm(), lacks)?.iter().all(|&lacks| lacks == 0) {
+        return Ok(());
+    }
+    let path = checkpoint::save(trainer, job, run, steps.clock.totals(trainer.comm()))?;
+    kept.saved = Some((step, path.clone()));
+    events.write(step, EventKind::Saved { path: path.display().to_string() });
+    Ok(())
+}
+
 /// Takes all steps. Returns the loss before the first step, if the model was evaluated there.
 fn take_steps(
     hook: &mut impl BetweenSteps,
@@ -225,5 +246,6 @@ fn take_steps(
             Err(error) => hook.failed(trainer, steps, events, error)?,
         }
     }
+    trainer.wait_for_states()?;
     Ok(first_loss)
 }

@@ -7,12 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use farflung_parallel::plan::Needed;
-use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_tensor::{Param, ParamLayout};
 use serde::{Deserialize, Serialize};
 
 use super::fault::Fault;
 use super::floats::floats;
-use super::pieces::{StateKind, tensor_name, with_values};
+use super::pieces::{FlatValues, StateKind, tensor_name, with_values};
 use crate::{Error, Result};
 
 /// Counters of a run at the step to which some values belong.
@@ -115,7 +115,13 @@ impl RunState {
     /// Adds the tensors of a flat buffer of this kind.
     ///
     /// Errors: those of the device.
-    pub(super) fn add(&mut self, layout: &ParamLayout, kind: &StateKind, flat: &Tensor) -> Result<()> {
+    pub(super) fn add<'a>(
+        &mut self,
+        layout: &ParamLayout,
+        kind: &StateKind,
+        flat: impl Into<FlatValues<'a>>,
+    ) -> Result<()> {
+        let flat = flat.into();
         for param in layout.params() {
             let values = with_values(flat, param.start, param.shape.len(), <[f32]>::to_vec)?;
             self.tensors.insert(kind.of(&param.name), values);

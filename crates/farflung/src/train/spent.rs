@@ -14,6 +14,9 @@ pub struct Spent {
     /// Time for which the rank waited for averages, votes and exchanges between replicas: communication that
     /// was not hidden by computation, including the wait for slower ranks.
     pub communicate: Nanos,
+    /// Time of updates whose optimizer has its state on disk, and the wait for earlier ones to reach the disk.
+    /// It counts as computation.
+    pub disk: Nanos,
 }
 
 impl Spent {

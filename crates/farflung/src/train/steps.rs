@@ -82,6 +82,7 @@ impl Steps<'_, '_> {
         let stop = &self.job.stop;
         let stops = stop.requested().is_some() && (stop.is_for_all() || !self.job.leaves_alone());
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
+        trainer.set_state_totals(|record| record.set_totals(kept.totals));
         let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
         let config = &self.job.config;
         let agreed = done.synced == Synced::Yes;
@@ -96,6 +97,8 @@ impl Steps<'_, '_> {
             rank,
             bytes_sent: totals.bytes_sent,
             met: agreed,
+            disk_read: trainer.disk_moved()[0],
+            disk_written: trainer.disk_moved()[1],
             ..StepTimes::of(trainer.last_spent())
         };
         kept.times.write(&times);
@@ -123,8 +126,9 @@ impl Steps<'_, '_> {
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
-        let saves =
-            self.run.is_some() && agreed && (end || stop || due(config.checkpoint_every, self.last.saved));
+        let saves = self.run.is_some()
+            && agreed
+            && (end && config.save_end || stop || due(config.checkpoint_every, self.last.saved));
         let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
         let looks = StepChecks {
             verify: (agreed && (end || saves || due(config.check_every, self.last.checked)))

@@ -29,6 +29,7 @@ mod resume;
 mod retreat;
 mod speed;
 mod state;
+mod stored_states;
 mod step_done;
 mod take_state;
 #[cfg(test)]
@@ -50,6 +51,7 @@ use farflung_zoo::Stage;
 
 use super::apart::HeldApart;
 use super::bind::ReplicaSchedule;
+use super::checkpoint::StepRecord;
 use super::division::Division;
 use super::executor::{Counts, Executor, LossSum, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
@@ -60,7 +62,7 @@ use super::step_tokens::no_targets;
 use crate::signals::Armed;
 use crate::{Error, OverRanks, Result, Stop};
 use agree::{Request, StepRequests, SyncVote, Vote, Voters, Voting};
-pub(super) use build::{chain, stage_of};
+pub(super) use build::{BuiltChain, chain, stage_of};
 pub(super) use carry::check_pipelines;
 pub(super) use ending::Ending;
 use gather::Givers;
@@ -153,6 +155,8 @@ pub struct Trainer {
     speed: Option<Speedometer>,
     /// The vote of the last step, and whether the outcome of the vote on the current step is unknown.
     undecided: Undecided,
+    /// The record of the next step on disk; `None` before the first step.
+    state_record: Option<StepRecord>,
     /// What this rank has computed of the step that failed last, until a step begins.
     kept: Option<KeptWork>,
 }
@@ -314,6 +318,7 @@ impl Trainer {
         if !self.samples.takes(self.step + 1) {
             return self.pass_over(stop);
         }
+        self.begin_states();
         let vote = loop {
             let vote = self.pass(stop)?;
             self.fail_if_due(Moment::Agreed, self.step + 1)?;
@@ -351,6 +356,7 @@ impl Trainer {
         self.step += 1;
         self.half_done = false;
         self.undecided.committed(vote.loss, vote.squares, vote.requests);
+        self.commit_states()?;
         self.tell_speeds(&vote.speeds);
         // The step is done: if a stop ends this, the ranks gather what they have updated before they save it.
         if let Err(error) = self.executor.gather_all(&self.list) {
@@ -426,6 +432,10 @@ impl Trainer {
         if let Some(weights) = &self.token_weights {
             self.executor.token_weights = weights.of_step(first)?;
         }
+        if self.norm_voters.is_some() {
+            // Other pipelines may take the step once they have this rank's gradients.
+            self.wait_for_states()?;
+        }
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
         // Without a flush, updates happen within the pass, and only a return to the rollback point (`mark`)
         // undoes them.
@@ -459,6 +469,11 @@ impl Trainer {
 
     /// Waits for the averages and the votes after the pass.
     fn reduce(&mut self, loss: f64, stop: bool) -> Result<Vote> {
+        // Before this rank's vote: others may then overwrite the step before the last.
+        let begun = self.executor.comm.now();
+        self.wait_for_states()?;
+        let Executor { comm, spent, .. } = &mut self.executor;
+        add_since(begun, comm, &mut spent.disk);
         let (mut voting, mut norm_voting) = (None, None);
         let (mut found, mut norm) = (None, None);
         for op in self.list.at(step::Moment::Reduce).to_vec() {

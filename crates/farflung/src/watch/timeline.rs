@@ -92,7 +92,16 @@ mod tests {
 
     fn told(timeline: &mut Timeline, rank: u32, step: u64, times: [f64; 3]) {
         let [took_s, wait_s, communicate_s] = times;
-        let times = StepTimes { step, rank, took_s, wait_s, communicate_s, bytes_sent: 5, met: true };
+        let times = StepTimes {
+            step,
+            rank,
+            took_s,
+            wait_s,
+            communicate_s,
+            bytes_sent: 5,
+            met: true,
+            ..StepTimes::default()
+        };
         timeline.line(rank, &serde_json::to_vec(&times).unwrap()).unwrap();
     }
 

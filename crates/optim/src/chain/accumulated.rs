@@ -44,7 +44,7 @@ impl Chain {
     #[must_use]
     pub fn accumulated(&self) -> Option<&Tensor> {
         let (_, gathered, states) = self.accumulating_link()?;
-        self.states.get(states + usize::from(gathered.state)).map(|(_, state)| state)
+        self.states.get(states + usize::from(gathered.state))
     }
 
     /// Applies the mean of what all replicas accumulated. Parameters, moments and accumulators are then the
@@ -64,14 +64,15 @@ impl Chain {
         let runs = classes.map(|(class, program)| {
             let mut scalars = Vec::new();
             link.accumulated_scalars(class.group.lr, steps.clone(), &mut scalars);
-            (program, class.ranges.clone(), scalars)
+            let ranges = class.parts.iter().flat_map(|part| part.ranges.clone());
+            (program, ranges.collect::<Vec<_>>(), scalars)
         });
         for (program, ranges, scalars) in runs.collect::<Vec<_>>() {
             for Range { start, end } in ranges {
                 let len = end - start;
                 let reads = &[mean.view().part(start, len)?, anchor.view().part(start, len)?];
                 let mut writes = vec![params.view_mut().part(start, len)?];
-                for (_, state) in &mut self.states[first..first + count] {
+                for state in &mut self.states[first..first + count] {
                     writes.push(state.view_mut().part(start, len)?);
                 }
                 device.run(Op::Map { program, scalars: &scalars, reads, writes: &mut writes })?;

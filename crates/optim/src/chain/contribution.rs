@@ -20,7 +20,7 @@ pub(super) fn program() -> Result<Program, TensorError> {
 /// Flat buffers from which a contribution is computed, and to which it is written.
 pub(super) struct Buffers<'a> {
     /// States of the link.
-    pub(super) states: &'a [(String, Tensor)],
+    pub(super) states: &'a [Tensor],
     pub(super) grads: &'a Tensor,
     /// Factor of the state's term: 1 unless several contributions are added up to one.
     pub(super) share: f32,
@@ -36,7 +36,7 @@ impl Buffers<'_> {
         range: Range<usize>,
         number: f32,
     ) -> Result<(), OptimError> {
-        let (_, state) = &self.states[usize::from(of.state)];
+        let state = &self.states[usize::from(of.state)];
         let (start, len) = (range.start, range.len());
         let reads = &[state.view().part(start, len)?, self.grads.view().part(start, len)?];
         let scalars = &[number * (self.share * of.keep), number * of.take];
@@ -46,7 +46,7 @@ impl Buffers<'_> {
 
     /// Returns the factor of the tensor that begins at `start`, or 1 if none is stored.
     pub(super) fn number(&self, of: TensorScale, start: usize) -> Result<f32, OptimError> {
-        let (_, state) = &self.states[usize::from(of.state)];
+        let state = &self.states[usize::from(of.state)];
         let number = state.view().part(start + usize::from(of.element), 1)?.to_vec::<f32>()?[0];
         Ok(if number > 0.0 { number } else { 1.0 })
     }

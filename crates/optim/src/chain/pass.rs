@@ -49,21 +49,42 @@ pub(super) struct Class {
     pub(super) passes: Vec<Pass>,
     /// Program that applies the mean of what replicas accumulated; `None` if no link of the class accumulates.
     pub(super) accumulated: Option<Program>,
-    /// The tensors that the chain updates as a whole, with their places in its state buffers.
+    /// What the class has of each piece of the flat buffers.
+    pub(super) parts: Vec<ClassPart>,
+}
+
+/// What a class has of a piece of the flat buffers.
+#[derive(Debug, Default)]
+pub(super) struct ClassPart {
+    /// The tensors that the chain updates as a whole, with their places in the piece's state buffers.
     pub(super) tensors: Vec<Param>,
     /// Ranges of the flat buffers, merged where they adjoin. Padding belongs to the range before it.
     pub(super) ranges: Vec<Range<usize>>,
 }
 
 impl Class {
-    /// Keeps what is in a range of the flat buffers.
-    pub(super) fn cut(&mut self, shard: &Range<usize>) {
-        self.tensors.retain(|tensor| shard.start <= tensor.start && tensor.range().end <= shard.end);
-        self.tensors.iter_mut().for_each(|tensor| tensor.start -= shard.start);
-        for range in &mut self.ranges {
-            *range = range.start.max(shard.start)..range.end.min(shard.end);
+    /// Returns its only part, while the flat buffers are not cut into pieces.
+    fn uncut(&mut self) -> &mut ClassPart {
+        &mut self.parts[0]
+    }
+
+    /// Cuts the flat buffers into pieces, of which it keeps what the class has.
+    pub(super) fn cut(&mut self, pieces: &[Range<usize>]) {
+        let whole = std::mem::take(self.uncut());
+        self.parts = pieces.iter().map(|piece| whole.within(piece)).collect();
+    }
+}
+
+impl ClassPart {
+    /// Returns what is in a range of the flat buffers.
+    fn within(&self, piece: &Range<usize>) -> Self {
+        let inside = |tensor: &&Param| piece.start <= tensor.start && tensor.range().end <= piece.end;
+        let moved = |tensor: &Param| Param { start: tensor.start - piece.start, ..tensor.clone() };
+        let cut = |range: &Range<usize>| range.start.max(piece.start)..range.end.min(piece.end);
+        Self {
+            tensors: self.tensors.iter().filter(inside).map(moved).collect(),
+            ranges: self.ranges.iter().map(cut).filter(|range| !range.is_empty()).collect(),
         }
-        self.ranges.retain(|range| !range.is_empty());
     }
 }
 
@@ -158,15 +179,15 @@ pub(super) fn classify(
             && class.accumulated == gathered
     };
     let found = classes.iter().position(same).unwrap_or_else(|| {
-        classes.push(Class { group, passes, accumulated: gathered, tensors: Vec::new(), ranges: Vec::new() });
+        classes.push(Class { group, passes, accumulated: gathered, parts: vec![ClassPart::default()] });
         classes.len() - 1
     });
     if let Some(before) = last.filter(|before| *before != found)
-        && let Some(range) = classes[before].ranges.last_mut()
+        && let Some(range) = classes[before].uncut().ranges.last_mut()
     {
         range.end = param.start;
     }
-    let class = &mut classes[found];
+    let class = classes[found].uncut();
     class.tensors.push(param.clone());
     match class.ranges.last_mut() {
         Some(range) if last == Some(found) => range.end = param.range().end,
@@ -177,7 +198,7 @@ pub(super) fn classify(
 
 /// Extends the last range to the end of the layout.
 pub(super) fn close(classes: &mut [Class], last: Option<usize>, layout: &ParamLayout) {
-    if let Some(range) = last.and_then(|last| classes[last].ranges.last_mut()) {
+    if let Some(range) = last.and_then(|last| classes[last].uncut().ranges.last_mut()) {
         range.end = layout.len();
     }
 }

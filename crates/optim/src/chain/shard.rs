@@ -13,7 +13,17 @@ impl ChainBuilder {
         if *shard == (0..layout.len()) {
             return Ok(());
         }
-        let refuse = |link: &Link, field, value: usize, expected| {
+        self.check_parts(layout, &[shard.clone()], "shard")
+    }
+
+    /// Checks whether the links can update a layout in parts, of which each has its own states.
+    pub(super) fn check_parts(
+        &self,
+        layout: &ParamLayout,
+        parts: &[Range<usize>],
+        field: &'static str,
+    ) -> Result<(), OptimError> {
+        let refuse = |link: &Link, value: usize, expected| {
             let transform = link.transform.name();
             Err(OptimError::Setting { transform, field, value: value as f64, expected })
         };
@@ -23,22 +33,13 @@ impl ChainBuilder {
             // After any warm-up.
             let more = transform.contribution(u64::MAX).is_some() || transform.accumulates().is_some();
             if more {
-                return refuse(
-                    link,
-                    "shard",
-                    shard.len(),
-                    "the whole layout, because more than gradients is averaged",
-                );
+                let len = parts.first().map_or(0, ExactSizeIterator::len);
+                return refuse(link, len, "the whole layout, because more than gradients is averaged");
             }
-            let borders = [shard.start, shard.end];
+            let borders: Vec<usize> = parts.iter().flat_map(|part| [part.start, part.end]).collect();
             let cut = borders.iter().find(|at| inside(at)).filter(|_| transform.per_tensor().is_some());
             if let Some(&at) = cut {
-                return refuse(
-                    link,
-                    "shard",
-                    at,
-                    "a border between tensors, because it works on whole tensors",
-                );
+                return refuse(link, at, "a border between tensors, because it works on whole tensors");
             }
         }
         Ok(())

@@ -199,7 +199,7 @@ struct Layer<'a, 't> {
 impl<'a, 't> Layer<'a, 't> {
     fn of(tensors: &'a mut Tensors<'t>, i: usize) -> Result<Self, OptimError> {
         let param = tensors.list[i].clone();
-        let read = tensors.states[3].1.view().part(param.start, 3)?.to_vec::<f32>()?;
+        let read = tensors.states[3].view().part(param.start, 3)?.to_vec::<f32>()?;
         let mut numbers = [f64::from(read[C]), f64::from(read[F]), f64::from(read[S])];
         for number in [F, S] {
             // A number that was never written is 0 and means 1.
@@ -212,7 +212,7 @@ impl<'a, 't> Layer<'a, 't> {
 
     fn write(self) -> Result<(), OptimError> {
         let numbers = self.numbers.map(|number| number as f32);
-        Ok(self.tensors.states[3].1.view_mut().part(self.param.start, 3)?.write(&numbers)?)
+        Ok(self.tensors.states[3].view_mut().part(self.param.start, 3)?.write(&numbers)?)
     }
 
     fn norm(&self, flat: &Tensor) -> Result<f64, OptimError> {
@@ -230,9 +230,7 @@ impl<'a, 't> Layer<'a, 't> {
     /// Takes a warm-up step for the tensor and returns the factor of its update.
     fn warm(&mut self, [warm, _, decayed]: &[Program; 3], decay: f32, last: bool) -> Result<f64, OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
-        let [(_, m), (_, v), (_, w), _] = &mut *self.tensors.states else {
-            unreachable!("it has four states")
-        };
+        let [m, v, w, _] = &mut *self.tensors.states else { unreachable!("it has four states") };
         let writes = &mut [
             self.tensors.update.view_mut().part(start, len)?,
             m.view_mut().part(start, len)?,
@@ -247,7 +245,7 @@ impl<'a, 't> Layer<'a, 't> {
             c = (weights / update).clamp(COEFFICIENT[0], COEFFICIENT[1]);
             self.numbers[C] = COEFFICIENT_BETA * self.numbers[C] + (1.0 - COEFFICIENT_BETA) * c;
         }
-        let momentum = if last { self.norm(&self.tensors.states[0].1)? } else { 0.0 };
+        let momentum = if last { self.norm(&self.tensors.states[0])? } else { 0.0 };
         if momentum > 0.0 {
             self.numbers[S] = (len as f64).sqrt() / momentum;
         }
@@ -258,9 +256,7 @@ impl<'a, 't> Layer<'a, 't> {
     fn frozen(&mut self, [_, frozen, decayed]: &[Program; 3], decay: f32) -> Result<f64, OptimError> {
         let (start, len) = (self.param.start, self.param.shape.len());
         let mut ratio = self.tensors.params.device().empty(DType::F32, len)?;
-        let [(_, m), (_, v), (_, w), _] = &mut *self.tensors.states else {
-            unreachable!("it has four states")
-        };
+        let [m, v, w, _] = &mut *self.tensors.states else { unreachable!("it has four states") };
         let writes = &mut [
             self.tensors.update.view_mut().part(start, len)?,
             m.view_mut().part(start, len)?,

@@ -20,6 +20,7 @@ mod restore;
 mod rounds;
 mod shards;
 mod signs;
+mod stored;
 mod synchronise;
 mod too_large;
 mod trajectories;

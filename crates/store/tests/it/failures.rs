@@ -158,8 +158,14 @@ fn value(piece: usize, generation: u64) -> u8 {
     (generation as u8).wrapping_mul(piece as u8 + 1)
 }
 
-/// Writes a generation, as an optimizer does.
+/// Writes a generation, and waits for it.
 fn write(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError> {
+    start(stream, generation)?;
+    stream.wait()
+}
+
+/// Writes a generation, as an optimizer does.
+fn start(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError> {
     stream.begin(generation);
     for piece in 0..PIECES {
         let mut buffer = stream.take()?;
@@ -172,8 +178,7 @@ fn write(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError>
         }
         stream.give(buffer)?;
     }
-    stream.commit(generation.to_string().into_bytes())?;
-    stream.wait()
+    stream.commit(generation.to_string().into_bytes())
 }
 
 /// Checks all values of a generation.
@@ -229,6 +234,21 @@ fn generations_follow_each_other_with_any_number_of_buffers() {
         let mut stream = Stream::new(Arc::clone(&store), Some(6), buffers(count), READS);
         write(&mut stream, 7).unwrap();
         check(&store, 7);
+    }
+}
+
+#[test]
+fn generations_follow_each_other_without_waiting() {
+    for count in [1, 2, 3, 8] {
+        let medium = Faulty::default();
+        let store = Arc::new(open(&medium).unwrap());
+        let mut stream = Stream::new(Arc::clone(&store), None, buffers(count), READS);
+        for generation in 1..=20 {
+            start(&mut stream, generation).unwrap();
+        }
+        stream.wait().unwrap();
+        assert_eq!(newest(&store), [20, 19]);
+        check(&store, 20);
     }
 }
 
@@ -327,6 +347,21 @@ fn after_power_is_lost_the_newest_generation_is_whole() {
         }
     }
     assert!(damaged > 0, "some headers are older than their arrays");
+}
+
+#[test]
+fn generations_are_forgotten_when_work_goes_on_from_an_older_one() {
+    let medium = with_generations(3);
+    let store = Arc::new(open(&medium).unwrap());
+    store.keep_only(Some(2)).unwrap();
+    assert_eq!(newest(&store), [2]);
+    check(&store, 2);
+    store.keep_only(None).unwrap();
+    assert_eq!(newest(&store), []);
+    // Any number may come next.
+    let mut stream = Stream::new(Arc::clone(&store), None, buffers(2), READS);
+    write(&mut stream, 1).unwrap();
+    check(&store, 1);
 }
 
 #[test]

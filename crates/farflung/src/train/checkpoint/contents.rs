@@ -203,7 +203,8 @@ impl<'a> Contents<'a> {
     }
 }
 
-fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> CheckpointRecord {
+/// Returns the counters of a checkpoint, and what must be the same when the run is continued.
+pub(super) fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Rank]) -> CheckpointRecord {
     let Counters { step, outer_step, rounds } = trainer.counters();
     let level = job.plan.outermost();
     // A member that restarts alone takes as many, whatever its share was.

@@ -9,7 +9,7 @@ use farflung_tensor::Precision;
 use farflung_zoo::Objective;
 
 use crate::TrainConfig;
-use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName};
+use crate::config::choice::{OptimizerKind, SamplingKind, StatePlace, SyncKind, TransportName};
 use crate::config::value::Setting;
 use crate::transports::{IROH, MPI, MPI_NATIVE};
 
@@ -109,6 +109,11 @@ pub const AXES: &[Axis] = &[
         },
     },
     Axis { name: "zero", values: || words(["0", "1"]), set: |config, value| config.zero = read(value) },
+    Axis {
+        name: "state",
+        values: || words([StatePlace::Device, StatePlace::Disk]),
+        set: |config, value| config.state = read(value),
+    },
     Axis { name: "expert", values: || words(["1", "2"]), set: |config, value| config.expert = read(value) },
     Axis {
         name: "expert-codec",

@@ -1,10 +1,12 @@
-//! What cannot be combined with replicas that divide the optimizer's state.
+//! What cannot be combined with replicas that divide the optimizer's state, and with state on disk.
 
+use farflung_compress::link::LinkSpec;
 use farflung_optim::local::Averages;
 use farflung_parallel::Plan;
 
 use super::{Choices, Refusal, Rule, Work, refuse};
 use crate::TrainConfig;
+use crate::config::choice::StatePlace;
 
 /// What replicas divide of the state that all would hold.
 #[derive(Debug, Clone, Copy, Default)]
@@ -86,6 +88,59 @@ pub(super) const RULES: &[Rule] = &[
     },
 ];
 
+/// Why a state on disk needs steps of all replicas together.
+const EACH_STEP: &str = "the disk has the state after each step, from which all ranks continue together";
+
+/// The pairs that cannot be combined with state on disk.
+pub(super) const OF_DISK: &[Rule] = &[
+    Rule {
+        axes: ["state", "sync"],
+        refuses: |choices| {
+            let method = choices.keeps_on_disk()?.sync;
+            let expected = format!("ddp with `state` disk: {EACH_STEP}");
+            (method.name != "ddp").then(|| refuse("sync", method.name, expected))
+        },
+    },
+    Rule {
+        axes: ["state", "schedule"],
+        refuses: |choices| {
+            let order = choices.keeps_on_disk()?.schedule.as_ref()?;
+            let fits = order.work == Work::Listed && order.flushes && !order.copies;
+            let expected = format!("device with {}: {EACH_STEP}", order.name);
+            (!fits).then(|| refuse("state", "disk", expected))
+        },
+    },
+    Rule {
+        axes: ["state", "optimizer"],
+        refuses: |choices| {
+            let optimizer = choices.keeps_on_disk()?.optimizer;
+            let why = "replicas average values of its state, which is not in memory then";
+            let expected = format!("one that averages gradients with `state` disk, such as adamw: {why}");
+            (optimizer.averages != Averages::Gradients).then(|| refuse("optimizer", optimizer.name, expected))
+        },
+    },
+    Rule {
+        axes: ["state", "codec"],
+        refuses: |choices| {
+            let level = choices.keeps_on_disk()?.levels.iter().find(|level| !level.codec.is_plain())?;
+            let why = "what a codec remembers is in memory, as large as the state";
+            Some(refuse("codec", level.codec, format!("none with `state` disk: {why}")))
+        },
+    },
+    Rule { axes: ["state", "boundary"], refuses: |choices| choices.remembered(&choices.forward, "boundary") },
+    Rule {
+        axes: ["state", "boundary-backward"],
+        refuses: |choices| choices.remembered(&choices.backward, "boundary-backward"),
+    },
+    Rule {
+        axes: ["state", "paths"],
+        refuses: |choices| {
+            let expected = format!("device with `paths`: {EACH_STEP}");
+            (choices.keeps_on_disk()?.paths > 1).then(|| refuse("state", "disk", expected))
+        },
+    },
+];
+
 fn zero(expected: String) -> Refusal {
     refuse("zero", 1, expected)
 }
@@ -94,5 +149,18 @@ impl Choices {
     /// Returns the choices if replicas divide the optimizer's state.
     fn divides_state(&self) -> Option<&Self> {
         (self.zero.stage > 0).then_some(self)
+    }
+
+    /// Returns the choices if the optimizer's state is on disk.
+    fn keeps_on_disk(&self) -> Option<&Self> {
+        (self.state == StatePlace::Disk).then_some(self)
+    }
+
+    /// Returns why boundary codecs that store samples cannot be used.
+    fn remembered(&self, specs: &[LinkSpec], field: &'static str) -> Option<Refusal> {
+        self.keeps_on_disk()?;
+        let spec = specs.iter().find(|spec| spec.remembers())?;
+        let expected = "one that stores no samples with `state` disk, which does not have them";
+        Some(refuse(field, spec, expected.to_owned()))
     }
 }

@@ -19,7 +19,7 @@ use super::place::{OwnFolder, Place};
 use super::promises;
 use super::run_id::RunId;
 use super::status::Status;
-use crate::config::choice::{Resume, TransportKind};
+use crate::config::choice::{Resume, StatePlace, TransportKind};
 use crate::config::value::Setting as _;
 use crate::train::claim::Claim;
 use crate::train::job::{Job, plan_of};
@@ -66,6 +66,10 @@ fn check(config: &TrainConfig) -> Result<()> {
     if config.tensor > 1 {
         let expected = "1, because a member that leaves would take its piece of each layer with it";
         return wrong("tensor", config.tensor.to_string(), expected);
+    }
+    if config.state == StatePlace::Disk {
+        let expected = "device: members send each other what they hold, and their state on disk is not sent";
+        return wrong("state", config.state.to_string(), expected);
     }
     if config.zero > 0 {
         let expected =

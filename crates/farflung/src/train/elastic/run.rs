@@ -81,7 +81,7 @@ pub(in crate::train) fn work(
     };
     trainer.check_elastic(&job)?;
     let resumed = match run.as_ref().filter(|_| founds) {
-        Some(run) => checkpoint::resume(&mut trainer, &job, run)?,
+        Some(run) => checkpoint::resume(&mut trainer, &job, Some(run))?,
         None => None,
     };
     if let Some(resumed) = &resumed {

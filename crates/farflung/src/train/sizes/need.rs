@@ -20,7 +20,8 @@ use super::super::pieces::{CHUNK_LEN, CHUNK_WINDOW};
 use super::buckets::{averaging, sharing};
 use super::data::{Data, token_bytes};
 use super::rank_memory::RankMemory;
-use crate::config::choice::{Resume, StoreKind};
+use crate::config::choice::{Resume, StatePlace, StoreKind};
+use crate::train::disk_state;
 use crate::{RunSettings, TrainConfig};
 
 /// Bytes of an f32.
@@ -238,7 +239,17 @@ impl RankGroup<'_> {
             need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(MemoryPurpose::Gradients, model);
             let state = config.share_of_state(at.data as usize, replicas);
-            need.add(MemoryPurpose::Optimizer, state.of(model.saturating_mul(states + work)));
+            let own = state.of(model);
+            need.add(
+                MemoryPurpose::Optimizer,
+                match config.state {
+                    StatePlace::Disk => {
+                        let whole = config.optimizer.row().per_tensor.then(|| self.largest_tensor());
+                        disk_state::memory(own, (states, work), whole)
+                    }
+                    _ => state.of(model.saturating_mul(states + work)),
+                },
+            );
             // The replica's own parameters are kept aside while the common ones are in use.
             need.add(MemoryPurpose::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
@@ -284,7 +295,8 @@ impl RankGroup<'_> {
         need.add(MemoryPurpose::Losses, tokens.saturating_mul(buffers * F32));
 
         need.add(MemoryPurpose::Checkpoint, self.checkpoint(rank, model, here).saturating_add(saved));
-        if config.resume != Resume::No {
+        // A run whose state is on disk continues from there.
+        if config.resume != Resume::No && config.state == StatePlace::Device {
             // The weights and all states are read before they are moved into the rank's buffers.
             let read = model.saturating_mul(1 + states + outer.saved as u128);
             need.add(MemoryPurpose::Checkpoint, read.saturating_add(saved));
@@ -292,10 +304,15 @@ impl RankGroup<'_> {
         need
     }
 
+    /// Returns the bytes of the model's largest tensor.
+    fn largest_tensor(&self) -> u128 {
+        let sizes = self.model.tensors().into_iter().map(|tensor| tensor.shape.iter().product::<usize>());
+        F32.saturating_mul(sizes.max().unwrap_or(0) as u128)
+    }
+
     /// Returns the bytes that saving needs besides the saved values: they are written tensor by tensor.
     fn checkpoint(&self, rank: usize, model: u128, here: bool) -> u128 {
-        let sizes = self.model.tensors().into_iter().map(|tensor| tensor.shape.iter().product::<usize>());
-        let largest = F32.saturating_mul(sizes.max().unwrap_or(0) as u128).min(model);
+        let largest = self.largest_tensor().min(model);
         // A tensor of which several ranks have pieces is joined before it is written.
         let copies = u128::from(!here)
             + u128::from(self.config.tensor > 1)

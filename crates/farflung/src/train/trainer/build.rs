@@ -23,12 +23,14 @@ use super::speed::{Measures, Speedometer};
 use super::token_weights::TokenWeights;
 use super::undecided::Undecided;
 use super::{Told, Trainer};
+use crate::config::choice::StatePlace;
 use crate::train::activations::within_budget;
 use crate::train::apart::{self, HeldApart, Holders};
 use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
+use crate::train::disk_state::DiskState;
 use crate::train::division::{self, Division};
 use crate::train::executor::{Components, Executor, Routers, Source, Wires};
 use crate::train::job::Job;
@@ -166,6 +168,7 @@ impl Trainer {
             unmet: false,
             speed: job.follows_speed().then(|| Speedometer::new(Measures::of(plan))),
             undecided: Undecided::default(),
+            state_record: None,
             kept: None,
             list,
             schedule,
@@ -242,7 +245,8 @@ fn build_part(
     let shards = zero::shards(&job.plan, model.layout())?;
     let shard = shards.as_ref().map_or(0..model.layout().len(), |shards| shards.of(replica as usize));
     let every = job.plan.outermost().every.into();
-    let chain = chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
+    let BuiltChain { chain, disk } =
+        chain(&own_steps(job, replica), device, (&model, shard), (updates, every))?;
     let sync = match holders.all {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
@@ -278,6 +282,7 @@ fn build_part(
             false => job.weight(replica)?,
         },
         keeps: job.keeps_work(),
+        disk,
         shards: holders.all.zip(shards).map(|(all, shards)| PartShards::new(shards, all.clone(), &job.plan)),
     })
 }
@@ -384,6 +389,14 @@ fn own_steps(job: &Job, replica: u32) -> RunSettings {
     RunSettings { steps: own(config.steps), warmup: own(config.warmup), ..config.clone() }
 }
 
+/// The optimizer of a part.
+#[derive(Debug)]
+pub(in crate::train) struct BuiltChain {
+    pub(in crate::train) chain: Chain,
+    /// Its state, if that is on disk.
+    pub(in crate::train) disk: Option<DiskState>,
+}
+
 /// Makes the optimizer chain of a run whose replicas average every `every` steps, for `updates` updates in a
 /// step of a shard of a stage.
 pub(in crate::train) fn chain(
@@ -391,9 +404,15 @@ pub(in crate::train) fn chain(
     device: &Device,
     (stage, shard): (&Stage, Range<usize>),
     (updates, every): (u64, u64),
-) -> Result<Chain> {
+) -> Result<BuiltChain> {
     let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates, every));
-    Ok(local.groups(config.group.clone().unwrap_or_default()).build_shard(device, stage.layout(), shard)?)
+    let (local, layout) = (local.groups(config.group.clone().unwrap_or_default()), stage.layout());
+    if config.state == StatePlace::Device {
+        return Ok(BuiltChain { chain: local.build_shard(device, layout, shard)?, disk: None });
+    }
+    let disk = DiskState::new(&local, device, layout, &shard)?;
+    let chain = local.build_stored(device, layout, shard, disk.stored())?;
+    Ok(BuiltChain { chain, disk: Some(disk) })
 }
 
 /// Makes communicators of the holders of each part of this rank, by the part's number: ranks of other

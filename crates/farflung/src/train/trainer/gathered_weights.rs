@@ -117,7 +117,7 @@ impl Trainer {
             let part = self.executor.parts.get(stage).filter(|_| rank == self.comm().rank());
             part.map(|part| {
                 let layout = part.stage.layout();
-                Ok((&part.params, layout.params()[layout.find(&spec.name)?].start))
+                Ok(((&part.params).into(), layout.params()[layout.find(&spec.name)?].start))
             })
             .transpose()
         };
@@ -256,7 +256,7 @@ impl IncomingWeights<'_> {
         for PieceHolder { rank, share, own } in holders {
             let len = spec.shape_of(share).iter().product();
             let piece = if let Some((flat, start)) = own {
-                with_values(flat, *start, len, <[f32]>::to_vec).map_err(io::Error::other)?
+                with_values(*flat, *start, len, <[f32]>::to_vec).map_err(io::Error::other)?
             } else {
                 let mut bytes = Vec::new();
                 self.write(*rank, len, &mut bytes)?;

@@ -66,7 +66,7 @@ impl Trainer {
                 StateKind::Optimizer(_) => mark.and_then(|mark| mark.state(stage, &state.kind)),
                 _ => None,
             };
-            FlatState { values: then.unwrap_or(state.values), ..state }
+            FlatState { values: then.map_or(state.values, Into::into), ..state }
         })
     }
 

@@ -16,7 +16,7 @@ use crate::train::executor::{Executor, Pass};
 use crate::train::exit_listener::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
-use crate::train::pieces::{FlatState, StateKind};
+use crate::train::pieces::{FlatState, StateKind, with_values};
 use crate::train::run_state::OptimizerCounters;
 use crate::train::stop_in_step::missing;
 use crate::train::zero;
@@ -70,9 +70,13 @@ impl PartSnapshot {
             _ => false,
         };
         let kept = |state: FlatState<'_>| {
-            let values = match host {
-                Some(host) => host.tensor(&state.values.to_vec::<f32>()?, state.values.shape())?,
-                None => copy(state.values)?,
+            let values = match (host, state.values.tensor()) {
+                (None, Some(values)) => copy(values)?,
+                (host, _) => {
+                    let len = state.values.len();
+                    let host = host.map_or_else(|| Device::cpu(1), |host| Ok(host.clone()))?;
+                    with_values(state.values, 0, len, |values| host.tensor(values, len))??
+                }
             };
             Ok((state.kind, values))
         };

@@ -59,6 +59,7 @@ impl Trainer {
     /// Waits for exchanges between replicas that are in flight, since their results belong to the saved state.
     /// A collective: all ranks must call it.
     pub(in crate::train) fn wait_in_flight(&mut self) -> Result<()> {
+        self.wait_for_states()?;
         let Executor { parts, placement, .. } = &mut self.executor;
         let syncs = by_number(parts, placement).into_iter().filter_map(|(_, part)| part.sync.as_mut());
         syncs.into_iter().try_for_each(|sync| Ok(sync.wait_in_flight()?))
@@ -224,6 +225,11 @@ fn average_prefix(stage: StageId) -> String {
 
 /// Restores a part's optimizer from a checkpoint's states, after `updates` updates.
 fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &mut Source, updates: u64) -> Result<()> {
+    if part.disk.is_some() {
+        // Its states are written to the disk later.
+        part.chain.resume_at(updates);
+        return Ok(());
+    }
     let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
     let shard = part.chain.shard();
     let states: BTreeMap<String, Vec<f32>> = names

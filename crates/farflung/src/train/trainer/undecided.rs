@@ -146,6 +146,7 @@ impl Trainer {
                 self.step += 1;
                 self.half_done = false;
                 self.undecided.committed(loss, Some(squares), self.undecided.requests);
+                self.commit_states()?;
                 self.undecided.settled = self.each_step || self.ends_local_step(loss);
             }
             _ => {

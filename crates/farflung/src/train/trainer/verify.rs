@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use farflung_base::Rank;
-use farflung_tensor::{Param, Tensor};
+use farflung_tensor::Param;
 use farflung_zoo::{Cut, Stage, TensorSpec};
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +14,7 @@ use crate::config::shared::NamedValue;
 use crate::train::apart::{ApartParams, kind_of};
 use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
-use crate::train::pieces::{FlatState, PieceValues, Scope, StateKind, with_values};
+use crate::train::pieces::{FlatState, FlatValues, PieceValues, Scope, StateKind, with_values};
 use crate::{Error, Result, finite};
 
 /// Amount of values that are checked.
@@ -98,8 +98,10 @@ impl Trainer {
                     .map(|(of_which, hash)| NamedValue::new(of(&format!("{what}{of_which}")), hash));
                 named.collect::<Vec<_>>()
             };
-            let params = hash(&part.stage, &copy_of, [("", &part.params)])?;
-            let shared = if all { shared_states(part, &copy_of, self.each_step)? } else { Vec::new() };
+            let params = hash(&part.stage, &copy_of, [("", (&part.params).into())])?;
+            // States on disk have checksums.
+            let states = all && (part.disk.is_none() || thoroughness == Thoroughness::All);
+            let shared = if states { shared_states(part, &copy_of, self.each_step)? } else { Vec::new() };
             if compared {
                 copies.extend(told("parameters", params));
                 let table = part.table();
@@ -189,18 +191,32 @@ type CopyOf<'a> = &'a dyn Fn(&Param, &TensorSpec) -> String;
 fn hash<'a>(
     stage: &Stage,
     copy_of: CopyOf<'_>,
-    flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
+    flats: impl IntoIterator<Item = (impl Display, FlatValues<'a>)>,
 ) -> Result<Hashes> {
     let mut hashers: BTreeMap<String, Hasher> = BTreeMap::new();
     for (name, flat) in flats {
-        with_values(flat, 0, flat.shape().len(), |values| {
-            finite::check_flat(&name.to_string(), stage.layout(), values)?;
-            for (param, spec) in stage.tensors() {
-                let hasher = hashers.entry(copy_of(param, spec)).or_default();
-                hasher.update(&values[param.range()]);
+        if flat.tensor().is_some() {
+            with_values(flat, 0, flat.len(), |values| {
+                finite::check_flat(&name.to_string(), stage.layout(), values)?;
+                for (param, spec) in stage.tensors() {
+                    let hasher = hashers.entry(copy_of(param, spec)).or_default();
+                    hasher.update(&values[param.range()]);
+                }
+                Ok::<_, Error>(())
+            })??;
+            continue;
+        }
+        for (param, spec) in stage.tensors() {
+            let (hasher, name) =
+                (hashers.entry(copy_of(param, spec)).or_default(), format!("{name}{}", param.name));
+            for chunk in flat.chunks(param.range()) {
+                with_values(flat, chunk.start, chunk.len(), |values| {
+                    finite::check_from(&name, chunk.start - param.start, values)?;
+                    hasher.update(values);
+                    Ok::<_, Error>(())
+                })??;
             }
-            Ok::<_, Error>(())
-        })??;
+        }
     }
     Ok(hashers.into_iter().map(|(copy, hasher)| (copy, hasher.finish())).collect())
 }
@@ -219,7 +235,7 @@ fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Ve
     let mut hashes = Vec::new();
     for (what, states) in groups {
         let (states, shards): (Vec<_>, Vec<_>) =
-            states.into_iter().partition(|state| state.values.shape() == part.params.shape());
+            states.into_iter().partition(|state| state.values.len() == part.params.shape().len());
         shards.into_iter().try_for_each(|shard| check_shard(part, shard))?;
         let named = states.iter().map(|state| (format!("{}/", state.kind.name()), state.values));
         let hash = hash(&part.stage, copy_of, named)?;
@@ -235,9 +251,12 @@ fn shared_states(part: &Part, copy_of: CopyOf<'_>, each_step: bool) -> Result<Ve
 /// Errors: [`Error::NotFinite`] with the tensor.
 fn check_shard(part: &Part, shard: &FlatState<'_>) -> Result<()> {
     shard.pieces(&part.stage).into_iter().try_for_each(|piece| match piece.values {
-        PieceValues::Flat(flat, start) => {
-            with_values(flat, start, piece.len(), |values| finite::check(&piece.name, values))?
-        }
+        PieceValues::Flat(flat, start) => flat.chunks(start..start + piece.len()).try_for_each(|chunk| {
+            let first = chunk.start - start;
+            with_values(flat, chunk.start, chunk.len(), |values| {
+                finite::check_from(&piece.name, first, values)
+            })?
+        }),
         _ => Ok(()),
     })
 }

@@ -1,0 +1,333 @@
+//! The state of a part's optimizer on disk (Rajbhandari et al. 2021, "ZeRO-Infinity"): an update reads it piece
+//! by piece, and writes it back with the updated parameters as the next generation of the file, one for each
+//! step. So a run that is killed continues from its last step. It does not depend on how a step is computed.
+//!
+//! All ranks commit a generation before any of them overwrites the one before it: [`DiskState::wait`] is called
+//! before the vote on each step.
+
+mod memory;
+mod stored;
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use farflung_optim::ChainBuilder;
+use farflung_store::{Generation, Layout, Store, StoreError, Stream};
+use farflung_tensor::{Device, ParamLayout};
+
+use crate::{Error, Result};
+use memory::{PieceMemory, PieceTensors, padded};
+use stored::StoredPieces;
+
+/// Elements of a piece at most, unless a tensor that the optimizer needs whole has more.
+const PIECE: usize = 1 << 20;
+/// Pieces in memory at most: one that is updated, and others that are read or written.
+const BUFFERS: usize = 4;
+/// Room for the record of a generation, in bytes.
+const RECORD: usize = 1 << 16;
+
+/// The states of a part's optimizer, and its parameters, in pieces on disk. Clones share them.
+#[derive(Debug, Clone)]
+pub(super) struct DiskState {
+    shared: Arc<Mutex<Shared>>,
+    /// Names of the optimizer's states: the first arrays of the file. Its parameters follow.
+    names: Vec<String>,
+    pieces: Vec<Range<usize>>,
+    identity: [u8; 32],
+}
+
+#[derive(Debug)]
+struct Shared {
+    memory: PieceMemory,
+    file: StateFile,
+    /// The piece that is being updated.
+    taken: Option<PieceTensors>,
+    /// The array that was read last, for reads of several tensors in one piece.
+    last_read: Option<LastRead>,
+    /// Number of the next piece of the update.
+    next: usize,
+}
+
+#[derive(Debug)]
+enum StateFile {
+    /// Not opened yet.
+    Closed,
+    /// Opened; the step from which it continues is not known yet.
+    Opened(Arc<Store>),
+    Streaming(Stream<PieceTensors>),
+    /// No file: the buffers of a device that only counts.
+    Counted(Vec<PieceTensors>),
+}
+
+#[derive(Debug)]
+struct LastRead {
+    generation: u64,
+    piece: usize,
+    array: usize,
+    values: PieceTensors,
+}
+
+impl DiskState {
+    /// Makes the state of the optimizer `chain` of a shard of a layout. No file is opened yet. `device` is the
+    /// one on which updates are computed.
+    pub(super) fn new(
+        chain: &ChainBuilder,
+        device: &Device,
+        layout: &ParamLayout,
+        shard: &Range<usize>,
+    ) -> Result<Self> {
+        let names = chain.state_names();
+        let pieces = chain.pieces(layout, shard, PIECE);
+        let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let memory = PieceMemory::new(device, names.len(), longest)?;
+        let file = if device.is_counting() {
+            StateFile::Counted(memory.buffers(BUFFERS.min(pieces.len() + 1))?)
+        } else {
+            StateFile::Closed
+        };
+        let identity = identity(&names, layout, shard);
+        let shared = Shared { memory, file, taken: None, last_read: None, next: 0 };
+        Ok(Self { shared: Arc::new(Mutex::new(shared)), names, pieces, identity })
+    }
+
+    /// Returns the pieces, and a store from which a chain takes its states.
+    pub(super) fn stored(&self) -> (Vec<Range<usize>>, Box<dyn farflung_optim::StateStore>) {
+        (self.pieces.clone(), Box::new(StoredPieces::new(Arc::clone(&self.shared), self.pieces.clone())))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the layout of the file.
+    fn layout(&self) -> Layout {
+        let bytes = self.pieces.iter().map(|piece| padded(piece.len()) as u64);
+        Layout::new(self.identity, self.names.len() + 1, bytes, RECORD)
+    }
+
+    /// Returns the bytes of the file, and those that a step reads and writes.
+    pub(super) fn sizes(&self) -> DiskSizes {
+        let layout = self.layout();
+        let states = self.pieces.iter().map(|piece| padded(piece.len()) as u64).sum::<u64>();
+        DiskSizes {
+            file: layout.file_bytes(),
+            read: states * self.names.len() as u64,
+            written: layout.generation_bytes(),
+        }
+    }
+
+    /// Opens the file, for which both generations have room. Returns the generations that are whole, newest
+    /// first.
+    ///
+    /// Errors: those of [`Store::open`].
+    pub(super) fn open(&self, path: &Path) -> Result<Vec<Generation>, StoreError> {
+        let store = Arc::new(Store::open(path, self.layout())?);
+        let generations = store.generations()?;
+        self.lock().file = StateFile::Opened(store);
+        Ok(generations)
+    }
+
+    /// Returns the opened file, while the step from which it continues is not known.
+    fn opened(&self) -> Arc<Store> {
+        match &self.lock().file {
+            StateFile::Opened(store) => Arc::clone(store),
+            other => unreachable!("the state is not opened, or already used: {other:?}"),
+        }
+    }
+
+    /// Reads all values of a generation, to check that they are as they were written.
+    ///
+    /// Errors: [`StoreError::Damaged`].
+    pub(super) fn check(&self, generation: u64) -> Result<(), StoreError> {
+        self.opened().check(generation)
+    }
+
+    /// Begins to use the file, whose newest generation is this one; all others are forgotten. `None`: all
+    /// states are zero.
+    ///
+    /// Errors: those of the file; no memory for its pieces.
+    pub(super) fn start(&self, newest: Option<u64>) -> Result<()> {
+        let store = self.opened();
+        store.keep_only(newest)?;
+        let mut shared = self.lock();
+        let buffers = shared.memory.buffers(BUFFERS.min(self.pieces.len() + 1))?;
+        shared.file = StateFile::Streaming(Stream::new(store, newest, buffers, self.names.len()));
+        Ok(())
+    }
+
+    /// Returns whether the file is in use.
+    pub(super) fn is_started(&self) -> bool {
+        matches!(self.lock().file, StateFile::Streaming(_))
+    }
+
+    /// Begins the update to a step: pieces are read ahead.
+    pub(super) fn begin(&self, step: u64) {
+        if let StateFile::Streaming(stream) = &mut self.lock().file {
+            stream.begin(step);
+        }
+    }
+
+    /// Commits the step that was begun, of which the optimizer has updated all pieces. Returns before it is on
+    /// the disk.
+    ///
+    /// Errors: those of the file.
+    pub(super) fn commit(&self, record: Vec<u8>) -> Result<(), StoreError> {
+        let mut shared = self.lock();
+        (shared.next, shared.last_read) = (0, None);
+        match &mut shared.file {
+            StateFile::Streaming(stream) => stream.commit(record),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns when the last committed step is on the disk.
+    ///
+    /// Errors: those of the file.
+    pub(super) fn wait(&self) -> Result<(), StoreError> {
+        match &mut self.lock().file {
+            StateFile::Streaming(stream) => stream.wait(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the names of the optimizer's states.
+    pub(super) fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// Returns the number of elements of each state.
+    pub(super) fn len(&self) -> usize {
+        self.pieces.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// Reads elements of a state, by its number, or of the parameters, which follow the states. They are those
+    /// of the newest committed step, and zeros before the first.
+    ///
+    /// Errors: those of the file.
+    pub(super) fn read(&self, array: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        self.wait()?;
+        let mut values = vec![0.0; range.len()];
+        let mut shared = self.lock();
+        let Shared { memory, file, last_read, .. } = &mut *shared;
+        let (store, newest) = match file {
+            StateFile::Streaming(stream) => (stream.store(), stream.newest()),
+            StateFile::Closed | StateFile::Opened(_) | StateFile::Counted(_) => return Ok(values),
+        };
+        let Some(generation) = newest else { return Ok(values) };
+        let first = self.pieces.first().map_or(0, |piece| piece.start);
+        for (piece, of_layout) in self.pieces.iter().enumerate() {
+            let own = of_layout.start - first..of_layout.end - first;
+            let common = own.start.max(range.start)..own.end.min(range.end);
+            if common.is_empty() {
+                continue;
+            }
+            let is_there = last_read
+                .as_ref()
+                .is_some_and(|last| (last.generation, last.piece, last.array) == (generation, piece, array));
+            if !is_there {
+                let mut read = match last_read.take() {
+                    Some(last) => last.values,
+                    None => memory.single()?,
+                };
+                store.read(generation, piece, array, read.bytes_mut(0, padded(own.len())))?;
+                *last_read = Some(LastRead { generation, piece, array, values: read });
+            }
+            let read = last_read.as_ref().expect("it was read").values.values(0);
+            values[common.start - range.start..common.end - range.start]
+                .copy_from_slice(&read[common.start - own.start..common.end - own.start]);
+        }
+        Ok(values)
+    }
+
+    /// Writes a whole generation: `fill` sets the values of an array, by its number, of a range of the layout.
+    ///
+    /// Errors: those of `fill` and of the file.
+    pub(super) fn fill(
+        &self,
+        step: u64,
+        record: Vec<u8>,
+        mut fill: impl FnMut(usize, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
+        let mut shared = self.lock();
+        let StateFile::Streaming(stream) = &mut shared.file else { return Ok(()) };
+        stream.begin(step);
+        for piece in &self.pieces {
+            let mut values = stream.take()?;
+            for array in 0..=self.names.len() {
+                fill(array, piece.clone(), &mut values.values_mut(array)[..piece.len()])?;
+            }
+            stream.give(values)?;
+        }
+        stream.commit(record)?;
+        Ok(stream.wait()?)
+    }
+
+    /// Returns the bytes read and written so far.
+    pub(super) fn moved(&self) -> [u64; 2] {
+        match &self.lock().file {
+            StateFile::Streaming(stream) => stream.store().moved(),
+            _ => [0; 2],
+        }
+    }
+
+    /// Returns whether the file is read and written past the page cache.
+    pub(super) fn is_direct(&self) -> bool {
+        match &self.lock().file {
+            StateFile::Streaming(stream) => stream.store().is_direct(),
+            _ => false,
+        }
+    }
+}
+
+/// Returns the bytes of memory of an optimizer with `states` states on disk, which updates `parameters` bytes of
+/// parameters and needs `work` more buffers of a piece. `whole` are the bytes of the largest tensor, if it works
+/// on whole tensors.
+pub(super) fn memory(parameters: u128, (states, work): (u128, u128), whole: Option<u128>) -> u128 {
+    let most = (PIECE * size_of::<f32>()) as u128;
+    let piece = whole.map_or(most, |whole| whole.max(most)).min(parameters);
+    let pieces = parameters.div_ceil(piece.max(1));
+    let buffers = (pieces + 1).min(BUFFERS as u128);
+    piece.saturating_mul(buffers * (states + 1) + work + 1)
+}
+
+/// Bytes of state on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct DiskSizes {
+    /// Of the file.
+    pub(super) file: u64,
+    /// That a step reads.
+    pub(super) read: u64,
+    /// That a step writes.
+    pub(super) written: u64,
+}
+
+impl DiskSizes {
+    /// Returns the sizes of both together.
+    pub(super) const fn and(self, other: Self) -> Self {
+        Self {
+            file: self.file + other.file,
+            read: self.read + other.read,
+            written: self.written + other.written,
+        }
+    }
+}
+
+/// Returns a hash of what the file is of: the names of states, and the tensors of the shard.
+fn identity(names: &[String], layout: &ParamLayout, shard: &Range<usize>) -> [u8; 32] {
+    let mut hash = blake3::Hasher::new();
+    for name in names {
+        hash.update(name.as_bytes()).update(&[0]);
+    }
+    for param in layout.params() {
+        hash.update(format!("{} {} {}\n", param.name, param.shape, param.start).as_bytes());
+    }
+    hash.update(format!("{}..{}", shard.start, shard.end).as_bytes());
+    hash.finalize().into()
+}
+
+impl From<StoreError> for Error {
+    fn from(error: StoreError) -> Self {
+        Self::State(error)
+    }
+}

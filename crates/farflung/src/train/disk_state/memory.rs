@@ -1,0 +1,87 @@
+//! The memory of pieces: tensors that files are read into and written from.
+
+use farflung_store::{Arrays, BLOCK};
+use farflung_tensor::{Device, Tensor};
+
+use crate::Result;
+
+/// Returns the bytes of an array of this many elements: whole blocks.
+pub(super) const fn padded(elements: usize) -> usize {
+    (elements * size_of::<f32>()).next_multiple_of(BLOCK)
+}
+
+/// Makes the buffers of pieces.
+#[derive(Debug)]
+pub(super) struct PieceMemory {
+    /// The device of the buffers, which is the host.
+    host: Device,
+    /// The device of the optimizer, if it is not the host.
+    pub(super) away: Option<Device>,
+    states: usize,
+    /// Elements of an array.
+    longest: usize,
+}
+
+impl PieceMemory {
+    /// Prepares for arrays of at most this many elements.
+    pub(super) fn new(device: &Device, states: usize, longest: usize) -> Result<Self> {
+        // A device that only counts counts as the host.
+        let is_host = device.is_counting() || device.zeros(1)?.host::<f32>().is_some();
+        let host = if is_host { device.clone() } else { Device::cpu(1)? };
+        let longest = padded(longest) / size_of::<f32>();
+        Ok(Self { host, away: (!is_host).then(|| device.clone()), states, longest })
+    }
+
+    /// Returns buffers of whole pieces.
+    pub(super) fn buffers(&self, count: usize) -> Result<Vec<PieceTensors>> {
+        (0..count).map(|_| self.piece(self.states + 1)).collect()
+    }
+
+    /// Returns a buffer of one array.
+    pub(super) fn single(&self) -> Result<PieceTensors> {
+        self.piece(1)
+    }
+
+    /// Returns tensors on the optimizer's device for the states of a piece.
+    pub(super) fn on_device(&self, device: &Device) -> Result<Vec<Tensor>> {
+        (0..self.states).map(|_| Ok(device.zeros(self.longest)?)).collect()
+    }
+
+    fn piece(&self, arrays: usize) -> Result<PieceTensors> {
+        let array = |_| Ok(self.host.zeros(self.longest)?);
+        Ok(PieceTensors { arrays: (0..arrays).map(array).collect::<Result<_>>()? })
+    }
+}
+
+/// The arrays of a piece: states, then parameters. In the host's memory, unless the device only counts.
+#[derive(Debug)]
+pub(super) struct PieceTensors {
+    pub(super) arrays: Vec<Tensor>,
+}
+
+impl PieceTensors {
+    /// Returns the values of an array, and what is behind them.
+    pub(super) fn values(&self, array: usize) -> &[f32] {
+        self.arrays[array].host().unwrap_or_default()
+    }
+
+    /// Returns the values of an array for writing.
+    pub(super) fn values_mut(&mut self, array: usize) -> &mut [f32] {
+        self.arrays[array].host_mut().unwrap_or_default()
+    }
+
+    /// Returns the first bytes of an array for writing.
+    pub(super) fn bytes_mut(&mut self, array: usize, bytes: usize) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(self.values_mut(array))[..bytes]
+    }
+}
+
+impl Arrays for PieceTensors {
+    fn array(&self, number: usize) -> &[u8] {
+        bytemuck::cast_slice(self.values(number))
+    }
+
+    fn array_mut(&mut self, number: usize) -> &mut [u8] {
+        bytemuck::cast_slice_mut(self.values_mut(number))
+    }
+}

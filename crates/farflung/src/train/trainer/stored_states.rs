@@ -1,0 +1,177 @@
+//! The optimizer's state on disk: what a rank commits after each step, and how it continues from that.
+
+use std::path::{Path, PathBuf};
+
+use farflung_base::StageId;
+use farflung_store::Generation;
+
+use super::{Trainer, by_number};
+use crate::train::checkpoint::{self, Source, StepRecord};
+use crate::train::disk_state::{DiskSizes, DiskState};
+use crate::train::executor::Executor;
+use crate::train::job::Job;
+use crate::train::part::Part;
+use crate::train::pieces::{StateKind, with_values};
+use crate::{Error, Result};
+
+impl Trainer {
+    fn disks(&self) -> impl Iterator<Item = &DiskState> {
+        self.executor.parts.values().filter_map(|part| part.disk.as_ref())
+    }
+
+    /// Returns whether the optimizer's state of this rank is on disk.
+    pub(in crate::train) fn has_state_on_disk(&self) -> bool {
+        self.disks().next().is_some()
+    }
+
+    /// Returns the folder of this rank's state on disk; `None` if it has none, or if the run has no folder.
+    pub(in crate::train) fn state_folder(&self, job: &Job) -> Option<PathBuf> {
+        let base = job.config.state_dir.as_ref().or(job.out.as_ref()).filter(|_| self.has_state_on_disk());
+        base.map(|base| checkpoint::folder(base, self.comm().rank()).join("state"))
+    }
+
+    /// Returns the bytes of the state of all parts on disk; `None` if there is none.
+    pub(in crate::train) fn disk_sizes(&self) -> Option<DiskSizes> {
+        self.disks().map(DiskState::sizes).reduce(DiskSizes::and)
+    }
+
+    /// Returns the bytes read and written by the state on disk so far.
+    pub(in crate::train) fn disk_moved(&self) -> [u64; 2] {
+        self.disks().map(DiskState::moved).fold([0; 2], |[a, b], [read, written]| [a + read, b + written])
+    }
+
+    /// Returns whether the state on disk is read and written past the page cache.
+    pub(in crate::train) fn is_disk_direct(&self) -> bool {
+        self.disks().all(DiskState::is_direct)
+    }
+
+    /// Returns the file of a part's state in a folder.
+    fn state_file(&self, folder: &Path, stage: StageId) -> PathBuf {
+        folder.join(format!("part-{}.state", self.executor.placement.part(stage)))
+    }
+
+    /// Opens the files of the state in a folder. Returns the steps that are whole in all of them, newest first,
+    /// with their records.
+    ///
+    /// Errors: those of the files.
+    pub(in crate::train) fn open_states(&self, folder: &Path) -> Result<Vec<Generation>> {
+        std::fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
+        let mut all: Option<Vec<Generation>> = None;
+        for (&stage, part) in &self.executor.parts {
+            let Some(disk) = &part.disk else { continue };
+            let found = disk.open(&self.state_file(folder, stage))?;
+            all = Some(match all {
+                None => found,
+                Some(before) => {
+                    let is_there = |one: &Generation| found.iter().any(|other| other.number == one.number);
+                    before.into_iter().filter(is_there).collect()
+                }
+            });
+        }
+        Ok(all.unwrap_or_default())
+    }
+
+    /// Continues from a step that the files have. With `checked`, all values are read first, and compared with
+    /// their checksums. A collective of the holders of each part, if they divide the state.
+    ///
+    /// Errors: those of the files.
+    pub(in crate::train) fn resume_from_states(
+        &mut self,
+        (step, record): (u64, &StepRecord),
+        checked: bool,
+    ) -> Result<()> {
+        let updates = self.samples.taken(step) * self.updates;
+        let Executor { parts, placement, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
+            let Some(disk) = part.disk.clone() else { continue };
+            if checked {
+                disk.check(step)?;
+            }
+            disk.start(Some(step))?;
+            let shard = part.chain.shard();
+            for piece in part.chain.pieces() {
+                let own = piece.start - shard.start..piece.end - shard.start;
+                let values = disk.read(disk.names().len(), own)?;
+                part.params.view_mut().part(piece.start, piece.len())?.write(&values)?;
+            }
+            part.chain.resume_at(updates);
+            part.gather_parameters()?;
+            if let Some(sync) = &mut part.sync {
+                sync.on_params_set(&part.params)?;
+                sync.restore(record.outer_step(), &|_: &str| None)?;
+                sync.average_mut().restore("", record.rounds(), |_| Some(&[]))?;
+            }
+        }
+        self.scale.restore(&record.loss_scale);
+        self.step = step;
+        self.window.clear();
+        self.resync.restart(step);
+        Ok(())
+    }
+
+    /// Begins to use the files, if the run does not continue from them: with the states of a checkpoint, or
+    /// with zeros.
+    ///
+    /// Errors: those of the files; a state that is missing.
+    pub(in crate::train) fn start_states(&mut self, from: Option<&Source>, record: StepRecord) -> Result<()> {
+        let bytes = record.to_bytes();
+        for part in self.executor.parts.values() {
+            let Some(disk) = part.disk.as_ref().filter(|disk| !disk.is_started()) else { continue };
+            disk.start(None)?;
+            let Some(from) = from else { continue };
+            let layout = part.stage.layout();
+            disk.fill(self.step, bytes.clone(), |array, range, values| {
+                let Some(name) = disk.names().get(array) else {
+                    return with_values(&part.params, range.start, range.len(), |own| {
+                        values.copy_from_slice(own);
+                    });
+                };
+                let kind = StateKind::Optimizer(name.clone()).name();
+                let found = from
+                    .flat(&kind, layout, &range)
+                    .ok_or_else(|| Error::Message { message: kind, problem: "is not in the checkpoint" })?;
+                values.copy_from_slice(&found);
+                Ok(())
+            })?;
+        }
+        self.state_record = Some(record);
+        Ok(())
+    }
+
+    /// Sets the resources that the run has used, for the record of the next step on disk.
+    pub(in crate::train) fn set_state_totals(&mut self, set: impl FnOnce(&mut StepRecord)) {
+        if let Some(record) = &mut self.state_record {
+            set(record);
+        }
+    }
+
+    /// Begins to read the states for the next step.
+    pub(super) fn begin_states(&self) {
+        self.disks().for_each(|disk| disk.begin(self.step + 1));
+    }
+
+    /// Returns when the states of the last step are on the disk.
+    ///
+    /// Errors: those of the files.
+    pub(in crate::train) fn wait_for_states(&self) -> Result<()> {
+        self.disks().try_for_each(|disk| Ok(disk.wait()?))
+    }
+
+    /// Commits the states of the step that was taken. They may reach the disk later.
+    ///
+    /// Errors: those of the files.
+    pub(super) fn commit_states(&mut self) -> Result<()> {
+        let counters = self.counters();
+        let Some(record) = self.state_record.as_mut().filter(|_| self.executor.parts.values().any(has_disk))
+        else {
+            return Ok(());
+        };
+        record.advance(counters, &self.scale.save());
+        let bytes = record.to_bytes();
+        self.disks().try_for_each(|disk| Ok(disk.commit(bytes.clone())?))
+    }
+}
+
+const fn has_disk(part: &Part) -> bool {
+    part.disk.is_some()
+}
