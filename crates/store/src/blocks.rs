@@ -108,9 +108,9 @@ pub(crate) struct StoredRecord {
 }
 
 impl StoredRecord {
-    /// Returns its bytes, which fill a slot of this many.
-    pub(crate) fn to_blocks(&self, layout: &Layout) -> Vec<Block> {
-        let mut slot = blocks(layout.record_slot());
+    /// Returns its bytes, which begin a slot.
+    pub(crate) fn to_blocks(&self) -> Vec<Block> {
+        let mut slot = blocks(96 + self.contents.len());
         let bytes = bytes_of_mut(&mut slot);
         bytes[..16].copy_from_slice(RECORD);
         bytes[16..24].copy_from_slice(&self.generation.to_le_bytes());
@@ -168,9 +168,8 @@ mod tests {
 
     #[test]
     fn records_read_back_and_damaged_ones_are_none() {
-        let layout = Layout::new([7; 32], 2, [BLOCK as u64], 10);
         let record = StoredRecord { generation: 9, root: [3; 32], contents: b"step 9".to_vec() };
-        let slot = record.to_blocks(&layout);
+        let slot = record.to_blocks();
         assert_eq!(StoredRecord::of_bytes(bytes_of(&slot)), Some(record));
         for at in 0..102 {
             let mut damaged = bytes_of(&slot).to_vec();

@@ -81,10 +81,10 @@ impl Layout {
         self.offsets[self.pieces.len()]
     }
 
-    /// Returns the bytes that are written for a generation: all arrays, headers and the record.
+    /// Returns the bytes that are written for a generation: all arrays, headers, and a record of one block.
     #[must_use]
     pub fn generation_bytes(&self) -> u64 {
-        (self.file_bytes() - BLOCK as u64) / 2
+        (self.file_bytes() - BLOCK as u64) / 2 - self.record + BLOCK as u64
     }
 
     /// Returns the most bytes of a record.

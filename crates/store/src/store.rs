@@ -240,7 +240,7 @@ impl Store {
     pub(crate) fn commit(&self, number: u64, root: [u8; 32], record: Vec<u8>) -> Result<(), StoreError> {
         self.flush()?;
         let record = StoredRecord { generation: number, root, contents: record };
-        self.write_at(bytes_of(&record.to_blocks(&self.layout)), self.layout.record_at(number))?;
+        self.write_at(bytes_of(&record.to_blocks()), self.layout.record_at(number))?;
         self.flush()
     }
 

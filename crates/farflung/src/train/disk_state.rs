@@ -7,6 +7,8 @@
 
 mod memory;
 mod stored;
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 use std::path::Path;
@@ -77,8 +79,19 @@ impl DiskState {
         layout: &ParamLayout,
         shard: &Range<usize>,
     ) -> Result<Self> {
+        Self::of_pieces(chain, device, layout, shard, PIECE)
+    }
+
+    /// Like [`DiskState::new`], with pieces of at most `most` elements.
+    fn of_pieces(
+        chain: &ChainBuilder,
+        device: &Device,
+        layout: &ParamLayout,
+        shard: &Range<usize>,
+        most: usize,
+    ) -> Result<Self> {
         let names = chain.state_names();
-        let pieces = chain.pieces(layout, shard, PIECE);
+        let pieces = chain.pieces(layout, shard, most);
         let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let memory = PieceMemory::new(device, names.len(), longest)?;
         let file = if device.is_counting() {

@@ -101,6 +101,8 @@ fn train(job: &Job) -> Result<Vec<(Vec<f64>, blake3::Hash)>, Error> {
             .map(|connection| {
                 scope.spawn(move || {
                     let mut trainer = Trainer::new(job, connection().comm, 1)?;
+                    let folder = tempfile::tempdir().unwrap();
+                    trainer.keep_state_in(job, folder.path())?;
                     let losses =
                         (0..STEPS).map(|_| Ok(trainer.step(false)?.loss)).collect::<Result<_, Error>>()?;
                     Ok((losses, trainer.hash()?))

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 const SMALL: u64 = 6000;
 
 /// Sets the size of files that a process may write, or lifts that limit.
-fn limit(process: u32, bytes: Option<u64>) {
+pub(crate) fn limit(process: u32, bytes: Option<u64>) {
     let pid = Pid::from_raw(i32::try_from(process).unwrap());
     let old = prlimit(pid, Resource::Fsize, Rlimit { current: bytes, maximum: None }).unwrap();
     assert_eq!(old.maximum, None, "the limit can be lifted again");

@@ -76,6 +76,7 @@ mod staged_generation;
 mod starts;
 mod step_times;
 mod stopped_steps;
+mod state_on_disk;
 mod stops;
 mod tensorboard;
 mod tensor_ranks;

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 56] = [
+const ALWAYS: [&str; 58] = [
     "plan",
     "layers",
     "heads",
@@ -48,6 +48,7 @@ const ALWAYS: [&str; 56] = [
     "tensor-weights",
     "sequence-parallel",
     "zero",
+    "state",
     "mesh",
     "pools",
     "microbatches",
@@ -59,6 +60,7 @@ const ALWAYS: [&str; 56] = [
     "eval-every",
     "eval-batches",
     "keep-last",
+    "save-end",
     "compress-checkpoints",
     "sample-tokens",
     "digest-every",
@@ -249,6 +251,13 @@ const CASES: &[Case] = &[
         4,
         true,
         "`boundary`, `boundary-backward` change nothing: `stages` is 1, so there is no pipeline",
+    ),
+    ("state-dir = 'x'", 4, true, "`state-dir` changes nothing: `state` is device"),
+    (
+        "save-end = false",
+        4,
+        true,
+        "`save-end` is false and `state` is device: the end of the run is not saved",
     ),
     (
         "boundary-store = 'file'\nboundary = 'int8'\nstages = 2",

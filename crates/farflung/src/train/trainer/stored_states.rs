@@ -6,7 +6,7 @@ use farflung_base::StageId;
 use farflung_store::Generation;
 
 use super::{Trainer, by_number};
-use crate::train::checkpoint::{self, Source, StepRecord};
+use crate::train::checkpoint::{self, Source, StepRecord, Totals};
 use crate::train::disk_state::{DiskSizes, DiskState};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
@@ -55,6 +55,9 @@ impl Trainer {
     ///
     /// Errors: those of the files.
     pub(in crate::train) fn open_states(&self, folder: &Path) -> Result<Vec<Generation>> {
+        if !self.has_state_on_disk() {
+            return Ok(Vec::new());
+        }
         std::fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
         let mut all: Option<Vec<Generation>> = None;
         for (&stage, part) in &self.executor.parts {
@@ -136,6 +139,18 @@ impl Trainer {
         }
         self.state_record = Some(record);
         Ok(())
+    }
+
+    /// Keeps the optimizer's state in files of this folder, if the settings want it on disk. [`run`](crate::train::run)
+    /// does so itself; a trainer that is used alone needs it before its first step. The folder is a new one.
+    ///
+    /// Errors: those of the files; [`Error::StateExists`] if the folder has the state of some step.
+    pub fn keep_state_in(&mut self, job: &Job, folder: &Path) -> Result<()> {
+        if let Some(found) = self.open_states(folder)?.first() {
+            return Err(Error::StateExists { path: folder.to_owned(), step: found.number });
+        }
+        let record = StepRecord::of(self, job, Totals::default());
+        self.start_states(None, record)
     }
 
     /// Sets the resources that the run has used, for the record of the next step on disk.
