@@ -299,8 +299,8 @@ pub enum Error {
         /// That rank's exit code.
         code: u8,
     },
-    /// The optimizer's state on disk could not be used: there is no room for it, it belongs to something else, or
-    /// its disk has failed.
+    /// The optimizer's state on disk could not be used: there is no room for it, it belongs to something else,
+    /// or its disk has failed.
     #[error("the optimizer's state on disk: {0}")]
     State(#[source] farflung_store::StoreError),
     /// The optimizer's state is on disk, and a step was begun before its file was opened.

@@ -80,5 +80,6 @@ pub use farflung_comm as comm;
 pub use farflung_compress as compress;
 pub use farflung_optim as optim;
 pub use farflung_parallel as parallel;
+pub use farflung_store as store;
 pub use farflung_tensor as tensor;
 pub use farflung_zoo as zoo;

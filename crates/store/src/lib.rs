@@ -8,7 +8,7 @@ mod medium;
 mod store;
 mod stream;
 
-pub use arrays::Arrays;
+pub use arrays::{Arrays, LateArrays, checksum};
 pub use error::StoreError;
 pub use layout::{BLOCK, Layout};
 pub use medium::{DirectFile, Medium};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::StoreError;
-use crate::arrays::Arrays;
+use crate::arrays::{Arrays, LateArrays};
 use crate::blocks::{
     FileHeader, StoredRecord, blocks, bytes_of, bytes_of_mut, file_header, piece_header, read_file_header,
     read_piece_header,
@@ -218,14 +218,16 @@ impl Store {
         StoreError::Damaged { path: self.path.clone(), generation, piece, what }
     }
 
-    /// Writes the arrays of a piece of a generation that is not committed yet. Returns their checksums.
+    /// Writes the first arrays of a piece of a generation that is not committed yet; `late` are the checksums
+    /// of the others. Returns the checksums of all.
     pub(crate) fn write_arrays<'a>(
         &self,
         generation: u64,
         piece: usize,
         arrays: impl Iterator<Item = &'a [u8]> + Clone,
+        late: &[u32],
     ) -> Result<Vec<u32>, StoreError> {
-        let sums: Vec<u32> = arrays.clone().map(crc32fast::hash).collect();
+        let sums: Vec<u32> = arrays.clone().map(crc32fast::hash).chain(late.iter().copied()).collect();
         // The header is first, so that a piece that is half written is not taken for the generation before.
         let header = piece_header(generation, piece, &sums);
         self.write_at(bytes_of(&header), self.layout.piece_at(generation, piece))?;
@@ -234,6 +236,25 @@ impl Store {
             self.write_at(bytes, self.layout.array_at(generation, piece, array))?;
         }
         Ok(sums)
+    }
+
+    /// Writes the arrays of a generation from number `first` on.
+    pub(crate) fn write_late(
+        &self,
+        generation: u64,
+        first: usize,
+        late: &dyn LateArrays,
+    ) -> Result<(), StoreError> {
+        let most = (0..self.layout.pieces()).map(|piece| self.layout.array_bytes(piece)).max().unwrap_or(0);
+        let mut memory = blocks(most as usize);
+        for piece in 0..self.layout.pieces() {
+            let bytes = &mut bytes_of_mut(&mut memory)[..self.layout.array_bytes(piece) as usize];
+            for array in first..self.layout.arrays() {
+                late.fill(piece, array, bytes);
+                self.write_at(bytes, self.layout.array_at(generation, piece, array))?;
+            }
+        }
+        Ok(())
     }
 
     /// Makes a generation count whose pieces are all written.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use crate::StoreError;
-use crate::arrays::Arrays;
+use crate::arrays::{Arrays, LateArrays};
 use crate::store::{Root, Store};
 
 /// A store that is read and rewritten again and again.
@@ -50,8 +50,15 @@ struct Cycle {
 
 /// Work of the writer.
 enum Work<B> {
-    Piece { generation: u64, piece: usize, buffer: B },
-    Commit { generation: u64, record: Vec<u8> },
+    Piece { generation: u64, piece: usize, buffer: B, late: Vec<u32> },
+    Commit { generation: u64, record: Vec<u8>, late: Option<LateWork> },
+}
+
+/// Arrays that are written after the pieces.
+struct LateWork {
+    /// The number of the first of them.
+    first: usize,
+    arrays: Box<dyn LateArrays>,
 }
 
 /// What the threads tell each other.
@@ -179,19 +186,21 @@ impl<B: Arrays> Stream<B> {
         self.filled.recv().map_err(|_| self.error())
     }
 
-    /// Writes back a piece, the oldest that was taken and not given back.
+    /// Writes back a piece, the oldest that was taken and not given back. `late` are the
+    /// [checksums](crate::checksum) of its
+    /// last arrays, if those are written by [`Stream::commit_late`].
     ///
     /// Errors: what an earlier write failed with.
     ///
     /// # Panics
     /// If it was not taken.
-    pub fn give(&mut self, buffer: B) -> Result<(), StoreError> {
+    pub fn give(&mut self, buffer: B, late: &[u32]) -> Result<(), StoreError> {
         self.check()?;
         let open = self.cycle.as_mut().expect("a generation has begun");
         assert!(open.given < open.taken, "a piece is taken before it is given back");
         let piece = open.given;
         open.given += 1;
-        let work = Work::Piece { generation: open.next, piece, buffer };
+        let work = Work::Piece { generation: open.next, piece, buffer, late: late.to_vec() };
         self.send(work)
     }
 
@@ -203,12 +212,29 @@ impl<B: Arrays> Stream<B> {
     /// # Panics
     /// If some piece was not given back.
     pub fn commit(&mut self, record: Vec<u8>) -> Result<(), StoreError> {
+        self.commit_with(record, None)
+    }
+
+    /// Like [`Stream::commit`], after writing the arrays from number `first` on, of which [`Stream::give`] got
+    /// the checksums. They are dropped once they are written.
+    ///
+    /// Errors, panics: as [`Stream::commit`].
+    pub fn commit_late(
+        &mut self,
+        record: Vec<u8>,
+        first: usize,
+        arrays: impl LateArrays + 'static,
+    ) -> Result<(), StoreError> {
+        self.commit_with(record, Some(LateWork { first, arrays: Box::new(arrays) }))
+    }
+
+    fn commit_with(&mut self, record: Vec<u8>, late: Option<LateWork>) -> Result<(), StoreError> {
         self.check()?;
         self.store.check_record(&record)?;
         let open = self.cycle.take().expect("a generation has begun");
         assert_eq!(open.given, self.store.layout().pieces(), "all pieces are given back");
         (self.newest, self.committing) = (Some(open.next), Some(open.next));
-        self.send(Work::Commit { generation: open.next, record })
+        self.send(Work::Commit { generation: open.next, record, late })
     }
 
     /// Returns when the newest generation is whole on the disk.
@@ -297,19 +323,20 @@ fn write_pieces<B: Arrays>(store: &Store, shared: &Shared, work: &Receiver<Work<
         let failed = shared.lock().failed;
         let done = match work {
             Work::Piece { .. } | Work::Commit { .. } if failed => Ok(()),
-            Work::Piece { generation, piece, buffer } => {
+            Work::Piece { generation, piece, buffer, late } => {
                 let bytes = store.layout().array_bytes(piece) as usize;
-                let all = (0..arrays).map(|array| &buffer.array(array)[..bytes]);
-                store.write_arrays(generation, piece, all).map(|sums| {
+                let now = (0..arrays - late.len()).map(|array| &buffer.array(array)[..bytes]);
+                store.write_arrays(generation, piece, now, &late).map(|sums| {
                     root.add(&sums);
                     shared.update(|progress| progress.written = Some((generation, piece + 1)));
                     // If the reader has ended, the buffer is not needed.
                     let _ = free.as_ref().map(|free| free.send(buffer));
                 })
             }
-            Work::Commit { generation, record } => {
+            Work::Commit { generation, record, late } => {
                 let root = std::mem::take(&mut root).finish();
-                store.commit(generation, root, record).map(|()| {
+                let written = late.map(|late| store.write_late(generation, late.first, &*late.arrays));
+                written.unwrap_or(Ok(())).and_then(|()| store.commit(generation, root, record)).map(|()| {
                     shared.update(|progress| progress.committed = Some(generation));
                 })
             }

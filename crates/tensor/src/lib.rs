@@ -27,7 +27,7 @@ pub use interrupt::Interrupt;
 pub use layout::{Param, ParamLayout};
 pub use offload::Offloaded;
 pub use shape::Shape;
-pub use tensor::Tensor;
+pub use tensor::{SharedTensor, Tensor};
 pub use view::{View, ViewMut};
 
 // For users who write their own model or optimizer: operations, and elementwise programs that run in one pass.

@@ -1,6 +1,9 @@
-//! Tensors. A tensor is the only owner of its buffer.
+//! Tensors. A tensor is the only owner of its buffer, except while other threads read it.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
 
 use farflung_base::Pending;
 
@@ -14,16 +17,42 @@ pub struct Tensor {
     device: Device,
     dtype: DType,
     shape: Shape,
-    storage: Option<Box<dyn Storage>>,
+    /// Held by this tensor and by its [`SharedTensor`]s.
+    storage: Option<Arc<Box<dyn Storage>>>,
 }
+
+/// A tensor that another thread reads: see [`Tensor::share`].
+pub struct SharedTensor(Tensor);
+
+/// Time between two looks whether a tensor is still shared.
+const UNTIL_UNSHARED: Duration = Duration::from_micros(50);
 
 impl Tensor {
     pub(crate) fn new(device: Device, dtype: DType, shape: Shape, storage: Box<dyn Storage>) -> Self {
-        Self { device, dtype, shape, storage: Some(storage) }
+        Self { device, dtype, shape, storage: Some(Arc::new(storage)) }
     }
 
     fn storage(&self) -> &dyn Storage {
-        self.storage.as_deref().expect("the storage is present until drop")
+        &***self.storage.as_ref().expect("the storage is present until drop")
+    }
+
+    /// Returns a handle by which another thread reads the elements while this one goes on. Whatever writes to
+    /// the tensor waits until all such handles are dropped; dropping the tensor does not wait.
+    ///
+    /// ```
+    /// use farflung_tensor::Device;
+    ///
+    /// let mut x = Device::cpu(1)?.tensor(&[1.0f32, 2.0], 2)?;
+    /// let shared = x.share();
+    /// let reader = std::thread::spawn(move || shared.host::<f32>().map(<[f32]>::to_vec));
+    /// x.write(&[3.0f32, 4.0])?; // after the reader
+    /// assert_eq!(reader.join().unwrap(), Some(vec![1.0, 2.0]));
+    /// # Ok::<(), farflung_tensor::TensorError>(())
+    /// ```
+    #[must_use]
+    pub fn share(&self) -> SharedTensor {
+        let Self { device, dtype, shape, storage } = self;
+        SharedTensor(Self { device: device.clone(), dtype: *dtype, shape: *shape, storage: storage.clone() })
     }
 
     /// Returns the tensor's device.
@@ -50,11 +79,17 @@ impl Tensor {
         View::of(&self.device, self.storage(), self.dtype, self.shape)
     }
 
-    /// Returns a mutable view of the whole tensor.
+    /// Returns a mutable view of the whole tensor, once no other thread reads it ([`Tensor::share`]).
     #[must_use]
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        let storage = self.storage.as_deref().expect("the storage is present until drop");
-        ViewMut::of(&self.device, storage, self.dtype, self.shape)
+        let storage = self.storage.as_ref().expect("the storage is present until drop");
+        // No new handle can be made meanwhile, since the tensor is borrowed exclusively.
+        while Arc::strong_count(storage) > 1 {
+            std::thread::sleep(UNTIL_UNSHARED);
+        }
+        // The count was read without an order; what the last reader did happens before what follows.
+        fence(Ordering::Acquire);
+        ViewMut::of(&self.device, &***storage, self.dtype, self.shape)
     }
 
     /// Copies the elements to the host.
@@ -119,7 +154,8 @@ impl Device {
 
 impl Drop for Tensor {
     fn drop(&mut self) {
-        if let Some(storage) = self.storage.take() {
+        // The last of the tensor and its handles returns the buffer.
+        if let Some(storage) = self.storage.take().and_then(Arc::into_inner) {
             self.device.backend().release(storage);
         }
     }
@@ -128,5 +164,30 @@ impl Drop for Tensor {
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tensor({} {} on {})", self.dtype, self.shape, self.device.name())
+    }
+}
+
+impl SharedTensor {
+    /// Returns the elements in place if the device's memory is host memory and `T` is the element type.
+    #[must_use]
+    pub fn host<T: Element>(&self) -> Option<&[T]> {
+        self.0.host()
+    }
+
+    /// Copies the elements to the host.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        self.0.to_vec()
+    }
+
+    /// Returns the shape.
+    #[must_use]
+    pub const fn shape(&self) -> Shape {
+        self.0.shape
+    }
+}
+
+impl fmt::Debug for SharedTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Shared({:?})", self.0)
     }
 }

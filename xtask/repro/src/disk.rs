@@ -3,7 +3,7 @@
 //! and the last good checkpoint stays.
 
 mod attempt;
-mod file_system;
+pub(crate) mod file_system;
 
 use std::path::Path;
 use std::thread;

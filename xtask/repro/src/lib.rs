@@ -91,7 +91,9 @@ mod gpu;
 mod halos;
 mod hostile_frames;
 mod hostile_payloads;
+mod infinity;
 mod instructions;
+mod larger_than_one;
 mod learn_nano;
 mod llama_step;
 mod local_optimizers;
@@ -209,6 +211,8 @@ pub const BENCHES: &[Bench] = &[
     moe::BENCH,
     tensor_parallel::BENCH,
     zero::BENCH,
+    infinity::BENCH,
+    larger_than_one::BENCH,
     morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,

@@ -37,6 +37,7 @@ use super::all_succeed::all_succeed;
 use super::job::Job;
 use super::plan_start::PlanStart;
 
+pub(super) use super::totals::Totals;
 use super::trainer::Trainer;
 use crate::config::shared::NamedValue;
 use crate::model_source::{SETTINGS, TENSORS as MODEL};
@@ -49,15 +50,6 @@ pub use room::{NoRoom, Shortage};
 pub(super) use room::{admit, admit_member, admit_newcomer};
 pub(super) use source::{Needed, OwnTensors, Residuals, RestoredResiduals, Source};
 pub(super) use state_on_disk::StepRecord;
-
-/// Resources used by a run up to a step, summed over its resumes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Totals {
-    pub(super) time_s: f64,
-    pub(super) wall_s: f64,
-    pub(super) bytes_sent: u64,
-    pub(super) bytes_received: u64,
-}
 
 /// Returns whether an objective is the one that is not written down.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]

@@ -5,27 +5,31 @@
 //! All ranks commit a generation before any of them overwrites the one before it: [`DiskState::wait`] is called
 //! before the vote on each step.
 
+mod late;
 mod memory;
 mod stored;
 #[cfg(test)]
 mod tests;
 
+use std::fmt::Debug;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_optim::ChainBuilder;
 use farflung_store::{Generation, Layout, Store, StoreError, Stream};
-use farflung_tensor::{Device, ParamLayout};
+use farflung_tensor::{Device, ParamLayout, Tensor};
 
+use super::totals::Totals;
 use crate::{Error, Result};
+use late::LateParams;
 use memory::{PieceMemory, PieceTensors, padded};
 use stored::StoredPieces;
 
 /// Elements of a piece at most, unless a tensor that the optimizer needs whole has more.
 const PIECE: usize = 1 << 20;
 /// Pieces in memory at most: one that is updated, and others that are read or written.
-const BUFFERS: usize = 4;
+const BUFFERS: usize = 6;
 /// Room for the record of a generation, in bytes.
 const RECORD: usize = 1 << 16;
 
@@ -37,6 +41,9 @@ pub(super) struct DiskState {
     names: Vec<String>,
     pieces: Vec<Range<usize>>,
     identity: [u8; 32],
+    /// Whether parameters are written after the states, from where they are, while the next pass runs. Else
+    /// each piece has a copy of them: they are on another device, or change when other shards are gathered.
+    is_late: bool,
 }
 
 #[derive(Debug)]
@@ -93,7 +100,9 @@ impl DiskState {
         let names = chain.state_names();
         let pieces = chain.pieces(layout, shard, most);
         let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-        let memory = PieceMemory::new(device, names.len(), longest)?;
+        let mut memory = PieceMemory::new(device, names.len(), longest)?;
+        let is_late = memory.away.is_none() && *shard == (0..layout.len());
+        memory.copies_params = !is_late;
         let file = if device.is_counting() {
             StateFile::Counted(memory.buffers(BUFFERS.min(pieces.len() + 1))?)
         } else {
@@ -101,7 +110,7 @@ impl DiskState {
         };
         let identity = identity(&names, layout, shard);
         let shared = Shared { memory, file, taken: None, last_read: None, next: 0 };
-        Ok(Self { shared: Arc::new(Mutex::new(shared)), names, pieces, identity })
+        Ok(Self { shared: Arc::new(Mutex::new(shared)), names, pieces, identity, is_late })
     }
 
     /// Returns the pieces, and a store from which a chain takes its states.
@@ -181,17 +190,30 @@ impl DiskState {
         }
     }
 
-    /// Commits the step that was begun, of which the optimizer has updated all pieces. Returns before it is on
-    /// the disk.
+    /// Commits the step that was begun, of which the optimizer has updated all pieces of the parameters.
+    /// Returns before it is on the disk; whatever changes the parameters waits for that.
     ///
     /// Errors: those of the file.
-    pub(super) fn commit(&self, record: Vec<u8>) -> Result<(), StoreError> {
+    pub(super) fn commit(&self, record: Vec<u8>, params: &Tensor) -> Result<(), StoreError> {
         let mut shared = self.lock();
         (shared.next, shared.last_read) = (0, None);
         match &mut shared.file {
-            StateFile::Streaming(stream) => stream.commit(record),
+            StateFile::Streaming(stream) => self.commit_to(stream, record, params),
             _ => Ok(()),
         }
+    }
+
+    fn commit_to(
+        &self,
+        stream: &mut Stream<PieceTensors>,
+        record: Vec<u8>,
+        params: &Tensor,
+    ) -> Result<(), StoreError> {
+        if !self.is_late {
+            return stream.commit(record);
+        }
+        let params = LateParams { params: params.share(), pieces: self.pieces.clone() };
+        stream.commit_late(record, self.names.len(), params)
     }
 
     /// Returns when the last committed step is on the disk.
@@ -253,13 +275,14 @@ impl DiskState {
         Ok(values)
     }
 
-    /// Writes a whole generation: `fill` sets the values of an array, by its number, of a range of the layout.
+    /// Writes a whole generation with these parameters: `fill` sets the values of a state, by its number, of a
+    /// range of the layout.
     ///
     /// Errors: those of `fill` and of the file.
     pub(super) fn fill(
         &self,
-        step: u64,
-        record: Vec<u8>,
+        (step, record): (u64, Vec<u8>),
+        params: &Tensor,
         mut fill: impl FnMut(usize, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
         let mut shared = self.lock();
@@ -267,12 +290,13 @@ impl DiskState {
         stream.begin(step);
         for piece in &self.pieces {
             let mut values = stream.take()?;
-            for array in 0..=self.names.len() {
+            for array in 0..self.names.len() {
                 fill(array, piece.clone(), &mut values.values_mut(array)[..piece.len()])?;
             }
-            stream.give(values)?;
+            let late = values.take_params(params.view().part(piece.start, piece.len())?, self.names.len())?;
+            stream.give(values, &late)?;
         }
-        stream.commit(record)?;
+        self.commit_to(stream, record, params)?;
         Ok(stream.wait()?)
     }
 
@@ -293,15 +317,39 @@ impl DiskState {
     }
 }
 
-/// Returns the bytes of memory of an optimizer with `states` states on disk, which updates `parameters` bytes of
-/// parameters and needs `work` more buffers of a piece. `whole` are the bytes of the largest tensor, if it works
-/// on whole tensors.
-pub(super) fn memory(parameters: u128, (states, work): (u128, u128), whole: Option<u128>) -> u128 {
+/// A step whose record is written with the states.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RecordedStep<'a> {
+    pub(super) step: u64,
+    pub(super) outer_step: u64,
+    pub(super) rounds: u64,
+    pub(super) loss_scale: &'a [f32],
+}
+
+/// Makes the records of steps: what a run needs besides arrays to continue from them.
+pub(super) trait StepRecords: Debug + Send {
+    /// Sets the resources that the run has used up to the step before.
+    fn set_totals(&mut self, totals: Totals);
+
+    /// Returns the record of a step.
+    fn of(&mut self, step: RecordedStep<'_>) -> Vec<u8>;
+}
+
+/// Returns the bytes of memory of an optimizer with `states` states on disk, which updates `parameters` bytes
+/// of parameters and needs `work` more buffers of a piece. `whole` are the bytes of the largest tensor, if it
+/// works on whole tensors. `is_late` tells whether the parameters are written from where they are.
+pub(super) fn memory(
+    parameters: u128,
+    (states, work): (u128, u128),
+    whole: Option<u128>,
+    is_late: bool,
+) -> u128 {
     let most = (PIECE * size_of::<f32>()) as u128;
     let piece = whole.map_or(most, |whole| whole.max(most)).min(parameters);
     let pieces = parameters.div_ceil(piece.max(1));
     let buffers = (pieces + 1).min(BUFFERS as u128);
-    piece.saturating_mul(buffers * (states + 1) + work + 1)
+    let arrays = states + u128::from(!is_late);
+    piece.saturating_mul(buffers * arrays + work + 1)
 }
 
 /// Bytes of state on disk.

@@ -67,6 +67,7 @@ mod text_tokens;
 mod token_rows;
 mod all_succeed;
 mod trainer;
+mod totals;
 pub mod tune;
 mod zero;
 

@@ -82,7 +82,7 @@ impl Steps<'_, '_> {
         let stop = &self.job.stop;
         let stops = stop.requested().is_some() && (stop.is_for_all() || !self.job.leaves_alone());
         let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
-        trainer.set_state_totals(|record| record.set_totals(kept.totals));
+        trainer.set_state_totals(kept.totals);
         let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
         let config = &self.job.config;
         let agreed = done.synced == Synced::Yes;

@@ -51,7 +51,7 @@ use farflung_zoo::Stage;
 
 use super::apart::HeldApart;
 use super::bind::ReplicaSchedule;
-use super::checkpoint::StepRecord;
+use super::disk_state::StepRecords;
 use super::division::Division;
 use super::executor::{Counts, Executor, LossSum, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
@@ -156,7 +156,7 @@ pub struct Trainer {
     /// The vote of the last step, and whether the outcome of the vote on the current step is unknown.
     undecided: Undecided,
     /// The record of the next step on disk; `None` before the first step.
-    state_record: Option<StepRecord>,
+    state_record: Option<Box<dyn StepRecords>>,
     /// What this rank has computed of the step that failed last, until a step begins.
     kept: Option<KeptWork>,
 }
@@ -470,10 +470,12 @@ impl Trainer {
     /// Waits for the averages and the votes after the pass.
     fn reduce(&mut self, loss: f64, stop: bool) -> Result<Vote> {
         // Before this rank's vote: others may then overwrite the step before the last.
-        let begun = self.executor.comm.now();
-        self.wait_for_states()?;
-        let Executor { comm, spent, .. } = &mut self.executor;
-        add_since(begun, comm, &mut spent.disk);
+        if self.has_state_on_disk() {
+            let begun = self.executor.comm.now();
+            self.wait_for_states()?;
+            let Executor { comm, spent, .. } = &mut self.executor;
+            add_since(begun, comm, &mut spent.disk);
+        }
         let (mut voting, mut norm_voting) = (None, None);
         let (mut found, mut norm) = (None, None);
         for op in self.list.at(step::Moment::Reduce).to_vec() {

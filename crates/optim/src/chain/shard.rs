@@ -13,7 +13,7 @@ impl ChainBuilder {
         if *shard == (0..layout.len()) {
             return Ok(());
         }
-        self.check_parts(layout, &[shard.clone()], "shard")
+        self.check_parts(layout, std::slice::from_ref(shard), "shard")
     }
 
     /// Checks whether the links can update a layout in parts, of which each has its own states.

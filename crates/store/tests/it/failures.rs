@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use farflung_store::{Arrays, BLOCK, Layout, Medium, Store, StoreError, Stream};
+use farflung_store::{Arrays, BLOCK, LateArrays, Layout, Medium, Store, StoreError, Stream, checksum};
 
 const PIECES: usize = 5;
 const ARRAYS: usize = 3;
@@ -164,9 +164,24 @@ fn write(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError>
     stream.wait()
 }
 
+/// The last arrays of all pieces.
+struct Late(Vec<Vec<u8>>);
+
+impl LateArrays for Late {
+    fn fill(&self, piece: usize, array: usize, bytes: &mut [u8]) {
+        assert_eq!(array, READS);
+        bytes.copy_from_slice(&self.0[piece]);
+    }
+}
+
+const fn is_late(generation: u64) -> bool {
+    generation % 2 == 1
+}
+
 /// Writes a generation, as an optimizer does.
 fn start(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError> {
     stream.begin(generation);
+    let mut rest = Vec::new();
     for piece in 0..PIECES {
         let mut buffer = stream.take()?;
         let bytes = layout().array_bytes(piece) as usize;
@@ -176,9 +191,13 @@ fn start(stream: &mut Stream<Buffer>, generation: u64) -> Result<(), StoreError>
             second[at] = second[at].wrapping_add(*byte);
             last[at] = second[at] ^ 0xFF;
         }
-        stream.give(buffer)?;
+        // The last array is elsewhere in memory, and is written later in every second generation.
+        let late = if is_late(generation) { vec![checksum(&last[..bytes])] } else { Vec::new() };
+        rest.push(last[..bytes].to_vec());
+        stream.give(buffer, &late)?;
     }
-    stream.commit(generation.to_string().into_bytes())
+    let record = generation.to_string().into_bytes();
+    if is_late(generation) { stream.commit_late(record, READS, Late(rest)) } else { stream.commit(record) }
 }
 
 /// Checks all values of a generation.

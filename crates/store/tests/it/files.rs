@@ -65,7 +65,7 @@ fn long_records_are_refused_and_buffers_need_not_be_aligned() {
     for byte in [1, 2] {
         let mut buffer = stream.take().unwrap();
         buffer.0.fill(byte);
-        stream.give(buffer).unwrap();
+        stream.give(buffer, &[]).unwrap();
     }
     assert!(matches!(stream.commit(vec![0; 5000]), Err(StoreError::Record { found: 5000, .. })));
     stream.commit(b"one".to_vec()).unwrap();

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 const AT: &str = "/mnt";
 
 /// A file system, which exists while this does.
-pub(super) struct FileSystem {
+pub(crate) struct FileSystem {
     /// The process whose namespace it is in.
     holder: Child,
 }
@@ -20,7 +20,7 @@ impl FileSystem {
     /// Mounts a tmpfs with these options.
     ///
     /// Errors: the bench does not run as root, or the kernel does not know an option.
-    pub(super) fn new(options: &str) -> Result<Self> {
+    pub(crate) fn new(options: &str) -> Result<Self> {
         let script = format!("mount -t tmpfs -o {options} tmpfs {AT} && echo ready && exec sleep 600");
         let mut command = Command::new("unshare");
         command.args(["-m", "--propagation", "private", "sh", "-c", &script]);
@@ -39,7 +39,7 @@ impl FileSystem {
     }
 
     /// Returns the same command, run in the namespace.
-    pub(super) fn inside(&self, command: &Command) -> Command {
+    pub(crate) fn inside(&self, command: &Command) -> Command {
         let mut inside = Command::new("nsenter");
         inside.args(["-t", &self.holder.id().to_string(), "-m", "--"]);
         inside.arg(command.get_program()).args(command.get_args());
@@ -47,18 +47,18 @@ impl FileSystem {
     }
 
     /// Returns the path by which this program reaches a file of the namespace.
-    pub(super) fn outside(&self, path: &Path) -> PathBuf {
+    pub(crate) fn outside(&self, path: &Path) -> PathBuf {
         let root = format!("/proc/{}/root", self.holder.id());
         Path::new(&root).join(path.strip_prefix("/").unwrap_or(path))
     }
 
     /// Returns the path of a file of this file system in the namespace.
-    pub(super) fn path(name: &str) -> PathBuf {
+    pub(crate) fn path(name: &str) -> PathBuf {
         Path::new(AT).join(name)
     }
 
     /// Fills the file system with a file, and returns its path.
-    pub(super) fn fill(&self) -> Result<PathBuf> {
+    pub(crate) fn fill(&self) -> Result<PathBuf> {
         let path = self.outside(&Self::path("filler"));
         let mut file = File::create(&path)?;
         for block in [1 << 16, 1 << 12, 1] {
@@ -74,7 +74,7 @@ impl FileSystem {
     }
 
     /// Makes the file system large.
-    pub(super) fn make_room(&self) -> Result<()> {
+    pub(crate) fn make_room(&self) -> Result<()> {
         let mut command = Command::new("mount");
         command.args(["-o", "remount,size=64m", AT]);
         let status = self.inside(&command).status()?;

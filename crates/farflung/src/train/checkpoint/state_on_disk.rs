@@ -8,10 +8,11 @@ use farflung_store::Generation;
 use serde::{Deserialize, Serialize};
 
 use super::super::all_succeed::all_succeed;
+use super::super::disk_state::{RecordedStep, StepRecords};
 use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::contents::record;
-use super::{CheckpointRecord, Counters, Resumed, Source, Totals, compare};
+use super::{CheckpointRecord, Resumed, Source, Totals, compare};
 use crate::config::choice::{Resume, StatePlace};
 use crate::{Error, Result, RunDir};
 
@@ -37,24 +38,25 @@ impl StepRecord {
         serde_json::from_slice(bytes).ok()
     }
 
-    /// Makes it the record of another step.
-    pub(in super::super) fn advance(&mut self, counters: Counters, loss_scale: &[f32]) {
-        let Counters { step, outer_step, rounds } = counters;
-        (self.trainer.step, self.trainer.outer_step, self.trainer.rounds) = (step, outer_step, rounds);
-        self.loss_scale = loss_scale.to_vec();
-    }
-
-    /// Sets the resources used up to the step before.
-    pub(in super::super) const fn set_totals(&mut self, totals: Totals) {
-        self.trainer.totals = totals;
-    }
-
     pub(in super::super) const fn outer_step(&self) -> u64 {
         self.trainer.outer_step
     }
 
     pub(in super::super) const fn rounds(&self) -> u64 {
         self.trainer.rounds
+    }
+}
+
+impl StepRecords for StepRecord {
+    fn set_totals(&mut self, totals: Totals) {
+        self.trainer.totals = totals;
+    }
+
+    fn of(&mut self, recorded: RecordedStep<'_>) -> Vec<u8> {
+        let RecordedStep { step, outer_step, rounds, loss_scale } = recorded;
+        (self.trainer.step, self.trainer.outer_step, self.trainer.rounds) = (step, outer_step, rounds);
+        self.loss_scale = loss_scale.to_vec();
+        self.to_bytes()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The memory of pieces: tensors that files are read into and written from.
 
-use farflung_store::{Arrays, BLOCK};
-use farflung_tensor::{Device, Tensor};
+use farflung_store::{Arrays, BLOCK, checksum};
+use farflung_tensor::{Device, Tensor, TensorError, View};
 
 use crate::Result;
 
@@ -17,7 +17,9 @@ pub(super) struct PieceMemory {
     host: Device,
     /// The device of the optimizer, if it is not the host.
     pub(super) away: Option<Device>,
-    states: usize,
+    pub(super) states: usize,
+    /// Whether buffers have a copy of the parameters, after the states.
+    pub(super) copies_params: bool,
     /// Elements of an array.
     longest: usize,
 }
@@ -29,12 +31,13 @@ impl PieceMemory {
         let is_host = device.is_counting() || device.zeros(1)?.host::<f32>().is_some();
         let host = if is_host { device.clone() } else { Device::cpu(1)? };
         let longest = padded(longest) / size_of::<f32>();
-        Ok(Self { host, away: (!is_host).then(|| device.clone()), states, longest })
+        Ok(Self { host, away: (!is_host).then(|| device.clone()), states, copies_params: true, longest })
     }
 
     /// Returns buffers of whole pieces.
     pub(super) fn buffers(&self, count: usize) -> Result<Vec<PieceTensors>> {
-        (0..count).map(|_| self.piece(self.states + 1)).collect()
+        let arrays = self.states + usize::from(self.copies_params);
+        (0..count).map(|_| self.piece(arrays)).collect()
     }
 
     /// Returns a buffer of one array.
@@ -53,7 +56,7 @@ impl PieceMemory {
     }
 }
 
-/// The arrays of a piece: states, then parameters. In the host's memory, unless the device only counts.
+/// The arrays of a piece: states, then perhaps parameters. In the host's memory, unless the device only counts.
 #[derive(Debug)]
 pub(super) struct PieceTensors {
     pub(super) arrays: Vec<Tensor>,
@@ -68,6 +71,23 @@ impl PieceTensors {
     /// Returns the values of an array for writing.
     pub(super) fn values_mut(&mut self, array: usize) -> &mut [f32] {
         self.arrays[array].host_mut().unwrap_or_default()
+    }
+
+    /// Copies the parameters of the piece, if it has an array for them after its `states`. Otherwise returns
+    /// their checksum, since they are written later.
+    ///
+    /// Errors: those of the device.
+    pub(super) fn take_params(&mut self, params: View<'_>, states: usize) -> Result<Vec<u32>, TensorError> {
+        let copied = if params.host::<f32>().is_none() { params.to_vec::<f32>()? } else { Vec::new() };
+        let values = params.host::<f32>().unwrap_or(&copied);
+        if self.arrays.len() == states {
+            return Ok(vec![checksum(bytemuck::cast_slice(values))]);
+        }
+        // A device that only counts has no values.
+        if let Some(into) = self.values_mut(states).get_mut(..values.len()) {
+            into.copy_from_slice(values);
+        }
+        Ok(Vec::new())
     }
 
     /// Returns the first bytes of an array for writing.

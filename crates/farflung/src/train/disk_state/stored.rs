@@ -50,9 +50,9 @@ impl Shared {
     }
 
     /// Gives back a piece.
-    fn give(&mut self, piece: PieceTensors) -> Result<(), OptimError> {
+    fn give(&mut self, piece: PieceTensors, late: &[u32]) -> Result<(), OptimError> {
         match &mut self.file {
-            StateFile::Streaming(stream) => stream.give(piece).map_err(failed),
+            StateFile::Streaming(stream) => stream.give(piece, late).map_err(failed),
             StateFile::Counted(buffers) => {
                 buffers.push(piece);
                 Ok(())
@@ -68,8 +68,8 @@ impl StateStore for StoredPieces {
         let mut piece = shared.take()?;
         let Some(device) = shared.memory.away.clone() else {
             // The file was read into tensors of the chain's own device.
-            let params = piece.arrays.pop().expect("parameters follow the states");
-            let states = std::mem::replace(&mut piece.arrays, vec![params]);
+            let params = piece.arrays.split_off(shared.memory.states);
+            let states = std::mem::replace(&mut piece.arrays, params);
             shared.taken = Some(piece);
             return Ok(states);
         };
@@ -87,25 +87,19 @@ impl StateStore for StoredPieces {
     fn give(&mut self, states: Vec<Tensor>, params: View<'_>) -> Result<(), OptimError> {
         let mut shared = Self::lock(&self.shared);
         let mut piece = shared.taken.take().expect("a piece is taken before it is given back");
-        let len = self.pieces[shared.next].len();
         shared.next = (shared.next + 1) % self.pieces.len();
         if shared.memory.away.is_none() {
-            let own = piece.arrays.pop().expect("its parameters are still here");
-            piece.arrays = states;
-            piece.arrays.push(own);
+            piece.arrays.splice(0..0, states);
         } else {
             for (number, state) in states.iter().enumerate() {
                 piece.values_mut(number).copy_from_slice(&state.to_vec::<f32>()?);
             }
             self.on_device = Some(states);
         }
-        let last = piece.arrays.len() - 1;
-        if let Some(into) = piece.values_mut(last).get_mut(..len) {
-            match params.host::<f32>() {
-                Some(values) => into.copy_from_slice(values),
-                None => into.copy_from_slice(&params.to_vec::<f32>()?),
-            }
-        }
-        shared.give(piece)
+        let late = match &shared.file {
+            StateFile::Counted(_) => Vec::new(),
+            _ => piece.take_params(params, shared.memory.states)?,
+        };
+        shared.give(piece, &late)
     }
 }

@@ -24,7 +24,7 @@ fn step(disk: &DiskState, chain: &mut farflung_optim::Chain, params: &mut Tensor
     let grads = params.device().tensor(&values(number as usize), layout().len()).unwrap();
     disk.begin(number);
     chain.commit(params, &grads, Prepared::with_norm(1.0).unwrap()).unwrap();
-    disk.commit(number.to_string().into_bytes()).unwrap();
+    disk.commit(number.to_string().into_bytes(), params).unwrap();
 }
 
 /// Moments and parameters of a shard are read in any ranges, over the borders of pieces, and continue.
@@ -97,12 +97,13 @@ fn a_whole_generation_is_written_from_elsewhere() {
         }
         Ok(())
     };
-    disk.fill(7, b"seven".to_vec(), fill).unwrap();
-    assert_eq!(disk.read(2, 1990..2010).unwrap(), (21_990..22_010).map(|x| x as f32).collect::<Vec<_>>());
+    let mut params = cpu.tensor(&values(1), layout.len()).unwrap();
+    disk.fill((7, b"seven".to_vec()), &params, fill).unwrap();
+    assert_eq!(disk.read(1, 1990..2010).unwrap(), (11_990..12_010).map(|x| x as f32).collect::<Vec<_>>());
+    assert_eq!(disk.read(2, 1990..2010).unwrap(), values(1)[1990..2010]);
     // The next step is 8.
     let mut chain = adam().build_stored(&cpu, &layout, 0..layout.len(), disk.stored()).unwrap();
     chain.resume_at(7);
-    let mut params = cpu.tensor(&values(1), layout.len()).unwrap();
     step(&disk, &mut chain, &mut params, 8);
     disk.wait().unwrap();
     assert_eq!(disk.read(2, 0..layout.len()).unwrap(), params.to_vec::<f32>().unwrap());

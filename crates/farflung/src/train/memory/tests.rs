@@ -10,7 +10,9 @@ use farflung_zoo::weights::{Dtype, TokenIds, config_text};
 
 use super::*;
 use crate::Stop;
-use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKind, TransportKind};
+use crate::config::choice::{
+    LrScheduleKind, OptimizerKind, SamplingKind, StatePlace, SyncKind, TransportKind,
+};
 use crate::config::pools::Numbers;
 use crate::config::value::Setting as _;
 use crate::config::zero::Weights;
@@ -52,6 +54,8 @@ fn measured(job: &Job) -> Vec<u64> {
     std::thread::scope(|scope| {
         let held = |connection: crate::train::WorkerConnection| {
             let mut trainer = Trainer::new(job, connection.comm, 1).unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            trainer.keep_state_in(job, folder.path()).unwrap();
             trainer.step(false).unwrap();
             trainer.step(false).unwrap();
             trainer.stage().device().memory().1 as u64
@@ -193,6 +197,28 @@ fn shards_of_the_state_are_predicted_to_the_byte() {
         let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
         assert_eq!(predicted, measured(&job), "{stages} stages, {weights:?}, {optimizer}");
     }
+}
+
+#[test]
+fn state_on_disk_is_predicted_to_the_byte() {
+    // Wide enough for several pieces; the largest tensor has more elements than a piece has at most.
+    let wide =
+        || TrainConfig { dim: Some(640), vocab: Some(2000), layers: Some(1), ..config(1, Method::OneFOneB) };
+    let mut held = Vec::new();
+    for (optimizer, zero, workers) in [("adamw", 0, 1), ("lamb", 0, 1), ("muon", 0, 1), ("adamw", 1, 2)] {
+        let of = |state| {
+            let optimizer = OptimizerKind::parse(optimizer).unwrap();
+            job(TrainConfig { optimizer, workers, zero, state, ..wide() })
+        };
+        let [disk, memory] = [StatePlace::Disk, StatePlace::Device].map(of);
+        let predicted: Vec<_> = step_memory(&disk).unwrap().iter().map(buffers).collect();
+        assert_eq!(predicted, measured(&disk), "{optimizer}, {workers} workers");
+        held.push([disk, memory].map(|job| step_memory(&job).unwrap()[0]));
+    }
+    // Pieces of 4 MiB with two moments: at most six, whatever the size of the model.
+    let [disk, memory] = held[0];
+    assert_eq!(disk.optimizer.0, 6.min(disk.weights.0.div_ceil(4 << 20) + 1) * 2 * (4 << 20));
+    assert_eq!(memory.optimizer.0, 2 * memory.weights.0);
 }
 
 /// The samples that AQ-SGD's ends store are those in a checkpoint, plus a few words each.

@@ -245,7 +245,7 @@ impl RankGroup<'_> {
                 match config.state {
                     StatePlace::Disk => {
                         let whole = config.optimizer.row().per_tensor.then(|| self.largest_tensor());
-                        disk_state::memory(own, (states, work), whole)
+                        disk_state::memory(own, (states, work), whole, own == model)
                     }
                     _ => state.of(model.saturating_mul(states + work)),
                 },

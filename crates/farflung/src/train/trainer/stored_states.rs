@@ -6,12 +6,12 @@ use farflung_base::StageId;
 use farflung_store::Generation;
 
 use super::{Trainer, by_number};
-use crate::train::checkpoint::{self, Source, StepRecord, Totals};
-use crate::train::disk_state::{DiskSizes, DiskState};
+use crate::train::checkpoint::{self, Counters, Source, StepRecord, Totals};
+use crate::train::disk_state::{DiskSizes, DiskState, RecordedStep};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::Part;
-use crate::train::pieces::{StateKind, with_values};
+use crate::train::pieces::StateKind;
 use crate::{Error, Result};
 
 impl Trainer {
@@ -123,13 +123,8 @@ impl Trainer {
             disk.start(None)?;
             let Some(from) = from else { continue };
             let layout = part.stage.layout();
-            disk.fill(self.step, bytes.clone(), |array, range, values| {
-                let Some(name) = disk.names().get(array) else {
-                    return with_values(&part.params, range.start, range.len(), |own| {
-                        values.copy_from_slice(own);
-                    });
-                };
-                let kind = StateKind::Optimizer(name.clone()).name();
+            disk.fill((self.step, bytes.clone()), &part.params, |array, range, values| {
+                let kind = StateKind::Optimizer(disk.names()[array].clone()).name();
                 let found = from
                     .flat(&kind, layout, &range)
                     .ok_or_else(|| Error::Message { message: kind, problem: "is not in the checkpoint" })?;
@@ -137,12 +132,12 @@ impl Trainer {
                 Ok(())
             })?;
         }
-        self.state_record = Some(record);
+        self.state_record = Some(Box::new(record));
         Ok(())
     }
 
-    /// Keeps the optimizer's state in files of this folder, if the settings want it on disk. [`run`](crate::train::run)
-    /// does so itself; a trainer that is used alone needs it before its first step. The folder is a new one.
+    /// Keeps the optimizer's state in files of this folder, if the settings want it on disk.
+    /// [`run`](crate::train::run) does so itself; a trainer that is used alone needs it before its first step.
     ///
     /// Errors: those of the files; [`Error::StateExists`] if the folder has the state of some step.
     pub fn keep_state_in(&mut self, job: &Job, folder: &Path) -> Result<()> {
@@ -154,9 +149,9 @@ impl Trainer {
     }
 
     /// Sets the resources that the run has used, for the record of the next step on disk.
-    pub(in crate::train) fn set_state_totals(&mut self, set: impl FnOnce(&mut StepRecord)) {
-        if let Some(record) = &mut self.state_record {
-            set(record);
+    pub(in crate::train) fn set_state_totals(&mut self, totals: Totals) {
+        if let Some(records) = &mut self.state_record {
+            records.set_totals(totals);
         }
     }
 
@@ -176,14 +171,16 @@ impl Trainer {
     ///
     /// Errors: those of the files.
     pub(super) fn commit_states(&mut self) -> Result<()> {
-        let counters = self.counters();
-        let Some(record) = self.state_record.as_mut().filter(|_| self.executor.parts.values().any(has_disk))
+        let Counters { step, outer_step, rounds } = self.counters();
+        let Some(records) = self.state_record.as_mut().filter(|_| self.executor.parts.values().any(has_disk))
         else {
             return Ok(());
         };
-        record.advance(counters, &self.scale.save());
-        let bytes = record.to_bytes();
-        self.disks().try_for_each(|disk| Ok(disk.commit(bytes.clone())?))
+        let bytes = records.of(RecordedStep { step, outer_step, rounds, loss_scale: &self.scale.save() });
+        self.executor.parts.values().try_for_each(|part| match &part.disk {
+            Some(disk) => Ok(disk.commit(bytes.clone(), &part.params)?),
+            None => Ok(()),
+        })
     }
 }
 
