@@ -14,10 +14,13 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+use farflung_compress::AverageSpec;
 use farflung_parallel::Cluster;
 use farflung_zoo::ModelSpec;
 
+use super::combination::refusal_of;
 use super::job::shape;
+use crate::config::choice::StatePlace;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
 use available::{Available, available};
 pub(super) use buckets::{averaging, sharing};
@@ -48,6 +51,8 @@ pub struct TooLarge {
     /// no single one is enough, the other settings at their minimum with the largest batch that fits then.
     /// Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
+    /// Whether the run would fit as it is with the optimizer's state on disk.
+    pub on_disk: bool,
     /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
     /// fits.
     pub model: Option<&'static str>,
@@ -55,7 +60,7 @@ pub struct TooLarge {
 
 impl fmt::Display for TooLarge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { needed, parts, processes, available, fits, model } = self;
+        let Self { needed, parts, processes, available, fits, on_disk, model } = self;
         match processes {
             1 => write!(f, "the run needs about {} of memory (", size(*needed))?,
             n => write!(f, "the {n} processes on this machine need about {} of memory (", size(*needed))?,
@@ -78,12 +83,14 @@ impl fmt::Display for TooLarge {
             }
             f.write_str(if i == 0 { " would fit" } else { "" })?;
         }
-        match (fits.is_empty(), model) {
-            (false, _) => Ok(()),
-            (true, Some(model)) => {
+        match (fits.is_empty(), on_disk, model) {
+            (false, false, _) => Ok(()),
+            (false, true, _) => f.write_str("; all of it with `state` disk"),
+            (true, true, _) => f.write_str("`state` disk would fit"),
+            (true, false, Some(model)) => {
                 write!(f, "with `batch` 1 and `workers` 1 the largest `model` that would fit is {model}")
             }
-            (true, None) => f.write_str("no smaller settings would fit"),
+            (true, false, None) => f.write_str("no smaller settings would fit"),
         }
     }
 }
@@ -196,6 +203,7 @@ impl Case {
         };
         let Some((need, processes, bytes)) = tight(config, &self.model) else { return Ok(()) };
         let fits = self.fitting(config, &|config| tight(config, &self.model).is_none());
+        let on_disk = on_disk(config).is_some_and(|config| tight(&config, &self.model).is_none());
         let fits_as = |preset: ModelSpec| {
             tight(&least(config), &ModelSpec { vocab: self.model.vocab, ..preset }).is_none()
         };
@@ -210,6 +218,7 @@ impl Case {
             processes,
             available: known.map(|_| bytes),
             fits,
+            on_disk,
             model,
         })))
     }
@@ -253,6 +262,14 @@ impl Case {
             AdjustableSetting::Accumulate => self.pipeline.is_none(),
         }
     }
+}
+
+/// Returns the settings with the optimizer's state on disk; `None` if it is there, or cannot be.
+fn on_disk(config: &TrainConfig) -> Option<TrainConfig> {
+    let codec = if config.was_given("codec") { config.codec } else { AverageSpec::default() };
+    let disk = TrainConfig { state: StatePlace::Disk, codec, ..config.clone() };
+    let can = config.state == StatePlace::Device && disk.validate().is_ok() && refusal_of(&disk).is_none();
+    can.then_some(disk)
 }
 
 /// Returns the settings with every [`AdjustableSetting`] at its minimum.

@@ -9,7 +9,7 @@ use farflung_zoo::layer::Grads;
 use farflung_zoo::{ActivationPolicy, Input, Resize, Stage, Targets, gpt2};
 
 use super::*;
-use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
+use crate::config::choice::{OptimizerKind, StatePlace, SyncKind, TokenizerKind, TransportKind};
 use crate::config::value::Setting;
 use crate::train::activations;
 use crate::transports::MEMORY;
@@ -52,6 +52,30 @@ fn what_would_fit_is_the_largest_that_does() {
     let least = refused.needed * 4 / 5;
     let exactly = |bytes: u128| Available { free: bytes as u64, total: u64::MAX };
     assert!(refusal(&config, exactly(least)).is_none() && refusal(&config, exactly(least - 1)).is_some());
+}
+
+#[test]
+fn state_on_disk_is_named_where_it_is_enough() {
+    let config = TrainConfig {
+        model: "gpt2".to_owned(),
+        tokenizer: TokenizerKind::Byte,
+        vocab: Some(50_257),
+        context: Some(64),
+        batch: 1,
+        workers: 1,
+        ..small()
+    };
+    let refused = refusal(&config, machine(1200)).unwrap();
+    assert!(refused.on_disk && refused.fits.is_empty(), "{refused}");
+    assert!(refused.to_string().ends_with(": `state` disk would fit"), "{refused}");
+    let disk = TrainConfig { state: StatePlace::Disk, codec: AverageSpec::default(), ..config.clone() };
+    assert!(refusal(&disk, machine(1200)).is_none());
+    let refused = refusal(&TrainConfig { batch: 64, ..config.clone() }, machine(3800)).unwrap();
+    assert!(refused.to_string().contains("`batch` "), "{refused}");
+    assert!(refused.to_string().ends_with(" would fit; all of it with `state` disk"), "{refused}");
+    // Not where it cannot be.
+    let local = TrainConfig { sync: SyncKind::of(&DILOCO), workers: 2, ..config };
+    assert!(!refusal(&local, machine(2400)).unwrap().on_disk);
 }
 
 #[test]
