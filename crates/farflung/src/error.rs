@@ -3,6 +3,7 @@
 mod classify;
 mod launch;
 mod model;
+mod state;
 mod texts;
 
 use std::io;
@@ -17,6 +18,7 @@ use farflung_zoo::ZooError;
 use crate::signals::Signal;
 pub use launch::LaunchError;
 pub use model::ModelError;
+pub use state::StateError;
 pub(crate) use texts::causes;
 use texts::{and_also, diverged, not_finite};
 
@@ -299,38 +301,9 @@ pub enum Error {
         /// That rank's exit code.
         code: u8,
     },
-    /// The optimizer's state on disk could not be used: there is no room for it, it belongs to something else,
-    /// or its disk has failed.
-    #[error("the optimizer's state on disk: {0}")]
-    State(#[source] farflung_store::StoreError),
-    /// The optimizer's state is on disk, and a step was begun before its file was opened.
-    #[error("the optimizer's state on disk is not open: runs open it before their first step")]
-    StateClosed,
-    /// There is a state on disk that the run would overwrite.
-    #[error(
-        "{path} holds the state of step {step} of a run: continue it with `--resume auto` and its `--out`, remove \
-         the folder, or give another `--state-dir`"
-    )]
-    StateExists {
-        /// The folder.
-        path: PathBuf,
-        /// The step.
-        step: u64,
-    },
-    /// A rank's state on disk is older than that of others, so that all ranks would lose steps.
-    #[error(
-        "the state on disk of rank {rank} is {}, and that of others is of step {newest}: bring back its folder, or \
-         give a checkpoint with `--resume PATH` (and an empty `--state-dir`)",
-        if *step == 0 { "missing".to_owned() } else { format!("of step {step}") }
-    )]
-    StateBehind {
-        /// The rank.
-        rank: usize,
-        /// The step of its state; 0 if it has none.
-        step: u64,
-        /// The newest step of another rank.
-        newest: u64,
-    },
+    /// The optimizer's state on disk cannot be used.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// The folder given for a run is not empty and not a run's folder.
     #[error("{path} is not empty and is not a run's folder: give another `--out`")]
     NotARun {

@@ -49,7 +49,7 @@ pub mod watch;
 // Items that every user of the crate needs: settings, a run and its errors. `train::run` trains.
 pub use config::flags::TrainFlags;
 pub use config::{RunSettings, TrainArgs, TrainConfig};
-pub use error::{Error, LaunchError, ModelError, Result};
+pub use error::{Error, LaunchError, ModelError, Result, StateError};
 pub use model_name::model_name;
 pub use model_shape::model_shape;
 pub use model_source::ModelSource;

@@ -37,13 +37,17 @@ pub enum StoreError {
         /// The store's file.
         path: PathBuf,
     },
-    /// The file is not a store, or one of other arrays.
-    #[error("{path} {what}")]
+    /// The file is not a store.
+    #[error("{path} is not a store")]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// What it contains instead.
-        what: &'static str,
+    },
+    /// The file is a store of another layout.
+    #[error("{path} is a store of other arrays")]
+    OtherLayout {
+        /// The file.
+        path: PathBuf,
     },
     /// A piece of a generation is damaged.
     #[error("{path}: piece {piece} of generation {generation} {what}")]

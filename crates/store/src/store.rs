@@ -55,8 +55,16 @@ impl Store {
             Err(TryLockError::WouldBlock) => return Err(StoreError::Locked { path: path.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(fail("lock")(source)),
         }
+        let is_new = file.metadata().map_err(fail("open"))?.len() == 0;
         let medium = DirectFile::new(file.try_clone().map_err(fail("open"))?);
-        Self::over(path, layout, Arc::new(medium), Some(file))
+        let store = Self::over(path, layout, Arc::new(medium), Some(file))?;
+        if is_new {
+            // The name of the file reaches the disk, too.
+            File::open(folder_of(path))
+                .and_then(|folder| folder.sync_all())
+                .map_err(fail("flush the folder of"))?;
+        }
+        Ok(store)
     }
 
     /// Opens a store on a medium, which a test may let fail. `path` is used in messages, and to ask how much
@@ -80,16 +88,16 @@ impl Store {
         if length >= BLOCK as u64 {
             store.read_at(bytes_of_mut(&mut head), 0)?;
         }
-        let foreign = |what| Err(StoreError::Foreign { path: path.to_owned(), what });
+        let path = path.to_owned();
         match read_file_header(bytes_of(&head), &store.layout) {
             FileHeader::Fits => store.reserve(length)?,
-            FileHeader::Differs => return foreign("is a store of other arrays"),
+            FileHeader::Differs => return Err(StoreError::OtherLayout { path }),
             FileHeader::Empty if length == 0 || length >= BLOCK as u64 => {
                 store.reserve(length)?;
                 store.write_at(bytes_of(&file_header(&store.layout)), 0)?;
                 store.flush()?;
             }
-            FileHeader::Empty | FileHeader::Other => return foreign("is not a store"),
+            FileHeader::Empty | FileHeader::Other => return Err(StoreError::Foreign { path }),
         }
         Ok(store)
     }
@@ -97,8 +105,7 @@ impl Store {
     /// Reserves the room of the file, of which `length` bytes are there.
     fn reserve(&self, length: u64) -> Result<(), StoreError> {
         let needed = self.layout.file_bytes();
-        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let free = free(folder.unwrap_or(Path::new(".")));
+        let free = free(folder_of(&self.path));
         let lacking = |free| StoreError::Room { path: self.path.clone(), needed, free };
         if let Some(free) = free
             && needed > length.saturating_add(free)
@@ -114,30 +121,62 @@ impl Store {
     /// Returns the generations that are whole, newest first. It reads the records and the headers of all
     /// pieces, not their arrays: see [`Store::check`].
     ///
-    /// Errors: a file that cannot be read.
+    /// Errors: a file that cannot be read; [`StoreError::Damaged`] if the newest generation has lost a piece,
+    /// which no crash explains: it counts only after all its pieces were on the disk.
     pub fn generations(&self) -> Result<Vec<Generation>, StoreError> {
+        let records = (0..2).map(|slot| self.record(slot)).collect::<Result<Vec<_>, _>>()?;
+        let mut records: Vec<StoredRecord> = records.into_iter().flatten().collect();
+        records.sort_by_key(|record| std::cmp::Reverse(record.generation));
         let mut found = Vec::new();
-        for slot in 0..2 {
-            let mut bytes = blocks(self.layout.record_slot());
-            self.read_at(bytes_of_mut(&mut bytes), self.layout.record_at(slot))?;
-            let Some(record) = StoredRecord::of_bytes(bytes_of(&bytes)) else { continue };
-            let StoredRecord { generation: number, root, contents: record } = record;
-            if number % 2 == slot && self.root(number)? == Some(root) {
-                found.push(Generation { number, record });
+        for (place, StoredRecord { generation: number, root, contents: record }) in
+            records.into_iter().enumerate()
+        {
+            match self.unlike(number, root)? {
+                None => found.push(Generation { number, record }),
+                Some(piece) if place == 0 => {
+                    return Err(self.damaged(number, piece, "does not fit the generation's record"));
+                }
+                // The next generation is being written over it.
+                Some(_) => {}
             }
         }
-        found.sort_by_key(|generation| std::cmp::Reverse(generation.number));
         Ok(found)
     }
 
-    /// Returns the hash of the checksums in the headers of a generation; `None` if some piece is of another.
-    fn root(&self, generation: u64) -> Result<Option<[u8; 32]>, StoreError> {
-        let mut root = Root::default();
-        for piece in 0..self.layout.pieces() {
-            let Some(sums) = self.sums(generation, piece)? else { return Ok(None) };
-            root.add(&sums);
+    /// Reads the record in a slot; `None` if there is none.
+    fn record(&self, slot: u64) -> Result<Option<StoredRecord>, StoreError> {
+        let mut bytes = blocks(self.layout.record_slot());
+        self.read_at(bytes_of_mut(&mut bytes), self.layout.record_at(slot))?;
+        Ok(StoredRecord::of_bytes(bytes_of(&bytes)).filter(|record| record.generation % 2 == slot))
+    }
+
+    /// Returns the number of the newest generation in a file whose records have at most `record` bytes,
+    /// whatever its arrays are. `None` if there is none, or if the file is something else.
+    ///
+    /// Errors: a file that cannot be read.
+    pub fn newest_in(path: &Path, record: usize) -> Result<Option<u64>, StoreError> {
+        let layout = Layout::new([0; 32], 0, [], record);
+        let fail = |source| StoreError::Io { action: "read", path: path.to_owned(), at: 0, bytes: 0, source };
+        let file = File::open(path).map_err(fail)?;
+        if file.metadata().map_err(fail)?.len() < layout.file_bytes() {
+            return Ok(None);
         }
-        Ok(Some(root.finish()))
+        let medium = Arc::new(DirectFile::new(file));
+        let (read, written) = (AtomicU64::new(0), AtomicU64::new(0));
+        let store = Self { path: path.to_owned(), layout, medium, _lock: None, read, written };
+        let records = (0..2).map(|slot| store.record(slot)).collect::<Result<Vec<_>, _>>()?;
+        Ok(records.into_iter().flatten().map(|record| record.generation).max())
+    }
+
+    /// Returns a piece whose header is of another generation, or some piece if the checksums in all headers
+    /// have another hash than `root`; `None` if all fit.
+    fn unlike(&self, generation: u64, root: [u8; 32]) -> Result<Option<usize>, StoreError> {
+        let mut found = Root::default();
+        for piece in 0..self.layout.pieces() {
+            let Some(sums) = self.sums(generation, piece)? else { return Ok(Some(piece)) };
+            found.add(&sums);
+        }
+        Ok((found.finish() != root).then_some(0))
     }
 
     /// Returns the checksums of a piece's arrays; `None` if the slot has another generation.
@@ -269,6 +308,11 @@ impl Store {
     ///
     /// Errors: a file that cannot be written.
     pub fn keep_only(&self, generation: Option<u64>) -> Result<(), StoreError> {
+        if let Some(record) = generation.map(|kept| self.record(kept % 2)).transpose()?.flatten() {
+            // After a flush that failed, what was read may be in memory alone.
+            self.write_at(bytes_of(&record.to_blocks()), self.layout.record_at(record.generation))?;
+            self.flush()?;
+        }
         for slot in (0..2).filter(|slot| generation.is_none_or(|kept| kept % 2 != *slot)) {
             let empty = blocks(self.layout.record_slot());
             self.write_at(bytes_of(&empty), self.layout.record_at(slot))?;
@@ -349,6 +393,11 @@ impl Root {
     pub(crate) fn finish(&self) -> [u8; 32] {
         self.0.finalize().into()
     }
+}
+
+/// Returns the folder of a file.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// Returns the bytes that this user may still write in a folder; `None` if the file system does not tell.

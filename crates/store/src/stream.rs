@@ -280,6 +280,17 @@ impl<B: Arrays> Debug for Stream<B> {
     }
 }
 
+/// Ends all work if a thread panics, so that nobody waits for it.
+struct Unwinding<'a>(&'a Shared);
+
+impl Drop for Unwinding<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.update(|progress| progress.failed = true);
+        }
+    }
+}
+
 /// Reads the pieces of each cycle into free buffers.
 fn read_cycles<B: Arrays>(
     store: &Store,
@@ -289,6 +300,7 @@ fn read_cycles<B: Arrays>(
     fill: &Sender<B>,
     reads: usize,
 ) {
+    let _guard = Unwinding(shared);
     while let Ok(Cycle { from, is_own }) = cycles.recv() {
         for piece in 0..store.layout().pieces() {
             // A piece of a generation that is still being written can be read once it is written itself.
@@ -315,6 +327,7 @@ fn read_cycles<B: Arrays>(
 
 /// Writes pieces and records in the order in which they come.
 fn write_pieces<B: Arrays>(store: &Store, shared: &Shared, work: &Receiver<Work<B>>, free: Sender<B>) {
+    let _guard = Unwinding(shared);
     let mut root = Root::default();
     let arrays = store.layout().arrays();
     // After an error, no buffers come back: the reader and the caller do not wait for them.

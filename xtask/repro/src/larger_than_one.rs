@@ -32,9 +32,11 @@ const STEPS: usize = 3;
 const LAYERS: [&str; 4] = ["0..11", "11..24", "24..37", "37..48"];
 
 /// Flags of both runs: four sequences of 256 tokens in a step.
-const FLAGS: &str = "--model gpt2-xl --tokenizer byte --vocab 50257 --context 256 --batch 1 --recompute full \
-                     --codec none --warmup 0 --lr 1e-4 --eval-every 0 --eval-batches 1 --sample-tokens 0 \
+const FLAGS: &str = "--model gpt2-xl --tokenizer byte --vocab 50257 --context 256 --warmup 0 --lr 1e-4 --eval-every 0 --eval-batches 1 --sample-tokens 0 \
                      --state disk --save-end false --deadline 600s --seed 1337";
+
+/// What a plan decides, for a run without one.
+const PLANNED: [&str; 6] = ["--batch", "1", "--recompute", "full", "--codec", "none"];
 
 /// Returns the words of `farflung train` in a folder.
 fn words<'a>(more: &'a [&'a str], out: &'a str) -> Vec<&'a str> {
@@ -107,7 +109,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // The planner cuts by time, and here memory decides.
     let stages = ["--workers", "4", "--stages", "4", "--microbatches", "4", "--threads", "1"];
     let (cut, divided) = (at("plan.toml"), at("divided"));
-    let printed = farflung(&words(&[&stages[..], &["--print-plan"]].concat(), &divided))?
+    let printed = farflung(&words(&[&stages[..], &PLANNED, &["--print-plan"]].concat(), &divided))?
         .stdout(Stdio::piped())
         .output()
         .context("failed to start `farflung`")?;
@@ -128,7 +130,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     check_room(folder.path())?;
     let alone = at("alone");
     let flags = ["--workers", "1", "--accumulate", "4", "--threads", "2", "--transport", "memory"];
-    let one = watched(farflung(&words(&flags, &alone))?, false)?;
+    let one = watched(farflung(&words(&[&flags[..], &PLANNED].concat(), &alone))?, false)?;
     let of_one = losses(Path::new(&alone))?;
     report.progress(&format!("one process: {:.0} s, losses {of_one:?}", one.seconds))?;
 

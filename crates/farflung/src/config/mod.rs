@@ -427,7 +427,7 @@ settings! {
         @zero_weights: Weights, "N,N";
         /// Where the optimizer's state is between updates: device (in memory) or disk, from which each update
         /// reads it, and to which it writes it back with the weights, so that a run that is killed continues
-        /// from its last step. docs/state-on-disk.md.
+        /// without a checkpoint. The codec of averages is then none. docs/state-on-disk.md.
         state: StatePlace, "WHERE", StatePlace::Device => "each rank keeps its own state";
         /// Folder of the state on disk; each rank has its own in it. Default: the run's folder.
         state_dir: PathBuf, "PATH" => "each machine has its own disks";

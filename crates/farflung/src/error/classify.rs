@@ -39,9 +39,6 @@ impl Error {
             | Self::ForeignFolder { .. }
             | Self::PartsElsewhere { .. }
             | Self::NoCopy { .. }
-            | Self::StateExists { .. }
-            | Self::StateBehind { .. }
-            | Self::State(StoreError::Room { .. } | StoreError::Locked { .. } | StoreError::Foreign { .. })
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }
@@ -86,6 +83,7 @@ impl Error {
             Self::OnRank { code, .. } | Self::NoRoomOn { code, .. } => *code,
             // A run that cannot begin is as one whose memory does not suffice.
             Self::NoRoom(lack) if lack.step.is_none() => 2,
+            Self::State(error) if error.is_lasting() => 2,
             _ => 1,
         }
     }
@@ -223,7 +221,7 @@ impl From<OptimError> for Error {
         match error {
             OptimError::Comm(error) => error.into(),
             OptimError::Store(error) => match error.downcast::<StoreError>() {
-                Ok(error) => Self::State(*error),
+                Ok(error) => Self::State((*error).into()),
                 Err(error) => Self::Optim(OptimError::Store(error)),
             },
             error => Self::Optim(error),

@@ -302,7 +302,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: Option<&RunDir>) -> 
         (None, None) => (None, None),
     };
     let totals = resumed.as_ref().map_or_else(Totals::default, |resumed| resumed.totals);
-    state_on_disk::start(trainer, job, source.as_ref(), totals)?;
+    state_on_disk::start(trainer, (job, run), source.as_ref(), totals)?;
     Ok(resumed)
 }
 
@@ -323,7 +323,7 @@ fn from_checkpoint(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Opt
     }
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
-    notes.extend(compare::differing_settings(&source, job));
+    notes.extend(compare::differing_settings(source.settings(), job));
     let plan_start = source.record.plan_start.unwrap_or(job.plan_start);
     let (totals, from) = (source.record.totals, source.path().to_owned());
     Ok(Some((Resumed { totals, notes, from, plan_start }, source)))

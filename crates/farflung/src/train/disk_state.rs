@@ -21,7 +21,7 @@ use farflung_store::{Generation, Layout, Store, StoreError, Stream};
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use super::totals::Totals;
-use crate::{Error, Result};
+use crate::{Error, Result, StateError};
 use late::LateParams;
 use memory::{PieceMemory, PieceTensors, padded};
 use stored::StoredPieces;
@@ -374,6 +374,13 @@ impl DiskSizes {
     }
 }
 
+/// Returns the newest step in a file of state, whatever it is of; `None` if there is none.
+///
+/// Errors: a file that cannot be read.
+pub(super) fn newest_in(path: &Path) -> Result<Option<u64>> {
+    Ok(Store::newest_in(path, RECORD)?)
+}
+
 /// Returns a hash of what the file is of: the names of states, and the tensors of the shard.
 fn identity(names: &[String], layout: &ParamLayout, shard: &Range<usize>) -> [u8; 32] {
     let mut hash = blake3::Hasher::new();
@@ -389,6 +396,6 @@ fn identity(names: &[String], layout: &ParamLayout, shard: &Range<usize>) -> [u8
 
 impl From<StoreError> for Error {
     fn from(error: StoreError) -> Self {
-        Self::State(error)
+        StateError::from(error).into()
     }
 }

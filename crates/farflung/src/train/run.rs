@@ -247,7 +247,7 @@ fn train(
     }
     // Checks copies that were read from checkpoints, and initial weights.
     trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
-    if let Some(run) = run {
+    if let Some(run) = run.filter(|_| job.config.save_end || job.config.checkpoint_every > 0) {
         checkpoint::admit(trainer, job, run, watch.as_deref_mut())?;
     }
     // The settings are written only after all checks of the folder have passed.

@@ -137,7 +137,7 @@ fn state_of_another_run_or_of_an_older_copy_is_refused() {
     let lost = run.at("scratch/ranks/rank-00001");
     fs::rename(&lost, run.at("aside")).unwrap();
     let again = format!("{to} --workers 2 --steps 6 --out a --resume auto --save-end false");
-    refused(&train(&run, &again), "the state on disk of rank 1 is missing, and that of others is of step 3");
+    refused(&train(&run, &again), "the state on disk of rank 1 is missing, and the run has done step 3");
     fs::remove_dir_all(&lost).unwrap();
     fs::rename(run.at("aside"), &lost).unwrap();
     let copied =
@@ -146,11 +146,8 @@ fn state_of_another_run_or_of_an_older_copy_is_refused() {
     done(&run, "a", &again.replace("--out a", ""));
     fs::remove_dir_all(&lost).unwrap();
     fs::rename(run.at("older/ranks/rank-00001"), &lost).unwrap();
-    refused(
-        &train(&run, &again),
-        "the state on disk of rank 1 is of step 3, and that of others is of step 6",
-    );
-    // A checkpoint of as many steps replaces all of it.
+    refused(&train(&run, &again), "the state on disk of rank 1 is of step 3, and the run has done step 6");
+    // A checkpoint of as many steps replaces all of it, in a folder of its own.
     done(&run, "c", "--workers 2 --steps 6");
     refused(
         &train(&run, &format!("{to} --workers 2 --steps 8 --out a --resume c")),
@@ -160,6 +157,71 @@ fn state_of_another_run_or_of_an_older_copy_is_refused() {
     done(&run, "d", path);
     done(&run, "e", "--workers 2 --steps 8");
     same(&run, "d", "e", 8);
+    // The ranks' folders are not each other's.
+    let swap =
+        |from: &str, to: &str| fs::rename(run.at(&format!("empty/{from}")), run.at(&format!("empty/{to}")));
+    swap("state", "aside").unwrap();
+    swap("ranks/rank-00001/state", "state").unwrap();
+    swap("aside", "ranks/rank-00001/state").unwrap();
+    let again = "--workers 2 --steps 9 --state disk --state-dir empty --resume auto --out d";
+    refused(&train(&run, again), "holds the state of step 8 of a run");
+}
+
+#[test]
+fn a_run_does_not_go_back_in_silence_without_its_state() {
+    let run = llama();
+    let disk = "--state disk --steps 3 --save-end false";
+    done(&run, "a", disk);
+    let again = "--steps 6 --resume auto --out a";
+    let said = "has step 3 of this run, and the newest checkpoint is of step 0: continue with `--state disk`";
+    refused(&train(&run, again), said);
+    refused(&train(&run, &format!("{again} --state disk --state-dir elsewhere")), said);
+    // Another run does not take it.
+    let other = "--steps 6 --resume auto --state disk --state-dir a --out b";
+    refused(&train(&run, other), "holds the state of step 3 of a run");
+    // Nor does it begin again once the state was lost.
+    fs::remove_dir_all(run.at("a/state")).unwrap();
+    let said = "the state on disk of rank 0 is missing, and the run has done step 3";
+    refused(&train(&run, &format!("{again} --state disk")), said);
+    assert_eq!(steps_of(&run, "a"), 3);
+    // Settings that change the training are told.
+    done(&run, "c", disk);
+    let output = train(&run, "--steps 6 --resume auto --state disk --out c --lr 0.02");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let warning = "warning: the training continues with settings that differ from the checkpoint's";
+    assert!(
+        stderr(&output).contains(warning) && stderr(&output).contains("`lr` is 0.02"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn damage_is_found_before_anything_is_forgotten() {
+    let run = llama();
+    done(&run, "a", "--state disk --steps 3 --save-end false");
+    let path = run.at("a/state/part-0.state");
+    let whole = fs::read(&path).unwrap();
+    let again = "--steps 6 --resume auto --state disk --out a";
+    for at in [whole.len() - 5000, whole.len() / 2] {
+        let mut damaged = whole.clone();
+        damaged[at..at + 4096].iter_mut().for_each(|byte| *byte ^= 0x55);
+        fs::write(&path, &damaged).unwrap();
+        let output = train(&run, again);
+        let said = stderr(&output);
+        // The end of the file may be of the generation before.
+        let is_found = !output.status.success() && said.contains("piece 0 of generation 3");
+        assert!(is_found || output.status.success() && said.contains("resumed at step 3"), "{at}: {said}");
+        if is_found {
+            assert_eq!(fs::read(&path).unwrap().len(), whole.len());
+            fs::write(&path, &whole).unwrap();
+            assert!(train(&run, again).status.success());
+            return;
+        }
+        fs::remove_dir_all(run.at("a")).unwrap();
+        done(&run, "a", "--state disk --steps 3 --save-end false");
+    }
+    panic!("no damage was found");
 }
 
 #[test]

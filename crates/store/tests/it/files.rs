@@ -35,7 +35,7 @@ fn other_files_are_left_alone() {
     assert!(matches!(Store::open(&path, layout(1, 2)), Err(StoreError::Locked { .. })));
     drop(store);
     for other in [layout(2, 2), layout(1, 3)] {
-        assert!(matches!(Store::open(&path, other), Err(StoreError::Foreign { .. })));
+        assert!(matches!(Store::open(&path, other), Err(StoreError::OtherLayout { .. })));
     }
     assert_eq!(Store::open(&path, layout(1, 2)).unwrap().generations().unwrap(), []);
     let missing = Store::open(&dir.path().join("missing/store"), layout(1, 2)).unwrap_err();
@@ -70,6 +70,11 @@ fn long_records_are_refused_and_buffers_need_not_be_aligned() {
     assert!(matches!(stream.commit(vec![0; 5000]), Err(StoreError::Record { found: 5000, .. })));
     stream.commit(b"one".to_vec()).unwrap();
     stream.wait().unwrap();
+    let path = dir.path().join("store");
+    assert_eq!(Store::newest_in(&path, 10).unwrap(), Some(1));
+    fs::write(dir.path().join("other"), [7; 3 * BLOCK]).unwrap();
+    assert_eq!(Store::newest_in(&dir.path().join("other"), 10).unwrap(), None);
+    assert!(Store::newest_in(&dir.path().join("missing"), 10).is_err());
     let mut values = vec![0; BLOCK + 1];
     store.read(1, 1, 0, &mut values[1..]).unwrap();
     assert_eq!(values[1..], [2; BLOCK]);

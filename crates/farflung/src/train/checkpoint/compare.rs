@@ -7,7 +7,7 @@ use farflung_comm::Communicator;
 
 use super::super::job::Job;
 use super::super::meet::{FIELD, model_facts, same_facts};
-use super::{CheckpointRecord, Source};
+use super::CheckpointRecord;
 use crate::config::dashed;
 use crate::config::shared::{NamedValue, is_planned};
 use crate::{Error, Result, TrainArgs};
@@ -99,8 +99,8 @@ pub(super) fn same_step(record: &CheckpointRecord, comm: &Communicator) -> Resul
 /// Returns the settings that differ from those of the checkpoint: one line for those that change the training
 /// and one for the others. Settings that may differ between ranks are left out, and those of the model's shape,
 /// which [`check`] compares as they result from the settings.
-pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
-    let Some(table) = source.settings().and_then(|text| text.parse::<toml::Table>().ok()) else {
+pub(super) fn differing_settings(settings: Option<&str>, job: &Job) -> Vec<String> {
+    let Some(table) = settings.and_then(|text| text.parse::<toml::Table>().ok()) else {
         return Vec::new();
     };
     let was = |name: &str| table.get(name).map_or_else(|| "none".to_owned(), ToString::to_string);

@@ -9,7 +9,7 @@ use farflung_tensor::{Tensor, View};
 
 use super::memory::PieceTensors;
 use super::{Shared, StateFile};
-use crate::Error;
+use crate::{Error, StateError};
 
 /// The pieces of a part's states, as its chain sees them.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl Shared {
         match &mut self.file {
             StateFile::Streaming(stream) => stream.take().map_err(failed),
             StateFile::Counted(buffers) => Ok(buffers.pop().expect("a piece is given back before the next")),
-            StateFile::Closed | StateFile::Opened(_) => Err(unavailable(Error::StateClosed)),
+            StateFile::Closed | StateFile::Opened(_) => Err(unavailable(StateError::Closed.into())),
         }
     }
 
@@ -57,7 +57,7 @@ impl Shared {
                 buffers.push(piece);
                 Ok(())
             }
-            StateFile::Closed | StateFile::Opened(_) => Err(unavailable(Error::StateClosed)),
+            StateFile::Closed | StateFile::Opened(_) => Err(unavailable(StateError::Closed.into())),
         }
     }
 }

@@ -239,19 +239,19 @@ impl RankGroup<'_> {
             need.add(MemoryPurpose::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(MemoryPurpose::Gradients, model);
             let state = config.share_of_state(at.data as usize, replicas);
-            let own = state.of(model);
-            need.add(
-                MemoryPurpose::Optimizer,
-                match config.state {
-                    StatePlace::Disk => {
-                        let whole = config.optimizer.row().per_tensor.then(|| self.largest_tensor());
-                        disk_state::memory(own, (states, work), whole, own == model)
-                    }
-                    _ => state.of(model.saturating_mul(states + work)),
-                },
-            );
+            if config.state == StatePlace::Device {
+                need.add(MemoryPurpose::Optimizer, state.of(model.saturating_mul(states + work)));
+            }
             // The replica's own parameters are kept aside while the common ones are in use.
             need.add(MemoryPurpose::Outer, model.saturating_mul(outer.held as u128 + apart));
+        }
+
+        if config.state == StatePlace::Disk {
+            // Pieces on their way pass through the host's memory, also those of a GPU.
+            let own = config.share_of_state(at.data as usize, replicas).of(model);
+            let whole = config.optimizer.row().per_tensor.then(|| self.largest_tensor());
+            let is_late = here && own == model;
+            need.add(MemoryPurpose::Optimizer, disk_state::memory(own, (states, work), whole, is_late));
         }
 
         // The copy of the state for a stop within a step. It is on the rank's device if each step makes one,
@@ -314,7 +314,7 @@ impl RankGroup<'_> {
     fn checkpoint(&self, rank: usize, model: u128, here: bool) -> u128 {
         let largest = self.largest_tensor().min(model);
         // A tensor of which several ranks have pieces is joined before it is written.
-        let copies = u128::from(!here)
+        let copies = u128::from(!here || self.config.state == StatePlace::Disk)
             + u128::from(self.config.tensor > 1)
             + u128::from(self.model.names.outputs_first || self.model.mixtures().next().is_some());
         // Chunks of weights that are on their way to rank 0.

@@ -12,7 +12,7 @@ use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::Part;
 use crate::train::pieces::StateKind;
-use crate::{Error, Result};
+use crate::{Error, Result, StateError};
 
 impl Trainer {
     fn disks(&self) -> impl Iterator<Item = &DiskState> {
@@ -28,6 +28,11 @@ impl Trainer {
     pub(in crate::train) fn state_folder(&self, job: &Job) -> Option<PathBuf> {
         let base = job.config.state_dir.as_ref().or(job.out.as_ref()).filter(|_| self.has_state_on_disk());
         base.map(|base| checkpoint::folder(base, self.comm().rank()).join("state"))
+    }
+
+    /// Returns whether copies of its parameters are on devices that round differently.
+    pub(in crate::train) fn has_unlike_copies(&self) -> bool {
+        self.resync.is_unlike()
     }
 
     /// Returns the bytes of the state of all parts on disk; `None` if there is none.
@@ -74,22 +79,16 @@ impl Trainer {
         Ok(all.unwrap_or_default())
     }
 
-    /// Continues from a step that the files have. With `checked`, all values are read first, and compared with
-    /// their checksums. A collective of the holders of each part, if they divide the state.
+    /// Reads what the files have of a step, after all values were compared with their checksums. If holders of
+    /// a part divide its state, each then has the parameters of its shard.
     ///
     /// Errors: those of the files.
-    pub(in crate::train) fn resume_from_states(
-        &mut self,
-        (step, record): (u64, &StepRecord),
-        checked: bool,
-    ) -> Result<()> {
+    pub(in crate::train) fn load_states(&mut self, step: u64) -> Result<()> {
+        // Nothing is forgotten before all files are known to be good.
+        self.disks().try_for_each(|disk| disk.check(step))?;
         let updates = self.samples.taken(step) * self.updates;
-        let Executor { parts, placement, .. } = &mut self.executor;
-        for (_, part) in by_number(parts, placement) {
+        for part in self.executor.parts.values_mut() {
             let Some(disk) = part.disk.clone() else { continue };
-            if checked {
-                disk.check(step)?;
-            }
             disk.start(Some(step))?;
             let shard = part.chain.shard();
             for piece in part.chain.pieces() {
@@ -98,6 +97,16 @@ impl Trainer {
                 part.params.view_mut().part(piece.start, piece.len())?.write(&values)?;
             }
             part.chain.resume_at(updates);
+        }
+        Ok(())
+    }
+
+    /// Continues from a step whose states all ranks have loaded. A collective.
+    ///
+    /// Errors: those of the network.
+    pub(in crate::train) fn continue_from_states(&mut self, step: u64, record: &StepRecord) -> Result<()> {
+        let Executor { parts, placement, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
             part.gather_parameters()?;
             if let Some(sync) = &mut part.sync {
                 sync.on_params_set(&part.params)?;
@@ -112,16 +121,26 @@ impl Trainer {
         Ok(())
     }
 
-    /// Begins to use the files, if the run does not continue from them: with the states of a checkpoint, or
-    /// with zeros.
+    /// Begins to use the files, if the run does not continue from them: all states are zeros. Returns whether
+    /// that was so.
+    ///
+    /// Errors: those of the files.
+    pub(in crate::train) fn begin_states_anew(&self) -> Result<bool> {
+        let mut is_new = false;
+        for disk in self.disks().filter(|disk| !disk.is_started()) {
+            disk.start(None)?;
+            is_new = true;
+        }
+        Ok(is_new)
+    }
+
+    /// Sets what makes the records of later steps. With `from`, writes the states of a checkpoint to the files.
     ///
     /// Errors: those of the files; a state that is missing.
     pub(in crate::train) fn start_states(&mut self, from: Option<&Source>, record: StepRecord) -> Result<()> {
         let bytes = record.to_bytes();
         for part in self.executor.parts.values() {
-            let Some(disk) = part.disk.as_ref().filter(|disk| !disk.is_started()) else { continue };
-            disk.start(None)?;
-            let Some(from) = from else { continue };
+            let (Some(disk), Some(from)) = (&part.disk, from) else { continue };
             let layout = part.stage.layout();
             disk.fill((self.step, bytes.clone()), &part.params, |array, range, values| {
                 let kind = StateKind::Optimizer(disk.names()[array].clone()).name();
@@ -139,12 +158,13 @@ impl Trainer {
     /// Keeps the optimizer's state in files of this folder, if the settings want it on disk.
     /// [`run`](crate::train::run) does so itself; a trainer that is used alone needs it before its first step.
     ///
-    /// Errors: those of the files; [`Error::StateExists`] if the folder has the state of some step.
+    /// Errors: those of the files; [`StateError::Exists`] if the folder has the state of some step.
     pub fn keep_state_in(&mut self, job: &Job, folder: &Path) -> Result<()> {
         if let Some(found) = self.open_states(folder)?.first() {
-            return Err(Error::StateExists { path: folder.to_owned(), step: found.number });
+            return Err(StateError::Exists { path: folder.to_owned(), step: found.number }.into());
         }
-        let record = StepRecord::of(self, job, Totals::default());
+        let record = StepRecord::of(self, job, Totals::default(), String::new());
+        self.begin_states_anew()?;
         self.start_states(None, record)
     }
 
