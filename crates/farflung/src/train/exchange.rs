@@ -3,7 +3,6 @@
 use farflung_base::Pending;
 use farflung_comm::CommError;
 
-use super::floats::floats;
 use crate::{Error, Result};
 
 /// An exchange of both parts' gradients that has been started.
@@ -18,11 +17,13 @@ impl Exchange {
     /// Returns the sum, which has the same bits on both sides.
     pub(super) fn wait(self) -> Result<Vec<f32>> {
         let Self { mine: mut sum, theirs, sent } = self;
-        let theirs = floats(&theirs.wait()?, sum.len()).ok_or_else(|| Error::Message {
-            message: "the token table's gradient".to_owned(),
-            problem: "does not have the length of the table",
-        })?;
-        sum.iter_mut().zip(theirs).for_each(|(sum, theirs)| *sum += theirs);
+        let bytes = theirs.wait()?;
+        let (theirs, rest) = bytes.as_chunks::<{ size_of::<f32>() }>();
+        if theirs.len() != sum.len() || !rest.is_empty() {
+            let message = "the token table's gradient".to_owned();
+            return Err(Error::Message { message, problem: "does not have the length of the table" });
+        }
+        sum.iter_mut().zip(theirs).for_each(|(sum, &theirs)| *sum += f32::from_le_bytes(theirs));
         sent.into_iter().try_for_each(Pending::wait)?;
         Ok(sum)
     }

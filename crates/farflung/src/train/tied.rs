@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use farflung_base::{Pending, Rank, StageId};
-use farflung_comm::Communicator;
+use farflung_comm::{CommError, Communicator};
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::Tensor;
 
@@ -88,9 +88,15 @@ impl TableExchange {
         let mine = table(part)?;
         let tag = self.round;
         self.round = self.round.wrapping_add(1);
-        let bytes: Vec<u8> = mine.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let sent = self.to.iter().map(|&other| self.group.start_send(other, tag, bytes.clone())).collect();
+        let sent = self.start_sends(tag, &mine);
         Ok(Exchange { mine, theirs: self.group.start_recv(self.from, tag), sent })
+    }
+
+    /// Sends values of the table to all that take them from this rank. The table may be large: there is one copy
+    /// for each receiver, and no other.
+    fn start_sends(&self, tag: u32, values: &[f32]) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let bytes = || values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.to.iter().map(|&other| self.group.start_send(other, tag, bytes())).collect()
     }
 }
 
@@ -189,9 +195,7 @@ impl TiedTable {
                 across.round = across.round.wrapping_add(1);
                 if placement.is_first(across.stage) {
                     let values = buffer.view().part(range.start, range.len())?.to_vec::<f32>()?;
-                    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                    let send = |&other: &Rank| across.group.start_send(other, tag, bytes.clone());
-                    let sent: Vec<_> = across.to.iter().map(send).collect();
+                    let sent = across.start_sends(tag, &values);
                     return Ok(sent.into_iter().try_for_each(Pending::wait)?);
                 }
                 let bytes = across.group.recv(across.from, tag)?;

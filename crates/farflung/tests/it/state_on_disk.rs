@@ -79,6 +79,11 @@ fn state_on_disk_changes_no_bit_and_is_continued_from() {
     done(&run, "back", "--clip 0.1 --steps 2 --state disk");
     done(&run, "back", "--clip 0.1 --steps 4 --resume auto");
     same(&run, "one", "back", 4);
+    // The state is no longer that of the run.
+    let again = train(&run, "--clip 0.1 --steps 6 --state disk --resume auto --out back");
+    refused(&again, "back/state holds the state of step 2 of a run");
+    fs::remove_dir_all(run.at("back/state")).unwrap();
+    done(&run, "back", "--clip 0.1 --steps 6 --state disk --resume auto");
 }
 
 #[test]

@@ -143,26 +143,23 @@ enum Continues {
 }
 
 /// Decides where ranks continue: at the newest step that the states of all have, unless all have a checkpoint
-/// of a later one. A rank that was interrupted while it committed may be one step behind. If one is further
-/// behind, its state was lost or is an older copy: the steps since the last checkpoint would be lost.
+/// of a later one. A rank that was interrupted while it committed may be one step behind, and the row of a step
+/// may have been written before its state. If more than that would be lost, the state of a rank was lost or is
+/// an older copy.
 fn decide(all: &[StoredSteps]) -> Continues {
-    // Without any state, the rows of steps that were trained tell that it was lost.
-    let rows = all.iter().map(|rank| rank.rows).max().unwrap_or(0);
     let newest = all.iter().map(|rank| rank.steps[0]).max().unwrap_or(0);
-    let newest = if newest == 0 { rows } else { newest };
+    let rows = all.iter().map(|rank| rank.rows).max().unwrap_or(0);
     let has = |step: u64| all.iter().all(|rank| rank.is_there && rank.steps.contains(&step));
     let common = all.iter().flat_map(|rank| rank.steps).filter(|&step| step > 0 && has(step)).max();
     let saved = all.iter().map(|rank| rank.saved).min().unwrap_or(0);
-    match common {
-        Some(step) if step >= saved => Continues::States(step),
-        _ if newest > saved + 1 => {
-            let behind =
-                all.iter().position(|rank| !rank.steps.contains(&(newest - 1)) && rank.steps[0] < newest);
-            let rank = behind.unwrap_or(0);
-            Continues::Behind { rank, step: all[rank].steps[0], newest }
-        }
-        _ => Continues::Checkpoints,
+    let common = common.filter(|&step| step >= saved);
+    if newest.max(rows.saturating_sub(1)) > common.unwrap_or(saved) + 1 {
+        let newest = newest.max(rows);
+        let lacks = |rank: &StoredSteps| !rank.steps.contains(&(newest - 1)) && rank.steps[0] < newest;
+        let rank = all.iter().position(lacks).unwrap_or(0);
+        return Continues::Behind { rank, step: all[rank].steps[0], newest };
     }
+    common.map_or(Continues::Checkpoints, Continues::States)
 }
 
 /// Opens the state on disk of the ranks that have one, and continues from it, if that has the newest step.
@@ -295,11 +292,23 @@ pub(in super::super) fn start(
     totals: Totals,
 ) -> Result<()> {
     let label = labelled(trainer, job, run);
+    let label = label.and_then(|label| unlabelled(job, run).map(|()| label));
     let started = label.and_then(|label| {
         let record = StepRecord::of(trainer, job, totals, label.map_or_else(String::new, |label| label.run));
         trainer.start_states(from, record)
     });
     all_succeed(&trainer.comm().clone(), started)
+}
+
+/// Removes the label of a state that the run goes on without.
+fn unlabelled(job: &Job, run: Option<&RunDir>) -> Result<()> {
+    let path = run.map(|run| run.path().join(LABEL)).filter(|_| job.config.state == StatePlace::Device);
+    match path.map(|path| (fs::remove_file(&path), path)) {
+        Some((Err(source), path)) if source.kind() != ErrorKind::NotFound => {
+            Err(Error::Io { action: "remove", path, source })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Begins the state anew, unless the run continues from it, and labels it. Returns the label.
@@ -344,7 +353,10 @@ mod tests {
             (vec![of(0, 0, 3), of(9, 8, 3)], Continues::Behind { rank: 0, step: 0, newest: 9 }),
             // All of it was lost, after steps that no checkpoint has.
             (vec![rows(9), rows(0)], Continues::Behind { rank: 0, step: 0, newest: 9 }),
-            (vec![rows(4)], Continues::Checkpoints),
+            (vec![rows(5)], Continues::Checkpoints),
+            // The only rank has an older copy; or a row was written before its state.
+            (vec![StoredSteps { rows: 9, ..of(7, 6, 0) }], Continues::Behind { rank: 0, step: 7, newest: 9 }),
+            (vec![StoredSteps { rows: 8, ..of(7, 6, 0) }], Continues::States(7)),
         ] {
             assert_eq!(decide(&all), expected, "{all:?}");
         }
