@@ -92,8 +92,8 @@ impl TableExchange {
         Ok(Exchange { mine, theirs: self.group.start_recv(self.from, tag), sent })
     }
 
-    /// Sends values of the table to all that take them from this rank. The table may be large: there is one copy
-    /// for each receiver, and no other.
+    /// Sends values of the table to all that take them from this rank. The table may be large: there is one
+    /// copy for each receiver, and no other.
     fn start_sends(&self, tag: u32, values: &[f32]) -> Vec<Pending<std::result::Result<(), CommError>>> {
         let bytes = || values.iter().flat_map(|v| v.to_le_bytes()).collect();
         self.to.iter().map(|&other| self.group.start_send(other, tag, bytes())).collect()
