@@ -32,6 +32,8 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("gpt-jt", "trains four arms"),
     ("disk", "needs root, strace and the `farflung` binary"),
     ("divergence", "one mark depends on the clock"),
+    ("infinity", "needs root, strace and the `farflung` binary"),
+    ("larger-than-one", "needs 40 GB of disk, and 12 minutes"),
     ("elastic-launch", "real processes; needs the `farflung` binary"),
     ("engines", "needs mpirun, Slurm, sshd and the `farflung` binary"),
     ("failure", "deadlines of real processes, which would be missed beside other tests"),
