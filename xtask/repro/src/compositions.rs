@@ -110,7 +110,10 @@ fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
 }
 
 fn trains(job: &Job) -> Result<()> {
+    let folder = tempfile::tempdir()?;
     let ranks = on_all(job, |rank: &mut Trainer| {
+        let own = format!("rank-{}", rank.comm().rank());
+        rank.keep_state_in(job, &folder.path().join(own))?;
         let losses = (0..STEPS).map(|_| Ok(rank.step(false)?.loss)).collect::<Result<Vec<f64>>>()?;
         Ok((losses, rank.hash()?))
     })?;
