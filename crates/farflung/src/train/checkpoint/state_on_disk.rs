@@ -153,8 +153,8 @@ fn decide(all: &[StoredSteps]) -> Continues {
     let common = all.iter().flat_map(|rank| rank.steps).filter(|&step| step > 0 && has(step)).max();
     let saved = all.iter().map(|rank| rank.saved).min().unwrap_or(0);
     let common = common.filter(|&step| step >= saved);
-    if newest.max(rows.saturating_sub(1)) > common.unwrap_or(saved) + 1 {
-        let newest = newest.max(rows);
+    let newest = newest.max(rows);
+    if newest > common.unwrap_or(saved) + 1 {
         let lacks = |rank: &StoredSteps| !rank.steps.contains(&(newest - 1)) && rank.steps[0] < newest;
         let rank = all.iter().position(lacks).unwrap_or(0);
         return Continues::Behind { rank, step: all[rank].steps[0], newest };
@@ -353,7 +353,8 @@ mod tests {
             (vec![of(0, 0, 3), of(9, 8, 3)], Continues::Behind { rank: 0, step: 0, newest: 9 }),
             // All of it was lost, after steps that no checkpoint has.
             (vec![rows(9), rows(0)], Continues::Behind { rank: 0, step: 0, newest: 9 }),
-            (vec![rows(5)], Continues::Checkpoints),
+            (vec![rows(5)], Continues::Behind { rank: 0, step: 0, newest: 5 }),
+            (vec![rows(4)], Continues::Checkpoints),
             // The only rank has an older copy; or a row was written before its state.
             (vec![StoredSteps { rows: 9, ..of(7, 6, 0) }], Continues::Behind { rank: 0, step: 7, newest: 9 }),
             (vec![StoredSteps { rows: 8, ..of(7, 6, 0) }], Continues::States(7)),
