@@ -187,8 +187,7 @@ impl<B: Arrays> Stream<B> {
     }
 
     /// Writes back a piece, the oldest that was taken and not given back. `late` are the
-    /// [checksums](crate::checksum) of its
-    /// last arrays, if those are written by [`Stream::commit_late`].
+    /// [checksums](crate::checksum) of its last arrays, if those are written by [`Stream::commit_late`].
     ///
     /// Errors: what an earlier write failed with.
     ///
@@ -280,7 +279,8 @@ impl<B: Arrays> Debug for Stream<B> {
     }
 }
 
-/// Ends all work if a thread panics, so that nobody waits for it.
+/// Marks the work as failed if its thread panics. Otherwise the other thread and the caller would wait for
+/// ever.
 struct Unwinding<'a>(&'a Shared);
 
 impl Drop for Unwinding<'_> {

@@ -173,17 +173,6 @@ impl SharedTensor {
     pub fn host<T: Element>(&self) -> Option<&[T]> {
         self.0.host()
     }
-
-    /// Copies the elements to the host.
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        self.0.to_vec()
-    }
-
-    /// Returns the shape.
-    #[must_use]
-    pub const fn shape(&self) -> Shape {
-        self.0.shape
-    }
 }
 
 impl fmt::Debug for SharedTensor {

@@ -1,5 +1,6 @@
 //! Runs the `farflung` command as users run it.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
@@ -19,6 +20,22 @@ pub(crate) fn farflung(args: &[&str]) -> Result<Command> {
     let mut command = Command::new(binary);
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     Ok(command)
+}
+
+/// Returns a command behind another one, such as strace with its flags; itself if `wrapper` is empty.
+pub(crate) fn behind(wrapper: &[String], plain: Command) -> Command {
+    let Some((program, flags)) = wrapper.split_first() else { return plain };
+    let mut wrapped = Command::new(program);
+    wrapped.args(flags).arg(plain.get_program()).args(plain.get_args());
+    wrapped
+}
+
+/// Returns the command that lets a system call fail at the `nth` time that a thread makes it for a path.
+pub(crate) fn failing(path: &Path, (call, nth): (&str, u64), error: &str) -> Vec<String> {
+    let path = path.display().to_string();
+    let (trace, inject) = (format!("trace={call}"), format!("inject={call}:error={error}:when={nth}"));
+    let words = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", &path, "-e", &trace, "-e", &inject];
+    words.map(str::to_owned).to_vec()
 }
 
 /// Runs a `farflung train` to its end; its standard error must be piped.

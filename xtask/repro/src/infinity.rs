@@ -11,8 +11,8 @@ use crate::harness::{Bench, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "infinity",
-    claim: "with the optimizer's state on disk, GPT-2 124M with AdamW trains in 1.2 GiB, a run that is killed at \
-            any moment continues from a whole step with the same bits, a disk without room for two generations is \
+    claim: "with the optimizer's state on disk, GPT-2 124M with AdamW trains in 1.2 GiB, a run that is killed \
+            at any moment continues from a whole step with the same bits, a disk without room for two generations is \
             refused before the first step, and one that fails within a step costs that step alone",
     source: "Rajbhandari et al. 2021, ZeRO-Infinity; shared/facts/larger-than-a-machine.md 4",
     seed: 1337,

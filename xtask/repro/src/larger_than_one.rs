@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::binary::farflung;
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::machine::now;
+use crate::machine::{now, peak_of};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "larger-than-one",
@@ -57,11 +57,8 @@ fn watched(mut command: Command, children: bool) -> Result<Watched> {
     let mut peaks = BTreeMap::new();
     let status = loop {
         for id in if children { children_of(&child) } else { vec![child.id()] } {
-            let text = fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
-            let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-            let kib = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<f64>().ok());
-            let peak: &mut f64 = peaks.entry(id).or_default();
-            *peak = peak.max(kib.unwrap_or(0.0) * 1024.0);
+            let peak: &mut u64 = peaks.entry(id).or_default();
+            *peak = peak_of(id).unwrap_or(0).max(*peak);
         }
         if let Some(status) = child.try_wait()? {
             break status;
@@ -71,7 +68,10 @@ fn watched(mut command: Command, children: bool) -> Result<Watched> {
     let mut said = String::new();
     std::io::Read::read_to_string(&mut child.stderr.take().context("stderr is piped")?, &mut said)?;
     ensure!(status.success(), "the run failed, {status}: {said}");
-    Ok(Watched { seconds: begun.elapsed().as_secs_f64(), peaks: peaks.into_values().collect() })
+    Ok(Watched {
+        seconds: begun.elapsed().as_secs_f64(),
+        peaks: peaks.into_values().map(|bytes| bytes as f64).collect(),
+    })
 }
 
 /// Returns the processes that a process has started.

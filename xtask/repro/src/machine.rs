@@ -117,6 +117,11 @@ pub(crate) fn resident() -> Option<(u64, u64)> {
     Some((field(&status, "VmRSS:")?, field(&status, "VmHWM:")?))
 }
 
+/// Returns the highest resident memory of a process in bytes, while it runs.
+pub(crate) fn peak_of(process: u32) -> Option<u64> {
+    field(&std::fs::read_to_string(format!("/proc/{process}/status")).ok()?, "VmHWM:")
+}
+
 /// Returns the highest resident memory of this process in bytes without the pages of its program, which the
 /// system drops when memory is short.
 pub(crate) fn resident_without_files() -> Option<u64> {

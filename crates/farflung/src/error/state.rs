@@ -17,8 +17,8 @@ pub enum StateError {
     Closed,
     /// A file of state on disk was written for something else.
     #[error(
-        "{path} is a store of other arrays, written for another model, optimizer or division of the model: remove \
-         it to continue from a checkpoint, or give another `--state-dir`"
+        "{path} is a store of other arrays, written for another model, optimizer or division of the model: \
+         remove it to continue from a checkpoint, or give another `--state-dir`"
     )]
     OfOther {
         /// The file.
@@ -26,8 +26,8 @@ pub enum StateError {
     },
     /// The run's newest steps are in its state on disk, which is not used.
     #[error(
-        "{path} has step {step} of this run, and the newest checkpoint is of step {saved}: continue with `--state \
-         disk` and this folder, or remove it to go back to the checkpoint"
+        "{path} has step {step} of this run, and the newest checkpoint is of step {saved}: continue with \
+         `--state disk` and this folder, or remove it to go back to the checkpoint"
     )]
     Ignored {
         /// The folder.
@@ -39,8 +39,8 @@ pub enum StateError {
     },
     /// There is a state on disk that the run would overwrite.
     #[error(
-        "{path} holds the state of step {step} of a run: continue that with `--resume auto` and its own `--out`, \
-         remove the folder, or give another `--state-dir`"
+        "{path} holds the state of step {step} of a run: continue that with `--resume auto` and its own \
+         `--out`, remove the folder, or give another `--state-dir`"
     )]
     Exists {
         /// The folder.
@@ -50,8 +50,8 @@ pub enum StateError {
     },
     /// A rank's state on disk is older than that of others, or lost, so that all ranks would lose steps.
     #[error(
-        "the state on disk of rank {rank} is {}, and the run has done step {newest}: bring back its folder, or give \
-         a checkpoint with `--resume PATH` (and an empty `--state-dir`)",
+        "the state on disk of rank {rank} is {}, and the run has done step {newest}: bring back its folder, or \
+         give a checkpoint with `--resume PATH` (and an empty `--state-dir`)",
         if *step == 0 { "missing".to_owned() } else { format!("of step {step}") }
     )]
     Behind {

@@ -71,10 +71,10 @@ fn disk_note(trainer: &Trainer, folder: &Path) -> Option<String> {
     } else {
         " through the page cache, since the file system refuses direct reads and writes"
     };
-    let (path, terabytes) = (folder.display(), 100_000_000_000_000_u64.checked_div(written)?);
+    let (path, steps) = (folder.display(), 100_000_000_000_000_u64.checked_div(written)?);
     Some(format!(
-        "the optimizer's state is on disk: {} in {path}; each step reads {} and writes {} there{how}, so that 100 \
-         TB of the disk's endurance last {terabytes} steps",
+        "the optimizer's state is on disk: {} in {path}; each step reads {} and writes {} there{how}, so that \
+         100 TB of the disk's endurance last {steps} steps",
         Bytes(file),
         Bytes(read),
         Bytes(written),

@@ -41,9 +41,6 @@ pub(super) struct DiskState {
     names: Vec<String>,
     pieces: Vec<Range<usize>>,
     identity: [u8; 32],
-    /// Whether parameters are written after the states, from where they are, while the next pass runs. Else
-    /// each piece has a copy of them: they are on another device, or change when other shards are gathered.
-    is_late: bool,
 }
 
 #[derive(Debug)]
@@ -100,9 +97,8 @@ impl DiskState {
         let names = chain.state_names();
         let pieces = chain.pieces(layout, shard, most);
         let longest = pieces.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-        let mut memory = PieceMemory::new(device, names.len(), longest)?;
-        let is_late = memory.away.is_none() && *shard == (0..layout.len());
-        memory.copies_params = !is_late;
+        let is_whole = *shard == (0..layout.len());
+        let memory = PieceMemory::new(device, names.len(), (longest, is_whole))?;
         let file = if device.is_counting() {
             StateFile::Counted(memory.buffers(BUFFERS.min(pieces.len() + 1))?)
         } else {
@@ -110,7 +106,7 @@ impl DiskState {
         };
         let identity = identity(&names, layout, shard);
         let shared = Shared { memory, file, taken: None, last_read: None, next: 0 };
-        Ok(Self { shared: Arc::new(Mutex::new(shared)), names, pieces, identity, is_late })
+        Ok(Self { shared: Arc::new(Mutex::new(shared)), names, pieces, identity })
     }
 
     /// Returns the pieces, and a store from which a chain takes its states.
@@ -197,19 +193,9 @@ impl DiskState {
     pub(super) fn commit(&self, record: Vec<u8>, params: &Tensor) -> Result<(), StoreError> {
         let mut shared = self.lock();
         (shared.next, shared.last_read) = (0, None);
-        match &mut shared.file {
-            StateFile::Streaming(stream) => self.commit_to(stream, record, params),
-            _ => Ok(()),
-        }
-    }
-
-    fn commit_to(
-        &self,
-        stream: &mut Stream<PieceTensors>,
-        record: Vec<u8>,
-        params: &Tensor,
-    ) -> Result<(), StoreError> {
-        if !self.is_late {
+        let Shared { memory, file, .. } = &mut *shared;
+        let StateFile::Streaming(stream) = file else { return Ok(()) };
+        if memory.copies_params {
             return stream.commit(record);
         }
         let params = LateParams { params: params.share(), pieces: self.pieces.clone() };
@@ -296,8 +282,9 @@ impl DiskState {
             let late = values.take_params(params.view().part(piece.start, piece.len())?, self.names.len())?;
             stream.give(values, &late)?;
         }
-        self.commit_to(stream, record, params)?;
-        Ok(stream.wait()?)
+        drop(shared);
+        self.commit(record, params)?;
+        Ok(self.wait()?)
     }
 
     /// Returns the bytes read and written so far.

@@ -92,13 +92,14 @@ impl Steps<'_, '_> {
         }
         let totals = self.clock.totals(trainer.comm());
         events.time_s = totals.time_s;
+        let [disk_read, disk_written] = trainer.disk_moved();
         let times = StepTimes {
             step: done.step,
             rank,
             bytes_sent: totals.bytes_sent,
             met: agreed,
-            disk_read: trainer.disk_moved()[0],
-            disk_written: trainer.disk_moved()[1],
+            disk_read,
+            disk_written,
             ..StepTimes::of(trainer.last_spent())
         };
         kept.times.write(&times);

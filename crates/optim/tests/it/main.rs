@@ -20,6 +20,7 @@ mod restore;
 mod rounds;
 mod shards;
 mod signs;
+mod small_chain;
 mod stored;
 mod synchronise;
 mod too_large;

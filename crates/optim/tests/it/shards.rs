@@ -6,33 +6,11 @@ use std::thread;
 
 use farflung_base::Nanos;
 use farflung_comm::{Communicator, memory};
-use farflung_optim::local::{Averages, LocalMethod, LocalSettings, Lookahead, METHODS};
-use farflung_optim::{Average, AverageConfig, ChainBuilder, OptimError, Prepared, Shards};
-use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor};
+use farflung_optim::local::{Averages, LocalMethod, METHODS};
+use farflung_optim::{Average, AverageConfig, OptimError, Prepared, Shards};
+use farflung_tensor::Device;
 
-fn layout() -> ParamLayout {
-    let shapes = [("wte", vec![37, 16]), ("ln", vec![16]), ("w", vec![16, 48]), ("b", vec![48])];
-    ParamLayout::new(shapes.map(|(name, shape)| (name.to_owned(), Shape::new(&shape).unwrap())))
-}
-
-fn value(seed: usize, i: usize) -> f32 {
-    ((seed * 7919 + i * 104_729) % 1013) as f32 / 997.0 - 0.5
-}
-
-fn chain(row: &LocalMethod) -> ChainBuilder {
-    let lookahead = Some(Lookahead { every: 2, alpha: 0.5 });
-    row.chain(LocalSettings { weight_decay: 0.1, clip: Some(0.5), lookahead, ..LocalSettings::default() })
-}
-
-/// Returns a buffer of the layout with values that depend on `seed`, and zeros as padding.
-fn flat(device: &Device, seed: usize) -> Tensor {
-    let layout = layout();
-    let mut values = vec![0.0; layout.len()];
-    for i in layout.params().iter().flat_map(Param::range) {
-        values[i] = value(seed, i);
-    }
-    device.tensor(&values, layout.len()).unwrap()
-}
+use crate::small_chain::{chain, flat, layout};
 
 /// Trains three steps on three ranks, each of which updates a shard. Returns the parameters of each, or an
 /// error.
@@ -125,6 +103,10 @@ fn what_cannot_be_updated_in_shards_is_refused() {
 #[cfg(feature = "wgpu")]
 #[test]
 fn a_rank_on_a_gpu_gets_and_sends_its_shard() {
+    use farflung_tensor::Param;
+
+    use crate::small_chain::value;
+
     let layout = layout();
     let shards = Shards::new([640, 0, layout.len() - 640]);
     let rank = |comm: Communicator| {

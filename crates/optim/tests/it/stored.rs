@@ -4,14 +4,11 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use farflung_optim::local::{Averages, LocalMethod, LocalSettings, Lookahead, METHODS};
-use farflung_optim::{ChainBuilder, OptimError, Prepared, StateStore};
-use farflung_tensor::{Device, Param, ParamLayout, Shape, Tensor, View};
+use farflung_optim::local::{Averages, METHODS};
+use farflung_optim::{OptimError, Prepared, StateStore};
+use farflung_tensor::{Device, Tensor, View};
 
-fn layout() -> ParamLayout {
-    let shapes = [("wte", vec![37, 16]), ("ln", vec![16]), ("w", vec![16, 48]), ("b", vec![48])];
-    ParamLayout::new(shapes.map(|(name, shape)| (name.to_owned(), Shape::new(&shape).unwrap())))
-}
+use crate::small_chain::{chain, flat, layout};
 
 /// What a store has of each piece: states, and parameters.
 #[derive(Debug, Default)]
@@ -83,21 +80,6 @@ impl StateStore for Host {
         kept.next = (piece + 1) % self.lengths.len();
         Ok(())
     }
-}
-
-fn chain(row: &LocalMethod) -> ChainBuilder {
-    let lookahead = Some(Lookahead { every: 2, alpha: 0.5 });
-    row.chain(LocalSettings { weight_decay: 0.1, clip: Some(0.5), lookahead, ..LocalSettings::default() })
-}
-
-/// Returns a buffer of the layout with values that depend on `seed`, and zeros as padding.
-fn flat(device: &Device, seed: usize) -> Tensor {
-    let layout = layout();
-    let mut values = vec![0.0; layout.len()];
-    for i in layout.params().iter().flat_map(Param::range) {
-        values[i] = ((seed * 7919 + i * 104_729) % 1013) as f32 / 997.0 - 0.5;
-    }
-    device.tensor(&values, layout.len()).unwrap()
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

@@ -42,7 +42,7 @@ impl Faulty {
         self.0.lock().unwrap()
     }
 
-    /// Returns a disk with what is on this one now, also what is only in its cache.
+    /// Returns a copy of the disk, with the writes that no flush has followed yet.
     fn copy(&self) -> Self {
         let disk = self.state().disk.clone();
         Self(Arc::new(Mutex::new(State { disk, ..State::default() })))

@@ -12,7 +12,7 @@ use farflung::{EventKind, events, metrics, run_dir};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::file_system::FileSystem;
-use crate::binary::farflung;
+use crate::binary::{behind, failing, farflung};
 
 /// Longest time to wait for a run.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -125,11 +125,8 @@ impl<'a> Attempt<'a> {
     }
 
     /// Lets a system call fail at the `nth` time that it concerns a path below the run's folder.
-    pub(super) fn failing(mut self, path: &str, (call, nth): (&str, u64), error: &str) -> Self {
-        let path = Self::folder().join(path).display().to_string();
-        let (trace, inject) = (format!("trace={call}"), format!("inject={call}:error={error}:when={nth}"));
-        let words = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", &path, "-e", &trace, "-e", &inject];
-        self.wrapper = words.map(str::to_owned).to_vec();
+    pub(super) fn failing(mut self, path: &str, call: (&str, u64), error: &str) -> Self {
+        self.wrapper = failing(&Self::folder().join(path), call, error);
         self
     }
 
@@ -166,15 +163,7 @@ impl<'a> Attempt<'a> {
 
     fn command(&self, words: &[String], wrapper: &[String]) -> Result<Command> {
         let plain = farflung(&words.iter().map(String::as_str).collect::<Vec<_>>())?;
-        let command = match wrapper.split_first() {
-            None => plain,
-            Some((program, flags)) => {
-                let mut wrapped = Command::new(program);
-                wrapped.args(flags).arg(plain.get_program()).args(plain.get_args());
-                wrapped
-            }
-        };
-        let mut inside = self.system.inside(&command);
+        let mut inside = self.system.inside(&behind(wrapper, plain));
         inside.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null());
         inside.stderr(File::options().append(true).open(self.stderr.path())?);
         Ok(inside)

@@ -2,11 +2,11 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Output, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::binary::farflung;
+use crate::binary::{behind, failing, farflung};
 use crate::disk::file_system::FileSystem;
 use crate::harness::{Report, Threshold};
 
@@ -21,26 +21,9 @@ fn train(system: &FileSystem, text: &Path, wrapper: &[String]) -> Result<Output>
                   --sample-tokens 0 --codec none --workers 1 --transport memory --state disk --resume auto --steps";
     let mut words: Vec<&str> = common.split_whitespace().collect();
     words.extend([STEPS, "--data", &text, "--out", &out]);
-    let plain = farflung(&words)?;
-    let command = match wrapper.split_first() {
-        None => plain,
-        Some((program, flags)) => {
-            let mut wrapped = Command::new(program);
-            wrapped.args(flags).arg(plain.get_program()).args(plain.get_args());
-            wrapped
-        }
-    };
-    let mut inside = system.inside(&command);
+    let mut inside = system.inside(&behind(wrapper, farflung(&words)?));
     inside.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     inside.output().context("failed to start `nsenter`, from util-linux")
-}
-
-/// Lets a system call of the thread that writes the state fail at the `nth` time.
-fn failing(call: &str, nth: u64, error: &str) -> Vec<String> {
-    let path = FileSystem::path("run/state/part-0.state").display().to_string();
-    let (trace, inject) = (format!("trace={call}"), format!("inject={call}:error={error}:when={nth}"));
-    let words = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", &path, "-e", &trace, "-e", &inject];
-    words.map(str::to_owned).to_vec()
 }
 
 fn said(output: &Output) -> String {
@@ -72,7 +55,8 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
     let metric = "file systems smaller than two generations that were not refused with the bytes";
     report.row(metric, f64::from(u8::from(!is_refused)), "1", Threshold::AtMost(0.0))?;
 
-    // A header, three arrays and a record; two flushes.
+    let path = FileSystem::path("run/state/part-0.state");
+    // Of the thread that writes: a header, three arrays and a record; two flushes.
     let (writes, flushes) = (5, 2);
     let (mut tried, mut unsaid, mut lost, mut differing) = (0.0, 0.0, 0.0, 0.0);
     for (call, count) in [("pwrite64", writes), ("fdatasync", flushes)] {
@@ -82,7 +66,7 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
                     continue;
                 }
                 let system = FileSystem::new("size=64m")?;
-                let output = train(&system, &text, &failing(call, (STEP - 1) * count + nth, error))?;
+                let output = train(&system, &text, &failing(&path, (call, (STEP - 1) * count + nth), error))?;
                 let text_of = said(&output);
                 let action = if call == "pwrite64" { "write" } else { "flush" };
                 let named =

@@ -1,7 +1,6 @@
 //! GPT-2 124M with AdamW, whose moments are on disk: memory, and the time of a step beside computing alone and
 //! the disk alone.
 
-use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -19,7 +18,7 @@ use farflung::{Stop, TrainConfig};
 
 use crate::binary::farflung;
 use crate::harness::{Report, Threshold};
-use crate::machine::now;
+use crate::machine::{now, peak_of};
 use crate::workers::{JobTransport, with_transport};
 
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -40,20 +39,16 @@ fn peak(state: &str) -> Result<f64> {
     let mut words: Vec<&str> = FLAGS.split_whitespace().collect();
     words.extend(["--state", state, "--out", &out]);
     let mut child = farflung(&words)?.stderr(Stdio::null()).spawn().context("failed to start `farflung`")?;
-    let status = format!("/proc/{}/status", child.id());
-    let mut peak = 0.0_f64;
+    let mut peak = 0;
     let ended = loop {
-        let text = fs::read_to_string(&status).unwrap_or_default();
-        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let kib = line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<f64>().ok());
-        peak = peak.max(kib.unwrap_or(0.0) * 1024.0);
+        peak = peak_of(child.id()).unwrap_or(0).max(peak);
         if let Some(ended) = child.try_wait()? {
             break ended;
         }
         thread::sleep(Duration::from_millis(20));
     };
     anyhow::ensure!(ended.success(), "a run with `--state {state}` failed: {ended}");
-    Ok(peak)
+    Ok(peak as f64)
 }
 
 fn config(seed: u64, state: StatePlace) -> TrainConfig {

@@ -14,7 +14,7 @@ use super::super::disk_state::{RecordedStep, StepRecords, newest_in};
 use super::super::job::Job;
 use super::super::trainer::Trainer;
 use super::contents::record;
-use super::{CheckpointRecord, Resumed, Source, Totals, compare};
+use super::{CheckpointRecord, Resumed, Source, Totals, all_gather_u64, compare};
 use crate::config::choice::{Resume, StatePlace};
 use crate::{Error, Result, RunDir, StateError, run_dir};
 
@@ -177,18 +177,19 @@ pub(in super::super) fn resume(
     if job.config.resume != Resume::Auto {
         return Ok(None);
     }
+    let is_there = trainer.has_state_on_disk();
+    if all_gather_u64(&comm, is_there.into())?.iter().all(|&is_there| is_there == 0) {
+        return Ok(None);
+    }
     let mut steps = opened.generations.iter().map(|generation| generation.number);
     let own = StoredSteps {
         steps: [steps.next().unwrap_or(0), steps.next().unwrap_or(0)],
         saved: saved(run),
         rows: opened.rows,
-        is_there: trainer.has_state_on_disk(),
+        is_there,
     };
     let all = comm.all_gather_bytes(own.to_bytes())?;
     let all = all.iter().map(|bytes| StoredSteps::of_bytes(bytes).unwrap_or_default()).collect::<Vec<_>>();
-    if all.iter().all(|rank| !rank.is_there) {
-        return Ok(None);
-    }
     match decide(&all) {
         Continues::Checkpoints => Ok(None),
         Continues::Behind { rank, step, newest } => Err(StateError::Behind { rank, step, newest }.into()),
@@ -205,7 +206,7 @@ struct Opened {
     rows: u64,
 }
 
-/// Returns the step of the newest checkpoint in a rank's folder; 0 if there is none.
+/// Returns the step of the newest checkpoint in a rank's folder, which is read to its end; 0 if there is none.
 fn saved(run: Option<&RunDir>) -> u64 {
     run.and_then(|run| run.latest().ok().flatten()).map_or(0, |newest| newest.step())
 }
@@ -218,7 +219,8 @@ fn check_ignored(label: Option<&StateLabel>, run: Option<&RunDir>) -> Result<()>
     let entries = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let files = entries.filter(|path| path.extension().is_some_and(|extension| extension == "state"));
     let newest = files.map(|path| newest_in(&path)).collect::<Result<Vec<_>>>()?;
-    let (step, saved) = (newest.into_iter().flatten().max().unwrap_or(0), saved(run));
+    let Some(step) = newest.into_iter().flatten().max() else { return Ok(()) };
+    let saved = saved(run);
     if step > saved { Err(StateError::Ignored { path: folder.clone(), step, saved }.into()) } else { Ok(()) }
 }
 

@@ -4,7 +4,7 @@ use farflung_compress::link::LinkSpec;
 use farflung_optim::local::Averages;
 use farflung_parallel::Plan;
 
-use super::{Choices, Refusal, Rule, Work, refuse};
+use super::{Choices, Order, Refusal, Rule, Work, refuse};
 use crate::TrainConfig;
 use crate::config::choice::StatePlace;
 
@@ -40,8 +40,7 @@ pub(super) const RULES: &[Rule] = &[
         refuses: |choices| {
             let order = choices.divides_state()?.schedule.as_ref()?;
             let why = "the holders of a part update it at the end of a step, each a shard";
-            let fits = order.work == Work::Listed && order.flushes && !order.copies;
-            (!fits).then(|| zero(format!("0 with {}: {why}", order.name)))
+            (!order.updates_at_the_end()).then(|| zero(format!("0 with {}: {why}", order.name)))
         },
     },
     Rule {
@@ -105,9 +104,8 @@ pub(super) const OF_DISK: &[Rule] = &[
         axes: ["state", "schedule"],
         refuses: |choices| {
             let order = choices.keeps_on_disk()?.schedule.as_ref()?;
-            let fits = order.work == Work::Listed && order.flushes && !order.copies;
             let expected = format!("device with {}: {EACH_STEP}", order.name);
-            (!fits).then(|| refuse("state", "disk", expected))
+            (!order.updates_at_the_end()).then(|| refuse("state", "disk", expected))
         },
     },
     Rule {
@@ -143,6 +141,13 @@ pub(super) const OF_DISK: &[Rule] = &[
 
 fn zero(expected: String) -> Refusal {
     refuse("zero", 1, expected)
+}
+
+impl Order {
+    /// Returns whether each rank has one list, at whose end it updates the only copy of its parts.
+    fn updates_at_the_end(&self) -> bool {
+        self.work == Work::Listed && self.flushes && !self.copies
+    }
 }
 
 impl Choices {

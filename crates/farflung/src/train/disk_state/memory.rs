@@ -18,20 +18,24 @@ pub(super) struct PieceMemory {
     /// The device of the optimizer, if it is not the host.
     pub(super) away: Option<Device>,
     pub(super) states: usize,
-    /// Whether buffers have a copy of the parameters, after the states.
+    /// Whether buffers have a copy of the parameters, after the states: they are on another device, or change
+    /// when other shards are gathered. Else parameters are written after the states, from where they are,
+    /// while the next pass runs.
     pub(super) copies_params: bool,
     /// Elements of an array.
     longest: usize,
 }
 
 impl PieceMemory {
-    /// Prepares for arrays of at most this many elements.
-    pub(super) fn new(device: &Device, states: usize, longest: usize) -> Result<Self> {
+    /// Prepares for arrays of at most `longest` elements. `is_whole` tells whether no other rank updates a
+    /// shard of the same parameters.
+    pub(super) fn new(device: &Device, states: usize, (longest, is_whole): (usize, bool)) -> Result<Self> {
         // A device that only counts counts as the host.
         let is_host = device.is_counting() || device.zeros(1)?.host::<f32>().is_some();
         let host = if is_host { device.clone() } else { Device::cpu(1)? };
         let longest = padded(longest) / size_of::<f32>();
-        Ok(Self { host, away: (!is_host).then(|| device.clone()), states, copies_params: true, longest })
+        let away = (!is_host).then(|| device.clone());
+        Ok(Self { host, away, states, copies_params: !is_host || !is_whole, longest })
     }
 
     /// Returns buffers of whole pieces.

@@ -16,7 +16,7 @@ use crate::train::executor::{Executor, Pass};
 use crate::train::exit_listener::{ExitNotice, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
-use crate::train::pieces::{FlatState, StateKind, with_values};
+use crate::train::pieces::{FlatState, StateKind};
 use crate::train::run_state::OptimizerCounters;
 use crate::train::stop_in_step::missing;
 use crate::train::zero;
@@ -70,17 +70,16 @@ impl PartSnapshot {
             _ => false,
         };
         let kept = |state: FlatState<'_>| {
-            let values = match (host, state.values.tensor()) {
-                (None, Some(values)) => copy(values)?,
-                (host, _) => {
-                    let len = state.values.len();
-                    let host = host.map_or_else(|| Device::cpu(1), |host| Ok(host.clone()))?;
-                    with_values(state.values, 0, len, |values| host.tensor(values, len))??
-                }
-            };
-            Ok((state.kind, values))
+            // State on disk is refused where a rank returns to an earlier step.
+            let values = state.values.tensor()?;
+            let copied = host.map_or_else(
+                || copy(values),
+                |host| Ok(host.tensor(&values.to_vec::<f32>()?, values.shape())?),
+            );
+            Some(copied.map(|copied| (state.kind, copied)))
         };
-        let states = part.states(each_step).into_iter().filter(is_kept).map(kept).collect::<Result<_>>()?;
+        let states = part.states(each_step).into_iter().filter(is_kept).filter_map(kept);
+        let states = states.collect::<Result<_>>()?;
         let average = part.sync.as_ref().filter(|sync| each_step || sync.averages_gradients());
         let average = average.map(|sync| sync.average());
         let saved =

@@ -195,17 +195,6 @@ fn hash<'a>(
 ) -> Result<Hashes> {
     let mut hashers: BTreeMap<String, Hasher> = BTreeMap::new();
     for (name, flat) in flats {
-        if flat.tensor().is_some() {
-            with_values(flat, 0, flat.len(), |values| {
-                finite::check_flat(&name.to_string(), stage.layout(), values)?;
-                for (param, spec) in stage.tensors() {
-                    let hasher = hashers.entry(copy_of(param, spec)).or_default();
-                    hasher.update(&values[param.range()]);
-                }
-                Ok::<_, Error>(())
-            })??;
-            continue;
-        }
         for (param, spec) in stage.tensors() {
             let (hasher, name) =
                 (hashers.entry(copy_of(param, spec)).or_default(), format!("{name}{}", param.name));
