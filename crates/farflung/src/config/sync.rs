@@ -19,9 +19,19 @@ impl TrainConfig {
     /// disk.
     pub(super) fn take_codec_of_rows(&mut self) {
         let unpacked = (self.zero > 0 || self.state == StatePlace::Disk).then_some(NO_CODEC);
-        if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec).or(unpacked) {
+        if let Some(name) = self.codec_of_rows().or(unpacked) {
             self.codec = name.parse().expect("a row's codec is in the list of codecs");
         }
+    }
+
+    fn codec_of_rows(&self) -> Option<&'static str> {
+        self.optimizer.averages.codec().or(self.sync.codec)
+    }
+
+    /// Returns whether the codec of averages follows from where the optimizer's state is. Ranks that differ in
+    /// their `state` then also differ in the codec.
+    pub(crate) fn codec_follows_state(&self) -> bool {
+        !self.was_given("codec") && self.zero == 0 && self.codec_of_rows().is_none()
     }
 
     /// Sets the method of synchronisation to the optimizer's own, if it has one.

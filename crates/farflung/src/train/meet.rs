@@ -148,8 +148,12 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
             },
         ));
     }
-    // A plan file replaces the settings that it decides; plans are compared next.
-    same_facts("setting", &facts, comm, is_planned)
+    if config.plan.is_none() && config.codec_follows_state() {
+        facts.push(NamedValue::new("state", config.state));
+    }
+    // A plan file replaces the settings that it decides; plans are compared next. With the same codec on all
+    // ranks, each may have its own place for the state.
+    same_facts("setting", &facts, comm, |name| is_planned(name) || name == "state")
 }
 
 /// What stands before a field of config.json in the name of a fact.

@@ -6,7 +6,7 @@
 use std::net::TcpListener;
 use std::process::{Output, Stdio};
 
-use crate::tiny::{Run, farflung, output};
+use crate::tiny::{Run, farflung, json_of, output};
 
 const RANKS: usize = 3;
 
@@ -63,6 +63,21 @@ fn settings_that_decide_the_result_are_refused_by_name() {
     ] {
         refused(&run, "", args, &[&format!("the setting `{name}` is {values}")]);
     }
+}
+
+#[test]
+fn each_rank_keeps_its_own_state_where_it_likes_if_the_codec_is_the_same() {
+    let run = Run::new();
+    let texts = ["the setting `codec` is", "`state` differs too"];
+    refused(&run, "", "--state disk", &texts);
+    let steps = "--steps 2 --json";
+    let in_memory = run.args(&format!("--workers 3 --codec none {steps}")).join(" ");
+    let in_memory = json_of(&output(&run, &in_memory));
+    let outputs = job(&run, &format!("--codec none {steps}"), "--state disk");
+    assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[1]));
+    let report: serde_json::Value = serde_json::from_slice(&outputs[0].stdout).unwrap();
+    assert_eq!(report["hash"], in_memory["hash"]);
+    assert!(run.at("out-1/ranks/rank-00001/state").is_dir() && !run.at("out-0/state").exists());
 }
 
 #[test]
