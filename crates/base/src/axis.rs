@@ -13,13 +13,15 @@ pub enum Axis {
     Data,
     /// The layers, into stages.
     Pipeline,
-    /// The positions of a sequence.
+    /// The positions of a sequence, along a ring. In a plan it is a view of the data axis.
     Context,
     /// The width of each layer.
     Tensor,
     /// The experts of mixture layers. A view of data x tensor: experts divide the ranks of these two axes, so a
     /// grid of ranks has no axis of this name.
     Expert,
+    /// The heads of an attention, while others exchange positions for heads: a view of the data axis, too.
+    Ulysses,
 }
 
 impl Axis {
@@ -36,6 +38,7 @@ impl Axis {
             Self::Context => "context",
             Self::Tensor => "tensor",
             Self::Expert => "expert",
+            Self::Ulysses => "ulysses",
         }
     }
 }
@@ -49,10 +52,10 @@ impl fmt::Display for Axis {
 impl FromStr for Axis {
     type Err = UnknownName;
 
-    /// Parses the name of an axis or of the view `expert`.
+    /// Parses the name of an axis or of a view.
     fn from_str(text: &str) -> Result<Self, UnknownName> {
         let [data, pipeline, context, tensor] = Self::ALL;
-        find("mesh axis", text, &[data, pipeline, context, tensor, Self::Expert], Self::name)
+        find("mesh axis", text, &[data, pipeline, context, tensor, Self::Expert, Self::Ulysses], Self::name)
     }
 }
 
@@ -62,10 +65,11 @@ mod tests {
 
     #[test]
     fn names_read_back() {
-        for axis in Axis::ALL.into_iter().chain([Axis::Expert]) {
+        for axis in Axis::ALL.into_iter().chain([Axis::Expert, Axis::Ulysses]) {
             assert_eq!(axis.to_string().parse(), Ok(axis));
         }
         let unknown = "row".parse::<Axis>().unwrap_err().to_string();
-        assert_eq!(unknown, "there is no mesh axis `row` (known: data, pipeline, context, tensor, expert)");
+        let known = "data, pipeline, context, tensor, expert, ulysses";
+        assert_eq!(unknown, format!("there is no mesh axis `row` (known: {known})"));
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod axis;
 pub mod chain;
+pub mod context;
 pub mod id;
 pub mod name;
 pub mod network;
@@ -14,6 +15,7 @@ pub mod unit;
 
 // For all users: axes, ids, names, links and units.
 pub use axis::Axis;
+pub use context::{ContextCut, ContextOrder};
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use topology::{AccessLink, Link, ParseLinkError, Topology};

@@ -12,6 +12,7 @@ mod disk;
 pub mod error;
 pub mod events;
 pub mod finite;
+mod floats;
 mod heap;
 pub mod launch;
 pub mod launch_env;

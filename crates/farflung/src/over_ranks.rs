@@ -37,10 +37,13 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::future::Future as _;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::task::{Context, Poll};
 
-use farflung_base::{Axis, Nanos};
+use farflung_base::{Axis, Nanos, Pending, PendingOp, Rank};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_compress::link::LinkSpec;
 use farflung_tensor::{Shape, Tensor};
@@ -49,6 +52,7 @@ use farflung_zoo::exchange::{
 };
 use farflung_zoo::{AxisShare, Cut, ZooError};
 
+use crate::floats::floats;
 use crate::row_messages::RowMessages;
 
 /// A rank's exchanges with others, by a communicator for each axis. Along other axes the rank is alone.
@@ -57,6 +61,8 @@ pub struct OverRanks {
     axes: BTreeMap<Axis, Communicator>,
     /// The codec of rows that are sent to others, and the seed of codecs that draw random numbers.
     rows: (LinkSpec, u64),
+    /// Number of tensors that were passed on.
+    passed: Arc<AtomicU32>,
     /// Time for which sums and exchanges of rows were waited for.
     waited: Arc<AtomicU64>,
 }
@@ -65,7 +71,12 @@ impl OverRanks {
     /// Makes the exchanges of a rank. Its number along an axis is that in the axis's communicator.
     #[must_use]
     pub fn new(axes: impl IntoIterator<Item = (Axis, Communicator)>) -> Self {
-        Self { axes: axes.into_iter().collect(), rows: (LinkSpec::default(), 0), waited: Arc::default() }
+        Self {
+            axes: axes.into_iter().collect(),
+            rows: (LinkSpec::default(), 0),
+            passed: Arc::default(),
+            waited: Arc::default(),
+        }
     }
 
     /// Returns the exchanges with a codec for rows that go to other ranks ([`Exchange::all_to_all_rows`]): one
@@ -165,9 +176,35 @@ impl Exchange for OverRanks {
         let equal = |shape: Shape, dim: usize| vec![shape.dims()[dim] / pieces; pieces];
         let lengths = equal(values.shape(), split);
         let packed = Pieces::new(axis, values.shape(), split, &lengths)?.split(&values.to_vec::<f32>()?);
-        let received = comm.all_to_all(&packed).map_err(failed(axis))?;
-        let joined = Pieces::new(axis, shape, join, &equal(shape, join))?.joined(&received);
+        let begun = comm.now();
+        // All messages are on their way at once, so that their latencies do not add up.
+        let each = (packed.len() / pieces).max(1);
+        let mut messages: Vec<Vec<u8>> = packed.chunks(each).map(le_bytes).collect();
+        messages.resize(pieces, Vec::new());
+        let received = comm.all_to_all_bytes(messages).map_err(failed(axis))?;
+        self.count_wait(comm, begun);
+        let mut all = Vec::with_capacity(packed.len());
+        for message in &received {
+            all.extend(sent_floats(axis, message, packed.len() / pieces)?);
+        }
+        let joined = Pieces::new(axis, shape, join, &equal(shape, join))?.joined(&all);
         Ok(values.device().tensor(&joined, shape)?)
+    }
+
+    fn pass_on(&self, axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError> {
+        let Some(comm) = self.among(axis) else { return Alone.pass_on(axis, values) };
+        let ring = comm.size() as u32;
+        let (next, before) = (Rank((comm.rank().0 + 1) % ring), Rank((comm.rank().0 + ring - 1) % ring));
+        let tag = self.passed.fetch_add(1, Ordering::Relaxed) % TAGS;
+        let arriving = comm.start_recv(before, tag);
+        let leaving = comm.start_send(next, tag, le_bytes(&values.to_vec::<f32>()?));
+        let (device, shape) = (values.device().clone(), values.shape());
+        let made = arriving.map(move |bytes| {
+            let bytes = bytes.map_err(failed(axis))?;
+            leaving.wait().map_err(failed(axis))?;
+            Ok(device.tensor(&sent_floats(axis, &bytes, shape.len())?, shape)?)
+        });
+        Ok(Pending::new(Timed { made, comm: comm.clone(), waited: Arc::clone(&self.waited) }))
     }
 
     fn all_to_all_rows(
@@ -211,6 +248,46 @@ impl Exchange for OverRanks {
         }
         let arrived = [came, cols];
         Ok(ArrivedRows { rows: rows.device().tensor(&all, arrived)?, counts })
+    }
+}
+
+fn le_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// Returns the values of a message.
+///
+/// Errors: [`ZooError::Exchange`] for another number than `count`.
+fn sent_floats(axis: Axis, message: &[u8], count: usize) -> Result<Vec<f32>, ZooError> {
+    let wrong = || format!("{} bytes came, not {}", message.len(), size_of::<f32>() * count);
+    floats(message, count).ok_or_else(|| ZooError::Exchange { axis, source: wrong().into() })
+}
+
+/// Number of tags that messages along a ring use in turn: more than are in flight at a time.
+const TAGS: u32 = 64;
+
+/// A tensor that arrives, with the count of the time for which it is waited for.
+struct Timed {
+    made: Pending<Result<Tensor, ZooError>>,
+    comm: Communicator,
+    waited: Arc<AtomicU64>,
+}
+
+impl PendingOp<Result<Tensor, ZooError>> for Timed {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Tensor, ZooError>> {
+        Pin::new(&mut self.made).poll(cx)
+    }
+
+    fn wait(self: Box<Self>) -> Result<Tensor, ZooError> {
+        let Self { made, comm, waited } = *self;
+        let begun = comm.now();
+        let tensor = made.wait();
+        waited.fetch_add(comm.now().saturating_sub(begun).0, Ordering::Relaxed);
+        tensor
+    }
+
+    fn is_ready(&self) -> bool {
+        self.made.is_ready()
     }
 }
 

@@ -38,7 +38,7 @@ pub use what_if::{Answer, ComparisonRow, WhatIf};
 
 // For simulations and cost predictions: averages, replicas, meshes, timelines. Schedules are in `pipeline`.
 pub use average::{AllReduceTime, all_reduce_bytes};
-pub use mesh::{Coordinates, Mesh, whole_pipelines, whole_replicas};
+pub use mesh::{Coordinates, Mesh, whole_groups, whole_pipelines, whole_replicas};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};
 pub use timeline::{Kind, Lane, Span, Timeline};

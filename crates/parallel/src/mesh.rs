@@ -51,6 +51,16 @@ pub fn whole_pipelines<N: Div<Output = N>>(ranks: N, stages: N) -> N {
     ranks / stages
 }
 
+/// Returns how many whole groups of `readers` replicas a number of replicas is enough for: each group reads
+/// sequences of its own.
+///
+/// # Panics
+/// If `readers` is 0.
+#[must_use]
+pub fn whole_groups<N: Div<Output = N>>(replicas: N, readers: N) -> N {
+    replicas / readers
+}
+
 /// Returns how many whole replicas of `stages` stages, each of `tensor` ranks, a number of ranks or machines is
 /// enough for.
 ///

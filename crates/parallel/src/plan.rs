@@ -4,6 +4,7 @@
 mod check;
 mod difference;
 mod assignment;
+mod context;
 mod coordinates;
 mod experts;
 mod layers_by_speed;
@@ -25,7 +26,7 @@ mod tests;
 use std::fmt;
 use std::ops::Range;
 
-use farflung_base::{Algorithm, Axis, Precision};
+use farflung_base::{Algorithm, Axis, ContextCut, Precision};
 
 use crate::pipeline::{Method, Pools, Updates, VersionSync};
 use crate::{Mesh, ParallelError};
@@ -78,9 +79,12 @@ pub struct Plan {
     /// The model that the plan is for.
     pub model: PlannedModel,
     /// The mesh `data=REPLICAS,pipeline=STAGES,tensor=RANKS`, with axes in the order of [`Axis::ALL`], of which
-    /// the last may be missing. [`Plan::check`] returns an error for a context axis of size 2 or more, which is
-    /// not implemented yet.
+    /// the last may be missing. It has no context axis, which is a view of the data axis: see `context`.
     pub mesh: Mesh,
+    /// How neighbouring replicas divide the positions of their sequences. They read the same ones, each its
+    /// positions, and run each microbatch together. See [`Plan::group`] along [`Axis::Context`] and
+    /// [`Axis::Ulysses`].
+    pub context: ContextCut,
     /// How the ranks along the tensor axis divide the width of layers: a weight for each. Empty: equally.
     pub tensor_weights: Vec<u32>,
     /// Whether these ranks divide the positions of sequences, too, where each has whole layers.
@@ -295,10 +299,16 @@ impl Plan {
         self.mesh.size()
     }
 
-    /// Returns the number of microbatches of all replicas in one step.
+    /// Returns the number of microbatches of all replicas in one step. Those that replicas run together count
+    /// once.
     #[must_use]
     pub fn all_microbatches(&self) -> u64 {
-        self.microbatches.iter().map(|&m| u64::from(m)).sum()
+        self.microbatches_before(self.replicas())
+    }
+
+    fn microbatches_before(&self, replica: u32) -> u64 {
+        let all = self.microbatches[..replica as usize].chunks(self.context.readers() as usize);
+        all.map(|readers| u64::from(readers[0])).sum()
     }
 
     /// Returns the number of sequences of all replicas in one step.
@@ -310,13 +320,13 @@ impl Plan {
     /// Returns the number of a replica's first microbatch within a step.
     #[must_use]
     pub fn first_microbatch(&self, replica: u32) -> u64 {
-        self.microbatches[..replica as usize].iter().map(|&m| u64::from(m)).sum()
+        self.microbatches_before(self.readers_of(replica).start)
     }
 
     /// Returns a replica's weight in a mean over all tokens, relative to an equal share: 1 is an equal share.
     #[must_use]
     pub fn weight(&self, replica: u32) -> f64 {
-        let mine = u64::from(self.microbatches[replica as usize]) * u64::from(self.replicas());
+        let mine = u64::from(self.microbatches[replica as usize]) * u64::from(self.readers());
         mine as f64 / self.all_microbatches() as f64
     }
 

@@ -16,7 +16,7 @@ pub mod uneven;
 
 use std::fmt;
 
-use farflung_base::{Bytes, Nanos, Rank};
+use farflung_base::{Bytes, ContextCut, Nanos, Rank};
 
 use crate::average::{AllReduceTime, all_reduce_bytes};
 use crate::plan::NO_CODEC;
@@ -232,6 +232,7 @@ impl Planned {
             model,
             mesh: Plan::mesh_of(busy().count() as u32, 1)?,
             tensor_weights: Vec::new(),
+            context: ContextCut::default(),
             sequence_parallel: false,
             zero: 0,
             zero_weights: Vec::new(),

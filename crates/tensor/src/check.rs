@@ -1,6 +1,6 @@
 //! Checks of the operands of ops. They run once, here, so that backends can rely on them.
 
-use crate::op::{Fuse, Heads, Op, Rotary};
+use crate::op::{Fuse, Heads, KeyRanges, Op, Rotary, TokenPositions};
 use crate::{DType, Device, Mask, Result, Shape, TensorError, View, ViewMut};
 
 pub(crate) struct Check<'a> {
@@ -100,10 +100,10 @@ impl Check<'_> {
         for keys_or_values in [k, v] {
             self.is_tokens(keys_or_values, [b, t, heads.kv.saturating_mul(d)])?;
         }
-        let Some(Rotary { table, start, documents }) = rotary else { return Ok(()) };
-        self.documents(documents.as_ref(), [b, t])?;
+        let Some(Rotary { table, positions }) = rotary else { return Ok(()) };
+        let rows = self.places(positions, [b, t])?;
         let shape = self.typed(table, DType::F32)?;
-        let (cols, rows) = (shape.cols().min(d) / 2 * 2, start.saturating_add(t));
+        let cols = shape.cols().min(d) / 2 * 2;
         if shape.cols() != cols || shape.rows() < rows {
             return self.mismatch(shape, Shape::from([rows, cols]));
         }
@@ -119,6 +119,39 @@ impl Check<'_> {
     fn mask(&self, mask: &Mask<'_>, tokens: [usize; 2]) -> Result<()> {
         self.documents(mask.documents.as_ref(), tokens)?;
         self.documents(mask.prefixes.as_ref(), tokens)
+    }
+
+    /// Checks that what says where tokens are is u32 and as many as `[B, T]`. Returns the least number of
+    /// rows of a table of positions.
+    fn places(&self, positions: &TokenPositions<'_>, tokens: [usize; 2]) -> Result<usize> {
+        match positions {
+            TokenPositions::From { start, documents } => {
+                self.documents(documents.as_ref(), tokens)?;
+                Ok(start.saturating_add(tokens[1]))
+            }
+            TokenPositions::At(positions) => {
+                self.flat(positions, DType::U32, tokens)?;
+                Ok(usize::from(!positions.is_empty()))
+            }
+        }
+    }
+
+    /// Checks the operands of attention to given keys that both passes have: `y` is `[B, T, C]`, `keys` and
+    /// `like_keys` are `[B, K, kv D]`.
+    fn over<const N: usize>(
+        &self,
+        heads: Heads,
+        ranges: &KeyRanges<'_>,
+        [qkv, y, lse, keys]: [&dyn Operand; 4],
+        like_keys: [&dyn Operand; N],
+    ) -> Result<()> {
+        let [b, t, d] = self.heads(y, qkv, heads)?;
+        self.flat(&ranges.from, DType::U32, [b, t])?;
+        self.flat(&ranges.to, DType::U32, [b, t])?;
+        self.flat(lse, DType::F32, [b, heads.query, t])?;
+        let expected = [b, self.tokens(keys)?[1], heads.kv.saturating_mul(d)];
+        self.is_tokens(keys, expected)?;
+        like_keys.into_iter().try_for_each(|keys_or_values| self.is_tokens(keys_or_values, expected))
     }
 
     /// Checks that a table of positions has at least `rows` rows of `width` values.
@@ -272,25 +305,41 @@ impl Op<'_> {
                 c.matrix(dy, y.shape().rows(), y.shape().cols())?;
                 c.matrix(d_qkv, qkv.shape().rows(), qkv.shape().cols())
             }
-            Self::Embed { tokens, start, documents, tokens_table, positions_table, y, .. } => {
+            Self::AttentionOver { heads, ranges, continues: _, qkv, keys, values, y, lse } => {
+                c.over(*heads, ranges, [qkv, y, lse, keys], [values])
+            }
+            Self::AttentionOverGrad {
+                heads,
+                ranges,
+                qkv,
+                keys,
+                values,
+                y,
+                lse,
+                dy,
+                dq,
+                d_keys,
+                d_values,
+            } => {
+                c.over(*heads, ranges, [qkv, y, lse, keys], [values, d_keys, d_values])?;
+                c.matrix(dy, y.shape().rows(), y.shape().cols())?;
+                c.matrix(dq, y.shape().rows(), y.shape().cols())
+            }
+            Self::Embed { tokens, positions, tokens_table, positions_table, y, .. } => {
                 let [b, t, width] = c.tokens(y)?;
                 c.flat(tokens, DType::U32, [b, t])?;
-                c.documents(documents.as_ref(), [b, t])?;
+                let rows = c.places(positions, [b, t])?;
                 let table = c.typed(tokens_table, DType::F32)?;
                 c.matrix(tokens_table, table.rows(), width)?;
-                positions_table
-                    .as_ref()
-                    .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
+                positions_table.as_ref().map_or(Ok(()), |table| c.positions(table, rows, width))
             }
-            Self::EmbedGrad { tokens, start, documents, dy, d_tokens_table, d_positions_table, .. } => {
+            Self::EmbedGrad { tokens, positions, dy, d_tokens_table, d_positions_table, .. } => {
                 let [b, t, width] = c.tokens(dy)?;
                 c.flat(tokens, DType::U32, [b, t])?;
-                c.documents(documents.as_ref(), [b, t])?;
+                let rows = c.places(positions, [b, t])?;
                 let table = c.typed(d_tokens_table, DType::F32)?;
                 c.matrix(d_tokens_table, table.rows(), width)?;
-                d_positions_table
-                    .as_ref()
-                    .map_or(Ok(()), |table| c.positions(table, start.saturating_add(t), width))
+                d_positions_table.as_ref().map_or(Ok(()), |table| c.positions(table, rows, width))
             }
             Self::CombineRows { x, rows, factors, add, y } => {
                 let (n, cols) = (y.shape().rows(), c.typed(x, DType::F32)?.cols());

@@ -72,6 +72,18 @@ pub enum TensorError {
         /// Number of rows of the table.
         bound: usize,
     },
+    /// A token is at a position that the table of positions does not have.
+    #[error("{op}: token {token} is at position {position}, expected one below {bound}")]
+    PositionOutOfRange {
+        /// Name of the op.
+        op: &'static str,
+        /// Index of the token in the data.
+        token: usize,
+        /// Its position.
+        position: u32,
+        /// Number of rows of the table.
+        bound: usize,
+    },
     /// The documents of a sequence are not contiguous.
     #[error(
         "{op}: the document of the token at position {position} begins at {start}, expected its own position or \

@@ -32,7 +32,7 @@ pub use view::{View, ViewMut};
 
 // For users who write their own model or optimizer: operations, and elementwise programs that run in one pass.
 pub use backend::MatMulScratchBytes;
-pub use op::{Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Rotary};
+pub use op::{Fuse, Gelu, Heads, KeyRanges, Mask, Norm, NormKind, Op, Rotary, TokenPositions};
 pub use program::{Instr, Program, ProgramBuilder, Value};
 pub use work::Work;
 

@@ -18,7 +18,11 @@
 //! keys.
 
 mod cost;
+mod mask;
+mod positions;
 
+pub use self::mask::{Heads, KeyRanges, Mask};
+pub use self::positions::{Rotary, TokenPositions};
 use crate::{Program, View, ViewMut};
 
 /// Elementwise operation that a matrix product applies to its result. The CPU applies it to each finished
@@ -58,20 +62,6 @@ pub enum Fuse<'a> {
     },
 }
 
-/// Which keys a query attends to: those up to its own, without those that are left out here, and those of its
-/// prefix.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Mask<'a> {
-    /// Where documents begin: a query attends only to keys of its own document.
-    pub documents: Option<View<'a>>,
-    /// Where the prefixes of documents end: a query in one attends to all keys of the prefix, those after its
-    /// own included (Dong et al. 2019, "`UniLM`"; Raffel et al. 2020, "T5", prefix language models).
-    pub prefixes: Option<View<'a>>,
-    /// Number of keys up to its own, this included, that it attends to at most (Beltagy et al. 2020). `None`
-    /// for all.
-    pub window: Option<usize>,
-}
-
 /// Forms of GELU (Hendrycks and Gimpel 2016). They differ by at most 5e-4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Gelu {
@@ -79,33 +69,6 @@ pub enum Gelu {
     Erf,
     /// Its approximation `x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2`.
     Tanh,
-}
-
-/// Number of heads of an attention. `query` must be a multiple of `kv`: each head of keys and values serves
-/// `query / kv` consecutive heads of queries (grouped-query attention, Ainslie et al. 2023).
-///
-/// With `D` values per head, queries, keys and values of a token lie side by side in
-/// [`width`](Self::width)` * D` values, all queries first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Heads {
-    /// Heads of queries.
-    pub query: usize,
-    /// Heads of keys, and of values.
-    pub kv: usize,
-}
-
-impl Heads {
-    /// As many heads of keys and values as of queries.
-    #[must_use]
-    pub const fn equal(heads: usize) -> Self {
-        Self { query: heads, kv: heads }
-    }
-
-    /// Returns the number of heads of queries, keys and values together.
-    #[must_use]
-    pub const fn width(self) -> usize {
-        self.query.saturating_add(self.kv.saturating_mul(2))
-    }
 }
 
 /// A normalisation over the last dimension.
@@ -126,22 +89,9 @@ pub enum NormKind {
     Rms,
 }
 
-/// Rotary position embedding (Su et al. 2021) of the first `R` values of each head of queries and keys: the
-/// pair `(x[i], x[i + R / 2])` is rotated by the angle of pair `i` at the token's position.
-#[derive(Debug, Clone, Copy)]
-pub struct Rotary<'a> {
-    /// `[positions, R]`: of each position, `R / 2` cosines and then as many sines.
-    pub table: View<'a>,
-    /// Position of each sequence's first token.
-    pub start: usize,
-    /// Where documents begin: a token's position is counted from there.
-    pub documents: Option<View<'a>>,
-}
-
 /// One operation. Outputs are exclusive views, so an op's inputs and outputs do not overlap unless its doc says
 /// so.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "an op exists for one call only")]
 pub enum Op<'a> {
     /// Sets all elements of `y` to `value`.
     Fill {
@@ -366,18 +316,64 @@ pub enum Op<'a> {
         /// Gradient of the cached values, `[B, capacity, kv D]`, updated as `d_keys`.
         d_values: ViewMut<'a>,
     },
-    /// `y[i] = tokens_table[tokens[i] - first] + positions_table[start + i mod T - documents[i]]`, or without
-    /// the second term.
+    /// Attention to given keys, a range of them for each query. The keys of a sequence may come in several
+    /// blocks, in any order: the op runs once for each, and `continues` after the first. `K`, the number of
+    /// keys, may be 0.
+    AttentionOver {
+        /// Number of heads.
+        heads: Heads,
+        /// Which keys a query attends to.
+        ranges: KeyRanges<'a>,
+        /// Whether `y` and `lse` hold the attention to other keys: the result is that to both. Otherwise they
+        /// are overwritten.
+        continues: bool,
+        /// Queries, keys and values of the tokens, `[B, T, W]`, of which only the queries are read.
+        qkv: View<'a>,
+        /// Keys: `[B, K, kv D]`.
+        keys: View<'a>,
+        /// Values: `[B, K, kv D]`.
+        values: View<'a>,
+        /// Output, normalised: `[B, T, C]`. 0 for a query that has attended to no key.
+        y: ViewMut<'a>,
+        /// Output: `[B, query, T]`, log-sum-exp of the scores so far. For a query that has attended to no key
+        /// it is negative infinity, or -1e30 on GPUs; all devices take either.
+        lse: ViewMut<'a>,
+    },
+    /// Gradient of [`Op::AttentionOver`] for one block of keys, from the outputs over all blocks. The blocks
+    /// may come in any order. The op adds to `dq`, `d_keys` and `d_values`.
+    AttentionOverGrad {
+        /// Number of heads.
+        heads: Heads,
+        /// `ranges` of the forward pass over these keys.
+        ranges: KeyRanges<'a>,
+        /// Queries, keys and values of the tokens, `[B, T, W]`, of which only the queries are read.
+        qkv: View<'a>,
+        /// Keys: `[B, K, kv D]`.
+        keys: View<'a>,
+        /// Values: `[B, K, kv D]`.
+        values: View<'a>,
+        /// Output of the forward pass over all keys: `[B, T, C]`.
+        y: View<'a>,
+        /// `lse` of the forward pass over all keys: `[B, query, T]`.
+        lse: View<'a>,
+        /// Gradient of `y`: `[B, T, C]`.
+        dy: View<'a>,
+        /// Gradient of the queries: `[B, T, C]`. The op adds to it.
+        dq: ViewMut<'a>,
+        /// Gradient of the keys: `[B, K, kv D]`. The op adds to it.
+        d_keys: ViewMut<'a>,
+        /// Gradient of the values: `[B, K, kv D]`. The op adds to it.
+        d_values: ViewMut<'a>,
+    },
+    /// `y[i] = tokens_table[tokens[i] - first] + positions_table[position of i]`, or without the second term.
     Embed {
         /// Token ids: u32 `[B, T]`.
         tokens: View<'a>,
         /// The id of the table's first row, if it is a piece of a table: tokens of other pieces add nothing.
         /// `None`: it is a whole table, which has a row for each id.
         first: Option<u32>,
-        /// Position of each row's first token.
-        start: usize,
-        /// Where documents begin.
-        documents: Option<View<'a>>,
+        /// Positions of the tokens; only a table of positions is read at them.
+        positions: TokenPositions<'a>,
         /// Token table: `[V, C]`.
         tokens_table: View<'a>,
         /// Position table: `[positions, C]`; `None` to add nothing.
@@ -391,10 +387,8 @@ pub enum Op<'a> {
         tokens: View<'a>,
         /// `first` of the forward pass.
         first: Option<u32>,
-        /// Position of each row's first token.
-        start: usize,
-        /// `documents` of the forward pass.
-        documents: Option<View<'a>>,
+        /// `positions` of the forward pass.
+        positions: TokenPositions<'a>,
         /// Gradient of the embedding's output: `[B, T, C]`.
         dy: View<'a>,
         /// Gradient of the token table, `[V, C]`. The op adds to it.
@@ -516,6 +510,8 @@ impl Op<'_> {
             Self::AttentionGrad { .. } => "attention_grad",
             Self::AttentionCached { .. } => "attention_cached",
             Self::AttentionCachedGrad { .. } => "attention_cached_grad",
+            Self::AttentionOver { .. } => "attention_over",
+            Self::AttentionOverGrad { .. } => "attention_over_grad",
             Self::Embed { .. } => "embed",
             Self::EmbedGrad { .. } => "embed_grad",
             Self::CombineRows { .. } => "combine_rows",

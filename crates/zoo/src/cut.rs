@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use farflung_base::Axis;
+use farflung_base::{Axis, ContextCut};
 
 use crate::ZooError;
 
@@ -43,6 +43,18 @@ impl AxisShare {
             return refuse("rank", rank, "below the number of ranks along the axis");
         }
         Ok(Self { rank, weights })
+    }
+
+    /// Returns the shares of a rank along the views of a division of positions: its group's of the ring, and
+    /// its own of the group.
+    ///
+    /// Errors: [`ZooError::Config`] if there is no such rank.
+    pub fn along_context(cut: ContextCut, rank: u32) -> Result<[(Axis, Self); 2], ZooError> {
+        let equal = |rank: u32, ranks: u32| Self::new(rank as usize, vec![1; ranks as usize]);
+        Ok([
+            (Axis::Context, equal(cut.group(rank), cut.ring)?),
+            (Axis::Ulysses, equal(rank % cut.ulysses, cut.ulysses)?),
+        ])
     }
 
     /// Returns the rank's number along the axis.

@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Add;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 
-pub use farflung_base::Axis;
+use farflung_base::PendingOp;
+pub use farflung_base::{Axis, Pending};
 use farflung_tensor::{Op, Shape, Tensor, TensorError};
 
 use crate::{AxisShare, ZooError};
@@ -46,6 +48,12 @@ pub trait Exchange: fmt::Debug + Send + Sync {
     ///
     /// Errors: as [`Exchange::gather`].
     fn all_to_all(&self, axis: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError>;
+
+    /// Starts to send `values` to the next rank along an axis, from the last to the first, and returns what the
+    /// rank before sends: as many values, in the same shape.
+    ///
+    /// Errors: as [`Exchange::gather`], also of the result.
+    fn pass_on(&self, axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError>;
 
     /// Sends rows to each rank: of `rows`, `[M, C]`, the first ones to the first rank, and so on. `counts` has
     /// for each rank the numbers of rows that it gets, as many numbers as it likes, such as one for each expert
@@ -160,6 +168,12 @@ impl Exchange for Alone {
         Ok(values)
     }
 
+    fn pass_on(&self, _axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError> {
+        let mut same = values.device().empty(values.dtype(), values.shape())?;
+        values.device().run(Op::Cast { x: values.view(), y: same.view_mut() })?;
+        Ok(Pending::ready(Ok(same)))
+    }
+
     fn all_to_all_rows(
         &self,
         _axis: Axis,
@@ -185,7 +199,32 @@ pub struct Counted {
     shares: BTreeMap<Axis, AxisShare>,
     sent: Mutex<AxisBytes>,
     /// The exchanges in their order.
-    exchanges: Mutex<Vec<CountedExchange>>,
+    exchanges: Arc<Mutex<Vec<CountedExchange>>>,
+}
+
+/// A tensor that a rank before would have sent: the wait for it is recorded.
+struct Arriving {
+    tensor: Option<Tensor>,
+    index: usize,
+    exchanges: Arc<Mutex<Vec<CountedExchange>>>,
+}
+
+impl Arriving {
+    fn take(&mut self) -> Tensor {
+        let mut exchanges = self.exchanges.lock().unwrap_or_else(PoisonError::into_inner);
+        exchanges.push(CountedExchange::Arrived(self.index));
+        self.tensor.take().expect("a tensor arrives once")
+    }
+}
+
+impl PendingOp<Result<Tensor, ZooError>> for Arriving {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<Tensor, ZooError>> {
+        Poll::Ready(Ok(self.take()))
+    }
+
+    fn wait(mut self: Box<Self>) -> Result<Tensor, ZooError> {
+        Ok(self.take())
+    }
 }
 
 /// An exchange that was counted.
@@ -197,6 +236,12 @@ pub enum CountedExchange {
     Gather(Axis, Vec<usize>),
     /// A scatter of a sum along an axis, into pieces of these numbers of values.
     Scatter(Axis, Vec<usize>),
+    /// Values in equal pieces from each rank to each along an axis: their number on a rank.
+    AllToAll(Axis, usize),
+    /// Values that went to the next rank along an axis: their number.
+    PassOn(Axis, usize),
+    /// The wait for the values of the rank before, of the [`CountedExchange::PassOn`] with this index.
+    Arrived(usize),
     /// Rows that were sent along the view of experts.
     Rows(CountedRows),
 }
@@ -216,8 +261,8 @@ pub struct CountedRows {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AxisBytes([u64; AXES]);
 
-/// The axes along which layers exchange, and the view of experts.
-const AXES: usize = Axis::ALL.len() + 1;
+/// The axes along which layers exchange, and the views of experts and of heads.
+const AXES: usize = Axis::ALL.len() + 2;
 
 impl AxisBytes {
     /// Returns the bytes along an axis.
@@ -243,7 +288,7 @@ impl Counted {
     /// Starts at zero. Along an axis without a share, the rank is alone.
     #[must_use]
     pub fn new(shares: impl IntoIterator<Item = (Axis, AxisShare)>) -> Self {
-        Self { shares: shares.into_iter().collect(), sent: Mutex::default(), exchanges: Mutex::default() }
+        Self { shares: shares.into_iter().collect(), sent: Mutex::default(), exchanges: Arc::default() }
     }
 
     /// Returns the bytes since the last call, by axis.
@@ -251,8 +296,8 @@ impl Counted {
         std::mem::take(&mut self.sent.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the sums, gathers, scatters and exchanges of rows since the last call. Sums of a rank alone are
-    /// left out.
+    /// Returns the exchanges since the last call, which no values are on their way of. Those of a rank alone
+    /// are left out.
     pub fn take_exchanges(&self) -> Vec<CountedExchange> {
         std::mem::take(&mut self.exchanges.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -272,8 +317,11 @@ impl Counted {
         Ok(())
     }
 
-    fn record(&self, exchange: CountedExchange) {
-        self.exchanges.lock().unwrap_or_else(PoisonError::into_inner).push(exchange);
+    /// Records an exchange, and returns its index since they were last taken.
+    fn record(&self, exchange: CountedExchange) -> usize {
+        let mut exchanges = self.exchanges.lock().unwrap_or_else(PoisonError::into_inner);
+        exchanges.push(exchange);
+        exchanges.len() - 1
     }
 
     fn add(&self, axis: Axis, bytes: u64) {
@@ -335,7 +383,21 @@ impl Exchange for Counted {
         let ranks = self.size(axis);
         let shape = all_to_all_shape(values.shape(), ranks, (split, join))?;
         self.add(axis, self.others(axis, bytes(&values)));
+        if ranks > 1 {
+            self.record(CountedExchange::AllToAll(axis, shape.len()));
+        }
         Ok(values.device().empty(values.dtype(), shape)?)
+    }
+
+    fn pass_on(&self, axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError> {
+        let tensor = values.device().empty(values.dtype(), values.shape())?;
+        if self.size(axis) == 1 {
+            return Ok(Pending::ready(Ok(tensor)));
+        }
+        self.add(axis, bytes(values));
+        let index = self.record(CountedExchange::PassOn(axis, values.shape().len()));
+        let exchanges = Arc::clone(&self.exchanges);
+        Ok(Pending::new(Arriving { tensor: Some(tensor), index, exchanges }))
     }
 
     fn all_to_all_rows(
@@ -408,6 +470,8 @@ mod tests {
         assert_eq!((whole.shape().dims(), sent()), (&[2, 6, 4][..], 2 * 16 * 4));
         let piece = counted.scatter(Axis::Tensor, whole, 1, &[3, 2, 1]).unwrap();
         assert_eq!((piece.shape().dims(), sent()), (&[2, 2, 4][..], 32 * 4));
+        let passed = counted.pass_on(Axis::Tensor, &tensor([2, 6, 4])).unwrap().wait().unwrap();
+        assert_eq!((passed.shape().dims(), sent()), (&[2, 6, 4][..], 48 * 4));
         let turned = counted.all_to_all(Axis::Tensor, tensor([2, 6, 4]), 1, 2).unwrap();
         assert_eq!((turned.shape().dims(), sent()), (&[2, 2, 12][..], 32 * 4));
         // Along the other axes the rank is alone.
@@ -429,6 +493,7 @@ mod tests {
             Alone.gather(Axis::Tensor, &tensor(), 1, &[4]).unwrap(),
             Alone.scatter(Axis::Tensor, tensor(), 1, &[4]).unwrap(),
             Alone.all_to_all(Axis::Tensor, tensor(), 0, 1).unwrap(),
+            Alone.pass_on(Axis::Context, &tensor()).unwrap().wait().unwrap(),
         ] {
             assert_eq!(same.to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
         }

@@ -157,7 +157,7 @@ impl Objective {
     pub fn borders(self, stage: &Stage, past: usize, new: usize) -> Result<Borders, ZooError> {
         let is_prefix = self.has_prefix() && past == 0 && new > 1;
         let prefixes = is_prefix.then(|| stage.tokens(&vec![new as u32; new], new)).transpose()?;
-        Ok(Borders { documents: None, prefixes })
+        Ok(Borders { prefixes, ..Borders::default() })
     }
 }
 

@@ -1,13 +1,15 @@
 //! What a layer costs, found by running it on the device that only counts ([`Device::sizes`]): parameters,
 //! operations, and bytes. Nothing here is a formula of a model's shape.
 
-use farflung_base::Axis;
+use std::sync::Arc;
+
+use farflung_base::{Axis, ContextCut};
 use farflung_tensor::{Device, ParamLayout, Tensor, Work};
 
 use crate::exchange::{AxisBytes, Counted};
 use crate::layer::{
-    Activations, Before, Borders, Builder, Grads, Keep, Later, LayerKind, Result, RouterPass, SequencePieces,
-    StageContext, Targets,
+    Activations, Before, Borders, Builder, ContextBorders, ContextPieces, Grads, Keep, Later, LayerKind,
+    Result, RouterPass, SequencePieces, StageContext, Targets,
 };
 use crate::spec::{BlockSpec, HeadSpec, ModelSpec};
 use crate::{AxisShare, TensorKind};
@@ -43,6 +45,19 @@ pub struct LayerProfile {
     pub sent_forward: AxisBytes,
     /// Bytes that a rank sends to the others in the backward pass.
     pub sent_backward: AxisBytes,
+}
+
+/// How ranks divide the positions of sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DividedSequences {
+    /// They do not.
+    #[default]
+    No,
+    /// Those that divide the width of layers do, where each has whole layers
+    /// ([`Stage::divide_sequences`](crate::Stage::divide_sequences)).
+    ByWidth,
+    /// In all layers: what a rank has ([`Stage::divide_context`](crate::Stage::divide_context)).
+    ByContext(ContextCut, u32),
 }
 
 /// What the layers of a model cost.
@@ -86,20 +101,35 @@ impl ModelProfile {
     /// Errors: as [`ModelProfile::of_share`]; [`ZooError::Config`](crate::ZooError::Config) if a rank has no
     /// expert.
     pub fn of_shares(spec: &ModelSpec, shares: [&AxisShare; 2]) -> Result<Self> {
-        Self::of_pieces(spec, shares, false)
+        Self::of_pieces(spec, shares, DividedSequences::No)
     }
 
-    /// As [`ModelProfile::of_shares`]; `sequences` says whether the ranks that divide the width of layers
-    /// divide the positions of sequences, too ([`Stage::divide_sequences`](crate::Stage::divide_sequences)).
+    /// As [`ModelProfile::of_shares`], with sequences whose positions ranks divide.
     ///
-    /// Errors: as [`ModelProfile::of_shares`].
-    pub fn of_pieces(spec: &ModelSpec, [share, experts]: [&AxisShare; 2], sequences: bool) -> Result<Self> {
+    /// Errors: as [`ModelProfile::of_shares`]; those of [`ContextPieces::new`].
+    pub fn of_pieces(
+        spec: &ModelSpec,
+        [share, experts]: [&AxisShare; 2],
+        sequences: DividedSequences,
+    ) -> Result<Self> {
         spec.validate()?;
         spec.check_cut(share)?;
         spec.check_experts(experts)?;
-        let pieces = sequences.then(|| SequencePieces::of(share, spec.context));
-        let positions = pieces.as_ref().map_or(spec.context, SequencePieces::len);
-        let of = Pieces { shares: [share, experts], sequence: pieces.as_ref(), positions };
+        let pieces =
+            (sequences == DividedSequences::ByWidth).then(|| SequencePieces::of(share, spec.context));
+        let (along, windows);
+        let context = match sequences {
+            DividedSequences::ByContext(cut, rank) if cut.divides() => {
+                along = AxisShare::along_context(cut, rank)?;
+                Some((ContextPieces::new(cut, rank, spec.context)?, along.each_ref()))
+            }
+            _ => None,
+        };
+        windows = spec.windows();
+        let windows = &windows[..];
+        let tokens = context.as_ref().map_or(spec.context, |(pieces, _)| pieces.len());
+        let (positions, sequence) = (pieces.as_ref().map_or(tokens, SequencePieces::len), pieces.as_ref());
+        let of = Pieces { shares: [share, experts], sequence, context, windows, tokens, positions };
         let blocks = spec.blocks.iter().map(|run| Ok((run.count, block(spec, &run.block, of)?)));
         Ok(Self {
             context: spec.context,
@@ -192,7 +222,11 @@ struct Pieces<'a> {
     shares: [&'a AxisShare; 2],
     /// Of the positions of sequences, if ranks divide them.
     sequence: Option<&'a SequencePieces>,
-    /// The number of its positions.
+    /// Of the positions of sequences in all layers, if ranks divide them there.
+    context: Option<(ContextPieces, [&'a (Axis, AxisShare); 2])>,
+    windows: &'a [Option<usize>],
+    /// The number of tokens, and of positions of hidden states.
+    tokens: usize,
     positions: usize,
 }
 
@@ -204,6 +238,7 @@ struct Bench<'a> {
     exchange: Counted,
     borders: Borders,
     sequence: Option<&'a SequencePieces>,
+    context: Option<ContextPieces>,
 }
 
 impl<'a> Bench<'a> {
@@ -211,12 +246,19 @@ impl<'a> Bench<'a> {
         let [share, experts] = of.shares;
         let layout = builder.layout()?;
         let params = device.zeros(layout.len())?;
-        let exchange = Counted::new([(Axis::Tensor, share.clone()), (Axis::Expert, experts.clone())]);
-        Ok(Self { device, layout, params, exchange, borders: Borders::default(), sequence: of.sequence })
+        let mut shares = vec![(Axis::Tensor, share.clone()), (Axis::Expert, experts.clone())];
+        let mut borders = Borders::default();
+        if let Some((pieces, along)) = &of.context {
+            shares.extend(along.iter().map(|&along| along.clone()));
+            let whole = ContextBorders::new(pieces, &device, 1, [None, None], of.windows)?;
+            borders.context = Some(Arc::new(whole));
+        }
+        let (exchange, context) = (Counted::new(shares), of.context.map(|(pieces, _)| pieces));
+        Ok(Self { device, layout, params, exchange, borders, sequence: of.sequence, context })
     }
 
     fn cx(&self) -> StageContext<'_> {
-        let Self { device, layout, params, exchange, borders, sequence } = self;
+        let Self { device, layout, params, exchange, borders, sequence, context } = self;
         let router = RouterPass::NONE;
         StageContext {
             device,
@@ -227,6 +269,7 @@ impl<'a> Bench<'a> {
             router,
             borders,
             sequence: *sequence,
+            context: context.as_ref(),
         }
     }
 
@@ -349,7 +392,7 @@ fn embedding(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
     let layer = builder.embedding(spec);
     let bench = Bench::new(Device::sizes(), &builder, of)?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
-    let tokens = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
+    let tokens = bench.device.tensor(&vec![0_u32; of.tokens], [1, of.tokens])?;
     let mut meter = bench.meter();
     let y = layer.forward(&cx, &tokens, 0)?;
     let forward = meter.read();
@@ -379,7 +422,7 @@ fn head(spec: &ModelSpec, of: Pieces<'_>) -> Result<LayerProfile> {
     let bench = Bench::new(Device::sizes(), &builder, of)?;
     let (cx, mut flat) = (bench.cx(), bench.gradients()?);
     let x = cx.empty([1, of.positions, spec.dim])?;
-    let targets = bench.device.tensor(&vec![0_u32; spec.context], [1, spec.context])?;
+    let targets = bench.device.tensor(&vec![0_u32; of.tokens], [1, of.tokens])?;
     let mut meter = bench.meter();
     let (losses, mut saved) = layer.forward(&cx, x, Targets::all(&targets, 1.0))?;
     let (forward, saved_bytes) = (meter.read(), bytes(saved.tensors()));

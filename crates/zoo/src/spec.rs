@@ -244,6 +244,15 @@ impl ModelSpec {
         self.each_block().enumerate().filter_map(|(at, block)| Some((at, block.experts.as_ref()?)))
     }
 
+    /// Returns the different windows of the blocks' attention.
+    #[must_use]
+    pub fn windows(&self) -> Vec<Option<usize>> {
+        let mut windows: Vec<_> = self.blocks.iter().map(|run| run.block.attention.window).collect();
+        windows.sort_unstable();
+        windows.dedup();
+        windows
+    }
+
     /// Returns whether gradients of a router depend on the choices in other layers
     /// ([`RouterLosses::joins_layers`]).
     #[must_use]

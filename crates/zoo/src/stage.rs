@@ -3,6 +3,7 @@
 
 mod activation_policy;
 mod cache;
+mod context;
 mod made;
 mod packed;
 mod parameters;
@@ -32,6 +33,7 @@ pub use packed::Packed;
 pub use slices::Slices;
 
 use activation_policy::{Chain, StoredActivations, restore_last};
+use context::DividedContext;
 use routed::RoutedPass;
 
 /// A range of a model's layers. The first stage also has the embeddings, the last one the head. An empty range
@@ -50,6 +52,8 @@ pub struct Stage {
     exchange: Arc<dyn Exchange>,
     /// Which positions of whole sequences this rank has, if ranks divide them.
     sequence: Option<SequencePieces>,
+    /// Which positions it has in all layers, if ranks divide them there.
+    context: Option<DividedContext>,
     layers: Layers,
     /// Factor of gradients before matrix products round them.
     gradient_scale: f32,
@@ -208,6 +212,7 @@ impl Stage {
             router: RouterPass::NONE,
             borders,
             sequence: None,
+            context: None,
         }
     }
 
@@ -247,6 +252,7 @@ impl Stage {
         keeping: &ActivationPolicy,
         mut seen: Option<Seen<'_>>,
     ) -> Result<(Output, Saved), ZooError> {
+        let borders = self.with_context(borders, &input, seen.is_some())?;
         let cx = self.cx_of(params, &borders, seen.is_some());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, tokens) = self.enter(&cx, input, start)?;
@@ -519,6 +525,7 @@ impl Stage {
         mut seen: Option<Seen<'_>>,
         last: impl FnOnce(&Head, &StageContext<'_>, &Tensor) -> Result<Tensor, ZooError>,
     ) -> Result<Tensor, ZooError> {
+        let borders = self.with_context(borders, &input, seen.is_some())?;
         let cx = self.cx_of(params, &borders, seen.is_some());
         let start = seen.as_ref().map_or(0, |seen| seen.past);
         let (mut x, _) = self.enter(&cx, input, start)?;

@@ -58,6 +58,7 @@ mod cocktail_ratio;
 mod codec_bytes;
 mod codec_laws;
 mod codec_speed;
+mod context_parallel;
 mod counts;
 mod ddp_exact;
 mod default_run;
@@ -74,6 +75,7 @@ mod diloco;
 mod diloco_500;
 mod diloco_exact;
 mod disk;
+mod divided;
 mod divergence;
 mod dtfm_cost;
 mod dtfm_search;
@@ -210,6 +212,7 @@ pub const BENCHES: &[Bench] = &[
     dipaco::BENCH,
     moe::BENCH,
     tensor_parallel::BENCH,
+    context_parallel::BENCH,
     zero::BENCH,
     infinity::BENCH,
     larger_than_one::BENCH,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
-use farflung::base::{Algorithm, Bytes, Link};
+use farflung::base::{Algorithm, Bytes, ContextCut, Link};
 use farflung::parallel::pipeline::Method;
 use farflung::parallel::plan::NO_CODEC;
 use farflung::parallel::{BoundaryCodecs, Level, Part, Pipeline, Plan, Recompute, ScheduleSource};
@@ -118,6 +118,7 @@ pub(crate) fn plan(
     let replicas = microbatches.len() as u32;
     Ok(Plan {
         mesh: Plan::mesh_of(replicas, stages)?,
+        context: ContextCut::default(),
         tensor_weights: Vec::new(),
         sequence_parallel: false,
         zero: 0,

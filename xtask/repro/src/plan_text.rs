@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
-use farflung::base::{Algorithm, Axis, Bytes, Philox, Precision};
+use farflung::base::{Algorithm, Axis, Bytes, ContextCut, ContextOrder, Philox, Precision};
 use farflung::comm::{Communicator, memory};
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::parallel::{
@@ -63,6 +63,12 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
             layers: end,
             parameters: 1 + draw(3, 1 << 40),
         },
+        context: match draw(31, 4) {
+            0 if replicas > 1 => {
+                ContextCut { ring: replicas, ulysses: 1, order: ContextOrder::ALL[draw(7, 3) as usize] }
+            }
+            _ => ContextCut::default(),
+        },
         tensor_weights: (0..u64::from(tensor))
             .filter(|_| weighted)
             .map(|r| 1 + draw(28 + r, 9) as u32)
@@ -115,6 +121,16 @@ fn changes() -> Vec<Change> {
         ("model.layers", |p| p.model.layers += 1),
         ("model.parameters", |p| p.model.parameters += 1),
         ("mesh", |p| p.mesh = Plan::mesh_of(p.replicas() + 1, p.stages()).unwrap_or_else(|_| p.mesh.clone())),
+        ("context_parallel", |p| p.context.ring += 1),
+        ("ulysses", |p| p.context = ContextCut { ulysses: p.context.ulysses + 1, ..p.context }),
+        ("context_order", |p| {
+            let order = if p.context.order == ContextOrder::Striped {
+                ContextOrder::Zigzag
+            } else {
+                ContextOrder::Striped
+            };
+            p.context = ContextCut { ring: p.context.ring.max(2), order, ..p.context };
+        }),
         ("tensor_weights", |p| p.tensor_weights.push(7)),
         ("sequence_parallel", |p| p.sequence_parallel ^= true),
         ("zero", |p| p.zero += 1),

@@ -1,23 +1,20 @@
 //! Ranks that divide the width of layers: losses, gradients and bytes under every product of the axes, and
 //! Megatron's efficiencies on the virtual clock.
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos, Topology};
-use farflung::config::choice::OptimizerKind;
 use farflung::config::pools::Numbers;
-use farflung::optim::local::SGD;
 use farflung::parallel::pipeline::Method;
 use farflung::parallel::{Axis, Recompute};
 use farflung::tensor::Device;
 use farflung::train::{Job, Machines, Prediction, plan_of};
-use farflung::zoo::profile::ModelProfile;
-use farflung::zoo::spec::HeadSpec;
+use farflung::zoo::profile::{DividedSequences, ModelProfile};
 use farflung::zoo::weights::{Dtype, TokenIds, config_text};
 use farflung::zoo::{AxisShare, Cut, ModelSpec, Stage, gpt2};
 
+use crate::divided::{Alone, BATCH, Divided, MICROBATCHES, small};
 use crate::harness::{Bench, Options, Report, Threshold};
-use crate::workers::{JobTransport, again, config, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "tensor-parallel",
@@ -29,11 +26,6 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-const STEPS: usize = 10;
-/// Microbatches of a step, of all replicas, and sequences in each.
-const MICROBATCHES: usize = 4;
-const BATCH: usize = 2;
-
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     for family in ["gpt2", "llama"] {
         products(report, family, options.quick)?;
@@ -43,61 +35,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     break_even(report)
 }
 
-/// Returns a small model of a family: with a tied head and learned positions, or with a head of its own.
-fn small(family: &str) -> Result<ModelSpec> {
-    let mut model = ModelSpec::preset(if family == "gpt2" { "nano" } else { "llama-nano" })?;
-    model.context = 64;
-    if family != "gpt2" {
-        model.head = HeadSpec::Own;
-    }
-    Ok(model)
-}
-
-/// What a rank has of some steps.
-struct OfRank {
-    losses: Vec<f64>,
-    /// The gradients of the first step, on rank 0.
-    grads: Option<Vec<f32>>,
-    /// Bytes that it sent in the second step.
-    sent: u64,
-}
-
-fn trained(job: &Job) -> Result<Vec<OfRank>> {
-    on_all(job, |worker| {
-        let mut losses = vec![worker.step(false)?.loss];
-        let grads = worker.gather_grads()?.map(|grads| grads.to_vec::<f32>()).transpose()?;
-        let sent = |worker: &farflung::train::Trainer| worker.comm().stats().sent.payload.0;
-        let before = sent(worker);
-        losses.push(worker.step(false)?.loss);
-        let sent = sent(worker) - before;
-        for _ in 2..STEPS {
-            losses.push(worker.step(false)?.loss);
-        }
-        Ok(OfRank { losses, grads, sent })
-    })
-}
-
 /// Compares all products of the axes with one process.
 fn products(report: &mut Report<'_>, family: &str, quick: bool) -> Result<()> {
     let model = small(family)?;
-    let base = TrainConfig {
-        model: config_text(&model, Dtype::F32, &TokenIds::default()),
-        layers: None,
-        heads: None,
-        dim: None,
-        context: Some(model.context),
-        batch: BATCH,
-        accumulate: MICROBATCHES,
-        workers: 1,
-        // Adam would turn the rounding of gradients that are 0, such as those of the keys' biases, into steps.
-        optimizer: OptimizerKind::of(&SGD),
-        lr: 0.1,
-        ..config(report.seed(), false)
-    };
-    let first = job(base.clone(), JobTransport::Memory)?;
-    let mut alone = trained(&first)?;
-    let alone = alone.pop().ok_or_else(|| anyhow!("no rank"))?;
-    let whole = Stage::whole(&first.model, &Device::cpu(1)?)?;
+    let alone = Alone::train(&model, report.seed())?;
     let mut shapes = Vec::new();
     for tensor in [1, 2, 4] {
         for (stages, replicas) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
@@ -122,38 +63,14 @@ fn products(report: &mut Report<'_>, family: &str, quick: bool) -> Result<()> {
             sequence_parallel,
             microbatches: Some(MICROBATCHES / replicas),
             accumulate: 1,
-            ..base.clone()
+            ..alone.base().clone()
         };
-        let job = again(&first, plan, JobTransport::Memory);
-        let all = trained(&job)?;
         let equal = weights.is_none();
         let shares = weights.map_or_else(String::new, |weights| format!(" as {weights:?}"));
         let sequences = if sequence_parallel { ", sequences too" } else { "" };
         let row =
             |what: &str| format!("{family}, t {tensor}{shares}{sequences}, p {stages}, d {replicas}: {what}");
-        let off =
-            alone.losses.iter().zip(&all[0].losses).map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
-        report.row(
-            &row(&format!("largest relative difference of {STEPS} losses")),
-            off,
-            "",
-            Threshold::AtMost(1e-5),
-        )?;
-        let (grads, want) = (all[0].grads.as_ref(), alone.grads.as_ref());
-        let (grads, want) = grads.zip(want).ok_or_else(|| anyhow!("rank 0 gathers no gradients"))?;
-        let mut farthest = 0.0_f64;
-        for param in whole.layout().params() {
-            let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-            let (own, want) = (&grads[param.range()], &want[param.range()]);
-            // Of a small tensor relative to a norm of 0.01.
-            farthest = farthest.max(relative_l2(own, want) * norm(want) / norm(want).max(1e-2));
-        }
-        report.row(
-            &row("gradients, relative to each tensor's norm"),
-            farthest,
-            "",
-            Threshold::AtMost(1e-5),
-        )?;
+        let Divided { job, ranks: all } = alone.compare(report, &row, plan)?;
         if sequence_parallel && !equal {
             // A rank sends more where others have longer pieces.
             continue;
@@ -223,12 +140,13 @@ fn kept(report: &mut Report<'_>) -> Result<()> {
     let (h, a) = (model.dim as f64, model.blocks[0].block.attention.heads.query as f64);
     for ranks in [1, 2, 4] {
         let (t, share) = (ranks as f64, AxisShare::new(0, vec![1; ranks])?);
-        for (sequences, floats) in
-            [(false, 4.0 * h + 4.0 + (12.0 * h + a) / t), (true, (16.0 * h + a + 4.0) / t)]
-        {
+        for (sequences, floats) in [
+            (DividedSequences::No, 4.0 * h + 4.0 + (12.0 * h + a) / t),
+            (DividedSequences::ByWidth, (16.0 * h + a + 4.0) / t),
+        ] {
             let profile = ModelProfile::of_pieces(&model, [&share, &AxisShare::whole()], sequences)?;
             let found = profile.blocks[0].1.saved as f64 / (4 * model.context) as f64;
-            let name = if sequences { ", sequences too" } else { "" };
+            let name = if sequences == DividedSequences::ByWidth { ", sequences too" } else { "" };
             let metric = format!("GPT-2's block over {ranks}{name}: {found} floats kept a token, off by");
             report.row(&metric, (found - floats).abs(), "", Threshold::AtMost(0.0))?;
         }

@@ -147,6 +147,7 @@ short! {
     uneven_plan: "uneven-plan",
     trainer_cost: "trainer-cost",
     tensor_parallel: "tensor-parallel",
+    context_parallel: "context-parallel",
     tune: "tune",
     utilisation: "utilisation",
     zero: "zero",

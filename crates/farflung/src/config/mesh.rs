@@ -1,6 +1,6 @@
 //! The settings of the axes along which ranks divide the model: `mesh`, and those of the tensor axis.
 
-use farflung_base::Axis;
+use farflung_base::{Axis, ContextCut, ContextOrder};
 use farflung_parallel::{Mesh, whole_replicas};
 use toml::Value;
 
@@ -24,8 +24,22 @@ impl Setting for Mesh {
     }
 }
 
+impl Setting for ContextOrder {
+    fn names() -> Vec<String> {
+        Self::ALL.map(|order| order.name().to_owned()).into()
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+
+    fn value(&self) -> Value {
+        Value::String(self.name().to_owned())
+    }
+}
+
 impl TrainConfig {
-    /// Sets the numbers of workers, stages and ranks along the tensor axis to those of `mesh`, unless others
+    /// Sets the numbers of workers, stages, and ranks along the other axes to those of `mesh`, unless others
     /// were given.
     pub(super) fn take_mesh(&mut self) {
         let Some(mesh) = self.mesh.clone() else { return };
@@ -33,12 +47,14 @@ impl TrainConfig {
         for (name, size) in [
             ("workers", mesh.size() as usize),
             ("stages", along(Axis::Pipeline)),
+            ("context-parallel", along(Axis::Context)),
             ("tensor", along(Axis::Tensor)),
         ] {
             if !self.was_given(name) {
                 match name {
                     "workers" => self.workers = size,
                     "stages" => self.stages = size,
+                    "context-parallel" => self.context_parallel = size,
                     _ => self.tensor = size,
                 }
             }
@@ -53,15 +69,28 @@ impl TrainConfig {
             let expected = format!("{} numbers, one for each rank of `tensor`", self.tensor);
             check("tensor-weights", &weights.value(), weights.0.len() == self.tensor, &expected)?;
         }
+        let (ranks, ulysses) = (self.context_parallel, self.ulysses);
+        check("context-parallel", &ranks, (1..=most as usize).contains(&ranks), &format!("1 to {most}"))?;
+        let good = ulysses > 0 && ranks.is_multiple_of(ulysses);
+        check("ulysses", &ulysses, good, &format!("a divisor of `context-parallel`, which is {ranks}"))?;
         let Some(mesh) = &self.mesh else { return Ok(()) };
         let along = |axis| mesh.along(axis) as usize;
-        check("mesh", mesh, along(Axis::Context) == 1, "no context axis, which is not implemented yet")?;
-        for (field, value, axis) in
-            [("stages", self.stages, Axis::Pipeline), ("tensor", self.tensor, Axis::Tensor)]
-        {
+        for (field, value, axis) in [
+            ("stages", self.stages, Axis::Pipeline),
+            ("context-parallel", self.context_parallel, Axis::Context),
+            ("tensor", self.tensor, Axis::Tensor),
+        ] {
             check(field, &value, value == along(axis), &format!("{}, as `mesh` says", along(axis)))?;
         }
         Ok(())
+    }
+
+    /// Returns how neighbouring replicas divide the positions of sequences, as a plan has it.
+    pub(crate) fn context_cut(&self) -> ContextCut {
+        let small = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let (ranks, ulysses) = (small(self.context_parallel), small(self.ulysses));
+        let cut = ContextCut::of_readers(ranks, ulysses, self.context_order).unwrap_or_default();
+        if cut.divides() { cut } else { ContextCut::default() }
     }
 
     /// Returns the weights of the ranks along the tensor axis, as a plan has them.
@@ -72,7 +101,7 @@ impl TrainConfig {
         }
     }
 
-    /// Returns the number of replicas that `world` ranks make.
+    /// Returns the number of replicas that `world` ranks make. Those that divide sequences are several.
     pub(crate) fn replicas_of(&self, world: usize) -> usize {
         whole_replicas(world, self.stages.max(1), self.tensor.max(1))
     }
@@ -90,6 +119,9 @@ mod tests {
 
     #[test]
     fn a_mesh_says_how_many_ranks_there_are_along_each_axis() {
+        let context = resolved("data=2,context=4", TrainArgs::default()).unwrap();
+        assert_eq!((context.workers, context.context_parallel, context.replicas_of(8)), (8, 4, 8));
+        assert_eq!((context.context_cut().ring, context.context_cut().ulysses), (4, 1));
         for mesh in ["data=3,pipeline=2,tensor=4", "tensor=4,data=3,pipeline=2"] {
             let config = resolved(mesh, TrainArgs::default()).unwrap();
             assert_eq!((config.workers, config.stages, config.tensor), (24, 2, 4), "{mesh}");
@@ -106,7 +138,10 @@ mod tests {
         assert!(refused("pipeline=2", other).contains("`stages` is 3, expected 2, as `mesh` says"));
         let other = TrainArgs { tensor: Some(3), ..TrainArgs::default() };
         assert!(refused("data=2", other).contains("`tensor` is 3, expected 1, as `mesh` says"));
-        assert!(refused("context=2", TrainArgs::default()).contains("`mesh` is context=2"));
+        let other = TrainArgs { context_parallel: Some(4), ..TrainArgs::default() };
+        assert!(refused("context=2", other).contains("`context-parallel` is 4, expected 2, as `mesh` says"));
+        let uneven = TrainArgs { ulysses: Some(2), ..TrainArgs::default() };
+        assert!(refused("context=3", uneven).contains("`ulysses` is 2, expected a divisor of"));
         let weights = TrainArgs { tensor_weights: Numbers::parse("1,2"), ..TrainArgs::default() };
         assert!(refused("tensor=3", weights).contains("`tensor-weights` is"));
         for wrong in ["", "data", "data=0", "row=2", "data=2,data=2"] {

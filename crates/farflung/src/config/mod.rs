@@ -39,7 +39,7 @@ pub mod zero;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use farflung_base::{Bandwidth, Link, Nanos};
+use farflung_base::{Bandwidth, ContextOrder, Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
@@ -418,6 +418,17 @@ settings! {
         /// layers (sequence parallelism): norms, residuals and what stages send each other are then divided as
         /// well, for a quarter more bytes within layers.
         @sequence_parallel: bool, "BOOL", false;
+        /// Number of neighbouring replicas that divide the positions of their sequences in all layers (context
+        /// parallelism): each has a part of the activations, and keys and values pass along a ring of them. For
+        /// contexts that do not fit on one rank. docs/context-parallel.md.
+        @context_parallel: usize, "C", 1usize;
+        /// How many neighbours of these exchange positions for heads in attention instead (Ulysses): a
+        /// divisor of
+        /// --context-parallel and of the key-value heads. With as many as --context-parallel there is no ring.
+        @ulysses: usize, "U", 1usize;
+        /// Positions of each rank of the ring: zigzag (two ranges, the same work for all), striped, or
+        /// contiguous.
+        @context_order: ContextOrder, "ORDER", ContextOrder::Zigzag;
         /// What replicas divide of what each would hold otherwise (ZeRO): 0 nothing; 1 the optimizer's state,
         /// of which each then keeps and updates a shard. Equal shards send as much as gradients alone. The
         /// codec of averages is then none. docs/zero.md.
@@ -431,8 +442,8 @@ settings! {
         state: StatePlace, "WHERE", StatePlace::Device => "each rank keeps its own state";
         /// Folder of the state on disk; each rank has its own in it. Default: the run's folder.
         state_dir: PathBuf, "PATH" => "each machine has its own disks";
-        /// Number of ranks along each axis, such as data=2,pipeline=2,tensor=2: another way to give --workers,
-        /// --stages and --tensor.
+        /// Number of ranks along each axis, such as data=2,pipeline=2,context=2,tensor=2: another way to give
+        /// --workers, --stages, --context-parallel and --tensor.
         @mesh: Mesh, "AXIS=N,AXIS=N";
         /// Number of ranks of each stage, such as 1,2. Stages are then pools of ranks; each microbatch passes
         /// one rank of each pool, chosen in turn by speed. The run has one copy of the model on all its

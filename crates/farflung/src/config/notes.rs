@@ -244,10 +244,25 @@ impl TrainConfig {
             &["algorithm"],
             "all-gather is only for values that a codec packs; a ring is used instead",
         );
+        self.note_context(notes);
         self.note_zero(notes);
         self.note_state(notes);
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.note_without_effect(!each_step, &["overlap"], &after);
+    }
+
+    fn note_context(&self, notes: &mut Notes<'_>) {
+        let cut = self.context_cut();
+        notes.note_without_effect(
+            !cut.divides(),
+            &["ulysses", "context-order"],
+            "`context-parallel` is 1, and each replica has whole sequences",
+        );
+        notes.note_without_effect(
+            cut.divides() && cut.ring == 1,
+            &["context-order"],
+            "`ulysses` is as many as `context-parallel`, so that there is no ring",
+        );
     }
 
     fn note_zero(&self, notes: &mut Notes<'_>) {

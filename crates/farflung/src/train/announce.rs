@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use farflung_base::Bytes;
+use farflung_base::{Bytes, ContextCut};
 
 use super::callbacks::RunObserver;
 use super::checkpoint::Resumed;
@@ -19,8 +19,8 @@ use crate::{Result, TrainConfig};
 /// step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let plan = &job.plan;
-    let (stages, tensor) = (plan.stages(), plan.tensor_ranks());
-    if stages == 1 && tensor == 1 {
+    let (stages, tensor, context) = (plan.stages(), plan.tensor_ranks(), plan.context);
+    if stages == 1 && tensor == 1 && !context.divides() {
         return Ok(None);
     }
     let schedule = trainer.schedule();
@@ -33,7 +33,8 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
     let pipeline = (stages > 1).then(|| format!("{} over {stages} stages", schedule.name));
     let divided = (tensor > 1).then(|| format!("each layer on {tensor} ranks"));
-    let plan_text: Vec<String> = pipeline.into_iter().chain(divided).collect();
+    let sequences = context.divides().then(|| sequences_on(context));
+    let plan_text: Vec<String> = pipeline.into_iter().chain(divided).chain(sequences).collect();
     Ok(Some(format!(
         "{}, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} \
          per step, with {:.0}% {} in its pass",
@@ -43,8 +44,19 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
         job.tokens_per_step(),
         prediction.step(),
         prediction.bubble * 100.0,
-        if tensor > 1 { "waiting" } else { "bubble" }
+        if tensor > 1 || context.divides() { "waiting" } else { "bubble" }
     )))
+}
+
+fn sequences_on(context: ContextCut) -> String {
+    let ContextCut { ring, ulysses, order } = context;
+    let by_heads = format!("positions for heads among {ulysses}");
+    let how = match (ring, ulysses) {
+        (1, _) => by_heads,
+        (_, 1) => format!("a ring, {order}"),
+        _ => format!("a ring of {ring}, {order}; {by_heads}"),
+    };
+    format!("each sequence on {} ranks ({how})", context.readers())
 }
 
 /// Returns a line with what replicas divide, and what a step sends for it.

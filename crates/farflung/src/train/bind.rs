@@ -87,7 +87,7 @@ impl ReplicaSchedule {
     ) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
         let pipeline = plan.pipeline_of(replica);
-        let works = Work::of_each(model, plan.batch as usize, &plan.shares_of_width())?;
+        let works = Work::of_each(model, plan)?;
         let work = &works[0];
         let Machines { topology, rates } = machines;
         let link = |from: Rank, to: Rank| {
@@ -248,6 +248,8 @@ impl ReplicaSchedule {
             by_arrivals: self.arrivals.is_some(),
             norm: match self.early_vote {
                 _ if Division::of(plan).divides() || plan.divides_state() => NormVote::Divided,
+                // A pass that is tried again is tried by all that take part in it.
+                _ if plan.context.divides() => NormVote::All,
                 true => NormVote::Pipeline,
                 false => NormVote::All,
             },

@@ -1,7 +1,7 @@
 //! One pipeline over machines in order: describes the model's layers as a chain, which the planner divides, and
 //! turns the division into a plan.
 
-use farflung_base::{Bytes, Rank};
+use farflung_base::{Bytes, ContextCut, Rank};
 use farflung_optim::LrSchedule;
 use farflung_parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainPlan};
 use farflung_parallel::{
@@ -121,6 +121,7 @@ pub fn pipeline_plan(
         model: planned_model(name, model),
         mesh: Plan::mesh_of(1, count)?,
         tensor_weights: Vec::new(),
+        context: ContextCut::default(),
         sequence_parallel: false,
         zero: 0,
         zero_weights: Vec::new(),

@@ -3,7 +3,9 @@
 //! limit.
 
 mod axes;
+mod context;
 mod covering;
+mod order;
 mod shares;
 mod state;
 
@@ -13,18 +15,18 @@ use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::ScheduleSource;
-use farflung_parallel::pipeline::{ComputeOrder, Method, Settings};
-use farflung_parallel::plan::{NO_CODEC, POOLS};
+use farflung_parallel::plan::NO_CODEC;
 use farflung_tensor::Precision;
 use farflung_zoo::Objective;
 
 use super::bound_plan::{BoundLevel, BoundPlan};
-use super::planned::{level, refusal};
+use super::planned::level;
 use crate::config::choice::{LossScaling, SamplingKind, StatePlace};
 use crate::{Error, Result, RunSettings, TrainConfig};
 
 pub use axes::{AXES, Axis, all_values};
 pub use covering::{Covering, covering};
+use order::{Order, Work};
 use state::Zero;
 
 /// The choices that rules examine: those of the plan, and those of settings that the plan does not decide.
@@ -49,6 +51,8 @@ struct Choices {
     objective: Objective,
     stages: usize,
     tensor: TensorAxis,
+    /// Number of replicas that divide the positions of the same sequences.
+    readers: usize,
     /// Number of replicas that divide the experts of a mixture.
     expert_ranks: usize,
     /// Number of paths that replicas train.
@@ -64,71 +68,6 @@ struct TensorAxis {
     ranks: usize,
     /// Whether they divide sequences, too.
     divide_sequences: bool,
-}
-
-/// The properties of a pipeline's schedule that rules examine.
-#[derive(Debug, Clone)]
-struct Order {
-    name: String,
-    /// Why the schedule does not train, if it does not.
-    idle: Option<&'static str>,
-    /// Whether ranks hold several copies of the model.
-    copies: bool,
-    /// Whether all updates happen at the end of a step.
-    flushes: bool,
-    /// Whether sequences are cut into slices, which are computed one after another.
-    slices: bool,
-    work: Work,
-}
-
-/// How the ranks of a schedule know what to compute next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Work {
-    /// From lists.
-    Listed,
-    /// By what has arrived.
-    Arrivals,
-    /// From lists of pools of ranks.
-    Pools,
-}
-
-impl Order {
-    fn named(method: Method) -> Self {
-        Self {
-            name: method.name().to_owned(),
-            idle: refusal(method),
-            copies: method.copies() > 1,
-            flushes: method.is_synchronous(),
-            slices: method.slices(),
-            work: match method.arrivals(&Settings::new(2, 4)) {
-                Some(_) => Work::Arrivals,
-                None => Work::Listed,
-            },
-        }
-    }
-
-    fn own(text: &str) -> Self {
-        let order = text.parse::<ComputeOrder>();
-        Self {
-            name: "own".to_owned(),
-            idle: None,
-            copies: order.as_ref().is_ok_and(|order| order.placement().copies() > 1),
-            flushes: true,
-            slices: order.is_ok_and(|order| order.slices() > 1),
-            work: Work::Listed,
-        }
-    }
-
-    fn pools() -> Self {
-        Self {
-            name: POOLS.to_owned(),
-            idle: None,
-            copies: true,
-            flushes: true,
-            slices: false,
-            work: Work::Pools,
-        }
-    }
 }
 
 impl Choices {
@@ -149,6 +88,7 @@ impl Choices {
             precision: config.precision,
             stages: config.stages,
             tensor: TensorAxis { ranks: config.tensor, divide_sequences: config.sequence_parallel },
+            readers: config.context_parallel,
             expert_ranks: config.expert,
             paths: config.path_count(),
             zero: Zero::wished(config),
@@ -174,6 +114,7 @@ impl Choices {
             objective: run.objective,
             stages: 1,
             tensor: TensorAxis { ranks: 1, divide_sequences: false },
+            readers: 1,
             expert_ranks: 1,
             paths: 1,
             zero: Zero::default(),
@@ -199,6 +140,7 @@ impl Choices {
                 ranks: plan.tensor_ranks() as usize,
                 divide_sequences: plan.sequence_parallel,
             },
+            readers: plan.context.readers() as usize,
             expert_ranks: plan.expert_ranks() as usize,
             paths: plan.paths() as usize,
             zero: Zero::planned(plan),
@@ -498,7 +440,7 @@ fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
 }
 
 fn rules() -> impl Iterator<Item = &'static Rule> {
-    RULES.iter().chain(shares::RULES).chain(state::RULES).chain(state::OF_DISK)
+    RULES.iter().chain(shares::RULES).chain(context::RULES).chain(state::RULES).chain(state::OF_DISK)
 }
 
 /// Returns the first reason why choices cannot be combined.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use farflung_base::{Bytes, Nanos, Topology};
 use farflung_parallel::pipeline::StageCost;
 use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
-use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::profile::{DividedSequences, ModelProfile};
 use farflung_zoo::{AxisShare, ModelSpec};
 
 use super::activations::{budgeted, profile, repeated};
@@ -78,21 +78,23 @@ impl Work {
         Self { profile: whole.clone(), whole, batch }
     }
 
-    /// Runs what each of the ranks with these weights has of the model's layers.
+    /// Runs what each of the ranks along the tensor axis of a plan has of the model's layers; of replicas that
+    /// divide sequences, the one with the most work.
     ///
-    /// Errors: a rank has no piece of a layer.
-    pub(super) fn of_each(model: &ModelSpec, batch: usize, weights: &[u32]) -> Result<Vec<Self>> {
-        let whole = profile(model);
+    /// Errors: a rank has no piece of a layer, or of sequences.
+    pub(super) fn of_each(model: &ModelSpec, plan: &Plan) -> Result<Vec<Self>> {
+        let (whole, batch) = (profile(model), plan.batch as usize);
+        let weights = plan.shares_of_width();
+        if weights.len() == 1 && !plan.context.divides() {
+            return Ok(vec![Self::new(model, batch)]);
+        }
+        let positions = DividedSequences::ByContext(plan.context, plan.context.readers() - 1);
         let piece = |rank| {
-            let share = AxisShare::new(rank, weights.to_vec())?;
-            let profile = ModelProfile::of_share(model, &share)?;
+            let share = AxisShare::new(rank, weights.clone())?;
+            let profile = ModelProfile::of_pieces(model, [&share, &AxisShare::whole()], positions)?;
             Ok(Self { profile, whole: whole.clone(), batch })
         };
-        if weights.len() == 1 {
-            Ok(vec![Self::new(model, batch)])
-        } else {
-            (0..weights.len()).map(piece).collect()
-        }
+        (0..weights.len()).map(piece).collect()
     }
 
     /// Returns the positions of a whole sequence.

@@ -10,7 +10,7 @@ use farflung_tensor::Tensor;
 use farflung_zoo::{Cache, Continuation, Input, Objective, Sampling, Stage};
 use serde::{Deserialize, Serialize};
 
-use super::floats::floats;
+use crate::floats::floats;
 use crate::{Error, Result};
 
 /// Tag of drawn tokens, which the last stage sends to the first. Hidden states that a stage receives have the

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::{Axis, Rank};
+use farflung_base::{Axis, ContextCut, Rank};
 use farflung_comm::Communicator;
 use farflung_parallel::{Coordinates, Mesh, ParallelError, Plan};
 use farflung_tensor::Device;
@@ -24,6 +24,8 @@ pub(super) struct Division {
     width: Vec<u32>,
     /// Whether these divide the positions of sequences, too.
     sequences: bool,
+    /// How neighbouring replicas divide positions.
+    context: ContextCut,
     mesh: Mesh,
 }
 
@@ -31,12 +33,17 @@ impl Division {
     pub(super) fn of(plan: &Plan) -> Self {
         let experts = if plan.divides_experts() { plan.experts.clone() } else { vec![1] };
         let (width, sequences) = (plan.shares_of_width(), plan.sequence_parallel);
-        Self { experts, width, sequences, mesh: plan.mesh.clone() }
+        Self { experts, width, sequences, context: plan.context, mesh: plan.mesh.clone() }
     }
 
     /// Returns whether a rank lacks a part of its layers.
     pub(super) fn divides(&self) -> bool {
         self.divides_experts() || self.divides_width()
+    }
+
+    /// Returns whether layers exchange with those of other ranks.
+    pub(super) fn exchanges(&self) -> bool {
+        self.divides() || self.context.divides()
     }
 
     /// Returns whether a replica lacks experts.
@@ -68,6 +75,10 @@ impl Division {
         Ok(AxisShare::new(replica as usize % self.experts.len(), self.experts.clone())?)
     }
 
+    const fn context_rank(&self, at: Coordinates) -> u32 {
+        at.data % self.context.readers()
+    }
+
     /// Returns what a rank has of the width of layers.
     pub(super) fn width_of(&self, at: Coordinates) -> Result<AxisShare> {
         Ok(AxisShare::new(at.tensor as usize, self.width.clone())?)
@@ -76,7 +87,9 @@ impl Division {
     /// Returns the positions of a rank's hidden states in slices of sequences, counted from the first.
     pub(super) fn positions(&self, tensor: u32, slices: &[Range<usize>]) -> Result<Vec<Range<usize>>> {
         if !self.sequences {
-            return Ok(slices.to_vec());
+            // All ranks have equally many.
+            let own = |end: usize| self.context.each(end);
+            return Ok(slices.iter().map(|slice| own(slice.start)..own(slice.end)).collect());
         }
         let share = self.width_of(Coordinates { tensor, ..Coordinates::default() })?;
         Ok(slices.iter().map(|slice| 0..share.of(slice.len()).len()).collect())
@@ -95,6 +108,9 @@ impl Division {
         if self.sequences {
             stage.divide_sequences()?;
         }
+        if self.context.divides() {
+            stage.divide_context(self.context, self.context_rank(at))?;
+        }
         Ok(stage)
     }
 
@@ -110,7 +126,9 @@ impl Division {
 
     /// Returns the exchange of a rank that only counts.
     pub(super) fn counted(&self, at: Coordinates) -> Result<Counted> {
-        Ok(Counted::new([(Axis::Tensor, self.width_of(at)?), (Axis::Expert, self.experts_of(at.data)?)]))
+        let own = [(Axis::Tensor, self.width_of(at)?), (Axis::Expert, self.experts_of(at.data)?)];
+        let context = AxisShare::along_context(self.context, self.context_rank(at))?;
+        Ok(Counted::new(own.into_iter().chain(context)))
     }
 }
 
@@ -141,6 +159,7 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
             return refuse("sequence_parallel", "true".to_owned(), expected);
         }
     }
+    check_context(plan, model)?;
     if plan.experts.is_empty() {
         return Ok(());
     }
@@ -154,8 +173,44 @@ pub(super) fn check(plan: &Plan, model: &ModelSpec) -> Result<()> {
     Ok(())
 }
 
-/// Makes the exchange of a rank with those that divide its layers with it, over the communicator of a pass;
-/// `None` if it has all of them. A collective, if layers are divided.
+/// Checks that replicas can divide the positions of a model's sequences.
+fn check_context(plan: &Plan, model: &ModelSpec) -> Result<()> {
+    let cut = plan.context;
+    if !cut.divides() {
+        return Ok(());
+    }
+    let refuse = |field: &str, value: u32, expected: String| {
+        Err(ParallelError::Plan { field: field.to_owned(), value: value.to_string(), expected }.into())
+    };
+    if model.mixtures().next().is_some() {
+        let why = "1 for a model with experts, whose routers take all tokens of a sequence";
+        return refuse("context_parallel", cut.readers(), why.to_owned());
+    }
+    if !cut.fits(model.context) {
+        let (context, unit) = (model.context, cut.unit());
+        let why = format!(
+            "such that {unit} divides the context of {context}: all ranks have equally many positions"
+        );
+        return refuse("context_parallel", cut.readers(), why);
+    }
+    let share = AxisShare::new(0, plan.shares_of_width())?;
+    for share in share.all() {
+        for run in &model.blocks {
+            let heads = share.of(run.block.attention.heads.kv).len();
+            if !heads.is_multiple_of(cut.ulysses as usize) {
+                return refuse(
+                    "ulysses",
+                    cut.ulysses,
+                    format!("a divisor of the {heads} key-value heads of a rank"),
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes the exchange of a rank with those that divide its layers or its sequences with it, over the
+/// communicator of a pass; `None` if it has all of them. A collective, if they are divided.
 pub(super) fn exchange(
     (plan, seed): (&BoundPlan, u64),
     messages: &Communicator,
@@ -165,7 +220,12 @@ pub(super) fn exchange(
         let first = plan.group(rank, axis)[0];
         divided.then(|| Ok::<_, crate::Error>((axis, messages.split(first.0, rank.0)?))).transpose()
     };
-    let axes = [among(Axis::Tensor, plan.tensor_ranks() > 1)?, among(Axis::Expert, plan.divides_experts())?];
+    let axes = [
+        among(Axis::Tensor, plan.tensor_ranks() > 1)?,
+        among(Axis::Expert, plan.divides_experts())?,
+        among(Axis::Context, plan.context.ring > 1)?,
+        among(Axis::Ulysses, plan.context.ulysses > 1)?,
+    ];
     let axes: Vec<_> = axes.into_iter().flatten().collect();
     let over = OverRanks::new(axes.clone()).with_row_codec(plan.expert_codec(), seed);
     Ok((!axes.is_empty()).then(|| Arc::new(over)))

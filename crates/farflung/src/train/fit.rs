@@ -65,7 +65,7 @@ pub fn fit(mut plan: Plan, model: &ModelSpec, cluster: &Cluster, state: Bytes) -
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::Precision;
+    use farflung_base::{ContextCut, Precision};
     use farflung_parallel::{Level, Part, Pipeline, PlannedModel, Speed};
 
     use super::*;
@@ -78,6 +78,7 @@ mod tests {
             model: PlannedModel { name: "gpt2".to_owned(), layers: 12, parameters: model.parameters() },
             mesh: Plan::mesh_of(2, 1).unwrap(),
             tensor_weights: Vec::new(),
+            context: ContextCut::default(),
             sequence_parallel: false,
             zero: 0,
             zero_weights: Vec::new(),

@@ -7,7 +7,7 @@ use farflung_base::{Algorithm, Nanos, Topology};
 use farflung_comm::Cancel;
 use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
-use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
+use farflung_parallel::{Cluster, LocalSteps, Plan, membership, whole_groups};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::data::{ReadOptions, Reading};
 use farflung_zoo::{
@@ -305,7 +305,9 @@ impl Job {
         let (held_out, windows) = (self.held_out.clone(), self.config.eval_windows());
         let (replicas, paths, batch) = (plan.replicas() as usize, plan.paths() as usize, plan.batch as usize);
         let Some(router) = &self.text_parts.router else {
-            let shard = Shard { rank: replica, world: replicas, batch };
+            // Replicas that divide sequences evaluate the same ones.
+            let readers = plan.context.readers() as usize;
+            let shard = Shard { rank: whole_groups(replica, readers), world: plan.readers() as usize, batch };
             if let Some(examples) = &self.examples {
                 return examples.evaluation(shard, windows);
             }

@@ -52,7 +52,6 @@ mod round_plan;
 mod run;
 mod run_loop;
 mod run_state;
-mod floats;
 mod exchange;
 mod callbacks;
 mod connection;

@@ -124,6 +124,7 @@ pub(super) fn divided(
     let plan = Plan {
         model: planned_model(&model_name(model), model),
         mesh: Plan::mesh_of(replicas, stages)?.and(Axis::Tensor, tensor)?,
+        context: config.context_cut(),
         tensor_weights: config.tensor_weights(),
         sequence_parallel: config.sequence_parallel,
         zero: small("zero", config.zero)?,
@@ -238,6 +239,9 @@ fn in_settings(error: Error) -> Error {
                 field if field.ends_with(".recompute") => "recompute",
                 "experts" => "expert",
                 "mesh" => "tensor",
+                "context_parallel" => "context-parallel",
+                "ulysses" => "ulysses",
+                "context_order" => "context-order",
                 "tensor_weights" => "tensor-weights",
                 "sequence_parallel" => "sequence-parallel",
                 "zero" | "zero_tensors" => "zero",
@@ -359,6 +363,10 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     if let Some(mesh) = config.mesh.as_ref().filter(|mesh| mesh.size() as usize != world) {
         return Err(refuse("mesh", mesh, format!("one of {world} ranks, as many as the run has")));
     }
+    let readers = config.context_parallel;
+    if !replicas.is_multiple_of(readers) {
+        return Err(refuse("context-parallel", readers, format!("a divisor of the {replicas} replicas")));
+    }
     if !replicas.is_multiple_of(config.expert) {
         return Err(refuse("expert", config.expert, format!("a divisor of the {replicas} replicas")));
     }
@@ -403,6 +411,9 @@ pub(super) fn as_planned(config: &TrainConfig, plan: &BoundPlan) -> TrainConfig 
         accumulate: 1,
         tensor: plan.tensor_ranks() as usize,
         tensor_weights: Some(Numbers(plan.tensor_weights.clone())).filter(|weights| !weights.0.is_empty()),
+        context_parallel: plan.context.readers() as usize,
+        ulysses: plan.context.ulysses as usize,
+        context_order: plan.context.order,
         sequence_parallel: plan.sequence_parallel,
         zero: plan.zero as usize,
         zero_weights: Some(Weights(plan.zero_weights.clone())).filter(|weights| !weights.0.is_empty()),

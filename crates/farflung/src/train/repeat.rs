@@ -34,7 +34,8 @@ fn pass(stage: &Stage, params: &Tensor, batch: usize) -> Result<blake3::Hash> {
     let tokens = |stream| {
         let draw = Philox::new(2, stream);
         let id = |i| (draw.uniform(i) * config.vocab as f32) as u32;
-        stage.tokens(&(0..(batch * config.context) as u64).map(id).collect::<Vec<_>>(), config.context)
+        let ids: Vec<u32> = (0..(batch * config.context) as u64).map(id).collect();
+        stage.tokens(&stage.own(&ids), config.context / stage.readers())
     };
     let input = if stage.takes_tokens() { Input::Tokens(tokens(0)?) } else { Input::Hidden(hidden(0)?) };
     let targets = if stage.gives_losses() { Some(tokens(1)?) } else { None };

@@ -152,6 +152,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         || plan.stages() > 1
         || plan.shares() > 1
         || plan.tensor_ranks() > 1
+        || plan.context.divides()
         || !plan.local_steps().are_equal()
     {
         return Ok(None);

@@ -11,8 +11,8 @@ use farflung_tensor::{Param, ParamLayout};
 use serde::{Deserialize, Serialize};
 
 use super::fault::Fault;
-use super::floats::floats;
 use super::pieces::{FlatValues, StateKind, tensor_name, with_values};
+use crate::floats::floats;
 use crate::{Error, Result};
 
 /// Counters of a run at the step to which some values belong.

@@ -14,6 +14,8 @@ pub(super) struct StepTokens {
     samplers: Vec<Sampler>,
     /// Sequences of a microbatch.
     batch: u64,
+    /// Number of neighbouring replicas that read the same sequences.
+    readers: u32,
     replicas: Vec<Share>,
 }
 
@@ -37,6 +39,7 @@ impl StepTokens {
         Ok(Self {
             samplers: (0..samplers).map(|replica| job.sampler(replica)).collect::<Result<_, _>>()?,
             batch: u64::from(plan.batch),
+            readers: plan.context.readers(),
             replicas: (0..plan.replicas()).map(share).collect(),
         })
     }
@@ -73,9 +76,14 @@ impl StepTokens {
         0..self.replicas.len() as u32
     }
 
+    /// Returns the numbers of the replicas that read different sequences: of those that divide some, the first.
+    pub(super) fn of_each_reader(&self) -> impl Iterator<Item = u32> + use<> {
+        self.replicas().step_by(self.readers as usize)
+    }
+
     /// Returns the number of microbatches of a step, of all replicas.
     pub(super) fn microbatches(&self) -> u64 {
-        self.replicas.iter().map(|share| share.count).sum()
+        self.of_each_reader().map(|replica| self.replicas[replica as usize].count).sum()
     }
 
     /// Returns the number of sequences of a microbatch.

@@ -56,6 +56,11 @@ impl TextParts {
         if config.sampling == SamplingKind::Epochs {
             return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
         }
+        if plan.context.divides() {
+            return refuse(
+                "random with `context-parallel` above 1: replicas that divide sequences read the same",
+            );
+        }
         if config.own_data {
             return refuse("random with `own-data`: each process already has its own text");
         }

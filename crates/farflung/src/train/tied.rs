@@ -9,8 +9,8 @@ use farflung_parallel::pipeline::Placement;
 use farflung_tensor::Tensor;
 
 use super::exchange::Exchange;
-use super::floats::floats;
 use super::part::Part;
+use crate::floats::floats;
 use crate::{Error, Result};
 
 /// The way in which this rank's gradient of the token table is added to that of the other part.

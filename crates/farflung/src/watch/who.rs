@@ -184,17 +184,17 @@ impl Seat {
 
 /// Returns the ranks of a plan as members.
 fn planned(plan: &Plan) -> Vec<MemberFacts> {
-    let all = plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>();
     let member = |(rank, name): (u32, &String)| {
         let Seat { replica, stage, tensor } = Seat::of(plan, rank);
-        let microbatches = plan.microbatches.get(replica.unwrap_or(0) as usize);
+        // Replicas that divide sequences share their work equally.
+        let share = plan.weight(replica.unwrap_or(0)) / f64::from(plan.replicas());
         MemberFacts {
             name: cut(name),
             rank: Some(rank),
             replica,
             stage,
             tensor,
-            share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
+            share: Some(share).filter(|share| share.is_finite()),
             ..MemberFacts::default()
         }
     };

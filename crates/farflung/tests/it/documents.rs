@@ -56,6 +56,10 @@ fn every_plan_gives_the_losses_of_one_worker() {
         "--workers 2 --stages 2 --batch 2 --microbatches 2 --schedule terapipe --slice-grain 4",
         "--workers 2 --stages 2 --batch 2 --microbatches 2 --recompute full",
         "--workers 3 --stages 2 --pools 1,2 --batch 1 --microbatches 4",
+        "--workers 2 --context-parallel 2 --batch 4",
+        "--workers 4 --context-parallel 4 --context-order striped --batch 4 --zero 1",
+        "--workers 8 --context-parallel 4 --ulysses 2 --batch 2",
+        "--workers 4 --stages 2 --context-parallel 2 --batch 1 --microbatches 4",
         "--workers 1 --batch 4 --recompute 1",
     ] {
         near(&losses(&run, &format!("{more} --document-mask true")), &want, 1e-6, more);

@@ -6,6 +6,7 @@ mod child;
 mod cli;
 mod clusters;
 mod combinations;
+mod context_ranks;
 mod convert;
 mod data_sources;
 mod device;

@@ -20,7 +20,7 @@ use crate::small::{config, job, on_all};
 use crate::tiny::{Run, json_of, output, refused, stderr};
 
 /// Returns a folder with a text and the descriptions of a GPT-2, a LLaMA with grouped queries, and mixtures.
-fn described() -> Run {
+pub(crate) fn described() -> Run {
     let run = models();
     fs::rename(run.at("config.json"), run.at("mixtral.json")).unwrap();
     let gpt2 = serde_json::json!({
@@ -127,7 +127,7 @@ fn ranks_divide_layers_and_replicas_divide_experts() {
 }
 
 /// Gradients of a step, by tensor, in the layout of the whole model.
-fn gradients(config: &TrainConfig) -> Vec<(String, Vec<f32>)> {
+pub(crate) fn gradients(config: &TrainConfig) -> Vec<(String, Vec<f32>)> {
     let job = job(config);
     let gathered = on_all(&job, |connection| {
         let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
@@ -294,7 +294,6 @@ fn what_cannot_be_divided_is_refused_with_the_reason() {
         ("--workers 2 --tensor 2 --tensor-weights 1", "expected 2 numbers, one for each rank of `tensor`"),
         ("--workers 2 --tensor-weights 1,1", "expected 1 numbers, one for each rank of `tensor`"),
         ("--workers 4 --mesh tensor=2", "one of 4 ranks, as many as the run has"),
-        ("--mesh context=2", "no context axis"),
         ("--mesh tensor=2 --stages 2", "`stages` is 2, expected 1, as `mesh` says"),
         ("--mesh row=2", "axes with their sizes, such as data=2,pipeline=2,tensor=2"),
         ("--mesh tensor=2 --optimizer muon", "it works on whole tensors"),

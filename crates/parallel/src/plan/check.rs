@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use farflung_base::{Algorithm, Axis, Nanos};
+use farflung_base::{Algorithm, Axis, ContextCut, Nanos};
 
 use super::{Level, NO_CODEC, Part, PathLevel, Plan, Recompute, ScheduleSource};
 use crate::ParallelError;
@@ -31,10 +31,11 @@ impl Plan {
     /// Checks that the plan can be executed. Does not check the names of codecs and synchronisation methods;
     /// the crates that have their tables check them.
     ///
-    /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for a mesh with a
-    /// context axis and for more than two levels, and the errors of [`Plan::order_with`].
+    /// Errors: [`ParallelError::Plan`] with the invalid field, [`ParallelError::NotBuilt`] for more than two
+    /// levels and for stages 2 and 3 of ZeRO, and the errors of [`Plan::order_with`].
     pub fn check(&self) -> Result<(), ParallelError> {
         self.check_mesh()?;
+        self.check_context()?;
         self.check_tensor()?;
         self.check_zero()?;
         self.check_experts()?;
@@ -53,11 +54,10 @@ impl Plan {
 
     fn check_mesh(&self) -> Result<(), ParallelError> {
         let axes = self.mesh.axes();
-        if let Some((axis, size)) =
-            axes.iter().find(|(a, n)| !matches!(a, Axis::Data | Axis::Pipeline | Axis::Tensor) && *n > 1)
-        {
-            return Err(ParallelError::NotBuilt { what: format!("a mesh with {axis}={size}") });
-        }
+        let has_context = axes.iter().any(|&(axis, size)| axis == Axis::Context && size > 1);
+        let expected =
+            "no context axis: it divides the data axis, and `context_parallel` says how many ranks it has";
+        ensure(!has_context, "mesh", &self.mesh, expected)?;
         let order: Vec<Axis> = axes.iter().map(|&(axis, _)| axis).collect();
         let usual: Vec<Axis> = Axis::ALL.into_iter().filter(|axis| order.contains(axis)).collect();
         let expected = "data=REPLICAS,pipeline=STAGES, or data=REPLICAS,pipeline=STAGES,tensor=RANKS, in this \
@@ -82,6 +82,36 @@ impl Plan {
             ensure(count > 0, format!("microbatches[{replica}]"), count, "at least 1")?;
         }
         Ok(())
+    }
+
+    fn check_context(&self) -> Result<(), ParallelError> {
+        let (ContextCut { ring, ulysses, .. }, replicas) = (self.context, self.replicas());
+        let ranks = self.context.readers();
+        let expected = format!("at least 1, and a divisor of the {replicas} replicas");
+        let good = ring > 0 && ulysses > 0 && replicas.is_multiple_of(ranks);
+        ensure(good, "context_parallel", ranks, expected)?;
+        if ranks == 1 {
+            let usual = self.context == ContextCut::default();
+            let expected = "zigzag, because no replicas divide sequences";
+            return ensure(usual, "context_order", self.context.order, expected);
+        }
+        let refused = |why: &str| Err(refuse("context_parallel", ranks, format!("1, because {why}")));
+        if self.pools().is_some() || self.updates() != Updates::Flush {
+            return refused("the schedule has pools of ranks, or no flush");
+        }
+        if !self.pipeline.slices.is_empty() || self.sequence_parallel {
+            return refused("sequences are divided already (`pipeline.slices`, or `sequence_parallel`)");
+        }
+        if self.shares() > 1 {
+            return refused("replicas hold different experts, or modules of paths");
+        }
+        for (replica, &count) in (0..).zip(&self.microbatches) {
+            let expected = "the same number for all replicas that divide the same sequences";
+            let good = count == self.microbatches[self.readers_of(replica).start as usize];
+            ensure(good, "microbatches", format!("{:?}", self.microbatches), expected)?;
+        }
+        let each_step = self.levels.iter().all(|level| level.every == 1 && level.steps.is_empty());
+        ensure(each_step, "context_parallel", ranks, "1, because gradients are not averaged in each step")
     }
 
     fn check_tensor(&self) -> Result<(), ParallelError> {

@@ -50,9 +50,10 @@ impl Plan {
         self.mesh.rank(coordinates).expect("coordinates on the plan's mesh")
     }
 
-    /// Returns the ranks that differ from `rank` only along `axis`, including `rank`, in order along the axis.
-    /// With pools, the group along the data axis is the rank alone: the other holders of its part are its pool.
-    /// Along [`Axis::Expert`], a view of the data axis, they are the ranks that divide its experts.
+    /// Returns the ranks that differ from `rank` only along `axis`, including `rank`, in order along the
+    /// axis. With pools, the group along the data axis is the rank alone: the other holders of its part are
+    /// its pool. Along [`Axis::Expert`], [`Axis::Context`] and [`Axis::Ulysses`], views of the data axis,
+    /// they are the ranks that divide its experts or its sequences.
     ///
     /// # Panics
     /// As [`Plan::at`].
@@ -60,6 +61,8 @@ impl Plan {
     pub fn group(&self, rank: Rank, axis: Axis) -> Vec<Rank> {
         match axis {
             Axis::Expert => self.along_experts(rank),
+            Axis::Context => self.along_context(rank),
+            Axis::Ulysses => self.along_ulysses(rank),
             axis => self.mesh.group(rank, axis).expect("a rank of the plan"),
         }
     }

@@ -28,8 +28,15 @@ pub struct LocalSteps {
     steps: Vec<u32>,
     /// Number of microbatches of each replica in a local step.
     microbatches: Vec<u32>,
+    /// Number of neighbouring replicas that run each microbatch together.
+    #[serde(default = "alone")]
+    together: u32,
     /// Local steps of these replicas under earlier plans, oldest first.
     earlier: Vec<Earlier>,
+}
+
+const fn alone() -> u32 {
+    1
 }
 
 /// Local steps of the replicas under one earlier plan, which ended after step `until`.
@@ -68,7 +75,12 @@ impl LocalSteps {
             period > 0 && steps.len() == microbatches.len(),
             "the period must be above 0, and each replica needs a number of steps and of microbatches"
         );
-        Self { period, steps, microbatches, earlier: Vec::new() }
+        Self { period, steps, microbatches, together: 1, earlier: Vec::new() }
+    }
+
+    /// Returns the numbers for replicas of which so many neighbours run each microbatch together.
+    fn of_readers(self, together: u32) -> Self {
+        Self { together: together.max(1), ..self }
     }
 
     /// Adds the history: up to `step`, the replicas followed `before`, under plans with other members. Earlier
@@ -180,7 +192,8 @@ impl LocalSteps {
     /// Returns the number of microbatches of all replicas in the first `steps` steps.
     #[must_use]
     pub fn all_microbatches(&self, steps: u64) -> u64 {
-        (0..self.steps.len() as u32).map(|replica| self.microbatches(replica, &(0..steps))).sum()
+        let replicas = (0..self.steps.len() as u32).step_by(self.together.max(1) as usize);
+        replicas.map(|replica| self.microbatches(replica, &(0..steps))).sum()
     }
 }
 
@@ -194,6 +207,7 @@ impl Plan {
             Some(_) => level.steps.clone(),
         };
         LocalSteps::new(fastest.unwrap_or(level.every), steps, self.microbatches.clone())
+            .of_readers(self.context.readers())
     }
 }
 

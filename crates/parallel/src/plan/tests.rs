@@ -1,6 +1,6 @@
 //! Tests of parsing, checks, and differences of plans.
 
-use farflung_base::{Bytes, Rank};
+use farflung_base::{Bytes, ContextCut, ContextOrder, Rank};
 use proptest::prelude::*;
 
 use super::*;
@@ -13,6 +13,7 @@ pub(super) fn plan() -> Plan {
         model: PlannedModel { name: "nano".to_owned(), layers: 4, parameters: 834_304 },
         mesh: Plan::mesh_of(2, 2).unwrap(),
         tensor_weights: Vec::new(),
+        context: ContextCut::default(),
         sequence_parallel: false,
         zero: 0,
         zero_weights: Vec::new(),
@@ -89,6 +90,41 @@ fn experts_are_divided_among_neighbouring_replicas() {
     );
     let pools = Plan { experts: vec![1, 1], ..pooled() };
     assert!(pools.check().unwrap_err().to_string().contains("`experts`"));
+}
+
+#[test]
+fn neighbouring_replicas_divide_the_positions_of_the_same_sequences() {
+    let on = |mesh: &str, (ring, ulysses): (u32, u32), microbatches: &[u32]| {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let machines = (0..mesh.size()).map(|rank| format!("m{rank}")).collect();
+        let context = ContextCut { ring, ulysses, order: ContextOrder::Striped };
+        Plan { mesh, machines, context, microbatches: microbatches.to_vec(), ..plan() }
+    };
+    let plan = on("data=8,pipeline=2", (2, 2), &[2, 2, 2, 2, 1, 1, 1, 1]);
+    plan.check().unwrap();
+    let text = plan.to_string();
+    assert!(text.contains("\ncontext_parallel = 4\nulysses = 2\ncontext_order = \"striped\"\n"), "{text}");
+    assert_eq!(text.parse::<Plan>().unwrap(), plan);
+    // Rank 11 is the second stage of replica 5, the second of four that read the same sequences.
+    assert_eq!(plan.group(Rank(11), Axis::Ulysses), [9, 11].map(Rank));
+    assert_eq!(plan.group(Rank(11), Axis::Context), [11, 15].map(Rank));
+    assert_eq!((plan.all_microbatches(), plan.sequences()), (3, 3 * u64::from(plan.batch)));
+    assert_eq!([0, 3, 4, 7].map(|replica| plan.first_microbatch(replica)), [0, 0, 2, 2]);
+    let weights = [0, 3, 4, 7].map(|replica| plan.weight(replica) * 3.0);
+    assert!(weights.iter().zip([4.0, 4.0, 2.0, 2.0]).all(|(got, want)| (got - want).abs() < 1e-12));
+    assert_eq!(plan.local_steps().all_microbatches(5), 15);
+    let refused = |plan: &Plan| plan.check().unwrap_err().to_string();
+    assert!(refused(&on("data=6,pipeline=2", (2, 2), &[1; 6])).contains("a divisor of the 6 replicas"));
+    let uneven = on("data=2,pipeline=2", (2, 1), &[1, 2]);
+    assert!(refused(&uneven).contains("replicas that divide the same sequences"));
+    let local = |plan: &mut Plan| plan.levels[0].every = 2;
+    let mut local_steps = on("data=2,pipeline=2", (2, 1), &[1, 1]);
+    local(&mut local_steps);
+    assert!(refused(&local_steps).contains("gradients are not averaged in each step"));
+    let text = text.replace("ulysses = 2", "ulysses = 3");
+    assert!(
+        text.parse::<Plan>().unwrap_err().to_string().contains("a divisor of the 4 of `context_parallel`")
+    );
 }
 
 #[test]
@@ -252,7 +288,7 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.mesh = "tensor=1,data=2,pipeline=2".parse().unwrap()), "`mesh` is tensor=1,data=2"),
         (
             refusal(|p| p.mesh = "data=2,pipeline=2,context=2".parse().unwrap()),
-            "a mesh with context=2 is not supported",
+            "no context axis: it divides the data axis",
         ),
         (refusal(|p| drop(p.machines.pop())), "`machines` is 3 names, expected 4"),
         (refusal(|p| p.machines[1] = "b".to_owned()), "`machines` is \"b\" twice"),
@@ -447,7 +483,8 @@ proptest! {
             model: PlannedModel { name, layers: end, parameters: 1 },
             mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),
             tensor_weights: Vec::new(),
-            sequence_parallel: false,
+            context: ContextCut::default(),
+        sequence_parallel: false,
             zero: 0,
             zero_weights: Vec::new(),
             zero_tensors: false,

@@ -4,7 +4,7 @@ use std::fmt::{self, Display};
 use std::ops::Range;
 use std::str::FromStr;
 
-use farflung_base::{Algorithm, Precision};
+use farflung_base::{Algorithm, ContextCut, ContextOrder, Precision};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
@@ -100,6 +100,9 @@ struct File {
     precision: Text<Precision>,
     batch: u32,
     microbatches: Vec<u32>,
+    context_parallel: Option<u32>,
+    ulysses: Option<u32>,
+    context_order: Option<Text<ContextOrder>>,
     #[serde(default)]
     tensor_weights: Vec<u32>,
     #[serde(default)]
@@ -277,6 +280,7 @@ impl File {
             version_sync: self.pipeline.version_sync.map_or(unless_told.version_sync, |v| v.0),
             slices: self.pipeline.slices,
         };
+        let context = context(self.context_parallel, self.ulysses, self.context_order)?;
         let parts: Vec<Part> = self.part.into_iter().map(part).collect();
         let mut boundaries: Vec<BoundaryCodecs> = self.boundary.into_iter().map(boundary).collect();
         if boundaries.is_empty() {
@@ -289,6 +293,7 @@ impl File {
                 parameters: self.model.parameters,
             },
             mesh: self.mesh.0,
+            context,
             tensor_weights: self.tensor_weights,
             sequence_parallel: self.sequence_parallel,
             zero: self.zero,
@@ -309,6 +314,20 @@ impl File {
     }
 }
 
+/// Returns how replicas divide the positions of sequences.
+fn context(
+    ranks: Option<u32>,
+    ulysses: Option<u32>,
+    order: Option<Text<ContextOrder>>,
+) -> Result<ContextCut, ParallelError> {
+    let (ranks, ulysses) = (ranks.unwrap_or(1), ulysses.unwrap_or(1));
+    ContextCut::of_readers(ranks, ulysses, order.map_or_else(ContextOrder::default, |order| order.0))
+        .ok_or_else(|| {
+            let expected = format!("at least 1, and a divisor of the {ranks} of `context_parallel`");
+            ParallelError::Plan { field: "ulysses".to_owned(), value: ulysses.to_string(), expected }
+        })
+}
+
 /// Formats a string as TOML: quoted and escaped.
 fn quoted(text: &str) -> String {
     toml::Value::String(text.to_owned()).to_string()
@@ -324,6 +343,10 @@ impl Display for Plan {
         writeln!(f, "precision = \"{}\"", self.precision)?;
         writeln!(f, "batch = {}", self.batch)?;
         writeln!(f, "microbatches = {:?}", self.microbatches)?;
+        if self.context.divides() {
+            writeln!(f, "context_parallel = {}\nulysses = {}", self.context.readers(), self.context.ulysses)?;
+            writeln!(f, "context_order = \"{}\"", self.context.order)?;
+        }
         if !self.tensor_weights.is_empty() {
             writeln!(f, "tensor_weights = {:?}", self.tensor_weights)?;
         }

@@ -1,6 +1,6 @@
 //! What an op costs: floating-point operations and bytes of memory traffic.
 
-use super::{Fuse, Heads, Mask, Op, Rotary};
+use super::{Fuse, Heads, KeyRanges, Mask, Op, Rotary, TokenPositions};
 use crate::{Shape, View, ViewMut, Work};
 
 impl Op<'_> {
@@ -12,14 +12,17 @@ impl Op<'_> {
             Self::Attention { .. }
             | Self::AttentionGrad { .. }
             | Self::AttentionCached { .. }
-            | Self::AttentionCachedGrad { .. } => Work { attention: flops, bytes, ..Work::default() },
+            | Self::AttentionCachedGrad { .. }
+            | Self::AttentionOver { .. }
+            | Self::AttentionOverGrad { .. } => Work { attention: flops, bytes, ..Work::default() },
             _ => Work { other: flops, bytes, ..Work::default() },
         }
     }
 
     /// Returns the number of floating-point operations. A fused multiply-add counts as two and a transcendental
     /// function as one. Attention counts only the pairs of query and key that the mask allows, as if each
-    /// sequence were one document without a prefix, and a matrix product does not count its [`Fuse`].
+    /// sequence were one document without a prefix, or those that [`KeyRanges::pairs`] says. A matrix product
+    /// does not count its [`Fuse`].
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u128;
@@ -36,6 +39,8 @@ impl Op<'_> {
             let rows = n(y).checked_div(t).unwrap_or(0);
             rows * (t * (2 * past + t + 1) - (left_out(past + t) - left_out(past)))
         };
+        // One product over the pairs of query and key in the ranges.
+        let over = |y: Shape, ranges: &KeyRanges<'_>| 2 * u128::from(ranges.pairs) * y.cols() as u128;
         let flops = match self {
             Self::Fill { .. } | Self::Cast { .. } => 0,
             Self::MatMul { a, a_t, c, .. } => {
@@ -56,6 +61,8 @@ impl Op<'_> {
             Self::AttentionGrad { y, mask, .. } => 5 * causal(y.shape(), 0, mask),
             Self::AttentionCached { y, past, mask, .. } => 2 * causal(y.shape(), *past, mask),
             Self::AttentionCachedGrad { y, past, mask, .. } => 5 * causal(y.shape(), *past, mask),
+            Self::AttentionOver { y, ranges, .. } => 2 * over(y.shape(), ranges),
+            Self::AttentionOverGrad { y, ranges, .. } => 5 * over(y.shape(), ranges),
             Self::Embed { y, .. } => n(y.shape()),
             Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
             Self::CombineRows { rows, y, .. } => 2 * (rows.len() * y.shape().cols()) as u128,
@@ -78,6 +85,7 @@ impl Op<'_> {
         let w = |v: &ViewMut<'_>| v.len() as u128 * v.dtype().size() as u128;
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u128::from(read));
         let ids = |ids: &Option<View<'_>>| ids.as_ref().map_or(0, r);
+        let bounds = |ranges: &KeyRanges<'_>| r(&ranges.from) + r(&ranges.to);
         let masks = |mask: &Mask<'_>| ids(&mask.documents) + ids(&mask.prefixes);
         // Bytes of cached keys (or values) that the queries of a [B, T, C] output attend to.
         let seen = |y: Shape, past: usize, heads: &Heads, mask: &Mask<'_>| {
@@ -127,11 +135,20 @@ impl Op<'_> {
                 let read = r(qkv) + r(y) + r(lse) + r(dy) + masks(mask);
                 read + w(d_qkv) + 6 * seen(y.shape(), *past, heads, mask)
             }
-            Self::Embed { tokens, documents, positions_table, y, .. } => {
-                r(tokens) + ids(documents) + (2 + u128::from(positions_table.is_some())) * w(y)
+            Self::AttentionOver { ranges, continues, keys, values, y, lse, .. } => {
+                let queries = w(y);
+                queries + r(keys) + r(values) + bounds(ranges) + rw(y, *continues) + rw(lse, *continues)
             }
-            Self::EmbedGrad { tokens, documents, dy, d_positions_table, .. } => {
-                r(tokens) + ids(documents) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
+            Self::AttentionOverGrad { ranges, keys, values, y, lse, dy, dq, d_keys, d_values, .. } => {
+                let queries = r(y);
+                let read = queries + r(keys) + r(values) + bounds(ranges) + r(y) + r(lse) + r(dy);
+                read + rw(dq, true) + rw(d_keys, true) + rw(d_values, true)
+            }
+            Self::Embed { tokens, positions, positions_table, y, .. } => {
+                r(tokens) + places(positions) + (2 + u128::from(positions_table.is_some())) * w(y)
+            }
+            Self::EmbedGrad { tokens, positions, dy, d_positions_table, .. } => {
+                r(tokens) + places(positions) + (3 + 2 * u128::from(d_positions_table.is_some())) * r(dy)
             }
             Self::CombineRows { rows, factors, add, y, .. } => {
                 let taken = rows.len() as u128 * (y.shape().cols() * y.dtype().size()) as u128;
@@ -163,13 +180,20 @@ fn length(y: Shape) -> usize {
     y.dims().get(1).copied().unwrap_or(0)
 }
 
-/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs, and of the documents'
-/// beginnings.
+/// Returns the bytes of the rows of a rotation's table that `[B, T, W]` needs, and of what says where tokens
+/// are.
 fn angles(rotary: Option<&Rotary<'_>>, all: Shape) -> u128 {
-    let Some(Rotary { table, documents, .. }) = rotary else { return 0 };
+    let Some(Rotary { table, positions }) = rotary else { return 0 };
     let each = table.shape().cols() * table.dtype().size();
-    let documents = documents.as_ref().map_or(0, |documents| documents.len() * documents.dtype().size());
-    length(all) as u128 * each as u128 + documents as u128
+    length(all) as u128 * each as u128 + places(positions)
+}
+
+/// Returns the bytes of what says where tokens are.
+fn places(positions: &TokenPositions<'_>) -> u128 {
+    let (TokenPositions::At(each) | TokenPositions::From { documents: Some(each), .. }) = positions else {
+        return 0;
+    };
+    each.len() as u128 * each.dtype().size() as u128
 }
 
 /// Returns the operations of the rotation of queries and keys in `[B, T, W]`: three for each rotated value.

@@ -3,6 +3,7 @@
 
 use farflung_tensor::{
     DType, Device, Fuse, Gelu, Heads, Mask, Norm, NormKind, Op, Result, Rotary, Shape, Tensor, TensorError,
+    TokenPositions,
 };
 
 pub(super) fn z(cpu: &Device, dims: &[usize]) -> Tensor {
@@ -290,6 +291,10 @@ fn caches_of_grouped_queries_have_the_width_of_the_keys() {
     }
 }
 
+fn rotary(table: &Tensor, start: usize) -> Rotary<'_> {
+    Rotary { table: table.view(), positions: TokenPositions::From { start, documents: None } }
+}
+
 #[test]
 fn heads_that_do_not_join_or_split_are_refused() {
     let cpu = Device::cpu(1).unwrap();
@@ -313,18 +318,14 @@ fn heads_that_do_not_join_or_split_are_refused() {
     check(Heads { query: 2, kv: 0 }, None, &["2 heads", "0 heads", "width of 10"]);
     check(Heads { query: 3, kv: 3 }, None, &["3 heads", "width of 10"]);
     check(Heads { query: 2, kv: 2 }, None, &["[2, 3, 20]", "[2, 3, 30]"]);
-    check(heads, Some(Rotary { table: good.view(), start: 3, documents: None }), &["[5, 4]", "[6, 4]"]);
-    check(heads, Some(Rotary { table: good.view(), start: usize::MAX, documents: None }), &["[5, 4]"]);
+    check(heads, Some(rotary(&good, 3)), &["[5, 4]", "[6, 4]"]);
+    check(heads, Some(rotary(&good, usize::MAX)), &["[5, 4]"]);
     for (cols, expected) in [(3, "[3, 2]"), (6, "[3, 4]")] {
         let table = z(&cpu, &[5, cols]);
-        check(
-            heads,
-            Some(Rotary { table: table.view(), start: 0, documents: None }),
-            &[&format!("[5, {cols}]"), expected],
-        );
+        check(heads, Some(rotary(&table, 0)), &[&format!("[5, {cols}]"), expected]);
     }
     let ids = cpu.tensor(&[0_u32; 20], [5, 4]).unwrap();
-    check(heads, Some(Rotary { table: ids.view(), start: 0, documents: None }), &["f32", "u32"]);
+    check(heads, Some(rotary(&ids, 0)), &["f32", "u32"]);
     for wrong in 0..4 {
         let mut tensors = shapes.map(|dims| z(&cpu, &dims));
         tensors[wrong] = z(&cpu, &[2, 2, shapes[wrong][2]]);
@@ -375,8 +376,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
         cpu.run(Op::Embed {
             tokens,
             first: None,
-            start,
-            documents: None,
+            positions: TokenPositions::From { start, documents: None },
             tokens_table,
             positions_table,
             y: out.view_mut(),
@@ -394,8 +394,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
         cpu.run(Op::EmbedGrad {
             tokens,
             first: None,
-            start: 0,
-            documents: None,
+            positions: TokenPositions::From { start: 0, documents: None },
             dy: dy.view(),
             d_tokens_table,
             d_positions_table,
@@ -407,8 +406,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let op = Op::Embed {
         tokens,
         first: None,
-        start: 9,
-        documents: None,
+        positions: TokenPositions::From { start: 9, documents: None },
         tokens_table: d_tokens_table,
         positions_table: None,
         y: dy_out.view_mut(),
@@ -418,8 +416,7 @@ fn embeddings_and_ids_that_do_not_fit_are_refused() {
     let op = Op::EmbedGrad {
         tokens,
         first: None,
-        start: 0,
-        documents: None,
+        positions: TokenPositions::From { start: 0, documents: None },
         dy: dy.view(),
         d_tokens_table,
         d_positions_table: None,
@@ -519,7 +516,7 @@ fn costs() {
     // Queries and keys of two sequences of four tokens are rotated, with one table for both sequences.
     let (rotated, heads, parts) = (z(&cpu, &[6, 2]), Heads { query: 4, kv: 1 }, [16, 4, 4]);
     let [q_part, k_part, v_part] = parts.map(|width| z(&cpu, &[2, 4, width]));
-    let rotary = Some(Rotary { table: rotated.view(), start: 2, documents: None });
+    let rotary = Some(rotary(&rotated, 2));
     let (q_, k_, v_) = (q_part.view(), k_part.view(), v_part.view());
     let op = Op::JoinHeads { heads, rotary, q: q_, k: k_, v: v_, qkv: d_qkv.view_mut() };
     assert_eq!((op.flops(), op.bytes()), (3 * 8 * 5 * 2, 4 * (2 * 192 + 4 * 2)));

@@ -3,26 +3,26 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{Device, Heads, Mask, Op, Rotary, Tensor, View};
+use farflung_tensor::{Device, Heads, Mask, Op, Rotary, Tensor, TokenPositions, View};
 
 use super::expect::{close, dot, noise, same_bits, wide};
 
 /// Sizes of joined heads: `B` sequences of `T` tokens, and `D` values per head.
 #[derive(Debug, Clone, Copy)]
-struct Sizes {
-    batch: usize,
-    len: usize,
-    heads: Heads,
-    d: usize,
+pub(super) struct Sizes {
+    pub(super) batch: usize,
+    pub(super) len: usize,
+    pub(super) heads: Heads,
+    pub(super) d: usize,
 }
 
 impl Sizes {
-    fn new(batch: usize, len: usize, (query, kv): (usize, usize), d: usize) -> Self {
+    pub(super) fn new(batch: usize, len: usize, (query, kv): (usize, usize), d: usize) -> Self {
         Self { batch, len, heads: Heads { query, kv }, d }
     }
 
     /// Returns the widths of the queries, of the keys (or values), and of all.
-    fn widths(self) -> [usize; 3] {
+    pub(super) fn widths(self) -> [usize; 3] {
         [self.heads.query, self.heads.kv, self.heads.width()].map(|heads| heads * self.d)
     }
 
@@ -36,16 +36,16 @@ impl Sizes {
 
 /// What queries attend to.
 #[derive(Debug, Clone, Copy, Default)]
-struct Seen<'a> {
+pub(super) struct Seen<'a> {
     /// Where the document of each token begins.
-    starts: Option<&'a [u32]>,
+    pub(super) starts: Option<&'a [u32]>,
     /// Where its prefix ends.
-    prefixes: Option<&'a [u32]>,
-    window: Option<usize>,
+    pub(super) prefixes: Option<&'a [u32]>,
+    pub(super) window: Option<usize>,
 }
 
 impl<'a> Seen<'a> {
-    const ALL: Self = Self { starts: None, prefixes: None, window: None };
+    pub(super) const ALL: Self = Self { starts: None, prefixes: None, window: None };
 
     fn of(starts: &'a [u32]) -> Self {
         Self { starts: Some(starts), ..Self::ALL }
@@ -62,7 +62,7 @@ impl<'a> Seen<'a> {
     }
 
     /// Returns the keys of that token.
-    fn keys(self, at: usize, t: usize) -> Range<usize> {
+    pub(super) fn keys(self, at: usize, t: usize) -> Range<usize> {
         self.first(at, t)..self.prefixes.map_or(0, |ends| ends[at] as usize).max(t + 1)
     }
 }
@@ -111,7 +111,7 @@ fn reference(s: Sizes, seen: Seen<'_>, qkv: &[f64], dy: &[f64]) -> [Vec<f64>; 3]
 }
 
 /// Runs attention and its gradient: returns `y`, `lse` and `d_qkv`.
-fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
+pub(super) fn attention(cpu: &Device, s: Sizes, seen: Seen<'_>, qkv: &[f32], dy: &[f32]) -> [Tensor; 3] {
     let Sizes { batch, len, heads, .. } = s;
     let starts = seen.starts.map(|starts| cpu.tensor(starts, [batch, len]).unwrap());
     let ends = seen.prefixes.map(|ends| cpu.tensor(ends, [batch, len]).unwrap());
@@ -220,7 +220,7 @@ fn attention_its_gradient_and_its_cache() {
 }
 
 /// Returns where documents of these lengths begin, in each of `batch` sequences.
-fn starts_of(batch: usize, lengths: &[usize]) -> Vec<u32> {
+pub(super) fn starts_of(batch: usize, lengths: &[usize]) -> Vec<u32> {
     let mut row = Vec::new();
     for &length in lengths {
         row.extend(std::iter::repeat_n(row.len() as u32, length));
@@ -390,6 +390,7 @@ fn tokens_one_by_one_have_the_bits_of_a_whole_sequence() {
     for (s, window) in [
         (Sizes::new(1, 40, (4, 1), 12), None),
         (Sizes::new(1, 40, (4, 1), 12), Some(6)),
+        (Sizes::new(1, 40, (12, 1), 8), Some(6)),
         (Sizes::new(1, 600, (3, 1), 8), Some(200)),
         (Sizes::new(1, 300, (2, 2), 8), Some(17)),
     ] {
@@ -485,7 +486,8 @@ fn heads_are_joined_and_rotated_and_split_and_rotated_back() {
             let [qkv, dq, dk, dv] = same_bits(|cpu| {
                 let part = |v: &[f32], width| cpu.tensor(v, [batch, len, width]).unwrap();
                 let angles = cpu.tensor(&angles, [start + len + 1, r]).unwrap();
-                let rotary = rotates.then(|| Rotary { table: angles.view(), start, documents: None });
+                let positions = TokenPositions::From { start, documents: None };
+                let rotary = rotates.then(|| Rotary { table: angles.view(), positions });
                 let [q, k, v] = [part(&from[0], c), part(&from[1], kv), part(&from[2], kv)];
                 let mut qkv = part(&vec![f32::NAN; n * w], w);
                 let (q, k, v, all) = (q.view(), k.view(), v.view(), qkv.view_mut());
@@ -533,8 +535,8 @@ fn tokens_are_rotated_by_their_positions_in_documents() {
     let (q, k, v) = (of(2 * d, 1), of(d, 2), of(d, 3));
     let join = |from: usize, new: usize, start: usize, starts: Option<&[u32]>| {
         let starts = starts.map(|starts| cpu.tensor(starts, [1, new]).unwrap());
-        let documents = starts.as_ref().map(Tensor::view);
-        let rotary = Some(Rotary { table: angles.view(), start, documents });
+        let positions = TokenPositions::From { start, documents: starts.as_ref().map(Tensor::view) };
+        let rotary = Some(Rotary { table: angles.view(), positions });
         let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
         let (q, k, v) = (tokens(&q, from, new), tokens(&k, from, new), tokens(&v, from, new));
         cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
@@ -566,7 +568,8 @@ fn tokens_are_rotated_by_their_positions() {
     });
     let join = |start: usize, new: usize| {
         let mut to = cpu.zeros([1, new, 4 * d]).unwrap();
-        let rotary = Some(Rotary { table: angles.view(), start, documents: None });
+        let positions = TokenPositions::From { start, documents: None };
+        let rotary = Some(Rotary { table: angles.view(), positions });
         let (q, k, v) = (tokens(&q, start, new), tokens(&k, start, new), tokens(&v, start, new));
         cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: to.view_mut() }).unwrap();
         to.to_vec::<f32>().unwrap()

@@ -7,8 +7,9 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
+use crate::key_ranges;
 use crate::parity::{cases, distance, same};
-use farflung_tensor::{Device, Fuse, Gelu, Op, Precision, TensorError};
+use farflung_tensor::{Device, Fuse, Gelu, Heads, Op, Precision, Rotary, TensorError, TokenPositions};
 
 /// Runs one test at a time: threads that wait for the same device spin, and a software device needs their
 /// cores.
@@ -109,8 +110,7 @@ fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
     gpu.run(Op::Embed {
         tokens: tokens.view(),
         first: None,
-        start: 0,
-        documents: None,
+        positions: TokenPositions::From { start: 0, documents: None },
         tokens_table: table.view(),
         positions_table: Some(positions.view()),
         y: y.view_mut(),
@@ -121,6 +121,49 @@ fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
         TensorError::IdOutOfRange { op: "embed", id: 5, position: 1, bound: 5 }
     );
     gpu.fence().unwrap();
+}
+
+#[test]
+fn blocks_of_keys_are_as_on_the_cpu_where_nothing_is_seen() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    key_ranges::two_parts(&gpu);
+    key_ranges::without_partners(&gpu, -1e30);
+    key_ranges::unseen_blocks(&gpu, -1e30);
+    key_ranges::from_no_keys(&gpu);
+}
+
+/// A ring of ranks, on the device and on the CPU.
+#[test]
+fn blocks_of_keys_together_give_the_attention_of_the_whole_sequence() {
+    let _alone = alone();
+    key_ranges::of_a_ring(&Device::wgpu(0).unwrap());
+}
+
+#[test]
+fn positions_beyond_their_table_are_its_last() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let (table, places) = (gpu.zeros([1, 2]).unwrap(), gpu.tensor(&[1.0, 2.0, 3.0, 4.0], [2, 2]).unwrap());
+    let (tokens, at) = (gpu.tensor(&[0_u32; 3], [1, 3]).unwrap(), gpu.tensor(&[2, 0, u32::MAX], [1, 3]));
+    let (at, mut y) = (at.unwrap(), gpu.zeros([1, 3, 2]).unwrap());
+    let (positions, to) = (TokenPositions::At(at.view()), y.view_mut());
+    let (tokens, tokens_table, positions_table) = (tokens.view(), table.view(), Some(places.view()));
+    gpu.run(Op::Embed { tokens, first: None, positions, tokens_table, positions_table, y: to }).unwrap();
+    assert_eq!(y.to_vec::<f32>().unwrap(), [3.0, 4.0, 1.0, 2.0, 3.0, 4.0]);
+    let mut d_table = gpu.zeros([1, 2]).unwrap();
+    let mut d_places = gpu.zeros([2, 2]).unwrap();
+    let (d_tokens_table, d_positions_table) = (d_table.view_mut(), Some(d_places.view_mut()));
+    let dy = y.view();
+    gpu.run(Op::EmbedGrad { tokens, first: None, positions, dy, d_tokens_table, d_positions_table }).unwrap();
+    assert_eq!(d_places.to_vec::<f32>().unwrap(), [1.0, 2.0, 6.0, 8.0]);
+    let rotary = Some(Rotary { table: places.view(), positions });
+    let q = gpu.tensor(&[1.0, 0.0, 1.0, 0.0, 1.0, 0.0], [1, 3, 2]).unwrap();
+    let mut qkv = gpu.zeros([1, 3, 6]).unwrap();
+    let (part, to) = (q.view(), qkv.view_mut());
+    gpu.run(Op::JoinHeads { heads: Heads::equal(1), rotary, q: part, k: part, v: part, qkv: to }).unwrap();
+    let rotated = [[3.0, 4.0, 3.0, 4.0, 1.0, 0.0], [1.0, 2.0, 1.0, 2.0, 1.0, 0.0]];
+    assert_eq!(qkv.to_vec::<f32>().unwrap(), [rotated[0], rotated[1], rotated[0]].concat());
 }
 
 #[test]

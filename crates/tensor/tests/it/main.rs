@@ -5,6 +5,7 @@ mod attention;
 mod codec;
 mod device;
 mod expect;
+mod key_ranges;
 mod map;
 mod masks;
 mod norm;
@@ -12,6 +13,7 @@ mod ops;
 #[cfg(feature = "wgpu")]
 mod parity;
 mod pieces;
+mod positions;
 mod precision;
 mod rows;
 mod swiglu;

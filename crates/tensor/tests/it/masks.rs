@@ -1,6 +1,6 @@
 //! Masks that do not fit their tokens are refused.
 
-use farflung_tensor::{Device, Heads, Mask, Op, Result, Rotary, Tensor};
+use farflung_tensor::{Device, Heads, Mask, Op, Result, Rotary, Tensor, TokenPositions};
 
 use super::api::{refused, z};
 
@@ -28,21 +28,15 @@ fn documents_that_are_not_contiguous_are_refused() {
             y: y.view_mut(),
             lse: None,
         });
-        let rotary = Some(Rotary { table: table.view(), start: past, documents });
+        let positions = TokenPositions::From { start: past, documents };
+        let rotary = Some(Rotary { table: table.view(), positions });
         let part = z(&cpu, &[2, 3, 4]);
         let (q, k, v) = (part.view(), part.view(), part.view());
         let join = cpu.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: joined.view_mut() });
         let (tokens_table, tokens) = (words.view(), ids.view());
         let y = y.view_mut();
-        let embed = cpu.run(Op::Embed {
-            tokens,
-            first: None,
-            start: past,
-            documents,
-            tokens_table,
-            positions_table: None,
-            y,
-        });
+        let embed =
+            cpu.run(Op::Embed { tokens, first: None, positions, tokens_table, positions_table: None, y });
         [whole, cached, join, embed]
     };
     let starts = |starts: &[u32; 6]| cpu.tensor(starts, [2, 3]).unwrap();

@@ -1,6 +1,6 @@
 //! Ops against a plain f64 computation, most with equal bits on 1, 2 and 3 threads.
 
-use farflung_tensor::{DType, Device, Fuse, Gelu, Op, Tensor};
+use farflung_tensor::{DType, Device, Fuse, Gelu, Op, Tensor, TokenPositions};
 use half::{bf16, f16};
 
 use super::expect::{close, noise, same_bits, wide};
@@ -205,25 +205,16 @@ fn positions_begin_again_with_each_document() {
         let [mut d_places, mut d_parts] =
             [(); 2].map(|()| cpu.tensor(&places.to_vec::<f32>().unwrap(), [len + 2, c]).unwrap());
         let (tokens_table, positions_table) = (words.view(), Some(places.view()));
-        let documents = Some(begins.view());
+        let positions = TokenPositions::From { start: 0, documents: Some(begins.view()) };
         let (all, to) = (tokens.view(), y.view_mut());
-        cpu.run(Op::Embed {
-            tokens: all,
-            first: None,
-            start: 0,
-            documents,
-            tokens_table,
-            positions_table,
-            y: to,
-        })
-        .unwrap();
+        cpu.run(Op::Embed { tokens: all, first: None, positions, tokens_table, positions_table, y: to })
+            .unwrap();
         let (d_tokens_table, d_positions_table) = (d_words.view_mut(), Some(d_places.view_mut()));
-        let (start, from) = (0, dy.view());
+        let from = dy.view();
         cpu.run(Op::EmbedGrad {
             tokens: all,
             first: None,
-            start,
-            documents,
+            positions,
             dy: from,
             d_tokens_table,
             d_positions_table,
@@ -234,21 +225,12 @@ fn positions_begin_again_with_each_document() {
             let tokens = tokens.view().part(at, [1, new]).unwrap();
             let documents = Some(begins.view().part(at, [1, new]).unwrap());
             let y = y_parts.view_mut().part(at * c, [1, new, c]).unwrap();
-            let start = first;
-            cpu.run(Op::Embed { tokens, first: None, start, documents, tokens_table, positions_table, y })
-                .unwrap();
+            let positions = TokenPositions::From { start: first, documents };
+            cpu.run(Op::Embed { tokens, first: None, positions, tokens_table, positions_table, y }).unwrap();
             let dy = dy.view().part(at * c, [1, new, c]).unwrap();
             let (d_tokens_table, d_positions_table) = (other.view_mut(), Some(d_parts.view_mut()));
-            cpu.run(Op::EmbedGrad {
-                tokens,
-                first: None,
-                start,
-                documents,
-                dy,
-                d_tokens_table,
-                d_positions_table,
-            })
-            .unwrap();
+            cpu.run(Op::EmbedGrad { tokens, first: None, positions, dy, d_tokens_table, d_positions_table })
+                .unwrap();
         }
         [y, d_words, d_places, y_parts, d_parts]
     });
@@ -291,8 +273,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
                 first: None,
-                start,
-                documents: None,
+                positions: TokenPositions::From { start, documents: None },
                 tokens_table,
                 positions_table,
                 y: y.view_mut(),
@@ -302,8 +283,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::Embed {
                 tokens: tokens.view(),
                 first: None,
-                start,
-                documents: None,
+                positions: TokenPositions::From { start, documents: None },
                 tokens_table,
                 positions_table: None,
                 y: to,
@@ -313,8 +293,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
                 first: None,
-                start: 0,
-                documents: None,
+                positions: TokenPositions::From { start: 0, documents: None },
                 dy: dy_,
                 d_tokens_table,
                 d_positions_table: None,
@@ -324,8 +303,7 @@ fn embeddings_gather_and_their_gradient_scatters() {
             cpu.run(Op::EmbedGrad {
                 tokens: tokens.view(),
                 first: None,
-                start: 0,
-                documents: None,
+                positions: TokenPositions::From { start: 0, documents: None },
                 dy: dy.view(),
                 d_tokens_table,
                 d_positions_table,

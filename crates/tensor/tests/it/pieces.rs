@@ -2,7 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use farflung_tensor::{Device, Op, Tensor, TensorError};
+use farflung_tensor::{Device, Op, Tensor, TensorError, TokenPositions};
 
 use crate::expect::noise;
 
@@ -25,8 +25,7 @@ fn pieces_of_a_table_give_the_rows_of_their_tokens() {
         cpu.run(Op::Embed {
             tokens: tokens.view(),
             first,
-            start: 0,
-            documents: None,
+            positions: TokenPositions::From { start: 0, documents: None },
             tokens_table: table.view(),
             positions_table: adds.then(|| positions.view()),
             y: y.view_mut(),
@@ -37,8 +36,7 @@ fn pieces_of_a_table_give_the_rows_of_their_tokens() {
         cpu.run(Op::EmbedGrad {
             tokens: tokens.view(),
             first,
-            start: 0,
-            documents: None,
+            positions: TokenPositions::From { start: 0, documents: None },
             dy: dy.view(),
             d_tokens_table: d_table.view_mut(),
             d_positions_table: Some(d_positions.view_mut()),

@@ -37,6 +37,8 @@ pub enum Kept {
     LogSumExp,
     /// Output of attention, before its last matrix.
     Attended,
+    /// Where ranks exchange positions for heads: the same of this rank's heads.
+    ByHeads,
     /// Sum of the input and of attention.
     Middle,
     /// Statistics of the norm before the feed-forward network.
@@ -118,14 +120,19 @@ impl Activations {
         }
     }
 
+    /// Returns a tensor, if it is kept.
+    #[must_use]
+    pub fn find(&self, name: Kept) -> Option<&Tensor> {
+        self.tensors.iter().find(|(kept, _)| *kept == name).map(|(_, tensor)| tensor)
+    }
+
     /// Returns a tensor.
     ///
     /// # Panics
     /// If the passes of the block are not called in their order.
     #[must_use]
     pub fn get(&self, name: Kept) -> &Tensor {
-        let found = self.tensors.iter().find(|(kept, _)| *kept == name);
-        &found.expect(KEPT).1
+        self.find(name).expect(KEPT)
     }
 
     /// Removes a tensor.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use farflung_tensor::{Heads, Op, Rotary, Tensor};
 
 use super::builder::Builder;
+use super::context::{Attended, DividedAttention};
 use super::linear::{Side, Units};
 use super::{Activations, Grads, Kept, Linear, NormLayer, Result, StageContext, Then, dims};
 use crate::naming::{HeadsInFiles, Slot};
@@ -139,9 +140,9 @@ impl Attention {
         self.heads.kv * self.head_dim
     }
 
-    fn rotary<'a>(&'a self, cx: &StageContext<'a>, start: usize) -> Option<Rotary<'a>> {
-        let documents = cx.borders.documents();
-        self.rotary.as_deref().map(|table| Rotary { table: table.view(), start, documents })
+    fn rotary<'a>(&'a self, cx: &'a StageContext<'a>, start: usize) -> Option<Rotary<'a>> {
+        let positions = cx.positions(start);
+        self.rotary.as_deref().map(|table| Rotary { table: table.view(), positions })
     }
 
     /// Returns queries, keys and values side by side.
@@ -218,6 +219,17 @@ impl Attention {
         let [b, t, _] = dims(x)?;
         let heads = self.heads;
         let qkv = self.qkv(cx, x, before.past(), saved)?;
+        if let Some(divided) = DividedAttention::of(cx, (heads, self.head_dim), self.window) {
+            let Attended { qkv, by_heads, lse, y } = divided.forward(qkv, saved.keeps())?;
+            for (name, kept) in
+                [(Kept::LogSumExp, Some(lse)), (Kept::Qkv, Some(qkv)), (Kept::ByHeads, by_heads)]
+            {
+                if let Some(kept) = kept {
+                    saved.put(name, kept);
+                }
+            }
+            return self.leave(cx, y, residual, saved);
+        }
         let mut attended = cx.empty([b, t, heads.query * self.head_dim])?;
         let scores = || cx.empty([b, heads.query, t]);
         match before {
@@ -251,27 +263,38 @@ impl Attention {
             }
         }
         saved.put(Kept::Qkv, qkv);
+        self.leave(cx, attended, residual, saved)
+    }
+
+    /// Multiplies what was attended to by the last matrix.
+    fn leave(
+        &self,
+        cx: &StageContext<'_>,
+        attended: Tensor,
+        residual: Option<&Tensor>,
+        saved: &mut Activations,
+    ) -> Result<Tensor> {
         let y = self.out.forward_part(cx, &attended, residual.map_or(Then::Nothing, Then::Add))?;
         saved.put(Kept::Attended, attended);
         Ok(y)
     }
 
-    /// Returns the gradient of the input, given that of the output, plus `beside`: another gradient of the same
-    /// input, of which this rank has its part of the sum.
-    pub fn backward_input(
+    /// Returns the gradient of queries, keys and values, given that of what was attended to.
+    fn d_qkv(
         &self,
         cx: &StageContext<'_>,
-        saved: &mut Activations,
+        saved: &Activations,
         later: &mut Later<'_>,
-        dy: &Tensor,
-        beside: Option<Tensor>,
+        d_attended: Tensor,
     ) -> Result<Tensor> {
         let heads = self.heads;
-        let d_attended = self.out.backward_input(cx, dy, None)?;
-        let qkv = saved.get(Kept::Qkv);
+        let [qkv, y, lse] = [Kept::Qkv, Kept::Attended, Kept::LogSumExp].map(|name| saved.get(name));
+        if let Some(divided) = DividedAttention::of(cx, (heads, self.head_dim), self.window) {
+            let y = saved.find(Kept::ByHeads).unwrap_or(y);
+            return divided.backward([qkv, y, lse], d_attended);
+        }
         let mut d_qkv = cx.empty(qkv.shape())?;
-        let (y, lse) = (saved.get(Kept::Attended).view(), saved.get(Kept::LogSumExp).view());
-        let (qkv, dy) = (qkv.view(), d_attended.view());
+        let (qkv, y, lse, dy) = (qkv.view(), y.view(), lse.view(), d_attended.view());
         match later {
             Later::Nothing => {
                 let (mask, d_qkv) = (cx.borders.mask(self.window), d_qkv.view_mut());
@@ -292,7 +315,21 @@ impl Attention {
                 d_values: gradients.values.view_mut(),
             })?,
         }
-        drop(d_attended);
+        Ok(d_qkv)
+    }
+
+    /// Returns the gradient of the input, given that of the output, plus `beside`: another gradient of the same
+    /// input, of which this rank has its part of the sum.
+    pub fn backward_input(
+        &self,
+        cx: &StageContext<'_>,
+        saved: &mut Activations,
+        later: &mut Later<'_>,
+        dy: &Tensor,
+        beside: Option<Tensor>,
+    ) -> Result<Tensor> {
+        let d_attended = self.out.backward_input(cx, dy, None)?;
+        let mut d_qkv = self.d_qkv(cx, saved, later, d_attended)?;
         let input_gradient = |linear: &Linear, dy: &Tensor, beside: Option<Tensor>| match beside {
             Some(mut dx) => linear.add_backward_input(cx, dy, &mut dx).map(|()| dx),
             None => linear.backward_input(cx, dy, None),

@@ -1,6 +1,10 @@
 //! Borders within the sequences of a pass.
 
+use std::sync::Arc;
+
 use farflung_tensor::{Mask, Tensor, View};
+
+use super::context::ContextBorders;
 
 /// Borders within the sequences of a pass.
 #[derive(Debug, Default)]
@@ -13,6 +17,10 @@ pub struct Borders {
     /// T]`, as in [`Batch::prefixes`](crate::Batch::prefixes). Tokens of a prefix attend to all of it. `None`
     /// if there are no prefixes.
     pub prefixes: Option<Tensor>,
+    /// What passes are told besides where ranks divide the positions of sequences; it has the borders of
+    /// documents and prefixes in it. `None` to let the stage make it for sequences that are one document
+    /// each.
+    pub context: Option<Arc<ContextBorders>>,
 }
 
 impl Borders {

@@ -51,8 +51,7 @@ impl Embedding {
         cx.device.run(Op::Embed {
             tokens: tokens.view(),
             first: self.first,
-            start,
-            documents: cx.borders.documents(),
+            positions: cx.positions(start),
             tokens_table: cx.layout.view(cx.params, self.table)?,
             positions_table: positions.map(|at| cx.layout.view(cx.params, at)).transpose()?,
             y: y.view_mut(),
@@ -92,8 +91,7 @@ impl Embedding {
         cx.device.run(Op::EmbedGrad {
             tokens: tokens.view(),
             first: self.first,
-            start,
-            documents: cx.borders.documents(),
+            positions: cx.positions(start),
             dy: dy.view(),
             d_tokens_table: table,
             d_positions_table: positions.filter(|_| adds),

@@ -17,6 +17,7 @@ mod attention;
 mod block;
 mod borders;
 mod builder;
+mod context;
 mod dispatch;
 mod embedding;
 mod experts;
@@ -36,6 +37,7 @@ pub use block::Block;
 pub use borders::Borders;
 pub(crate) use builder::Layers;
 pub use builder::{Builder, LayerKind};
+pub use context::{ContextBorders, ContextPieces};
 pub use embedding::Embedding;
 pub use experts::Experts;
 pub use head::{Head, HeadSaved, Targets};
@@ -47,7 +49,9 @@ pub use routing::{Routed, RouterLossValues, RouterPass};
 pub use sequence::SequencePieces;
 
 use farflung_base::Axis;
-use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{
+    DType, Device, Op, ParamLayout, ProgramBuilder, Shape, Tensor, TensorError, TokenPositions,
+};
 
 use crate::ZooError;
 use crate::exchange::Exchange;
@@ -71,15 +75,37 @@ pub struct StageContext<'a> {
     pub router: RouterPass<'a>,
     /// Where the documents of the pass's tokens begin and prefixes end.
     pub borders: &'a Borders,
-    /// The positions of this rank in hidden states, if ranks divide sequences. Gradients of whole tensors are
-    /// then parts of a sum over the ranks.
+    /// The positions of this rank in hidden states, if ranks divide sequences where layers are whole. Gradients
+    /// of whole tensors are then parts of a sum over the ranks.
     pub sequence: Option<&'a SequencePieces>,
+    /// The positions of this rank in all layers, if ranks divide sequences. Tokens and targets are those of
+    /// these positions, and gradients of all tensors are parts of a sum over the ranks.
+    pub context: Option<&'a ContextPieces>,
 }
 
 impl StageContext<'_> {
     /// Creates a tensor with unspecified contents, to be overwritten completely.
     pub(crate) fn empty(&self, shape: impl Into<Shape>) -> Result<Tensor> {
         Ok(self.device.empty(DType::F32, shape)?)
+    }
+
+    /// Returns the positions of the pass's tokens, the first of which is at position `start` of its sequence.
+    pub(crate) fn positions(&self, start: usize) -> TokenPositions<'_> {
+        match (self.context, &self.borders.context) {
+            (Some(_), Some(borders)) => TokenPositions::At(borders.positions.view()),
+            _ => TokenPositions::From { start, documents: self.borders.documents() },
+        }
+    }
+
+    /// Adds `x` to `y`.
+    pub(crate) fn add(&self, y: &mut Tensor, x: &Tensor) -> Result<()> {
+        let mut p = ProgramBuilder::new();
+        let (own, more) = (p.load(0), p.read(0));
+        let sum = p.add(own, more);
+        p.store(0, sum);
+        let program = p.build()?;
+        let (reads, writes) = (&[x.view()], &mut [y.view_mut()]);
+        Ok(self.device.run(Op::Map { program: &program, scalars: &[], reads, writes })?)
     }
 
     /// Replaces partial sums by the sum over the ranks that divide a layer's width.

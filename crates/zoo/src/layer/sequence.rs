@@ -6,7 +6,7 @@
 use std::ops::Deref;
 
 use farflung_base::Axis;
-use farflung_tensor::{Op, ProgramBuilder, Tensor};
+use farflung_tensor::Tensor;
 
 use super::{Result, StageContext};
 use crate::cut::AxisShare;
@@ -99,13 +99,7 @@ impl StageContext<'_> {
         if self.sequence.is_none() || y.shape().is_empty() {
             return Ok(());
         }
-        let mut p = ProgramBuilder::new();
-        let (own, more) = (p.load(0), p.read(0));
-        let sum = p.add(own, more);
-        p.store(0, sum);
-        let program = p.build()?;
-        let (reads, writes) = (&[beside.view()], &mut [y.view_mut()]);
-        Ok(self.device.run(Op::Map { program: &program, scalars: &[], reads, writes })?)
+        self.add(y, beside)
     }
 
     /// Returns whether this rank computes the gradient of what all ranks have and add once, such as a bias:

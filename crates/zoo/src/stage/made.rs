@@ -89,6 +89,7 @@ impl Stage {
             experts,
             exchange,
             sequence: None,
+            context: None,
             layers: made,
             gradient_scale: 1.0,
             activation_policy: ActivationPolicy::default(),

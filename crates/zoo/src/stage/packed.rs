@@ -49,11 +49,15 @@ impl From<Tensor> for Packed {
 }
 
 impl Stage {
-    /// Creates the tensors `[B, T]` of where a batch's documents begin and prefixes end.
+    /// Creates the tensors `[B, T]` of where a batch's documents begin and prefixes end. The batch has whole
+    /// sequences, also where ranks divide their positions.
     ///
     /// Errors: as [`Stage::tokens`].
     pub fn borders(&self, batch: &Batch) -> Result<Borders, ZooError> {
+        if let Some(context) = &self.context {
+            return self.divided_borders(context, batch);
+        }
         let of = |all: &Option<Vec<u32>>| all.as_ref().map(|all| self.tokens(all, batch.length)).transpose();
-        Ok(Borders { documents: of(&batch.documents)?, prefixes: of(&batch.prefixes)? })
+        Ok(Borders { documents: of(&batch.documents)?, prefixes: of(&batch.prefixes)?, context: None })
     }
 }

@@ -36,7 +36,10 @@ impl Stage {
     pub fn own_positions(&self, len: usize) -> usize {
         match &self.sequence {
             Some(pieces) if len == self.spec.context => pieces.len(),
-            _ => len,
+            _ => match &self.context {
+                Some(context) if len == self.spec.context => context.pieces.len(),
+                _ => len,
+            },
         }
     }
 
@@ -48,7 +51,8 @@ impl Stage {
         sliced: bool,
     ) -> StageContext<'a> {
         let sequence = self.sequence.as_ref().filter(|_| !sliced);
-        StageContext { sequence, ..self.cx(params, borders) }
+        let context = self.context.as_ref().filter(|_| !sliced).map(|context| &context.pieces);
+        StageContext { sequence, context, ..self.cx(params, borders) }
     }
 
     /// Returns the number of positions of the sequences of which `x` are hidden states.

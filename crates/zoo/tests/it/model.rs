@@ -400,6 +400,7 @@ impl Alone {
             router: RouterPass::NONE,
             borders: &self.borders,
             sequence: None,
+            context: None,
         }
     }
 

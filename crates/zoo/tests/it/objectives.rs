@@ -149,7 +149,7 @@ fn prompts_are_read_in_both_directions() {
             }
             let len = text.len();
             let ends = objective.has_prefix().then(|| stage.tokens(&vec![prefix as u32; len], len).unwrap());
-            let borders = Borders { documents: None, prefixes: ends };
+            let borders = Borders { prefixes: ends, ..Borders::default() };
             let input = Input::Tokens(stage.tokens(&text, len).unwrap()).with_borders(borders);
             let logits = stage.logits(&params, input).unwrap().to_vec::<f32>().unwrap();
             assert_eq!(sampling.draw(&logits[(len - 1) * VOCAB..], i as u64), token, "{objective} {i}");

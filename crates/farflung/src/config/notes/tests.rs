@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that always have an effect.
-const ALWAYS: [&str; 58] = [
+const ALWAYS: [&str; 59] = [
     "plan",
     "layers",
     "heads",
@@ -47,6 +47,7 @@ const ALWAYS: [&str; 58] = [
     "tensor",
     "tensor-weights",
     "sequence-parallel",
+    "context-parallel",
     "zero",
     "state",
     "mesh",
@@ -70,6 +71,18 @@ const ALWAYS: [&str; 58] = [
 type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
+    (
+        "ulysses = 1\ncontext-order = 'striped'",
+        2,
+        true,
+        "`ulysses`, `context-order` change nothing: `context-parallel` is 1, and each replica has whole sequences",
+    ),
+    (
+        "context-parallel = 2\nulysses = 2\ncontext-order = 'striped'",
+        2,
+        true,
+        "`context-order` changes nothing: `ulysses` is as many as `context-parallel`",
+    ),
     (
         "zero-weights = '2,1'",
         2,

@@ -6,7 +6,7 @@ use farflung_base::{Axis, Bytes, Nanos, Rank};
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::planner::uneven::ChainLayer;
 use farflung_parallel::{Coordinates, Plan, ScheduleSource, all_reduce_bytes};
-use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::profile::{DividedSequences, ModelProfile};
 use farflung_zoo::{AxisShare, ModelSpec};
 
 use crate::train::activations::profile;
@@ -108,9 +108,11 @@ pub fn rank_memory(plan: &Plan, model: &ModelSpec) -> Vec<Bytes> {
 /// refuses, the whole layers.
 fn pieces(plan: &Plan, model: &ModelSpec) -> Vec<ModelProfile> {
     let weights = plan.shares_of_width();
+    let by_context = DividedSequences::ByContext(plan.context, 0);
+    let sequences = if plan.sequence_parallel { DividedSequences::ByWidth } else { by_context };
     let piece = |rank| {
         let share = AxisShare::new(rank, weights.clone())?;
-        ModelProfile::of_pieces(model, [&share, &AxisShare::whole()], plan.sequence_parallel)
+        ModelProfile::of_pieces(model, [&share, &AxisShare::whole()], sequences)
     };
     (0..weights.len()).map(|rank| piece(rank).unwrap_or_else(|_| profile(model))).collect()
 }
@@ -122,8 +124,11 @@ pub fn sent(plan: &Plan, model: &ModelSpec) -> Bytes {
     let pieces = pieces(plan, model);
     let hops = 2 * plan.parts.len().saturating_sub(1) as u64 * plan.all_microbatches();
     // Each rank sends the hidden states that it has, and what layers exchange.
-    let hidden: u64 = pieces.iter().map(|profile| profile.hidden * u64::from(plan.batch)).sum();
-    let layers: u64 = pieces.iter().map(|profile| profile.sent_along(Axis::Tensor)).sum();
+    let readers = u64::from(plan.context.readers());
+    let hidden: u64 = pieces.iter().map(|profile| readers * profile.hidden * u64::from(plan.batch)).sum();
+    let along = [Axis::Tensor, Axis::Context, Axis::Ulysses];
+    let sent = |profile: &ModelProfile| along.map(|axis| profile.sent_along(axis)).iter().sum::<u64>();
+    let layers: u64 = pieces.iter().map(|profile| readers * sent(profile)).sum();
     let exchanged = layers * u64::from(plan.batch) * plan.all_microbatches();
     let replicas = plan.replicas();
     let averaged = all_reduce_bytes(replicas, Bytes(model.parameters() * 4)).0 * u64::from(replicas);

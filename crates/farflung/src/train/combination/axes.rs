@@ -108,6 +108,11 @@ pub const AXES: &[Axis] = &[
             config.tensor = if value == "1" { 1 } else { 2 };
         },
     },
+    Axis {
+        name: "context-parallel",
+        values: || words(["1", "2"]),
+        set: |config, value| config.context_parallel = read(value),
+    },
     Axis { name: "zero", values: || words(["0", "1"]), set: |config, value| config.zero = read(value) },
     Axis {
         name: "state",

@@ -199,7 +199,7 @@ impl Choices {
 }
 
 /// Rejects schedules whose order of work is not a list, or that change parameters within a step.
-fn unlisted(choices: &Choices, field: &'static str, allowed: &str, why: &str) -> Option<Refusal> {
+pub(super) fn unlisted(choices: &Choices, field: &'static str, allowed: &str, why: &str) -> Option<Refusal> {
     let order = choices.schedule.as_ref()?;
     let expected = format!("{allowed} with {}: {why}", order.name);
     (order.work != Work::Listed || !order.flushes).then(|| refuse(field, "given", expected))
@@ -225,7 +225,7 @@ fn accumulating(choices: &Choices, with: &str, what: &str) -> Option<Refusal> {
 }
 
 /// Rejects optimizers that average more than gradients.
-fn averaging(choices: &Choices, with: &str) -> Option<Refusal> {
+pub(super) fn averaging(choices: &Choices, with: &str) -> Option<Refusal> {
     let optimizer = choices.optimizer;
     let why =
         "only gradients, or changes of parameters, are averaged over the replicas that hold the same ones";

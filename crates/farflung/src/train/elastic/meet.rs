@@ -67,6 +67,10 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "1, because a member that leaves would take its piece of each layer with it";
         return wrong("tensor", config.tensor.to_string(), expected);
     }
+    if config.context_parallel > 1 {
+        let expected = "1, because a member that leaves would take its positions of each sequence with it";
+        return wrong("context-parallel", config.context_parallel.to_string(), expected);
+    }
     if config.state == StatePlace::Disk {
         let expected = "device: members send each other what they hold, and their state on disk is not sent";
         return wrong("state", config.state.to_string(), expected);

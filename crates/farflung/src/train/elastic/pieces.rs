@@ -10,7 +10,7 @@ use super::all_gather::all_gather;
 use super::blobs::{Label, OfferedBlobs};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
-use crate::train::floats::floats;
+use crate::floats::floats;
 use crate::train::pieces::StateKind;
 use crate::train::run_state::RunState;
 use crate::{Error, Result};

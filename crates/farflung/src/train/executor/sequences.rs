@@ -5,20 +5,26 @@ use std::ops::Range;
 
 use farflung_parallel::pipeline::Action;
 use farflung_tensor::Tensor;
-use farflung_zoo::{Batch, Borders, Input};
+use farflung_zoo::{Batch, Borders, Input, Stage};
 
 use super::{Executor, Pass};
 use crate::Result;
 
 impl Executor {
-    /// Returns the number of tokens of a microbatch of the pass that count.
+    /// Returns the number of tokens of a microbatch of the pass that count. Ranks that divide sequences have an
+    /// equal share each, so that the mean over them is that over all tokens.
     pub(super) fn counted(&self, microbatch: u32) -> Result<f64> {
-        self.source.counted(self.pass, microbatch, 1)
+        self.counted_in(microbatch, 1)
+    }
+
+    fn counted_in(&self, microbatch: u32, microbatches: u32) -> Result<f64> {
+        let readers = self.parts.values().next().map_or(1, |part| part.stage.readers());
+        Ok(self.source.counted(self.pass, microbatch, microbatches)? / readers as f64)
     }
 
     /// Returns the number of tokens that count in a training step of this many microbatches.
     pub(in crate::train) fn counted_in_step(&self, microbatches: u32) -> Result<f64> {
-        self.source.counted(self.pass, 0, microbatches)
+        self.counted_in(0, microbatches)
     }
 
     /// Returns the positions of a slice; all positions if sequences are not sliced.
@@ -49,14 +55,19 @@ impl Executor {
             return Ok(None);
         }
         let batch = self.batch(action)?;
-        let weights = batch.weights.map(|weights| self.device.tensor(&weights, weights.len())).transpose()?;
+        let own = |weights: Vec<f32>| self.stage_of(action).own(&weights);
+        let weights = batch.weights.map(own);
+        let weights = weights.map(|weights| self.device.tensor(&weights, weights.len())).transpose()?;
         Ok(Some((self.tokens(action, &batch.targets)?, weights)))
     }
 
+    fn stage_of(&self, action: Action) -> &Stage {
+        &self.parts[&self.placement.storage_stage(action.stage)].stage
+    }
+
     fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
-        Ok(self.parts[&self.placement.storage_stage(action.stage)]
-            .stage
-            .tokens(ids, self.positions(action.slice).len())?)
+        let (stage, positions) = (self.stage_of(action), self.positions(action.slice).len());
+        Ok(stage.tokens(&stage.own(ids), positions / stage.readers())?)
     }
 
     /// Returns where the documents of an action's tokens begin, if they are kept apart, and where prefixes end:
@@ -65,7 +76,6 @@ impl Executor {
         if !self.source.has_borders(self.pass) {
             return Ok(Borders::default());
         }
-        let stage = &self.parts[&self.placement.storage_stage(action.stage)].stage;
-        Ok(stage.borders(&self.batch(action)?)?)
+        Ok(self.stage_of(action).borders(&self.batch(action)?)?)
     }
 }

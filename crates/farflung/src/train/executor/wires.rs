@@ -6,8 +6,8 @@ use farflung_parallel::pipeline::{Content, Message, PollArrivals};
 use farflung_tensor::{DType, Tensor};
 
 use super::{Executor, Flow, Pass};
+use crate::floats::floats;
 use crate::train::boundary::BoundaryMessage;
-use crate::train::floats::floats;
 use crate::train::kept_pass::KeptMessage;
 use crate::train::spent::add_since;
 use crate::{Error, Result};

@@ -30,6 +30,12 @@ pub(super) enum LayerExchange {
     Scatter(Vec<usize>),
     /// Tokens for experts: the bytes to each replica of a group.
     Tokens(Vec<u64>),
+    /// This many values in equal pieces from each rank to each, along the view of heads.
+    ByHeads(usize),
+    /// This many values to the next rank along the ring of positions.
+    PassOn(usize),
+    /// The wait for what the rank before passes on, in the exchange with this index.
+    Arrived(usize),
 }
 
 impl LayerExchange {
@@ -38,6 +44,17 @@ impl LayerExchange {
         match self {
             Self::Sum(_) | Self::Gather(_) | Self::Scatter(_) => Axis::Tensor,
             Self::Tokens(_) => Axis::Expert,
+            Self::ByHeads(_) => Axis::Ulysses,
+            Self::PassOn(_) | Self::Arrived(_) => Axis::Context,
+        }
+    }
+
+    /// Returns what a rank does in the exchange, whose ranks along an axis are `group`.
+    pub(super) fn turn(&self, group: impl Fn(Axis) -> Vec<Rank>) -> LayerTurn {
+        match self {
+            Self::PassOn(_) => LayerTurn::Begin(group(self.axis())[0]),
+            Self::Arrived(index) => LayerTurn::Await(*index),
+            _ => LayerTurn::Whole(group(self.axis())[0]),
         }
     }
 
@@ -53,6 +70,17 @@ impl LayerExchange {
     }
 }
 
+/// What a rank does for an exchange of a layer.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum LayerTurn {
+    /// It takes part in the exchange of the ranks of which this is the first, and waits for it.
+    Whole(Rank),
+    /// It begins it, and goes on.
+    Begin(Rank),
+    /// It waits for the exchange with this index.
+    Await(usize),
+}
+
 /// Returns the exchanges that were counted, in the plan's codec.
 fn sent(plan: &BoundPlan, counted: Vec<CountedExchange>) -> Result<Vec<LayerExchange>> {
     let of = |exchange| {
@@ -63,6 +91,9 @@ fn sent(plan: &BoundPlan, counted: Vec<CountedExchange>) -> Result<Vec<LayerExch
                 LayerExchange::Tokens(sent.rows.iter().zip(&sent.numbers).map(bytes).collect())
             }
             CountedExchange::AllReduce(_, values) => LayerExchange::Sum(values),
+            CountedExchange::AllToAll(_, values) => LayerExchange::ByHeads(values),
+            CountedExchange::PassOn(_, values) => LayerExchange::PassOn(values),
+            CountedExchange::Arrived(index) => LayerExchange::Arrived(index),
             CountedExchange::Gather(_, values) => LayerExchange::Gather(values),
             CountedExchange::Scatter(_, values) => LayerExchange::Scatter(values),
         })
@@ -90,7 +121,7 @@ impl LayerExchanges {
         (number, at): (usize, Coordinates),
     ) -> Result<Self> {
         let division = Division::of(plan);
-        if !division.divides() || schedule.layers[number].is_empty() {
+        if !division.exchanges() || schedule.layers[number].is_empty() {
             return Ok(Self::default());
         }
         let device = Device::sizes().with_precision(plan.precision);
@@ -100,6 +131,7 @@ impl LayerExchanges {
         let run = Run {
             batch: plan.batch as usize,
             layers: schedule.layers[number].clone(),
+            tokens: stage.own(&vec![0_u8; model.context]).len(),
             params: stage.zeros()?,
             grads: stage.zeros()?,
             stage,
@@ -112,6 +144,8 @@ impl LayerExchanges {
 struct Run {
     stage: Stage,
     batch: usize,
+    /// Tokens of a sequence that the rank has.
+    tokens: usize,
     layers: Range<usize>,
     params: Tensor,
     grads: Tensor,
@@ -123,7 +157,7 @@ impl Run {
         let device = self.stage.device().clone();
         let own = self.stage.own_positions(spec.context);
         let hidden = || device.empty(farflung_tensor::DType::F32, [self.batch, own, spec.dim]);
-        let tokens = || self.stage.tokens(&vec![0; self.batch * spec.context], spec.context);
+        let tokens = || self.stage.tokens(&vec![0; self.batch * self.tokens], self.tokens);
         let is_last = self.layers.end == spec.layers();
         let forward = || {
             let input =

@@ -15,7 +15,7 @@ use farflung_parallel::step::Vote;
 use farflung_tensor::Device;
 use farflung_zoo::ModelSpec;
 
-use super::layer_exchanges::{LayerExchange, LayerExchanges};
+use super::layer_exchanges::{LayerExchange, LayerExchanges, LayerTurn};
 use crate::Result;
 use crate::train::apart::{self, ApartParams};
 use crate::train::averages;
@@ -270,6 +270,7 @@ impl<'a> Operations<'a> {
                 let own = |rank: Rank| &pass.of(&self.part(part, rank).layers)[exchange];
                 let ranks = self.plan.group(first, own(first).axis());
                 match own(first) {
+                    LayerExchange::Arrived(_) => Operation::default(),
                     LayerExchange::Gather(_) | LayerExchange::Scatter(_) => {
                         own(first).in_ring().among(&ranks)
                     }
@@ -283,6 +284,16 @@ impl<'a> Operations<'a> {
                             _ => Bytes(0),
                         };
                         all_to_all_operation(ranks.len(), bytes).among(&ranks)
+                    }
+                    LayerExchange::ByHeads(values) => {
+                        let count = ranks.len();
+                        let bytes = Bytes((values * size_of::<f32>() / count) as u64);
+                        all_to_all_operation(count, |_, _| bytes).among(&ranks)
+                    }
+                    LayerExchange::PassOn(values) => {
+                        let next = ranks.iter().copied().cycle().skip(1);
+                        let ways = ranks.iter().copied().zip(next);
+                        messages(ways, Bytes((values * size_of::<f32>()) as u64))
                     }
                 }
             }
@@ -323,11 +334,10 @@ impl<'a> Operations<'a> {
         &self.parts[self.plan.share(at.data) as usize][at.tensor as usize][part as usize]
     }
 
-    /// Returns the first ranks of those with which the layers of a rank exchange in a pass of a part, for each
-    /// exchange.
-    pub(super) fn layer_exchanges(&self, part: u32, rank: Rank, pass: LayerPass) -> Vec<Rank> {
+    /// Returns what a rank does for each exchange of its layers in a pass of a part.
+    pub(super) fn layer_turns(&self, part: u32, rank: Rank, pass: LayerPass) -> Vec<LayerTurn> {
         let exchanges = pass.of(&self.part(part, rank).layers).iter();
-        exchanges.map(|exchange| self.plan.group(rank, exchange.axis())[0]).collect()
+        exchanges.map(|exchange| exchange.turn(|axis| self.plan.group(rank, axis))).collect()
     }
 
     /// Returns the rank of a stage in the pipeline that begins at `first`.

@@ -12,6 +12,7 @@ use farflung_parallel::pipeline::{
 use farflung_parallel::script::ScriptOp;
 use farflung_parallel::step::{Moment, RankStep, StepOp, Vote};
 
+use super::layer_exchanges::LayerTurn;
 use super::operations::{BucketFacts, Key, LayerPass, Operations, PartFacts};
 use crate::Result;
 use crate::train::bind::ReplicaSchedule;
@@ -285,14 +286,27 @@ impl<'a, 'b, 'o> Pricing<'a, 'b, 'o> {
         Ok(())
     }
 
-    /// Prices the exchanges of layers in a pass, each of which the rank waits for.
+    /// Prices the exchanges of layers in a pass. The rank waits for each, or, of those along a ring, where it
+    /// needs what arrives.
     fn exchange_layers(&mut self, action: Action, pass: LayerPass) -> Result<()> {
         let Action { stage, microbatch, slice, .. } = action;
         let part = self.placement().part(stage);
-        let groups = self.operations.layer_exchanges(part, self.rank, pass);
-        for (exchange, first) in groups.into_iter().enumerate() {
-            let number = self.begin(Key::Layer { first, stage, microbatch, slice, pass, exchange })?;
-            self.complete(number);
+        let mut numbers = Vec::new();
+        for (exchange, turn) in self.operations.layer_turns(part, self.rank, pass).into_iter().enumerate() {
+            let key = |first| Key::Layer { first, stage, microbatch, slice, pass, exchange };
+            numbers.push(match turn {
+                LayerTurn::Begin(first) => self.begin(key(first))?,
+                LayerTurn::Whole(first) => {
+                    let number = self.begin(key(first))?;
+                    self.complete(number);
+                    number
+                }
+                LayerTurn::Await(index) => {
+                    let number = numbers[index];
+                    self.complete(number);
+                    number
+                }
+            });
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
-use farflung_zoo::profile::ModelProfile;
+use farflung_zoo::profile::{DividedSequences, ModelProfile};
 use farflung_zoo::{AxisShare, ModelSpec, ZooError};
 
 use super::super::activations::{PerToken, profile};
@@ -64,7 +64,9 @@ fn divided(config: &TrainConfig, model: &ModelSpec) -> ModelProfile {
     let count = model.mixtures().map(|(_, experts)| experts.count).max().unwrap_or(0);
     let part = AxisShare::new(0, config.expert_weights()).and_then(|share| {
         let most = share.all().max_by_key(|share| share.of(count).len()).unwrap_or(share);
-        ModelProfile::of_pieces(model, [&widest(config)?, &most], config.sequence_parallel)
+        let by_context = DividedSequences::ByContext(config.context_cut(), 0);
+        let sequences = if config.sequence_parallel { DividedSequences::ByWidth } else { by_context };
+        ModelProfile::of_pieces(model, [&widest(config)?, &most], sequences)
     });
     part.unwrap_or_else(|_| profile(model))
 }

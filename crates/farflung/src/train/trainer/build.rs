@@ -182,18 +182,19 @@ impl Trainer {
 /// Errors: [`ParallelError::Plan`], if the order of work depends on the speed of machines, or on arrivals.
 fn check_orders(job: &Job, own: &ReplicaSchedule, replica: u32) -> Result<()> {
     let plan = &job.plan;
-    if !Division::of(plan).divides() {
+    if !Division::of(plan).exchanges() {
         return Ok(());
     }
     let mut equal = own.arrivals.is_none();
-    for other in plan.expert_group(replica).filter(|&other| other != replica) {
+    let together = plan.expert_group(replica).chain(plan.readers_of(replica));
+    for other in together.filter(|&other| other != replica) {
         equal &= ReplicaSchedule::new(job, other)?.schedule.order() == own.schedule.order();
     }
     if equal {
         return Ok(());
     }
-    let expected = "one with the same order of work for all ranks that divide layers or experts, whatever \
-                    their speed: they run each microbatch together";
+    let expected = "one with the same order of work for all ranks that divide layers, experts or sequences, \
+                    whatever their speed: they run each microbatch together";
     let (field, value) = ("pipeline.schedule".to_owned(), plan.pipeline.schedule.to_string());
     Err(ParallelError::Plan { field, value, expected: expected.to_owned() }.into())
 }

@@ -9,8 +9,8 @@ use farflung_tensor::Tensor;
 use farflung_zoo::{Cut, Stage, TensorKind, TensorSpec};
 
 use super::Trainer;
+use crate::floats::floats;
 use crate::train::executor::Executor;
-use crate::train::floats::floats;
 use crate::train::part::Part;
 use crate::{Error, Result};
 

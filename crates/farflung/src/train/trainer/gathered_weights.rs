@@ -13,9 +13,9 @@ use farflung_zoo::{Cut, TensorSpec};
 
 use super::Trainer;
 use super::gather::gives;
+use crate::floats::floats;
 use crate::train::executor::Executor;
 use crate::train::fingerprint::digest;
-use crate::train::floats::floats;
 use crate::train::pieces::{
     CHUNK_LEN, CHUNK_WINDOW, DividedTensor, Piece, PieceHolder, PieceValues, StateKind, with_values,
 };

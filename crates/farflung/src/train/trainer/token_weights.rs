@@ -79,7 +79,7 @@ impl TokenWeights {
         let of_step = match (self.updates, self.each_step) {
             (Updates::Flush, true) => {
                 let of = |replica| tokens.of_step(replica, base);
-                let all: f64 = tokens.replicas().map(of).sum::<std::result::Result<_, _>>()?;
+                let all: f64 = tokens.of_each_reader().map(of).sum::<std::result::Result<_, _>>()?;
                 if all == 0.0 {
                     return Err(no_targets("the text of a step"));
                 }
@@ -89,7 +89,7 @@ impl TokenWeights {
             _ => {
                 let of_update = |update: u64| {
                     let of = |replica| tokens.of(replica, base, update * self.per_update, self.per_update);
-                    Ok(weight(tokens.replicas().map(of).sum::<std::result::Result<_, ZooError>>()?))
+                    Ok(weight(tokens.of_each_reader().map(of).sum::<std::result::Result<_, ZooError>>()?))
                 };
                 let updates: Vec<f32> =
                     (0..self.own.div_ceil(self.per_update)).map(of_update).collect::<Result<_>>()?;

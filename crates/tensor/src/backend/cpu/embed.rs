@@ -3,24 +3,7 @@
 
 use super::parts::rows_per_task;
 use super::pool::Pool;
-
-/// Where tokens are in their documents.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Positions<'a> {
-    /// Position of each sequence's first token.
-    pub(super) start: usize,
-    /// Number of tokens of each sequence.
-    pub(super) len: usize,
-    /// Where the document of each token begins; `None` for 0.
-    pub(super) documents: Option<&'a [u32]>,
-}
-
-impl Positions<'_> {
-    fn of(self, token: usize) -> usize {
-        let begins = self.documents.map_or(0, |documents| documents[token] as usize);
-        self.start + token % self.len - begins
-    }
-}
+use super::positions::Positions;
 
 /// Computes `y[i] = table[tokens[i] - first] + positions[position of i]`, or without positions. Tokens that
 /// have no row add nothing.
@@ -69,7 +52,7 @@ pub(super) fn backward(
 ) {
     /// Number of table rows that one task writes.
     const ROWS_PER_TASK: usize = 1024;
-    /// Number of rows of positions that one task writes, if documents divide the sequences.
+    /// Number of rows of positions that one task writes, unless all sequences have the same positions.
     const POSITIONS_PER_TASK: usize = 64;
     let cols = dy.len().checked_div(tokens.len()).unwrap_or(0);
     let add = |to: &mut [f32], i: usize| {
@@ -87,24 +70,27 @@ pub(super) fn backward(
         }
     });
     let Some(d_positions) = d_positions else { return };
-    let Positions { start, len, documents } = at;
-    let own = &mut d_positions[..(start + len) * cols];
-    if documents.is_some() {
-        // Documents begin anywhere, so each task looks at all tokens.
-        pool.for_chunks([(own, POSITIONS_PER_TASK * cols)], |t, [rows]| {
-            let owned = t * POSITIONS_PER_TASK..t * POSITIONS_PER_TASK + rows.len() / cols;
-            for i in 0..tokens.len() {
-                let position = at.of(i);
-                if owned.contains(&position) {
-                    add(&mut rows[(position - owned.start) * cols..][..cols], i);
+    let own = match at {
+        Positions::From { start, len, documents: None } => {
+            let own = &mut d_positions[start * cols..(start + len) * cols];
+            pool.for_chunks([(own, cols)], |p, [row]| {
+                for i in (p..tokens.len()).step_by(len) {
+                    add(row, i);
                 }
+            });
+            return;
+        }
+        Positions::From { start, len, documents: Some(_) } => &mut d_positions[..(start + len) * cols],
+        Positions::At(_) => d_positions,
+    };
+    // Tokens are anywhere, so each task looks at all of them.
+    pool.for_chunks([(own, POSITIONS_PER_TASK * cols)], |t, [rows]| {
+        let owned = t * POSITIONS_PER_TASK..t * POSITIONS_PER_TASK + rows.len() / cols;
+        for i in 0..tokens.len() {
+            let position = at.of(i);
+            if owned.contains(&position) {
+                add(&mut rows[(position - owned.start) * cols..][..cols], i);
             }
-        });
-        return;
-    }
-    pool.for_chunks([(&mut own[start * cols..], cols)], |p, [row]| {
-        for i in (p..tokens.len()).step_by(len) {
-            add(row, i);
         }
     });
 }

@@ -1,9 +1,9 @@
 //! Joins the heads of queries, keys and values into one row per token, and splits them, with the rotation of
 //! queries and keys.
 
-use super::documents::starts;
 use super::parts::rows_per_task;
 use super::pool::Pool;
+use super::positions::Positions;
 use super::simd::{Isa, simd};
 use crate::{Heads, Result, Rotary, Shape};
 
@@ -12,20 +12,18 @@ use crate::{Heads, Result, Rotary, Shape};
 pub(super) struct Joined<'a> {
     heads: Heads,
     head_dim: usize,
-    /// Number of tokens of each sequence.
-    tokens: usize,
     /// Values of a row of `table` that are rotated; 0 to only copy.
     rotated: usize,
     table: &'a [f32],
-    start: usize,
-    /// Where the document of each token begins.
-    documents: Option<&'a [u32]>,
+    /// Where the tokens are in the table; `None` to only copy.
+    positions: Option<Positions<'a>>,
 }
 
 impl<'a> Joined<'a> {
     /// `qkv` is the shape `[B, T, (query + 2 kv) D]`.
     ///
-    /// Errors: [`TensorError::Documents`](crate::TensorError::Documents) with the name `op`.
+    /// Errors: [`TensorError::Documents`](crate::TensorError::Documents) and
+    /// [`TensorError::PositionOutOfRange`](crate::TensorError::PositionOutOfRange) with the name `op`.
     pub(super) fn new(
         op: &'static str,
         heads: Heads,
@@ -33,18 +31,15 @@ impl<'a> Joined<'a> {
         rotary: Option<&Rotary<'a>>,
     ) -> Result<Self> {
         let tokens = *qkv.dims().get(1).expect("joined heads have shape [B, T, W]");
-        let documents = match rotary {
-            Some(rotary) => starts(op, rotary.documents.as_ref(), rotary.start, tokens)?,
-            None => None,
+        let read = |rotary: &Rotary<'a>| {
+            Positions::read(op, &rotary.positions, tokens, Some(rotary.table.shape().rows()))
         };
         Ok(Self {
             heads,
             head_dim: qkv.cols() / heads.width(),
-            tokens,
             rotated: rotary.map_or(0, |rotary| rotary.table.shape().cols()),
             table: rotary.map_or(&[], |rotary| super::floats(&rotary.table)),
-            start: rotary.map_or(0, |rotary| rotary.start),
-            documents,
+            positions: rotary.map(read).transpose()?,
         })
     }
 
@@ -56,8 +51,7 @@ impl<'a> Joined<'a> {
 
     /// Returns the cosines and the sines of token `row`, of all sequences' tokens.
     fn angles(self, row: usize) -> (&'a [f32], &'a [f32]) {
-        let begins = self.documents.map_or(0, |documents| documents[row] as usize);
-        let at = (self.start + row % self.tokens - begins) * self.rotated;
+        let at = self.positions.map_or(0, |positions| positions.of(row)) * self.rotated;
         self.table[at..at + self.rotated].split_at(self.rotated / 2)
     }
 }

@@ -13,6 +13,7 @@ mod matmul;
 mod norm;
 mod parts;
 mod pool;
+mod positions;
 mod reduce;
 mod round;
 mod rows;
@@ -27,13 +28,14 @@ use std::array;
 
 use farflung_base::Pending;
 
-use self::attention::{Cache, Layout, NewTokens};
-use self::documents::{Documents, starts};
+use self::attention::{Cache, Layout, NewTokens, Over};
+use self::documents::Documents;
 use self::gemm::Mat;
 pub(super) use self::gemm::packed_bytes;
 use self::join::Joined;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
+use self::positions::Positions;
 use self::storage::Buffers;
 pub(super) use self::storage::GRAIN;
 use super::{Backend, BufferRange, Downloaded, Storage};
@@ -223,19 +225,27 @@ impl Backend for Cpu {
                 let written = [d_qkv, d_keys, d_values].map(floats_mut);
                 attention::cached_backward(pool, tokens, read, written);
             }
-            Op::Embed { tokens, first, start, documents, tokens_table, positions_table, y } => {
+            Op::AttentionOver { heads, ranges, continues, qkv, keys, values, y, lse } => {
+                let over = Over::new(Layout::packed(y.shape(), heads, None), &ranges, keys.shape());
+                let read = [&qkv, &keys, &values].map(floats);
+                over.forward(pool, read, continues, floats_mut(y), floats_mut(lse));
+            }
+            Op::AttentionOverGrad { heads, ranges, qkv, keys, values, y, lse, dy, dq, d_keys, d_values } => {
+                let over = Over::new(Layout::packed(y.shape(), heads, None), &ranges, keys.shape());
+                let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
+                over.backward(pool, read, [dq, d_keys, d_values].map(floats_mut));
+            }
+            Op::Embed { tokens, first, positions, tokens_table, positions_table, y } => {
                 let ids = ids(name, &tokens, bound(first, tokens_table.shape()))?;
-                let len = y.shape().dims()[1];
-                let documents = starts(name, documents.as_ref(), start, len)?;
-                let at = embed::Positions { start, len, documents };
+                let places = positions_table.as_ref().map(|table| table.shape().rows());
+                let at = Positions::read(name, &positions, y.shape().dims()[1], places)?;
                 let (table, positions) = (floats(&tokens_table), positions_table.as_ref().map(floats));
                 embed::forward(pool, (ids, first.unwrap_or(0)), at, table, positions, floats_mut(y));
             }
-            Op::EmbedGrad { tokens, first, start, documents, dy, d_tokens_table, d_positions_table } => {
+            Op::EmbedGrad { tokens, first, positions, dy, d_tokens_table, d_positions_table } => {
                 let ids = ids(name, &tokens, bound(first, d_tokens_table.shape()))?;
-                let len = dy.shape().dims()[1];
-                let documents = starts(name, documents.as_ref(), start, len)?;
-                let at = embed::Positions { start, len, documents };
+                let places = d_positions_table.as_ref().map(|table| table.shape().rows());
+                let at = Positions::read(name, &positions, dy.shape().dims()[1], places)?;
                 let (table, positions) = (floats_mut(d_tokens_table), d_positions_table.map(floats_mut));
                 embed::backward(pool, (ids, first.unwrap_or(0)), at, floats(&dy), table, positions);
             }

@@ -4,9 +4,11 @@ use cubecl::prelude::*;
 
 use super::attention::RowsLaunch;
 use super::operand::Operand;
+use super::seen::Seen;
 use super::storage::Buffer;
 use super::{Cube, attention, cubes, u32_of};
-use crate::{Heads, Mask, Result, Shape, View};
+use crate::op::KeyRanges;
+use crate::{Heads, Mask, Result, Shape, View, ViewMut};
 
 /// Returns the factor applied to scores: `1 / sqrt(dim)`.
 fn scale_of(dim: usize) -> f32 {
@@ -74,33 +76,43 @@ impl Sizes {
     }
 }
 
-/// The operands of a mask.
+/// The operands of a mask, or of ranges.
 pub(super) struct MaskOperands {
-    /// Where the document of each query begins.
-    documents: Option<Operand>,
-    /// Where its prefix ends.
-    prefixes: Option<Operand>,
+    /// Where the document of each query begins, or its range.
+    from: Option<Operand>,
+    /// Where its prefix ends, or its range.
+    to: Option<Operand>,
     window: Option<usize>,
+    seen: Seen,
 }
 
 impl MaskOperands {
     pub(super) fn read(cube: &Cube, mask: &Mask<'_>) -> Result<Self> {
         let read = |view: &Option<View<'_>>| view.as_ref().map(|view| cube.read(view)).transpose();
-        Ok(Self { documents: read(&mask.documents)?, prefixes: read(&mask.prefixes)?, window: mask.window })
+        let (from, to) = (read(&mask.documents)?, read(&mask.prefixes)?);
+        let seen = Seen::Before { divided: from.is_some(), prefixed: to.is_some() };
+        Ok(Self { from, to, window: mask.window, seen })
+    }
+
+    fn of_ranges(cube: &Cube, ranges: &KeyRanges<'_>) -> Result<Self> {
+        let [from, to] = [cube.read(&ranges.from)?, cube.read(&ranges.to)?].map(Some);
+        Ok(Self { from, to, window: None, seen: Seen::Ranges })
     }
 
     /// Returns the operands, to be released.
     pub(super) fn all(self) -> impl Iterator<Item = Operand> {
-        self.documents.into_iter().chain(self.prefixes)
+        self.from.into_iter().chain(self.to)
     }
 }
 
-/// Keys and values of an attention: operands, layouts, and the number of tokens before the first query.
+/// Keys and values of an attention: operands, layouts, their number, and the number of tokens before the
+/// first query.
 pub(super) struct KeysValues<'a> {
     keys: &'a Operand,
     values: &'a Operand,
     mask: &'a MaskOperands,
     at: [[usize; 3]; 2],
+    count: usize,
     past: usize,
 }
 
@@ -108,7 +120,7 @@ impl<'a> KeysValues<'a> {
     /// Those of the queries' own tokens, beside the queries.
     pub(super) fn packed(sizes: Sizes, qkv: &'a Operand, mask: &'a MaskOperands) -> Self {
         let [_, keys, values] = sizes.packed();
-        Self { keys: qkv, values: qkv, mask, at: [keys, values], past: 0 }
+        Self { keys: qkv, values: qkv, mask, at: [keys, values], count: sizes.tokens, past: 0 }
     }
 
     /// Those of caches `[B, capacity, kv D]`.
@@ -120,27 +132,29 @@ impl<'a> KeysValues<'a> {
         capacity: usize,
     ) -> Self {
         let at = [sizes.plain(sizes.heads.kv, capacity); 2];
-        Self { keys, values, mask, at, past }
+        Self { keys, values, mask, at, count: past + sizes.tokens, past }
+    }
+
+    /// Those of the ranges of queries: `[B, count, kv D]`.
+    fn over(sizes: Sizes, [keys, values]: [&'a Operand; 2], mask: &'a MaskOperands, count: usize) -> Self {
+        let at = [sizes.plain(sizes.heads.kv, count); 2];
+        Self { keys, values, mask, at, count, past: 0 }
     }
 
     /// Returns the argument for the window: at most the number of all keys.
-    fn window(&self, sizes: Sizes) -> u32 {
-        let all = self.past + sizes.tokens;
-        u32_of(self.mask.window.map_or(all, |window| window.clamp(1, all)))
+    fn window(&self) -> u32 {
+        u32_of(self.mask.window.map_or(self.count, |window| window.clamp(1, self.count)))
     }
 
-    /// Returns the argument for the documents. Kernels of sequences that are not divided do not read it.
-    fn documents(&self) -> BufferArg {
-        self.mask.documents.as_ref().unwrap_or(self.keys).arg()
-    }
-
-    /// Returns the argument for the prefixes. Kernels of sequences without prefixes do not read it.
-    fn prefixes(&self) -> BufferArg {
-        self.mask.prefixes.as_ref().unwrap_or(self.keys).arg()
+    /// Returns the arguments for where the keys of each query begin and end. Kernels do not read what
+    /// [`Seen`] does not tell.
+    fn bounds(&self) -> [BufferArg; 2] {
+        [&self.mask.from, &self.mask.to].map(|ends| ends.as_ref().unwrap_or(self.keys).arg())
     }
 }
 
 impl Cube {
+    /// Launches an attention. If it `continues`, `y` and `lse` are of other keys already.
     pub(super) fn attend(
         &self,
         h: Sizes,
@@ -148,7 +162,9 @@ impl Cube {
         kv: &KeysValues<'_>,
         y: &Operand,
         lse: Option<&Operand>,
+        continues: bool,
     ) {
+        let [from, to] = kv.bounds();
         attention::forward::launch(
             &self.client,
             h.cubes(h.heads.query, h.tokens, self.units),
@@ -157,8 +173,8 @@ impl Cube {
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
-            kv.documents(),
-            kv.prefixes(),
+            from,
+            to,
             y.arg(),
             lse.unwrap_or(y).arg(),
             h.rows(h.packed()[0]),
@@ -168,19 +184,20 @@ impl Cube {
             u32_of(h.heads.query),
             h.group(),
             u32_of(h.tokens),
+            u32_of(kv.count),
             u32_of(kv.past),
-            kv.window(h),
+            kv.window(),
             scale_of(h.dim),
             lse.is_some(),
-            kv.mask.documents.is_some(),
-            kv.mask.prefixes.is_some(),
+            kv.mask.seen,
+            continues,
             h.vectors(),
             self.units,
         );
     }
 
-    /// Launches the gradient of an attention. `d_q` has the layout of the packed queries, `d_kv` that of keys
-    /// and values.
+    /// Launches the gradient of an attention. `d_q` has the layout of the packed queries, or that of the
+    /// outputs if queries have ranges; `d_kv` has that of keys and values.
     #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
     pub(super) fn attend_grad(
         &self,
@@ -211,6 +228,7 @@ impl Cube {
             u32_of(stats),
             u32_of(h.dim),
         );
+        let [from, to] = kv.bounds();
         attention::queries::launch(
             &self.client,
             h.cubes(h.heads.query, h.tokens, self.units),
@@ -220,8 +238,8 @@ impl Cube {
             kv.keys.arg(),
             kv.values.arg(),
             dy.arg(),
-            kv.documents(),
-            kv.prefixes(),
+            from,
+            to,
             lse.arg(),
             delta.arg(),
             d_q.arg(),
@@ -229,28 +247,30 @@ impl Cube {
             h.rows(kv.at[0]),
             h.rows(kv.at[1]),
             h.outputs(),
+            if kv.mask.seen.is_ranges() { h.outputs() } else { h.rows(h.packed()[0]) },
             heads,
             h.group(),
             tokens,
+            u32_of(kv.count),
             u32_of(kv.past),
-            kv.window(h),
+            kv.window(),
             scale_of(h.dim),
-            kv.mask.documents.is_some(),
-            kv.mask.prefixes.is_some(),
+            kv.mask.seen,
             h.vectors(),
             self.units,
         );
+        let [from, to] = kv.bounds();
         attention::keys_values::launch(
             &self.client,
-            h.cubes(h.heads.kv, kv.past + h.tokens, self.units),
+            h.cubes(h.heads.kv, kv.count, self.units),
             CubeDim::new_1d(self.units),
             h.vector(),
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
             dy.arg(),
-            kv.documents(),
-            kv.prefixes(),
+            from,
+            to,
             lse.arg(),
             delta.arg(),
             d_kv[0].arg(),
@@ -262,16 +282,68 @@ impl Cube {
             u32_of(h.heads.kv),
             h.group(),
             tokens,
+            u32_of(kv.count),
             u32_of(kv.past),
-            kv.window(h),
+            kv.window(),
             scale_of(h.dim),
             accumulate,
-            kv.mask.documents.is_some(),
-            kv.mask.prefixes.is_some(),
+            kv.mask.seen,
             h.vectors(),
             self.units,
         );
         self.pool.give(scratch);
+        Ok(())
+    }
+
+    /// `y` is not empty.
+    pub(super) fn attention_over(
+        &self,
+        heads: Heads,
+        ranges: &KeyRanges<'_>,
+        continues: bool,
+        [qkv, keys, values]: [&View<'_>; 3],
+        [y, lse]: [&ViewMut<'_>; 2],
+    ) -> Result<()> {
+        let h = Sizes::new(y.shape(), heads);
+        let (of_y, of_lse) = (y.len(), lse.len());
+        if keys.is_empty() {
+            if !continues {
+                let (y, lse) = (self.write(y)?, self.write(lse)?);
+                self.fill(&y, of_y, 0.0);
+                self.fill(&lse, of_lse, attention::MASKED);
+                self.write_back([y, lse]);
+            }
+            return Ok(());
+        }
+        let count = keys.shape().dims()[1];
+        let (qkv, keys, values) = (self.read(qkv)?, self.read(keys)?, self.read(values)?);
+        let (y, lse) = (self.write(y)?, self.write(lse)?);
+        let mask = MaskOperands::of_ranges(self, ranges)?;
+        let kv = KeysValues::over(h, [&keys, &values], &mask, count);
+        self.attend(h, &qkv, &kv, &y, Some(&lse), continues);
+        self.write_back([qkv, keys, values, y, lse].into_iter().chain(mask.all()));
+        Ok(())
+    }
+
+    /// `y` and `keys` are not empty.
+    pub(super) fn attention_over_grad(
+        &self,
+        heads: Heads,
+        ranges: &KeyRanges<'_>,
+        read: [&View<'_>; 6],
+        written: [&ViewMut<'_>; 3],
+    ) -> Result<()> {
+        let [qkv, keys, values, y, lse, dy] = read;
+        let (h, count) = (Sizes::new(y.shape(), heads), keys.shape().dims()[1]);
+        let (qkv, keys, values) = (self.read(qkv)?, self.read(keys)?, self.read(values)?);
+        let (y, lse, dy) = (self.read(y)?, self.read(lse)?, self.read(dy)?);
+        let [dq, d_keys, d_values] = written;
+        let (dq, d_keys, d_values) = (self.write(dq)?, self.write(d_keys)?, self.write(d_values)?);
+        let mask = MaskOperands::of_ranges(self, ranges)?;
+        let kv = KeysValues::over(h, [&keys, &values], &mask, count);
+        self.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &dq, [&d_keys, &d_values], true)?;
+        let operands = [qkv, keys, values, y, lse, dy, dq, d_keys, d_values];
+        self.write_back(operands.into_iter().chain(mask.all()));
         Ok(())
     }
 

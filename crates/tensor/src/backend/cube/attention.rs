@@ -9,6 +9,8 @@
 
 use cubecl::prelude::*;
 
+use super::seen::{Seen, end_key, first_key, in_range};
+
 /// Layout of `[batch, token, head, dim]` rows in a buffer, in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Rows {
@@ -51,33 +53,10 @@ impl RowIndex {
 
 /// Score of masked positions: its exponential is zero. It is finite because not every device supports
 /// infinities.
-const MASKED: f32 = -1e30;
+pub(super) const MASKED: f32 = -1e30;
 
 /// Number of keys per block. The running sum is rescaled once per block.
 const BLOCK: u32 = 8;
-
-/// Returns the first key that a token attends to: where its document begins, or `window - 1` keys before it.
-/// Never after the token.
-#[cube]
-fn first_key(documents: &[u32], at: u32, position: u32, window: u32, #[comptime] divided: bool) -> u32 {
-    let end = position + 1;
-    let mut first = end - u32::min(window, end);
-    if comptime!(divided) {
-        first = u32::max(first, u32::min(documents[at as usize], position));
-    }
-    first
-}
-
-/// Returns the end of the keys that a token attends to, of `keys` keys: after its own, or where its prefix
-/// ends.
-#[cube]
-fn end_key(prefixes: &[u32], at: u32, position: u32, keys: u32, #[comptime] prefixed: bool) -> u32 {
-    let mut end = position + 1;
-    if comptime!(prefixed) {
-        end = u32::max(end, u32::min(prefixes[at as usize], keys));
-    }
-    end
-}
 
 /// Returns the dot product of a row in registers and a row in memory, `dim` vectors each.
 #[cube]
@@ -153,15 +132,15 @@ fn put<N: Size>(
 }
 
 /// Computes `y = softmax(scale q k^T) v`. The first query is at position `past`. `lse` is written if `keep`.
-/// `group` heads of queries share a head of keys and values. If sequences are `divided`, `documents` says where
-/// the document of each query begins; if they are `prefixed`, `prefixes` says where its prefix ends.
+/// `group` heads of queries share a head of keys and values. [`Seen`] tells what `from` and `to` say of each
+/// query. If it `continues`, `y` and `lse` are of other keys before, and of those and these afterwards.
 #[cube(launch)]
 pub(super) fn forward<N: Size>(
     q: &[Vector<f32, N>],
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
-    documents: &[u32],
-    prefixes: &[u32],
+    from: &[u32],
+    to: &[u32],
     y: &mut [Vector<f32, N>],
     lse: &mut [f32],
     q_rows: Rows,
@@ -171,12 +150,13 @@ pub(super) fn forward<N: Size>(
     heads: u32,
     group: u32,
     tokens: u32,
+    keys: u32,
     past: u32,
     window: u32,
     scale: f32,
     #[comptime] keep: bool,
-    #[comptime] divided: bool,
-    #[comptime] prefixed: bool,
+    #[comptime] seen: Seen,
+    #[comptime] continues: bool,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -189,8 +169,26 @@ pub(super) fn forward<N: Size>(
         let mut scores = Array::<f32>::new(BLOCK as usize);
         let mut top = f32::new(MASKED);
         let mut total = 0.0f32;
-        let end = end_key(prefixes, batch * tokens + row, past + row, past + tokens, prefixed);
-        let mut first = first_key(documents, batch * tokens + row, past + row, window, divided);
+        let at = batch * tokens + row;
+        let stat = ((batch * heads + head) * tokens + row) as usize;
+        let mut first = first_key(from, at, past + row, window, seen);
+        let end = end_key(to, at, past + row, keys, seen);
+        if comptime!(continues) {
+            if first >= end {
+                // The query attends to none of these keys and keeps what it has.
+                terminate!();
+            }
+            // As if the query had attended to one key with this score.
+            if lse[stat] > MASKED {
+                top = lse[stat];
+                total = 1.0;
+                let before = y_rows.at(batch, row, column);
+                #[unroll]
+                for d in 0..dim {
+                    sum[d as usize] = y[before + d as usize];
+                }
+            }
+        }
         while first < end {
             let mut larger = top;
             #[unroll]
@@ -219,6 +217,10 @@ pub(super) fn forward<N: Size>(
             }
             first += BLOCK;
         }
+        if comptime!(seen.is_ranges()) {
+            // A query without keys keeps its sum of zeros, and the masked score as its log-sum-exp.
+            total = select(top > MASKED, total, 1.0);
+        }
         let inverse = Vector::new(1.0 / total);
         #[unroll]
         for d in 0..dim {
@@ -226,7 +228,7 @@ pub(super) fn forward<N: Size>(
         }
         put(&sum, y, y_rows.at(batch, row, column), false, dim);
         if comptime!(keep) {
-            lse[((batch * heads + head) * tokens + row) as usize] = top + f32::ln(total);
+            lse[stat] = top + f32::ln(total);
         }
     }
 }
@@ -256,15 +258,16 @@ pub(super) fn deltas(
     }
 }
 
-/// Computes the gradient of the queries, in their layout, with one unit (thread) per query.
+/// Computes the gradient of the queries, with one unit (thread) per query. If queries have ranges, it is
+/// added.
 #[cube(launch)]
 pub(super) fn queries<N: Size>(
     q: &[Vector<f32, N>],
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
-    documents: &[u32],
-    prefixes: &[u32],
+    from: &[u32],
+    to: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_q: &mut [Vector<f32, N>],
@@ -272,14 +275,15 @@ pub(super) fn queries<N: Size>(
     k_rows: Rows,
     v_rows: Rows,
     y_rows: Rows,
+    d_q_rows: Rows,
     heads: u32,
     group: u32,
     tokens: u32,
+    keys: u32,
     past: u32,
     window: u32,
     scale: f32,
-    #[comptime] divided: bool,
-    #[comptime] prefixed: bool,
+    #[comptime] seen: Seen,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
@@ -291,8 +295,9 @@ pub(super) fn queries<N: Size>(
         let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
         let mut sum = zeros::<N>(dim);
         let stat = ((batch * heads + head) * tokens + row) as usize;
-        let first = first_key(documents, batch * tokens + row, past + row, window, divided);
-        let end = end_key(prefixes, batch * tokens + row, past + row, past + tokens, prefixed);
+        let at = batch * tokens + row;
+        let first = first_key(from, at, past + row, window, seen);
+        let end = end_key(to, at, past + row, keys, seen);
         for token in first..end {
             let key = k_rows.at(batch, token, shared);
             let score = dot(&query, k, key, dim);
@@ -300,7 +305,7 @@ pub(super) fn queries<N: Size>(
             let ds = f32::exp(score - lse[stat]) * (dp - delta[stat]) * scale;
             add_scaled(&mut sum, ds, k, key, dim);
         }
-        put(&sum, d_q, q_rows.at(batch, row, column), false, dim);
+        put(&sum, d_q, d_q_rows.at(batch, row, column), comptime!(seen.is_ranges()), dim);
     }
 }
 
@@ -312,8 +317,8 @@ pub(super) fn keys_values<N: Size>(
     k: &[Vector<f32, N>],
     v: &[Vector<f32, N>],
     dy: &[Vector<f32, N>],
-    documents: &[u32],
-    prefixes: &[u32],
+    from: &[u32],
+    to: &[u32],
     lse: &[f32],
     delta: &[f32],
     d_k: &mut [Vector<f32, N>],
@@ -325,18 +330,17 @@ pub(super) fn keys_values<N: Size>(
     heads: u32,
     group: u32,
     tokens: u32,
+    keys: u32,
     past: u32,
     window: u32,
     scale: f32,
     #[comptime] accumulate: bool,
-    #[comptime] divided: bool,
-    #[comptime] prefixed: bool,
+    #[comptime] seen: Seen,
     #[comptime] dim: u32,
     #[comptime] units: u32,
 ) {
-    let seen = past + tokens;
-    let RowIndex { batch, head, row } = RowIndex::take(heads, seen, units);
-    if row < seen {
+    let RowIndex { batch, head, row } = RowIndex::take(heads, keys, units);
+    if row < keys {
         let column = head * dim;
         let key = take(k, k_rows.at(batch, row, column), scale, dim);
         let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
@@ -344,23 +348,34 @@ pub(super) fn keys_values<N: Size>(
         let mut d_value = zeros::<N>(dim);
         // Queries before the key do not attend to it, but for those of its prefix.
         let mut begin = u32::max(row, past) - past;
-        if comptime!(prefixed) {
-            let own = begin;
-            for token in 0..own {
-                let end = end_key(prefixes, batch * tokens + token, past + token, seen, prefixed);
-                if begin == own && end > row {
-                    begin = token;
-                }
-            }
-        }
         // Nor do those whose window begins later, or whose document does.
         let mut end = u32::min(tokens, u32::max(row + window, past) - past);
-        if comptime!(divided) {
-            let last = end;
-            end = begin;
-            for token in begin..last {
-                if first_key(documents, batch * tokens + token, past + token, window, divided) <= row {
+        if comptime!(seen.is_ranges()) {
+            begin = tokens;
+            end = 0u32;
+            for token in 0..tokens {
+                if in_range(from, to, batch * tokens + token, row) {
+                    begin = u32::min(begin, token);
                     end = token + 1;
+                }
+            }
+        } else {
+            if comptime!(seen.is_prefixed()) {
+                let own = begin;
+                for token in 0..own {
+                    let end = end_key(to, batch * tokens + token, past + token, keys, seen);
+                    if begin == own && end > row {
+                        begin = token;
+                    }
+                }
+            }
+            if comptime!(seen.is_divided()) {
+                let last = end;
+                end = begin;
+                for token in begin..last {
+                    if first_key(from, batch * tokens + token, past + token, window, seen) <= row {
+                        end = token + 1;
+                    }
                 }
             }
         }
@@ -370,7 +385,10 @@ pub(super) fn keys_values<N: Size>(
                 let stat = ((batch * heads * group + of_queries) * tokens + token) as usize;
                 let query = q_rows.at(batch, token, of_queries * dim);
                 let grad = y_rows.at(batch, token, of_queries * dim);
-                let p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
+                let mut p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
+                if comptime!(seen.is_ranges()) {
+                    p = select(in_range(from, to, batch * tokens + token, row), p, 0.0);
+                }
                 let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
                 add_scaled(&mut d_value, p, dy, grad, dim);
                 add_scaled(&mut d_key, ds, q, query, dim);

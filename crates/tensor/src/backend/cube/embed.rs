@@ -2,6 +2,107 @@
 
 use cubecl::prelude::*;
 
+use super::positions::{Given, Places, PositionOperands};
+use super::{Cube, u32_of};
+use crate::op::TokenPositions;
+use crate::{Result, TensorError, View, ViewMut};
+
+impl Cube {
+    /// `y` is not empty.
+    pub(super) fn embed(
+        &self,
+        (tokens, first): (&View<'_>, Option<u32>),
+        positions: &TokenPositions<'_>,
+        tokens_table: &View<'_>,
+        positions_table: Option<&View<'_>>,
+        y: &ViewMut<'_>,
+    ) -> Result<()> {
+        let vocabulary = tokens_table.shape().rows();
+        if vocabulary == 0 {
+            return Err(TensorError::IdOutOfRange { op: "embed", id: 0, position: 0, bound: 0 });
+        }
+        let (len, cols) = (y.len(), y.shape().cols());
+        let places = positions_table.map(|table| table.shape().rows());
+        let at = PositionOperands::read(self, positions, y.shape().dims()[1], places)?;
+        let (ids, table) = (self.read(tokens)?, self.read(tokens_table)?);
+        let positions = positions_table.map(|table| self.read(table)).transpose()?;
+        let y = self.write(y)?;
+        if first.is_none() {
+            self.check_ids("embed", &ids, tokens.len(), vocabulary);
+        }
+        let (count, dim) = self.each(len);
+        gather::launch(
+            &self.client,
+            count,
+            dim,
+            ids.arg(),
+            table.arg(),
+            positions.as_ref().unwrap_or(&table).arg(),
+            at.each(&ids),
+            y.arg(),
+            u32_of(len),
+            u32_of(cols),
+            u32_of(vocabulary),
+            first.unwrap_or(0),
+            at.places(),
+            positions.is_some(),
+            at.given,
+        );
+        self.write_back([ids, table, y].into_iter().chain(positions).chain(at.into_operand()));
+        Ok(())
+    }
+
+    /// `dy` is not empty.
+    pub(super) fn embed_grad(
+        &self,
+        (tokens, first): (&View<'_>, Option<u32>),
+        positions: &TokenPositions<'_>,
+        dy: &View<'_>,
+        (d_tokens_table, d_positions_table): (&ViewMut<'_>, Option<ViewMut<'_>>),
+    ) -> Result<()> {
+        let vocabulary = d_tokens_table.shape().rows();
+        let (rows, cols, length) = (dy.shape().rows(), dy.shape().cols(), dy.shape().dims()[1]);
+        let places = d_positions_table.as_ref().map(|table| table.shape().rows());
+        let at = PositionOperands::read(self, positions, length, places)?;
+        // The rows that are written: of equal positions in all sequences, of all in documents, or any.
+        let written = match at.given {
+            Given::Nothing => at.start..at.start + length,
+            Given::Starts => 0..at.start + length,
+            Given::Positions => 0..at.rows,
+        };
+        let own = |all: ViewMut<'_>| self.write(&all.part(written.start * cols, [written.len(), cols])?);
+        let (ids, dy) = (self.read(tokens)?, self.read(dy)?);
+        let table = self.write(d_tokens_table)?;
+        let positions = d_positions_table.map(own).transpose()?;
+        if first.is_none() {
+            self.check_ids("embed_grad", &ids, rows, vocabulary);
+        }
+        let (count, dim) = self.row_each(rows);
+        let (client, n, c) = (&self.client, u32_of(rows), u32_of(cols));
+        let (i, d, t, all) = (ids.arg(), dy.arg(), table.arg(), u32_of(vocabulary));
+        scatter::launch(client, count, dim, i, d, t, n, c, all, first.unwrap_or(0), self.units);
+        match (&positions, at.given) {
+            (Some(to), Given::Starts | Given::Positions) => {
+                let scratch = self.scratch(rows * 4)?;
+                let each = Self::whole(&scratch);
+                at.write(self, &ids, &each, rows);
+                let (count, dim) = self.row_each(rows);
+                let (i, d, t, all) = (each.arg(), dy.arg(), to.arg(), u32_of(written.len()));
+                scatter::launch(client, count, dim, i, d, t, n, c, all, 0, self.units);
+                self.pool.give(scratch);
+            }
+            (Some(to), Given::Nothing) => {
+                let (count, dim) = self.each(length * cols);
+                let (d, to) = (dy.arg(), to.arg());
+                scatter_positions::launch(client, count, dim, d, to, n, c, u32_of(length));
+            }
+            (None, _) => {}
+        }
+        self.write_back([ids, dy, table].into_iter().chain(positions).chain(at.into_operand()));
+        Ok(())
+    }
+}
+
 /// Records the first id that is not below `bound` as `[op, id, position, bound]`, unless a fault is recorded
 /// already. Runs in one cube (workgroup).
 #[cube(launch)]
@@ -40,22 +141,21 @@ pub(super) fn check_ids(
 }
 
 /// Copies the ids' rows of the table, whose first row is that of id `first`, plus the rows of the positions if
-/// `add`. If sequences are `divided`, `documents` says where the document of each token begins.
+/// `add`. `each` is what is `given` for each token.
 #[cube(launch)]
-pub(super) fn gather(
+fn gather(
     ids: &[u32],
     table: &[f32],
     positions: &[f32],
-    documents: &[u32],
+    each: &[u32],
     y: &mut [f32],
     len: u32,
     cols: u32,
-    tokens: u32,
-    start: u32,
     vocabulary: u32,
     first: u32,
+    places: Places,
     #[comptime] add: bool,
-    #[comptime] divided: bool,
+    #[comptime] given: Given,
 ) {
     let at = ABSOLUTE_POS;
     if at < len as usize {
@@ -68,10 +168,7 @@ pub(super) fn gather(
         let id = select(inside, wanted, 0u32) as usize;
         let value = select(inside, table[id * cols + col], 0.0);
         if comptime!(add) {
-            let mut position = start as usize + row % tokens as usize;
-            if comptime!(divided) {
-                position -= usize::min(documents[row] as usize, position);
-            }
+            let position = places.of(each, row as u32, given) as usize;
             y[at] = value + positions[position * cols + col];
         } else {
             y[at] = value;
@@ -82,7 +179,7 @@ pub(super) fn gather(
 /// Adds the rows of `dy` to their ids' rows of the table, whose first row is that of id `first`. The cube
 /// (workgroup) of an id's first row sums all rows of that id, in order.
 #[cube(launch)]
-pub(super) fn scatter(
+fn scatter(
     ids: &[u32],
     dy: &[f32],
     d_table: &mut [f32],
@@ -127,19 +224,9 @@ pub(super) fn scatter(
     }
 }
 
-/// Computes the position of each token in its document.
-#[cube(launch)]
-pub(super) fn positions(documents: &[u32], to: &mut [u32], rows: u32, tokens: u32, start: u32) {
-    let at = ABSOLUTE_POS as u32;
-    if at < rows {
-        let position = start + at % tokens;
-        to[ABSOLUTE_POS] = position - u32::min(documents[ABSOLUTE_POS], position);
-    }
-}
-
 /// Adds the rows of `dy` to their positions' rows of the table, in order.
 #[cube(launch)]
-pub(super) fn scatter_positions(dy: &[f32], d_positions: &mut [f32], rows: u32, cols: u32, tokens: u32) {
+fn scatter_positions(dy: &[f32], d_positions: &mut [f32], rows: u32, cols: u32, tokens: u32) {
     let at = ABSOLUTE_POS as u32;
     if at < tokens * cols {
         let mut sum = d_positions[ABSOLUTE_POS];

@@ -19,10 +19,12 @@ mod matmul;
 mod norm;
 pub(crate) mod open;
 mod operand;
+mod positions;
 mod product;
 mod reduce;
 mod rows;
 mod run;
+mod seen;
 mod storage;
 mod swiglu;
 

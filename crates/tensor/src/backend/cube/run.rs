@@ -3,11 +3,10 @@
 use cubecl::prelude::*;
 
 use super::attend::{KeysValues, MaskOperands, Sizes};
-use super::join::JoinedLaunch;
 use super::operand::Operand;
-use super::{Cube, bytes, cubes, embed, grid, join, loss, map, norm, reduce, swiglu, u32_of};
+use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce, swiglu, u32_of};
 use crate::op::Op;
-use crate::{DType, Heads, NormKind, Precision, Result, Rotary, Shape, TensorError, View, ViewMut};
+use crate::{DType, NormKind, Precision, Result, TensorError, View, ViewMut};
 
 /// Ops that look up ids. The fault buffer stores the index in this list plus one.
 pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
@@ -24,7 +23,7 @@ impl Cube {
     }
 
     /// Records an id that is not below `bound`; the next fence reports it.
-    fn check_ids(&self, op: &'static str, ids: &Operand, len: usize, bound: usize) {
+    pub(super) fn check_ids(&self, op: &'static str, ids: &Operand, len: usize, bound: usize) {
         let code = FAULTING.iter().position(|&name| name == op).map_or(0, |i| u32_of(i) + 1);
         embed::check_ids::launch(
             &self.client,
@@ -164,16 +163,6 @@ impl Cube {
     }
 }
 
-/// Returns the sizes of joined heads; `qkv` is `[B, T, (query + 2 kv) D]` and not empty.
-fn joined_sizes(heads: Heads, qkv: Shape, rotary: Option<&Rotary<'_>>) -> JoinedLaunch {
-    let dim = qkv.cols() / heads.width();
-    let rotated = rotary.map_or(0, |rotary| rotary.table.shape().cols());
-    let start = rotary.map_or(0, |rotary| rotary.start);
-    let sizes = [qkv.len(), heads.query * dim, heads.kv * dim, dim, qkv.dims()[1], start, rotated];
-    let [len, queries, keys, dim, tokens, start, rotated] = sizes.map(u32_of);
-    JoinedLaunch::new(len, queries, keys, dim, tokens, start, rotated)
-}
-
 /// Launches the kernels of an op. An op without output elements launches none.
 #[expect(clippy::too_many_lines, reason = "one arm per op")]
 pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
@@ -265,37 +254,14 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             }
         }
         Op::JoinHeads { heads, rotary, q, k, v, qkv } => {
-            if qkv.is_empty() {
-                return Ok(());
+            if !qkv.is_empty() {
+                cube.join_heads(heads, rotary.as_ref(), [&q, &k, &v], &qkv)?;
             }
-            let l = joined_sizes(heads, qkv.shape(), rotary.as_ref());
-            let (count, dim) = cube.each(qkv.len());
-            let (q, k, v, qkv) = (cube.read(&q)?, cube.read(&k)?, cube.read(&v)?, cube.write(&qkv)?);
-            let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
-            let documents = rotary.and_then(|rotary| rotary.documents);
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            let angles = table.as_ref().unwrap_or(&q).arg();
-            let (of, divided) = (documents.as_ref().unwrap_or(&q).arg(), documents.is_some());
-            let ([from_q, from_k, from_v], to) = ([&q, &k, &v].map(Operand::arg), qkv.arg());
-            join::join::launch(client, count, dim, from_q, from_k, from_v, angles, of, to, l, divided);
-            cube.write_back([q, k, v, qkv].into_iter().chain(table).chain(documents));
         }
         Op::SplitHeads { heads, rotary, d_qkv, dq, dk, dv } => {
-            if d_qkv.is_empty() {
-                return Ok(());
+            if !d_qkv.is_empty() {
+                cube.split_heads(heads, rotary.as_ref(), &d_qkv, [&dq, &dk, &dv])?;
             }
-            let l = joined_sizes(heads, d_qkv.shape(), rotary.as_ref());
-            let (count, dim) = cube.each(d_qkv.len());
-            let (d_qkv, dq, dk, dv) =
-                (cube.read(&d_qkv)?, cube.write(&dq)?, cube.write(&dk)?, cube.write(&dv)?);
-            let table = rotary.map(|rotary| cube.read(&rotary.table)).transpose()?;
-            let documents = rotary.and_then(|rotary| rotary.documents);
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            let angles = table.as_ref().unwrap_or(&d_qkv).arg();
-            let (of, divided) = (documents.as_ref().unwrap_or(&d_qkv).arg(), documents.is_some());
-            let (from, [q, k, v]) = (d_qkv.arg(), [&dq, &dk, &dv].map(Operand::arg));
-            join::split::launch(client, count, dim, from, angles, of, q, k, v, l, divided);
-            cube.write_back([d_qkv, dq, dk, dv].into_iter().chain(table).chain(documents));
         }
         Op::SwiGlu { gate, up, y } => {
             let len = y.len();
@@ -325,7 +291,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
             let mask = MaskOperands::read(cube, &mask)?;
             let kv = KeysValues::packed(h, &qkv, &mask);
-            cube.attend(h, &qkv, &kv, &y, Some(&lse));
+            cube.attend(h, &qkv, &kv, &y, Some(&lse), false);
             cube.write_back([qkv, y, lse].into_iter().chain(mask.all()));
         }
         Op::AttentionGrad { heads, mask, qkv, y, lse, dy, d_qkv } => {
@@ -352,7 +318,7 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let mask = MaskOperands::read(cube, &mask)?;
             cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
             let kv = KeysValues::cached(h, [&keys, &values], &mask, past, capacity);
-            cube.attend(h, &qkv, &kv, &y, lse.as_ref());
+            cube.attend(h, &qkv, &kv, &y, lse.as_ref(), false);
             cube.write_back([qkv, keys, values, y].into_iter().chain(lse).chain(mask.all()));
         }
         Op::AttentionCachedGrad {
@@ -384,83 +350,27 @@ pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
             let operands = [qkv, keys, values, y, lse, dy, d, d_keys, d_values];
             cube.write_back(operands.into_iter().chain(mask.all()));
         }
-        Op::Embed { tokens, first, start, documents, tokens_table, positions_table, y } => {
-            if y.is_empty() {
-                return Ok(());
+        Op::AttentionOver { heads, ranges, continues, qkv, keys, values, y, lse } => {
+            if !y.is_empty() {
+                cube.attention_over(heads, &ranges, continues, [&qkv, &keys, &values], [&y, &lse])?;
             }
-            let vocabulary = tokens_table.shape().rows();
-            if vocabulary == 0 {
-                return Err(TensorError::IdOutOfRange { op: name, id: 0, position: 0, bound: 0 });
-            }
-            let (len, cols, length) = (y.len(), y.shape().cols(), y.shape().dims()[1]);
-            let (ids, table) = (cube.read(&tokens)?, cube.read(&tokens_table)?);
-            let positions = positions_table.map(|p| cube.read(&p)).transpose()?;
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            let y = cube.write(&y)?;
-            if first.is_none() {
-                cube.check_ids(name, &ids, tokens.len(), vocabulary);
-            }
-            let (count, dim) = cube.each(len);
-            embed::gather::launch(
-                client,
-                count,
-                dim,
-                ids.arg(),
-                table.arg(),
-                positions.as_ref().unwrap_or(&table).arg(),
-                documents.as_ref().unwrap_or(&ids).arg(),
-                y.arg(),
-                u32_of(len),
-                u32_of(cols),
-                u32_of(length),
-                u32_of(start),
-                u32_of(vocabulary),
-                first.unwrap_or(0),
-                positions.is_some(),
-                documents.is_some(),
-            );
-            cube.write_back([ids, table, y].into_iter().chain(positions).chain(documents));
         }
-        Op::EmbedGrad { tokens, first, start, documents, dy, d_tokens_table, d_positions_table } => {
-            if dy.is_empty() {
-                return Ok(());
+        Op::AttentionOverGrad { heads, ranges, qkv, keys, values, y, lse, dy, dq, d_keys, d_values } => {
+            if !y.is_empty() && !keys.is_empty() {
+                let read = [&qkv, &keys, &values, &y, &lse, &dy];
+                cube.attention_over_grad(heads, &ranges, read, [&dq, &d_keys, &d_values])?;
             }
-            let vocabulary = d_tokens_table.shape().rows();
-            let (rows, cols, length) = (dy.shape().rows(), dy.shape().cols(), dy.shape().dims()[1]);
-            let (ids, dy) = (cube.read(&tokens)?, cube.read(&dy)?);
-            let table = cube.write(&d_tokens_table)?;
-            let documents = documents.map(|documents| cube.read(&documents)).transpose()?;
-            // Without documents, only the rows of the sequences' own positions are written.
-            let from = if documents.is_some() { 0 } else { start };
-            let own = |all: ViewMut<'_>| cube.write(&all.part(from * cols, [start + length - from, cols])?);
-            let positions = d_positions_table.map(own).transpose()?;
-            if first.is_none() {
-                cube.check_ids(name, &ids, rows, vocabulary);
+        }
+        Op::Embed { tokens, first, positions, tokens_table, positions_table, y } => {
+            if !y.is_empty() {
+                cube.embed((&tokens, first), &positions, &tokens_table, positions_table.as_ref(), &y)?;
             }
-            let (count, dim) = cube.row_each(rows);
-            let (n, c) = (u32_of(rows), u32_of(cols));
-            let (i, d, t, all) = (ids.arg(), dy.arg(), table.arg(), u32_of(vocabulary));
-            embed::scatter::launch(client, count, dim, i, d, t, n, c, all, first.unwrap_or(0), cube.units);
-            match (&positions, &documents) {
-                (Some(to), Some(documents)) => {
-                    let scratch = cube.scratch(rows * 4)?;
-                    let at = Cube::whole(&scratch);
-                    let (each, units) = cube.each(rows);
-                    let (of, t) = (documents.arg(), u32_of(length));
-                    embed::positions::launch(client, each, units, of, at.arg(), n, t, u32_of(start));
-                    let (count, dim) = cube.row_each(rows);
-                    let (i, d, t, all) = (at.arg(), dy.arg(), to.arg(), u32_of(start + length));
-                    embed::scatter::launch(client, count, dim, i, d, t, n, c, all, 0, cube.units);
-                    cube.pool.give(scratch);
-                }
-                (Some(to), None) => {
-                    let (count, dim) = cube.each(length * cols);
-                    let (d, to) = (dy.arg(), to.arg());
-                    embed::scatter_positions::launch(client, count, dim, d, to, n, c, u32_of(length));
-                }
-                (None, _) => {}
+        }
+        Op::EmbedGrad { tokens, first, positions, dy, d_tokens_table, d_positions_table } => {
+            if !dy.is_empty() {
+                let to = (&d_tokens_table, d_positions_table);
+                cube.embed_grad((&tokens, first), &positions, &dy, to)?;
             }
-            cube.write_back([ids, dy, table].into_iter().chain(positions).chain(documents));
         }
         Op::CombineRows { x, rows, factors, add, y } => {
             if !y.is_empty() {

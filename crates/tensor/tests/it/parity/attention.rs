@@ -1,8 +1,8 @@
 //! Attention and its gradient, with and without a cache.
 
 use super::super::base::Philox;
-use super::super::tensor::{Device, Mask, Op, Result, Tensor};
-use super::{Sizes, documents, noise};
+use super::super::tensor::{Device, KeyRanges, Mask, Op, Result, Tensor};
+use super::{Sizes, documents, ids, noise};
 
 /// Returns where the prefixes of these documents end, each somewhere in its own tokens; `None` unless
 /// `prefixed`.
@@ -100,4 +100,61 @@ pub(super) fn attention_cached(
         d_values: d_values.view_mut(),
     })?;
     Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
+}
+
+/// Runs attention to blocks of keys, each query to any range of each, and the gradient of all blocks.
+pub(super) fn attention_over(d: &Device, seed: u64, s: Sizes, blocks: &[usize]) -> Result<Vec<Tensor>> {
+    let (Sizes { b, t, heads, .. }, [c, kv, w]) = (s, s.widths());
+    let (qkv, dy) = (noise(d, seed, 1.0, [b, t, w])?, noise(d, seed + 1, 1.0, [b, t, c])?);
+    let (mut y, mut lse) = (noise(d, seed + 2, 1.0, [b, t, c])?, d.zeros([b, heads.query, t])?);
+    let mut all = Vec::new();
+    for (i, &keys) in blocks.iter().enumerate() {
+        let seed = seed + 10 * (i as u64 + 1);
+        let [k, v] = [noise(d, seed, 1.0, [b, keys, kv])?, noise(d, seed + 1, 1.0, [b, keys, kv])?];
+        // Each query attends to a key of the first block. Some ranges are empty, some end after the last key.
+        let mut from = ids(d, seed + 2, keys.max(1), [b, t])?;
+        let to = if i == 0 {
+            let from = from.to_vec::<u32>()?;
+            d.tensor(&from.iter().map(|from| from + 1 + from % 50).collect::<Vec<u32>>(), [b, t])?
+        } else {
+            ids(d, seed + 3, keys + 5, [b, t])?
+        };
+        if i == 2 {
+            from = d.tensor(&vec![0_u32; b * t], [b, t])?;
+        }
+        let ranges = KeyRanges { from: from.view(), to: to.view(), pairs: 1 };
+        d.run(Op::AttentionOver {
+            heads,
+            ranges,
+            continues: i > 0,
+            qkv: qkv.view(),
+            keys: k.view(),
+            values: v.view(),
+            y: y.view_mut(),
+            lse: lse.view_mut(),
+        })?;
+        all.push((from, to, k, v));
+    }
+    let mut dq = noise(d, seed + 3, 1.0, [b, t, c])?;
+    let mut results = Vec::new();
+    for (from, to, k, v) in all {
+        let shape = k.shape();
+        let [mut d_keys, mut d_values] = [noise(d, seed + 4, 1.0, shape)?, noise(d, seed + 5, 1.0, shape)?];
+        d.run(Op::AttentionOverGrad {
+            heads,
+            ranges: KeyRanges { from: from.view(), to: to.view(), pairs: 1 },
+            qkv: qkv.view(),
+            keys: k.view(),
+            values: v.view(),
+            y: y.view(),
+            lse: lse.view(),
+            dy: dy.view(),
+            dq: dq.view_mut(),
+            d_keys: d_keys.view_mut(),
+            d_values: d_values.view_mut(),
+        })?;
+        results.extend([d_keys, d_values]);
+    }
+    results.extend([y, lse, dq]);
+    Ok(results)
 }

@@ -3,14 +3,15 @@
 //! `#[path]`: the parent module must import the crates under the names `base` and `tensor`.
 
 mod attention;
+mod positions;
 
 use half::{bf16, f16};
 
-use self::attention::{Seen, attention, attention_cached};
+use self::attention::{Seen, attention, attention_cached, attention_over};
+use self::positions::{Given, embedding, joined_heads};
 use super::base::Philox;
 use super::tensor::{
-    DType, Device, Fuse, Gelu, Heads, Norm, NormKind, Op, Program, ProgramBuilder, Result, Rotary, Shape,
-    Tensor,
+    DType, Device, Fuse, Gelu, Heads, Norm, NormKind, Op, Program, ProgramBuilder, Result, Shape, Tensor,
 };
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
@@ -200,68 +201,6 @@ fn norms(
     Ok(vec![y, stats, dx, d_gain, d_bias])
 }
 
-fn joined_heads(
-    d: &Device,
-    seed: u64,
-    s: Sizes,
-    start: usize,
-    rotated: Option<usize>,
-    divided: bool,
-) -> Result<Vec<Tensor>> {
-    let (Sizes { b, t, heads, .. }, [c, kv, w]) = (s, s.widths());
-    let (q, k) = (noise(d, seed, 1.0, [b, t, c])?, noise(d, seed + 1, 1.0, [b, t, kv])?);
-    let (v, d_qkv) = (noise(d, seed + 2, 1.0, [b, t, kv])?, noise(d, seed + 3, 1.0, [b, t, w])?);
-    let table = rotated.map(|r| noise(d, seed + 4, 1.0, [start + t, r])).transpose()?;
-    let documents = documents(d, seed + 6, [b, t], start, divided)?;
-    let documents = documents.as_ref().map(Tensor::view);
-    let rotary = table.as_ref().map(|table| Rotary { table: table.view(), start, documents });
-    let mut qkv = d.zeros([b, t, w])?;
-    let (from_q, from_k, from_v, to) = (q.view(), k.view(), v.view(), qkv.view_mut());
-    d.run(Op::JoinHeads { heads, rotary, q: from_q, k: from_k, v: from_v, qkv: to })?;
-    let (mut dq, mut dk, mut dv) = (d.zeros([b, t, c])?, d.zeros([b, t, kv])?, d.zeros([b, t, kv])?);
-    let (to_q, to_k, to_v) = (dq.view_mut(), dk.view_mut(), dv.view_mut());
-    d.run(Op::SplitHeads { heads, rotary, d_qkv: d_qkv.view(), dq: to_q, dk: to_k, dv: to_v })?;
-    Ok(vec![qkv, dq, dk, dv])
-}
-
-fn embedding(
-    d: &Device,
-    seed: u64,
-    ([b, t, vocabulary, cols], first): ([usize; 4], Option<u32>),
-    start: usize,
-    positioned: bool,
-    divided: bool,
-) -> Result<Vec<Tensor>> {
-    let documents = documents(d, seed + 6, [b, t], start, divided)?;
-    let documents = documents.as_ref().map(Tensor::view);
-    let tokens = ids(d, seed, if first.is_some() { 2 * vocabulary } else { vocabulary }, [b, t])?;
-    let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
-    let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
-    let mut y = d.zeros([b, t, cols])?;
-    d.run(Op::Embed {
-        tokens: tokens.view(),
-        first,
-        start,
-        documents,
-        tokens_table: table.view(),
-        positions_table: positioned.then(|| positions.view()),
-        y: y.view_mut(),
-    })?;
-    let dy = noise(d, seed + 3, 1.0, [b, t, cols])?;
-    let mut d_table = noise(d, seed + 4, 1.0, [vocabulary, cols])?;
-    let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
-    d.run(Op::EmbedGrad {
-        tokens: tokens.view(),
-        first,
-        start,
-        documents,
-        dy: dy.view(),
-        d_tokens_table: d_table.view_mut(),
-        d_positions_table: positioned.then(|| d_positions.view_mut()),
-    })?;
-    Ok(vec![y, d_table, d_positions])
-}
-
 #[expect(clippy::too_many_lines, reason = "a few lines for each op")]
 /// Returns cases that cover all ops and their settings, with shapes drawn from `seed`. A gradient is in the
 /// case of its forward op.
@@ -409,10 +348,9 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
             let run = move |d: &Device| attention_cached(d, seed, s, past, seen);
             add("attention_cached", what, false, Box::new(run));
         }
-        for divided in [false, true] {
-            let what =
-                format!("{s:?} from {start}, {rotated:?} values rotated, and gradient, documents {divided}");
-            let run = move |d: &Device| joined_heads(d, seed, s, start, rotated, divided);
+        for given in Given::ALL {
+            let what = format!("{s:?} from {start}, {rotated:?} values rotated, and gradient, {given:?}");
+            let run = move |d: &Device| joined_heads(d, seed, s, start, rotated, given);
             add("join_heads", what, false, Box::new(run));
         }
     }
@@ -438,23 +376,23 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
         );
     }
 
-    for (positioned, divided) in [(true, false), (false, false), (true, true)] {
+    for (positioned, given) in [
+        (true, Given::Nothing),
+        (false, Given::Nothing),
+        (true, Given::Documents),
+        (true, Given::Positions),
+        (false, Given::Positions),
+    ] {
         let size = [draw.size(1, 4), draw.size(1, 40), draw.size(2, 40), draw.size(1, 90)];
         let start = draw.size(0, 20);
         let [b, t, vocabulary, cols] = size;
         let what = format!(
-            "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, documents {divided}, and \
-             gradient"
+            "[{b}, {t}] of {vocabulary}, {cols} wide, positions {positioned} from {start}, {given:?}, and gradient"
         );
         // A piece of the table has some of the ids alone.
         for first in [None, Some(0), Some(3)] {
             let (what, table) = (format!("{what}, first {first:?}"), (size, first));
-            add(
-                "embed",
-                what,
-                false,
-                Box::new(move |d| embedding(d, seed, table, start, positioned, divided)),
-            );
+            add("embed", what, false, Box::new(move |d| embedding(d, seed, table, start, positioned, given)));
         }
     }
 
@@ -542,6 +480,13 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                 Ok(vec![stats, logits])
             }),
         );
+    }
+
+    for heads in [Heads::equal(1), Heads::equal(3), Heads { query: 4, kv: 2 }, Heads { query: 3, kv: 1 }] {
+        let (b, t, dim) = (draw.size(1, 2), draw.size(1, 75), draw.size(1, 24));
+        let (s, blocks) = (Sizes { b, t, heads, dim }, [draw.size(1, 90), draw.size(0, 90), draw.size(1, 9)]);
+        let what = format!("{s:?} to blocks of {blocks:?} keys, and gradient");
+        add("attention_over", what, false, Box::new(move |d| attention_over(d, seed, s, &blocks)));
     }
 
     let len = Op::SQUARES_CHUNK + draw.size(1, 2000);

@@ -60,6 +60,7 @@ impl Mixture {
             router,
             borders: &self.borders,
             sequence: None,
+            context: None,
         }
     }
 

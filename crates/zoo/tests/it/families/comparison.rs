@@ -242,7 +242,7 @@ impl Batch {
 
     fn borders(&self, stage: &Stage) -> Outcome<Borders> {
         let prefixes = self.prefixes.as_ref().map(|ends| stage.tokens(ends, self.len)).transpose()?;
-        Ok(Borders { documents: None, prefixes })
+        Ok(Borders { prefixes, ..Borders::default() })
     }
 
     fn count(&self) -> f32 {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Barrier, Mutex};
 
 use super::tensor::Tensor;
 use super::zoo::ZooError;
-use super::zoo::exchange::{Alone, ArrivedRows, Axis, Exchange, rows_for, with_length};
+use super::zoo::exchange::{Alone, ArrivedRows, Axis, Exchange, Pending, rows_for, with_length};
 
 const LOCK: &str = "no thread panicked";
 
@@ -104,6 +104,13 @@ impl Exchange for Threads {
 
     fn all_to_all(&self, _: Axis, values: Tensor, split: usize, join: usize) -> Result<Tensor, ZooError> {
         Alone.all_to_all(Axis::Tensor, values, split, join)
+    }
+
+    fn pass_on(&self, axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError> {
+        assert_eq!(axis, self.axis);
+        let mut all = self.told(values.to_vec()?);
+        let before = (self.rank + all.len() - 1) % all.len();
+        Ok(Pending::ready(Ok(values.device().tensor(&all.swap_remove(before), values.shape())?)))
     }
 
     fn all_to_all_rows(

@@ -8,6 +8,7 @@ use super::super::tile::{Full, LINE, MOST_ROWS, RowFactors, Update};
 use super::head::{Head, panels, pieces};
 use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
+use super::seen::Meeting;
 use super::softmax::{Block, dots, softmax_grad};
 
 /// Number of keys per tile.
@@ -21,12 +22,15 @@ pub(super) struct Gradients<'a> {
     pub(super) q: RowsMut<'a>,
     pub(super) k: RowsMut<'a>,
     pub(super) v: RowsMut<'a>,
+    /// Whether to add to the gradients of queries instead of overwriting them. It needs a head that
+    /// [skips keys](Head::skips_keys).
+    pub(super) accumulate_queries: bool,
     /// Whether to add to the gradients of keys and values instead of overwriting them.
     pub(super) accumulate: bool,
 }
 
 struct Pass<'a> {
-    head: Head,
+    head: Head<'a>,
     q: Rows<'a>,
     k: Rows<'a>,
     v: Rows<'a>,
@@ -52,9 +56,9 @@ struct Pass<'a> {
     pitch: usize,
 }
 
-impl Head {
-    /// Writes the gradients of queries, keys and values, given the inputs and outputs of the forward pass and
-    /// the gradient of `y`. Prefetches as many rows of the `next` head as there are queries.
+impl Head<'_> {
+    /// Writes the gradients of queries, keys and values, or adds to them, given the inputs and outputs of the
+    /// forward pass and the gradient of `y`. Prefetches as many rows of the `next` head as there are queries.
     pub(super) fn backward(
         self,
         [q, k, v, y, dy]: [Rows<'_>; 5],
@@ -99,25 +103,29 @@ impl Head {
 impl Pass<'_> {
     fn run(&mut self) {
         let Head { isa, queries, keys, width, .. } = self.head;
-        let (past, rows) = (keys - queries, isa.tile().rows);
-        self.pack_queries();
-        if self.head.is_windowed() {
+        let (all, past, rows) = (0..queries, self.head.common(), isa.tile().rows);
+        if self.head.skips_keys() && !self.gradients.accumulate_queries {
             self.gradients.q.clear(queries, width);
         }
+        if self.head.meets(&all, &(0..keys)).is_empty() {
+            return;
+        }
+        self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
-            let meets = self.head.first_query(tile.start)..self.head.end_of_queries(tile.end - 1);
+            let meets = self.head.meets(&all, &tile);
             if meets.is_empty() {
                 continue;
             }
             self.pack_keys(&tile);
-            // End of the cached keys, which all queries attend to. After it, blocks of keys begin where blocks
-            // of queries do.
+            // End of the keys that are not of the queries' own tokens. After it, blocks of keys begin where
+            // blocks of queries do.
             let common = past.clamp(tile.start, tile.end);
             for queries in pieces(meets, QUERIES) {
                 for block in pieces(queries.clone(), rows) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
-                // Where a prefix ends, blocks of keys and of queries are not aligned: all weights are written.
+                // Where a prefix ends, or a range, blocks of keys and of queries are not aligned: all weights
+                // are written.
                 let ahead = self.head.looks_ahead(tile.start);
                 let seen = if ahead { tile.end } else { tile.end.min(past + queries.end) };
                 for block in pieces(tile.start..common, rows).chain(pieces(common..seen, rows)) {
@@ -156,7 +164,7 @@ impl Pass<'_> {
             self.next.iter().flatten().for_each(|next| next.fetch(block));
         }
         let (rows, pitch, wide) = (block.len(), self.pitch, isa.tile().columns);
-        let mut meeting = self.head.meeting(block, tile);
+        let mut meeting = Meeting::new(self.head.seen, block, tile);
         if self.head.looks_ahead(tile.start) {
             meeting = meeting.with_all();
         }
@@ -172,6 +180,9 @@ impl Pass<'_> {
         let products = Block { meeting, products: p, pitch, scale: self.head.exponent_scale() };
         softmax_grad(isa, products, ds, &self.lse[block.clone()], &self.means[block.clone()]);
 
+        if meeting.all == 0 {
+            return;
+        }
         let weights = Left { data: ds, row: pitch, col: 1 };
         let keys = Right { data: self.keys, panel: tile.len() * wide };
         let size = Size { rows, depth: meeting.all, columns: width };
@@ -183,15 +194,14 @@ impl Pass<'_> {
             weights,
             keys,
             dq,
-            Update::shares(&shares, tile.start == 0 && !self.head.is_windowed()),
+            Update::shares(&shares, tile.start == 0 && !self.head.skips_keys()),
         );
     }
 
     /// Adds the contribution of a tile of queries to the gradients of a block of keys and their values.
     fn block_of_keys(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
-        let from = self.head.first_query(block.start).max(queries.start);
-        let to = self.head.end_of_queries(block.end - 1).min(queries.end);
+        let Range { start: from, end: to } = self.head.meets(queries, block);
         if from >= to {
             return;
         }
@@ -203,7 +213,8 @@ impl Pass<'_> {
             (&*self.p, &*self.outputs, &mut self.gradients.v, 1.0),
             (&*self.ds, &*self.queries, &mut self.gradients.k, self.head.score_scale()),
         ];
-        let first = !self.gradients.accumulate && queries.start <= self.head.first_query(block.start);
+        let first =
+            !self.gradients.accumulate && self.head.meets(&(0..self.head.queries), block).start == from;
         for (weights, panels, to, new) in products {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
             let right = Right { data: &panels[from * wide..], panel };

@@ -9,13 +9,14 @@ use super::super::tile::{Full, LINE, Update};
 use super::head::{Head, panels, pieces};
 use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
+use super::seen::{Meeting, Seen};
 use super::softmax::{Block, Running, logs, softmax};
 
 /// Number of keys per tile. With their values they use a quarter of L2 cache at the usual head widths.
 const KEYS: usize = 256;
 
 struct Pass<'a> {
-    head: Head,
+    head: Head<'a>,
     q: Rows<'a>,
     k: Rows<'a>,
     v: Rows<'a>,
@@ -33,14 +34,18 @@ struct Pass<'a> {
     next: Option<[Rows<'a>; 3]>,
 }
 
-impl Head {
-    /// Writes one row of `y` per query and, if `lse` is given, the log-sum-exp of the query's scores.
+impl Head<'_> {
+    /// Writes one row of `y` per query and, if `lse` is given, the log-sum-exp of the query's scores. If it
+    /// `continues`, both are of other keys before, and of those and these afterwards; of a query that attends
+    /// to none of these keys they keep their values.
+    ///
     /// Prefetches as many rows of the `next` head as there are queries.
     pub(super) fn forward(
         self,
         [q, k, v]: [Rows<'_>; 3],
-        y: RowsMut<'_>,
-        lse: Option<&mut [f32]>,
+        mut y: RowsMut<'_>,
+        mut lse: Option<&mut [f32]>,
+        continues: bool,
         next: Option<[Rows<'_>; 3]>,
         scratch: &mut Vec<f32>,
     ) {
@@ -55,27 +60,36 @@ impl Head {
             self.queries,
         ];
         let [keys, values, scores, tops, sums] = panels(scratch, lengths);
-        let running = Running { tops, sums };
+        let mut running = Running { tops, sums };
+        match lse.as_deref_mut().filter(|_| continues) {
+            Some(lse) => running.resume(lse, self.score_scale()),
+            None if self.skips_keys() => {
+                running.clear();
+                y.clear(self.queries, self.width);
+            }
+            None => {}
+        }
         let mut pass =
             Pass { head: self, q, k, v, y, keys, values, values_panel, scores, pitch, running, next };
         pass.run();
-        let Running { tops, sums } = pass.running;
-        if let Some(lse) = lse {
-            logs(self.isa, tops, sums, self.exponent_scale(), lse);
+        let (Running { tops, sums }, Some(lse)) = (pass.running, lse) else { return };
+        match self.seen {
+            Seen::Ranges(ranges) if continues => {
+                for query in (0..self.queries).filter(|&query| ranges.meets(query, &(0..self.keys))) {
+                    let at = query..query + 1;
+                    logs(self.isa, &tops[at.clone()], &sums[at.clone()], self.exponent_scale(), &mut lse[at]);
+                }
+            }
+            _ => logs(self.isa, tops, sums, self.exponent_scale(), lse),
         }
     }
 }
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { isa, queries, keys, width, .. } = self.head;
-        if self.head.is_windowed() {
-            self.running.tops.fill(f32::NEG_INFINITY);
-            self.running.sums.fill(0.0);
-            self.y.clear(queries, width);
-        }
+        let Head { isa, queries, keys, .. } = self.head;
         for tile in pieces(0..keys, KEYS) {
-            let queries = self.head.first_query(tile.start)..self.head.end_of_queries(tile.end - 1);
+            let queries = self.head.meets(&(0..queries), &tile);
             if queries.is_empty() {
                 continue;
             }
@@ -103,8 +117,11 @@ impl Pass<'_> {
             self.next.iter().flatten().for_each(|next| next.fetch(block));
         }
         let (rows, pitch) = (block.len(), self.pitch);
-        let first = tile.start == 0 && !self.head.is_windowed();
-        let meeting = self.head.meeting(block, tile);
+        let first = tile.start == 0 && !self.head.skips_keys();
+        let meeting = Meeting::new(self.head.seen, block, tile);
+        if meeting.all == 0 {
+            return;
+        }
 
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
         let keys = Right { data: self.keys, panel: width * isa.tile().columns };

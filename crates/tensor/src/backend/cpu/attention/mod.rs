@@ -12,14 +12,19 @@
 //! document's. So nothing of other documents is read, and a document has the bits that it has alone. The
 //! queries of a document's prefix attend to as many keys as the last of them.
 //!
+//! Where each query has its own range of keys, a sequence is one head, and a tile of keys meets the queries
+//! from the first to the last one whose range has some of it.
+//!
 //! Within a register tile, masked weights are multiplied as zeros. A NaN in a value can therefore reach up to
 //! seven earlier queries.
 
 mod backward;
 mod forward;
 mod head;
+mod over;
 mod product;
 mod rows;
+mod seen;
 mod softmax;
 #[cfg(test)]
 mod tests;
@@ -30,7 +35,9 @@ use std::ops::Range;
 
 use self::backward::Gradients;
 use self::head::Head;
+pub(super) use self::over::Over;
 use self::rows::{Rows, RowsMut};
+use self::seen::{Causal, Ranges, Seen};
 use super::documents::{Document, Documents};
 use super::pool::Pool;
 use super::simd::Isa;
@@ -83,32 +90,31 @@ impl Layout {
         QueryHead { sequence, query, kv: query / self.group() }
     }
 
-    /// Returns the documents of a sequence: `whole`, if `documents` does not divide it.
-    fn documents_of<'d>(
-        documents: Option<&'d Documents>,
-        whole: &'d Document,
-        sequence: usize,
-    ) -> &'d [Document] {
-        documents.map_or(std::slice::from_ref(whole), |documents| documents.of(sequence))
-    }
-
-    /// Returns the sizes of a head with the queries of one document, of which `shared` are rows of each token.
-    /// The queries are those of the last of `keys` tokens.
-    const fn head_of(self, isa: Isa, keys: usize, document: &Document, shared: usize) -> Head {
+    /// Returns the sizes of a head with the queries of one document of a sequence, of which `shared` are rows
+    /// of each token. The sequence has `keys` keys.
+    fn head_of<'s>(
+        self,
+        isa: Isa,
+        (keys, attended): (usize, Attended<'s>),
+        (sequence, document): (usize, &Document),
+        shared: usize,
+    ) -> Head<'s> {
         let Document { start, first, end, prefix } = *document;
-        // Tokens of the sequence before the queries, from the document's first one on.
-        let before = keys - self.tokens + first - start;
         let tokens = end - first;
-        Head {
-            isa,
-            queries: tokens * shared,
-            keys: before + tokens,
-            seen_first: before + 1,
-            seen_least: if prefix > before + 1 { prefix } else { before + 1 },
-            window: self.window,
-            is_shared: shared > 1,
-            width: self.head_dim,
-        }
+        let (keys, seen) = match attended {
+            Attended::Before(_) => {
+                // Tokens of the sequence before the queries, from the document's first one on.
+                let before = keys - self.tokens + first - start;
+                let (first, is_shared) = (before + 1, shared > 1);
+                let causal = Causal { first, least: prefix.max(first), window: self.window, is_shared };
+                (before + tokens, Seen::Causal(causal))
+            }
+            Attended::Ranges(ranges) => {
+                let at = sequence * self.tokens;
+                (keys, Seen::Ranges(ranges.of(at..at + self.tokens)))
+            }
+        };
+        Head { isa, queries: tokens * shared, keys, seen, width: self.head_dim }
     }
 
     /// Returns whether rows of `operands` matrices of one head can be prefetched without filling too much of L2
@@ -122,6 +128,32 @@ impl Layout {
     /// Returns the number of heads of queries of all sequences.
     const fn query_heads(self) -> usize {
         if self.tokens == 0 || self.head_dim == 0 { 0 } else { self.batch * self.heads.query }
+    }
+}
+
+/// Which keys the queries of all sequences attend to.
+#[derive(Debug, Clone, Copy)]
+enum Attended<'a> {
+    /// Those of their document, up to their own or to the end of their prefix. The queries are those of the
+    /// last tokens that have keys.
+    Before(Option<&'a Documents>),
+    /// A range of keys for each query of all sequences.
+    Ranges(Ranges<'a>),
+}
+
+impl<'a> Attended<'a> {
+    /// Returns the documents of a sequence: `whole`, if nothing divides it.
+    fn documents(self, whole: &'a Document, sequence: usize) -> &'a [Document] {
+        match self {
+            Self::Before(Some(documents)) => documents.of(sequence),
+            Self::Before(None) | Self::Ranges(_) => std::slice::from_ref(whole),
+        }
+    }
+
+    /// Panics unless `keys` keys are enough for as many queries.
+    fn check(self, keys: usize, queries: usize) {
+        let is_enough = keys >= queries || matches!(self, Self::Ranges(_));
+        assert!(is_enough, "every query must have a key");
     }
 }
 
@@ -211,17 +243,18 @@ thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Forward pass: `y = softmax(q kᵀ / sqrt(head_dim)) v` per head. A query attends to the keys up to its own
-/// position, and to those of its prefix.
+/// Forward pass: `y = softmax(q kᵀ / sqrt(head_dim)) v` per head.
 struct Forward<'a> {
     isa: Isa,
     layout: Layout,
-    /// Number of keys of each sequence. The queries are those of the last tokens.
+    /// Number of keys of each sequence.
     keys: usize,
     q: (&'a [f32], HeadLayout),
     k: (&'a [f32], HeadLayout),
     v: (&'a [f32], HeadLayout),
-    documents: Option<&'a Documents>,
+    attended: Attended<'a>,
+    /// Whether `y` and `lse` are of other keys already.
+    continues: bool,
 }
 
 impl<'a> Forward<'a> {
@@ -237,13 +270,14 @@ impl<'a> Forward<'a> {
         ] {
             assert!(place.end(l) <= len, "heads must lie within their buffers");
         }
-        assert!(self.keys >= l.tokens, "every query must have a key");
+        self.attended.check(self.keys, l.tokens);
         let y = Output::new(y);
         let lse = lse.map(Output::new);
         let (y, lse) = (&y, &lse);
         // If each sequence has one new token, the queries that share keys and values are the rows of one head,
         // so that keys and values are packed once for all of them. All of its rows attend to all keys.
-        let shared = if l.tokens == 1 { l.group() } else { 1 };
+        let is_before = matches!(self.attended, Attended::Before(_));
+        let shared = if l.tokens == 1 && is_before { l.group() } else { 1 };
         let whole = Document::whole(l.tokens);
         let stride = |place: HeadLayout| if shared > 1 { l.head_dim } else { place.stride };
         let reads = |task| {
@@ -267,12 +301,14 @@ impl<'a> Forward<'a> {
                 let next = task + pool.threads();
                 let next = (next < tasks && l.prefetches(3)).then(|| reads(next));
                 let sequence = l.head(task * shared).sequence;
-                for document in Layout::documents_of(self.documents, &whole, sequence) {
+                for document in self.attended.documents(&whole, sequence) {
                     let Document { start, first, end, .. } = *document;
                     let of = |[q, k, v]: [Rows<'a>; 3]| [q.after(first), k.after(start), v.after(start)];
                     let lse = lse.as_deref_mut().map(|lse| &mut lse[first * shared..end * shared]);
-                    let head = l.head_of(self.isa, self.keys, document, shared);
-                    head.forward(of(reads(task)), y.from(first), lse, next.map(of), scratch);
+                    let keys = (self.keys, self.attended);
+                    let head = l.head_of(self.isa, keys, (sequence, document), shared);
+                    let (read, next) = (of(reads(task)), next.map(of));
+                    head.forward(read, y.from(first), lse, self.continues, next, scratch);
                 }
             });
         });
@@ -294,7 +330,9 @@ struct Backward<'a> {
     lse: &'a [f32],
     /// Gradient of `y`: `[B, T, C]`.
     dy: &'a [f32],
-    documents: Option<&'a Documents>,
+    attended: Attended<'a>,
+    /// Whether to add to the gradients of queries instead of overwriting them.
+    accumulate_queries: bool,
     /// Whether to add to the gradients of keys and values instead of overwriting them.
     accumulate: bool,
 }
@@ -312,7 +350,7 @@ impl<'a> Backward<'a> {
         ] {
             assert!(place.end(l) <= len, "heads must lie within their buffers");
         }
-        assert!(self.keys >= l.tokens, "every query must have a key");
+        self.attended.check(self.keys, l.tokens);
         let gradients = &gradients;
         let reads = |index| {
             let QueryHead { sequence, query, kv } = l.head(index);
@@ -349,14 +387,16 @@ impl<'a> Backward<'a> {
                 let next =
                     if index + 1 < (task + 1) * group { index + 1 } else { (task + pool.threads()) * group };
                 let next = (next < l.query_heads() && l.prefetches(5)).then(|| reads(next));
-                for document in Layout::documents_of(self.documents, &whole, sequence) {
+                for document in self.attended.documents(&whole, sequence) {
                     let Document { start, first, end, .. } = *document;
                     let of = |[q, k, v, y, dy]: [Rows<'a>; 5]| {
                         [q.after(first), k.after(start), v.after(start), y.after(first), dy.after(first)]
                     };
                     let [q, k, v] = [dq.from(first), dk.from(start), dv.from(start)];
-                    let gradients = Gradients { q, k, v, accumulate };
-                    let (head, lse) = (l.head_of(self.isa, self.keys, document, 1), &lse[first..end]);
+                    let accumulate_queries = self.accumulate_queries;
+                    let gradients = Gradients { q, k, v, accumulate_queries, accumulate };
+                    let (keys, lse) = ((self.keys, self.attended), &lse[first..end]);
+                    let head = l.head_of(self.isa, keys, (sequence, document), 1);
                     SCRATCH.with_borrow_mut(|scratch| {
                         head.backward(of(reads(index)), lse, gradients, next.map(of), scratch);
                     });
@@ -404,7 +444,9 @@ fn forward(
     lse: &mut [f32],
 ) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
-    Forward { isa, layout: l, keys: l.tokens, q, k, v, documents }.run(pool, y, Some(lse));
+    let attended = Attended::Before(documents);
+    let pass = Forward { isa, layout: l, keys: l.tokens, q, k, v, attended, continues: false };
+    pass.run(pool, y, Some(lse));
 }
 
 /// Computes the gradient of [`train_forward`]: writes `d_qkv` `[B, T, W]`, given `qkv`, `y` and `lse` of the
@@ -428,8 +470,10 @@ fn backward(
 ) {
     let [q, k, v] = packed(l).map(|place| (qkv, place));
     let d_qkv = Output::new(d_qkv);
-    let accumulate = false;
-    let pass = Backward { isa, layout: l, keys: l.tokens, q, k, v, y, lse, dy, documents, accumulate };
+    let (attended, keys) = (Attended::Before(documents), l.tokens);
+    let (accumulate_queries, accumulate) = (false, false);
+    let pass =
+        Backward { isa, layout: l, keys, q, k, v, y, lse, dy, attended, accumulate_queries, accumulate };
     pass.run(pool, packed(l).map(|place| (d_qkv, place)));
 }
 
@@ -497,7 +541,8 @@ fn forward_over(
     }
     let (q, k, v) = ((qkv, packed(l)[0]), (&*keys, cache.head_layout(l)), (&*values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
-    Forward { isa, layout: l, keys, q, k, v, documents }.run(pool, y, lse);
+    let attended = Attended::Before(documents);
+    Forward { isa, layout: l, keys, q, k, v, attended, continues: false }.run(pool, y, lse);
 }
 
 /// Computes the gradient of [`cached_forward`], given `qkv`, keys, values, `y`, `lse` and `dy`. Adds to the
@@ -521,7 +566,9 @@ fn backward_over(
 ) {
     let (q, k, v) = ((qkv, packed(l)[0]), (keys, cache.head_layout(l)), (values, cache.head_layout(l)));
     let keys = cache.past + l.tokens;
-    let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, documents, accumulate: true };
+    let (attended, accumulate_queries, accumulate) = (Attended::Before(documents), false, true);
+    let pass =
+        Backward { isa, layout: l, keys, q, k, v, y, lse, dy, attended, accumulate_queries, accumulate };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
     pass.run(pool, [(dq, packed(l)[0]), (dk, cache.head_layout(l)), (dv, cache.head_layout(l))]);
     for [key, value, cached] in cache.rows(l) {

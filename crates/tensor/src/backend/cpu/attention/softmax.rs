@@ -12,8 +12,8 @@ use super::super::simd::simd;
 use super::super::tile::{MOST_ROWS, RowFactors};
 use super::super::vector::{LANES, Vector, exp2, greatest, sum};
 use super::super::vmath;
-use super::head::Meeting;
 use super::rows::Rows;
+use super::seen::Meeting;
 
 /// Products of a block of queries with a tile of keys, in rows `pitch` apart.
 pub(super) struct Block<'a> {
@@ -42,6 +42,22 @@ pub(super) struct Running<'a> {
     pub(super) sums: &'a mut [f32],
 }
 
+impl Running<'_> {
+    /// Begins without keys.
+    pub(super) fn clear(&mut self) {
+        self.tops.fill(f32::NEG_INFINITY);
+        self.sums.fill(0.0);
+    }
+
+    /// Begins with the keys of which `lse` is the log-sum-exp, as if each query had one with that score.
+    pub(super) fn resume(&mut self, lse: &[f32], score_scale: f32) {
+        for ((top, sum), lse) in self.tops.iter_mut().zip(&mut *self.sums).zip(lse) {
+            *top = lse / score_scale;
+            *sum = if *lse == f32::NEG_INFINITY { 0.0 } else { 1.0 };
+        }
+    }
+}
+
 /// Returns `2^(scale x + shift)` of eight products.
 #[inline(always)]
 unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V {
@@ -52,7 +68,8 @@ unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V
 simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns
     /// the factors with which the weighted sums of values are updated. If this tile is the `first`, the
-    /// contents of `running` are not read. With a window no tile is: `running` begins as that of no keys.
+    /// contents of `running` are not read. Where queries skip keys no tile is: `running` begins as that of no
+    /// keys, or of other ones.
     pub(super) fn softmax<L: Level + Vector>(
         block: Block<'_>,
         running: Running<'_>,
@@ -107,7 +124,7 @@ simd! {
             }
             for r in 0..rows {
                 if !meeting.sees_any(r) {
-                    // The tile is before the query's window, and leaves its sum as it is.
+                    // The query attends to no key of the tile, which leaves its sum as it is.
                     shares[r] = RowFactors { old: 1.0, new: 0.0 };
                     continue;
                 }

@@ -261,6 +261,34 @@ fn levels_agree_on_prefixes() {
     }
 }
 
+/// Tiles of each height: ranges that begin and end within blocks of queries and tiles of keys, in no order.
+#[test]
+fn levels_agree_on_ranges() {
+    let (t, keys, pool) = (310, 520, Pool::new(1).unwrap());
+    let l = layout(1, (4, 2), t, 5);
+    let draw = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) % 530;
+    let (from, to): (Vec<u32>, Vec<u32>) = (0..t as u32).map(|i| (draw(2 * i), draw(2 * i + 1))).unzip();
+    let read = [noise(t * joined(l), 3), noise(keys * l.kv_width(), 4), noise(keys * l.kv_width(), 5)];
+    let dy = noise(t * l.width(), 6);
+    let mut found: Vec<[Vec<f32>; 4]> = Vec::new();
+    for isa in Isa::available() {
+        let over = Over { isa, layout: l, keys, ranges: Ranges { from: &from, to: &to } };
+        let (mut y, mut lse) = (vec![f32::NAN; dy.len()], vec![f32::NAN; l.query_heads() * t]);
+        over.forward(&pool, read.each_ref().map(|x| &x[..]), false, &mut y, &mut lse);
+        let mut d = [vec![1.0; dy.len()], vec![2.0; read[1].len()], vec![3.0; read[2].len()]];
+        let all = [&read[0], &read[1], &read[2], &y, &lse, &dy].map(|x| &x[..]);
+        over.backward(&pool, all, d.each_mut().map(|x| &mut x[..]));
+        let [dq, dk, dv] = d;
+        found.push([y, dq, dk, dv]);
+    }
+    assert!(found[0].iter().flatten().all(|x| x.is_finite()));
+    for other in &found[1..] {
+        for (found, want) in other.iter().zip(&found[0]) {
+            assert_close(found, &wide(want), 1e-5, "ranges");
+        }
+    }
+}
+
 /// Returns the rows of `t` tokens from token `past` on, of each of `b` sequences of `total` tokens.
 fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
     (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()

@@ -1,0 +1,62 @@
+//! Heads of an attention, and which keys a query attends to.
+
+use crate::View;
+
+/// Number of heads of an attention. `query` must be a multiple of `kv`: each head of keys and values serves
+/// `query / kv` consecutive heads of queries (grouped-query attention, Ainslie et al. 2023).
+///
+/// With `D` values per head, queries, keys and values of a token lie side by side in
+/// [`width`](Self::width)` * D` values, all queries first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Heads {
+    /// Heads of queries.
+    pub query: usize,
+    /// Heads of keys, and of values.
+    pub kv: usize,
+}
+
+impl Heads {
+    /// As many heads of keys and values as of queries.
+    #[must_use]
+    pub const fn equal(heads: usize) -> Self {
+        Self { query: heads, kv: heads }
+    }
+
+    /// Returns the number of heads of queries, keys and values together.
+    #[must_use]
+    pub const fn width(self) -> usize {
+        self.query.saturating_add(self.kv.saturating_mul(2))
+    }
+}
+
+/// Which keys a query attends to: those up to its own, without those that are left out here, and those of its
+/// prefix.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Mask<'a> {
+    /// Where documents begin: a query attends only to keys of its own document.
+    pub documents: Option<View<'a>>,
+    /// Where the prefixes of documents end: a query in one attends to all keys of the prefix, those after its
+    /// own included (Dong et al. 2019, "`UniLM`"; Raffel et al. 2020, "T5", prefix language models).
+    pub prefixes: Option<View<'a>>,
+    /// Number of keys up to its own, this included, that it attends to at most (Beltagy et al. 2020). `None`
+    /// for all.
+    pub window: Option<usize>,
+}
+
+/// For each query, the range of keys that it attends to.
+///
+/// A rank of context parallelism has the queries of some positions of a sequence, and meets the keys of
+/// others in blocks (Liu et al. 2023, "Ring Attention"). Whether positions follow each other or not, the keys
+/// of a block that a query attends to are one range, as long as the block's keys are in the order of the
+/// sequence.
+#[derive(Debug, Clone, Copy)]
+pub struct KeyRanges<'a> {
+    /// The first key: u32 `[B, T]`.
+    pub from: View<'a>,
+    /// The key after the last: u32 `[B, T]`. A query attends to no key if it is not above `from`. A key after
+    /// the last one of the op is taken as the end of the keys.
+    pub to: View<'a>,
+    /// Number of pairs of query and key in all ranges of all sequences, for one head. The cost is computed
+    /// from it.
+    pub pairs: u64,
+}
