@@ -52,7 +52,7 @@ use farflung_zoo::exchange::{
 };
 use farflung_zoo::{AxisShare, Cut, ZooError};
 
-use crate::floats::floats;
+use crate::floats::{floats, le_bytes};
 use crate::row_messages::RowMessages;
 
 /// A rank's exchanges with others, by a communicator for each axis. Along other axes the rank is alone.
@@ -249,10 +249,6 @@ impl Exchange for OverRanks {
         let arrived = [came, cols];
         Ok(ArrivedRows { rows: rows.device().tensor(&all, arrived)?, counts })
     }
-}
-
-fn le_bytes(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// Returns the values of a message.

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use farflung_base::PendingOp;
 pub use farflung_base::{Axis, Pending};
-use farflung_tensor::{Op, Shape, Tensor, TensorError};
+use farflung_tensor::{DType, Device, Op, Shape, Tensor, TensorError};
 
 use crate::{AxisShare, ZooError};
 
@@ -202,28 +202,30 @@ pub struct Counted {
     exchanges: Arc<Mutex<Vec<CountedExchange>>>,
 }
 
-/// A tensor that a rank before would have sent: the wait for it is recorded.
+/// A tensor that a rank before would have sent: it is made, and the wait for it recorded, when it is waited
+/// for.
 struct Arriving {
-    tensor: Option<Tensor>,
+    like: (Device, DType, Shape),
     index: usize,
     exchanges: Arc<Mutex<Vec<CountedExchange>>>,
 }
 
 impl Arriving {
-    fn take(&mut self) -> Tensor {
+    fn take(&self) -> Result<Tensor, ZooError> {
         let mut exchanges = self.exchanges.lock().unwrap_or_else(PoisonError::into_inner);
         exchanges.push(CountedExchange::Arrived(self.index));
-        self.tensor.take().expect("a tensor arrives once")
+        let (device, dtype, shape) = &self.like;
+        Ok(device.empty(*dtype, *shape)?)
     }
 }
 
 impl PendingOp<Result<Tensor, ZooError>> for Arriving {
     fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<Tensor, ZooError>> {
-        Poll::Ready(Ok(self.take()))
+        Poll::Ready(self.take())
     }
 
-    fn wait(mut self: Box<Self>) -> Result<Tensor, ZooError> {
-        Ok(self.take())
+    fn wait(self: Box<Self>) -> Result<Tensor, ZooError> {
+        self.take()
     }
 }
 
@@ -390,14 +392,13 @@ impl Exchange for Counted {
     }
 
     fn pass_on(&self, axis: Axis, values: &Tensor) -> Result<Pending<Result<Tensor, ZooError>>, ZooError> {
-        let tensor = values.device().empty(values.dtype(), values.shape())?;
+        let like = (values.device().clone(), values.dtype(), values.shape());
         if self.size(axis) == 1 {
-            return Ok(Pending::ready(Ok(tensor)));
+            return Ok(Pending::ready(Ok(like.0.empty(like.1, like.2)?)));
         }
         self.add(axis, bytes(values));
         let index = self.record(CountedExchange::PassOn(axis, values.shape().len()));
-        let exchanges = Arc::clone(&self.exchanges);
-        Ok(Pending::new(Arriving { tensor: Some(tensor), index, exchanges }))
+        Ok(Pending::new(Arriving { like, index, exchanges: Arc::clone(&self.exchanges) }))
     }
 
     fn all_to_all_rows(
@@ -451,8 +452,6 @@ pub fn all_to_all_shape(
 
 #[cfg(test)]
 mod tests {
-    use farflung_tensor::Device;
-
     use super::*;
 
     #[test]

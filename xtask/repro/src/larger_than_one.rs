@@ -31,8 +31,9 @@ const STEPS: usize = 3;
 /// Layers of the four stages: the first one also has the token table, and the last one a copy of it.
 const LAYERS: [&str; 4] = ["0..11", "11..24", "24..37", "37..48"];
 
-/// Flags of both runs: four sequences of 256 tokens in a step.
-const FLAGS: &str = "--model gpt2-xl --tokenizer byte --vocab 50257 --context 256 --warmup 0 --lr 1e-4 --eval-every 0 --eval-batches 1 --sample-tokens 0 \
+/// Flags of both runs: eight sequences of 128 tokens in a step. A stage that recomputes a microbatch has the
+/// activations of all its layers for it, so that short ones take less memory.
+const FLAGS: &str = "--model gpt2-xl --tokenizer byte --vocab 50257 --context 128 --warmup 0 --lr 1e-4 --eval-every 0 --eval-batches 1 --sample-tokens 0 \
                      --state disk --save-end false --deadline 600s --seed 1337";
 
 /// What a plan decides, for a run without one.
@@ -107,7 +108,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let at = |name: &str| folder.path().join(name).display().to_string();
 
     // The planner cuts by time, and here memory decides.
-    let stages = ["--workers", "4", "--stages", "4", "--microbatches", "4", "--threads", "1"];
+    let stages = ["--workers", "4", "--stages", "4", "--microbatches", "8", "--threads", "1"];
     let (cut, divided) = (at("plan.toml"), at("divided"));
     let printed = farflung(&words(&[&stages[..], &PLANNED, &["--print-plan"]].concat(), &divided))?
         .stdout(Stdio::piped())
@@ -129,7 +130,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
     check_room(folder.path())?;
     let alone = at("alone");
-    let flags = ["--workers", "1", "--accumulate", "4", "--threads", "2", "--transport", "memory"];
+    let flags = ["--workers", "1", "--accumulate", "8", "--threads", "2", "--transport", "memory"];
     let one = watched(farflung(&words(&[&flags[..], &PLANNED].concat(), &alone))?, false)?;
     let of_one = losses(Path::new(&alone))?;
     report.progress(&format!("one process: {:.0} s, losses {of_one:?}", one.seconds))?;

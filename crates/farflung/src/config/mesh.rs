@@ -1,7 +1,7 @@
 //! The settings of the axes along which ranks divide the model: `mesh`, and those of the tensor axis.
 
 use farflung_base::{Axis, ContextCut, ContextOrder};
-use farflung_parallel::{Mesh, whole_replicas};
+use farflung_parallel::{Mesh, whole_groups, whole_replicas};
 use toml::Value;
 
 use super::TrainConfig;
@@ -99,6 +99,11 @@ impl TrainConfig {
             Some(Numbers(weights)) if self.tensor > 1 => weights.clone(),
             _ => Vec::new(),
         }
+    }
+
+    /// Returns the number of replicas of `world` ranks that read different sequences.
+    pub(crate) fn readers_of(&self, world: usize) -> usize {
+        whole_groups(self.replicas_of(world), self.context_parallel.max(1))
     }
 
     /// Returns the number of replicas that `world` ranks make. Those that divide sequences are several.

@@ -1,11 +1,11 @@
 //! Sizes of the tensors of forward and backward passes, and the choice of those that a part of the model keeps
 //! within a memory budget.
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::{Bytes, ContextCut, Nanos};
 use farflung_parallel::recompute::{Layer, RecomputePlan, rotor};
 use farflung_parallel::{Part, Recompute};
-use farflung_zoo::ModelSpec;
-use farflung_zoo::profile::{LayerProfile, ModelProfile};
+use farflung_zoo::profile::{DividedSequences, LayerProfile, ModelProfile};
+use farflung_zoo::{AxisShare, ModelSpec};
 
 use crate::Result;
 
@@ -77,11 +77,23 @@ const UNITS: usize = 1024;
 /// The result depends on the plan only, so that all ranks compute the same.
 ///
 /// Errors: [`ParallelError::Budget`](farflung_parallel::ParallelError::Budget) if no choice fits.
-pub(super) fn within_budget(part: &Part, model: &ModelSpec, batch: usize) -> Result<Option<RecomputePlan>> {
+pub(super) fn within_budget(
+    part: &Part,
+    (model, context): (&ModelSpec, ContextCut),
+    batch: usize,
+) -> Result<Option<RecomputePlan>> {
     match part.recompute {
-        Recompute::Within(_) => budgeted(part, &profile(model), batch),
+        Recompute::Within(_) => budgeted(part, &of_readers(model, context)?, batch),
         _ => Ok(None),
     }
+}
+
+/// Returns what a model's layers cost a rank that has some positions of sequences, as many as the others.
+///
+/// Errors: ranks that would have unequal numbers of them.
+pub(super) fn of_readers(model: &ModelSpec, context: ContextCut) -> Result<ModelProfile> {
+    let (whole, positions) = (AxisShare::whole(), DividedSequences::ByContext(context, 0));
+    Ok(ModelProfile::of_pieces(model, [&whole; 2], positions)?)
 }
 
 /// Like [`within_budget`].
@@ -112,7 +124,7 @@ mod tests {
         let block = bytes(PerToken::of(&model).block, model.context, 2).0;
         let again = |budget: u64| {
             let part = Part { layers: 0..12, recompute: Recompute::Within(Bytes(budget)), offload: 0 };
-            within_budget(&part, &model, 2).map(|plan| repeated(&plan.unwrap(), 12))
+            within_budget(&part, (&model, ContextCut::default()), 2).map(|plan| repeated(&plan.unwrap(), 12))
         };
         assert_eq!(again(13 * block).unwrap(), 0);
         let counts: Vec<usize> = (2..13).rev().map(|n| again(n * block).unwrap()).collect();
@@ -123,6 +135,6 @@ mod tests {
         assert!(again(block + 4 * hidden).unwrap() > 12);
         assert!(again(block).unwrap_err().to_string().contains("12 layers"), "{}", again(block).unwrap_err());
         let kept = Part { layers: 0..12, recompute: Recompute::Full, offload: 0 };
-        assert_eq!(within_budget(&kept, &model, 2).unwrap(), None);
+        assert_eq!(within_budget(&kept, (&model, ContextCut::default()), 2).unwrap(), None);
     }
 }

@@ -87,6 +87,9 @@ struct CheckpointRecord {
     /// Whether they divided positions where layers are whole.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     sequence_parallel: bool,
+    /// How replicas divided the positions of sequences; empty if each had whole ones.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    context: String,
     /// The weights of the replicas that divided the optimizer's state, of which the rank then has a shard;
     /// empty if each had all of it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

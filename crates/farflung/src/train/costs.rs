@@ -8,7 +8,7 @@ use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
 use farflung_zoo::profile::{DividedSequences, ModelProfile};
 use farflung_zoo::{AxisShare, ModelSpec};
 
-use super::activations::{budgeted, profile, repeated};
+use super::activations::{budgeted, of_readers, profile, repeated};
 use super::links;
 use crate::{Result, RunSettings, TrainConfig};
 
@@ -83,7 +83,7 @@ impl Work {
     ///
     /// Errors: a rank has no piece of a layer, or of sequences.
     pub(super) fn of_each(model: &ModelSpec, plan: &Plan) -> Result<Vec<Self>> {
-        let (whole, batch) = (profile(model), plan.batch as usize);
+        let (whole, batch) = (of_readers(model, plan.context)?, plan.batch as usize);
         let weights = plan.shares_of_width();
         if weights.len() == 1 && !plan.context.divides() {
             return Ok(vec![Self::new(model, batch)]);

@@ -4,8 +4,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use farflung_base::{Axis, ContextCut, Rank};
-use farflung_comm::Communicator;
+use farflung_base::{Axis, Bytes, ContextCut, Rank};
+use farflung_comm::{Communicator, MAX_MESSAGE};
 use farflung_parallel::{Coordinates, Mesh, ParallelError, Plan};
 use farflung_tensor::Device;
 use farflung_zoo::exchange::{Counted, Exchange};
@@ -196,6 +196,19 @@ fn check_context(plan: &Plan, model: &ModelSpec) -> Result<()> {
     let share = AxisShare::new(0, plan.shares_of_width())?;
     for share in share.all() {
         for run in &model.blocks {
+            let attention = run.block.attention;
+            let block =
+                u64::from(plan.batch) * (cut.each(model.context) * share.of(attention.heads.kv).len()) as u64;
+            let bytes = block.saturating_mul((size_of::<f32>() * attention.head_dim) as u64);
+            if bytes > MAX_MESSAGE as u64 {
+                let why = format!(
+                    "such that a rank's keys are one message, of at most {}: it has {}, so give more ranks, or a \
+                     smaller `batch`",
+                    Bytes(MAX_MESSAGE as u64),
+                    Bytes(bytes)
+                );
+                return refuse("context_parallel", cut.readers(), why);
+            }
             let heads = share.of(run.block.attention.heads.kv).len();
             if !heads.is_multiple_of(cut.ulysses as usize) {
                 return refuse(

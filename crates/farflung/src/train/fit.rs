@@ -58,7 +58,7 @@ pub fn fit(mut plan: Plan, model: &ModelSpec, cluster: &Cluster, state: Bytes) -
     if budget == 0 {
         return Err(refused().into());
     }
-    let planned = within_budget(&plan.parts[0], model, batch).map_err(|_| refused())?;
+    let planned = within_budget(&plan.parts[0], (model, plan.context), batch).map_err(|_| refused())?;
     let repeated = planned.map_or(0, |plan| repeated(&plan, layers));
     Ok(Fit { plan, needs: Bytes(rest.0.saturating_add(once).saturating_add(budget)), repeated })
 }

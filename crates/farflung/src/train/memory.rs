@@ -26,6 +26,7 @@ use super::bound_plan::BoundPlan;
 use super::boundary::{Boundaries, SamplesSeen, coded_bytes};
 use super::costs::Machines;
 use super::division::Division;
+use super::exchange;
 use super::executor::{Components, Counts, Executor, Pass, Routers, Source, Wires};
 use super::job::Job;
 use super::kept_pass::KeptPass;
@@ -179,10 +180,8 @@ fn of_rank(
         }
     }
     if schedule.is_tied_across() && placement.end_of(position).is_some() {
-        // The messages contain this rank's gradient of the token table and that of the other rank with the
-        // table.
         let tables = executor.parts.values().map(|part| part.stage.shared_table_bytes());
-        messages += 2 * tables.max().unwrap_or(0);
+        messages += exchange::held(tables.max().unwrap_or(0), exchange::ahead(config.state));
     }
     Ok(StepMemory {
         weights: Bytes(weights + versions),

@@ -247,8 +247,7 @@ impl Part {
             return Ok(());
         };
         if let Some(table) = table {
-            let range = self.table();
-            grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
+            table.add_to(&mut grads)?;
         }
         std::mem::swap(&mut self.grads, &mut grads);
         let pending = self.pending;

@@ -2,16 +2,15 @@
 //! parts hold the table; its gradient is the sum of both parts' gradients.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use farflung_base::{Pending, Rank, StageId};
-use farflung_comm::{CommError, Communicator};
+use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::Placement;
 use farflung_tensor::Tensor;
 
-use super::exchange::Exchange;
+use super::exchange::{Between, Exchange, windows};
 use super::part::Part;
-use crate::floats::floats;
-use crate::{Error, Result};
+use crate::Result;
 
 /// The way in which this rank's gradient of the token table is added to that of the other part.
 #[derive(Debug)]
@@ -30,16 +29,11 @@ pub(super) enum TiedTable {
 /// pool and its partners in the larger pool.
 #[derive(Debug)]
 pub(super) struct TableExchange {
-    /// The ranks of the group.
-    pub(super) group: Communicator,
-    /// The ranks of the group to which this rank sends its gradient.
-    pub(super) to: Vec<Rank>,
-    /// The rank of the group from which this rank receives a gradient.
-    pub(super) from: Rank,
+    /// The ranks of the group with which this rank exchanges, and the number of exchanges so far: several may
+    /// be in flight.
+    pub(super) between: Between,
     /// This rank's stage with the table.
     pub(super) stage: StageId,
-    /// Number of exchanges so far. This number is the tag of the next exchange, since several may be in flight.
-    pub(super) round: u32,
     pub(super) begun: Option<Exchange>,
 }
 
@@ -85,18 +79,14 @@ impl TiedGroup {
 
 impl TableExchange {
     fn start(&mut self, part: &Part) -> Result<Exchange> {
-        let mine = table(part)?;
-        let tag = self.round;
-        self.round = self.round.wrapping_add(1);
-        let sent = self.start_sends(tag, &mine);
-        Ok(Exchange { mine, theirs: self.group.start_recv(self.from, tag), sent })
+        Exchange::start(self.next(), &part.grads, part.table())
     }
 
-    /// Sends values of the table to all that take them from this rank. The table may be large: there is one
-    /// copy for each receiver, and no other.
-    fn start_sends(&self, tag: u32, values: &[f32]) -> Vec<Pending<std::result::Result<(), CommError>>> {
-        let bytes = || values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.to.iter().map(|&other| self.group.start_send(other, tag, bytes())).collect()
+    /// Returns the ranks of the next exchange.
+    fn next(&mut self) -> Between {
+        let between = self.between.clone();
+        self.between.round = self.between.round.wrapping_add(1);
+        between
     }
 }
 
@@ -142,16 +132,20 @@ impl TiedTable {
                 };
                 let users = (find(Placement::is_last), find(Placement::is_first));
                 let (Some(head), Some(embedding)) = users else { return Ok(()) };
-                let mut sum = table(&parts[&head])?;
-                sum.iter_mut().zip(table(&parts[&embedding])?).for_each(|(sum, part)| *sum += part);
-                for stage in [head, embedding] {
-                    write(parts, stage, &sum)?;
+                for window in windows(&(0..parts[&head].table().len())) {
+                    let mut sum = table(&parts[&head], &window)?;
+                    let more = table(&parts[&embedding], &window)?;
+                    sum.iter_mut().zip(more).for_each(|(sum, part)| *sum += part);
+                    for stage in [head, embedding] {
+                        write(parts, stage, &window, &sum)?;
+                    }
                 }
             }
             Self::Across(TableExchange { stage, .. }) => {
                 let stage = *stage;
-                if let Some(exchange) = self.exchange(stage, &parts[&stage])? {
-                    write(parts, stage, &exchange.wait()?)?;
+                let part = parts.get_mut(&stage).expect("the table's user is on this rank");
+                if let Some(exchange) = self.exchange(stage, part)? {
+                    exchange.add_to(&mut part.grads)?;
                 }
             }
         }
@@ -191,34 +185,32 @@ impl TiedTable {
                 let part = parts.get_mut(&across.stage).expect("the table's user is on this rank");
                 let range = part.table();
                 let Some(buffer) = buffer(part) else { return Ok(()) };
-                let tag = across.round;
-                across.round = across.round.wrapping_add(1);
+                let between = across.next();
                 if placement.is_first(across.stage) {
-                    let values = buffer.view().part(range.start, range.len())?.to_vec::<f32>()?;
-                    let sent = across.start_sends(tag, &values);
-                    return Ok(sent.into_iter().try_for_each(Pending::wait)?);
+                    between.give(buffer, &range)
+                } else {
+                    between.take(buffer, &range)
                 }
-                let bytes = across.group.recv(across.from, tag)?;
-                let values = floats(&bytes, range.len()).ok_or_else(|| Error::Message {
-                    message: "the token table's average".to_owned(),
-                    problem: "does not have the length of the table",
-                })?;
-                Ok(buffer.view_mut().part(range.start, range.len())?.write(&values)?)
             }
         }
     }
 }
 
-/// Returns a part's gradient of the table.
-fn table(part: &Part) -> Result<Vec<f32>> {
-    let range = part.table();
-    Ok(part.grads.view().part(range.start, range.len())?.to_vec::<f32>()?)
+/// Returns a window of a part's gradient of the table.
+fn table(part: &Part, window: &Range<usize>) -> Result<Vec<f32>> {
+    let start = part.table().start + window.start;
+    Ok(part.grads.view().part(start, window.len())?.to_vec::<f32>()?)
 }
 
-fn write(parts: &mut BTreeMap<StageId, Part>, stage: StageId, sum: &[f32]) -> Result<()> {
+fn write(
+    parts: &mut BTreeMap<StageId, Part>,
+    stage: StageId,
+    window: &Range<usize>,
+    sum: &[f32],
+) -> Result<()> {
     let part = parts.get_mut(&stage).expect("the table's users are on this rank");
-    let range = part.table();
-    Ok(part.grads.view_mut().part(range.start, range.len())?.write(sum)?)
+    let start = part.table().start + window.start;
+    Ok(part.grads.view_mut().part(start, window.len())?.write(sum)?)
 }
 
 #[cfg(test)]

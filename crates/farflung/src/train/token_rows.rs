@@ -38,7 +38,7 @@ impl TrainConfig {
             self.context = Some(rows.length());
         }
         if self.plan.is_none() && !self.was_given("batch") {
-            let replicas = if self.is_pooled() { 1 } else { self.replicas_of(world).max(1) };
+            let replicas = if self.is_pooled() { 1 } else { self.readers_of(world).max(1) };
             self.batch = rows.count().div_ceil(replicas * planned::microbatches(&self).max(1));
         }
         self

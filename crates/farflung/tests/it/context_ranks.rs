@@ -174,6 +174,51 @@ fn any_division_of_sequences_continues_any_other() {
 }
 
 #[test]
+fn ranks_that_divide_sequences_no_more_drop_what_boundaries_stored() {
+    let run = described();
+    for store in ["memory", "file"] {
+        let out = format!("samples-{store}");
+        let common = "--model llama.json --workers 4 --stages 2 --batch 1 --check-every 1";
+        let coded = format!("{common} --sampling epochs --boundary aqsgd:8 --boundary-store {store}");
+        done(&run, &out, &format!("{coded} --steps 2 --context-parallel 2 --microbatches 4"));
+        let steps = done(&run, &out, &format!("{coded} --steps 4 --microbatches 2 --resume auto"));
+        assert_eq!(steps.last().unwrap().step, 4);
+    }
+}
+
+/// Rows without a batch are divided among the ranks that read different ones.
+#[test]
+fn rows_are_read_once_by_those_that_divide_them() {
+    let run = described();
+    let row = |n: usize| (0..33).map(|i| (i * (n + 3)) % 200).collect::<Vec<_>>();
+    let rows: Vec<_> = (0..8).map(row).collect();
+    let rows = serde_json::json!({ "input_ids": rows });
+    std::fs::write(run.at("rows.json"), rows.to_string()).unwrap();
+    let common = "--layers 2 --heads 4 --dim 16 --context 40 --tokens rows.json --workers 4";
+    let losses = ["", "--context-parallel 2", "--context-parallel 4"].map(|args| {
+        let out = format!("rows-{}", args.replace(' ', "-"));
+        let given = format!("train --json {common} {args} --steps 2 --codec none --threads 1 --out {out}");
+        let told = output(&run, &format!("{given} --sample-tokens 0 --eval-every 0"));
+        assert!(told.status.success(), "{args}: {}", stderr(&told));
+        farflung::metrics::read(&run.at(&out).join("metrics.jsonl")).unwrap()
+    });
+    assert!(losses.iter().all(|steps| farthest(steps, &losses[0]) < 1e-5));
+}
+
+/// Ranks that divide sequences need a part of the memory, so that runs are not refused for that of whole ones.
+#[test]
+fn the_memory_of_whole_sequences_is_not_asked_for() {
+    let run = described();
+    let logits = |args: &str| {
+        let given = format!("--layers 4 --heads 4 --dim 256 --context 4096 --batch 4096 --workers 4 {args}");
+        let told = stderr(&output(&run, &format!("train {given} --data text.txt --codec none --out no")));
+        let at = told.find("logits ").unwrap_or_else(|| panic!("{told}")) + "logits ".len();
+        told[at..].split(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!((logits("--context-parallel 4") / logits("") - 0.25).abs() < 0.01);
+}
+
+#[test]
 fn what_cannot_be_divided_is_refused_with_the_reason() {
     let run = described();
     for (args, reason) in [

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use farflung_base::Rank;
+use farflung_base::{ContextCut, Rank};
 
 use super::Plan;
 use crate::mesh::{Coordinates, whole_groups};
@@ -25,6 +25,13 @@ impl Plan {
     pub const fn readers_of(&self, replica: u32) -> Range<u32> {
         let first = replica - self.context_rank(replica);
         first..first + self.context.readers()
+    }
+
+    /// Returns how replicas divide positions, as checkpoints have it: empty if they have whole sequences.
+    #[must_use]
+    pub fn recorded_context(&self) -> String {
+        let ContextCut { ring, ulysses, order } = self.context;
+        if self.context.divides() { format!("{ring} x {ulysses} {order}") } else { String::new() }
     }
 
     /// Returns the ranks at the same position of a pipeline that pass keys and values on to each other.

@@ -321,6 +321,10 @@ fn context(
     order: Option<Text<ContextOrder>>,
 ) -> Result<ContextCut, ParallelError> {
     let (ranks, ulysses) = (ranks.unwrap_or(1), ulysses.unwrap_or(1));
+    if ranks == 0 {
+        let (field, expected) = ("context_parallel".to_owned(), "at least 1".to_owned());
+        return Err(ParallelError::Plan { field, value: "0".to_owned(), expected });
+    }
     ContextCut::of_readers(ranks, ulysses, order.map_or_else(ContextOrder::default, |order| order.0))
         .ok_or_else(|| {
             let expected = format!("at least 1, and a divisor of the {ranks} of `context_parallel`");

@@ -33,11 +33,8 @@ impl ContextPieces {
             return refuse("rank", rank as usize, "one of several that divide the positions of sequences");
         }
         if !cut.fits(len) {
-            return refuse(
-                "context",
-                len,
-                "a multiple of the ranks that divide it, with zigzag of twice as many",
-            );
+            let expected = "a multiple of the ranks that divide it; in a ring with zigzag, of twice as many";
+            return refuse("context", len, expected);
         }
         Ok(Self { cut, rank, len })
     }
@@ -328,7 +325,13 @@ impl<'a> DividedAttention<'a> {
                     self.cx.add(sum, &more)?;
                 }
             }
-            coming = Some(if last == 0 { Coming::Own(gradients) } else { self.pass_on(&gradients)? });
+            coming = Some(if last == 0 {
+                Coming::Own(gradients)
+            } else {
+                let sent = self.pass_on(&gradients)?;
+                drop(gradients);
+                sent
+            });
             if let Some(arriving) = arriving {
                 block = arriving.wait()?;
             }

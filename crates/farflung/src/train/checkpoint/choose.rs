@@ -29,13 +29,13 @@ enum OwnCheckpoint {
 pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
     let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
     let (levels, width) = (job.plan.recorded_paths(), job.plan.recorded_width());
-    let state = job.plan.recorded_state();
+    let (state, context) = (job.plan.recorded_state(), job.plan.recorded_context());
     let fits = |checkpoint: &Checkpoint| {
         source::record(checkpoint).is_ok_and(|t| {
             let width_of_each = (&t.tensor_weights, t.sequence_parallel);
             let held = (t.world, &t.parts, &t.experts, &t.paths, width_of_each);
             held == (job.world, &parts, &job.plan.experts, &levels, (&width, job.plan.sequence_parallel))
-                && t.zero_weights == state
+                && (&t.zero_weights, &t.context) == (&state, &context)
         })
     };
     let needed = trainer.needed();

@@ -219,6 +219,7 @@ pub(super) fn record(trainer: &Trainer, job: &Job, totals: Totals, absent: &[Ran
         tensor_weights: job.plan.recorded_width(),
         tensor: trainer.tensor(),
         sequence_parallel: job.plan.sequence_parallel,
+        context: job.plan.recorded_context(),
         zero_weights: job.plan.recorded_state(),
         paths: job.plan.recorded_paths(),
         routing: job.text_parts.routing.clone(),

@@ -176,6 +176,33 @@ fn layers_whose_width_ranks_divide_are_predicted_to_the_byte() {
 }
 
 #[test]
+fn divided_sequences_are_predicted_to_the_byte() {
+    for (stages, readers, ulysses, replicas, recompute) in [
+        (1, 2, 1, 1, Recompute::None),
+        (1, 4, 2, 1, Recompute::Full),
+        (1, 2, 2, 2, Recompute::Layers(1)),
+        (2, 4, 1, 1, Recompute::None),
+    ] {
+        let config = TrainConfig {
+            heads: Some(4),
+            workers: stages * readers * replicas,
+            context_parallel: readers,
+            ulysses,
+            microbatches: (stages > 1).then_some(4),
+            recompute,
+            ..config(stages, Method::OneFOneB)
+        };
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(
+            predicted,
+            measured(&job),
+            "{stages} stages, {readers} x {ulysses}, {replicas}, {recompute}"
+        );
+    }
+}
+
+#[test]
 fn shards_of_the_state_are_predicted_to_the_byte() {
     for (stages, tensor, weights, optimizer) in [
         (1, 1, vec![1, 1], "adamw"),

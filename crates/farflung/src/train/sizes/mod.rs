@@ -311,7 +311,8 @@ impl AdjustableSetting {
 
     /// Returns the minimum of this setting; all other values are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
-        if self == Self::Workers { config.stages.saturating_mul(config.expert) } else { 1 }
+        let along = [config.stages, config.expert, config.context_parallel, config.tensor];
+        if self == Self::Workers { along.into_iter().fold(1, usize::saturating_mul).max(1) } else { 1 }
     }
 
     fn get(self, config: &TrainConfig) -> usize {

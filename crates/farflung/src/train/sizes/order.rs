@@ -37,7 +37,7 @@ impl Pipeline {
     ///
     /// Errors: [`Error::Setting`] if the schedule does not support the settings; those of [`read_schedule`].
     pub(super) fn new(config: &TrainConfig, model: &ModelSpec, world: usize) -> Result<Self> {
-        let replicas = config.replicas_of(world).max(1) as u64;
+        let replicas = config.readers_of(world).max(1) as u64;
         if u32::try_from(config.eval_passes(replicas)).is_err() {
             let (value, most) = (config.eval_batches.to_string(), u64::from(u32::MAX));
             return Err(Error::Setting { field: "eval-batches", value, expected: format!("at most {most}") });
@@ -100,7 +100,7 @@ impl Pipeline {
 
     /// Returns the number of actions in the schedules of a step and of an evaluation.
     pub(super) fn actions(&self, config: &TrainConfig, world: usize) -> u128 {
-        let replicas = config.replicas_of(world).max(1) as u64;
+        let replicas = config.readers_of(world).max(1) as u64;
         let held_out = u128::from(config.eval_passes(replicas));
         self.step.saturating_add(self.depth.saturating_mul(held_out))
     }

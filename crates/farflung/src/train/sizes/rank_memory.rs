@@ -62,7 +62,11 @@ const PADDING: u64 = 64;
 /// them. A division that does not work is refused later.
 fn divided(config: &TrainConfig, model: &ModelSpec) -> ModelProfile {
     let count = model.mixtures().map(|(_, experts)| experts.count).max().unwrap_or(0);
-    let part = AxisShare::new(0, config.expert_weights()).and_then(|share| {
+    let experts = match config.expert_weights() {
+        weights if weights.is_empty() => Ok(AxisShare::whole()),
+        weights => AxisShare::new(0, weights),
+    };
+    let part = experts.and_then(|share| {
         let most = share.all().max_by_key(|share| share.of(count).len()).unwrap_or(share);
         let by_context = DividedSequences::ByContext(config.context_cut(), 0);
         let sequences = if config.sequence_parallel { DividedSequences::ByWidth } else { by_context };

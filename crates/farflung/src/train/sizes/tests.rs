@@ -232,7 +232,9 @@ fn a_budget_of_memory_is_kept() {
     for blocks in [6, 4, 3, 2] {
         let recompute = Recompute::Within(Bytes(block.0 * blocks + block.0 / 4));
         let part = Part { layers: 0..6, recompute, offload: 0 };
-        let plan = activations::within_budget(&part, &model, 4).unwrap().unwrap();
+        let plan = activations::within_budget(&part, (&model, farflung_base::ContextCut::default()), 4)
+            .unwrap()
+            .unwrap();
         let keeping = ActivationPolicy { steps: Some(plan.steps.into()), ..ActivationPolicy::default() };
         let measured = measured(&model, keeping);
         let position = rank_memory::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);

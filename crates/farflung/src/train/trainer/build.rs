@@ -32,6 +32,7 @@ use crate::train::bound_plan::BoundPlan;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::disk_state::DiskState;
 use crate::train::division::{self, Division};
+use crate::train::exchange::{self, Between};
 use crate::train::executor::{Components, Executor, Routers, Source, Wires};
 use crate::train::job::Job;
 use crate::train::kept_pass::KeptPass;
@@ -85,7 +86,7 @@ impl Trainer {
         let exchanges = division::exchange((plan, job.config.seed), &messages, rank)?;
         let exchange = exchanges.clone().map_or_else(|| Arc::new(Alone) as _, |all| all as Arc<dyn Exchange>);
         let apart = apart::by_part((plan, &job.model, at), &schedule.layers, &holders)?;
-        let tied = tie(&comm, &schedule, (at, plan.tensor_ranks()))?;
+        let tied = tie(&comm, &schedule, (at, plan.tensor_ranks()), exchange::ahead(job.config.state))?;
         let voters = Voters::new(plan, &comm, replica)?;
         let list = schedule.step(position, plan)?;
         let has_norm_vote = list.at(Moment::Reduce).contains(&StepOp::StartVote(Vote::Norm));
@@ -303,7 +304,8 @@ pub(in crate::train) fn stage_of(
     if schedule.recomputes_by_layer() {
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
-        let steps = within_budget(planned, spec, plan.batch as usize)?.map(|plan| plan.steps.into());
+        let steps =
+            within_budget(planned, (spec, plan.context), plan.batch as usize)?.map(|plan| plan.steps.into());
         model.set_activation_policy(ActivationPolicy { recompute, offload, steps });
     }
     Ok(model)
@@ -458,6 +460,7 @@ fn tie(
     comm: &Communicator,
     schedule: &ReplicaSchedule,
     (at, tensor_ranks): (Coordinates, u32),
+    ahead: usize,
 ) -> Result<TiedTable> {
     let (placement, position) = (schedule.placement(), Rank(at.pipeline));
     let mine = placement.end_of(position);
@@ -473,7 +476,8 @@ fn tie(
             match (mine, own) {
                 (Some(stage), Some(own)) => {
                     let (to, from) = groups[own].partners(position);
-                    TiedTable::Across(TableExchange { group, to, from, stage, round: 0, begun: None })
+                    let between = Between { group, to, from, round: 0, ahead };
+                    TiedTable::Across(TableExchange { between, stage, begun: None })
                 }
                 _ => TiedTable::No,
             }

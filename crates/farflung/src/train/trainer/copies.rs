@@ -26,10 +26,10 @@ impl Trainer {
         }
         // The table is equal in all pipelines now, but its two copies in a pipeline may differ. On one rank
         // they get the same updates on the same device.
-        if let TiedTable::Across(TableExchange { group, stage, .. }) = tied {
+        if let TiedTable::Across(TableExchange { between, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
             let table = part.table();
-            comparison.mend(group, &mut part.params, table)?;
+            comparison.mend(&between.group, &mut part.params, table)?;
         }
         let found = comparison.done()?;
         if found.distance > 0.0 {
