@@ -71,7 +71,8 @@ impl TrainConfig {
         }
         let (ranks, ulysses) = (self.context_parallel, self.ulysses);
         check("context-parallel", &ranks, (1..=most as usize).contains(&ranks), &format!("1 to {most}"))?;
-        let good = ulysses > 0 && ranks.is_multiple_of(ulysses);
+        // Without ranks that divide sequences it changes nothing, and a note says so.
+        let good = ulysses > 0 && (ranks == 1 || ranks.is_multiple_of(ulysses));
         check("ulysses", &ulysses, good, &format!("a divisor of `context-parallel`, which is {ranks}"))?;
         let Some(mesh) = &self.mesh else { return Ok(()) };
         let along = |axis| mesh.along(axis) as usize;

@@ -72,7 +72,7 @@ type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
     (
-        "ulysses = 1\ncontext-order = 'striped'",
+        "ulysses = 2\ncontext-order = 'striped'",
         2,
         true,
         "`ulysses`, `context-order` change nothing: `context-parallel` is 1, and each replica has whole sequences",
