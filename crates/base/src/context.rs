@@ -142,6 +142,18 @@ impl ContextCut {
         rank / self.ulysses
     }
 
+    /// Returns the number of a rank among those that have the same sequences; `replica` is counted over all.
+    #[must_use]
+    pub const fn rank_of(self, replica: u32) -> u32 {
+        replica % self.readers()
+    }
+
+    /// Returns the group whose keys a group has in a step of the ring: in the first, its own.
+    #[must_use]
+    pub const fn source(self, group: u32, step: u32) -> u32 {
+        (group + self.ring - step) % self.ring
+    }
+
     /// Returns the positions of a rank, in order: an equal part of its group's.
     #[must_use]
     pub fn positions(self, rank: u32, len: usize) -> Vec<u32> {
@@ -160,6 +172,15 @@ impl ContextCut {
             .map(|query| keys.partition_point(|&key| key <= query) as u64)
             .sum()
     }
+
+    /// Returns the sum over the steps of the ring of the most pairs that a group has in the step.
+    #[must_use]
+    pub fn slowest_pairs(self, len: usize) -> u64 {
+        let of = |step: u32| {
+            (0..self.ring).map(move |group| self.pairs(group, self.source(group, step), len)).max()
+        };
+        (0..self.ring).filter_map(of).sum()
+    }
 }
 
 #[cfg(test)]
@@ -168,14 +189,6 @@ mod tests {
 
     fn cut(ring: u32, order: ContextOrder) -> ContextCut {
         ContextCut { ring, ulysses: 1, order }
-    }
-
-    /// Sums over the steps of a ring the most pairs that a group has in the step.
-    fn slowest(cut: ContextCut, len: usize) -> u64 {
-        let of = |step: u32| {
-            (0..cut.ring).map(move |group| cut.pairs(group, (group + cut.ring - step) % cut.ring, len)).max()
-        };
-        (0..cut.ring).filter_map(of).sum()
     }
 
     #[test]
@@ -192,11 +205,11 @@ mod tests {
         );
         let both = ContextCut { ring: 2, ulysses: 2, order: ContextOrder::Zigzag };
         assert_eq!(all(both, 16), [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]);
-        let sums = ContextOrder::ALL.map(|order| slowest(cut(4, order), 16));
+        let sums = ContextOrder::ALL.map(|order| cut(4, order).slowest_pairs(16));
         assert_eq!(sums, [34, 40, 58]);
         for (ring, len) in [(2, 16), (4, 64), (8, 4096)] {
             let whole = (len * (len + 1)) as u64;
-            assert_eq!(slowest(cut(ring, ContextOrder::Zigzag), len), whole / u64::from(2 * ring));
+            assert_eq!(cut(ring, ContextOrder::Zigzag).slowest_pairs(len), whole / u64::from(2 * ring));
         }
     }
 

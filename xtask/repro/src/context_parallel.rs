@@ -114,28 +114,21 @@ fn closed_form(job: &Job, rank: u32) -> Result<f64> {
 
 /// Compares the pairs of query and key of a ring's ranks with the facts.
 fn work(report: &mut Report<'_>) -> Result<()> {
-    let slowest = |cut: ContextCut, len: usize| -> u64 {
-        let step = |step: u32| {
-            let of = |group: u32| cut.pairs(group, (group + cut.ring - step) % cut.ring, len);
-            (0..cut.ring).map(of).max().unwrap_or(0)
-        };
-        (0..cut.ring).map(step).sum()
-    };
     for (order, pairs) in
         [(ContextOrder::Contiguous, 58), (ContextOrder::Zigzag, 34), (ContextOrder::Striped, 40)]
     {
-        let found = slowest(cut(4, 1, order), 16);
+        let found = cut(4, 1, order).slowest_pairs(16);
         let metric =
             format!("16 tokens on a ring of 4, {order}: {found} pairs of the slowest ranks, off {pairs}");
         report.row(&metric, found.abs_diff(pairs) as f64, "pairs", Threshold::AtMost(0.0))?;
     }
     for (ring, len) in [(2, 16), (4, 64), (8, 512), (16, 4096)] {
         let least = (len * (len + 1)) as u64 / u64::from(2 * ring);
-        let zigzag = slowest(cut(ring, 1, ContextOrder::Zigzag), len);
+        let zigzag = cut(ring, 1, ContextOrder::Zigzag).slowest_pairs(len);
         let metric =
             format!("{len} tokens on a ring of {ring}: zigzag's pairs, off S (S + 1) / 2c = {least}");
         report.row(&metric, zigzag.abs_diff(least) as f64, "pairs", Threshold::AtMost(0.0))?;
-        let ratio = slowest(cut(ring, 1, ContextOrder::Contiguous), len) as f64 / least as f64;
+        let ratio = cut(ring, 1, ContextOrder::Contiguous).slowest_pairs(len) as f64 / least as f64;
         let (c, s) = (f64::from(ring), len as f64);
         // c steps of the last ranks: a triangle, and c - 1 squares.
         let exact = (s / c * (s / c + 1.0) / 2.0 + (c - 1.0) * (s / c).powi(2)) / least as f64;

@@ -423,8 +423,8 @@ settings! {
         /// contexts that do not fit on one rank. docs/context-parallel.md.
         @context_parallel: usize, "C", 1usize;
         /// How many neighbours of these exchange positions for heads in attention instead (Ulysses): a
-        /// divisor of
-        /// --context-parallel and of the key-value heads. With as many as --context-parallel there is no ring.
+        /// divisor of --context-parallel and of the key-value heads. With as many as --context-parallel there
+        /// is no ring.
         @ulysses: usize, "U", 1usize;
         /// Positions of each rank of the ring: zigzag (two ranges, the same work for all), striped, or
         /// contiguous.

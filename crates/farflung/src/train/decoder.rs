@@ -10,7 +10,7 @@ use farflung_tensor::Tensor;
 use farflung_zoo::{Cache, Continuation, Input, Objective, Sampling, Stage};
 use serde::{Deserialize, Serialize};
 
-use crate::floats::floats;
+use crate::floats::{floats, le_bytes};
 use crate::{Error, Result};
 
 /// Tag of drawn tokens, which the last stage sends to the first. Hidden states that a stage receives have the
@@ -267,7 +267,7 @@ impl<'a> Decoder<'a> {
     fn send(&self, to: StageId, handed: Handed) -> Result<Handed> {
         let (bytes, left) = match handed {
             Handed::Hidden(x) => {
-                let bytes = x.to_vec::<f32>()?.iter().flat_map(|value| value.to_le_bytes()).collect();
+                let bytes = le_bytes(&x.to_vec::<f32>()?);
                 (bytes, Handed::Nothing)
             }
             other => (Vec::new(), other),

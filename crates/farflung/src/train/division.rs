@@ -75,10 +75,6 @@ impl Division {
         Ok(AxisShare::new(replica as usize % self.experts.len(), self.experts.clone())?)
     }
 
-    const fn context_rank(&self, at: Coordinates) -> u32 {
-        at.data % self.context.readers()
-    }
-
     /// Returns what a rank has of the width of layers.
     pub(super) fn width_of(&self, at: Coordinates) -> Result<AxisShare> {
         Ok(AxisShare::new(at.tensor as usize, self.width.clone())?)
@@ -109,7 +105,7 @@ impl Division {
             stage.divide_sequences()?;
         }
         if self.context.divides() {
-            stage.divide_context(self.context, self.context_rank(at))?;
+            stage.divide_context(self.context, self.context.rank_of(at.data))?;
         }
         Ok(stage)
     }
@@ -127,7 +123,7 @@ impl Division {
     /// Returns the exchange of a rank that only counts.
     pub(super) fn counted(&self, at: Coordinates) -> Result<Counted> {
         let own = [(Axis::Tensor, self.width_of(at)?), (Axis::Expert, self.experts_of(at.data)?)];
-        let context = AxisShare::along_context(self.context, self.context_rank(at))?;
+        let context = AxisShare::along_context(self.context, self.context.rank_of(at.data))?;
         Ok(Counted::new(own.into_iter().chain(context)))
     }
 }

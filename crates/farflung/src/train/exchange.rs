@@ -104,10 +104,11 @@ fn received(bytes: &[u8], count: usize) -> Result<Vec<f32>> {
 #[derive(Debug)]
 pub(super) struct Exchange {
     between: Between,
-    table: Range<usize>,
-    /// The windows on their way, and where the next one begins.
+    /// Where the table begins.
+    start: usize,
+    /// The windows on their way, and those after them.
     coming: VecDeque<Coming>,
-    next: usize,
+    later: VecDeque<Range<usize>>,
 }
 
 #[derive(Debug)]
@@ -120,23 +121,20 @@ struct Coming {
 impl Exchange {
     /// Starts to exchange a range of gradients, which must not change until they are added up.
     pub(super) fn start(between: Between, grads: &Tensor, table: Range<usize>) -> Result<Self> {
-        let next = table.start;
-        let mut this = Self { between, table, coming: VecDeque::new(), next };
-        while this.next < this.table.end && this.coming.len() < this.between.ahead {
-            this.begin(grads)?;
-        }
+        let (start, later) = (table.start, windows(&table).collect());
+        let mut this = Self { between, start, coming: VecDeque::new(), later };
+        while this.coming.len() < this.between.ahead && this.begin(grads)? {}
         Ok(this)
     }
 
-    /// Begins the next window.
-    fn begin(&mut self, grads: &Tensor) -> Result<()> {
-        let window = self.next..self.table.end.min(self.next + WINDOW);
-        let start = window.start - self.table.start;
+    /// Begins the next window, and returns whether there was one.
+    fn begin(&mut self, grads: &Tensor) -> Result<bool> {
+        let Some(window) = self.later.pop_front() else { return Ok(false) };
+        let start = window.start - self.start;
         let theirs = self.between.group.start_recv(self.between.from, self.between.tag(start));
         let sent = self.between.send(start, &grads.view().part(window.start, window.len())?)?;
-        self.next = window.end;
         self.coming.push_back(Coming { window, theirs, sent });
-        Ok(())
+        Ok(true)
     }
 
     /// Replaces the gradients by the sum, which has the same bits on both sides.
@@ -149,9 +147,7 @@ impl Exchange {
             sum.iter_mut().zip(&theirs).for_each(|(sum, theirs)| *sum += theirs);
             part.write(&sum)?;
             drop((sum, theirs));
-            if self.next < self.table.end {
-                self.begin(grads)?;
-            }
+            self.begin(grads)?;
         }
         Ok(())
     }

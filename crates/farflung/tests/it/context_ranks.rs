@@ -5,16 +5,14 @@
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 use farflung::base::ContextOrder;
-use farflung::config::choice::TransportKind;
 use farflung::parallel::pipeline::Method;
 use farflung::parallel::whole_replicas;
-use farflung::train::{Prediction, Trainer, refusal};
-use farflung::transports::SIMULATED;
+use farflung::train::refusal;
 use farflung::{StepMetrics, TrainConfig};
 
 use crate::families::{done, each_continues_any, farthest, train};
-use crate::small::{config, job, on_all};
-use crate::tensor_ranks::{described, gradients};
+use crate::small::{config, takes_the_predicted_time};
+use crate::tensor_ranks::{described, gradients, same_gradients};
 use crate::tiny::{Run, output, refused, stderr};
 
 /// Adds the description of a model whose layers have different windows.
@@ -119,12 +117,7 @@ fn the_gradient_of_each_tensor_is_that_of_one_process() {
             accumulate: if stages > 1 { 1 } else { 4 / groups },
             ..base.clone()
         });
-        for ((name, whole), (same, found)) in alone.iter().zip(&divided) {
-            let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-            let off: Vec<f32> = whole.iter().zip(found).map(|(a, b)| a - b).collect();
-            let off = norm(&off) / norm(whole).max(1e-2);
-            assert!(name == same && off < 1e-5, "{workers} ranks, {name}: {off}");
-        }
+        same_gradients(&divided, &alone, workers);
     }
 }
 
@@ -134,6 +127,7 @@ fn steps_take_the_time_that_was_predicted() {
     for (workers, stages, readers, ulysses, tensor) in
         [(2, 1, 2, 1, 1), (4, 1, 4, 2, 1), (4, 1, 4, 4, 1), (8, 2, 2, 1, 1), (8, 2, 2, 1, 2)]
     {
+        let what = format!("{workers} ranks, {readers} x {ulysses}");
         let config = TrainConfig {
             heads: Some(4),
             workers,
@@ -141,23 +135,9 @@ fn steps_take_the_time_that_was_predicted() {
             tensor,
             context_parallel: readers,
             ulysses,
-            microbatches: Some(4),
-            transport: TransportKind::of(&SIMULATED),
-            link: "200mbit,1ms".parse().unwrap(),
-            compute_rate: 1e9,
             ..config.clone()
         };
-        let job = job(&config);
-        let all = on_all(&job, |connection| {
-            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
-            let begun = rank.comm().now();
-            rank.step(false).unwrap();
-            (rank.comm().now() - begun).as_secs_f64()
-        });
-        let took = all.into_iter().fold(0.0, f64::max);
-        let predicted = Prediction::of(&job).unwrap().step().as_secs_f64();
-        let off = (took / predicted - 1.0).abs();
-        assert!(off < 0.01, "{workers} ranks, {readers} x {ulysses}: {took} s, predicted {predicted} s");
+        takes_the_predicted_time(config, &what);
     }
 }
 

@@ -6,17 +6,15 @@
 
 use std::fs;
 
-use farflung::config::choice::TransportKind;
 use farflung::config::pools::Numbers;
 use farflung::parallel::pipeline::Method;
 use farflung::parallel::whole_replicas;
-use farflung::train::{Fault, FaultyValue, Job, Prediction, Thoroughness, Trainer, refusal};
-use farflung::transports::SIMULATED;
+use farflung::train::{Fault, FaultyValue, Job, Thoroughness, Trainer, refusal};
 use farflung::{StepMetrics, TrainConfig};
 
 use crate::experts::models;
 use crate::families::{done, each_continues_any, farthest, train};
-use crate::small::{config, job, on_all};
+use crate::small::{config, job, on_all, takes_the_predicted_time};
 use crate::tiny::{Run, json_of, output, refused, stderr};
 
 /// Returns a folder with a text and the descriptions of a GPT-2, a LLaMA with grouped queries, and mixtures.
@@ -140,6 +138,17 @@ pub(crate) fn gradients(config: &TrainConfig) -> Vec<(String, Vec<f32>)> {
     params.iter().map(|param| (param.name.clone(), grads[param.range()].to_vec())).collect()
 }
 
+/// Checks that each tensor's gradient is within 1e-5 of its norm, of small tensors within 1e-5 of 0.01.
+#[track_caller]
+pub(crate) fn same_gradients(divided: &[(String, Vec<f32>)], alone: &[(String, Vec<f32>)], workers: usize) {
+    for ((name, whole), (same, found)) in alone.iter().zip(divided) {
+        let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+        let off: Vec<f32> = whole.iter().zip(found).map(|(a, b)| a - b).collect();
+        let off = norm(&off) / norm(whole).max(1e-2);
+        assert!(name == same && off < 1e-5, "{workers} ranks, {name}: {off}");
+    }
+}
+
 #[test]
 fn the_gradient_of_each_tensor_is_that_of_one_process() {
     let (_folder, config) = config(1);
@@ -164,12 +173,7 @@ fn the_gradient_of_each_tensor_is_that_of_one_process() {
             accumulate: if stages > 1 { 1 } else { 4 / replicas },
             ..base.clone()
         });
-        for ((name, whole), (same, found)) in alone.iter().zip(&divided) {
-            let norm = |x: &[f32]| x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-            let off: Vec<f32> = whole.iter().zip(found).map(|(a, b)| a - b).collect();
-            let off = norm(&off) / norm(whole).max(1e-2);
-            assert!(name == same && off < 1e-5, "{workers} ranks, {name}: {off}");
-        }
+        same_gradients(&divided, &alone, workers);
     }
 }
 
@@ -187,6 +191,7 @@ fn steps_take_the_time_that_was_predicted() {
         // The first and the last stage send each other a table that takes most of the step.
         (4, 2, 2, None, false, 256),
     ] {
+        let what = format!("{workers} ranks, {stages} stages, {tensor}");
         let config = TrainConfig {
             heads: Some(4),
             dim: Some(dim),
@@ -195,23 +200,9 @@ fn steps_take_the_time_that_was_predicted() {
             tensor,
             tensor_weights: weights.map(Numbers),
             sequence_parallel,
-            microbatches: Some(4),
-            transport: TransportKind::of(&SIMULATED),
-            link: "200mbit,1ms".parse().unwrap(),
-            compute_rate: 1e9,
             ..config.clone()
         };
-        let job = job(&config);
-        let all = on_all(&job, |connection| {
-            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
-            let begun = rank.comm().now();
-            rank.step(false).unwrap();
-            (rank.comm().now() - begun).as_secs_f64()
-        });
-        let took = all.into_iter().fold(0.0, f64::max);
-        let predicted = Prediction::of(&job).unwrap().step().as_secs_f64();
-        let off = (took / predicted - 1.0).abs();
-        assert!(off < 0.01, "{workers} ranks, {stages} stages, {tensor}: {took} s, predicted {predicted} s");
+        takes_the_predicted_time(config, &what);
     }
 }
 

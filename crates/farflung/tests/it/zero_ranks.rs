@@ -6,14 +6,12 @@
 use std::fs;
 
 use farflung::TrainConfig;
-use farflung::config::choice::TransportKind;
 use farflung::config::zero::Weights;
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Fault, FaultyValue, Job, Prediction, Thoroughness, Trainer, refusal};
-use farflung::transports::SIMULATED;
+use farflung::train::{Fault, FaultyValue, Job, Thoroughness, Trainer, refusal};
 
 use crate::families::{done, each_continues_any, farthest, llama, train};
-use crate::small::{config, job, on_all};
+use crate::small::{config, job, on_all, takes_the_predicted_time};
 use crate::tiny::{Run, output, refused, stderr};
 
 fn weights(run: &Run, out: &str, steps: u64) -> Vec<u8> {
@@ -137,6 +135,7 @@ fn steps_take_the_time_that_was_predicted() {
         (4, 2, 1, None, true),
         (8, 2, 2, Some(vec![1, 3]), true),
     ] {
+        let what = format!("{workers} ranks, {stages} stages, {tensor}");
         let config = TrainConfig {
             heads: Some(4),
             dim: Some(32),
@@ -147,24 +146,10 @@ fn steps_take_the_time_that_was_predicted() {
             zero_weights: shares.map(Weights),
             overlap,
             bucket_mb: 0.01,
-            microbatches: Some(4),
             codec: "none".parse().unwrap(),
-            transport: TransportKind::of(&SIMULATED),
-            link: "200mbit,1ms".parse().unwrap(),
-            compute_rate: 1e9,
             ..config.clone()
         };
-        let job = job(&config);
-        let all = on_all(&job, |connection| {
-            let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
-            let begun = rank.comm().now();
-            rank.step(false).unwrap();
-            (rank.comm().now() - begun).as_secs_f64()
-        });
-        let took = all.into_iter().fold(0.0, f64::max);
-        let predicted = Prediction::of(&job).unwrap().step().as_secs_f64();
-        let off = (took / predicted - 1.0).abs();
-        assert!(off < 0.01, "{workers} ranks, {stages} stages, {tensor}: {took} s, predicted {predicted} s");
+        takes_the_predicted_time(config, &what);
     }
 }
 

@@ -17,7 +17,7 @@ impl Plan {
     /// Returns a replica's number among those that divide the positions of the same sequences.
     #[must_use]
     pub const fn context_rank(&self, replica: u32) -> u32 {
-        replica % self.context.readers()
+        self.context.rank_of(replica)
     }
 
     /// Returns the replicas that read the same sequences, one of which is `replica`.

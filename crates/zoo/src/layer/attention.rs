@@ -183,27 +183,13 @@ impl Attention {
     }
 
     /// Puts queries, keys and values side by side.
-    fn join(
-        &self,
-        cx: &StageContext<'_>,
-        [q, k, v]: &[Tensor; 3],
-        rotary: Option<Rotary<'_>>,
-    ) -> Result<Tensor> {
-        let [b, t, _] = dims(q)?;
-        let mut qkv = cx.empty([b, t, self.heads.width() * self.head_dim])?;
-        let (q, k, v) = (q.view(), k.view(), v.view());
-        cx.device.run(Op::JoinHeads { heads: self.heads, rotary, q, k, v, qkv: qkv.view_mut() })?;
-        Ok(qkv)
+    fn join(&self, cx: &StageContext<'_>, parts: &[Tensor; 3], rotary: Option<Rotary<'_>>) -> Result<Tensor> {
+        cx.join_heads(parts, (self.heads, self.head_dim), rotary)
     }
 
     /// Takes queries, keys and values apart, and undoes the rotation.
     fn split(&self, cx: &StageContext<'_>, qkv: &Tensor, rotary: Option<Rotary<'_>>) -> Result<[Tensor; 3]> {
-        let [b, t, _] = dims(qkv)?;
-        let mut q = cx.empty([b, t, self.heads.query * self.head_dim])?;
-        let [mut k, mut v] = [cx.empty([b, t, self.cached_width()])?, cx.empty([b, t, self.cached_width()])?];
-        let (dq, dk, dv) = (q.view_mut(), k.view_mut(), v.view_mut());
-        cx.device.run(Op::SplitHeads { heads: self.heads, rotary, d_qkv: qkv.view(), dq, dk, dv })?;
-        Ok([q, k, v])
+        cx.split_heads(qkv, (self.heads, self.head_dim), rotary)
     }
 
     /// Returns the output for `x`, plus `residual`; if ranks divide the heads, it is this rank's part of the

@@ -192,8 +192,8 @@ impl<'a> DividedAttention<'a> {
 
     /// Returns the groups whose keys arrive, in their order: first the own.
     fn sources(&self) -> impl Iterator<Item = usize> + use<> {
-        let (ring, own) = (self.pieces.cut.ring, self.pieces.cut.group(self.pieces.rank));
-        (0..ring).map(move |step| ((own + ring - step) % ring) as usize)
+        let (cut, own) = (self.pieces.cut, self.pieces.cut.group(self.pieces.rank));
+        (0..cut.ring).map(move |step| cut.source(own, step) as usize)
     }
 
     /// Returns the ranges of a group's keys, for costs and for the kernels.
@@ -219,22 +219,12 @@ impl<'a> DividedAttention<'a> {
         Ok(Coming::Sent([pass(keys)?, pass(values)?]))
     }
 
-    /// Takes queries, keys and values apart.
     fn split(&self, qkv: &Tensor, heads: Heads) -> Result<[Tensor; 3]> {
-        let [b, t, _] = dims(qkv)?;
-        let empty = |heads: usize| self.cx.empty([b, t, heads * self.head_dim]);
-        let [mut q, mut k, mut v] = [empty(heads.query)?, empty(heads.kv)?, empty(heads.kv)?];
-        let (dq, dk, dv) = (q.view_mut(), k.view_mut(), v.view_mut());
-        self.cx.device.run(Op::SplitHeads { heads, rotary: None, d_qkv: qkv.view(), dq, dk, dv })?;
-        Ok([q, k, v])
+        self.cx.split_heads(qkv, (heads, self.head_dim), None)
     }
 
-    fn join(&self, [q, k, v]: &[Tensor; 3], heads: Heads) -> Result<Tensor> {
-        let [b, t, _] = dims(q)?;
-        let mut qkv = self.cx.empty([b, t, heads.width() * self.head_dim])?;
-        let (q, k, v) = (q.view(), k.view(), v.view());
-        self.cx.device.run(Op::JoinHeads { heads, rotary: None, q, k, v, qkv: qkv.view_mut() })?;
-        Ok(qkv)
+    fn join(&self, parts: &[Tensor; 3], heads: Heads) -> Result<Tensor> {
+        self.cx.join_heads(parts, (heads, self.head_dim), None)
     }
 
     /// Computes the attention of this rank's positions `[B, T, W]`. `keeps` says whether a backward pass

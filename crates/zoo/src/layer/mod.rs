@@ -50,7 +50,7 @@ pub use sequence::SequencePieces;
 
 use farflung_base::Axis;
 use farflung_tensor::{
-    DType, Device, Op, ParamLayout, ProgramBuilder, Shape, Tensor, TensorError, TokenPositions,
+    DType, Device, Heads, Op, ParamLayout, ProgramBuilder, Rotary, Shape, Tensor, TensorError, TokenPositions,
 };
 
 use crate::ZooError;
@@ -106,6 +106,35 @@ impl StageContext<'_> {
         let program = p.build()?;
         let (reads, writes) = (&[x.view()], &mut [y.view_mut()]);
         Ok(self.device.run(Op::Map { program: &program, scalars: &[], reads, writes })?)
+    }
+
+    /// Puts queries, keys and values `[B, T, heads D]` side by side, and rotates queries and keys.
+    pub(crate) fn join_heads(
+        &self,
+        [q, k, v]: &[Tensor; 3],
+        (heads, head_dim): (Heads, usize),
+        rotary: Option<Rotary<'_>>,
+    ) -> Result<Tensor> {
+        let [b, t, _] = dims(q)?;
+        let mut qkv = self.empty([b, t, heads.width() * head_dim])?;
+        let (q, k, v) = (q.view(), k.view(), v.view());
+        self.device.run(Op::JoinHeads { heads, rotary, q, k, v, qkv: qkv.view_mut() })?;
+        Ok(qkv)
+    }
+
+    /// Takes queries, keys and values apart, and undoes the rotation.
+    pub(crate) fn split_heads(
+        &self,
+        qkv: &Tensor,
+        (heads, head_dim): (Heads, usize),
+        rotary: Option<Rotary<'_>>,
+    ) -> Result<[Tensor; 3]> {
+        let [b, t, _] = dims(qkv)?;
+        let empty = |heads: usize| self.empty([b, t, heads * head_dim]);
+        let [mut q, mut k, mut v] = [empty(heads.query)?, empty(heads.kv)?, empty(heads.kv)?];
+        let (dq, dk, dv) = (q.view_mut(), k.view_mut(), v.view_mut());
+        self.device.run(Op::SplitHeads { heads, rotary, d_qkv: qkv.view(), dq, dk, dv })?;
+        Ok([q, k, v])
     }
 
     /// Replaces partial sums by the sum over the ranks that divide a layer's width.

@@ -11,6 +11,7 @@ use super::blobs::{Label, OfferedBlobs};
 use super::fetch::{FetchRole, fetch};
 use super::fetching::{ChunkStore, Wanted};
 use crate::floats::floats;
+use crate::floats::le_bytes;
 use crate::train::pieces::StateKind;
 use crate::train::run_state::RunState;
 use crate::{Error, Result};
@@ -20,10 +21,6 @@ pub(super) type Holders = BTreeMap<String, Wanted>;
 
 fn wrong(problem: &'static str) -> Error {
     Error::Message { message: "a tensor of the run's state".to_owned(), problem }
-}
-
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// Returns the bytes that all members together receive. Equal tensors of a member are received once.
@@ -52,7 +49,7 @@ pub(super) fn offered(
         if let Some(values) = own.and_then(|own| own.get(name))
             && !mine.contains_key(name)
         {
-            mine.insert(name.clone(), blobs.put(bytes_of(values)));
+            mine.insert(name.clone(), blobs.put(le_bytes(values)));
         }
     }
     let told: Vec<BTreeMap<String, Label>> = all_gather(all, &mine)?;

@@ -6,7 +6,7 @@ use farflung_parallel::pipeline::{Content, Message, PollArrivals};
 use farflung_tensor::{DType, Tensor};
 
 use super::{Executor, Flow, Pass};
-use crate::floats::floats;
+use crate::floats::{floats, le_bytes};
 use crate::train::boundary::BoundaryMessage;
 use crate::train::kept_pass::KeptMessage;
 use crate::train::spent::add_since;
@@ -64,7 +64,7 @@ impl Executor {
             }
             None => None,
         };
-        let mut bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
+        let mut bytes = coded.unwrap_or_else(|| le_bytes(&values));
         if self.pass != Pass::Evaluation {
             self.routers.append(message.microbatch, &mut bytes);
         }

@@ -9,7 +9,7 @@ use farflung_tensor::Tensor;
 use farflung_zoo::{Cut, Stage, TensorKind, TensorSpec};
 
 use super::Trainer;
-use crate::floats::floats;
+use crate::floats::{floats, le_bytes};
 use crate::train::executor::Executor;
 use crate::train::part::Part;
 use crate::{Error, Result};
@@ -76,8 +76,7 @@ impl Trainer {
         if comm.rank() != to {
             for stage in stages.filter(|stage| parts.contains_key(stage)) {
                 let values = of(&parts[&stage]).to_vec::<f32>()?;
-                let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                comm.start_send(to, GATHERED - stage.0, bytes).wait()?;
+                comm.start_send(to, GATHERED - stage.0, le_bytes(&values)).wait()?;
             }
             return Ok(None);
         }

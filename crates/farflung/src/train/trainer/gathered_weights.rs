@@ -13,7 +13,7 @@ use farflung_zoo::{Cut, TensorSpec};
 
 use super::Trainer;
 use super::gather::gives;
-use crate::floats::floats;
+use crate::floats::{floats, le_bytes};
 use crate::train::executor::Executor;
 use crate::train::fingerprint::digest;
 use crate::train::pieces::{
@@ -190,8 +190,7 @@ impl Trainer {
                     while unanswered == CHUNK_WINDOW {
                         unanswered -= usize::from(answer(comm, to)? == Answer::Taken);
                     }
-                    let bytes = chunk.iter().flat_map(|value| value.to_le_bytes()).collect();
-                    comm.start_send(to, CHUNK, bytes).wait()?;
+                    comm.start_send(to, CHUNK, le_bytes(chunk)).wait()?;
                     unanswered += 1;
                 }
                 Ok::<_, Error>(())

@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use farflung::config::choice::{LrScheduleKind, TransportKind};
-use farflung::train::{Job, WorkerConnection, connections};
-use farflung::transports::MEMORY;
+use farflung::train::{Job, Prediction, Trainer, WorkerConnection, connections};
+use farflung::transports::{MEMORY, SIMULATED};
 use farflung::{Stop, TrainConfig};
 
 /// Returns settings of a GPT of four layers on a text of its own, which is in the returned folder.
@@ -49,4 +49,26 @@ pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(WorkerConnection) -> T + 
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
+}
+
+/// Checks that a step of four microbatches on the virtual clock takes the time that was predicted, within 1%.
+#[track_caller]
+pub(crate) fn takes_the_predicted_time(config: TrainConfig, what: &str) {
+    let job = job(&TrainConfig {
+        microbatches: Some(4),
+        transport: TransportKind::of(&SIMULATED),
+        link: "200mbit,1ms".parse().unwrap(),
+        compute_rate: 1e9,
+        ..config
+    });
+    let all = on_all(&job, |connection| {
+        let mut rank = Trainer::new(&job, connection.comm, 1).unwrap();
+        let begun = rank.comm().now();
+        rank.step(false).unwrap();
+        (rank.comm().now() - begun).as_secs_f64()
+    });
+    let took = all.into_iter().fold(0.0, f64::max);
+    let predicted = Prediction::of(&job).unwrap().step().as_secs_f64();
+    let off = (took / predicted - 1.0).abs();
+    assert!(off < 0.01, "{what}: {took} s, predicted {predicted} s");
 }
