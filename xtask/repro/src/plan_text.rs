@@ -31,10 +31,11 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let part = |p: u32, end: &mut u32| {
         let count = 1 + draw(8 + u64::from(p), 5) as u32;
         *end += count;
-        let recompute = match draw(16 + u64::from(p), if stages == 1 { 4 } else { 3 }) {
-            3 => Recompute::Within(Bytes(1 + draw(20 + u64::from(p), 1 << 40))),
+        let recompute = match draw(16 + u64::from(p), if stages == 1 { 5 } else { 4 }) {
+            4 => Recompute::Within(Bytes(1 + draw(20 + u64::from(p), 1 << 40))),
             0 => Recompute::None,
             1 => Recompute::Full,
+            2 => Recompute::EachLayer,
             _ => Recompute::Layers(1),
         };
         let room = count - recompute.of(count);

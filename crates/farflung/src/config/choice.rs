@@ -538,7 +538,8 @@ impl Setting for Groups {
 
 impl Setting for Recompute {
     fn expected() -> String {
-        "none, full, a number of layers, or an amount of memory for activations such as 2GB".to_owned()
+        "none, full, each-layer, a number of layers, or an amount of memory for activations such as 2GB"
+            .to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

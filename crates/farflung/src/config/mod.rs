@@ -471,10 +471,11 @@ settings! {
         @microbatches: usize, "M";
         /// Parts of the model on each rank. Default: 2 for schedules that have several, else 1.
         @chunks: usize, "V";
-        /// What is recomputed for backward passes, to save memory: none, full, or a number of layers (in a
-        /// pipeline, of each stage). A pipeline recomputes from the inputs of its stages; without a pipeline,
-        /// each layer is recomputed from its own input. Without a pipeline, also an amount of memory such as
-        /// 2GB: the fastest choice with which the activations of a microbatch fit into it.
+        /// What is recomputed for backward passes, to save memory: none, full, each-layer, or a number of
+        /// layers (in a pipeline, of each stage). With full and a number, a pipeline recomputes from the inputs
+        /// of its stages, a whole stage at once; each-layer recomputes each layer from its own input, as all do
+        /// without a pipeline. Without a pipeline, also an amount of memory such as 2GB: the fastest choice
+        /// with which the activations of a microbatch fit into it.
         @recompute: Recompute, "WHAT", Recompute::None;
         /// Number of layers (in a pipeline, of each stage), after those that are recomputed, whose activations
         /// are kept in the host's memory until their backward passes, to save GPU memory. No effect on a CPU.

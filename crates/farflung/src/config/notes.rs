@@ -417,7 +417,7 @@ impl TrainConfig {
         let layers = self.layers_of_a_part(run.model.layers());
         let again = match self.recompute {
             Recompute::None | Recompute::Within(_) => 0,
-            Recompute::Full => layers,
+            Recompute::Full | Recompute::EachLayer => layers,
             Recompute::Layers(layers) => layers as usize,
         };
         let of = if none { "the model has" } else { "a stage has at most" };

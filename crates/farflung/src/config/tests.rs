@@ -89,7 +89,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("steps = [1]", "a whole number"),
         ("deadline = 30", "a time"),
         ("schedule = \"gpip\"", "one of gpipe 1f1b"),
-        ("recompute = 0", "none, full, a number of layers, or an amount of memory"),
+        ("recompute = 0", "none, full, each-layer, a number of layers, or an amount of memory"),
     ] {
         let key = text.split(' ').next().unwrap();
         let message = toml(&format!("\n{text}")).unwrap_err().to_string();

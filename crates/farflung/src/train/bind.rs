@@ -9,7 +9,7 @@ use farflung_parallel::pipeline::{
     Schedule, SliceShare, StageCost, TiedWeights, Updates,
 };
 use farflung_parallel::step::{NormVote, RankStep, ReplicaSteps, StepSettings};
-use farflung_parallel::{Part, Recompute, ScheduleSource};
+use farflung_parallel::{Part, ScheduleSource};
 use farflung_zoo::ModelSpec;
 use farflung_zoo::spec::HeadSpec;
 
@@ -119,10 +119,10 @@ impl ReplicaSchedule {
             _ => plan.order_with(count, cost, hop),
         };
         let placement = order_with(&equal).map_err(Error::schedule)?.placement().clone();
-        let by_layer = recomputes_by_layer(&placement);
+        let depth = placement.depth();
         let priced = |part: &Part, position: Rank| {
             let cost = cost_at(part, position)?;
-            let within = by_layer && part.recompute != Recompute::None;
+            let within = part.recompute.is_within_backward(depth);
             Ok::<_, Error>(if within { recomputed_within(cost) } else { cost })
         };
         let of_part = |(part, number): (&Part, u32)| {
@@ -164,8 +164,8 @@ impl ReplicaSchedule {
             Some(rule) => rule.order_at(&order, &cost).map_err(Error::schedule)?,
             None => order,
         };
-        let again = !by_layer && plan.parts.iter().any(|part| part.recompute != Recompute::None);
-        let order = if again { order.with_recompute() } else { order };
+        let part_of = |stage| &plan.parts[placement.part(stage) as usize];
+        let order = order.with_recompute_of(|stage| part_of(stage).recompute.is_scheduled(depth));
         // A head of its own shares nothing with the embedding.
         let tie = match model.head {
             HeadSpec::Tied => order.placement().tie(),
@@ -218,11 +218,12 @@ impl ReplicaSchedule {
         }
     }
 
-    /// Returns whether layers are recomputed one by one from their own inputs, within the backward pass, and
-    /// not by computations of the schedule: in a model of one part, whose layers need not wait for each other.
+    /// Returns whether a part itself keeps less than all activations in its forward pass, and recomputes within
+    /// its backward pass. Otherwise the executor drops what computations of the schedule recompute.
     #[must_use]
-    pub fn recomputes_by_layer(&self) -> bool {
-        recomputes_by_layer(self.placement())
+    pub fn keeps_by_policy(&self, part: &Part) -> bool {
+        let depth = self.placement().depth();
+        depth == 1 || part.recompute.is_within_backward(depth)
     }
 
     /// Returns the predicted times of each slice of a microbatch on a stage.
@@ -288,10 +289,6 @@ impl ReplicaSchedule {
 /// tensors that they do not divide.
 fn has_holders(plan: &BoundPlan) -> bool {
     plan.replicas() > 1 || plan.tensor_ranks() > 1
-}
-
-fn recomputes_by_layer(placement: &Placement) -> bool {
-    placement.depth() == 1
 }
 
 /// Returns the cost of a part for the slowest of the ranks that divide its layers, each with its rate.

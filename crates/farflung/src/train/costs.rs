@@ -164,7 +164,9 @@ impl Work {
                 Recompute::Layers(_) if count == 0 => Nanos::ZERO,
                 Recompute::Layers(again) => time(forward * f64::from(again) / f64::from(count)),
                 Recompute::Within(_) => time(forward * repeated as f64 / f64::from(count)),
-                Recompute::None | Recompute::Full => time(forward + head),
+                Recompute::Full if part.layers.len() < self.profile.layers() => time(forward + head),
+                Recompute::Full | Recompute::EachLayer => time(forward),
+                Recompute::None => Nanos::ZERO,
             },
             ..StageCost::default()
         })

@@ -122,7 +122,8 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     let output = farflung(&["train", "--stages", "2", "--recompute", "3MB", "--print-plan"]);
     let stderr = text(&output.stderr);
     assert!(
-        output.status.code() == Some(2) && stderr.contains("`recompute` is 3MB, expected none, full"),
+        output.status.code() == Some(2)
+            && stderr.contains("`recompute` is 3MB, expected none, full, each-layer"),
         "{stderr}"
     );
     std::fs::write(&path, "[[device]]\nname = \"home\"\nspeed = 3\n").unwrap();

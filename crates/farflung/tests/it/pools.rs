@@ -109,7 +109,7 @@ fn clipping_recomputation_and_packed_boundaries_go_with_pools() {
     let config = TrainConfig { clip: 0.1, microbatches: Some(6), ..config };
     let want = alone(&config, 6);
     let three = pooled(&config, &[1, 2], None);
-    for recompute in [Recompute::Full, Recompute::Layers(1)] {
+    for recompute in [Recompute::Full, Recompute::EachLayer, Recompute::Layers(1)] {
         close("recompute", &train(&TrainConfig { recompute, offload: 1, ..three.clone() }).0, &want);
     }
     close("memory", &train(&TrainConfig { memory: Some(1), ..three.clone() }).0, &want);

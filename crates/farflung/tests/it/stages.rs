@@ -101,6 +101,8 @@ fn recomputation_offloading_replicas_and_a_clipped_norm_change_nothing() {
     for (schedule, recompute) in [
         (Method::OneFOneB, Recompute::None),
         (Method::GPipe, Recompute::Full),
+        (Method::OneFOneB, Recompute::EachLayer),
+        (Method::ZbV, Recompute::EachLayer),
         (Method::Chimera, Recompute::Layers(1)),
         (Method::ZbV, Recompute::None),
         (Method::TeraPipe, Recompute::None),

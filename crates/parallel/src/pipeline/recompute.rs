@@ -1,5 +1,7 @@
 //! Recomputation in a pipeline: which microbatches run their forward again before their backward.
 
+use farflung_base::StageId;
+
 use super::{Action, ComputeKind, ComputeOrder, Op};
 
 impl ComputeOrder {
@@ -21,7 +23,13 @@ impl ComputeOrder {
     /// # Ok::<(), farflung_parallel::ParallelError>(())
     /// ```
     #[must_use]
-    pub fn with_recompute(mut self) -> Self {
+    pub fn with_recompute(self) -> Self {
+        self.with_recompute_of(|_| true)
+    }
+
+    /// Adds recomputations, as [`ComputeOrder::with_recompute`] does, on some of the stages.
+    #[must_use]
+    pub fn with_recompute_of(mut self, wanted: impl Fn(StageId) -> bool) -> Self {
         let own = self.actions().any(|(_, action)| action.kind == ComputeKind::Recompute);
         if own {
             // The order already contains recomputations, so none are added.
@@ -30,7 +38,7 @@ impl ComputeOrder {
         for list in &mut self.lists {
             let mut with = Vec::with_capacity(list.len() * 3 / 2);
             for &op in list.iter() {
-                for action in op.actions().filter(|a| a.yields_gradient()) {
+                for action in op.actions().filter(|a| a.yields_gradient() && wanted(a.stage)) {
                     let forward = Action { kind: ComputeKind::Forward, ..action };
                     if with.last() != Some(&Op::Run(forward)) {
                         with.push(Op::Run(Action { kind: ComputeKind::Recompute, ..action }));

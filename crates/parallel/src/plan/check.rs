@@ -257,12 +257,19 @@ impl Plan {
             next = range.end;
             let count = range.end - range.start;
             if let Recompute::Layers(again) = *recompute {
-                let expected = format!("none, full, or 1 to {count}, the number of the part's layers");
+                let expected =
+                    format!("none, full, each-layer, or 1 to {count}, the number of the part's layers");
                 ensure((1..=count).contains(&again), field("recompute"), again, expected)?;
             }
             if let Recompute::Within(_) = recompute {
-                let expected = "none, full, or a number of layers, because the plan has several parts";
+                let expected =
+                    "none, full, each-layer, or a number of layers, because the plan has several parts";
                 ensure(last == 0, field("recompute"), recompute, expected)?;
+            }
+            if *recompute == Recompute::EachLayer {
+                let expected = "none, full, or a number of layers, because slices of a sequence use each other's \
+                                keys and values";
+                ensure(self.pipeline.slices.len() < 2, field("recompute"), recompute, expected)?;
             }
             let room = count - recompute.of(count);
             let expected = format!("at most {room}, the number of the part's layers that are not recomputed");

@@ -22,9 +22,12 @@ pub struct Part {
 pub enum Recompute {
     /// Nothing is recomputed: all activations are kept.
     None,
-    /// All activations of the part are recomputed from the part's input. If the model is one part, those of
-    /// each layer are recomputed from the layer's input.
+    /// All activations of the part are recomputed from the part's input, by a computation of the schedule. If
+    /// the model is one part, this is [`Recompute::EachLayer`].
     Full,
+    /// The activations of each layer are recomputed from the layer's input, within the backward pass: those of
+    /// one layer are in memory at a time. Valid only if sequences are not cut into slices.
+    EachLayer,
     /// The activations of this number of the part's first layers are recomputed. Those of the other layers are
     /// kept.
     Layers(u32),
@@ -41,9 +44,22 @@ impl Recompute {
     pub fn of(self, layers: u32) -> u32 {
         match self {
             Self::None => 0,
-            Self::Full | Self::Within(_) => layers,
+            Self::Full | Self::EachLayer | Self::Within(_) => layers,
             Self::Layers(n) => n.min(layers),
         }
+    }
+
+    /// Returns whether layers are recomputed from their own inputs within the backward pass, and not by a
+    /// computation of the schedule: always in a model of one part, whose layers need not wait for each other.
+    #[must_use]
+    pub fn is_within_backward(self, parts: u32) -> bool {
+        self == Self::EachLayer || self != Self::None && parts == 1
+    }
+
+    /// Returns whether a computation of the schedule recomputes the part.
+    #[must_use]
+    pub fn is_scheduled(self, parts: u32) -> bool {
+        self != Self::None && !self.is_within_backward(parts)
     }
 }
 

@@ -295,7 +295,7 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.machines[1] = "b c".to_owned()), "`machines` is \"b c\""),
         (
             refusal(|p| p.parts[0].recompute = Recompute::Within(Bytes(3_000_000))),
-            "`part[0].recompute` is 3MB, expected none, full",
+            "`part[0].recompute` is 3MB, expected none, full, each-layer",
         ),
         (refusal(|p| p.batch = 0), "`batch` is 0"),
         (refusal(|p| p.microbatches[1] = 0), "`microbatches[1]` is 0, expected at least 1"),
@@ -315,7 +315,7 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.model.layers = 5), "`part[1].layers` is up to 4"),
         (
             refusal(|p| p.parts[0].recompute = Recompute::Layers(2)),
-            "`part[0].recompute` is 2, expected none, full, or 1 to 1",
+            "`part[0].recompute` is 2, expected none, full, each-layer, or 1 to 1",
         ),
         (refusal(|p| p.parts[1].offload = 4), "`part[1].offload` is 4, expected at most 3"),
         (

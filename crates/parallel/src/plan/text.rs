@@ -45,12 +45,14 @@ impl FromStr for Recompute {
         match text {
             "none" => Ok(Self::None),
             "full" => Ok(Self::Full),
+            "each-layer" => Ok(Self::EachLayer),
             layers => match layers.parse() {
                 Ok(layers) if layers > 0 => Ok(Self::Layers(layers)),
                 _ => match layers.parse() {
                     Ok(MemoryText(bytes)) if bytes.0 > 0 => Ok(Self::Within(bytes)),
                     _ => Err(
-                        "expected none, full, a number of layers, or the memory of activations such as 2GB",
+                        "expected none, full, each-layer, a number of layers, or the memory of activations such as \
+                         2GB",
                     ),
                 },
             },
@@ -63,6 +65,7 @@ impl Display for Recompute {
         match self {
             Self::None => f.write_str("none"),
             Self::Full => f.write_str("full"),
+            Self::EachLayer => f.write_str("each-layer"),
             Self::Layers(layers) => write!(f, "{layers}"),
             Self::Within(memory) => f.write_str(&bytes(*memory)),
         }

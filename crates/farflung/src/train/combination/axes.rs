@@ -142,7 +142,7 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "recompute",
-        values: || words([Recompute::None, Recompute::Full, Recompute::Layers(1)]),
+        values: || words([Recompute::None, Recompute::Full, Recompute::EachLayer, Recompute::Layers(1)]),
         set: |config, value| config.recompute = read(value),
     },
     Axis {

@@ -88,6 +88,8 @@ fn buffers_are_predicted_to_the_byte() {
         TrainConfig { document_mask: true, ..config(2, Method::TeraPipe) },
         TrainConfig { document_mask: true, recompute: Recompute::Full, ..config(3, Method::OneFOneB) },
         TrainConfig { recompute: Recompute::Full, ..config(3, Method::OneFOneB) },
+        TrainConfig { recompute: Recompute::EachLayer, ..config(3, Method::OneFOneB) },
+        TrainConfig { recompute: Recompute::EachLayer, ..config(2, Method::ZbH1) },
     ];
     configs.extend(METHODS.iter().map(|method| TrainConfig {
         optimizer: OptimizerKind::of(method),

@@ -7,7 +7,6 @@ use farflung_zoo::ModelSpec;
 use super::super::planned::{check_pools, microbatches, read_schedule};
 use super::rank_memory::{self, RankMemory};
 use crate::{Error, Result, TrainConfig};
-use farflung_parallel::Recompute;
 
 /// Highest number of forward passes in an order that is made for the estimate. Longer orders are extrapolated
 /// from a shorter one.
@@ -43,7 +42,8 @@ impl Pipeline {
             return Err(Error::Setting { field: "eval-batches", value, expected: format!("at most {most}") });
         }
         let again = |order: ComputeOrder| {
-            if config.recompute == Recompute::None { order } else { order.with_recompute() }
+            let scheduled = config.recompute.is_scheduled(order.placement().depth());
+            if scheduled { order.with_recompute() } else { order }
         };
         if let Some(path) = &config.schedule_file {
             let order = again(read_schedule(path)?);

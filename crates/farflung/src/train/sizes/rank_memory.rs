@@ -171,13 +171,16 @@ fn set_peak_activations(
         };
         let all_again = recomputes && config.recompute == Recompute::Full;
         let kept = (blocks - forgotten) as u128;
+        // A block that is recomputed within the backward pass keeps its input until then.
+        let each_layer = config.recompute == Recompute::EachLayer;
+        let of_block = if each_layer { each.hidden } else { each.block };
         let wait = config.offload.min(blocks - forgotten) as u128 * each.block;
         let (head, row) = if last { (each.head, each.logits) } else { (0, 0) };
         let input = if recomputes { each.hidden } else { 0 };
         let (mut meanwhile, blocks) = (2 * each.hidden, blocks as u128);
         match action.kind {
             ComputeKind::Forward => {
-                now += kept * each.block + input + if all_again { 0 } else { head };
+                now += kept * of_block + input + if all_again { 0 } else { head };
                 logits += if all_again { 0 } else { row };
                 away += wait;
             }
@@ -186,13 +189,14 @@ fn set_peak_activations(
                 now = now.saturating_sub(input);
                 logits += if all_again { row } else { 0 };
             }
-            // The input half of a backward pass adds tensors, which the weight half frees.
+            // The input half of a backward pass adds tensors, and those that it recomputes; the weight half
+            // frees them.
             ComputeKind::BackwardInput => {
-                now += blocks * each.back;
+                now += blocks * (each.back + each.block - of_block);
                 away = away.saturating_sub(wait);
             }
             ComputeKind::Backward => {
-                meanwhile = each.while_back;
+                meanwhile = each.while_back + if each_layer { each.block } else { 0 };
                 away = away.saturating_sub(wait);
             }
             ComputeKind::BackwardWeight | ComputeKind::Step => {}
@@ -202,7 +206,8 @@ fn set_peak_activations(
         position.away = position.away.max(away);
         let split = u128::from(action.kind == ComputeKind::BackwardWeight);
         if matches!(action.kind, ComputeKind::Backward | ComputeKind::BackwardWeight) {
-            now = now.saturating_sub(blocks * (each.block + split * each.back) + head);
+            now =
+                now.saturating_sub(blocks * (of_block + split * (each.back + each.block - of_block)) + head);
             logits = logits.saturating_sub(row);
         }
     }

@@ -266,7 +266,7 @@ fn build_part(
         _ => None,
     };
     let placement = schedule.placement();
-    let offload = if schedule.recomputes_by_layer() { 0 } else { planned.offload as usize };
+    let offload = if schedule.keeps_by_policy(planned) { 0 } else { planned.offload as usize };
     Part::new(Parts {
         stage: model,
         params,
@@ -301,7 +301,7 @@ pub(in crate::train) fn stage_of(
     let planned = &plan.parts[number];
     let layers = (spec, schedule.layers[number].clone());
     let mut model = Division::of(plan).stage(layers, at, device, exchange)?;
-    if schedule.recomputes_by_layer() {
+    if schedule.keeps_by_policy(planned) {
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
         let steps =
